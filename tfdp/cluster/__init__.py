@@ -1,0 +1,13 @@
+"""The cluster of `TF_CONFIG` or of a Slurm step, as plain values and sockets.
+
+Nothing here imports TensorFlow, so that the command line reads a cluster in
+milliseconds.
+"""
+
+from __future__ import annotations
+
+from tfdp.cluster.address import split_address
+from tfdp.cluster.ports import answers, check_port_free, unreachable
+from tfdp.cluster.spec import Cluster
+
+__all__ = ["Cluster", "answers", "check_port_free", "split_address", "unreachable"]

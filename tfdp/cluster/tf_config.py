@@ -1,0 +1,136 @@
+"""What `TF_CONFIG` may hold, and one sentence for each way to get it wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+_JOBS = ("chief", "worker", "evaluator")
+
+
+def parse(text: str) -> dict[str, Any] | None:
+    """Reads the text of `TF_CONFIG` into the fields of a `Cluster`.
+
+    Args:
+        text: String, JSON.
+
+    Returns:
+        A dict of the arguments of `Cluster`, or `None` where there is no
+        cluster in the text.
+
+    Raises:
+        ValueError: If the text is not what `TF_CONFIG` has to be.
+    """
+    if not text.strip():
+        return None
+    config = _load_object(text)
+    jobs = _read_jobs(config)
+    if not any(jobs.values()):
+        return None
+    task_type, task_index = _read_task(config)
+    if task_type == "chief" and not jobs["chief"]:
+        raise ValueError(
+            "This task of TF_CONFIG is the chief, but its cluster has none. Add a "
+            f"'chief' job or make the task a worker. Received: {_short(text)}"
+        )
+    return {
+        "workers": jobs["chief"] + jobs["worker"],
+        "task_type": task_type,
+        "task_index": task_index,
+        "devices_per_worker": _read_tfdp_key(config).get("devices_per_worker"),
+        "evaluators": jobs["evaluator"],
+        "has_chief": bool(jobs["chief"]),
+    }
+
+
+def check_job_name(name: object) -> None:
+    """Checks the name of a job.
+
+    Args:
+        name: The name, of any type.
+
+    Raises:
+        ValueError: If it is not `"chief"`, `"worker"` or `"evaluator"`.
+    """
+    if name == "ps":
+        raise ValueError(
+            "Parameter servers are not supported: tfdp trains with all-reduce "
+            "among workers. Remove the 'ps' job from TF_CONFIG, or make its tasks "
+            "workers. Received: job 'ps'"
+        )
+    if name not in _JOBS:
+        raise ValueError(
+            "A task of the cluster is a 'chief', a 'worker' or an 'evaluator'; "
+            f"correct the job name in TF_CONFIG. Received: {name!r}"
+        )
+
+
+def _load_object(text: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"TF_CONFIG is not valid JSON ({error}). Set it to an object with "
+            f"'cluster' and 'task', or unset it. Received: {_short(text)}"
+        ) from error
+    if not isinstance(config, dict):
+        raise ValueError(
+            "TF_CONFIG must be a JSON object with 'cluster' and 'task'. "
+            f"Received: {_short(text)}"
+        )
+    return config
+
+
+def _read_jobs(config: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Returns the addresses of each of the three jobs."""
+    cluster = config.get("cluster") or {}
+    if not isinstance(cluster, dict):
+        raise ValueError(
+            "'cluster' in TF_CONFIG must be an object that maps each job to a list "
+            f"of addresses. Received: {_short(cluster)}"
+        )
+    for name, tasks in cluster.items():
+        check_job_name(name)
+        if not isinstance(tasks, list):
+            raise ValueError(
+                f"Job {name!r} in TF_CONFIG must be a list of 'host:port' strings. "
+                f"Received: {_short(tasks)}"
+            )
+    jobs = {name: tuple(cluster.get(name, ())) for name in _JOBS}
+    if len(jobs["chief"]) > 1:
+        raise ValueError(
+            "A cluster has at most one 'chief'; make the others workers in "
+            f"TF_CONFIG. Received: {_short(list(jobs['chief']))}"
+        )
+    return jobs
+
+
+def _read_task(config: dict[str, Any]) -> tuple[str, int]:
+    task = config.get("task")
+    if not isinstance(task, dict) or "type" not in task or "index" not in task:
+        raise ValueError(
+            "TF_CONFIG has a 'cluster', so it must also say which task this is: "
+            "'task' must be an object with 'type' and 'index'. "
+            f"Received: task={_short(task)}"
+        )
+    check_job_name(task["type"])
+    index = task["index"]
+    # Shell scripts quote it, and TensorFlow's own resolver calls int().
+    if isinstance(index, str) and index.isdecimal():
+        index = int(index)
+    return task["type"], index
+
+
+def _read_tfdp_key(config: dict[str, Any]) -> dict[str, Any]:
+    settings = config.get("tfdp") or {}
+    if not isinstance(settings, dict):
+        raise ValueError(
+            "'tfdp' in TF_CONFIG must be an object such as "
+            f"{{'devices_per_worker': 2}}. Received: {_short(settings)}"
+        )
+    return settings
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."
