@@ -1,0 +1,213 @@
+"""Imports point down the floors of the design, and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# A package's files share its floor. A file or package that is not here fails
+# the tests until somebody has decided where it belongs.
+FLOORS = {
+    "tfdp.options": 0,
+    "tfdp.cluster": 0,
+    "tfdp._compat": 0,
+    "tfdp.buckets": 1,
+    "tfdp.collectives": 2,
+    "tfdp.fusion": 3,
+    "tfdp.sparse": 3,
+    "tfdp.step": 4,
+    "tfdp.state_merge": 4,
+    "tfdp.strategy": 5,
+    "tfdp.extended": 5,
+    "tfdp.variables": 5,
+    "tfdp.data": 5,
+    "tfdp.plan": 5,
+    "tfdp.trainer": 5,
+    "tfdp.guards": 5,
+    "tfdp.cli": 6,
+    "tfdp.callbacks": 6,
+    "tfdp.testing": 6,
+    # The public face and `python -m tfdp` see everything; nothing sees them.
+    "tfdp": 7,
+    "tfdp.__main__": 7,
+}
+
+# The imports between neighbours on one floor that are allowed, and why.
+SIDEWAYS = {
+    ("tfdp.extended", "tfdp.variables"): "the extended creates the variables",
+    ("tfdp.strategy", "tfdp.extended"): "a strategy is a shell around its extended",
+    ("tfdp.strategy", "tfdp.data"): "a strategy distributes the data",
+    ("tfdp.strategy", "tfdp.plan"): "strategy.communication_plan is public",
+    ("tfdp.strategy", "tfdp.trainer"): "a strategy installs the trainer's hooks",
+    ("tfdp.trainer", "tfdp.data"): "fit agrees on the data before it starts",
+    ("tfdp.__main__", "tfdp"): "`python -m tfdp` runs its own package",
+}
+
+PRIVATE = ("tensorflow.python", "keras.src")
+MAY_USE_PRIVATE = "tfdp._compat"
+
+
+def unit_of(module: str) -> str | None:
+    """The entry of FLOORS that a module belongs to: itself or its package."""
+    if module == "tfdp":
+        return "tfdp"
+    while module not in FLOORS and "." in module:
+        module = module.rpartition(".")[0]
+    return module if module in FLOORS and module != "tfdp" else None
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def modules(root: Path = ROOT) -> dict[str, Path]:
+    return {module_name(p, root): p for p in sorted((root / "tfdp").rglob("*.py"))}
+
+
+def imported_names(tree: ast.AST, module: str, is_package: bool) -> set[str]:
+    """Every dotted name that the file imports, wherever in it the import stands."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")
+                parents = parents[: len(parents) - node.level + is_package]
+                base = ".".join([*parents, *([base] if base else [])])
+            names.update(f"{base}.{alias.name}" for alias in node.names)
+    return names
+
+
+def imports_by_module(root: Path = ROOT) -> dict[str, set[str]]:
+    return {
+        module: imported_names(
+            ast.parse(path.read_text("utf-8")), module, path.name == "__init__.py"
+        )
+        for module, path in modules(root).items()
+    }
+
+
+def resolve(name: str, known: dict[str, Path]) -> str | None:
+    """The module of ours that `name` is, or is a member of; None for others'."""
+    if name.split(".")[0] != "tfdp":
+        return None
+    while name not in known and name not in FLOORS and "." in name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def edges(root: Path = ROOT) -> set[tuple[str, str]]:
+    """Pairs of (importing module, imported module), both ours."""
+    known = modules(root)
+    found = set()
+    for module, names in imports_by_module(root).items():
+        for name in names:
+            target = resolve(name, known)
+            if target and target != module:
+                found.add((module, target))
+    return found
+
+
+def violations(root: Path = ROOT) -> list[str]:
+    wrong = []
+    for module, target in sorted(edges(root)):
+        source_unit, target_unit = unit_of(module), unit_of(target)
+        if source_unit is None or target_unit is None or source_unit == target_unit:
+            continue  # an unmapped file has a test of its own
+        source_floor, target_floor = FLOORS[source_unit], FLOORS[target_unit]
+        if source_floor > target_floor or (source_unit, target_unit) in SIDEWAYS:
+            continue
+        way = "upward" if source_floor < target_floor else "sideways"
+        wrong.append(
+            f"{module} (floor {source_floor}) imports {way}: "
+            f"{target} (floor {target_floor})"
+        )
+    return wrong
+
+
+def test_every_module_has_a_floor():
+    unmapped = [module for module in modules() if unit_of(module) is None]
+    assert not unmapped, f"give these a floor in {Path(__file__).name}: {unmapped}"
+
+
+def test_imports_point_down():
+    assert violations() == []
+
+
+def test_imports_inside_a_package_and_a_floor_go_one_way():
+    graph: dict[str, set[str]] = {}
+    for module, target in edges():
+        graph.setdefault(module, set()).add(target)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail("import cycle: " + " -> ".join(reversed(error.args[1])))
+
+
+def test_allowed_sideways_imports_stay_on_one_floor_and_make_no_circle():
+    graph: dict[str, set[str]] = {}
+    for source, target in SIDEWAYS:
+        assert FLOORS[source] == FLOORS[target]
+        graph.setdefault(source, set()).add(target)
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def private_uses(root: Path = ROOT) -> list[str]:
+    return [
+        f"{module} imports {name}"
+        for module, names in imports_by_module(root).items()
+        for name in sorted(names)
+        if module != MAY_USE_PRIVATE
+        and any(name == p or name.startswith(p + ".") for p in PRIVATE)
+    ]
+
+
+def test_only_compat_imports_private_tensorflow_or_keras():
+    assert private_uses() == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "expected"),
+    [
+        ("buckets.py", "from tfdp.strategy import X", ["upward"]),
+        ("buckets.py", "import tfdp.collectives.ring", ["upward"]),
+        ("buckets.py", "from tfdp import collectives", ["upward"]),
+        ("buckets.py", "def f():\n    from . import testing", ["upward"]),
+        ("buckets.py", "from tfdp import __version__", ["upward"]),
+        ("collectives/ring.py", "from .. import strategy", ["upward"]),
+        ("options.py", "from tfdp import cluster", ["sideways"]),
+        ("variables.py", "from tfdp import extended", ["sideways"]),
+        ("buckets.py", "from tfdp.options import CommunicationOptions", []),
+        ("collectives/ring.py", "from .groups import Group", []),
+        ("strategy.py", "from tfdp import extended, _compat", []),
+    ],
+)
+def test_the_check_tells_upward_and_sideways_from_downward(
+    tmp_path, path, line, expected
+):
+    file = tmp_path / "tfdp" / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "tfdp" / "__init__.py").touch()
+    (file.parent / "__init__.py").touch()
+    file.write_text(line + "\n")
+    found = violations(tmp_path)
+    assert len(found) == len(expected)
+    assert all(way in text for way, text in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["from tensorflow.python.eager import context", "import keras.src.trainers"],
+)
+def test_the_check_finds_private_imports(tmp_path, line):
+    (tmp_path / "tfdp").mkdir()
+    (tmp_path / "tfdp" / "data.py").write_text(line + "\n")
+    assert len(private_uses(tmp_path)) == 1
