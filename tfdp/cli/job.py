@@ -1,0 +1,244 @@
+"""Runs the workers of a local job until all are done, or one is not."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from types import TracebackType
+
+from tfdp.cli import guard
+from tfdp.cli.launch import worker_environment
+from tfdp.cli.screen import Screen
+from tfdp.cli.signals import SignalPipe
+from tfdp.cli.worker import Worker, shell_code, signal_name
+from tfdp.cluster import Cluster
+
+TIMED_OUT = 124
+_TURN_SECONDS = 0.1
+# One Ctrl-C may come twice, from the terminal and from a parent process.
+_SAME_SIGNAL_SECONDS = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class JobOptions:
+    """How long a job may take.
+
+    Args:
+        timeout_seconds: Float, for the whole job, or `None` for no limit.
+            Defaults to `None`.
+        grace_seconds: Float, between asking the workers to stop and killing
+            them. Defaults to `5.0`.
+    """
+
+    timeout_seconds: float | None = None
+    grace_seconds: float = 5.0
+
+
+class Job:
+    """The worker processes of one job on this machine.
+
+    To be used as a context manager, which leaves no process behind, however
+    it is left.
+
+    Args:
+        command: Sequence of strings, what every worker runs.
+        clusters: Sequence of `Cluster`, one for each worker.
+        log_dir: Path of the folder for the logs.
+        screen: The `Screen` that shows the output.
+        options: `JobOptions`.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        clusters: Sequence[Cluster],
+        log_dir: pathlib.Path,
+        screen: Screen,
+        options: JobOptions,
+    ) -> None:
+        self._command = command
+        self._clusters = clusters
+        self._log_dir = log_dir
+        self._screen = screen
+        self._options = options
+        self._id = uuid.uuid4().hex
+        self._workers: list[Worker] = []
+        self._failed: Worker | None = None
+        self._is_stopping = False
+        self._selector = selectors.DefaultSelector()
+
+    def __enter__(self) -> Job:
+        self._signals = SignalPipe()
+        self._selector.register(self._signals, selectors.EVENT_READ)
+        self._guard = subprocess.Popen(
+            [sys.executable, guard.__file__, self._id],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._kill()
+        for worker in self._workers:
+            worker.close()
+        self._guard.kill()
+        self._guard.communicate()
+        self._selector.close()
+        self._signals.close()
+
+    def run(self) -> int:
+        """Starts the workers and waits for their end.
+
+        Returns:
+            Int, the exit code: `0`; that of the first worker that failed; 124
+            after the timeout; or 128 plus the number of the signal received.
+
+        Raises:
+            OSError: If a worker cannot be started.
+        """
+        for cluster in self._clusters:
+            self._start(cluster)
+        try:
+            return self._watch()
+        except BrokenPipeError:  # as of `tfdp run ... | head`
+            self._screen.mute()
+            self._stop(signal.SIGTERM)
+            return shell_code(-signal.SIGPIPE)
+
+    def _watch(self) -> int:
+        start = time.monotonic()
+        limit = self._options.timeout_seconds
+        while self._running():
+            self._turn()
+            if self._signals.received:
+                return self._end_by_signal(self._signals.received[0])
+            if self._failed:
+                return self._end_by_failure(self._failed)
+            if limit is not None and time.monotonic() - start >= limit:
+                return self._end_by_timeout(limit)
+        return 0
+
+    def _running(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker.is_running]
+
+    def _start(self, cluster: Cluster) -> None:
+        rank = cluster.rank
+        worker = Worker(
+            rank,
+            self._command,
+            worker_environment(cluster, self._id),
+            self._log_dir / f"worker-{rank}.log",
+        )
+        self._workers.append(worker)
+        self._selector.register(worker, selectors.EVENT_READ, data=worker)
+        assert self._guard.stdin is not None
+        with contextlib.suppress(OSError):
+            self._guard.stdin.write(f"{worker.pid}\n".encode())
+            self._guard.stdin.flush()
+
+    def _turn(self) -> None:
+        """Waits a moment, then shows what was written and notes who has ended."""
+        ready = self._selector.select(_TURN_SECONDS)
+        self._signals.read()
+        ended = [worker for worker in self._workers if worker.poll()]
+        # Those who failed come first: what the others have to say next is
+        # likely to be about them.
+        for worker in sorted(ended, key=lambda worker: not worker.exit_code):
+            self._show(worker, worker.read_rest())
+            self._forget(worker)
+            if worker.exit_code and not self._failed and not self._is_stopping:
+                self._failed = worker
+                self._report(worker)
+        for key, _ in ready:
+            if key.data is not None and key.data.is_running:
+                lines = key.data.read()
+                if lines is None:  # it closed its output and goes on
+                    self._forget(key.data)
+                self._show(key.data, lines or [])
+        self._screen.refresh()
+
+    def _show(self, worker: Worker, lines: list[str]) -> None:
+        for line in lines:
+            self._screen.line(worker.rank, line)
+        self._screen.progress(worker.rank, worker.unfinished)
+
+    def _forget(self, worker: Worker) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(worker)
+
+    def _report(self, failed: Worker) -> None:
+        """Shows the last lines of a worker that failed."""
+        self._screen.message(
+            f"\ntfdp: worker {failed.rank} {failed.describe_end()}. Its last lines:",
+            style="bold red",
+        )
+        for line in failed.tail:
+            self._screen.quote(failed.rank, line)
+        self._screen.message("")
+
+    def _end_by_failure(self, failed: Worker) -> int:
+        others = len(self._running())
+        self._stop(signal.SIGTERM)
+        stopped = f", so the other {others} were stopped" if others else ""
+        self._screen.message(
+            f"tfdp: worker {failed.rank} {failed.describe_end()}{stopped}. "
+            f"All that it wrote: {failed.log_path}",
+            style="bold red",
+        )
+        assert failed.exit_code is not None
+        return shell_code(failed.exit_code)
+
+    def _end_by_signal(self, signum: int) -> int:
+        self._screen.message(
+            f"tfdp: {signal_name(signum)} received, stopping the workers "
+            "(once more kills them at once)"
+        )
+        self._stop(signum)
+        return 128 + signum
+
+    def _end_by_timeout(self, limit: float) -> int:
+        ranks = ", ".join(str(worker.rank) for worker in self._running())
+        self._screen.message(
+            f"tfdp: not done after --timeout {limit:g} s, stopping the workers that "
+            f"still run: {ranks}",
+            style="bold red",
+        )
+        self._stop(signal.SIGTERM)
+        return TIMED_OUT
+
+    def _stop(self, signum: int) -> None:
+        """Asks the workers to end, and after a while kills what is left."""
+        self._is_stopping = True
+        for worker in self._running():
+            worker.send(signum)
+        start = time.monotonic()
+        num_signals = len(self._signals.received)
+        while self._running():
+            elapsed = time.monotonic() - start
+            if elapsed < _SAME_SIGNAL_SECONDS:
+                num_signals = len(self._signals.received)
+            is_repeated = len(self._signals.received) > num_signals
+            if is_repeated or elapsed >= self._options.grace_seconds:
+                break
+            self._turn()
+        # A worker inside a native collective does not react to SIGTERM.
+        self._kill()
+        self._turn()
+
+    def _kill(self) -> None:
+        guard.kill_job(self._id, [worker.pid for worker in self._workers])

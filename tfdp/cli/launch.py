@@ -1,0 +1,186 @@
+"""What each local worker is given: its port, its share of the machine, its files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import random
+import re
+import socket
+import time
+from collections.abc import Mapping
+
+from tfdp.cluster import Cluster
+
+_LOWEST_PORT = 10000
+_PORT_RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
+
+
+def free_ports(count: int) -> list[int]:
+    """Finds ports that are free on all interfaces, each a different one.
+
+    They are drawn at random from below the range in which the kernel picks
+    source ports: from inside it, a worker's first outgoing connection could
+    take the port on which another worker is about to listen.
+
+    Args:
+        count: Int, how many.
+
+    Returns:
+        List of int.
+
+    Raises:
+        ValueError: If there are not that many.
+    """
+    candidates = range(_LOWEST_PORT, _first_ephemeral_port())
+    ports: list[int] = []
+    # Every socket stays bound until all are chosen, so that no two are equal.
+    with contextlib.ExitStack() as stack:
+        for port in random.sample(candidates, len(candidates)):
+            if len(ports) == count:
+                break
+            with contextlib.suppress(OSError):
+                probe = stack.enter_context(socket.socket())
+                probe.bind(("", port))  # TensorFlow listens on all interfaces
+                ports.append(port)
+    if len(ports) < count:
+        raise ValueError(
+            f"There are not enough free ports for the workers. Received: -n {count}, "
+            f"with {len(ports)} free"
+        )
+    return ports
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        first = int(pathlib.Path(_PORT_RANGE_FILE).read_text("ascii").split()[0])
+    except (OSError, ValueError):
+        first = 32768
+    # A machine may have been told to use nearly all ports for connections.
+    return first if first >= _LOWEST_PORT + 2000 else 32768
+
+
+def make_clusters(num_workers: int, devices_per_worker: int | None) -> list[Cluster]:
+    """Makes the cluster of a job on this machine, as each of its workers sees it.
+
+    Args:
+        num_workers: Int, number of processes.
+        devices_per_worker: Int, logical CPU devices in each, or `None`.
+
+    Returns:
+        List of `Cluster`, one for each worker, in the order of ranks.
+    """
+    workers = tuple(f"127.0.0.1:{port}" for port in free_ports(num_workers))
+    return [
+        Cluster(workers, task_index=rank, devices_per_worker=devices_per_worker)
+        for rank in range(num_workers)
+    ]
+
+
+def worker_environment(
+    cluster: Cluster, job: str, environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Makes the environment of one worker.
+
+    Args:
+        cluster: The `Cluster` as this worker sees it.
+        job: String, the job's id, by which its processes are found again.
+        environ: The user's environment; what it says about threads stands.
+            Defaults to `os.environ`.
+
+    Returns:
+        Dict of environment variables.
+    """
+    config = json.loads(cluster.to_tf_config())
+    config.setdefault("tfdp", {})["job"] = job
+    num_threads = str(max(1, num_cores() // cluster.num_workers))
+    defaults = {
+        "TF_NUM_INTRAOP_THREADS": num_threads,
+        "OMP_NUM_THREADS": num_threads,
+        # The launcher reads UTF-8, whatever the locale: bars are not ASCII.
+        "PYTHONIOENCODING": "utf-8",
+    }
+    return {
+        **defaults,
+        **environ,
+        **_own_gpus(cluster, environ),
+        "TF_CONFIG": json.dumps(config),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def num_cores() -> int:
+    """Returns the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Lists the GPUs as `CUDA_VISIBLE_DEVICES` names them, without CUDA.
+
+    Args:
+        environ: Environment variables. Defaults to `os.environ`.
+
+    Returns:
+        List of strings: the user's choice, or else the index of each NVIDIA
+        device file.
+    """
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [gpu.strip() for gpu in chosen.split(",") if gpu.strip()]
+    with contextlib.suppress(OSError):
+        files = [f for f in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", f)]
+        return [str(index) for index in range(len(files))]
+    return []
+
+
+def _own_gpus(cluster: Cluster, environ: Mapping[str, str]) -> dict[str, str]:
+    """Shares the GPUs out: NCCL refuses two workers on one."""
+    gpus = visible_gpus(environ)
+    share = len(gpus) // cluster.num_workers
+    if share == 0 or cluster.num_workers == 1:
+        return {}
+    own = gpus[cluster.rank * share : (cluster.rank + 1) * share]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+
+
+def make_log_dir(path: str | None) -> pathlib.Path:
+    """Makes the folder for the workers' logs.
+
+    Args:
+        path: String, the user's choice, which may exist; or `None` for a new
+            folder `tfdp-logs/<date>-<time>`.
+
+    Returns:
+        The path of a folder in which files can be written.
+
+    Raises:
+        ValueError: If there is no such folder and it cannot be made.
+    """
+    try:
+        if path is not None:
+            folder = pathlib.Path(path)
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            folder = _make_new_folder(pathlib.Path("tfdp-logs"))
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(0, "no permission to write in it")
+    except OSError as error:
+        raise ValueError(
+            f"The log folder cannot be used: {error.strerror}. Give another one "
+            f"with --log-dir. Received: {path or 'tfdp-logs'}"
+        ) from error
+    return folder
+
+
+def _make_new_folder(parent: pathlib.Path) -> pathlib.Path:
+    name = time.strftime("%Y%m%d-%H%M%S")
+    for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
+        folder = parent / f"{name}{suffix}"
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise FileExistsError(0, "too many jobs were started in one second")

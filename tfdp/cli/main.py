@@ -1,0 +1,56 @@
+"""The command `tfdp`: its subcommands, and errors in one sentence."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+
+import click
+
+from tfdp.cli.doctor import doctor
+from tfdp.cli.run import run
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+
+def version() -> str:
+    """Returns the version of the installed package, or says that there is none."""
+    try:
+        return importlib.metadata.version("tfdp")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+@click.group(
+    commands=[run, doctor],
+    no_args_is_help=False,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(version(), prog_name="tfdp", message="%(prog)s %(version)s")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Data-parallel training for Keras 3 on TensorFlow."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits with its code.
+
+    A wrong argument is answered by one sentence on stderr and exit code 2,
+    without the lines about usage that click would put around it.
+
+    Args:
+        arguments: Sequence of strings. Defaults to `sys.argv[1:]`.
+    """
+    try:
+        code = cli.main(arguments, prog_name="tfdp", standalone_mode=False)
+    except click.ClickException as error:
+        click.echo(f"tfdp: error: {error.format_message()}", err=True)
+        code = USAGE_ERROR
+    except (click.Abort, KeyboardInterrupt):
+        code = INTERRUPTED
+    sys.exit(code)

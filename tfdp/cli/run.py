@@ -1,0 +1,177 @@
+"""`tfdp run`: starts the workers of a job on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import sys
+
+import click
+
+from tfdp.cli.job import Job, JobOptions
+from tfdp.cli.launch import make_clusters, make_log_dir, num_cores, visible_gpus
+from tfdp.cli.screen import Screen
+
+
+def _at_least_one(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> int | None:
+    if value is None:
+        return None
+    if not (value.isdecimal() and int(value) >= 1):
+        raise click.BadParameter(
+            f"it must be a whole number of at least 1. Received: {value}"
+        )
+    return int(value)
+
+
+def _seconds(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> float | None:
+    try:
+        seconds = None if value is None else float(value)
+    except ValueError:
+        seconds = -1.0
+    if seconds is not None and not 0 <= seconds < float("inf"):
+        raise click.BadParameter(
+            f"it must be a number of seconds, not negative. Received: {value}"
+        )
+    return seconds
+
+
+# What follows the script's name is the script's own, options too.
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "-n",
+    "--num-workers",
+    metavar="N",
+    required=True,
+    callback=_at_least_one,
+    help="Number of worker processes.",
+)
+@click.option(
+    "-D",
+    "--devices-per-worker",
+    metavar="D",
+    callback=_at_least_one,
+    help="Logical CPU devices in each worker.",
+)
+@click.option(
+    "--log-dir",
+    metavar="DIR",
+    help="Folder for a log per worker. Default: a new one in ./tfdp-logs.",
+)
+@click.option(
+    "--timeout",
+    metavar="S",
+    callback=_seconds,
+    help="Seconds after which the whole job is stopped, with exit code 124.",
+)
+@click.option(
+    "--grace",
+    metavar="S",
+    default="5",
+    show_default=True,
+    callback=_seconds,
+    help="Seconds between asking workers to stop and killing them.",
+)
+@click.option(
+    "-m",
+    "is_module",
+    is_flag=True,
+    help="SCRIPT is the name of a module, as in `python -m`.",
+)
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(
+    num_workers: int,
+    devices_per_worker: int | None,
+    log_dir: str | None,
+    timeout: float | None,
+    grace: float,
+    is_module: bool,
+    script: str,
+    args: tuple[str, ...],
+) -> None:
+    """Runs SCRIPT in N worker processes on this machine.
+
+    Sets TF_CONFIG for each, puts the worker in front of each line of its
+    output, and stops all when one fails.
+    """
+    _check_platform()
+    _check_program(script, is_module)
+    try:
+        clusters = make_clusters(num_workers, devices_per_worker)
+        folder = make_log_dir(log_dir)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    command = [sys.executable, *(["-m"] if is_module else []), script, *args]
+    screen = Screen()
+    _announce(screen, num_workers, devices_per_worker, folder)
+    options = JobOptions(timeout_seconds=timeout, grace_seconds=grace)
+    try:
+        with Job(command, clusters, folder, screen, options) as job:
+            code = job.run()
+    except OSError as error:
+        raise click.ClickException(f"A worker could not be started: {error}") from error
+    screen.close()
+    sys.exit(code)
+
+
+def _announce(
+    screen: Screen, num_workers: int, devices: int | None, folder: pathlib.Path
+) -> None:
+    threads = max(1, num_cores() // num_workers)
+    screen.message(
+        f"tfdp: starting {num_workers} workers, {threads} of {num_cores()} CPU cores "
+        f"each; logs in {folder}"
+    )
+    if os.environ.get("TF_CONFIG"):
+        screen.message(
+            "tfdp: warning: TF_CONFIG was set already; the workers get another. Under "
+            "a cluster manager, run the script without `tfdp run`"
+        )
+    num_gpus = len(visible_gpus())
+    if devices is None and 0 < num_gpus < num_workers:
+        screen.message(
+            f"tfdp: warning: there are {num_workers} workers but {num_gpus} GPUs, and "
+            "NCCL wants one for each; set CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
+
+
+def _check_platform() -> None:
+    if not hasattr(os, "waitid"):
+        raise click.UsageError(
+            "`tfdp run` needs Linux; elsewhere set TF_CONFIG for each worker and start "
+            f"it yourself. Received: {sys.platform}"
+        )
+
+
+def _check_program(script: str, is_module: bool) -> None:
+    """Finds out now what would otherwise fail in every worker."""
+    if is_module:
+        if not _module_exists(script):
+            raise click.UsageError(
+                f"There is no module of that name. Received: {script}"
+            )
+        return
+    path = pathlib.Path(script)
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise click.UsageError(f"The script is a folder. Received: {script}")
+    if not path.exists():
+        raise click.UsageError(
+            "The script to run is not there; give the path of a Python file, or -m "
+            f"and the name of a module. Received: {script}"
+        )
+
+
+def _module_exists(name: str) -> bool:
+    """Looks for the module's outermost package; imports nothing."""
+    sys.path.insert(0, os.getcwd())  # where `python -m` looks first
+    try:
+        return importlib.util.find_spec(name.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        sys.path.pop(0)

@@ -1,0 +1,58 @@
+"""Receives signals as bytes in a pipe, for a loop that waits on several things."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+
+# What asks the launcher to end.
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class SignalPipe:
+    """Wakes a selector when a signal arrives, instead of interrupting the code.
+
+    Python's own handler for Ctrl-C raises between any two lines, also while
+    workers are being started or killed. Here a signal is a byte that waits
+    until the loop reads it. The end of a child process (SIGCHLD) wakes the
+    loop too, but is not noted.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._old_fd = signal.set_wakeup_fd(
+            self._writer.fileno(), warn_on_full_buffer=False
+        )
+        self._old_handlers = {
+            signum: signal.signal(signum, lambda signum, frame: None)
+            for signum in (*_END_SIGNALS, signal.SIGCHLD)
+            if not _is_ignored_hangup(signum)
+        }
+
+    def fileno(self) -> int:
+        """Returns the descriptor to wait on."""
+        return self._reader.fileno()
+
+    def read(self) -> None:
+        """Moves the signals that have arrived to `received`."""
+        with contextlib.suppress(BlockingIOError):
+            self.received += [
+                signum for signum in self._reader.recv(4096) if signum in _END_SIGNALS
+            ]
+
+    def close(self) -> None:
+        """Puts the earlier handlers back."""
+        for signum, handler in self._old_handlers.items():
+            signal.signal(signum, handler)
+        signal.set_wakeup_fd(self._old_fd)
+        self._reader.close()
+        self._writer.close()
+
+
+def _is_ignored_hangup(signum: int) -> bool:
+    """Whether the user asked, with nohup, to survive the end of the terminal."""
+    return signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN

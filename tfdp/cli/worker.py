@@ -1,0 +1,170 @@
+"""One worker process of a local job: its output, its log, its end."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+from collections.abc import Sequence
+
+from tfdp.cli.lines import LineReader
+
+TAIL_LINES = 20
+_CHUNK_BYTES = 1 << 16
+# What a worker wrote before it ended is in the pipe, which holds no more than
+# this. What its own children go on writing there must not keep us reading.
+_MAX_PIPE_BYTES = 1 << 20
+
+
+class Worker:
+    """A worker process, in a session of its own.
+
+    Its stdout and stderr are one stream, so that a traceback stands where it
+    belongs; its stdin is empty.
+
+    Args:
+        rank: Int, the worker's rank.
+        command: Sequence of strings, the program and its arguments.
+        environment: Dict of environment variables.
+        log_path: Path of the file that gets every byte the worker writes. An
+            existing file is continued, never overwritten.
+
+    Raises:
+        OSError: If the log cannot be written or the process not be started.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: dict[str, str],
+        log_path: pathlib.Path,
+    ) -> None:
+        self.rank = rank
+        self.log_path = log_path
+        self.exit_code: int | None = None
+        self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+        self._reader = LineReader()
+        self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115
+        try:
+            # A session of its own: Ctrl-C reaches the launcher alone, which
+            # passes it on, and all that the worker starts can be found again.
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError:
+            self._log.close()
+            raise
+        assert self._process.stdout is not None
+        self._pipe = self._process.stdout
+        os.set_blocking(self._pipe.fileno(), False)
+
+    @property
+    def pid(self) -> int:
+        """Int, the id of the process and of its session."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Bool, whether the process has not been seen to end."""
+        return self.exit_code is None
+
+    @property
+    def unfinished(self) -> str:
+        """String, the line that the worker is drawing."""
+        return self._reader.unfinished
+
+    def fileno(self) -> int:
+        """Returns the descriptor of the worker's output, for a selector."""
+        return self._pipe.fileno()
+
+    def read(self) -> list[str] | None:
+        """Reads what there is, at most one chunk of it.
+
+        Returns:
+            The lines that became complete, or `None` at the end of the output.
+        """
+        try:
+            data = os.read(self._pipe.fileno(), _CHUNK_BYTES)
+        except BlockingIOError:
+            return []
+        if not data:
+            return None
+        # A full disk ends the log, not the training.
+        with contextlib.suppress(OSError):
+            self._log.write(data)
+        lines = self._reader.feed(data)
+        self.tail.extend(lines)
+        return lines
+
+    def read_rest(self) -> list[str]:
+        """Reads what is left once the process has ended, and closes the log."""
+        lines: list[str] = []
+        for _ in range(_MAX_PIPE_BYTES // _CHUNK_BYTES):
+            more = self.read()
+            if more is None:
+                break
+            lines += more
+        last = self._reader.close()
+        self.tail.extend(last)
+        return lines + last
+
+    def poll(self) -> bool:
+        """Notes the end of the process; returns whether it has just ended.
+
+        The process is not reaped: as a zombie it keeps its id from being given
+        to another process, to which our signals would then go.
+        """
+        if not self.is_running:
+            return False
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        status = os.waitid(os.P_PID, self.pid, options)
+        if status is None:
+            return False
+        by_signal = status.si_code != os.CLD_EXITED
+        self.exit_code = -status.si_status if by_signal else status.si_status
+        return True
+
+    def send(self, signum: int) -> None:
+        """Sends a signal: Ctrl-C to all its processes, as a terminal does."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if signum == signal.SIGINT:
+                os.killpg(self.pid, signum)
+            else:
+                os.kill(self.pid, signum)
+
+    def describe_end(self) -> str:
+        """Says in words how the process ended."""
+        code = self.exit_code or 0
+        if code >= 0:
+            return f"failed with exit code {code}"
+        hint = " (by the system, if memory ran out)" if code == -signal.SIGKILL else ""
+        return f"was killed by {signal_name(-code)}{hint}"
+
+    def close(self) -> None:
+        """Reaps the process, which must have been killed, and closes its files."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=1.0)
+        self._pipe.close()
+        self._log.close()
+
+
+def signal_name(signum: int) -> str:
+    """Returns a signal's name, such as `"SIGTERM"`."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+def shell_code(exit_code: int) -> int:
+    """Returns the code by which a shell reports the end of a process."""
+    return exit_code if exit_code >= 0 else 128 - exit_code
