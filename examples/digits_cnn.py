@@ -65,9 +65,17 @@ def compile_model(model: keras.Model, num_steps: int) -> None:
 
 
 def print_communication(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
-    """What the replicas sent each other in a step."""
-    if strategy.num_replicas_in_sync > 1:
-        print(strategy.communication_plan(model))
+    """What the replicas have sent each other, as a table and in all."""
+    if strategy.num_replicas_in_sync == 1:
+        print("one replica: nothing was communicated")
+        return
+    plan = strategy.communication_plan(model)
+    num_steps = int(model.optimizer.iterations.numpy())
+    print(plan)
+    print(
+        f"communicated: {num_steps * plan.wire_bytes / 1e6:.1f} MB sent by each replica"
+        f" ({num_steps} steps of {plan.wire_bytes:,} bytes)"
+    )
 
 
 def main() -> None:

@@ -27,7 +27,9 @@ MAPPED = ("tfdp", "tools", "examples")
 SKIPPED = ("py.typed",)
 
 MAP_HEADING = "## File map"
-MAP_ROW = re.compile(r"^\| \[`(?P<path>[^`]+)`\]\((?P<link>[^)]+)\) \| (?P<text>.*) \|$")
+MAP_ROW = re.compile(
+    r"^\| \[`(?P<path>[^`]+)`\]\((?P<link>[^)]+)\) \| (?P<text>.*) \|$"
+)
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 FENCE = re.compile(r"^( *)```(?P<lang>\w*)[^\n]*\n(?P<code>.*?)^\1```", re.M | re.S)
 
@@ -44,7 +46,7 @@ def tracked_files(*folders: str) -> list[str]:
 def first_line(path: str) -> str:
     """The line that says what a file is: of its docstring, or its first comment."""
     text = (ROOT / path).read_text("utf-8")
-    if path.endswith(".py"):
+    if path.endswith(".py") or "python" in text.partition("\n")[0]:
         docstring = ast.get_docstring(ast.parse(text)) or ""
         # Wrapped first sentences are allowed: the first paragraph is the line.
         return " ".join(docstring.split("\n\n")[0].split())
@@ -73,7 +75,7 @@ def check_map() -> Iterator[str]:
     wanted = wanted_map()
     for path, line in wanted.items():
         if not line:
-            yield f"{path}: opens with no line (docstring or comment) that says what it is"
+            yield f"{path}: opens with no line that says what it is"
         elif path not in rows:
             yield f"README.md: the file map lacks {path}"
         elif rows[path] != line:
@@ -151,8 +153,13 @@ def public_names() -> Iterator[tuple[str, Any]]:
 
 
 def check_public_names() -> Iterator[str]:
+    try:
+        names = list(public_names())
+    except (ImportError, AttributeError) as error:
+        yield f"a public name cannot be imported: {error}"
+        return
     pages = "\n".join((ROOT / page).read_text("utf-8") for page in markdown_pages())
-    for name, value in public_names():
+    for name, value in names:
         if not (callable(value) or inspect.ismodule(value)):
             continue
         # A subclass does not inherit its documentation.

@@ -1,6 +1,6 @@
 """TensorFlow's multi-worker tutorial, with the strategy line changed to tfdp's.
 
-    tfdp run -n 2 examples/multi_worker_with_keras/main.py
+tfdp run -n 2 examples/multi_worker_with_keras/main.py
 """
 
 from __future__ import annotations

@@ -1,0 +1,76 @@
+"""The examples in docstrings run and print what they say."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from commands import ROOT, run_python
+
+DEADLINE_SECONDS = 240
+
+# All examples run in one process, for TensorFlow is slow to import. Two logical
+# CPU devices stand for two replicas; they are only asked for here, and come into
+# being when an example first uses TensorFlow.
+RUNNER = """
+import doctest, importlib, io, json, sys, traceback
+import tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(
+    cpu, [tf.config.LogicalDeviceConfiguration()] * 2
+)
+flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+reports = {}
+for name in sys.argv[2:]:
+    text = io.StringIO()
+    runner = doctest.DocTestRunner(optionflags=flags)
+    try:
+        tests = doctest.DocTestFinder().find(importlib.import_module(name))
+    except Exception:
+        reports[name] = [0, traceback.format_exc()]
+        continue
+    for test in tests:
+        runner.run(test, out=text.write)
+    reports[name] = [runner.tries, text.getvalue()]
+json.dump(reports, open(sys.argv[1], "w"))
+"""
+
+
+def has_example(path: Path) -> bool:
+    """Whether a docstring of the file holds an example, found without importing."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    tree = ast.parse(path.read_text("utf-8"))
+    docstrings = (
+        ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)
+    )
+    return any(">>> " in docstring for docstring in docstrings if docstring)
+
+
+def modules_with_examples() -> list[str]:
+    names = []
+    for path in sorted((ROOT / "tfdp").rglob("*.py")):
+        if has_example(path):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            names.append(".".join(parts).removesuffix(".__init__"))
+    return names
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> dict[str, tuple[int, str]]:
+    """For each module, how many examples were tried, and what went wrong."""
+    file = tmp_path_factory.mktemp("doctests") / "reports.json"
+    done = run_python(
+        *("-c", RUNNER, str(file), *modules_with_examples()),
+        deadline_seconds=DEADLINE_SECONDS,
+    )
+    assert done.code == 0, done.output[-5000:]
+    return json.loads(file.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("module", modules_with_examples())
+def test_examples_in_docstrings_print_what_they_say(module, reports):
+    tries, failures = reports[module]
+    assert not failures, failures
+    assert tries > 0, "the examples were not found: is a __doc__ replaced?"
