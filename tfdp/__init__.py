@@ -1,0 +1,40 @@
+"""Data-parallel training for Keras 3 on TensorFlow.
+
+Importing this package is cheap: TensorFlow is loaded when a name that needs
+it is used, so that the command line answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CommunicationOptions": "tfdp.options",
+    "MirroredStrategy": "tfdp.strategy",
+    "MultiWorkerMirroredStrategy": "tfdp.strategy",
+    "auto_strategy": "tfdp.strategy",
+    "testing": "tfdp.testing",
+}
+__all__ = [
+    "CommunicationOptions",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "auto_strategy",
+    "testing",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tfdp' has no attribute {name!r}")
+    module = importlib.import_module(_HOMES[name])
+    value = module if _HOMES[name] == f"tfdp.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

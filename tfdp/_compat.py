@@ -1,0 +1,302 @@
+"""The one place that touches private names of TensorFlow and Keras.
+
+Each name says why it is needed. Checked on TensorFlow 2.21.0 with Keras
+3.15.1; `tools/test_matrix` runs the tests on the other supported versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from keras.src import tree as keras_tree
+from keras.src.backend.tensorflow import image as keras_image
+from keras.src.backend.tensorflow import nn as keras_nn
+from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
+from keras.src.backend.tensorflow import random as keras_random
+from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.losses import loss as keras_loss
+from keras.src.trainers import trainer as keras_base_trainer
+from tensorflow.python.data.experimental.ops import distribute as data_distribute
+from tensorflow.python.distribute import (
+    collective_all_reduce_strategy,
+    collective_util,
+    cross_device_ops,
+    cross_device_utils,
+    distribute_utils,
+    mirrored_strategy,
+    values,
+)
+from tensorflow.python.eager import context
+from tensorflow.python.framework import device as device_lib
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import resource_variable_ops
+
+# The strategies derive from the stock extended classes, so that every promise
+# of tf.distribute that tfdp does not touch is kept by TensorFlow's own code.
+MirroredExtended = mirrored_strategy.MirroredExtended
+MultiWorkerExtended = collective_all_reduce_strategy.CollectiveAllReduceExtended
+CollectiveAllReduce = cross_device_ops.CollectiveAllReduce
+CollectiveKeys = cross_device_utils.CollectiveKeys
+CommunicationImplementation = collective_util.CommunicationImplementation
+StockOptions = collective_util.Options
+MirroredVariable = values.MirroredVariable
+SyncOnReadVariable = values.SyncOnReadVariable
+PerReplica = values.PerReplica
+
+# Keras classes and modules whose functions tfdp replaces, see `trainer`.
+TensorFlowTrainer = keras_trainer.TensorFlowTrainer
+TFOptimizer = keras_tf_optimizer.TFOptimizer
+BaseTrainer = keras_base_trainer.Trainer
+EpochIterator = keras_trainer.TFEpochIterator
+# Modules that hold `draw_seed`, from which Dropout and its like take seeds.
+KERAS_RANDOM_MODULES = (keras_random, keras_image)
+
+
+def replace(owner: Any, name: str, wrapper: Callable) -> None:
+    """Replaces a function of Keras by one that falls back on the original.
+
+    Keras has no hook in these places. The replacement is called with the
+    original first and hands over to it whenever no tfdp strategy is involved.
+    It is installed once, however often this is called.
+
+    Args:
+        owner: Module or class that holds the function.
+        name: String, the function's name.
+        wrapper: Callable, `wrapper(original, *args, **kwargs)`.
+    """
+    original = getattr(owner, name)
+    if getattr(original, "_tfdp_wrapper", None) is wrapper:
+        return
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    replacement.__name__ = name
+    replacement.__qualname__ = getattr(original, "__qualname__", name)
+    replacement.__doc__ = original.__doc__
+    replacement.__wrapped__ = original  # type: ignore[attr-defined]
+    replacement._tfdp_wrapper = wrapper  # type: ignore[attr-defined]
+    setattr(owner, name, replacement)
+
+
+@contextlib.contextmanager
+def variable_classes(mapping: dict) -> Iterator[None]:
+    """Lets the stock creator of mirrored variables make ours instead.
+
+    It takes the classes from a constant of its module.
+    """
+    stock = distribute_utils.VARIABLE_CLASS_MAPPING
+    distribute_utils.VARIABLE_CLASS_MAPPING = mapping
+    try:
+        yield
+    finally:
+        distribute_utils.VARIABLE_CLASS_MAPPING = stock
+
+
+def local_replica_id(replica_context: Any) -> int:
+    """Index of a replica among those of this process."""
+    return replica_context._replica_id
+
+
+def plain_variable(value: Any, dtype: tf.DType, device: str) -> Any:
+    """A variable that no strategy mirrors, also inside a strategy's scope."""
+    with ops.init_scope(), ops.device(device):
+        return resource_variable_ops.ResourceVariable(value, dtype=dtype)
+
+
+def ordering_token(device: str) -> Any:
+    """The resource by which automatic control dependencies order collectives.
+
+    With no token, collectives on two devices of one process are chained one
+    after the other, each waits for the other, and the step never ends.
+    """
+    return plain_variable(0.0, tf.float32, device)
+
+
+def root_graph() -> Any:
+    """The outermost function being traced: what one call executes.
+
+    Branches and loop bodies are graphs of their own; collectives in them must
+    not get the key of one outside.
+    """
+    graph = ops.get_default_graph()
+    while getattr(graph, "outer_graph", None) is not None and getattr(
+        graph.outer_graph, "building_function", False
+    ):
+        graph = graph.outer_graph
+    return graph
+
+
+def op_position(tensor: tf.Tensor) -> int:
+    """When the operation that makes `tensor` was added to the graph."""
+    return tensor.op._id
+
+
+def in_tf_function() -> bool:
+    """Whether a `tf.function` is being traced."""
+    return bool(ops.inside_function())
+
+
+def in_replica_thread() -> bool:
+    """Whether this thread runs one replica's part of `strategy.run`."""
+    context_ = tf.distribute.get_replica_context()
+    return context_ is not None and tf.distribute.has_strategy()
+
+
+def is_context_initialized() -> bool:
+    """Whether TensorFlow has its devices, so that they can't be changed."""
+    return context.context()._initialized
+
+
+def configure_coordination_service(**config: Any) -> None:
+    """Sets the coordination service up, with limits that stock leaves out."""
+    context.context().configure_coordination_service(**config)
+
+
+def coordinated_jobs(num_tasks: dict[str, int]) -> list:
+    """The jobs whose tasks the coordination service expects."""
+    return [
+        collective_all_reduce_strategy.coordination_config_pb2.CoordinatedJob(name=name, num_tasks=count)
+        for name, count in num_tasks.items()
+    ]
+
+
+def set_key_value(key: str, value: str) -> None:
+    """Publishes a value in the cluster's coordination service."""
+    context.context().set_config_key_value(key, value)
+
+
+def get_key_value(key: str, timeout_seconds: float) -> str:
+    """Waits for a value in the cluster's coordination service.
+
+    Raises:
+        tf.errors.DeadlineExceededError: If nobody published it in time.
+    """
+    milliseconds = max(1, int(timeout_seconds * 1000))
+    return context.context().get_config_key_value(key, milliseconds)
+
+
+def delete_key_value(key: str) -> None:
+    """Removes a value from the cluster's coordination service."""
+    context.context().delete_config_key_value(key)
+
+
+def random_state() -> str:
+    """The state from which TensorFlow's unseeded operations take their seeds."""
+    rng = context.context()._rng
+    return repr((context.global_seed(), rng.getstate() if rng else None))
+
+
+def global_seed() -> int | None:
+    """The seed of `tf.random.set_seed`, or `None`."""
+    return context.global_seed()
+
+
+def device_type(device: str) -> str:
+    """`"CPU"` or `"GPU"`."""
+    return device_lib.DeviceSpec.from_string(device).device_type or "CPU"
+
+
+def dataset_batch_size(dataset: tf.data.Dataset) -> int:
+    """The batch size of a dataset, or -1 where it has none that shows."""
+    return int(data_distribute.compute_batch_size(dataset))
+
+
+def dataset_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """A dataset and all that it is made of."""
+    yield dataset
+    for source in dataset._inputs():
+        yield from dataset_inputs(source)
+
+
+def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
+    """The seeds of every `Dataset.shuffle` in a dataset, (0, 0) for none."""
+    return [
+        (int(part._seed), int(part._seed2))
+        for part in dataset_inputs(dataset)
+        if type(part).__name__ == "_ShuffleDataset"
+    ]
+
+
+def without_partial_batches(dataset: Any) -> Any:
+    """Marks a distributed dataset of which every replica has equally many batches.
+
+    Stock asks all workers at every step whether anybody has data left. Where
+    all know the number of batches beforehand the answer is known too.
+    """
+    dataset._enable_get_next_as_optional = False
+    return dataset
+
+
+def per_replica(local_values: list, *, always_wrap: bool = False) -> Any:
+    """One value per local replica as tf.distribute's own container."""
+    return distribute_utils.regroup(tuple(local_values), always_wrap=always_wrap)
+
+
+def local_element_spec(dataset: Any) -> Any:
+    """The spec of the first local replica's share of a distributed dataset.
+
+    None where an element has an empty optional, as Keras's generators have.
+    """
+
+    def first(spec: Any) -> Any:
+        if isinstance(spec, values.PerReplicaSpec):
+            spec = spec._value_specs[0]
+        return None if isinstance(spec, tf.OptionalSpec) else spec
+
+    return keras_tree.map_structure(first, dataset.element_spec)
+
+
+def distributed_dataset(epoch_iterator: Any) -> Any:
+    """The distributed dataset behind one of Keras's epoch iterators."""
+    return epoch_iterator._distributed_dataset
+
+
+def build_symbolically(model: Any, data_batch: Any) -> None:
+    """Builds model, metrics and optimizer from the shapes of a batch."""
+    with model.distribute_strategy.scope():
+        model._symbolic_build(data_batch=data_batch)
+
+
+def strategy_of(model: Any) -> Any:
+    """The strategy in whose scope a model was made, or `None`."""
+    return getattr(model, "_distribute_strategy", None)
+
+
+def rehome_optimizer(optimizer: Any, strategy: Any) -> None:
+    """Moves an optimizer that was made outside the scope into it, in place.
+
+    Its variables are its counter and its learning rate; slots are not built
+    yet. The user's own handle stays valid.
+    """
+    optimizer._distribution_strategy = strategy
+    for variable in optimizer.variables:
+        rehome_variable(variable)
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None:
+        rehome_optimizer(inner, strategy)
+
+
+def rehome_variable(variable: Any) -> None:
+    """Makes a Keras variable again in the strategy's scope that is in force."""
+    if not isinstance(variable.value, values.DistributedVariable):
+        value = variable.numpy()
+        variable._initialize(value)
+
+
+def is_optimizer_of(optimizer: Any, strategy: Any) -> bool:
+    """Whether an optimizer was made in a strategy's scope."""
+    return getattr(optimizer, "_distribution_strategy", None) is strategy
+
+
+def initial_epoch(model: Any) -> int:
+    """The epoch at which a restored model goes on, see BackupAndRestore."""
+    return int(getattr(model, "_initial_epoch", 0) or 0)
+
+
+def set_initial_epoch(model: Any, epoch: int) -> None:
+    """Sets what `initial_epoch` reads."""
+    model._initial_epoch = epoch

@@ -1,0 +1,139 @@
+"""Workers exchange short texts, without collectives and without hanging.
+
+Collectives wait for ever when one worker is not there or sends another shape.
+What has to be agreed beforehand therefore travels through the key-value store
+of TensorFlow's coordination service, which the first worker hosts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import warnings
+
+import tensorflow as tf
+
+from tfdp import _compat
+
+_WARN_AFTER_SECONDS = 10.0
+_instances = itertools.count()
+
+
+class Agreement:
+    """Exchanges texts between workers, in step: all make the same calls.
+
+    Args:
+        rank: Int, index of this worker.
+        num_workers: Int.
+        timeout_seconds: Float or `None`, the longest wait. Defaults to
+            `None`, for ever, with a warning that names who is missing.
+    """
+
+    def __init__(
+        self, rank: int, num_workers: int, timeout_seconds: float | None = None
+    ) -> None:
+        self.rank = rank
+        self.num_workers = num_workers
+        self.timeout_seconds = timeout_seconds
+        self._prefix = f"tfdp/{next(_instances)}"
+        self._calls = itertools.count()
+
+    def exchange(
+        self, topic: str, text: str = "", timeout_seconds: float | None = None
+    ) -> list[str]:
+        """Gives every worker the texts of all of them.
+
+        Args:
+            topic: String, what this is about, for error messages.
+            text: String, what this worker has to say.
+            timeout_seconds: Float or `None`, instead of the usual one.
+
+        Returns:
+            List of strings, ordered by worker.
+
+        Raises:
+            TimeoutError: If a worker does not take part in time.
+            RuntimeError: If workers are not at the same call.
+        """
+        if self.num_workers == 1:
+            return [text]
+        call = f"{self._prefix}/{next(self._calls)}"
+        limit = timeout_seconds or self.timeout_seconds
+        message = json.dumps({"topic": topic, "text": text})
+        if self.rank == 0:
+            # The first worker collects and answers: 2 N messages, not N * N.
+            answer = self._collect(call, topic, message, limit)
+            _compat.set_key_value(f"{call}/all", answer)
+        else:
+            _compat.set_key_value(f"{call}/{self.rank}", message)
+            answer = self._wait(f"{call}/all", topic, 0, limit)
+        return self._texts(topic, json.loads(answer))
+
+    def same(self, topic: str, text: str) -> tuple[bool, list[str]]:
+        """Whether all workers say the same, and what each said."""
+        texts = self.exchange(topic, text)
+        return len(set(texts)) == 1, texts
+
+    def any(self, topic: str, value: bool) -> bool:
+        """Whether the value is true on any worker."""
+        return "1" in self.exchange(topic, "1" if value else "0")
+
+    def _collect(self, call: str, topic: str, own: str, limit: float | None) -> str:
+        messages: list[str | None] = [own]
+        for rank in range(1, self.num_workers):
+            key = f"{call}/{rank}"
+            try:
+                messages.append(self._wait(key, topic, rank, limit))
+                _compat.delete_key_value(key)
+            except TimeoutError:
+                messages.append(None)
+                limit = 0.001  # who else is missing?
+        previous = int(call.rsplit("/", 1)[1]) - 1
+        if previous >= 0:
+            # All have read the previous answer, since all are at this call.
+            _compat.delete_key_value(f"{self._prefix}/{previous}/all")
+        return json.dumps(messages)
+
+    def _wait(self, key: str, topic: str, rank: int, limit: float | None) -> str:
+        begin = time.monotonic()
+        warned = False
+        while True:
+            waited = time.monotonic() - begin
+            if limit is not None and waited >= limit:
+                raise TimeoutError(_missing(topic, [rank], limit))
+            if waited >= _WARN_AFTER_SECONDS and not warned:
+                warned = True
+                warnings.warn(
+                    f"Waiting for worker {rank} at {topic!r} for "
+                    f"{_WARN_AFTER_SECONDS:.0f} s. Every worker has to run the "
+                    "same calls of Keras and tfdp.",
+                    stacklevel=2,
+                )
+            step = _WARN_AFTER_SECONDS if limit is None else limit - waited
+            try:
+                return _compat.get_key_value(key, min(step, _WARN_AFTER_SECONDS))
+            except tf.errors.DeadlineExceededError:
+                continue
+
+    def _texts(self, topic: str, messages: list[str | None]) -> list[str]:
+        missing = [rank for rank, text in enumerate(messages) if text is None]
+        if missing:
+            raise TimeoutError(_missing(topic, missing, self.timeout_seconds))
+        parsed = [json.loads(text) for text in messages if text is not None]
+        topics = [entry["topic"] for entry in parsed]
+        if len(set(topics)) > 1:
+            at = ", ".join(f"worker {r} at {t!r}" for r, t in enumerate(topics))
+            raise RuntimeError(
+                "Workers are at different calls: every worker has to run the "
+                f"same calls of Keras and tfdp. Received: {at}"
+            )
+        return [entry["text"] for entry in parsed]
+
+
+def _missing(topic: str, ranks: list[int], limit: float | None) -> str:
+    names = ", ".join(f"worker {rank}" for rank in ranks)
+    return (
+        f"Waited {limit:.0f} s for {names} at {topic!r}. Start every worker and "
+        "let all of them run the same calls."
+    )

@@ -1,0 +1,166 @@
+"""Which gradients travel together: a pure plan, no tensors, no devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One gradient as the planner sees it.
+
+    Args:
+        name: String, the variable's path, for people to read.
+        shape: Tuple of ints.
+        dtype: String, such as `"float32"`.
+        itemsize: Int, bytes of one element.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return self.num_elements * self.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Gradients that one collective reduces, laid end to end.
+
+    Args:
+        indices: Tuple of ints, positions of the entries in the planned list,
+            in the order in which the backward pass produces them.
+        entries: Tuple of `Entry`, the same.
+        dtype: String, the one dtype of them all.
+    """
+
+    indices: tuple[int, ...]
+    entries: tuple[Entry, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketPlan:
+    """The buckets of a step, in launch order.
+
+    The plan is a function of shapes, dtypes and order alone, so every worker
+    makes the same one; `fingerprint` lets them check.
+    """
+
+    buckets: tuple[Bucket, ...]
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self.buckets)
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes reduced in a step."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of what has to agree between workers."""
+        text = repr(
+            [
+                (bucket.dtype, bucket.indices, [e.shape for e in bucket.entries])
+                for bucket in self.buckets
+            ]
+        )
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def plan_buckets(
+    entries: Sequence[Entry],
+    order: Sequence[int],
+    *,
+    bucket_bytes: int,
+    first_bucket_bytes: int,
+) -> BucketPlan:
+    """Fills buckets in the order in which gradients become ready.
+
+    One bucket is open per dtype at any time. A bucket is closed when the next
+    gradient of its dtype would make it larger than allowed; a gradient that is
+    larger by itself has a bucket of its own. Buckets are launched in the order
+    in which their last gradient becomes ready.
+
+    Args:
+        entries: Sequence of `Entry`.
+        order: Sequence of ints, a permutation of the positions in `entries`:
+            the order in which the backward pass produces them.
+        bucket_bytes: Int, largest size of a bucket.
+        first_bucket_bytes: Int, largest size of the first bucket.
+
+    Returns:
+        A `BucketPlan` that holds every entry exactly once.
+
+    Raises:
+        ValueError: If `order` is not a permutation.
+
+    Example:
+
+    >>> entries = [Entry("w", (256,), "float32", 4), Entry("b", (4,), "float32", 4)]
+    >>> plan = plan_buckets(entries, [1, 0], bucket_bytes=1024, first_bucket_bytes=64)
+    >>> [bucket.indices for bucket in plan]
+    [(1,), (0,)]
+
+    Source: Li et al. 2020, https://arxiv.org/abs/2006.15704, section 3.2.3.
+    """
+    if sorted(order) != list(range(len(entries))):
+        raise ValueError(
+            f"`order` must name each of the {len(entries)} entries once. "
+            f"Received: order={list(order)}"
+        )
+    open_buckets: dict[str, list[int]] = {}
+    closed: list[list[int]] = []
+    sizes: dict[str, int] = {}
+
+    for index in order:
+        entry = entries[index]
+        dtype = entry.dtype
+        is_first = not closed
+        limit = first_bucket_bytes if is_first else bucket_bytes
+        members = open_buckets.get(dtype)
+        if members and sizes[dtype] + entry.num_bytes > limit:
+            closed.append(members)
+            members = None
+        if not members:
+            members = open_buckets[dtype] = []
+            sizes[dtype] = 0
+        members.append(index)
+        sizes[dtype] += entry.num_bytes
+    closed.extend(open_buckets.values())
+
+    ready = {index: position for position, index in enumerate(order)}
+    closed.sort(key=lambda members: ready[members[-1]])
+    return BucketPlan(
+        tuple(
+            Bucket(
+                tuple(members),
+                tuple(entries[index] for index in members),
+                entries[members[0]].dtype,
+            )
+            for members in closed
+        )
+    )

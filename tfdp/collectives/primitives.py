@@ -1,0 +1,208 @@
+"""The collectives themselves: flat tensor and group in, flat tensor out.
+
+Each is called once per local replica, on that replica's device, inside or
+outside `tf.function`, in loops and in conditionals. In eager mode the local
+replicas have to call from threads of their own, since a collective returns
+only when all have called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import tensorflow as tf
+
+from tfdp.collectives import timing
+from tfdp.collectives.groups import ProcessGroup
+
+# How many pieces a ring sends at once. TensorFlow's default of two leaves the
+# gRPC pipe idle between them; measured in docs/performance.md.
+_RING_SUBDIVISIONS = 8
+
+
+def all_reduce(
+    tensor: tf.Tensor, group: ProcessGroup, replica: int, *, channel: int = 0
+) -> tf.Tensor:
+    """Sums a tensor over the group.
+
+    Args:
+        tensor: Tensor, the same shape and dtype on every replica.
+        group: A `ProcessGroup`.
+        replica: Int, index of the calling replica among the local ones.
+        channel: Int, the chain of the launch order. Defaults to `0`.
+
+    Returns:
+        A tensor like `tensor`, identical on every replica.
+
+    Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms
+    for clusters of workstations", for the ring.
+    """
+    if group.size == 1:
+        return tf.identity(tensor)
+    with timing.measured("all_reduce", tensor, replica) as done, _on(group, replica):
+        return done(
+            tf.raw_ops.CollectiveReduceV2(
+                input=tensor,
+                merge_op="Add",
+                final_op="Id",
+                max_subdivs_per_device=_RING_SUBDIVISIONS,
+                **_arguments("reduce", tensor, group, replica, channel),
+            )
+        )
+
+
+def all_gather(
+    tensor: tf.Tensor, group: ProcessGroup, replica: int, *, channel: int = 0
+) -> tf.Tensor:
+    """Concatenates the replicas' tensors along the first axis.
+
+    Args:
+        tensor: Tensor of rank one or more, the same shape on every replica.
+        group: A `ProcessGroup`.
+        replica: Int, index of the calling replica among the local ones.
+        channel: Int, the chain of the launch order. Defaults to `0`.
+
+    Returns:
+        A tensor whose first axis is `group.size` times as long.
+    """
+    if group.size == 1:
+        return tf.identity(tensor)
+    with timing.measured("all_gather", tensor, replica) as done, _on(group, replica):
+        return done(
+            tf.raw_ops.CollectiveGatherV2(
+                input=tensor, **_arguments("gather", tensor, group, replica, channel)
+            )
+        )
+
+
+def all_to_all(
+    tensor: tf.Tensor, group: ProcessGroup, replica: int, *, channel: int = 0
+) -> tf.Tensor:
+    """Sends the i-th slice of the first axis to replica i.
+
+    Args:
+        tensor: Tensor of shape `[group.size, ...]`.
+        group: A `ProcessGroup`.
+        replica: Int, index of the calling replica among the local ones.
+        channel: Int, the chain of the launch order. Defaults to `0`.
+
+    Returns:
+        A tensor of the same shape; slice i is what replica i sent here.
+    """
+    if group.size == 1:
+        return tf.identity(tensor)
+    with timing.measured("all_to_all", tensor, replica) as done, _on(group, replica):
+        return done(
+            tf.raw_ops.CollectiveAllToAllV2(
+                input=tensor, **_arguments("to_all", tensor, group, replica, channel)
+            )
+        )
+
+
+def reduce_scatter(
+    tensor: tf.Tensor, group: ProcessGroup, replica: int, *, channel: int = 0
+) -> tf.Tensor:
+    """Sums over the group and keeps the calling replica's slice.
+
+    Args:
+        tensor: Tensor of shape `[group.size * n, ...]`.
+        group: A `ProcessGroup`.
+        replica: Int, index of the calling replica among the local ones.
+        channel: Int, the chain of the launch order. Defaults to `0`.
+
+    Returns:
+        A tensor of shape `[n, ...]`.
+    """
+    if group.size == 1:
+        return tf.identity(tensor)
+    if group.backend == "nccl":
+        with (
+            timing.measured("reduce_scatter", tensor, replica) as done,
+            _on(group, replica),
+        ):
+            return done(
+                tf.raw_ops.CollectiveReduceScatterV2(
+                    input=tensor,
+                    merge_op="Add",
+                    final_op="Id",
+                    **_arguments("scatter", tensor, group, replica, channel),
+                )
+            )
+    # TensorFlow has no reduce-scatter for CPUs. An all-to-all and a local sum
+    # move the same bytes.
+    rows = tf.shape(tensor)[0] // group.size
+    shape = tf.concat([[group.size, rows], tf.shape(tensor)[1:]], axis=0)
+    sent = tf.reshape(tensor, shape)  # [group.size, n, ...]
+    received = all_to_all(sent, group, replica, channel=channel)
+    return tf.reduce_sum(received, axis=0)  # [n, ...]
+
+
+def broadcast(
+    tensor: tf.Tensor,
+    group: ProcessGroup,
+    replica: int,
+    *,
+    is_source: bool,
+    channel: int = 0,
+) -> tf.Tensor:
+    """Gives every replica the source's tensor.
+
+    Args:
+        tensor: Tensor; on the others only its shape and dtype count.
+        group: A `ProcessGroup`.
+        replica: Int, index of the calling replica among the local ones.
+        is_source: Bool, whether the calling replica is the source. Exactly
+            one of the group is.
+        channel: Int, the chain of the launch order. Defaults to `0`.
+
+    Returns:
+        The source's tensor.
+    """
+    if group.size == 1:
+        return tf.identity(tensor)
+    with timing.measured("broadcast", tensor, replica) as done, _on(group, replica):
+        arguments = _arguments("broadcast", tensor, group, replica, channel)
+        # These two operations take no token: they are ordered by their data.
+        arguments.pop("ordering_token")
+        if is_source:
+            return done(
+                tf.raw_ops.CollectiveBcastSendV2(input=tensor, **arguments)
+            )
+        return done(
+            tf.raw_ops.CollectiveBcastRecvV2(
+                T=tensor.dtype, shape=tf.shape(tensor), **arguments
+            )
+        )
+
+
+def barrier(group: ProcessGroup, replica: int) -> tf.Tensor:
+    """Returns when every replica of the group has called.
+
+    Args:
+        group: A `ProcessGroup`.
+        replica: Int, index of the calling replica among the local ones.
+
+    Returns:
+        A scalar, the number of replicas that arrived.
+    """
+    return all_reduce(tf.ones([1]), group, replica)[0]
+
+
+def _arguments(
+    kind: str, tensor: tf.Tensor, group: ProcessGroup, replica: int, channel: int
+) -> dict:
+    return {
+        "group_size": group.size,
+        "group_key": group.key,
+        "instance_key": group.instance_key(kind, tensor.dtype, replica),
+        "ordering_token": [group.launch_order.token(replica, channel)],
+        "communication_hint": group.backend,
+        "timeout_seconds": group.timeout_seconds,
+    }
+
+
+@contextlib.contextmanager
+def _on(group: ProcessGroup, replica: int) -> Iterator[None]:
+    with tf.device(group.devices[replica]):
+        yield

@@ -1,0 +1,87 @@
+"""When collectives begin and end, recorded inside the graph.
+
+Off, which is the default, nothing is added to the graph. Functions traced
+inside `Recorder` write a time stamp before and after each collective into a
+variable on the host; GPU collectives are asynchronous to the host, so there
+the device's own profile is the place to look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import tensorflow as tf
+
+from tfdp import _compat
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One traced collective and the variable that holds its times."""
+
+    kind: str
+    num_bytes: int
+    replica: int
+    times: tf.Variable  # [2], float64: begin and end, seconds
+
+
+class Recorder:
+    """Records the collectives of the functions that are traced inside it.
+
+    Example:
+
+    >>> with Recorder() as recorder:
+    ...     pass
+    >>> recorder.collectives
+    []
+    """
+
+    def __init__(self) -> None:
+        self.collectives: list[Collective] = []
+
+    def __enter__(self) -> Recorder:
+        _active.append(self)
+        return self
+
+    def __exit__(self, *unused_error: object) -> None:
+        _active.remove(self)
+
+    def intervals(self, replica: int = 0) -> list[tuple[Collective, float, float]]:
+        """Begin and end of the last execution of each collective, in seconds."""
+        rows = [c for c in self.collectives if c.replica == replica]
+        return [(c, *(float(t) for t in c.times.numpy())) for c in rows]
+
+
+_active: list[Recorder] = []
+
+
+@contextlib.contextmanager
+def measured(
+    kind: str, tensor: tf.Tensor, replica: int
+) -> Iterator[Callable[[tf.Tensor], tf.Tensor]]:
+    """Wraps one collective; the body passes its result through what it is given."""
+    if not _active or tf.executing_eagerly():
+        yield lambda result: result
+        return
+
+    count = tensor.shape.num_elements() or 0
+    with tf.init_scope():
+        times = _compat.plain_variable([0.0, 0.0], tf.float64, "CPU:0")
+    record = Collective(kind, count * tensor.dtype.size, replica, times)
+    for recorder in _active:
+        recorder.collectives.append(record)
+
+    with tf.control_dependencies([tensor]):
+        begin = tf.timestamp()
+
+    def done(result: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies([result]):
+            end = tf.timestamp()
+        stored = times.assign(tf.stack([begin, end]))
+        with tf.control_dependencies([stored]):
+            return tf.identity(result)
+
+    with tf.control_dependencies([begin]):
+        yield done

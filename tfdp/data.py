@@ -1,0 +1,257 @@
+"""Every replica gets its rows of every global batch.
+
+Stock tf.distribute shards a dataset by file or by element and then divides
+batches, which needs files enough, gives the last partial batch to the first
+replicas, and asks all workers at every step whether anybody has data left.
+Here every worker reads the same global batches, in the same order, and takes
+the rows of its replicas: rank r of R has rows that differ in number by one at
+most, and all workers see the end of the data at the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+
+_POLICY = tf.data.experimental.AutoShardPolicy
+
+
+def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
+    """Distributes the global batches of a dataset.
+
+    Args:
+        strategy: A tfdp strategy.
+        dataset: `tf.data.Dataset`, batched by the global batch size.
+        options: `tf.distribute.InputOptions` or `None`.
+        stock: The strategy's parent, for datasets that keep to stock rules.
+
+    Returns:
+        A `tf.distribute.DistributedDataset`.
+
+    Raises:
+        ValueError: If a batch has fewer rows than there are replicas, or
+            workers would shuffle differently.
+    """
+    if not isinstance(dataset, tf.data.Dataset) or not _has_rows(dataset):
+        return stock.experimental_distribute_dataset(dataset, options)
+    check_batch_size(strategy, _static_batch_size(dataset), "The dataset's batch size")
+    extended = strategy.extended
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if extended.agreement.num_workers > 1:
+        if policy in (_POLICY.FILE, _POLICY.OFF):
+            return _distribute_own_shards(strategy, dataset, options, policy, stock)
+        _check_workers_read_alike(extended.agreement, dataset)
+    num_replicas = strategy.num_replicas_in_sync
+    ranks = range(extended.first_rank, extended.first_rank + extended.num_local)
+    local = rows_of_ranks(dataset, list(ranks), num_replicas)
+    distributed = strategy.distribute_datasets_from_function(
+        lambda _: local, options
+    )
+    return _without_asking(extended.agreement, dataset, distributed)
+
+
+def rows_of_ranks(
+    dataset: tf.data.Dataset, ranks: list[int], num_replicas: int
+) -> tf.data.Dataset:
+    """Turns each global batch into one element for each of the given ranks.
+
+    Args:
+        dataset: `tf.data.Dataset` of global batches.
+        ranks: List of ints.
+        num_replicas: Int, on all workers.
+
+    Returns:
+        `tf.data.Dataset`, `len(ranks)` times as long.
+
+    Example:
+
+    >>> dataset = tf.data.Dataset.range(5).batch(5)
+    >>> [rows.tolist() for rows in rows_of_ranks(dataset, [0, 1], 2).as_numpy_iterator()]
+    [[0, 1, 2], [3, 4]]
+    """  # noqa: E501
+
+    def shares(*batch: Any) -> Any:
+        element = batch[0] if len(batch) == 1 else batch
+        return tuple(share_of_rank(element, rank, num_replicas) for rank in ranks)
+
+    if len(ranks) == 1:
+        return dataset.map(lambda *batch: shares(*batch)[0])
+    split = dataset.map(shares)
+
+    def in_turn(*parts: Any) -> tf.data.Dataset:
+        joined = tf.data.Dataset.from_tensors(parts[0])
+        for part in parts[1:]:
+            joined = joined.concatenate(tf.data.Dataset.from_tensors(part))
+        return joined
+
+    return split.flat_map(in_turn)
+
+
+def share_of_rank(batch: Any, rank: int, num_replicas: int) -> Any:
+    """The rows of a nest of batched tensors that belong to one replica.
+
+    Args:
+        batch: Nest of tensors, ragged or sparse ones too, with the rows along
+            the first axis; scalars and `None` are given to every replica.
+        rank: Int, the replica.
+        num_replicas: Int, on all workers.
+
+    Returns:
+        The same nest.
+    """
+
+    def take(tensor: Any) -> Any:
+        if tensor is None or tensor.shape.rank == 0:
+            return tensor
+        if isinstance(tensor, tf.SparseTensor):
+            begin, size = _share(tensor.dense_shape[0], rank, num_replicas)
+            rest = tf.cast(tensor.dense_shape[1:], tf.int64)
+            start = tf.concat([[begin], tf.zeros_like(rest)], 0)
+            return tf.sparse.slice(tensor, start, tf.concat([[size], rest], 0))
+        if isinstance(tensor, tf.RaggedTensor):
+            begin, size = _share(tensor.nrows(), rank, num_replicas)
+            return tensor[begin : begin + size]
+        begin, size = _share(tf.shape(tensor, tf.int64)[0], rank, num_replicas)
+        rows = tensor[begin : begin + size]
+        rows.set_shape([_static_share(tensor, rank, num_replicas), *tensor.shape[1:]])
+        # A slice shares the memory of the batch, which may be the user's own
+        # array; operations that work in place would overwrite it.
+        return tf.raw_ops.DeepCopy(x=rows) if _can_copy(rows) else rows
+
+    return tf.nest.map_structure(take, batch)
+
+
+def check_batch_size(strategy: Any, batch_size: int | None, what: str) -> None:
+    """Raises if a batch cannot give every replica a row.
+
+    Raises:
+        ValueError: If `batch_size` is known and smaller than the number of
+            replicas.
+    """
+    num_replicas = strategy.num_replicas_in_sync
+    if batch_size is not None and 0 < batch_size < num_replicas:
+        raise ValueError(
+            f"{what} is global, as in Keras, and must be at least the number of "
+            f"replicas, {num_replicas}, so that each has a row. "
+            f"Received: batch_size={batch_size}"
+        )
+
+
+def _share(num_rows: Any, rank: int, num_replicas: int) -> tuple[Any, Any]:
+    num_rows = tf.cast(num_rows, tf.int64)
+    least, extra = num_rows // num_replicas, num_rows % num_replicas
+    begin = rank * least + tf.minimum(tf.cast(rank, tf.int64), extra)
+    return begin, least + tf.cast(rank < extra, tf.int64)
+
+
+def _static_share(tensor: tf.Tensor, rank: int, num_replicas: int) -> int | None:
+    rows = tensor.shape[0]
+    if rows is None:
+        return None
+    return rows // num_replicas + (rank < rows % num_replicas)
+
+
+def _can_copy(tensor: tf.Tensor) -> bool:
+    return tensor.dtype not in (tf.string, tf.resource, tf.variant)
+
+
+def _has_rows(dataset: tf.data.Dataset) -> bool:
+    specs = tf.nest.flatten(dataset.element_spec)
+    ranks = [
+        spec.shape.rank
+        for spec in specs
+        if hasattr(spec, "shape") and spec.shape.rank is not None
+    ]
+    return any(rank > 0 for rank in ranks) or any(
+        hasattr(spec, "shape") and spec.shape.rank is None for spec in specs
+    )
+
+
+def _static_batch_size(dataset: tf.data.Dataset) -> int | None:
+    specs = tf.nest.flatten(dataset.element_spec)
+    sizes = {
+        spec.shape[0]
+        for spec in specs
+        if isinstance(spec, tf.TensorSpec) and spec.shape.rank
+    }
+    known = sizes - {None}
+    if len(known) == 1:
+        return known.pop()
+    found = _compat.dataset_batch_size(dataset)
+    return found if found > 0 else None
+
+
+def _check_workers_read_alike(agreement: Any, dataset: tf.data.Dataset) -> None:
+    """Every worker must see the same batches in the same order."""
+    seeds = _compat.shuffle_seeds(dataset)
+    texts = agreement.exchange("a dataset's shuffle order", json.dumps(seeds))
+    unseeded = any((0, 0) in map(tuple, json.loads(text)) for text in texts)
+    if unseeded or len(set(texts)) > 1:
+        raise ValueError(
+            "Workers would shuffle this dataset differently, so that samples are "
+            "read twice or not at all. Give `shuffle` the same `seed` on every "
+            "worker, or make the dataset after the strategy, which agrees on "
+            f"one. Received: the seeds {texts[0]} on worker 0, {texts[-1]} on "
+            f"worker {len(texts) - 1}"
+        )
+
+
+def _without_asking(agreement: Any, dataset: Any, distributed: Any) -> Any:
+    """Drops the question to all workers at each step where it has one answer."""
+    if agreement.num_workers == 1:
+        return _compat.without_partial_batches(distributed)
+    length = int(dataset.cardinality().numpy())
+    same, texts = agreement.same("a dataset's length", str(length))
+    if not same:
+        lengths = ", ".join(f"{text} on worker {r}" for r, text in enumerate(texts))
+        warnings.warn(
+            "Workers have datasets of different length; each should read the same "
+            "global batches. All go on until the longest ends, those without data "
+            f"with empty shares. Received: {lengths} batches",
+            stacklevel=2,
+        )
+    if same and length != tf.data.UNKNOWN_CARDINALITY:
+        return _compat.without_partial_batches(distributed)
+    return distributed
+
+
+def steps_per_batch(strategy: Any, dataset: Any) -> int:
+    """Steps that one batch of a dataset makes, see `AutoShardPolicy.OFF`."""
+    num_workers = strategy.extended.agreement.num_workers
+    if num_workers == 1 or not isinstance(dataset, tf.data.Dataset):
+        return 1
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    return num_workers if policy == _POLICY.OFF else 1
+
+
+def _distribute_own_shards(
+    strategy: Any, dataset: Any, options: Any, policy: Any, stock: Any
+) -> Any:
+    """Stock sharding, where the user asked for it.
+
+    With OFF each worker reads data of its own in global batches. A step takes
+    the worker's share of one, so that a batch lasts for as many steps as there
+    are workers, as TensorFlow defines it.
+    """
+    if policy == _POLICY.OFF:
+        num_replicas = strategy.num_replicas_in_sync
+        local = rows_of_ranks(dataset, list(range(num_replicas)), num_replicas)
+        return strategy.distribute_datasets_from_function(lambda _: local, options)
+    try:
+        return stock.experimental_distribute_dataset(dataset, options)
+    except tf.errors.OpError as error:
+        warnings.warn(
+            "This dataset cannot be sharded by file "
+            f"({str(error).splitlines()[0]}); it is sharded by rows.",
+            stacklevel=2,
+        )
+        changed = tf.data.Options()
+        changed.experimental_distribute.auto_shard_policy = _POLICY.DATA
+        return strategy.experimental_distribute_dataset(
+            dataset.with_options(changed), options
+        )

@@ -1,0 +1,225 @@
+"""What the two strategies do differently from the stock ones.
+
+The classes here hook into the places where tf.distribute reduces, creates
+variables and updates them. Everything else is TensorFlow's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.agreement import Agreement
+from tfdp.collectives import LaunchOrder, ProcessGroup
+from tfdp.options import CommunicationOptions
+from tfdp.reducer import Reducer
+from tfdp.startup import Worker, check_workers_fit, joining, worker_devices
+from tfdp.state_merge import average_statistics, merge_states
+from tfdp.variables import (
+    MetricVariable,
+    ReplicatedVariable,
+    aggregation_of,
+    class_mapping,
+)
+
+# Channels let buckets overlap each other on CPUs. NCCL wants one order.
+_CPU_CHANNELS = 4
+
+
+class ReplicaExtended:
+    """Mixin of both extended classes: the whole step in replica context.
+
+    With `_use_merge_call` false, TensorFlow and Keras run the optimizer inside
+    each replica instead of meeting in cross-replica context, which is what
+    makes updates inside conditionals (accumulation, EMA) possible.
+    """
+
+    options: CommunicationOptions
+    agreement: Agreement
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def _set_up_communication(self, first_rank: int, num_workers: int) -> None:
+        """Replaces the stock cross-device operations by ours."""
+        devices = self.worker_devices  # type: ignore[attr-defined]
+        size = len(devices) * num_workers
+        backend = _backend(self.options, devices)
+        channels = 1 if backend == "nccl" else _CPU_CHANNELS
+        order = LaunchOrder(devices, channels)
+        timeout = self.options.timeout_seconds
+        self.group = ProcessGroup(order, size, backend, timeout)
+        host = LaunchOrder([_host(devices[0])])
+        # Metric states, statistics and the like are small and live on hosts.
+        self.host_group = ProcessGroup(host, num_workers, "ring", timeout)
+        self.first_rank = first_rank
+        self.num_local = len(devices)
+        self.reducer = Reducer(self.group, first_rank, self.options, self.agreement)
+        self._cross_device_ops = self.reducer.as_cross_device_ops(
+            self._collective_keys  # type: ignore[has-type]
+        )
+        self._collective_ops = self._cross_device_ops
+        host_rank = first_rank // len(devices)
+        self._host_cross_device_ops = Reducer(
+            self.host_group, host_rank, self.options, self.agreement
+        ).as_cross_device_ops(self._collective_keys)  # type: ignore[has-type]
+
+    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        kwargs["aggregation"] = aggregation_of(kwargs)
+        mapping = class_mapping(kwargs)
+        with _compat.variable_classes(mapping):
+            return super()._create_variable(next_creator, **kwargs)  # type: ignore[misc]
+
+    def _replica_ctx_all_reduce(
+        self, reduce_op: Any, value: Any, options: Any = None
+    ) -> Any:
+        context = tf.distribute.get_replica_context()
+        one_local_replica = len(self.group.devices) == 1
+        if tf.executing_eagerly() and not one_local_replica:
+            # Eager replicas run one after the other; a collective would wait
+            # for a replica that has not started. So they meet first.
+            return super(  # type: ignore[misc]
+                _compat.MirroredExtended, self
+            )._replica_ctx_all_reduce(reduce_op, value, options)
+        replica = _compat.local_replica_id(context)
+        return self._cross_device_ops._all_reduce(reduce_op, value, replica, options)
+
+    def _get_cross_device_ops(self, value: Any) -> Any:
+        local = getattr(value, "values", (value,))
+        if len(local) == len(self.group.devices):
+            return self._cross_device_ops
+        return self._host_cross_device_ops
+
+    # Statistics and metrics of a step.
+
+    @contextlib.contextmanager
+    def step_scope(self) -> Iterator[None]:
+        """Averages the moving statistics that the replicas assign inside."""
+        outer = getattr(self, "_statistics", None)
+        self._statistics: dict[int, Any] | None = {}
+        try:
+            yield
+            statistics = list(self._statistics.values())
+        finally:
+            self._statistics = outer
+        if statistics:
+            average_statistics(statistics, self.host_group, self.group.size)
+
+    def note_statistic(self, variable: Any) -> None:
+        """Remembers that a replica assigned a moving statistic."""
+        if getattr(self, "_statistics", None) is not None:
+            self._statistics[id(variable)] = variable  # type: ignore[index]
+
+    def merge_metric_variables(self, variables: list[MetricVariable]) -> list:
+        """The states of all replicas, merged: one tensor for each variable."""
+        locals_ = [[part.read_value() for part in v.values] for v in variables]
+        kinds = [v.merge for v in variables]
+        return merge_states(locals_, kinds, self.host_group)
+
+
+class SingleWorkerReplicaExtended(ReplicaExtended, _compat.MirroredExtended):
+    """The replicas of one process.
+
+    Args:
+        container_strategy: The strategy that this belongs to.
+        devices: List of device strings.
+        options: `CommunicationOptions`.
+    """
+
+    def __init__(
+        self,
+        container_strategy: Any,
+        devices: list[str],
+        options: CommunicationOptions,
+    ) -> None:
+        self.options = options
+        self.agreement = Agreement(rank=0, num_workers=1)
+        super().__init__(container_strategy, devices=devices)
+        self._set_up_communication(first_rank=0, num_workers=1)
+
+
+class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
+    """The replicas of all workers.
+
+    Args:
+        container_strategy: The strategy that this belongs to.
+        worker: `Worker`, this process in its cluster.
+        options: `CommunicationOptions`.
+    """
+
+    def __init__(
+        self, container_strategy: Any, worker: Worker, options: CommunicationOptions
+    ) -> None:
+        self.options = options
+        self.worker = worker
+        self.new_variables: list[Any] = []
+        with joining(worker):
+            super().__init__(
+                container_strategy,
+                cluster_resolver=worker.resolver,
+                communication_options=_compat.StockOptions(),
+            )
+        self.agreement = Agreement(
+            worker.rank, worker.num_workers, worker.timeout_seconds
+        )
+        devices = self.worker_devices
+        if worker.num_workers > 1:
+            check_workers_fit(self.agreement, devices)
+        self._set_up_communication(worker.rank * len(devices), worker.num_workers)
+
+    def _initialize_local_devices(
+        self, cluster_resolver: Any, worker_device: str
+    ) -> tuple[tuple[str, ...], str]:
+        """Several devices a worker, GPUs or logical CPUs; stock has one CPU."""
+        del cluster_resolver
+        devices = worker_devices(self.worker)
+        full = tuple(f"{worker_device}/device:{device}" for device in devices)
+        return full, _compat.device_type(full[0])
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
+    ) -> Any:
+        """Leaves out the broadcast of each variable; one follows for them all.
+
+        Variables that a `tf.function` creates are initialized after tracing,
+        so they keep TensorFlow's own broadcast.
+        """
+        if tf.executing_eagerly() and self.worker.num_workers > 1:
+            return _compat.MirroredExtended._get_variable_creator_initial_value(
+                self, replica_id, device, primary_var, **kwargs
+            )
+        return super()._get_variable_creator_initial_value(
+            replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
+        )
+
+    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        variable = super()._create_variable(next_creator, **kwargs)
+        if tf.executing_eagerly() and isinstance(variable, ReplicatedVariable):
+            self.new_variables.append(weakref.ref(variable))
+        return variable
+
+
+def _backend(options: CommunicationOptions, devices: tuple[str, ...]) -> str:
+    """The library that moves the bytes, see `CommunicationOptions.backend`."""
+    on_gpus = all(_compat.device_type(device) == "GPU" for device in devices)
+    if options.backend == "nccl" and not on_gpus:
+        raise ValueError(
+            '`backend="nccl"` needs a GPU for every replica. Use "auto" or "ring". '
+            f"Received: devices={list(devices)}"
+        )
+    if options.backend != "auto":
+        return options.backend
+    physical = tf.config.list_physical_devices("GPU")
+    logical = tf.config.list_logical_devices("GPU")
+    # NCCL cannot run two ranks on one physical GPU.
+    return "nccl" if on_gpus and len(physical) == len(logical) else "ring"
+
+
+def _host(device: str) -> str:
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.replace(device_type="CPU", device_index=0).to_string()

@@ -1,0 +1,108 @@
+"""Gradients of one replica in, reduced gradients out, bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.buckets import BucketPlan, Entry, plan_buckets
+from tfdp.collectives import ProcessGroup, all_reduce
+from tfdp.options import CommunicationOptions
+
+
+def make_plan(
+    tensors: Sequence[tf.Tensor],
+    names: Sequence[str],
+    options: CommunicationOptions,
+) -> BucketPlan:
+    """Plans the buckets for the gradients of one replica.
+
+    In a traced function the order of the graph is the order in which the
+    backward pass makes the gradients. Eager loops have none; there the last
+    variable's gradient is taken to come first.
+
+    Args:
+        tensors: Sequence of dense tensors of known shape.
+        names: Sequence of strings, one for each.
+        options: `CommunicationOptions`.
+
+    Returns:
+        A `BucketPlan`, the same on every replica and worker.
+    """
+    entries = [
+        Entry(name, tuple(t.shape.as_list()), t.dtype.name, t.dtype.size)
+        for t, name in zip(tensors, names, strict=True)
+    ]
+    return plan_buckets(
+        entries,
+        ready_order(tensors),
+        bucket_bytes=options.bucket_bytes,
+        first_bucket_bytes=options.first_bucket_bytes,
+    )
+
+
+def ready_order(tensors: Sequence[tf.Tensor]) -> list[int]:
+    """Positions of the tensors in the order in which they become ready."""
+    positions = range(len(tensors))
+    if tf.executing_eagerly():
+        return list(reversed(positions))
+    return sorted(positions, key=lambda i: (_compat.op_position(tensors[i]), -i))
+
+
+def fused_all_reduce(
+    tensors: Sequence[tf.Tensor],
+    plan: BucketPlan,
+    group: ProcessGroup,
+    replica: int,
+) -> list[tf.Tensor]:
+    """Sums tensors over the group by one collective for each bucket.
+
+    Args:
+        tensors: Sequence of dense tensors, as given to the plan.
+        plan: `BucketPlan`.
+        group: `ProcessGroup`.
+        replica: Int, index of the calling replica among the local ones.
+
+    Returns:
+        List of tensors like `tensors`.
+    """
+    results: list[tf.Tensor] = [None] * len(tensors)
+    with tf.device(group.devices[replica]):
+        for channel, bucket in enumerate(plan):
+            members = [tensors[index] for index in bucket.indices]
+            reduced = all_reduce(pack(members), group, replica, channel=channel)
+            for index, part in zip(
+                bucket.indices, unpack(reduced, members), strict=True
+            ):
+                results[index] = part
+    return results
+
+
+def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Lays tensors end to end; a single one is only reshaped, not copied."""
+    flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)  # [bucket_size]
+
+
+def unpack(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The inverse of `pack`."""
+    if len(like) == 1:
+        return [tf.reshape(flat, _shape(like[0]))]
+    sizes = [_size(tensor) for tensor in like]
+    parts = tf.split(flat, sizes)
+    return [
+        tf.reshape(part, _shape(tensor))
+        for part, tensor in zip(parts, like, strict=True)
+    ]
+
+
+def _shape(tensor: tf.Tensor) -> object:
+    known = tensor.shape.is_fully_defined()
+    return tensor.shape if known else tf.shape(tensor)
+
+
+def _size(tensor: tf.Tensor) -> object:
+    count = tensor.shape.num_elements()
+    return tf.size(tensor) if count is None else count

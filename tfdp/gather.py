@@ -1,0 +1,73 @@
+"""Rows of all replicas, in rank order, however many each has."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfdp.collectives import ProcessGroup, all_gather
+
+# TensorFlow's collectives know no other dtypes than these and float16,
+# float32, float64, int32 and int64.
+_WIRE_DTYPES = {
+    tf.bool: tf.int32,
+    tf.int8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint8: tf.int32,
+    tf.uint16: tf.int32,
+    tf.uint32: tf.int64,
+    tf.bfloat16: tf.float32,
+}
+
+def gather_rows(
+    tensor: tf.Tensor, axis: object, group: ProcessGroup, replica: int, rank: int
+) -> tf.Tensor:
+    """Concatenates tensors of unequal length along an axis.
+
+    Args:
+        tensor: Tensor whose other dimensions agree on every replica.
+        axis: Int or scalar integer tensor.
+        group: `ProcessGroup`.
+        replica: Int, index of the calling replica among the local ones.
+        rank: Int, index of the calling replica among all of them.
+
+    Returns:
+        The concatenation, ordered by rank.
+    """
+    with tf.device(group.devices[replica]):
+        rows, restore = _axis_first(tensor, axis)
+        # TensorFlow orders the members of a group by device name, in which
+        # task 10 comes before task 2, so that ranks have to travel too.
+        own = tf.stack([rank, tf.shape(rows)[0]])[tf.newaxis]  # [1, 2], int32
+        table = all_gather(own, group, replica)  # [size, 2]
+        counts = table[:, 1]
+        longest = tf.reduce_max(counts)
+        missing = [[0, longest - tf.shape(rows)[0]]]
+        padding = tf.pad(missing, [[0, tf.rank(rows) - 1], [0, 0]])
+        sent = tf.cast(rows, _WIRE_DTYPES.get(rows.dtype, rows.dtype))
+        gathered = all_gather(tf.pad(sent, padding), group, replica)
+        pieces = tf.reshape(
+            gathered, tf.concat([[group.size, longest], tf.shape(rows)[1:]], 0)
+        )
+        by_rank = tf.argsort(table[:, 0])
+        pieces = tf.gather(pieces, by_rank)
+        valid = tf.sequence_mask(tf.gather(counts, by_rank), longest)
+        joined = tf.boolean_mask(pieces, valid)
+        joined = tf.cast(joined, rows.dtype)
+        if rows.shape.rank is not None:
+            joined = tf.ensure_shape(joined, [None, *rows.shape[1:]])
+        return restore(joined)
+
+
+def _axis_first(tensor: tf.Tensor, axis: object) -> tuple:
+    """Moves `axis` to the front and returns how to move it back."""
+    if isinstance(axis, int) and axis == 0:
+        return tensor, lambda joined: joined
+    rank = tf.rank(tensor)
+    axis = tf.convert_to_tensor(axis)
+    before = tf.range(axis)
+    order = tf.concat([[axis], before, tf.range(axis + 1, rank)], 0)
+    inverse = tf.concat([before + 1, [0], tf.range(axis + 1, rank)], 0)
+    return (
+        tf.transpose(tensor, order),
+        lambda joined: tf.transpose(joined, inverse),
+    )

@@ -1,0 +1,146 @@
+"""Logs of a step that speak of the whole global batch, alike on every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp.state_merge import merge_states
+from tfdp.variables import MetricVariable
+
+
+def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
+    """Turns each replica's logs into those of the global data.
+
+    Metrics are computed again from the merged states of all replicas, so that
+    AUC or precision are right too. Any other number that a custom step returns
+    is averaged over the replicas.
+
+    Args:
+        strategy: A tfdp strategy.
+        model: The Keras model that is trained or evaluated.
+        outputs: What the step returned, one value per replica.
+
+    Returns:
+        The same structure with one tensor for each value.
+    """
+    if not isinstance(outputs, dict):
+        return _mean(strategy, outputs)
+    variables = [v for m in model.metrics for v in m.variables if _is_state(v)]
+    states = [[part.read_value() for part in v.value.values] for v in variables]
+    names = _metric_names(strategy, model, outputs, variables, states)
+    raw = {name: value for name, value in outputs.items() if name not in names}
+
+    leaves = [strategy.experimental_local_results(x) for x in tf.nest.flatten(raw)]
+    kinds = [v.value.merge for v in variables] + ["sum"] * len(leaves)
+    merged = merge_states(
+        [*states, *([_as_number(x) for x in leaf] for leaf in leaves)],
+        kinds,
+        strategy.extended.host_group,
+    )
+    totals = merged[len(variables) :]
+    means = [
+        _restored(total / strategy.num_replicas_in_sync, leaf[0])
+        for total, leaf in zip(totals, leaves, strict=True)
+    ]
+    logs = dict(tf.nest.pack_sequence_as(raw, means))
+    if names:
+        results = _results(model, variables, merged[: len(variables)])
+        logs.update({name: results[name] for name in names})
+    return {name: logs[name] for name in outputs}
+
+
+def _mean(strategy: Any, outputs: Any) -> Any:
+    leaves = [strategy.experimental_local_results(x) for x in tf.nest.flatten(outputs)]
+    if not leaves:
+        return outputs
+    totals = merge_states(
+        [[_as_number(x) for x in leaf] for leaf in leaves],
+        ["sum"] * len(leaves),
+        strategy.extended.host_group,
+    )
+    means = [
+        _restored(total / strategy.num_replicas_in_sync, leaf[0])
+        for total, leaf in zip(totals, leaves, strict=True)
+    ]
+    return tf.nest.pack_sequence_as(outputs, means)
+
+
+def _metric_names(
+    strategy: Any,
+    model: Any,
+    outputs: dict,
+    variables: Sequence[Any],
+    states: Sequence[Sequence[tf.Tensor]],
+) -> set[str]:
+    """The logs that are results of the model's metrics, not values of its own.
+
+    A custom step may return a plain loss under the name of a metric that it
+    never updates. In a traced step the graph tells the two apart, in an eager
+    one the value does.
+    """
+    if not variables:
+        return set()
+    own = _results(model, variables, [state[0] for state in states])
+    handles = [part.handle for v in variables for part in v.value.values]
+    names = set()
+    for name, value in outputs.items():
+        if name not in own:
+            continue
+        first = [strategy.experimental_local_results(x)[0] for x in tf.nest.flatten(value)]
+        if tf.executing_eagerly():
+            expected = tf.nest.flatten(own[name])
+            pairs = zip(first, expected, strict=False)
+            is_metric = all(np.allclose(a, b, equal_nan=True) for a, b in pairs)
+        else:
+            is_metric = all(_reads(tensor, handles) for tensor in first)
+        if is_metric:
+            names.add(name)
+    return names
+
+
+def _results(model: Any, variables: Sequence[Any], values: Sequence[Any]) -> dict:
+    """What the metrics would say if their states were `values`."""
+    mapping = list(zip(variables, values, strict=True))
+    with keras.StatelessScope(state_mapping=mapping):
+        return model.get_metrics_result()
+
+
+def _reads(tensor: Any, handles: Sequence[Any]) -> bool:
+    """Whether a traced tensor is computed from one of the resources."""
+    if not tf.is_symbolic_tensor(tensor):
+        return False
+    graph = tensor.graph
+    captured = {graph.capture(handle).ref() for handle in handles}
+    seen, queue = set(), [tensor.op]
+    while queue:
+        op = queue.pop()
+        if op.name in seen:
+            continue
+        seen.add(op.name)
+        for source in op.inputs:
+            if source.ref() in captured:
+                return True
+            queue.append(source.op)
+    return False
+
+
+def _is_state(variable: Any) -> bool:
+    state = variable.value
+    return isinstance(state, MetricVariable) and (
+        state.dtype.is_floating or state.dtype.is_integer
+    )
+
+
+def _as_number(value: Any) -> tf.Tensor:
+    tensor = tf.convert_to_tensor(value)
+    return tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
+
+
+def _restored(mean: tf.Tensor, like: Any) -> tf.Tensor:
+    like = tf.convert_to_tensor(like)
+    return tf.cast(mean, like.dtype) if like.dtype.is_floating else mean

@@ -1,0 +1,128 @@
+"""What a step communicates, to be looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import Any
+
+import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
+
+from tfdp.buckets import Bucket, BucketPlan
+from tfdp.fusion import make_plan
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationPlan:
+    """The buckets of a training step, in the order in which they are reduced.
+
+    Args:
+        buckets: Tuple of `tfdp.buckets.Bucket`: entries (name, shape, dtype),
+            dtype and bytes.
+        sparse: Tuple of strings, variables whose gradients travel as rows.
+        num_replicas: Int, replicas on all workers.
+        backend: String, `"ring"` or `"nccl"`.
+        traced: Bool, whether this is the plan of a step that has been traced,
+            or what one of the model's backward pass would be.
+    """
+
+    buckets: tuple[Bucket, ...]
+    sparse: tuple[str, ...]
+    num_replicas: int
+    backend: str
+    traced: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of dense gradients that a step reduces."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that each replica sends in a step, by a ring all-reduce.
+
+        Source: Patarasuk and Yuan 2009: 2 (N - 1) / N times the data.
+        """
+        factor = 2 * (self.num_replicas - 1) / self.num_replicas
+        return round(factor * self.num_bytes)
+
+    def __str__(self) -> str:
+        table = Table(
+            title=f"{len(self.buckets)} all-reduces of {self.num_bytes:,} bytes over "
+            f"{self.num_replicas} replicas ({self.backend})"
+        )
+        for name in ("order", "dtype", "bytes", "variables"):
+            table.add_column(name, justify="right" if name == "bytes" else "left")
+        for order, bucket in enumerate(self.buckets):
+            names = ", ".join(entry.name for entry in bucket.entries)
+            table.add_row(str(order), bucket.dtype, f"{bucket.num_bytes:,}", names)
+        for name in self.sparse:
+            table.add_row("-", "rows", "as touched", name)
+        text = io.StringIO()
+        Console(file=text, width=100).print(table)
+        return text.getvalue()
+
+
+def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
+    """The plan of a model's step, see `strategy.communication_plan`."""
+    if not model.built:
+        raise ValueError(
+            "The model has no variables yet. Call `model.build(input_shape)` or "
+            f"train it first. Received: {model.name!r}, not built"
+        )
+    reducer = strategy.extended.reducer
+    paths = {variable.path for variable in model.trainable_variables}
+    for trained, plan in reversed(reducer.plans.items()):
+        if set(trained) <= paths and plan.buckets:
+            dense = {e.name for bucket in plan for e in bucket.entries}
+            return _shown(strategy, plan, [p for p in trained if p not in dense], True)
+    plan, sparse = _plan_of_backward_pass(model, reducer.options)
+    return _shown(strategy, plan, sparse, False)
+
+
+def _shown(
+    strategy: Any, plan: BucketPlan, sparse: list[str], traced: bool
+) -> CommunicationPlan:
+    return CommunicationPlan(
+        plan.buckets,
+        tuple(sparse),
+        strategy.num_replicas_in_sync,
+        strategy.extended.group.backend,
+        traced,
+    )
+
+
+def _plan_of_backward_pass(model: Any, options: Any) -> tuple[BucketPlan, list[str]]:
+    """Traces the backward pass of the sum of the outputs, and runs nothing."""
+    inputs = getattr(model, "inputs", None)
+    if not inputs:
+        raise ValueError(
+            "The plan needs the order of the backward pass, and this model has no "
+            "symbolic inputs to trace it with. Train one step first. "
+            f"Received: {model.name!r}"
+        )
+    like = model.input if len(inputs) > 1 else inputs[0]
+    variables = model.trainable_variables
+    found: list[Any] = []
+
+    def backward(*batch: tf.Tensor) -> None:
+        structure = tf.nest.pack_sequence_as(like, list(batch))
+        with tf.GradientTape() as tape:
+            outputs = tf.nest.flatten(model(structure, training=True))
+            total = tf.add_n([tf.reduce_sum(tf.cast(o, tf.float32)) for o in outputs])
+        found.extend(tape.gradient(total, [v.value for v in variables]))
+        pairs = [(g, v.path) for g, v in zip(found, variables, strict=True)]
+        dense = [(g, n) for g, n in pairs if isinstance(g, tf.Tensor)]
+        plans.append(make_plan([g for g, _ in dense], [n for _, n in dense], options))
+
+    plans: list[BucketPlan] = []
+    specs = [tf.TensorSpec(x.shape, x.dtype) for x in tf.nest.flatten(model.inputs)]
+    tf.function(backward).get_concrete_function(*specs)
+    sparse = [
+        variable.path
+        for gradient, variable in zip(found, variables, strict=True)
+        if isinstance(gradient, tf.IndexedSlices)
+    ]
+    return plans[-1], sparse

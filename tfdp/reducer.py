@@ -1,0 +1,179 @@
+"""All-reduce of what the replicas hand over: dense in buckets, sparse as rows."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.agreement import Agreement
+from tfdp.buckets import BucketPlan
+from tfdp.collectives import ProcessGroup, all_reduce
+from tfdp.consistency import check_same_variables
+from tfdp.fusion import fused_all_reduce, make_plan
+from tfdp.gather import gather_rows
+from tfdp.options import CommunicationOptions
+from tfdp.sparse import reduce_indexed_slices
+
+_names = threading.local()
+
+
+@contextlib.contextmanager
+def gradients_of(variables: Sequence[Any]) -> Iterator[None]:
+    """Tells the reducer whose gradients the next all-reduce of a thread has."""
+    _names.variables = list(variables)
+    try:
+        yield
+    finally:
+        _names.variables = None
+
+
+class Reducer:
+    """Reduces values of the local replicas over a process group.
+
+    Args:
+        group: `ProcessGroup`.
+        first_rank: Int, rank of the first local replica.
+        options: `CommunicationOptions`.
+        agreement: `Agreement` between the workers.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        first_rank: int,
+        options: CommunicationOptions,
+        agreement: Agreement,
+    ) -> None:
+        self.group = group
+        self.first_rank = first_rank
+        self.options = options
+        self._agreement = agreement
+        # The plan of each set of variables that was trained, by their paths.
+        self.plans: dict[tuple[str, ...], BucketPlan] = {}
+
+    def reduce(self, reduce_op: Any, value: Any, replica: int) -> Any:
+        """All-reduces a nest of tensors and `IndexedSlices` of one replica.
+
+        Args:
+            reduce_op: `tf.distribute.ReduceOp`, or its name.
+            value: Nest of tensors; of equal shapes on all replicas if dense.
+            replica: Int, index of the calling replica among the local ones.
+
+        Returns:
+            The same nest, reduced.
+        """
+        variables, _names.variables = getattr(_names, "variables", None), None
+        flat = tf.nest.flatten(value, expand_composites=False)
+        results: list[Any] = [None] * len(flat)
+        is_sparse = [isinstance(item, tf.IndexedSlices) for item in flat]
+        dense = [i for i, sparse in enumerate(is_sparse) if not sparse]
+
+        if variables:
+            self._check(variables, replica)
+        for index, reduced in zip(
+            dense, self._reduce_dense(flat, dense, variables, replica), strict=True
+        ):
+            results[index] = reduced
+        for index, sparse in enumerate(is_sparse):
+            if sparse:
+                results[index] = reduce_indexed_slices(flat[index], self.group, replica)
+        if _is_mean(reduce_op):
+            results = [_divide(item, self.group.size) for item in results]
+        return tf.nest.pack_sequence_as(value, results)
+
+    def _reduce_dense(
+        self,
+        flat: list[tf.Tensor],
+        dense: list[int],
+        variables: list[Any] | None,
+        replica: int,
+    ) -> list[tf.Tensor]:
+        tensors = [tf.convert_to_tensor(flat[index]) for index in dense]
+        if self.group.size == 1:
+            return tensors
+        if not all(tensor.shape.is_fully_defined() for tensor in tensors):
+            # A plan needs sizes. These are no gradients of variables.
+            return [all_reduce(tensor, self.group, replica) for tensor in tensors]
+        if variables is None:
+            names = [str(index) for index in dense]
+        else:
+            names = [_path(variables[index]) for index in dense]
+        plan = make_plan(tensors, names, self.options)
+        if variables is not None and replica == 0:
+            self.plans[tuple(_path(variable) for variable in variables)] = plan
+        return fused_all_reduce(tensors, plan, self.group, replica)
+
+    def _check(self, variables: list[Any], replica: int) -> None:
+        """Compares the trained variables across workers, once for each set."""
+        paths = tuple(_path(variable) for variable in variables)
+        if replica == 0 and paths not in self.plans:
+            self.plans[paths] = BucketPlan(())
+            check_same_variables(
+                self._agreement, "first training step", variables, "trains"
+            )
+
+    def as_cross_device_ops(self, collective_keys: Any) -> Any:
+        """This reducer behind the interface of tf.distribute."""
+        return _CrossDeviceOps(self, collective_keys)
+
+
+class _CrossDeviceOps(_compat.CollectiveAllReduce):
+    """Stock bookkeeping (regrouping, eager threads) around our collectives."""
+
+    def __init__(self, reducer: Reducer, collective_keys: Any) -> None:
+        group = reducer.group
+        super().__init__(
+            devices=group.devices,
+            group_size=group.size,
+            options=_compat.StockOptions(),
+            collective_keys=collective_keys,
+        )
+        self._reducer = reducer
+        self._launchers = [
+            _Launcher(reducer, replica) for replica in range(len(group.devices))
+        ]
+
+    def _all_reduce(
+        self, reduce_op: Any, value: Any, replica_id: int, options: Any
+    ) -> Any:
+        del options
+        return self._reducer.reduce(reduce_op, value, replica_id)
+
+    def __deepcopy__(self, memo: dict) -> _CrossDeviceOps:
+        # Copies of a strategy share its devices and so its launch order.
+        return self
+
+
+class _Launcher:
+    """What the stock gather asks for, on one replica."""
+
+    def __init__(self, reducer: Reducer, replica: int) -> None:
+        self._reducer = reducer
+        self._replica = replica
+
+    def can_order_nccl(self) -> bool:
+        return True
+
+    def all_gather(self, tensor: tf.Tensor, axis: Any, options: Any) -> tf.Tensor:
+        del options
+        rank = self._reducer.first_rank + self._replica
+        return gather_rows(tensor, axis, self._reducer.group, self._replica, rank)
+
+
+def _is_mean(reduce_op: Any) -> bool:
+    return getattr(reduce_op, "value", str(reduce_op)).upper() == "MEAN"
+
+
+def _divide(value: Any, count: int) -> Any:
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(value.values / count, value.indices, value.dense_shape)
+    return value / count
+
+
+def _path(variable: Any) -> str:
+    return str(getattr(variable, "path", None) or variable.name)

@@ -1,0 +1,139 @@
+"""All workers start from the first worker's values and the same seed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.collectives import broadcast
+from tfdp.consistency import check_same_variables
+
+# One broadcast carries many variables, but not so many that a second copy of
+# a large model has to fit into host memory.
+_CHUNK_BYTES = 64 * 2**20
+
+
+class SynchronizedScope:
+    """`strategy.scope()`, which agrees on initial values when it is left.
+
+    Args:
+        strategy: A tfdp strategy.
+        stock: The stock context manager.
+    """
+
+    def __init__(self, strategy: Any, stock: Any) -> None:
+        self._strategy = strategy
+        self._stock = stock
+
+    def __enter__(self) -> Any:
+        return self._stock.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
+        result = self._stock.__exit__(kind, error, trace)
+        if kind is None:
+            synchronize_new_variables(self._strategy)
+        return result
+
+
+def synchronize_new_variables(strategy: Any) -> None:
+    """Gives all workers the first one's values of variables made since.
+
+    Stock broadcasts each variable when it is created, and hangs if another
+    worker creates a different one. Here they are compared first and then
+    travel together.
+    """
+    pending = getattr(strategy.extended, "new_variables", None)
+    if pending and not _compat.in_replica_thread():
+        with tf.init_scope():
+            _synchronize(strategy)
+
+
+def _synchronize(strategy: Any) -> None:
+    pending = strategy.extended.new_variables
+    variables = [v for v in (reference() for reference in pending) if v is not None]
+    pending.clear()
+    agreement = strategy.extended.agreement
+    if agreement.num_workers == 1:
+        return
+    check_same_variables(agreement, "leaving strategy.scope()", variables, "creates")
+    broadcast_variables(strategy, variables)
+
+
+def broadcast_variables(strategy: Any, variables: Sequence[Any]) -> None:
+    """Copies the first worker's values to all workers.
+
+    Args:
+        strategy: A tfdp strategy.
+        variables: Sequence of its mirrored `tf.Variable`s, in the same order
+            on every worker.
+    """
+    chunk: list[Any] = []
+    size = 0
+    for variable in variables:
+        chunk.append(variable)
+        size += variable.shape.num_elements() * variable.dtype.size
+        if size >= _CHUNK_BYTES:
+            _broadcast_chunk(strategy, chunk)
+            chunk, size = [], 0
+    if chunk:
+        _broadcast_chunk(strategy, chunk)
+
+
+def _broadcast_chunk(strategy: Any, variables: list[Any]) -> None:
+    extended = strategy.extended
+    values = [np.ascontiguousarray(v.values[0].numpy()) for v in variables]
+    raw = b"".join(value.tobytes() for value in values)
+    # Bytes as int32, a dtype that every collective knows.
+    padded = raw + b"\0" * (-len(raw) % 4)
+    words = tf.constant(np.frombuffer(padded, np.int32))
+    received = broadcast(
+        words,
+        extended.host_group,
+        0,
+        is_source=extended.agreement.rank == 0,
+    )
+    if extended.agreement.rank == 0:
+        return
+    data = received.numpy().tobytes()
+    begin = 0
+    for variable, own in zip(variables, values, strict=True):
+        end = begin + own.nbytes
+        value = np.frombuffer(data[begin:end], own.dtype).reshape(own.shape)
+        for part in variable.values:
+            part.assign(value)
+        begin = end
+
+
+def agree_on_seed(strategy: Any) -> None:
+    """Lets all workers draw the same random numbers from here on.
+
+    Initial weights and the order in which datasets are shuffled come from the
+    global seeds. Workers that have seeded alike keep what they have; otherwise
+    all take a seed of the first worker's.
+    """
+    agreement = strategy.extended.agreement
+    if agreement.num_workers == 1:
+        return
+    own = {
+        # Drawn from the operating system: the user's generators stay untouched.
+        "seed": random.SystemRandom().getrandbits(31),
+        "state": _random_state(),
+        "set": _compat.global_seed() is not None,
+    }
+    facts = [json.loads(t) for t in agreement.exchange("random seed", json.dumps(own))]
+    alike = all(f["set"] for f in facts) and len({f["state"] for f in facts}) == 1
+    if not alike:
+        keras.utils.set_random_seed(facts[0]["seed"])
+
+
+def _random_state() -> str:
+    state = repr((random.getstate(), np.random.get_state(), _compat.random_state()))
+    return hashlib.sha256(state.encode()).hexdigest()

@@ -1,0 +1,170 @@
+"""A worker joins its cluster, or says in one sentence why it cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.agreement import Agreement
+from tfdp.cluster import Cluster, check_port_free, unreachable
+from tfdp.devices import resolve_devices, set_logical_cpus
+from tfdp.options import CommunicationOptions
+
+_DEFAULT_START_SECONDS = 3600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Worker:
+    """This process as a member of its cluster.
+
+    Args:
+        cluster: `Cluster`, or `None` on a single machine.
+        resolver: The cluster resolver that tf.distribute asks.
+        devices: Sequence of device strings the user asked for, or `None`.
+        timeout_seconds: Float or `None`, how long to wait for the others.
+    """
+
+    cluster: Cluster | None
+    resolver: Any
+    devices: Sequence[str] | None
+    timeout_seconds: float | None
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers that train together."""
+        return self.cluster.num_workers if self.cluster else 1
+
+    @property
+    def rank(self) -> int:
+        """Index of this worker, the chief's is 0."""
+        return self.cluster.rank if self.cluster else 0
+
+
+def start_worker(
+    resolver: Any, devices: Sequence[str] | None, options: CommunicationOptions
+) -> Worker:
+    """Finds the cluster and checks what can be checked before joining it.
+
+    Args:
+        resolver: A cluster resolver or `None` for the environment's cluster.
+        devices: Sequence of device strings or `None`.
+        options: `CommunicationOptions`.
+
+    Returns:
+        A `Worker`.
+
+    Raises:
+        ValueError: If the cluster is wrong, this worker's port is taken, or
+            TensorFlow has already started.
+    """
+    cluster = _cluster_of(resolver) if resolver else Cluster.from_environment()
+    if cluster is None or cluster.num_workers == 1 or cluster.is_evaluator:
+        # An evaluator works by itself, as TensorFlow says.
+        if cluster is not None and cluster.devices_per_worker:
+            set_logical_cpus(cluster.devices_per_worker)
+        return Worker(None, _resolver(None), devices, options.timeout_seconds)
+    if _compat.is_context_initialized():
+        raise ValueError(
+            "TensorFlow has already started. Create the multi-worker strategy "
+            "before any other use of TensorFlow: before tensors, variables, "
+            "models and datasets."
+        )
+    check_port_free(cluster.workers[cluster.rank])
+    if cluster.devices_per_worker:
+        set_logical_cpus(cluster.devices_per_worker)
+    _configure(cluster, options.timeout_seconds or _DEFAULT_START_SECONDS)
+    return Worker(
+        cluster, resolver or _resolver(cluster), devices, options.timeout_seconds
+    )
+
+
+@contextlib.contextmanager
+def joining(worker: Worker) -> Iterator[None]:
+    """Turns TensorFlow's errors of start-up into one clear sentence."""
+    try:
+        yield
+    except (tf.errors.OpError, RuntimeError) as error:
+        if worker.cluster is None:
+            raise
+        silent = unreachable(worker.cluster, timeout_seconds=1.0)
+        if not silent:
+            raise
+        names = ", ".join(
+            f"worker {rank} ({worker.cluster.workers[rank]})" for rank in silent
+        )
+        limit = worker.timeout_seconds or _DEFAULT_START_SECONDS
+        raise TimeoutError(
+            f"Waited {limit:.0f} s for {names}, which did not start. Start every "
+            "worker of TF_CONFIG, and check that they reach each other's ports."
+        ) from error
+
+
+def check_workers_fit(agreement: Agreement, devices: Sequence[str]) -> None:
+    """Compares device counts, versions and options before anything else.
+
+    Raises:
+        ValueError: Naming the first worker that differs from worker 0.
+    """
+    kinds = sorted({_compat.device_type(device) for device in devices})
+    facts = {
+        "devices per worker": f"{len(devices)} x {'/'.join(kinds)}",
+        "TensorFlow version": tf.__version__,
+    }
+    texts = agreement.exchange("start-up", json.dumps(facts))
+    first = json.loads(texts[0])
+    for rank, text in enumerate(texts):
+        for name, value in json.loads(text).items():
+            if value != first[name]:
+                raise ValueError(
+                    f"Workers have different {name}: worker 0 has {first[name]}, "
+                    f"worker {rank} has {value}. Start all workers alike."
+                )
+
+
+def worker_devices(worker: Worker) -> list[str]:
+    """The devices of this worker, checked, without its own address."""
+    return resolve_devices(worker.devices)
+
+
+def _configure(cluster: Cluster, start_seconds: float) -> None:
+    jobs = json.loads(cluster.to_tf_config())["cluster"]
+    jobs.pop("evaluator", None)
+    leader = "/job:chief/replica:0/task:0" if cluster.has_chief else (
+        "/job:worker/replica:0/task:0"
+    )
+    _compat.configure_coordination_service(
+        service_type="standalone",
+        service_leader=leader,
+        cluster_register_timeout_in_ms=int(start_seconds * 1000),
+        coordinated_jobs=_compat.coordinated_jobs(
+            {name: len(tasks) for name, tasks in jobs.items()}
+        ),
+    )
+
+
+def _resolver(cluster: Cluster | None) -> Any:
+    if cluster is None:
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({})
+        )
+    jobs = json.loads(cluster.to_tf_config())["cluster"]
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(jobs),
+        task_type=cluster.task_type,
+        task_id=cluster.task_index,
+        rpc_layer="grpc",
+    )
+
+
+def _cluster_of(resolver: Any) -> Cluster | None:
+    jobs = resolver.cluster_spec().as_dict()
+    if not jobs:
+        return None
+    task = {"type": resolver.task_type, "index": resolver.task_id}
+    return Cluster.from_tf_config(json.dumps({"cluster": jobs, "task": task}))

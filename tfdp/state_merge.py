@@ -1,0 +1,92 @@
+"""State that replicas keep apart during a step, merged into one.
+
+Metric states, moving statistics and log values are small. They are added up on
+the host of each worker first, then across workers by a single collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.collectives import ProcessGroup, all_gather, all_reduce
+
+# Sums travel as float64: exact for the counts of integer metrics.
+_WIRE = tf.float64
+
+
+def merge_states(
+    states: Sequence[Sequence[tf.Tensor]],
+    kinds: Sequence[str],
+    host_group: ProcessGroup,
+) -> list[tf.Tensor]:
+    """Merges states over all replicas of all workers.
+
+    Args:
+        states: For each state, its tensor on each local replica.
+        kinds: For each state, `"sum"`, `"max"` or `"min"`.
+        host_group: `ProcessGroup` with one member for each worker.
+
+    Returns:
+        List of merged tensors, one for each state, same shapes and dtypes.
+    """
+    merged: list[Any] = [None] * len(states)
+    with tf.device(host_group.devices[0]):
+        for kind in ("sum", "max", "min"):
+            chosen = [i for i, k in enumerate(kinds) if k == kind]
+            if chosen:
+                values = _merge([states[i] for i in chosen], kind, host_group)
+                for index, value in zip(chosen, values, strict=True):
+                    merged[index] = value
+    return merged
+
+
+def average_statistics(
+    variables: Sequence[Any], host_group: ProcessGroup, num_replicas: int
+) -> None:
+    """Gives every replica the mean of its own and the others' statistics.
+
+    Args:
+        variables: Sequence of mirrored variables.
+        host_group: `ProcessGroup` with one member for each worker.
+        num_replicas: Int, on all workers.
+    """
+    states = [[part.read_value() for part in v.values] for v in variables]
+    with tf.device(host_group.devices[0]):
+        sums = _merge(states, "sum", host_group, keep_wire_dtype=True)
+    for variable, total in zip(variables, sums, strict=True):
+        mean = tf.cast(total / num_replicas, variable.dtype)
+        for part in variable.values:
+            with tf.device(part.device):
+                part.assign(mean)
+
+
+def _merge(
+    states: Sequence[Sequence[tf.Tensor]],
+    kind: str,
+    host_group: ProcessGroup,
+    *,
+    keep_wire_dtype: bool = False,
+) -> list[tf.Tensor]:
+    by_replica = zip(*states, strict=True)
+    rows = [
+        tf.concat([tf.reshape(tf.cast(t, _WIRE), [-1]) for t in tensors], axis=0)
+        for tensors in by_replica
+    ]  # [state_size] for each local replica
+    if kind == "sum":
+        total = all_reduce(tf.add_n(rows), host_group, 0)
+    else:
+        reduce = tf.reduce_max if kind == "max" else tf.reduce_min
+        local = reduce(tf.stack(rows), axis=0)
+        total = reduce(all_gather(local[tf.newaxis], host_group, 0), axis=0)
+    parts = tf.split(total, [tf.size(tensors[0]) for tensors in states])
+    shaped = [
+        tf.reshape(part, tensors[0].shape if tensors[0].shape.is_fully_defined()
+                   else tf.shape(tensors[0]))
+        for part, tensors in zip(parts, states, strict=True)
+    ]
+    if keep_wire_dtype:
+        return shaped
+    return [tf.cast(t, s[0].dtype) for t, s in zip(shaped, states, strict=True)]

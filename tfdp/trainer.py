@@ -1,0 +1,241 @@
+"""Keras's `fit`, `evaluate` and `predict` under a tfdp strategy.
+
+Keras has no hooks for what is done here, so that its functions are replaced
+once, when the first strategy is made. Each replacement hands over to Keras at
+once for a model of no tfdp strategy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp import _compat, guards, numerics
+from tfdp.data import check_batch_size, share_of_rank, steps_per_batch
+from tfdp.logs import merge_logs
+from tfdp.worker_callbacks import callbacks_of_worker
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop of Keras that is under way.
+
+    Args:
+        model: The Keras model.
+        whole_batches: Bool, whether the loop is given global batches, as
+            `train_on_batch` is, and not shares that are split already.
+    """
+
+    model: Any
+    whole_batches: bool
+
+
+_loops: list[Loop] = []
+
+
+def is_ours(strategy: Any) -> bool:
+    """Whether a strategy is one of tfdp's."""
+    return hasattr(getattr(strategy, "extended", None), "reducer")
+
+
+def ours(model: Any) -> Any:
+    """The tfdp strategy of a model, or `None`."""
+    strategy = _compat.strategy_of(model)
+    return strategy if is_ours(strategy) else None
+
+
+@functools.cache
+def install() -> None:
+    """Replaces Keras's functions, once for a process."""
+    numerics.install(is_ours)
+    owner = _compat.TensorFlowTrainer
+    for name in ("fit", "evaluate", "predict"):
+        _compat.replace(owner, name, functools.partial(_loop, name))
+    for name in ("train_on_batch", "test_on_batch", "predict_on_batch"):
+        _compat.replace(owner, name, _on_batch)
+    _compat.replace(owner, "_maybe_symbolic_build", _symbolic_build)
+    _compat.replace(_compat.BaseTrainer, "compile", _compile)
+    _compat.replace(_compat.EpochIterator, "__init__", _epoch_iterator)
+    _compat.replace(_compat.keras_trainer, "reduce_per_replica", _reduce_per_replica)
+
+
+def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tuple]:
+    """Prepares what Keras gives to `strategy.run`; leaves other calls alone.
+
+    Args:
+        strategy: A tfdp strategy.
+        fn: Callable, the replica function.
+        args: Tuple, its arguments.
+
+    Returns:
+        Tuple of function and arguments.
+    """
+    if not _loops or ours(_loops[-1].model) is not strategy:
+        return fn, args
+    if _loops[-1].whole_batches and strategy.num_replicas_in_sync > 1:
+        args = tuple(_split(strategy, argument) for argument in args)
+    return _after_its_data(fn), args
+
+
+def _after_its_data(fn: Callable) -> Callable:
+    """Starts a step only when its data is there.
+
+    At the end of the data the iterator fails while operations that do not wait
+    for it, such as the counter of iterations, would already have run.
+    """
+    if tf.executing_eagerly():
+        return fn
+
+    @functools.wraps(fn)
+    def step(*args: Any) -> Any:
+        data = [x for x in tf.nest.flatten(args) if tf.is_symbolic_tensor(x)]
+        with tf.control_dependencies(data):
+            return fn(*args)
+
+    return step
+
+
+def _split(strategy: Any, batch: Any) -> Any:
+    """Gives each local replica its rows of a global batch."""
+    extended = strategy.extended
+    tensors = keras.tree.map_structure(
+        lambda x: None if x is None else _tensor(x), batch
+    )
+    shares = [
+        _share(tensors, extended.first_rank + replica, strategy.num_replicas_in_sync)
+        for replica in range(extended.num_local)
+    ]
+    return _compat.per_replica(shares)
+
+
+def _share(batch: Any, rank: int, num_replicas: int) -> Any:
+    return keras.tree.map_structure(
+        lambda x: None if x is None else share_of_rank(x, rank, num_replicas), batch
+    )
+
+
+def _tensor(value: Any) -> Any:
+    return value if tf.is_tensor(value) else tf.convert_to_tensor(value)
+
+
+@contextlib.contextmanager
+def _looping(model: Any, *, whole_batches: bool = False) -> Iterator[None]:
+    _loops.append(Loop(model, whole_batches))
+    try:
+        yield
+    finally:
+        _loops.pop()
+
+
+def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    strategy = ours(model)
+    if strategy is None:
+        guards.check_no_strategy_in_force(model, name, is_ours)
+        return original(model, *args, **kwargs)
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    arguments = bound.arguments
+    agreement = strategy.extended.agreement
+    if name != "predict":
+        check_batch_size(strategy, arguments.get("batch_size"), "`batch_size`")
+    if agreement.rank > 0 and agreement.num_workers > 1:
+        arguments["verbose"] = 0
+    arguments["callbacks"] = callbacks_of_worker(
+        strategy, model, arguments.get("callbacks"), is_fit=name == "fit"
+    )
+    with _looping(model):
+        result = original(*bound.args, **bound.kwargs)
+    if name == "fit":
+        # The first worker's files are complete when the others go on.
+        agreement.exchange("the end of fit")
+    return result
+
+
+def _on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    if ours(model) is None:
+        return original(model, *args, **kwargs)
+    with _looping(model, whole_batches=True):
+        return original(model, *args, **kwargs)
+
+
+def _symbolic_build(
+    original: Callable, model: Any, iterator: Any = None, data_batch: Any = None
+) -> Any:
+    """Builds from the data's spec; stock takes a batch, which generators lose."""
+    if ours(model) is None or iterator is None:
+        return original(model, iterator=iterator, data_batch=data_batch)
+    spec = _compat.local_element_spec(_compat.distributed_dataset(iterator))
+    shapes = [s.shape for s in tf.nest.flatten(spec) if s is not None]
+    if any(shape.rank is None for shape in shapes):
+        return original(model, iterator=iterator)
+    return _compat.build_symbolically(model, spec)
+
+
+def _reduce_per_replica(
+    original: Callable, values: Any, strategy: Any, reduction: Any
+) -> Any:
+    if not is_ours(strategy) or not _loops or reduction == "concat":
+        return original(values, strategy, reduction)
+    return merge_logs(strategy, _loops[-1].model, values)
+
+
+def _epoch_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) -> None:
+    original(iterator, *args, **kwargs)
+    strategy = kwargs.get("distribute_strategy", args[0] if args else None)
+    if is_ours(strategy) and strategy.extended.agreement.num_workers > 1:
+        _agree_on_length(strategy, iterator)
+
+
+def _agree_on_length(strategy: Any, iterator: Any) -> None:
+    """Lets every worker count the same number of steps in an epoch."""
+    adapter = iterator.data_adapter
+    own = adapter.num_batches
+    factor = steps_per_batch(strategy, getattr(adapter, "_dataset", None))
+    texts = strategy.extended.agreement.exchange(
+        "the number of batches", "" if own is None else str(own * factor)
+    )
+    if len(set(texts)) == 1 and factor == 1:
+        return
+    unknown = "" in texts
+    agreed = None if unknown else max(int(text) for text in texts)
+    iterator.data_adapter = _WithLength(adapter, agreed)
+    iterator.reset()
+
+
+class _WithLength:
+    """A data adapter of Keras whose number of batches all workers agree on."""
+
+    def __init__(self, adapter: Any, num_batches: int | None) -> None:
+        self._adapter = adapter
+        self.num_batches = num_batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._adapter, name)
+
+
+def _compile(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    strategy = ours(model)
+    if strategy is None:
+        guards.check_no_strategy_in_force(model, "compile", is_ours)
+        return original(model, *args, **kwargs)
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    if bound.arguments.get("jit_compile") is True:
+        warnings.warn(
+            "`jit_compile=True` is left out: XLA cannot compile the collectives of "
+            "a step on all devices. Training goes on without it.",
+            stacklevel=2,
+        )
+        bound.arguments["jit_compile"] = False
+    with strategy.scope():
+        guards.move_into_scope(strategy, bound.arguments)
+        result = original(*bound.args, **bound.kwargs)
+        guards.move_optimizer_into_scope(strategy, model.optimizer)
+    guards.warn_of_local_gradients(model.optimizer)
+    return result

@@ -1,0 +1,115 @@
+"""The variables that a tfdp strategy creates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+
+_MERGE_OPS = {"Maximum": "max", "Minimum": "min"}
+# The names that BatchNormalization, and layers modelled on it, give to the
+# statistics that each replica updates from its own share of the batch.
+_STATISTICS = ("moving_mean", "moving_variance")
+
+
+class ReplicatedVariable(_compat.MirroredVariable):
+    """A variable with a copy on every replica.
+
+    It adds what Keras asks of a variable and stock mirrored ones lack:
+    `int(optimizer.iterations)` and its like.
+    """
+
+    def __int__(self) -> int:
+        return int(self.numpy())
+
+    def __index__(self) -> int:
+        return self.numpy().__index__()
+
+    def __float__(self) -> float:
+        return float(self.numpy())
+
+    def __bool__(self) -> bool:
+        return bool(self.numpy())
+
+
+class StatisticVariable(ReplicatedVariable):
+    """A moving statistic of local batches, averaged over replicas each step.
+
+    Stock replicas drift apart, and saving takes replica 0's.
+    """
+
+    def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        self.distribute_strategy.extended.note_statistic(self)
+        return super()._update_replica(update_fn, value, **kwargs)
+
+
+class MetricVariable(_compat.SyncOnReadVariable):
+    """Part of a metric's state: each replica has its own, a read merges them.
+
+    States merge by sum, as in stock, unless the metric itself combines them by
+    maximum or minimum: the traced update tells.
+    """
+
+    merge = "sum"
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        in_replica = tf.distribute.in_cross_replica_context() is False
+        if in_replica and tf.is_symbolic_tensor(value):
+            op = value.op
+            while op.type in ("Identity", "Cast"):
+                op = op.inputs[0].op
+            self.merge = _MERGE_OPS.get(op.type, self.merge)
+        elif not in_replica and self.merge != "sum":
+            # Stock divides by the number of replicas, so that the sum is right.
+            for component in self.values:
+                component.assign(value)
+            return self
+        return super().assign(value, *args, **kwargs)
+
+    def _get_cross_replica(self) -> Any:
+        extended = self.distribute_strategy.extended
+        if self.aggregation != tf.VariableAggregation.SUM:
+            return super()._get_cross_replica()
+        return extended.merge_metric_variables([self])[0]
+
+
+CLASS_MAPPING = {
+    "VariableClass": ReplicatedVariable,
+    tf.VariableSynchronization.ON_WRITE: ReplicatedVariable,
+    tf.VariableSynchronization.ON_READ: MetricVariable,
+}
+STATISTIC_MAPPING = {
+    **CLASS_MAPPING,
+    tf.VariableSynchronization.ON_WRITE: StatisticVariable,
+}
+
+
+def class_mapping(kwargs: dict[str, Any]) -> dict:
+    """The classes to create a variable with, from its creation arguments."""
+    name = (kwargs.get("name") or "").split(":")[0].rsplit("/", 1)[-1]
+    is_statistic = (
+        not kwargs.get("trainable", True)
+        and name in _STATISTICS
+        and kwargs.get("dtype") is not None
+        and tf.as_dtype(kwargs["dtype"]).is_floating
+        and kwargs.get("aggregation") in (None, tf.VariableAggregation.NONE)
+    )
+    return STATISTIC_MAPPING if is_statistic else CLASS_MAPPING
+
+
+def aggregation_of(kwargs: dict[str, Any]) -> Any:
+    """The aggregation to create a variable with.
+
+    Counters of Keras (it gives the dtype as a string) have the aggregation
+    `ONLY_FIRST_REPLICA`, which broadcasts the first replica's value on every
+    assignment, by a collective that cannot run inside a conditional. Every
+    replica counts alike, so each may assign its own copy.
+    """
+    aggregation = kwargs.get("aggregation", tf.VariableAggregation.NONE)
+    dtype = kwargs.get("dtype")
+    first_only = aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
+    if first_only and isinstance(dtype, str) and tf.as_dtype(dtype).is_integer:
+        return tf.VariableAggregation.NONE
+    return aggregation

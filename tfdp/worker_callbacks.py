@@ -1,0 +1,121 @@
+"""Callbacks under several workers: one writes the files, all stop together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfdp import _compat
+from tfdp.scope import broadcast_variables
+
+# They write what the user names by one path for all workers.
+_WRITERS = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.BackupAndRestore,
+)
+_BATCH_HOOKS = (
+    "on_train_batch_begin",
+    "on_train_batch_end",
+    "on_batch_begin",
+    "on_batch_end",
+)
+
+
+def callbacks_of_worker(
+    strategy: Any, model: Any, callbacks: Any, *, is_fit: bool
+) -> Any:
+    """The callbacks that this worker runs.
+
+    Args:
+        strategy: A tfdp strategy.
+        model: The Keras model.
+        callbacks: What the user gave to Keras.
+        is_fit: Bool, whether they are for `fit`.
+
+    Returns:
+        List of callbacks, or what was given where there is one worker.
+    """
+    agreement = strategy.extended.agreement
+    if agreement.num_workers == 1 or isinstance(
+        callbacks, keras.callbacks.CallbackList
+    ):
+        return callbacks
+    chosen = []
+    for callback in keras.tree.flatten(callbacks) if callbacks else []:
+        if agreement.rank == 0 or not isinstance(callback, _WRITERS):
+            chosen.append(callback)
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            chosen.append(ShareRestoredState(strategy))
+    if is_fit:
+        own = any(_decides_per_batch(callback) for callback in chosen)
+        each_batch = agreement.any("callbacks", own)
+        chosen.append(
+            StopEachBatchTogether(strategy) if each_batch else StopTogether(strategy)
+        )
+    return chosen
+
+
+class StopTogether(keras.callbacks.Callback):
+    """Stops all workers when one of them decides to, at the end of an epoch.
+
+    Args:
+        strategy: A tfdp strategy.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__()
+        self._strategy = strategy
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._agree()
+
+    def _agree(self) -> None:
+        agreement = self._strategy.extended.agreement
+        stop = bool(self.model.stop_training)
+        self.model.stop_training = agreement.any("stop_training", stop)
+
+
+class StopEachBatchTogether(StopTogether):
+    """The same after every batch, where callbacks of the user's may decide."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._agree()
+
+
+class ShareRestoredState(keras.callbacks.Callback):
+    """Gives all workers what the first one restored from its backup.
+
+    Args:
+        strategy: A tfdp strategy.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__()
+        self._strategy = strategy
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        agreement = self._strategy.extended.agreement
+        own = _compat.initial_epoch(self.model)
+        epoch = int(agreement.exchange("a backup", str(own))[0])
+        _compat.set_initial_epoch(self.model, epoch)
+        variables = self.model.variables + self.model.optimizer.variables
+        seen = {id(v.value): v.value for v in variables if _is_replicated(v)}
+        broadcast_variables(self._strategy, list(seen.values()))
+
+
+def _is_replicated(variable: Any) -> bool:
+    return isinstance(variable.value, _compat.MirroredVariable)
+
+
+def _decides_per_batch(callback: Any) -> bool:
+    """Whether a callback that is not Keras's own acts after a batch."""
+    kind = type(callback)
+    if isinstance(callback, keras.callbacks.LambdaCallback):
+        return any(name in vars(callback) for name in _BATCH_HOOKS)
+    if kind.__module__.split(".")[0] == "keras":
+        return False
+    base = keras.callbacks.Callback
+    return any(getattr(kind, name) is not getattr(base, name) for name in _BATCH_HOOKS)
