@@ -1,0 +1,1 @@
+"""The cases, one module per group of behaviours of Keras."""

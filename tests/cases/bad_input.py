@@ -1,0 +1,117 @@
+"""Input that is wrong: each case returns what was raised, and how soon."""
+
+from __future__ import annotations
+
+import time
+import typing
+
+import keras
+
+from cases import common
+from harness.env import Env
+from harness.registry import case
+
+layers = keras.layers
+BOTH = ("two_workers",)
+
+
+def _raised(action: typing.Callable) -> dict:
+    """Runs an action that must raise; returns the type, the text, the time."""
+    start = time.monotonic()
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 its type is the result
+        seconds = time.monotonic() - start
+        return {
+            "local": {
+                "type": type(error).__name__,
+                "text": str(error),
+                "seconds": seconds,
+            }
+        }
+    raise AssertionError("nothing was raised")
+
+
+@case("Bad input: a model built outside the scope, fit inside it", compare=False)
+def model_built_outside_the_scope(env: Env) -> dict:
+    model = common.mlp()
+
+    def action():
+        with env.scope():
+            common.compiled(model)
+            common.fit(model, *common.regression_data())
+
+    return _raised(action)
+
+
+@case("Bad input: `batch_size` smaller than the number of replicas", compare=False)
+def batch_size_smaller_than_the_replicas(env: Env) -> dict:
+    with env.scope():
+        model = common.compiled(common.mlp())
+    data = common.regression_data()
+    return _raised(lambda: common.fit(model, *data, batch_size=1))
+
+
+@case("Bad input: a static batch dimension smaller than N replicas", compare=False)
+def static_batch_smaller_than_the_replicas(env: Env) -> dict:
+    with env.scope():
+        model = common.compiled(common.mlp())
+    dataset = common.batched(*common.regression_data()).unbatch()
+    dataset = dataset.batch(1, drop_remainder=True)
+    return _raised(lambda: common.fit(model, dataset))
+
+
+def _different(env: Env, build: typing.Callable) -> dict:
+    with env.scope():
+        model = common.compiled(build(env.rank))
+    return _raised(lambda: common.fit(model, *common.regression_data()))
+
+
+def _stack(*chosen: layers.Layer) -> keras.Model:
+    return keras.Sequential([keras.Input((common.NUM_FEATURES,)), *chosen])
+
+
+@case("Bad input: models of other shapes on two workers", setups=BOTH, compare=False)
+def other_shapes_on_two_workers(env: Env) -> dict:
+    def build(rank):
+        return _stack(
+            layers.Dense(4, name="same"),
+            layers.Dense(5 + rank, name="other"),
+            layers.Dense(1, name="last"),
+        )
+
+    return _different(env, build)
+
+
+@case("Bad input: models of another order on two workers", setups=BOTH, compare=False)
+def another_order_on_two_workers(env: Env) -> dict:
+    def build(rank):
+        names = ["left", "right"] if rank == 0 else ["right", "left"]
+        inputs = keras.Input((common.NUM_FEATURES,))
+        first, second = (layers.Dense(4, name=name) for name in names)
+        outputs = layers.Dense(1, name="last")(second(first(inputs)))
+        return keras.Model(inputs, outputs)
+
+    return _different(env, build)
+
+
+@case("Bad input: models of another dtype on two workers", setups=BOTH, compare=False)
+def another_dtype_on_two_workers(env: Env) -> dict:
+    def build(rank):
+        dtype = "float64" if rank else "float32"
+        return _stack(
+            layers.Dense(4, name="same"), layers.Dense(1, name="last", dtype=dtype)
+        )
+
+    return _different(env, build)
+
+
+@case("Bad input: a model with a layer more on one worker", setups=BOTH, compare=False)
+def another_layer_on_one_worker(env: Env) -> dict:
+    def build(rank):
+        extra = [layers.Dense(4, name="extra")] if rank else []
+        return _stack(
+            layers.Dense(4, name="same"), *extra, layers.Dense(1, name="last")
+        )
+
+    return _different(env, build)

@@ -1,0 +1,88 @@
+"""Layers whose statistics are of the batch or of the weights."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+from cases import common
+from harness import registry
+from harness.env import Env
+from harness.registry import case
+
+layers = keras.layers
+
+
+def _with_normalization(synchronized: bool) -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((common.NUM_FEATURES,)),
+            layers.BatchNormalization(synchronized=synchronized, momentum=0.8),
+            layers.Dense(4, activation="tanh"),
+            layers.Dense(1),
+        ]
+    )
+
+
+@case("Synchronized BatchNormalization", setups=registry.ALL)
+def synchronized_batch_normalization(env: Env) -> dict:
+    def build():
+        return common.compiled(_with_normalization(True))
+
+    x, y = common.regression_data()
+    model = common.build_in_scope(env, build)
+    history = common.fit(model, x, y, validation_data=(x, y))
+    return {
+        "history": history,
+        "weights": env.weights(model),
+        "predict": model.predict(x, batch_size=common.BATCH_SIZE, verbose=0),
+    }
+
+
+@case(
+    "Wrong numbers: local BatchNormalization, moving statistics not aggregated",
+    compare=False,
+    setups=registry.ALL,
+)
+def local_batch_normalization_averages_moving_statistics(env: Env) -> dict:
+    def build():
+        return common.compiled(_with_normalization(False))
+
+    x, y = common.regression_data()
+    # Each part of a batch is of its own scale: replicas see other statistics.
+    x *= np.tile(np.arange(1, common.BATCH_SIZE + 1), 12)[:, None] / 4
+    x = x.astype("float32")
+    model = common.build_in_scope(env, build)
+    common.fit(model, x, y)
+    normalization = model.layers[0]
+    mean, variance = np.zeros(common.NUM_FEATURES), np.ones(common.NUM_FEATURES)
+    for batch in np.split(x, len(x) // common.BATCH_SIZE):
+        shares = np.split(batch, env.num_replicas)
+        mean = 0.8 * mean + 0.2 * np.mean([s.mean(0) for s in shares], 0)
+        variance = 0.8 * variance + 0.2 * np.mean([s.var(0) for s in shares], 0)
+    found = env.read([normalization.moving_mean, normalization.moving_variance])
+    for value, expected in zip(found.values(), (mean, variance)):
+        np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
+    predicted = model.predict(x, batch_size=common.BATCH_SIZE, verbose=0)
+    path = str(env.tmp / "model.keras")
+    if env.is_chief:
+        model.save(path)
+    env.wait_for_all("saved")
+    plain = keras.models.load_model(path).predict(x, verbose=0)
+    np.testing.assert_allclose(predicted, plain, rtol=1e-5, atol=1e-6)
+    return {"weights": env.weights(model), "predict": predicted}
+
+
+@case("SpectralNormalization")
+def spectral_normalization(env: Env) -> dict:
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input((common.NUM_FEATURES,)),
+                layers.SpectralNormalization(layers.Dense(4, activation="tanh")),
+                layers.Dense(1),
+            ]
+        )
+        return common.compiled(model)
+
+    return common.train(env, build, *common.regression_data())

@@ -1,0 +1,178 @@
+"""Which worker reads which sample: each one once an epoch."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from cases import common
+from harness import registry
+from harness.env import Env
+from harness.registry import case
+
+Policy = tf.data.experimental.AutoShardPolicy
+NUM = 32
+
+
+class TimesSeen(keras.metrics.Metric):
+    """Counts how often each sample, named by its label, was seen."""
+
+    def __init__(self, name="seen", **options):
+        super().__init__(name=name, **options)
+        self.seen = self.add_variable((NUM,), "zeros", name="seen")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        ids = keras.ops.cast(keras.ops.reshape(y_true, (-1,)), "int32")
+        self.seen.assign_add(keras.ops.sum(keras.ops.one_hot(ids, NUM), axis=0))
+
+    def result(self):
+        return self.seen + 0.0
+
+
+def _counted(env: Env) -> keras.Model:
+    with env.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        return common.compiled(model, keras.optimizers.SGD(1e-6), metrics=[TimesSeen()])
+
+
+def _ids() -> np.ndarray:
+    return np.arange(NUM, dtype="float32")[:, None]
+
+
+def _assert_each_once(history: dict) -> None:
+    for epoch, seen in enumerate(history["seen"]):
+        np.testing.assert_array_equal(seen, np.ones(NUM), f"epoch {epoch}")
+
+
+def with_policy(dataset: tf.data.Dataset, policy: Policy) -> tf.data.Dataset:
+    """Returns the dataset with an auto-shard policy."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy
+    return dataset.with_options(options)
+
+
+@case(
+    "`shuffle=True` without the same seed on all workers: shards overlap",
+    compare=False,
+    setups=registry.ALL,
+)
+def shuffled_arrays_give_each_sample_once(env: Env) -> dict:
+    # Another seed on each worker, as in a script that sets none.
+    keras.utils.set_random_seed(100 + env.rank)
+    history = common.fit(_counted(env), _ids(), _ids(), shuffle=True, epochs=2)
+    _assert_each_once(history)
+    return history
+
+
+@case(
+    "`Dataset.shuffle` without the same seed on all workers: shards overlap",
+    compare=False,
+    setups=registry.ALL,
+)
+def shuffled_dataset_gives_each_sample_once(env: Env) -> dict:
+    keras.utils.set_random_seed(100 + env.rank)
+    dataset = tf.data.Dataset.from_tensor_slices((_ids(), _ids()))
+    dataset = dataset.shuffle(NUM).batch(common.BATCH_SIZE)
+    history = common.fit(_counted(env), dataset, epochs=2)
+    _assert_each_once(history)
+    return history
+
+
+@case("Shuffling is another one in each epoch", compare=False)
+def shuffling_differs_between_epochs(env: Env) -> dict:
+    orders = []
+
+    class Order(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            orders.append(np.asarray(logs["seen"]))
+
+    options = {"shuffle": True, "epochs": 2, "callbacks": [Order()]}
+    common.fit(_counted(env), _ids(), _ids(), **options)
+    first, second = orders[0], orders[NUM // common.BATCH_SIZE]
+    assert first.sum() == second.sum() == common.BATCH_SIZE
+    assert not np.array_equal(first, second), "the same first batch twice"
+    return {"orders": orders}
+
+
+def _files(env: Env, count: int) -> list[str]:
+    """Writes the samples to files; every worker asks for the same ones."""
+    paths = [str(env.tmp / f"{index}.tfrecord") for index in range(count)]
+    if env.is_chief:
+        for path, rows in zip(paths, np.array_split(_ids(), count)):
+            with tf.io.TFRecordWriter(path) as writer:
+                for row in rows:
+                    writer.write(tf.io.serialize_tensor(row).numpy())
+    env.wait_for_all(f"files{count}")
+    return paths
+
+
+def _parse(record: tf.Tensor) -> tuple:
+    row = tf.ensure_shape(tf.io.parse_tensor(record, tf.float32), (1,))
+    return row, row
+
+
+@case("FILE sharding with fewer files than workers crashes")
+def one_file_for_all_workers(env: Env) -> dict:
+    results = {}
+    for policy in Policy.FILE, Policy.AUTO:
+        dataset = tf.data.TFRecordDataset(_files(env, 1)).map(_parse)
+        dataset = with_policy(dataset.batch(common.BATCH_SIZE), policy)
+        results[policy.name] = common.fit(_counted(env), dataset)
+        _assert_each_once(results[policy.name])
+    return results
+
+
+@case("FILE sharding with a file per worker", compare=False)
+def a_file_per_worker(env: Env) -> dict:
+    dataset = tf.data.TFRecordDataset(_files(env, 2)).map(_parse)
+    dataset = with_policy(dataset.batch(common.BATCH_SIZE), Policy.FILE)
+    history = common.fit(_counted(env), dataset)
+    _assert_each_once(history)
+    return history
+
+
+@case("Sharding OFF and the same data everywhere: half of it unread")
+def sharding_off_with_the_same_data_everywhere(env: Env) -> dict:
+    dataset = common.batched(_ids(), _ids())
+    model = _counted(env)
+    history = common.fit(model, with_policy(dataset, Policy.OFF))
+    _assert_each_once(history)
+    rows = np.arange(101, dtype="float32")[:, None]
+    dataset = with_policy(common.batched(rows), Policy.OFF)
+    return {"history": history, "predict": model.predict(dataset, verbose=0)}
+
+
+@case("Datasets already distributed")
+def dataset_already_distributed(env: Env) -> dict:
+    model = common.build_in_scope(
+        env, lambda: common.compiled(common.mlp(), metrics=["mae"])
+    )
+    dataset = common.batched(*common.regression_data(NUM))
+    dataset = env.distribution.experimental_distribute_dataset(dataset)
+    return {
+        "history": common.fit(model, dataset),
+        "weights": env.weights(model),
+        "evaluate": model.evaluate(dataset, verbose=0),
+    }
+
+
+@case("Datasets already distributed, from a function")
+def dataset_distributed_from_a_function(env: Env) -> dict:
+    model = common.build_in_scope(
+        env, lambda: common.compiled(common.mlp(), metrics=["mae"])
+    )
+
+    def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        size = context.get_per_replica_batch_size(common.BATCH_SIZE)
+        x, y = common.regression_data(NUM)
+        # The part of each global batch that this worker reads.
+        parts = context.num_input_pipelines
+        index = context.input_pipeline_id
+        rows = np.arange(NUM).reshape(-1, parts, common.BATCH_SIZE // parts)
+        rows = rows[:, index].ravel()
+        return common.batched(x[rows], y[rows], batch_size=size)
+
+    dataset = env.distribution.distribute_datasets_from_function(make)
+    history = common.fit(model, dataset)
+    return {"history": history, "weights": env.weights(model)}

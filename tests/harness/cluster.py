@@ -1,0 +1,205 @@
+"""Starts the workers of one set-up, watches over them, and kills them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+import psutil
+
+from harness.results import Outcome
+from harness.setups import Setup
+
+TESTS = pathlib.Path(__file__).resolve().parents[1]
+START_DEADLINE_SECONDS = 120.0
+# Once one worker has failed, the others may wait for it for ever.
+GRACE_SECONDS = 8.0
+
+
+class ClusterError(Exception):
+    """Workers that died or missed a deadline, with all that they last said."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports that are free now, all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for s in sockets:
+            s.bind(("localhost", 0))
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()
+
+
+class Worker:
+    """One worker process, the pipe to it and the files it writes."""
+
+    def __init__(self, setup: Setup, rank: int, flavor: str, environ, folder):
+        self.rank = rank
+        self.log = folder / f"worker{rank}.log"
+        self.stacks = folder / f"worker{rank}.stacks"
+        self.connection, child = multiprocessing.Pipe()
+        options = {
+            "setup": setup.name,
+            "rank": rank,
+            "flavor": flavor,
+            "fd": child.fileno(),
+            "parent": os.getpid(),
+            "stacks": self.stacks,
+        }
+        arguments = [f"--{name}={value}" for name, value in options.items()]
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "harness.worker", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environ,
+                pass_fds=[child.fileno()],
+            )
+        child.close()
+
+    def kill(self) -> None:
+        """Kills the process and all that it started."""
+        self.connection.close()
+        try:
+            tree = psutil.Process(self.process.pid)
+            processes = [*tree.children(recursive=True), tree]
+        except psutil.NoSuchProcess:
+            processes = []
+        for process in processes:
+            try:
+                # A worker inside a collective does not heed SIGTERM.
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        self.process.wait()
+
+    def last_words(self) -> str:
+        """The end of the output, of the Python stacks, and the exit code."""
+        code = self.process.poll()
+        state = "running" if code is None else f"exit code {code}"
+        parts = [f"===== worker {self.rank} ({state})"]
+        for title, path in ("output", self.log), ("stacks", self.stacks):
+            text = path.read_text(errors="replace") if path.exists() else ""
+            parts.append(f"--- last {title}\n{text[-4000:]}")
+        return "\n".join(parts)
+
+
+class Cluster:
+    """The workers of one set-up, kept for many cases."""
+
+    def __init__(self, setup: Setup, flavor: str):
+        self.setup = setup
+        self.healthy = True
+        self._folder = tempfile.TemporaryDirectory(prefix=f"{setup.name}-")
+        folder = pathlib.Path(self._folder.name)
+        environs = self._environs()
+        self.workers = [
+            Worker(setup, rank, flavor, environs[rank], folder)
+            for rank in range(setup.num_workers)
+        ]
+        self._started = False
+
+    def _environs(self) -> list[dict[str, str]]:
+        common = dict(
+            os.environ,
+            TF_CPP_MIN_LOG_LEVEL="2",
+            CUDA_VISIBLE_DEVICES="-1",
+            KERAS_BACKEND="tensorflow",
+            PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+        )
+        common.pop("TF_CONFIG", None)
+        if not self.setup.is_multi_worker:
+            return [common]
+        ports = free_ports(self.setup.num_workers)
+        config = {
+            "cluster": {"worker": [f"localhost:{port}" for port in ports]},
+            "tfdp": {"devices_per_worker": self.setup.devices_per_worker},
+        }
+        return [
+            common
+            | {
+                "TF_CONFIG": json.dumps(
+                    config | {"task": {"type": "worker", "index": rank}}
+                )
+            }
+            for rank in range(self.setup.num_workers)
+        ]
+
+    def send(self, case_name: str, tmp: pathlib.Path) -> None:
+        """Tells every worker to run a case, without waiting for it."""
+        self._await_start()
+        for worker in self.workers:
+            worker.connection.send((case_name, str(tmp)))
+
+    def collect(self, deadline_seconds: float) -> list[Outcome]:
+        """Waits for the outcome on every worker.
+
+        Raises:
+            ClusterError: If a worker died or the time is over. The cluster is
+                dead then.
+        """
+        pending = {worker.connection: worker for worker in self.workers}
+        outcomes: dict[int, Outcome] = {}
+        end = time.monotonic() + deadline_seconds
+        while pending:
+            left = max(end - time.monotonic(), 0.0)
+            ready = multiprocessing.connection.wait(list(pending), left)
+            if not ready:
+                self._give_up(outcomes, f"no answer in {deadline_seconds:g} s")
+            for connection in ready:
+                worker = pending.pop(connection)
+                try:
+                    outcomes[worker.rank] = connection.recv()
+                except (EOFError, ConnectionError):
+                    self._give_up(outcomes, f"worker {worker.rank} died")
+            if any(outcome.error for outcome in outcomes.values()):
+                end = min(end, time.monotonic() + GRACE_SECONDS)
+        self.healthy = not any(_breaks(o) for o in outcomes.values())
+        return [outcomes[worker.rank] for worker in self.workers]
+
+    def close(self) -> None:
+        """Kills all workers and removes their files."""
+        self.healthy = False
+        for worker in self.workers:
+            worker.kill()
+        self._folder.cleanup()
+
+    def _await_start(self) -> None:
+        if self._started:
+            return
+        for outcome in self.collect(START_DEADLINE_SECONDS):
+            if outcome.error:
+                self.close()
+                raise ClusterError(f"A worker did not start:\n{outcome.error}")
+        self._started = True
+
+    def _give_up(self, outcomes: dict[int, Outcome], why: str) -> None:
+        for worker in self.workers:
+            if worker.process.poll() is None and worker.rank not in outcomes:
+                worker.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        errors = [
+            f"===== worker {rank} raised\n{outcome.error}"
+            for rank, outcome in sorted(outcomes.items())
+            if outcome.error
+        ]
+        words = [worker.last_words() for worker in self.workers]
+        self.close()
+        raise ClusterError("\n".join([f"{self.setup.name}: {why}", *errors, *words]))
+
+
+def _breaks(outcome: Outcome) -> bool:
+    # After an exception, workers may no longer agree on the next collective.
+    return bool(outcome.error) and not outcome.is_assertion

@@ -1,0 +1,118 @@
+"""A case: one function, run identically on every set-up."""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import importlib
+import typing
+
+from harness.setups import DISTRIBUTED
+
+Function = collections.abc.Callable[[typing.Any], dict]
+
+# One module per group of rows of the table of Keras behaviours.
+MODULES: tuple[str, ...] = (
+    "equality",
+    "optimizers",
+    "clipping",
+    "losses",
+    "recurrent",
+    "normalization",
+    "randomness",
+    "inputs",
+    "batches",
+    "steps",
+    "loops",
+    "metrics",
+    "callbacks",
+    "validation",
+    "prediction",
+    "saving",
+    "sharding",
+    "bad_input",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A named pure function and how its results are to be compared.
+
+    Args:
+        name: The name in test ids.
+        function: Takes an `Env`, returns a nest of dicts, arrays and numbers.
+        covers: One line: which row of the table of behaviours it covers.
+        module: Name of the module of `cases` that holds it.
+        setups: Names of the set-ups on which it runs by default.
+        full_setups: Names of further set-ups, run with `--full` only.
+        compare: Whether results are compared with those of one device.
+        reference_last: Run the reference after each set-up, in its directory,
+            so that it can open the files that the set-up wrote.
+        tol: Largest error of a tensor.
+        skip: Names (`fnmatch` patterns) left out, each with the reason.
+        xfail: Why it is expected to fail, or `None`.
+        xfail_setups: Names of the set-ups of which `xfail` speaks; all if empty.
+        xfail_run: Whether it is run in spite of being expected to fail.
+        deadline_seconds: After this time the whole cluster is killed.
+    """
+
+    name: str
+    function: Function
+    covers: str
+    module: str
+    setups: tuple[str, ...]
+    full_setups: tuple[str, ...] = ()
+    compare: bool = True
+    reference_last: bool = False
+    tol: float = 1e-5
+    skip: dict[str, str] = dataclasses.field(default_factory=dict)
+    xfail: str | None = None
+    xfail_setups: tuple[str, ...] = ()
+    xfail_run: bool = True
+    deadline_seconds: float = 90.0
+
+    def expected_to_fail(self, setup_name: str) -> bool:
+        """Whether the case is expected to fail on this set-up."""
+        in_scope = not self.xfail_setups or setup_name in self.xfail_setups
+        return self.xfail is not None and in_scope
+
+
+_CASES: dict[str, Case] = {}
+
+ALL = tuple(setup.name for setup in DISTRIBUTED)
+# Enough to tell a local from a global fault: the default of a case.
+PAIR = ("mirrored", "two_workers")
+
+
+def register(
+    name: str,
+    function: Function,
+    covers: str,
+    *,
+    setups: tuple[str, ...] = PAIR,
+    **options: typing.Any,
+) -> None:
+    """Adds a case; set-ups that are not its default become `--full` ones."""
+    if name in _CASES:
+        raise ValueError(f"Two cases of one name. Received: name={name!r}")
+    module = function.__module__.rpartition(".")[2]
+    if "full_setups" not in options:
+        options["full_setups"] = tuple(s for s in ALL if s not in setups)
+    _CASES[name] = Case(name, function, covers, module, setups, **options)
+
+
+def case(covers: str, **options: typing.Any) -> collections.abc.Callable:
+    """Registers the decorated function as a case of the same name."""
+
+    def decorate(function: Function) -> Function:
+        register(function.__name__, function, covers, **options)
+        return function
+
+    return decorate
+
+
+def load_cases(modules: tuple[str, ...] = MODULES) -> dict[str, Case]:
+    """Imports the modules of `cases` and returns their cases by name."""
+    for module in modules:
+        importlib.import_module(f"cases.{module}")
+    return {c.name: c for c in _CASES.values() if c.module in modules}

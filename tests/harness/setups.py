@@ -1,0 +1,41 @@
+"""The set-ups that every case is run on: plain data, no TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A number of worker processes and of devices in each.
+
+    Args:
+        name: The name in test ids.
+        num_workers: Number of worker processes.
+        devices_per_worker: Number of logical CPU devices in each worker.
+        distributed: Whether the case runs under a strategy.
+    """
+
+    name: str
+    num_workers: int
+    devices_per_worker: int
+    distributed: bool = True
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas over all workers."""
+        return self.num_workers * self.devices_per_worker
+
+    @property
+    def is_multi_worker(self) -> bool:
+        """Whether there is more than one worker process."""
+        return self.num_workers > 1
+
+
+REFERENCE = Setup("reference", 1, 1, distributed=False)
+MIRRORED = Setup("mirrored", 1, 2)
+TWO_WORKERS = Setup("two_workers", 2, 1)
+TWO_BY_TWO = Setup("two_by_two", 2, 2)
+
+DISTRIBUTED = (MIRRORED, TWO_WORKERS, TWO_BY_TWO)
+BY_NAME = {setup.name: setup for setup in (REFERENCE, *DISTRIBUTED)}

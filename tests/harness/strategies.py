@@ -1,0 +1,47 @@
+"""The one place in which the tests make a strategy."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from harness.setups import Setup
+
+
+def configure_devices(setup: Setup, flavor: str) -> None:
+    """Splits the CPU into logical devices, before TensorFlow initialises."""
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    if setup.devices_per_worker == 1 or not setup.distributed:
+        return
+    if flavor == "tfdp" and not setup.is_multi_worker:
+        import tfdp.testing
+
+        tfdp.testing.logical_cpus(setup.devices_per_worker)
+    elif flavor == "stock":
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        one = tf.config.LogicalDeviceConfiguration()
+        tf.config.set_logical_device_configuration(
+            cpu, [one] * setup.devices_per_worker
+        )
+
+
+def make_strategy(setup: Setup, flavor: str) -> tf.distribute.Strategy | None:
+    """Returns the strategy of a set-up, or `None` for the reference.
+
+    Args:
+        setup: The set-up.
+        flavor: `"tfdp"`, or `"stock"` to see what TensorFlow's own do.
+    """
+    if not setup.distributed:
+        return None
+    if flavor == "stock":
+        import tensorflow.distribute as module
+    else:
+        import tfdp as module
+    if setup.is_multi_worker:
+        return module.MultiWorkerMirroredStrategy()
+    return module.MirroredStrategy(cpu_devices(setup))
+
+
+def cpu_devices(setup: Setup) -> list[str]:
+    """Names of the logical CPUs of a worker of this set-up."""
+    return [f"/cpu:{index}" for index in range(setup.devices_per_worker)]

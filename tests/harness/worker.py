@@ -1,0 +1,107 @@
+"""A worker process: imports TensorFlow once, then runs cases as it is told."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import gc
+import multiprocessing.connection
+import os
+import pathlib
+import signal
+import sys
+import time
+import traceback
+
+from harness.results import Outcome, flatten_results
+from harness.setups import BY_NAME
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Runs cases until the parent says so or is gone."""
+    args = _parse_args()
+    _die_with_parent(args.parent)
+    stacks = open(args.stacks, "w")
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    connection = multiprocessing.connection.Connection(args.fd)
+    try:
+        runner = Runner(args.setup, args.rank, args.flavor)
+        connection.send(Outcome())
+    except BaseException as error:  # noqa: BLE001 the parent reports it
+        connection.send(_failed(error, 0.0))
+        return
+    while True:
+        try:
+            name, tmp = connection.recv()
+        except EOFError:
+            break
+        connection.send(runner.run(name, pathlib.Path(tmp)))
+    # Threads of the runtime may hang on a peer that is gone: do not join them.
+    os._exit(0)
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--setup", required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--flavor", required=True)
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--stacks", required=True)
+    return parser.parse_args()
+
+
+def _die_with_parent(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have died before the call above.
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _failed(error: BaseException, start: float) -> Outcome:
+    text = "".join(traceback.format_exception(error))
+    seconds = time.monotonic() - start
+    return Outcome(None, text, isinstance(error, AssertionError), seconds)
+
+
+class Runner:
+    """Runs cases on one worker, all under one strategy."""
+
+    def __init__(self, setup_name: str, rank: int, flavor: str):
+        from harness import registry, strategies
+
+        self.setup = BY_NAME[setup_name]
+        self.rank = rank
+        self.flavor = flavor
+        strategies.configure_devices(self.setup, flavor)
+        self.strategy = strategies.make_strategy(self.setup, flavor)
+        self.cases = registry.load_cases()
+        # What is imported stays: collecting garbage between cases gets cheap.
+        gc.freeze()
+
+    def run(self, name: str, tmp: pathlib.Path) -> Outcome:
+        """Runs one case from a clean session and the same seed everywhere."""
+        import keras
+
+        from harness.env import Env
+
+        print(f"--- {name}", flush=True)
+        env = Env(self.setup, self.rank, self.strategy, tmp, self.flavor)
+        start = time.monotonic()
+        try:
+            keras.backend.clear_session()
+            keras.utils.set_random_seed(1234)
+            results = flatten_results(self.cases[name].function(env))
+            return Outcome(results, seconds=time.monotonic() - start)
+        except Exception as error:  # noqa: BLE001 the parent reports it
+            traceback.print_exc()
+            return _failed(error, start)
+
+
+if __name__ == "__main__":
+    main()
