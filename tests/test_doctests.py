@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from commands import ROOT, run_python
 
 DEADLINE_SECONDS = 240

@@ -6,6 +6,7 @@ import ast
 import re
 
 import pytest
+
 from commands import ROOT, run_python
 
 WORKERS = 2
