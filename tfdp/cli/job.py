@@ -170,6 +170,9 @@ class Job:
                 if lines is None:  # it closed its output and goes on
                     self._forget(key.data)
                 self._show(key.data, lines or [])
+        for worker in self._running():
+            if (text := worker.snapshot()) is not None:
+                self._screen.snapshot(worker.rank, text)
         self._screen.refresh()
 
     def _show(self, worker: Worker, lines: list[str]) -> None:
@@ -192,11 +195,10 @@ class Job:
         self._screen.message("")
 
     def _end_by_failure(self, failed: Worker) -> int:
-        others = len(self._running())
+        rest = ", and the others were stopped" if self._running() else ""
         self._stop(signal.SIGTERM)
-        stopped = f", so the other {others} were stopped" if others else ""
         self._screen.message(
-            f"tfdp: worker {failed.rank} {failed.describe_end()}{stopped}. "
+            f"tfdp: worker {failed.rank} {failed.describe_end()}{rest}. "
             f"All that it wrote: {failed.log_path}",
             style="bold red",
         )

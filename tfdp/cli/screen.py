@@ -14,8 +14,6 @@ from tfdp.cli.lines import only_colours, without_escapes
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 _REDRAW_SECONDS = 0.1
-# In a file a bar cannot be drawn over; one line now and then shows it moves.
-_REPEAT_SECONDS = 10.0
 
 
 class Screen:
@@ -23,7 +21,7 @@ class Screen:
 
     On a terminal, the line that some worker is drawing (a progress bar) stays
     at the bottom and is redrawn below what others print. In a file or pipe it
-    appears once complete, and every ten seconds until then. The launcher's own
+    appears once complete, and now and then until it is. The launcher's own
     words go to stderr.
 
     Args:
@@ -49,12 +47,10 @@ class Screen:
         self._bar_rank = 0
         self._bar: tuple[int, str] | None = None
         self._bar_drawn_at = 0.0
-        self._printed_at: dict[int, float] = {}
 
     def line(self, rank: int, text: str) -> None:
         """Prints a complete line of a worker."""
         self._unfinished.pop(rank, None)
-        self._printed_at[rank] = time.monotonic()
         if self._is_terminal:
             self._erase_bar()
             self._console.print(self._decorate(rank, text), soft_wrap=True)
@@ -70,12 +66,15 @@ class Screen:
         else:
             self._unfinished.pop(rank, None)
 
+    def snapshot(self, rank: int, text: str) -> None:
+        """Prints a line that is being drawn, where it cannot be drawn over."""
+        if not self._is_terminal:
+            self.line(rank, text)
+
     def refresh(self) -> None:
         """Shows what has changed; to be called a few times a second."""
         if self._is_terminal:
             self._draw_bar()
-        else:
-            self._repeat_unfinished()
         self._output.flush()
 
     def message(self, text: str, style: str = "") -> None:
@@ -100,8 +99,8 @@ class Screen:
         self._output.flush()
 
     def _decorate(self, rank: int, text: str) -> Text:
-        prefix = Text(f"[worker {rank}] ", style=_COLOURS[rank % len(_COLOURS)])
-        return prefix + Text.from_ansi(only_colours(text))
+        prefix = (f"[worker {rank}] ", _COLOURS[rank % len(_COLOURS)])
+        return Text.assemble(prefix, Text.from_ansi(only_colours(text)))
 
     def _erase_bar(self) -> None:
         if self._bar is not None:
@@ -121,9 +120,3 @@ class Screen:
         line.truncate(self._console.width - 1, overflow="ellipsis")
         self._console.print(line, end="", no_wrap=True)
         self._bar, self._bar_drawn_at = (rank, text), now
-
-    def _repeat_unfinished(self) -> None:
-        now = time.monotonic()
-        for rank, text in list(self._unfinished.items()):
-            if now - self._printed_at.setdefault(rank, now) >= _REPEAT_SECONDS:
-                self.line(rank, text)

@@ -8,11 +8,13 @@ import os
 import pathlib
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 
-from tfdp.cli.lines import LineReader
+from tfdp.cli.lines import LineReader, without_escapes
 
 TAIL_LINES = 20
+_SNAPSHOT_SECONDS = 10.0
 _CHUNK_BYTES = 1 << 16
 # What a worker wrote before it ended is in the pipe, which holds no more than
 # this. What its own children go on writing there must not keep us reading.
@@ -29,7 +31,7 @@ class Worker:
         rank: Int, the worker's rank.
         command: Sequence of strings, the program and its arguments.
         environment: Dict of environment variables.
-        log_path: Path of the file that gets every byte the worker writes. An
+        log_path: Path of the file that gets the lines the worker writes. An
             existing file is continued, never overwritten.
 
     Raises:
@@ -49,6 +51,7 @@ class Worker:
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self._reader = LineReader()
         self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115
+        self._logged_at = time.monotonic()
         try:
             # A session of its own: Ctrl-C reaches the launcher alone, which
             # passes it on, and all that the worker starts can be found again.
@@ -98,15 +101,12 @@ class Worker:
             return []
         if not data:
             return None
-        # A full disk ends the log, not the training.
-        with contextlib.suppress(OSError):
-            self._log.write(data)
         lines = self._reader.feed(data)
-        self.tail.extend(lines)
+        self._note(lines)
         return lines
 
     def read_rest(self) -> list[str]:
-        """Reads what is left once the process has ended, and closes the log."""
+        """Reads what is left once the process has ended."""
         lines: list[str] = []
         for _ in range(_MAX_PIPE_BYTES // _CHUNK_BYTES):
             more = self.read()
@@ -114,8 +114,32 @@ class Worker:
                 break
             lines += more
         last = self._reader.close()
-        self.tail.extend(last)
+        self._note(last)
         return lines + last
+
+    def snapshot(self) -> str | None:
+        """Returns, and logs, the line being drawn if it is time to show it.
+
+        A progress bar ends its line only when it is full. In a log it is drawn
+        once for each of these moments, and not for each step.
+        """
+        text = self.unfinished
+        if not text or time.monotonic() - self._logged_at < _SNAPSHOT_SECONDS:
+            return None
+        self._log_lines([text])
+        return text
+
+    def _note(self, lines: list[str]) -> None:
+        self.tail.extend(lines)
+        if lines:
+            self._log_lines(lines)
+
+    def _log_lines(self, lines: list[str]) -> None:
+        text = "".join(f"{without_escapes(line).rstrip()}\n" for line in lines)
+        self._logged_at = time.monotonic()
+        # A full disk ends the log, not the training.
+        with contextlib.suppress(OSError):
+            self._log.write(text.encode("utf-8", errors="replace"))
 
     def poll(self) -> bool:
         """Notes the end of the process; returns whether it has just ended.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+(?:%\w+)?\]|[^\s:/\[\]]+):([0-9]{1,5})")
 
 
 def split_address(address: str) -> tuple[str, int]:
