@@ -272,7 +272,9 @@ def test_a_progress_bar_moves_on_a_terminal_below_the_lines_of_others(launcher):
         """
         if RANK == 1:
             wait_for("drawn")
-            print("a line")
+            print("a line", end="", flush=True)
+            time.sleep(0.3)
+            print()
             sys.exit()
         print("\\r\\x1b[32m1/2\\x1b[0m " + "x" * 100, end="", flush=True)
         wait_for("drawn again")
@@ -286,7 +288,8 @@ def test_a_progress_bar_moves_on_a_terminal_below_the_lines_of_others(launcher):
     os.close(slave)
     drawn = read_terminal(master, rb"\[worker 0\][^\n]*1/2")
     (launcher.folder / "drawn").touch()
-    # The bar is taken away, the line printed, and the bar drawn again.
+    # The bar is taken away, the line printed, and the bar drawn again, though
+    # the line comes in two pieces, of which the first looks like a bar too.
     drawn += read_terminal(
         master, rb"\r\x1b\[2K[^\n]*\[worker 1\][^\n]*a line\r\n[^\n]*1/2"
     )

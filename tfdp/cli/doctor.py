@@ -62,7 +62,7 @@ def _import_tensorflow(console: Console) -> ModuleType | None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     try:
         import tensorflow
-    except Exception as error:  # a broken installation raises anything
+    except Exception as error:  # noqa: BLE001  (a broken one raises anything)
         _title(console, "TensorFlow cannot be imported", style="bold red")
         console.print(f"  {type(error).__name__}: {error}")
         return None

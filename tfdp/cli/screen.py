@@ -43,8 +43,8 @@ class Screen:
         )
         # Not what rich thinks: FORCE_COLOR makes no terminal of a file.
         self._is_terminal = self._output.isatty() and not self._console.is_dumb_terminal
+        # The line that each worker is drawing; who drew last stands last.
         self._unfinished: dict[int, str] = {}
-        self._bar_rank = 0
         self._bar: tuple[int, str] | None = None
         self._bar_drawn_at = 0.0
 
@@ -60,11 +60,9 @@ class Screen:
 
     def progress(self, rank: int, text: str) -> None:
         """Notes the line that a worker is drawing; `refresh` shows it."""
+        self._unfinished.pop(rank, None)
         if text:
             self._unfinished[rank] = text
-            self._bar_rank = rank
-        else:
-            self._unfinished.pop(rank, None)
 
     def snapshot(self, rank: int, text: str) -> None:
         """Prints a line that is being drawn, where it cannot be drawn over."""
@@ -108,15 +106,15 @@ class Screen:
             self._bar = None
 
     def _draw_bar(self) -> None:
-        rank, now = self._bar_rank, time.monotonic()
-        text = self._unfinished.get(rank)
-        if text is None or self._bar == (rank, text):
+        bar = next(reversed(self._unfinished.items()), None)
+        if bar is None or bar == self._bar:
             return
+        now = time.monotonic()
         if self._bar is not None and now - self._bar_drawn_at < _REDRAW_SECONDS:
             return
         self._erase_bar()
-        line = self._decorate(rank, text)
+        line = self._decorate(*bar)
         # A line that wraps could not be erased.
         line.truncate(self._console.width - 1, overflow="ellipsis")
         self._console.print(line, end="", no_wrap=True)
-        self._bar, self._bar_drawn_at = (rank, text), now
+        self._bar, self._bar_drawn_at = bar, now

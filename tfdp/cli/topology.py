@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.text import Text
 from rich.tree import Tree
 
 from tfdp.cluster import Cluster, check_port_free, unreachable
@@ -55,16 +56,21 @@ def draw_topology(
     """
     num_replicas = cluster.num_workers * len(devices)
     nodes = dict.fromkeys(cluster.hosts)
+    # `Text`, for in a plain string an IPv6 address would be taken for markup.
     tree = Tree(
-        f"{len(nodes)} nodes, {cluster.num_workers} workers, {num_replicas} replicas"
+        Text(
+            f"{len(nodes)} nodes, {cluster.num_workers} workers, "
+            f"{num_replicas} replicas"
+        )
     )
-    branches = {host: tree.add(f"node {host}") for host in nodes}
+    branches = {host: tree.add(Text(f"node {host}")) for host in nodes}
     for rank, address in enumerate(cluster.workers):
+        chief = " (chief)" if rank == 0 else ""
         branch = branches[cluster.hosts[rank]].add(
-            f"worker {rank}{' (chief)' if rank == 0 else ''}  {address}  {states[rank]}"
+            Text(f"worker {rank}{chief}  {address}  {states[rank]}")
         )
         for index, device in enumerate(devices):
-            branch.add(f"replica {rank * len(devices) + index}  {device}")
+            branch.add(Text(f"replica {rank * len(devices) + index}  {device}"))
     for address in cluster.evaluators:
-        tree.add(f"evaluator  {address}  takes no part in training")
+        tree.add(Text(f"evaluator  {address}  takes no part in training"))
     return tree
