@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
+from pathlib import Path
 
 import pytest
 
@@ -19,9 +21,17 @@ EXAMPLES = {
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
-def run_on_two_workers(script: str, *args: str) -> str:
+@pytest.fixture
+def run_on_two_workers(tmp_path):
+    return functools.partial(_run, tmp_path)
+
+
+def _run(log_dir: Path, script: str, *args: str) -> str:
+    launcher = ("-m", "tfdp", "run", "-n", str(WORKERS), "--log-dir", str(log_dir))
     done = run_python(
-        *("-m", "tfdp", "run", "-n", str(WORKERS), script, *args),
+        *launcher,
+        script,
+        *args,
         deadline_seconds=DEADLINE_SECONDS,
     )
     assert done.code == 0, done.output[-5000:]
@@ -37,13 +47,13 @@ def numbers(pattern: str, output: str) -> list[float]:
     return [float(group) for group in groups]
 
 
-def test_digits_example_learns_and_only_the_chief_tells():
+def test_digits_example_learns_and_only_the_chief_tells(run_on_two_workers):
     output = run_on_two_workers(EXAMPLES["digits"], "--short")
     (accuracy,) = numbers(r"test accuracy: ([\d.]+) %", output)
     assert accuracy >= 95
 
 
-def test_character_example_loses_less_at_the_end_and_writes_text():
+def test_character_example_loses_less_at_the_end_and_writes_text(run_on_two_workers):
     output = run_on_two_workers(EXAMPLES["characters"], "--short")
     first, last = numbers(r"training loss: from ([\d.]+) to ([\d.]+) nats", output)
     assert last < first - 0.5
@@ -53,7 +63,9 @@ def test_character_example_loses_less_at_the_end_and_writes_text():
     assert "--- sample" in output
 
 
-def test_official_tutorial_learns_with_only_the_strategy_line_changed():
+def test_official_tutorial_learns_with_only_the_strategy_line_changed(
+    run_on_two_workers,
+):
     output = run_on_two_workers(EXAMPLES["tutorial"])
     assert "Epoch 3/3" in output
     accuracies = [float(a) for a in re.findall(r"accuracy: ([\d.]+)", output)]

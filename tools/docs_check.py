@@ -168,8 +168,22 @@ def check_public_names() -> Iterator[str]:
             yield f"{name}: no docstring"
         elif callable(value):
             yield from check_sections(name, value, docstring)
+            yield from check_methods(name, value)
         if not re.search(rf"\b{re.escape(name)}\b", pages):
             yield f"{name}: not mentioned in README.md or docs/"
+
+
+def check_methods(name: str, value: Any) -> Iterator[str]:
+    """Public methods of our own; what overrides another's is documented there."""
+    bases = inspect.getmro(value) if inspect.isclass(value) else ()
+    ours = [base for base in bases if base.__module__.startswith("tfdp")]
+    others = [base for base in bases if base not in ours]
+    for base in ours:
+        for member, method in vars(base).items():
+            if member.startswith("_") or not inspect.isfunction(method):
+                continue
+            if not method.__doc__ and not any(hasattr(o, member) for o in others):
+                yield f"{name}.{member}: no docstring"
 
 
 def check_sections(
