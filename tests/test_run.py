@@ -521,6 +521,27 @@ def test_what_a_worker_leaves_behind_neither_holds_up_the_job_nor_stays(launcher
     launcher.assert_nothing_is_left()
 
 
+def test_children_of_a_dead_worker_are_found_by_session_and_by_environment(launcher):
+    launcher.script(
+        f"""
+        subprocess.Popen(
+            [sys.executable, "-c", {SLEEP!r}],
+            env={{"{MARK}": os.environ["{MARK}"]}},
+        )
+        subprocess.Popen([sys.executable, "-c", {SLEEP!r}], start_new_session=True)
+        sys.exit(3)
+        """
+    )
+    assert launcher.run("-n", "2", "script.py").returncode == 3
+    launcher.assert_nothing_is_left()
+
+
+def test_each_worker_has_a_session_of_its_own_so_that_ctrl_c_comes_once(launcher):
+    launcher.script("print(os.getsid(0) == os.getpgid(0) == os.getpid())")
+    result = launcher.run("-n", "2", "script.py")
+    assert lines_of(result.stdout, 0) == lines_of(result.stdout, 1) == ["True"]
+
+
 def test_a_worker_may_close_its_output_and_go_on(launcher):
     launcher.script("os.close(1); os.close(2); time.sleep(1); os._exit(4)")
     assert launcher.run("-n", "1", "script.py").returncode == 4
