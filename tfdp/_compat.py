@@ -186,13 +186,29 @@ def delete_key_value(key: str) -> None:
 
 def random_state() -> str:
     """The state from which TensorFlow's unseeded operations take their seeds."""
-    rng = context.context()._rng
+    rng = getattr(context.context(), "_rng", None)  # set by set_random_seed
     return repr((context.global_seed(), rng.getstate() if rng else None))
 
 
 def global_seed() -> int | None:
     """The seed of `tf.random.set_seed`, or `None`."""
     return context.global_seed()
+
+
+def num_local_devices(kind: str) -> int:
+    """How many logical devices this process has itself.
+
+    Under a cluster `tf.config.list_logical_devices` lists those of all workers.
+    """
+    server = getattr(context.context(), "_collective_ops_server_def", None)
+    specs = [
+        device_lib.DeviceSpec.from_string(device.name)
+        for device in tf.config.list_logical_devices(kind)
+    ]
+    if server is None:
+        return len(specs)
+    own = (server.job_name, server.task_index)
+    return sum((spec.job, spec.task) == own for spec in specs)
 
 
 def device_type(device: str) -> str:

@@ -115,8 +115,7 @@ def default_cpus(count: int | None) -> None:
 
 
 def _names(kind: str) -> list[str]:
-    count = len(tf.config.list_logical_devices(kind))
-    return [f"{kind}:{index}" for index in range(count)]
+    return [f"{kind}:{index}" for index in range(_compat.num_local_devices(kind))]
 
 
 def _short(device: str) -> str:

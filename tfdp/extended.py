@@ -215,9 +215,9 @@ def _backend(options: CommunicationOptions, devices: tuple[str, ...]) -> str:
     if options.backend != "auto":
         return options.backend
     physical = tf.config.list_physical_devices("GPU")
-    logical = tf.config.list_logical_devices("GPU")
     # NCCL cannot run two ranks on one physical GPU.
-    return "nccl" if on_gpus and len(physical) == len(logical) else "ring"
+    one_each = _compat.num_local_devices("GPU") == len(physical)
+    return "nccl" if on_gpus and one_each else "ring"
 
 
 def _host(device: str) -> str:

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.buckets import BucketPlan, Entry, plan_buckets
-from tfdp.collectives import ProcessGroup, all_reduce
+from tfdp.collectives import ProcessGroup, all_reduce, padded_length
 from tfdp.options import CommunicationOptions
 
 
@@ -78,6 +78,31 @@ def fused_all_reduce(
             ):
                 results[index] = part
     return results
+
+
+def all_reduce_any_shape(
+    tensor: tf.Tensor, group: ProcessGroup, replica: int
+) -> tf.Tensor:
+    """Sums a tensor whose shape is known only at run time.
+
+    Args:
+        tensor: Tensor, of the same shape on every replica.
+        group: `ProcessGroup`.
+        replica: Int, index of the calling replica among the local ones.
+
+    Returns:
+        A tensor like `tensor`.
+    """
+    if tensor.shape.is_fully_defined():
+        return all_reduce(tensor, group, replica)
+    with tf.device(group.devices[replica]):
+        flat = tf.reshape(tensor, [-1])
+        length = tf.size(flat, out_type=tf.int32)
+        padded, size = padded_length(length)
+        padding = [[0, padded - length]]
+        total = all_reduce(tf.pad(flat, padding), group, replica, size=size)
+        result = tf.reshape(total[:length], tf.shape(tensor))
+        return tf.ensure_shape(result, tensor.shape)
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:

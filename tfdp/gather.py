@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdp.collectives import ProcessGroup, all_gather
+from tfdp.collectives import ProcessGroup, all_gather, padded_length
 
 # TensorFlow's collectives know no other dtypes than these and float16,
 # float32, float64, int32 and int64.
@@ -35,23 +35,22 @@ def gather_rows(
     """
     with tf.device(group.devices[replica]):
         rows, restore = _axis_first(tensor, axis)
+        row_shape = tf.shape(rows)[1:]
+        flat = tf.reshape(tf.cast(rows, _WIRE_DTYPES.get(rows.dtype, rows.dtype)), [-1])
         # TensorFlow orders the members of a group by device name, in which
         # task 10 comes before task 2, so that ranks have to travel too.
-        own = tf.stack([rank, tf.shape(rows)[0]])[tf.newaxis]  # [1, 2], int32
-        table = all_gather(own, group, replica)  # [size, 2]
+        own = tf.stack([rank, tf.size(flat)])[tf.newaxis]  # [1, 2], int32
+        table = all_gather(own, group, replica)  # [group.size, 2]
         counts = table[:, 1]
-        longest = tf.reduce_max(counts)
-        missing = [[0, longest - tf.shape(rows)[0]]]
-        padding = tf.pad(missing, [[0, tf.rank(rows) - 1], [0, 0]])
-        sent = tf.cast(rows, _WIRE_DTYPES.get(rows.dtype, rows.dtype))
-        gathered = all_gather(tf.pad(sent, padding), group, replica)
-        pieces = tf.reshape(
-            gathered, tf.concat([[group.size, longest], tf.shape(rows)[1:]], 0)
-        )
+        length, size = padded_length(tf.reduce_max(counts))
+        sent = tf.pad(flat, [[0, length - tf.size(flat)]])
+        gathered = all_gather(sent, group, replica, size=size)
+        pieces = tf.reshape(gathered, [group.size, length])
         by_rank = tf.argsort(table[:, 0])
-        pieces = tf.gather(pieces, by_rank)
-        valid = tf.sequence_mask(tf.gather(counts, by_rank), longest)
-        joined = tf.boolean_mask(pieces, valid)
+        valid = tf.sequence_mask(tf.gather(counts, by_rank), length)
+        joined = tf.boolean_mask(tf.gather(pieces, by_rank), valid)
+        # A row of no elements cannot be counted: its number is lost with it.
+        joined = tf.reshape(joined, tf.concat([[-1], row_shape], axis=0))
         joined = tf.cast(joined, rows.dtype)
         if rows.shape.rank is not None:
             joined = tf.ensure_shape(joined, [None, *rows.shape[1:]])

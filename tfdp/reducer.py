@@ -12,9 +12,9 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.agreement import Agreement
 from tfdp.buckets import BucketPlan
-from tfdp.collectives import ProcessGroup, all_reduce
+from tfdp.collectives import ProcessGroup
 from tfdp.consistency import check_same_variables
-from tfdp.fusion import fused_all_reduce, make_plan
+from tfdp.fusion import all_reduce_any_shape, fused_all_reduce, make_plan
 from tfdp.gather import gather_rows
 from tfdp.options import CommunicationOptions
 from tfdp.sparse import reduce_indexed_slices
@@ -98,7 +98,7 @@ class Reducer:
             return tensors
         if not all(tensor.shape.is_fully_defined() for tensor in tensors):
             # A plan needs sizes. These are no gradients of variables.
-            return [all_reduce(tensor, self.group, replica) for tensor in tensors]
+            return [all_reduce_any_shape(t, self.group, replica) for t in tensors]
         if variables is None:
             names = [str(index) for index in dense]
         else:

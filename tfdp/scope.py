@@ -89,7 +89,7 @@ def broadcast_variables(strategy: Any, variables: Sequence[Any]) -> None:
 
 def _broadcast_chunk(strategy: Any, variables: list[Any]) -> None:
     extended = strategy.extended
-    values = [np.ascontiguousarray(v.values[0].numpy()) for v in variables]
+    values = [np.asarray(v.values[0].numpy()) for v in variables]
     raw = b"".join(value.tobytes() for value in values)
     # Bytes as int32, a dtype that every collective knows.
     padded = raw + b"\0" * (-len(raw) % 4)

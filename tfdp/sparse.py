@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdp.collectives import ProcessGroup, all_gather, all_reduce
+from tfdp.collectives import ProcessGroup, all_gather, padded_length
+from tfdp.fusion import all_reduce_any_shape
 
 
 def reduce_indexed_slices(
@@ -40,7 +41,7 @@ def reduce_indexed_slices(
         longest = tf.reduce_max(counts)
 
         def gathered() -> tuple[tf.Tensor, tf.Tensor]:
-            return _gather_rows(indices, values, counts, longest, group, replica)
+            return _gather_rows(indices, values, counts, group, replica)
 
         def dense() -> tuple[tf.Tensor, tf.Tensor]:
             return _reduce_table(indices, values, table_rows, group, replica)
@@ -68,16 +69,18 @@ def _gather_rows(
     indices: tf.Tensor,
     values: tf.Tensor,
     counts: tf.Tensor,
-    longest: tf.Tensor,
     group: ProcessGroup,
     replica: int,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Every replica's rows, padded to one length for the collective."""
-    missing = longest - tf.size(indices, out_type=tf.int32)
+    length, size = padded_length(tf.reduce_max(counts))
+    missing = length - tf.size(indices, out_type=tf.int32)
     padding = [[0, missing]] + [[0, 0]] * (values.shape.rank - 1)
-    all_values = all_gather(tf.pad(values, padding), group, replica)
-    all_indices = all_gather(tf.pad(indices, [[0, missing]]), group, replica)
-    valid = tf.reshape(tf.sequence_mask(counts, longest), [-1])  # [size * longest]
+    all_values = all_gather(tf.pad(values, padding), group, replica, size=size)
+    all_indices = all_gather(
+        tf.pad(indices, [[0, missing]]), group, replica, size=size
+    )
+    valid = tf.reshape(tf.sequence_mask(counts, length), [-1])  # [size * length]
     return _sum_duplicates(
         tf.boolean_mask(all_indices, valid), tf.boolean_mask(all_values, valid)
     )
@@ -95,7 +98,7 @@ def _reduce_table(
     flat = tf.reshape(values, [-1, row_size])  # [rows, row_size]
     touched = tf.concat([flat, tf.ones_like(flat[:, :1])], axis=1)
     table = tf.math.unsorted_segment_sum(touched, indices, table_rows)
-    total = all_reduce(tf.reshape(table, [-1]), group, replica)
+    total = all_reduce_any_shape(tf.reshape(table, [-1]), group, replica)
     total = tf.reshape(total, [table_rows, row_size + 1])
     rows = tf.where(total[:, -1] > 0)[:, 0]
     shape = tf.concat([[-1], tf.shape(values)[1:]], axis=0)

@@ -7,6 +7,7 @@ from tfdp.collectives.primitives import (
     all_to_all,
     barrier,
     broadcast,
+    padded_length,
     reduce_scatter,
 )
 
@@ -18,5 +19,6 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast",
+    "padded_length",
     "reduce_scatter",
 ]

@@ -5,19 +5,25 @@ and an instance key. The keys here are ours alone:
 
 * group keys start far above TensorFlow's own, and every strategy of a process
   draws from one counter, so two strategies never meet;
-* instance keys are constants of the traced graph: the n-th collective of a
-  kind and dtype in a function. TensorFlow's strategies feed a fresh key at
-  every call instead, which costs a placeholder a collective and is never fed
-  when an inner function is called in a branch or a loop (the reason why stock
-  `steps_per_execution` crashes). A constant key may be used again as soon as
-  the collective has ended on this replica, since by then all its sends and
-  receives have. Two collectives with one key never run at the same time: they
-  are the same operation, and its launch token orders its executions.
+* instance keys are constants of the traced graph, made from kind, dtype, shape
+  and position: the n-th collective of that signature in a function.
+  TensorFlow's strategies feed a fresh key at every call instead, which costs a
+  placeholder a collective and is never fed when an inner function is called in
+  a branch or a loop (the reason why stock `steps_per_execution` crashes).
+
+A constant key may be used again as soon as the collective has ended on this
+replica, since by then all its sends and receives have. Two collectives with
+one key never run at the same time: they are the same operation, and its launch
+token orders its executions. TensorFlow remembers the shape of a key for as
+long as the process lives, hence the shape in it; where the length is known
+only at run time it is rounded up to one of `SIZES`, and the number of the
+size completes the key.
 """
 
 from __future__ import annotations
 
 import collections
+import hashlib
 import itertools
 import threading
 import weakref
@@ -32,13 +38,21 @@ _FIRST_GROUP_KEY = 1 << 24
 _KEYS_PER_STRATEGY = 1 << 10
 _strategy_counter = itertools.count()
 
-_KINDS = ("reduce", "gather", "scatter", "to_all", "broadcast")
-_ORDINAL_BITS = 16
-_EAGER_BIT = 1 << 29
-# Eager collectives of a device run one after the other, so that a key is free
-# again long before the counter comes back to it. Without the wrap TensorFlow's
-# table of instances would grow for ever.
-_EAGER_KEYS = 1 << 10
+_SIZE_BITS = 8
+_HASH_BITS = 22
+
+
+def _sizes() -> tuple[int, ...]:
+    """0 to 16 and then eight sizes an octave, at most an eighth apart."""
+    sizes = list(range(17))
+    while len(sizes) < 1 << _SIZE_BITS and sizes[-1] < 2**31 - 1:
+        octave = 1 << (sizes[-1].bit_length() - 1)
+        sizes.append(sizes[-1] + octave // 8)
+    return tuple(size for size in sizes if size < 2**31)
+
+
+# The lengths that tensors of unknown length are padded to.
+SIZES = _sizes()
 
 
 class LaunchOrder:
@@ -115,8 +129,8 @@ class ProcessGroup:
         self.backend = backend
         self.timeout_seconds = timeout_seconds or 0.0
         self.key = launch_order.new_group_key()
-        self._graph_counters: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        self._eager_counter: collections.Counter = collections.Counter()
+        self._counters: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._signatures: dict[int, tuple] = {}
         self._lock = threading.Lock()
 
     @property
@@ -124,20 +138,39 @@ class ProcessGroup:
         """The local devices, one for each local replica."""
         return self.launch_order.devices
 
-    def instance_key(self, kind: str, dtype: tf.DType, replica: int) -> int:
-        """The key of the next collective of a local replica.
+    def instance_key(
+        self, kind: str, tensor: tf.Tensor, replica: int, size: tf.Tensor | None
+    ) -> int | tf.Tensor:
+        """The key of a local replica's next collective.
 
         A function of the position in the graph, so that workers agree even
         when one of them traces again and another does not.
+
+        Args:
+            kind: String, such as `"reduce"`.
+            tensor: Tensor that is sent.
+            replica: Int, index among the local replicas.
+            size: Scalar int32 tensor, index into `SIZES` of a length known
+                only at run time, or `None`.
+
+        Returns:
+            Int, or a scalar int32 tensor where `size` is given.
         """
-        prefix = (_KINDS.index(kind) << 8) | dtype.as_datatype_enum
+        signature = (kind, tensor.dtype.name, str(tensor.shape))
         with self._lock:
-            if tf.executing_eagerly():
-                counter, flag, wrap = self._eager_counter, _EAGER_BIT, _EAGER_KEYS
-            else:
+            ordinal = 0
+            # Eager collectives of a device run one after the other.
+            if not tf.executing_eagerly():
                 graph = _compat.root_graph()
-                counter = self._graph_counters.setdefault(graph, collections.Counter())
-                flag, wrap = 0, 1 << _ORDINAL_BITS
-            ordinal = counter[prefix, replica]
-            counter[prefix, replica] += 1
-        return flag | (prefix << _ORDINAL_BITS) | (ordinal % wrap)
+                counter = self._counters.setdefault(graph, collections.Counter())
+                ordinal = counter[signature, replica]
+                counter[signature, replica] += 1
+            number = self._number_of((*signature, ordinal)) << _SIZE_BITS
+        return number if size is None else number + size
+
+    def _number_of(self, signature: tuple) -> int:
+        digest = hashlib.sha256(repr(signature).encode()).digest()
+        number = int.from_bytes(digest[:4], "big") % (1 << _HASH_BITS)
+        while self._signatures.setdefault(number, signature) != signature:
+            number = (number + 1) % (1 << _HASH_BITS)
+        return number

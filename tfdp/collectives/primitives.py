@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from tfdp.collectives import timing
-from tfdp.collectives.groups import ProcessGroup
+from tfdp.collectives.groups import SIZES, ProcessGroup
 
 # How many pieces a ring sends at once. TensorFlow's default of two leaves the
 # gRPC pipe idle between them; measured in docs/performance.md.
@@ -22,7 +22,12 @@ _RING_SUBDIVISIONS = 8
 
 
 def all_reduce(
-    tensor: tf.Tensor, group: ProcessGroup, replica: int, *, channel: int = 0
+    tensor: tf.Tensor,
+    group: ProcessGroup,
+    replica: int,
+    *,
+    channel: int = 0,
+    size: tf.Tensor | None = None,
 ) -> tf.Tensor:
     """Sums a tensor over the group.
 
@@ -31,6 +36,8 @@ def all_reduce(
         group: A `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
         channel: Int, the chain of the launch order. Defaults to `0`.
+        size: Scalar int32 tensor from `padded_length`, where the length of
+            `tensor` is known only at run time. Defaults to `None`.
 
     Returns:
         A tensor like `tensor`, identical on every replica.
@@ -47,13 +54,18 @@ def all_reduce(
                 merge_op="Add",
                 final_op="Id",
                 max_subdivs_per_device=_RING_SUBDIVISIONS,
-                **_arguments("reduce", tensor, group, replica, channel),
+                **_arguments("reduce", tensor, group, replica, channel, size),
             )
         )
 
 
 def all_gather(
-    tensor: tf.Tensor, group: ProcessGroup, replica: int, *, channel: int = 0
+    tensor: tf.Tensor,
+    group: ProcessGroup,
+    replica: int,
+    *,
+    channel: int = 0,
+    size: tf.Tensor | None = None,
 ) -> tf.Tensor:
     """Concatenates the replicas' tensors along the first axis.
 
@@ -62,6 +74,8 @@ def all_gather(
         group: A `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
         channel: Int, the chain of the launch order. Defaults to `0`.
+        size: Scalar int32 tensor from `padded_length`, where the length of
+            `tensor` is known only at run time. Defaults to `None`.
 
     Returns:
         A tensor whose first axis is `group.size` times as long.
@@ -71,7 +85,7 @@ def all_gather(
     with timing.measured("all_gather", tensor, replica) as done, _on(group, replica):
         return done(
             tf.raw_ops.CollectiveGatherV2(
-                input=tensor, **_arguments("gather", tensor, group, replica, channel)
+                input=tensor, **_arguments("gather", tensor, group, replica, channel, size)
             )
         )
 
@@ -189,13 +203,39 @@ def barrier(group: ProcessGroup, replica: int) -> tf.Tensor:
     return all_reduce(tf.ones([1]), group, replica)[0]
 
 
+def padded_length(length: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Rounds a length up to one of the lengths that collectives may have.
+
+    Args:
+        length: Scalar int32 tensor, the same on every replica.
+
+    Returns:
+        Tuple of two scalar int32 tensors: the length to pad to, and the number
+        that `all_reduce` and `all_gather` take as `size`.
+
+    Example:
+
+    >>> padded, size = padded_length(tf.constant(17))
+    >>> int(padded)
+    18
+    """
+    sizes = tf.constant(SIZES, tf.int32)
+    number = tf.searchsorted(sizes, length[tf.newaxis])[0]
+    return tf.gather(sizes, number), number
+
+
 def _arguments(
-    kind: str, tensor: tf.Tensor, group: ProcessGroup, replica: int, channel: int
+    kind: str,
+    tensor: tf.Tensor,
+    group: ProcessGroup,
+    replica: int,
+    channel: int,
+    size: tf.Tensor | None = None,
 ) -> dict:
     return {
         "group_size": group.size,
         "group_key": group.key,
-        "instance_key": group.instance_key(kind, tensor.dtype, replica),
+        "instance_key": group.instance_key(kind, tensor, replica, size),
         "ordering_token": [group.launch_order.token(replica, channel)],
         "communication_hint": group.backend,
         "timeout_seconds": group.timeout_seconds,
