@@ -56,6 +56,7 @@ FLOORS = {
 
 # The imports between neighbours on one floor that are allowed, and why.
 SIDEWAYS = {
+    ("tfdp.sparse", "tfdp.fusion"): "rows that would move more bytes go dense",
     ("tfdp.strategy", "tfdp.extended"): "a strategy is a shell around its extended",
     ("tfdp.strategy", "tfdp.trainer"): "a strategy installs the trainer's hooks",
     ("tfdp.trainer", "tfdp.numerics"): "the hooks put Keras's counting right",
