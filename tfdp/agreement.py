@@ -7,6 +7,7 @@ of TensorFlow's coordination service, which the first worker hosts.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
@@ -17,6 +18,7 @@ import tensorflow as tf
 from tfdp import _compat
 
 _WARN_AFTER_SECONDS = 10.0
+_PARTING_SECONDS = 5.0
 _instances = itertools.count()
 
 
@@ -78,6 +80,15 @@ class Agreement:
     def any(self, topic: str, value: bool) -> bool:
         """Whether the value is true on any worker."""
         return "1" in self.exchange(topic, "1" if value else "0")
+
+    def part(self) -> None:
+        """Called by all before they raise what they have agreed on.
+
+        The first worker hosts the store: it must not end before the others have
+        read their answer.
+        """
+        with contextlib.suppress(TimeoutError, RuntimeError, tf.errors.OpError):
+            self.exchange("an error", timeout_seconds=_PARTING_SECONDS)
 
     def _collect(self, call: str, topic: str, own: str, limit: float | None) -> str:
         messages: list[str | None] = [own]

@@ -37,6 +37,7 @@ def check_same_variables(
     described = [_describe(variable) for variable in variables]
     texts = agreement.exchange(f"{topic}: variables", json.dumps([rows, described]))
     tables = [json.loads(text) for text in texts]
+    agreement.part()
     raise ValueError(_first_difference(tables, verb))
 
 

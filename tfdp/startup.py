@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.agreement import Agreement
-from tfdp.cluster import Cluster, check_port_free, unreachable
+from tfdp.cluster import Cluster, meet, name_workers, unreachable
 from tfdp.devices import resolve_devices, set_logical_cpus
 from tfdp.options import CommunicationOptions
 
@@ -62,6 +62,7 @@ def start_worker(
     Raises:
         ValueError: If the cluster is wrong, this worker's port is taken, or
             TensorFlow has already started.
+        TimeoutError: If another worker does not start in time.
     """
     cluster = _cluster_of(resolver) if resolver else Cluster.from_environment()
     if cluster is None or cluster.num_workers == 1 or cluster.is_evaluator:
@@ -75,9 +76,11 @@ def start_worker(
             "before any other use of TensorFlow: before tensors, variables, "
             "models and datasets."
         )
-    check_port_free(cluster.workers[cluster.rank])
     if cluster.devices_per_worker:
         set_logical_cpus(cluster.devices_per_worker)
+    missing = meet(cluster, options.timeout_seconds)
+    if missing:
+        raise TimeoutError(_not_started(cluster, missing, options.timeout_seconds))
     _configure(cluster, options.timeout_seconds or _DEFAULT_START_SECONDS)
     return Worker(
         cluster, resolver or _resolver(cluster), devices, options.timeout_seconds
@@ -95,14 +98,17 @@ def joining(worker: Worker) -> Iterator[None]:
         silent = unreachable(worker.cluster, timeout_seconds=1.0)
         if not silent:
             raise
-        names = ", ".join(
-            f"worker {rank} ({worker.cluster.workers[rank]})" for rank in silent
-        )
-        limit = worker.timeout_seconds or _DEFAULT_START_SECONDS
         raise TimeoutError(
-            f"Waited {limit:.0f} s for {names}, which did not start. Start every "
-            "worker of TF_CONFIG, and check that they reach each other's ports."
+            _not_started(worker.cluster, silent, worker.timeout_seconds)
         ) from error
+
+
+def _not_started(cluster: Cluster, ranks: list[int], limit: float | None) -> str:
+    return (
+        f"Waited {limit or _DEFAULT_START_SECONDS:.0f} s for "
+        f"{name_workers(cluster, ranks)}, which did not start. Start every worker of "
+        "TF_CONFIG, and check that they reach each other's ports."
+    )
 
 
 def check_workers_fit(agreement: Agreement, devices: Sequence[str]) -> None:
@@ -121,6 +127,7 @@ def check_workers_fit(agreement: Agreement, devices: Sequence[str]) -> None:
     for rank, text in enumerate(texts):
         for name, value in json.loads(text).items():
             if value != first[name]:
+                agreement.part()
                 raise ValueError(
                     f"Workers have different {name}: worker 0 has {first[name]}, "
                     f"worker {rank} has {value}. Start all workers alike."
@@ -135,8 +142,10 @@ def worker_devices(worker: Worker) -> list[str]:
 def _configure(cluster: Cluster, start_seconds: float) -> None:
     jobs = json.loads(cluster.to_tf_config())["cluster"]
     jobs.pop("evaluator", None)
-    leader = "/job:chief/replica:0/task:0" if cluster.has_chief else (
-        "/job:worker/replica:0/task:0"
+    leader = (
+        "/job:chief/replica:0/task:0"
+        if cluster.has_chief
+        else ("/job:worker/replica:0/task:0")
     )
     _compat.configure_coordination_service(
         service_type="standalone",

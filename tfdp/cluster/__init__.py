@@ -7,7 +7,21 @@ milliseconds.
 from __future__ import annotations
 
 from tfdp.cluster.address import split_address
-from tfdp.cluster.ports import answers, check_port_free, unreachable
+from tfdp.cluster.ports import (
+    answers,
+    check_port_free,
+    meet,
+    name_workers,
+    unreachable,
+)
 from tfdp.cluster.spec import Cluster
 
-__all__ = ["Cluster", "answers", "check_port_free", "split_address", "unreachable"]
+__all__ = [
+    "Cluster",
+    "answers",
+    "check_port_free",
+    "meet",
+    "name_workers",
+    "split_address",
+    "unreachable",
+]

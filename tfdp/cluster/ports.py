@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import threading
 import time
+import warnings
+from collections.abc import Iterator
 
 from tfdp.cluster.address import split_address
 from tfdp.cluster.spec import Cluster
+
+
+_WARN_AFTER_SECONDS = 10.0
+_TOGETHER_SECONDS = 1.0
 
 
 def check_port_free(address: str) -> None:
@@ -77,6 +84,80 @@ def unreachable(cluster: Cluster, timeout_seconds: float) -> list[int]:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return sorted(waiting.copy())
+
+
+def meet(cluster: Cluster, timeout_seconds: float | None = None) -> list[int]:
+    """Waits until every worker has started, before TensorFlow does.
+
+    TensorFlow waits in native code, for ever on the first worker and without a
+    name on the others. So each worker opens its port here first and tries those
+    of the others. All see each other before the last one goes on; whoever goes
+    on opens the port again as TensorFlow's server.
+
+    Args:
+        cluster: The `Cluster`, of which this task is a worker.
+        timeout_seconds: Float or `None`, the longest wait. Defaults to `None`,
+            for ever, with a warning that names who is missing.
+
+    Returns:
+        List of int, the ranks of the workers that did not start.
+
+    Raises:
+        ValueError: If this task's own port is taken.
+
+    Example:
+    >>> meet(Cluster(("localhost:2222",)), timeout_seconds=1.0)
+    []
+    """
+    begin = time.monotonic()
+    limit = float("inf") if timeout_seconds is None else timeout_seconds
+    warned = False
+    with _listening(cluster.workers[cluster.rank], cluster.num_workers):
+        while True:
+            # All within one second: who has given up by now does not count.
+            missing = unreachable(cluster, _TOGETHER_SECONDS)
+            waited = time.monotonic() - begin
+            if not missing or waited >= limit:
+                return missing
+            if waited >= _WARN_AFTER_SECONDS and not warned:
+                warned = True
+                warnings.warn(
+                    f"Waiting for {name_workers(cluster, missing)} to start. Start "
+                    "every worker of TF_CONFIG.",
+                    stacklevel=2,
+                )
+
+
+def name_workers(cluster: Cluster, ranks: list[int]) -> str:
+    """Names workers with their addresses, for people to read.
+
+    Args:
+        cluster: The `Cluster`.
+        ranks: List of int.
+
+    Returns:
+        String.
+
+    Example:
+    >>> name_workers(Cluster(("a:1", "b:1")), [1])
+    'worker 1 (b:1)'
+    """
+    return ", ".join(f"worker {rank} ({cluster.workers[rank]})" for rank in ranks)
+
+
+@contextlib.contextmanager
+def _listening(address: str, num_workers: int) -> Iterator[None]:
+    """Lets the system answer on a port: nothing has to be accepted for that."""
+    check_port_free(address)
+    _, port = split_address(address)
+    dual = socket.has_dualstack_ipv6()
+    with socket.create_server(
+        ("", port),
+        family=socket.AF_INET6 if dual else socket.AF_INET,
+        dualstack_ipv6=dual,
+        backlog=max(128, 2 * num_workers),
+    ):
+        yield
 
 
 def _wait_for_answer(
