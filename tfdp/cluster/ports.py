@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from tfdp.cluster.address import split_address
 from tfdp.cluster.spec import Cluster
 
-
 _WARN_AFTER_SECONDS = 10.0
 _TOGETHER_SECONDS = 1.0
 
