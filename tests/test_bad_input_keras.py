@@ -46,7 +46,7 @@ def test_static_batch_smaller_than_the_replicas_is_refused(clusters, setup_name)
 
 
 @pytest.mark.parametrize(
-    "name, variable",
+    ("name", "variable"),
     [
         ("other_shapes_on_two_workers", "other/kernel"),
         ("another_order_on_two_workers", "left/kernel"),

@@ -35,7 +35,7 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
     names = _metric_names(strategy, model, outputs, variables, states)
     raw = {name: value for name, value in outputs.items() if name not in names}
 
-    leaves = [strategy.experimental_local_results(x) for x in tf.nest.flatten(raw)]
+    leaves = [_of_replicas(strategy, x) for x in tf.nest.flatten(raw)]
     kinds = [v.value.merge for v in variables] + ["sum"] * len(leaves)
     merged = merge_states(
         [*states, *([_as_number(x) for x in leaf] for leaf in leaves)],
@@ -55,7 +55,7 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
 
 
 def _mean(strategy: Any, outputs: Any) -> Any:
-    leaves = [strategy.experimental_local_results(x) for x in tf.nest.flatten(outputs)]
+    leaves = [_of_replicas(strategy, x) for x in tf.nest.flatten(outputs)]
     if not leaves:
         return outputs
     totals = merge_states(
@@ -91,7 +91,7 @@ def _metric_names(
     for name, value in outputs.items():
         if name not in own:
             continue
-        first = [strategy.experimental_local_results(x)[0] for x in tf.nest.flatten(value)]
+        first = [_of_replicas(strategy, x)[0] for x in tf.nest.flatten(value)]
         if tf.executing_eagerly():
             expected = tf.nest.flatten(own[name])
             pairs = zip(first, expected, strict=False)
@@ -101,6 +101,13 @@ def _metric_names(
         if is_metric:
             names.add(name)
     return names
+
+
+def _of_replicas(strategy: Any, value: Any) -> list:
+    """A value on each local replica, also where all returned the same object."""
+    found = list(strategy.experimental_local_results(value))
+    num_local = strategy.extended.num_local
+    return found if len(found) == num_local else found * num_local
 
 
 def _results(model: Any, variables: Sequence[Any], values: Sequence[Any]) -> dict:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdp import _compat
@@ -62,7 +63,9 @@ def install(is_ours: Callable[[Any], bool]) -> None:
         if current() is None or tf.distribute.in_cross_replica_context():
             return original(optimizer, grads, variables, *rest)
         pairs = zip(grads, variables, strict=True)
-        with gradients_of([v for g, v in pairs if g is not None]):
+        trained = [v for g, v in pairs if g is not None]
+        is_linear = type(optimizer) is keras.optimizers.SGD
+        with gradients_of(trained, is_linear=is_linear):
             return original(optimizer, grads, variables, *rest)
 
     _compat.replace(_compat.keras_nn, "_compute_moments_sync", moments)

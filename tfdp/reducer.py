@@ -19,17 +19,24 @@ from tfdp.gather import gather_rows
 from tfdp.options import CommunicationOptions
 from tfdp.sparse import reduce_indexed_slices
 
-_names = threading.local()
+_described = threading.local()
 
 
 @contextlib.contextmanager
-def gradients_of(variables: Sequence[Any]) -> Iterator[None]:
-    """Tells the reducer whose gradients the next all-reduce of a thread has."""
-    _names.variables = list(variables)
+def gradients_of(variables: Sequence[Any], *, is_linear: bool) -> Iterator[None]:
+    """Tells the reducer whose gradients the next all-reduce of a thread has.
+
+    Args:
+        variables: Sequence of Keras variables.
+        is_linear: Bool, whether the optimizer is linear in the gradient.
+    """
+    _described.variables = list(variables)
+    _described.is_linear = is_linear
     try:
         yield
     finally:
-        _names.variables = None
+        _described.variables = None
+        _described.is_linear = False
 
 
 class Reducer:
@@ -67,7 +74,8 @@ class Reducer:
         Returns:
             The same nest, reduced.
         """
-        variables, _names.variables = getattr(_names, "variables", None), None
+        variables = getattr(_described, "variables", None)
+        may_sum = getattr(_described, "is_linear", False)
         flat = tf.nest.flatten(value, expand_composites=False)
         results: list[Any] = [None] * len(flat)
         is_sparse = [isinstance(item, tf.IndexedSlices) for item in flat]
@@ -81,7 +89,9 @@ class Reducer:
             results[index] = reduced
         for index, sparse in enumerate(is_sparse):
             if sparse:
-                results[index] = reduce_indexed_slices(flat[index], self.group, replica)
+                results[index] = reduce_indexed_slices(
+                    flat[index], self.group, replica, may_sum=may_sum
+                )
         if _is_mean(reduce_op):
             results = [_divide(item, self.group.size) for item in results]
         return tf.nest.pack_sequence_as(value, results)

@@ -1,4 +1,11 @@
-"""Sparse gradients, reduced in whichever form moves fewer bytes."""
+"""Sparse gradients: rows travel, or the whole table where that is less.
+
+Keras applies `IndexedSlices` element by element. A row that occurs twice, as
+the rows of an Embedding do, is then not the same as one row with the sum: Adam
+squares each. On one device the rows of the global batch arrive one by one, so
+they have to arrive one by one here too, unless the optimizer is linear in the
+gradient, as SGD is.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +20,29 @@ def reduce_indexed_slices(
     group: ProcessGroup,
     replica: int,
     *,
-    channel: int = 0,
+    may_sum: bool = False,
 ) -> tf.IndexedSlices:
-    """Sums `IndexedSlices` over the group.
-
-    Rows that one replica touched several times are summed before they travel.
-    Then either the rows are gathered, or the whole table is all-reduced,
-    whichever moves fewer bytes; the choice is made from the gathered row
-    counts, so that all replicas make the same one.
+    """Puts the rows of all replicas together.
 
     Args:
         slices: `tf.IndexedSlices` with values `[rows, ...]`.
         group: `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
-        channel: Int, the chain of the launch order. Defaults to `0`.
+        may_sum: Bool, whether rows of one index may be summed. Then each
+            travels once, or the whole table is all-reduced if that moves fewer
+            bytes. Defaults to `False`.
 
     Returns:
-        `tf.IndexedSlices` over the rows that any replica touched, each once.
+        `tf.IndexedSlices` over the rows that any replica touched.
     """
+    if group.size == 1:
+        return slices
     with tf.device(group.devices[replica]):
-        indices, values = _sum_duplicates(slices.indices, slices.values)
-        if group.size == 1:
-            return tf.IndexedSlices(values, indices, slices.dense_shape)
-
+        indices, values = slices.indices, slices.values
+        if may_sum:
+            indices, values = _sum_duplicates(indices, values)
         num_rows = tf.size(indices, out_type=tf.int32)[tf.newaxis]  # [1]
-        counts = all_gather(num_rows, group, replica, channel=channel)  # [size]
-        longest = tf.reduce_max(counts)
+        counts = all_gather(num_rows, group, replica)  # [group.size]
 
         def gathered() -> tuple[tf.Tensor, tf.Tensor]:
             return _gather_rows(indices, values, counts, group, replica)
@@ -46,13 +50,14 @@ def reduce_indexed_slices(
         def dense() -> tuple[tf.Tensor, tf.Tensor]:
             return _reduce_table(indices, values, table_rows, group, replica)
 
-        if slices.dense_shape is None:
+        if not may_sum or slices.dense_shape is None:
             indices, values = gathered()
-            return tf.IndexedSlices(values, indices)
+            return tf.IndexedSlices(values, indices, slices.dense_shape)
         table_rows = tf.cast(slices.dense_shape[0], tf.int32)
-        # A ring all-gather receives (size - 1) x longest rows, an all-reduce
-        # sends and receives 2 (size - 1) / size x table rows.
-        rows_are_fewer = group.size * longest <= 2 * table_rows
+        # An all-gather receives (size - 1) x longest rows, an all-reduce sends
+        # and receives 2 (size - 1) / size x table rows. The counts are those
+        # of all replicas, so that all take the same branch.
+        rows_are_fewer = group.size * tf.reduce_max(counts) <= 2 * table_rows
         indices, values = tf.cond(rows_are_fewer, gathered, dense)
         return tf.IndexedSlices(values, indices, slices.dense_shape)
 
@@ -81,9 +86,7 @@ def _gather_rows(
         tf.pad(indices, [[0, missing]]), group, replica, size=size
     )
     valid = tf.reshape(tf.sequence_mask(counts, length), [-1])  # [size * length]
-    return _sum_duplicates(
-        tf.boolean_mask(all_indices, valid), tf.boolean_mask(all_values, valid)
-    )
+    return tf.boolean_mask(all_indices, valid), tf.boolean_mask(all_values, valid)
 
 
 def _reduce_table(

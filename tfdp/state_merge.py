@@ -81,12 +81,16 @@ def _merge(
         reduce = tf.reduce_max if kind == "max" else tf.reduce_min
         local = reduce(tf.stack(rows), axis=0)
         total = reduce(all_gather(local[tf.newaxis], host_group, 0), axis=0)
-    parts = tf.split(total, [tf.size(tensors[0]) for tensors in states])
+    parts = tf.split(total, [_size(tensors[0]) for tensors in states])
     shaped = [
-        tf.reshape(part, tensors[0].shape if tensors[0].shape.is_fully_defined()
-                   else tf.shape(tensors[0]))
+        tf.reshape(part, tf.shape(tensors[0]))
         for part, tensors in zip(parts, states, strict=True)
     ]
     if keep_wire_dtype:
         return shaped
     return [tf.cast(t, s[0].dtype) for t, s in zip(shaped, states, strict=True)]
+
+
+def _size(tensor: tf.Tensor) -> int | tf.Tensor:
+    count = tensor.shape.num_elements()
+    return tf.size(tensor) if count is None else count

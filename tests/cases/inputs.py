@@ -222,7 +222,7 @@ def label_array_is_not_overwritten(env: Env) -> dict:
         for start in range(0, len(x), 64):
             yield x[start : start + 64], y[start : start + 64]
 
-    spec = tuple(tf.TensorSpec((64, *a.shape[1:]), a.dtype) for a in (x, y))
+    spec = tuple(tf.TensorSpec((None, *a.shape[1:]), a.dtype) for a in (x, y))
     dataset = tf.data.Dataset.from_generator(generate, output_signature=spec)
     results = common.train(env, build, dataset, epochs=2)
     model = common.build_in_scope(env, build)

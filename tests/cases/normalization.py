@@ -61,7 +61,7 @@ def local_batch_normalization_averages_moving_statistics(env: Env) -> dict:
         mean = 0.8 * mean + 0.2 * np.mean([s.mean(0) for s in shares], 0)
         variance = 0.8 * variance + 0.2 * np.mean([s.var(0) for s in shares], 0)
     found = env.read([normalization.moving_mean, normalization.moving_variance])
-    for value, expected in zip(found.values(), (mean, variance)):
+    for value, expected in zip(found.values(), (mean, variance), strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
     predicted = model.predict(x, batch_size=common.BATCH_SIZE, verbose=0)
     path = str(env.tmp / "model.keras")

@@ -26,10 +26,12 @@ def token_model() -> keras.Model:
     )
 
 
-def train_tokens(env: Env, optimizer) -> dict:
+def train_tokens(env: Env, optimizer, build_first: bool = False) -> dict:
     """Trains the model on tokens; returns history, weights and iterations."""
     with env.scope():
         model = common.compiled(token_model(), optimizer())
+        if build_first:
+            model.optimizer.build(model.trainable_variables)
     history = common.fit(model, *common.token_data())
     return {
         "history": history,
@@ -71,11 +73,14 @@ for _name, _optimizer in EVERY.items():
     )
 
 if hasattr(optimizers, "ScheduleFreeAdamW"):
-    _register(
-        "optimizer_schedule_free_adamw",
-        functools.partial(optimizers.ScheduleFreeAdamW, 0.01),
-        "Plain training with every optimizer (of newer Keras)",
-    )
+
+    @registry.case("Plain training with every optimizer (of newer Keras)")
+    def optimizer_schedule_free_adamw(env: Env) -> dict:
+        # Built within `fit` on one device, Keras starts its slots from zeros and
+        # not from the variables.
+        optimizer = functools.partial(optimizers.ScheduleFreeAdamW, 0.01)
+        return train_tokens(env, optimizer, build_first=True)
+
 
 _register(
     "ema_without_overwrite",

@@ -100,7 +100,7 @@ def set_weights_under_the_strategy(env: Env) -> dict:
     model = common.build_in_scope(env, _build)
     values = [np.full(w.shape, 0.1 * (i + 1)) for i, w in enumerate(model.weights)]
     model.set_weights(values)
-    for got, value in zip(model.get_weights(), values):
+    for got, value in zip(model.get_weights(), values, strict=True):
         np.testing.assert_allclose(got, value, rtol=1e-6)
     x, y = common.regression_data(32)
     return {"history": common.fit(model, x, y), "weights": env.weights(model)}

@@ -99,7 +99,7 @@ def _files(env: Env, count: int) -> list[str]:
     """Writes the samples to files; every worker asks for the same ones."""
     paths = [str(env.tmp / f"{index}.tfrecord") for index in range(count)]
     if env.is_chief:
-        for path, rows in zip(paths, np.array_split(_ids(), count)):
+        for path, rows in zip(paths, np.array_split(_ids(), count), strict=True):
             with tf.io.TFRecordWriter(path) as writer:
                 for row in rows:
                     writer.write(tf.io.serialize_tensor(row).numpy())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -78,11 +79,9 @@ class Worker:
         except psutil.NoSuchProcess:
             processes = []
         for process in processes:
-            try:
-                # A worker inside a collective does not heed SIGTERM.
+            # A worker inside a collective does not heed SIGTERM.
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                pass
         self.process.wait()
 
     def last_words(self) -> str:
@@ -141,7 +140,9 @@ class Cluster:
         """Tells every worker to run a case, without waiting for it."""
         self._await_start()
         for worker in self.workers:
-            worker.connection.send((case_name, str(tmp)))
+            # A worker that died is found, with its last words, by `collect`.
+            with contextlib.suppress(ConnectionError):
+                worker.connection.send((case_name, str(tmp)))
 
     def collect(self, deadline_seconds: float) -> list[Outcome]:
         """Waits for the outcome on every worker.
@@ -150,7 +151,7 @@ class Cluster:
             ClusterError: If a worker died or the time is over. The cluster is
                 dead then.
         """
-        pending = {worker.connection: worker for worker in self.workers}
+        pending = {worker.connection.fileno(): worker for worker in self.workers}
         outcomes: dict[int, Outcome] = {}
         end = time.monotonic() + deadline_seconds
         while pending:
@@ -158,10 +159,10 @@ class Cluster:
             ready = multiprocessing.connection.wait(list(pending), left)
             if not ready:
                 self._give_up(outcomes, f"no answer in {deadline_seconds:g} s")
-            for connection in ready:
-                worker = pending.pop(connection)
+            for fd in ready:
+                worker = pending.pop(fd)
                 try:
-                    outcomes[worker.rank] = connection.recv()
+                    outcomes[worker.rank] = worker.connection.recv()
                 except (EOFError, ConnectionError):
                     self._give_up(outcomes, f"worker {worker.rank} died")
             if any(outcome.error for outcome in outcomes.values()):

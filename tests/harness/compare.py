@@ -56,7 +56,7 @@ def assert_equal_results(
     assert not faults, "differs from one device:\n  " + "\n  ".join(faults)
 
 
-def assert_same_on_all_workers(all_results: list[Results]) -> None:
+def assert_same_on_all_workers(all_results: collections.abc.Sequence[Results]) -> None:
     """Asserts that every worker holds bit for bit the results of worker 0."""
     skip = (f"{LOCAL}/*", LOCAL)
     first = _without(all_results[0], skip)

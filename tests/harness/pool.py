@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 import tempfile
-import typing
 
 import pytest
 
@@ -114,7 +113,7 @@ class ClusterPool:
         self.seconds[case.name, cluster.setup.name] = slowest
         return outcomes
 
-    def _results(self, outcomes: list[Outcome]) -> list[dict[str, typing.Any]]:
+    def _results(self, outcomes: list[Outcome]) -> list[dict]:
         errors = [
             f"on worker {rank}:\n{outcome.error}"
             for rank, outcome in enumerate(outcomes)
@@ -122,4 +121,4 @@ class ClusterPool:
         ]
         if errors:
             raise CaseFailed("\n".join(errors))
-        return [outcome.results for outcome in outcomes]
+        return [outcome.results or {} for outcome in outcomes]

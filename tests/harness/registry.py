@@ -69,7 +69,7 @@ class Case:
     xfail: str | None = None
     xfail_setups: tuple[str, ...] = ()
     xfail_run: bool = True
-    deadline_seconds: float = 90.0
+    deadline_seconds: float = 45.0
 
     def expected_to_fail(self, setup_name: str) -> bool:
         """Whether the case is expected to fail on this set-up."""

@@ -24,7 +24,7 @@ def main() -> None:
     """Runs cases until the parent says so or is gone."""
     args = _parse_args()
     _die_with_parent(args.parent)
-    stacks = open(args.stacks, "w")
+    stacks = open(args.stacks, "w")  # noqa: SIM115 kept open for faulthandler
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     connection = multiprocessing.connection.Connection(args.fd)
