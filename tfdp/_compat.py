@@ -18,6 +18,7 @@ from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
 from keras.src.backend.tensorflow import random as keras_random
 from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.losses import loss as keras_loss
+from keras.src.optimizers import base_optimizer as keras_base_optimizer
 from keras.src.trainers import trainer as keras_base_trainer
 from tensorflow.python.data.experimental.ops import distribute as data_distribute
 from tensorflow.python.distribute import (
@@ -49,6 +50,7 @@ PerReplica = values.PerReplica
 # Keras classes and modules whose functions tfdp replaces, see `trainer`.
 TensorFlowTrainer = keras_trainer.TensorFlowTrainer
 TFOptimizer = keras_tf_optimizer.TFOptimizer
+BaseOptimizer = keras_base_optimizer.BaseOptimizer
 BaseTrainer = keras_base_trainer.Trainer
 EpochIterator = keras_trainer.TFEpochIterator
 # Modules that hold `draw_seed`, from which Dropout and its like take seeds.
@@ -269,6 +271,16 @@ def local_element_spec(dataset: Any) -> Any:
 def distributed_dataset(epoch_iterator: Any) -> Any:
     """The distributed dataset behind one of Keras's epoch iterators."""
     return epoch_iterator._distributed_dataset
+
+
+def shuffles_arrays(adapter: Any) -> bool:
+    """Whether Keras's adapter shuffles arrays that it holds."""
+    return bool(getattr(adapter, "_shuffle", False)) and hasattr(adapter, "_inputs")
+
+
+def set_dataset_of_epoch(epoch_iterator: Any, make: Callable) -> None:
+    """Lets an epoch iterator of Keras ask for its dataset at each epoch."""
+    epoch_iterator._get_iterator = make
 
 
 def build_symbolically(model: Any, data_batch: Any) -> None:

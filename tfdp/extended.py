@@ -158,6 +158,8 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         self.options = options
         self.worker = worker
         self.new_variables: list[Any] = []
+        # Whether tfdp had to choose a random seed for all workers.
+        self.chose_seed = False
         with joining(worker):
             super().__init__(
                 container_strategy,

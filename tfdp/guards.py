@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import tensorflow as tf
 
 from tfdp import _compat
 
-_CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
 
 
 def check_no_strategy_in_force(
@@ -54,23 +52,3 @@ def move_optimizer_into_scope(strategy: Any, optimizer: Any) -> None:
             "`strategy.scope()`. Make a new one, inside the scope."
         )
     _compat.rehome_optimizer(optimizer, strategy)
-
-
-def warn_of_local_gradients(optimizer: Any) -> None:
-    """Warns of what Keras does to a gradient before replicas have added theirs."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    clips = [name for name in _CLIPPING if getattr(inner, name, None) is not None]
-    if clips:
-        warnings.warn(
-            f"Keras applies `{clips[0]}` to the gradient of each replica, before "
-            "they are added, so that the result is not that of one device. "
-            "`tfdp.DistributedOptimizer` will clip the sum; see docs/limits.md.",
-            stacklevel=3,
-        )
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        warnings.warn(
-            "Keras's LossScaleOptimizer checks the gradient of each replica, before "
-            "they are added. `tfdp.DistributedOptimizer` will check the sum; see "
-            "docs/limits.md.",
-            stacklevel=3,
-        )

@@ -6,6 +6,7 @@ first, and hands over to it where no tfdp strategy is in force.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from tfdp.reducer import gradients_of
 
 # An odd number far from the increments of the counter beside it.
 _SEED_STRIDE = 1_000_003
+_CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
+_thread = threading.local()
 
 
 def install(is_ours: Callable[[Any], bool]) -> None:
@@ -57,22 +60,78 @@ def install(is_ours: Callable[[Any], bool]) -> None:
         offset = tf.cast(tf.stack([rank * _SEED_STRIDE, 0]), drawn.dtype)
         return drawn + offset
 
+    def in_replica_of_ours() -> bool:
+        return current() is not None and not tf.distribute.in_cross_replica_context()
+
+    def apply_gradients(
+        original: Callable, optimizer: Any, grads: Any, variables: Any
+    ) -> Any:
+        _thread.trained = variables
+        return original(optimizer, grads, variables)
+
+    def clip_gradients(original: Callable, optimizer: Any, grads: Any) -> Any:
+        clips = any(getattr(optimizer, name, None) for name in _CLIPPING)
+        if not clips or not in_replica_of_ours():
+            return original(optimizer, grads)
+        # Keras clips each replica's gradient and then adds them. One device
+        # clips the sum.
+        reduced = _reduced(optimizer, grads, _thread.trained)
+        _thread.is_reduced = True
+        return original(optimizer, reduced)
+
     def update_step(
         original: Callable, optimizer: Any, grads: Any, variables: Any, *rest: Any
     ) -> Any:
-        if current() is None or tf.distribute.in_cross_replica_context():
+        if not in_replica_of_ours():
             return original(optimizer, grads, variables, *rest)
         pairs = zip(grads, variables, strict=True)
-        trained = [v for g, v in pairs if g is not None]
-        is_linear = type(optimizer) is keras.optimizers.SGD
-        with gradients_of(trained, is_linear=is_linear):
+        with _described(optimizer, [v for g, v in pairs if g is not None]):
             return original(optimizer, grads, variables, *rest)
+
+    def all_reduce_sum(original: Callable, optimizer: Any, grads_and_vars: Any) -> Any:
+        if getattr(_thread, "is_reduced", False):
+            _thread.is_reduced = False
+            return list(grads_and_vars)
+        return original(optimizer, grads_and_vars)
+
+    def check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
+        finite = original(optimizer, grads)
+        if not in_replica_of_ours():
+            return finite
+        # Replicas that disagree would take different branches, of which only
+        # one has collectives.
+        context = tf.distribute.get_replica_context()
+        overflows = context.all_reduce(
+            tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(finite), tf.int32)
+        )
+        return tf.equal(overflows, 0)
 
     _compat.replace(_compat.keras_nn, "_compute_moments_sync", moments)
     _compat.replace(_compat.keras_loss, "reduce_values", reduce_values)
     for module in _compat.KERAS_RANDOM_MODULES:
         _compat.replace(module, "draw_seed", draw_seed)
+    _compat.replace(_compat.BaseOptimizer, "_backend_apply_gradients", apply_gradients)
+    _compat.replace(_compat.BaseOptimizer, "_clip_gradients", clip_gradients)
     _compat.replace(_compat.TFOptimizer, "_backend_update_step", update_step)
+    _compat.replace(_compat.TFOptimizer, "_all_reduce_sum_gradients", all_reduce_sum)
+    _compat.replace(keras.optimizers.LossScaleOptimizer, "check_finite", check_finite)
+
+
+def _described(optimizer: Any, variables: list[Any]) -> Any:
+    is_linear = type(optimizer) is keras.optimizers.SGD
+    return gradients_of(variables, is_linear=is_linear)
+
+
+def _reduced(optimizer: Any, grads: Any, variables: Any) -> list:
+    """The gradients of one replica, added to those of the others."""
+    context = tf.distribute.get_replica_context()
+    given = [(i, g) for i, g in enumerate(grads) if g is not None]
+    results = list(grads)
+    with _described(optimizer, [variables[i] for i, _ in given]):
+        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, [g for _, g in given])
+    for (index, _), gradient in zip(given, reduced, strict=True):
+        results[index] = gradient
+    return results
 
 
 def synchronized_moments(context: Any, x: Any, axes: Any, keepdims: bool) -> Any:

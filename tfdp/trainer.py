@@ -21,6 +21,7 @@ import tensorflow as tf
 from tfdp import _compat, guards, numerics
 from tfdp.data import check_batch_size, share_of_rank, steps_per_batch
 from tfdp.logs import merge_logs
+from tfdp.saving import save_atomically
 from tfdp.worker_callbacks import callbacks_of_worker
 
 
@@ -61,6 +62,8 @@ def install() -> None:
         _compat.replace(owner, name, functools.partial(_loop, name))
     for name in ("train_on_batch", "test_on_batch", "predict_on_batch"):
         _compat.replace(owner, name, _on_batch)
+    for name in ("save", "save_weights", "export"):
+        _compat.replace(keras.Model, name, _save)
     _compat.replace(owner, "_maybe_symbolic_build", _symbolic_build)
     _compat.replace(_compat.BaseTrainer, "compile", _compile)
     _compat.replace(_compat.EpochIterator, "__init__", _epoch_iterator)
@@ -165,6 +168,15 @@ def _on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
         return original(model, *args, **kwargs)
 
 
+def _save(
+    original: Callable, model: Any, filepath: Any, *args: Any, **kwargs: Any
+) -> Any:
+    strategy = ours(model)
+    if strategy is None:
+        return original(model, filepath, *args, **kwargs)
+    return save_atomically(strategy, original, model, filepath, *args, **kwargs)
+
+
 def _symbolic_build(
     original: Callable, model: Any, iterator: Any = None, data_batch: Any = None
 ) -> Any:
@@ -190,7 +202,25 @@ def _epoch_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any
     original(iterator, *args, **kwargs)
     strategy = kwargs.get("distribute_strategy", args[0] if args else None)
     if is_ours(strategy) and strategy.extended.agreement.num_workers > 1:
+        if strategy.extended.chose_seed:
+            _reshuffle_each_epoch(strategy, iterator)
         _agree_on_length(strategy, iterator)
+
+
+def _reshuffle_each_epoch(strategy: Any, iterator: Any) -> None:
+    """Takes a new permutation of the user's arrays in each epoch.
+
+    TensorFlow repeats the permutation of a seeded dataset. Who sets no seed
+    expects another one each time, and workers need an agreed seed to agree.
+    """
+    if not _compat.shuffles_arrays(iterator.data_adapter):
+        return
+
+    def renew() -> Any:
+        dataset = iterator.data_adapter.get_tf_dataset()
+        return strategy.experimental_distribute_dataset(dataset)
+
+    _compat.set_dataset_of_epoch(iterator, renew)
 
 
 def _agree_on_length(strategy: Any, iterator: Any) -> None:
@@ -237,5 +267,4 @@ def _compile(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
         guards.move_into_scope(strategy, bound.arguments)
         result = original(*bound.args, **bound.kwargs)
         guards.move_optimizer_into_scope(strategy, model.optimizer)
-    guards.warn_of_local_gradients(model.optimizer)
     return result
