@@ -33,16 +33,21 @@ def test_model_built_outside_the_scope_is_refused(clusters, setup_name):
 def test_batch_size_smaller_than_the_replicas_is_refused(clusters, setup_name):
     name = "batch_size_smaller_than_the_replicas"
     for text in _errors(clusters, name, setup_name):
+        assert "replicas, 2" in text
         assert "Received: batch_size=1" in text
-        assert "2 replicas" in text
 
 
 @pytest.mark.parametrize("setup_name", ["mirrored", "two_workers"])
 def test_static_batch_smaller_than_the_replicas_is_refused(clusters, setup_name):
     name = "static_batch_smaller_than_the_replicas"
     for text in _errors(clusters, name, setup_name):
-        assert "batch" in text
-        assert "2 replicas" in text
+        assert "replicas, 2" in text
+        assert "Received: batch_size=1" in text
+
+
+def test_dataset_shuffled_with_other_seeds_on_two_workers_is_refused(clusters):
+    for text in _errors(clusters, "shuffled_dataset_of_other_seeds", "two_workers"):
+        assert "same `seed` on every worker" in text
 
 
 @pytest.mark.parametrize(

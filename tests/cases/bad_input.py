@@ -6,6 +6,7 @@ import time
 import typing
 
 import keras
+import tensorflow as tf
 
 from cases import common
 from harness.env import Env
@@ -61,10 +62,27 @@ def static_batch_smaller_than_the_replicas(env: Env) -> dict:
     return _raised(lambda: common.fit(model, dataset))
 
 
-def _different(env: Env, build: typing.Callable) -> dict:
+@case(
+    "`Dataset.shuffle` with another seed on each worker: shards overlap",
+    setups=BOTH,
+    compare=False,
+)
+def shuffled_dataset_of_other_seeds(env: Env) -> dict:
+    keras.utils.set_random_seed(100 + env.rank)
     with env.scope():
-        model = common.compiled(build(env.rank))
-    return _raised(lambda: common.fit(model, *common.regression_data()))
+        model = common.compiled(common.mlp())
+    data = tf.data.Dataset.from_tensor_slices(common.regression_data())
+    dataset = data.shuffle(96).batch(common.BATCH_SIZE)
+    return _raised(lambda: common.fit(model, dataset))
+
+
+def _different(env: Env, build: typing.Callable) -> dict:
+    def action():
+        with env.scope():
+            model = common.compiled(build(env.rank))
+        common.fit(model, *common.regression_data())
+
+    return _raised(action)
 
 
 def _stack(*chosen: layers.Layer) -> keras.Model:

@@ -40,6 +40,17 @@ def _ids() -> np.ndarray:
     return np.arange(NUM, dtype="float32")[:, None]
 
 
+class Seen(keras.callbacks.Callback):
+    """Keeps the samples that were seen up to each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches: list[np.ndarray] = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches.append(keras.ops.convert_to_numpy(logs["seen"]))
+
+
 def _assert_each_once(history: dict) -> None:
     for epoch, seen in enumerate(history["seen"]):
         np.testing.assert_array_equal(seen, np.ones(NUM), f"epoch {epoch}")
@@ -52,47 +63,42 @@ def with_policy(dataset: tf.data.Dataset, policy: Policy) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
+@case("`shuffle=True`, `Dataset.shuffle` with one seed: the batches of one device")
+def shuffled_data_gives_the_batches_of_one_device(env: Env) -> dict:
+    seen = Seen()
+    common.fit(_counted(env), _ids(), _ids(), shuffle=True, callbacks=[seen])
+    dataset = tf.data.Dataset.from_tensor_slices((_ids(), _ids()))
+    dataset = dataset.shuffle(NUM, seed=3).batch(common.BATCH_SIZE)
+    common.fit(_counted(env), dataset, epochs=2, callbacks=[seen])
+    return {"seen": seen.batches}
+
+
 @case(
-    "`shuffle=True` without the same seed on all workers: shards overlap",
+    "`shuffle=True`, `Dataset.shuffle` without a seed on any worker: shards overlap",
     compare=False,
-    setups=registry.ALL,
+    fresh=True,
+    setups=("two_workers",),
 )
-def shuffled_arrays_give_each_sample_once(env: Env) -> dict:
-    # Another seed on each worker, as in a script that sets none.
+def shuffling_without_seeds_gives_each_sample_once(env: Env) -> dict:
+    arrays = common.fit(_counted(env), _ids(), _ids(), shuffle=True, epochs=2)
+    _assert_each_once(arrays)
+    dataset = tf.data.Dataset.from_tensor_slices((_ids(), _ids()))
+    dataset = dataset.shuffle(NUM).batch(common.BATCH_SIZE)
+    shuffled = common.fit(_counted(env), dataset, epochs=2)
+    _assert_each_once(shuffled)
+    return {"arrays": arrays, "dataset": shuffled}
+
+
+@case(
+    "`shuffle=True` with another seed on each worker: shards overlap",
+    compare=False,
+    setups=("two_workers",),
+)
+def shuffled_arrays_of_other_seeds_give_each_sample_once(env: Env) -> dict:
     keras.utils.set_random_seed(100 + env.rank)
     history = common.fit(_counted(env), _ids(), _ids(), shuffle=True, epochs=2)
     _assert_each_once(history)
     return history
-
-
-@case(
-    "`Dataset.shuffle` without the same seed on all workers: shards overlap",
-    compare=False,
-    setups=registry.ALL,
-)
-def shuffled_dataset_gives_each_sample_once(env: Env) -> dict:
-    keras.utils.set_random_seed(100 + env.rank)
-    dataset = tf.data.Dataset.from_tensor_slices((_ids(), _ids()))
-    dataset = dataset.shuffle(NUM).batch(common.BATCH_SIZE)
-    history = common.fit(_counted(env), dataset, epochs=2)
-    _assert_each_once(history)
-    return history
-
-
-@case("Shuffling is another one in each epoch", compare=False)
-def shuffling_differs_between_epochs(env: Env) -> dict:
-    orders = []
-
-    class Order(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            orders.append(np.asarray(logs["seen"]))
-
-    options = {"shuffle": True, "epochs": 2, "callbacks": [Order()]}
-    common.fit(_counted(env), _ids(), _ids(), **options)
-    first, second = orders[0], orders[NUM // common.BATCH_SIZE]
-    assert first.sum() == second.sum() == common.BATCH_SIZE
-    assert not np.array_equal(first, second), "the same first batch twice"
-    return {"orders": orders}
 
 
 def _files(env: Env, count: int) -> list[str]:
@@ -132,15 +138,38 @@ def a_file_per_worker(env: Env) -> dict:
     return history
 
 
-@case("Sharding OFF and the same data everywhere: half of it unread")
+@case(
+    "Sharding OFF and the same data everywhere: half of it unread",
+    compare=False,
+    setups=("two_workers",),
+)
 def sharding_off_with_the_same_data_everywhere(env: Env) -> dict:
-    dataset = common.batched(_ids(), _ids())
-    model = _counted(env)
-    history = common.fit(model, with_policy(dataset, Policy.OFF))
+    """Each worker reads all that it was given: no row is left out."""
+    dataset = with_policy(common.batched(_ids(), _ids()), Policy.OFF)
+    history = common.fit(_counted(env), dataset)
+    for seen in history["seen"]:
+        np.testing.assert_array_equal(seen, np.full(NUM, env.setup.num_workers))
+    return history
+
+
+@case(
+    "Sharding OFF and data of its own on each worker; `predict` too",
+    compare=False,
+    setups=("two_workers",),
+)
+def sharding_off_with_own_data_on_each_worker(env: Env) -> dict:
+    rows = _ids()[env.rank :: env.setup.num_workers]
+    dataset = with_policy(common.batched(rows, rows), Policy.OFF)
+    history = common.fit(_counted(env), dataset)
     _assert_each_once(history)
-    rows = np.arange(101, dtype="float32")[:, None]
+    with env.scope():
+        inputs = keras.Input((1,))
+        identity = keras.Model(inputs, keras.layers.Identity()(inputs))
+    rows = np.arange(101, dtype="float32")[env.rank :: env.setup.num_workers, None]
     dataset = with_policy(common.batched(rows), Policy.OFF)
-    return {"history": history, "predict": model.predict(dataset, verbose=0)}
+    predicted = identity.predict(dataset, verbose=0)
+    np.testing.assert_array_equal(np.sort(predicted.ravel()), np.arange(101))
+    return {"history": history, "predict": predicted}
 
 
 @case("Datasets already distributed")

@@ -35,6 +35,9 @@ class ClusterPool:
 
     def check(self, case: Case, setup_name: str) -> None:
         """Runs a case on a set-up and compares it with one device."""
+        if case.fresh:
+            assert_same_on_all_workers(self.run(case, setup_name))
+            return
         tmp = self._new_folder()
         needs = case.compare and case.name not in self._references
         at_once = needs and not case.reference_last
@@ -72,8 +75,12 @@ class ClusterPool:
         Raises:
             CaseFailed: If it raised on any worker, died or took too long.
         """
+        group = case.name if case.fresh else group
         cluster = self._send(case, setup_name, tmp or self._new_folder(), group)
-        return self._results(self._collect(case, cluster))
+        results = self._results(self._collect(case, cluster))
+        if case.fresh:
+            cluster.close()
+        return results
 
     def close(self) -> None:
         """Kills every cluster."""

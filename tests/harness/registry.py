@@ -31,6 +31,7 @@ MODULES: tuple[str, ...] = (
     "saving",
     "sharding",
     "bad_input",
+    "collectives",
 )
 
 
@@ -48,6 +49,7 @@ class Case:
         compare: Whether results are compared with those of one device.
         reference_last: Run the reference after each set-up, in its directory,
             so that it can open the files that the set-up wrote.
+        fresh: Whether it has processes of its own and no seed is set in them.
         tol: Largest error of a tensor.
         skip: Names (`fnmatch` patterns) left out, each with the reason.
         xfail: Why it is expected to fail, or `None`.
@@ -64,6 +66,7 @@ class Case:
     full_setups: tuple[str, ...] = ()
     compare: bool = True
     reference_last: bool = False
+    fresh: bool = False
     tol: float = 1e-5
     skip: dict[str, str] = dataclasses.field(default_factory=dict)
     xfail: str | None = None

@@ -94,9 +94,11 @@ class Runner:
         env = Env(self.setup, self.rank, self.strategy, tmp, self.flavor)
         start = time.monotonic()
         try:
+            case = self.cases[name]
             keras.backend.clear_session()
-            keras.utils.set_random_seed(1234)
-            results = flatten_results(self.cases[name].function(env))
+            if not case.fresh:
+                keras.utils.set_random_seed(1234)
+            results = flatten_results(case.function(env))
             return Outcome(results, seconds=time.monotonic() - start)
         except Exception as error:  # noqa: BLE001 the parent reports it
             traceback.print_exc()
