@@ -10,6 +10,7 @@ on several machines.
 from __future__ import annotations
 
 import argparse
+import time
 
 import keras
 import numpy as np
@@ -17,6 +18,7 @@ import tensorflow as tf
 from sklearn.datasets import load_digits
 
 import tfdp
+from tfdp.collectives.timing import Recorder
 
 SEED = 7
 TRAIN_IMAGES = 1408  # 22 batches of 64; the other 389 images are the test set
@@ -64,7 +66,25 @@ def compile_model(model: keras.Model, num_steps: int) -> None:
     )
 
 
-def print_communication(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+class CommunicationShare(keras.callbacks.Callback):
+    """How much of a step's time the collectives take, also while computing."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self.shares: list[float] = []
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        self.begin = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        seconds = time.perf_counter() - self.begin
+        self.shares.append(self.recorder.busy_seconds() / seconds)
+
+
+def print_communication(
+    strategy: tf.distribute.Strategy, model: keras.Model, shares: list[float]
+) -> None:
     """What the replicas have sent each other, as a table and in all."""
     if strategy.num_replicas_in_sync == 1:
         print("one replica: nothing was communicated")
@@ -74,7 +94,8 @@ def print_communication(strategy: tf.distribute.Strategy, model: keras.Model) ->
     print(plan)
     print(
         f"communicated: {num_steps * plan.wire_bytes / 1e6:.1f} MB sent by each replica"
-        f" ({num_steps} steps of {plan.wire_bytes:,} bytes)"
+        f" ({num_steps} steps of {plan.wire_bytes:,} bytes);"
+        f" collectives were under way in {100 * np.median(shares):.0f} % of the step"
     )
 
 
@@ -94,14 +115,18 @@ def main() -> None:
         compile_model(model, num_steps=epochs * (TRAIN_IMAGES // args.batch_size))
 
     # Each batch is global: every replica gets its share of it.
-    model.fit(*train, batch_size=args.batch_size, epochs=epochs)
+    with Recorder() as recorder:
+        share = CommunicationShare(recorder)
+        model.fit(
+            *train, batch_size=args.batch_size, epochs=epochs, callbacks=[share]
+        )
     # All workers evaluate, and all get the accuracy on the whole test set ...
     results = model.evaluate(
         *test, batch_size=args.batch_size, verbose=0, return_dict=True
     )
     # ... and the chief tells.
     if strategy.extended.should_checkpoint:
-        print_communication(strategy, model)
+        print_communication(strategy, model, share.shares)
         print(f"test accuracy: {100 * results['accuracy']:.2f} %")
 
 

@@ -106,7 +106,9 @@ def local_replica_id(replica_context: Any) -> int:
 def plain_variable(value: Any, dtype: tf.DType, device: str) -> Any:
     """A variable that no strategy mirrors, also inside a strategy's scope."""
     with ops.init_scope(), ops.device(device):
-        return resource_variable_ops.ResourceVariable(value, dtype=dtype)
+        return resource_variable_ops.ResourceVariable(
+            value, dtype=dtype, trainable=False
+        )
 
 
 def ordering_token(device: str) -> Any:

@@ -43,8 +43,11 @@ _HASH_BITS = 22
 
 
 def _sizes() -> tuple[int, ...]:
-    """0 to 16 and then eight sizes an octave, at most an eighth apart."""
-    sizes = list(range(17))
+    """1 to 16 and then eight sizes an octave, at most an eighth apart.
+
+    Not 0: TensorFlow takes a collective of nothing for an error.
+    """
+    sizes = list(range(1, 17))
     while len(sizes) < 1 << _SIZE_BITS and sizes[-1] < 2**31 - 1:
         octave = 1 << (sizes[-1].bit_length() - 1)
         sizes.append(sizes[-1] + octave // 8)

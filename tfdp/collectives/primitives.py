@@ -45,7 +45,7 @@ def all_reduce(
     Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms
     for clusters of workstations", for the ring.
     """
-    if group.size == 1:
+    if group.size == 1 or _is_empty(tensor):
         return tf.identity(tensor)
     with timing.measured("all_reduce", tensor, replica) as done, _on(group, replica):
         return done(
@@ -82,6 +82,8 @@ def all_gather(
     """
     if group.size == 1:
         return tf.identity(tensor)
+    if _is_empty(tensor):
+        return tf.concat([tensor] * group.size, axis=0)
     with timing.measured("all_gather", tensor, replica) as done, _on(group, replica):
         return done(
             tf.raw_ops.CollectiveGatherV2(
@@ -104,7 +106,7 @@ def all_to_all(
     Returns:
         A tensor of the same shape; slice i is what replica i sent here.
     """
-    if group.size == 1:
+    if group.size == 1 or _is_empty(tensor):
         return tf.identity(tensor)
     with timing.measured("all_to_all", tensor, replica) as done, _on(group, replica):
         return done(
@@ -130,6 +132,8 @@ def reduce_scatter(
     """
     if group.size == 1:
         return tf.identity(tensor)
+    if _is_empty(tensor):
+        return tf.split(tensor, group.size)[replica]
     if group.backend == "nccl":
         with (
             timing.measured("reduce_scatter", tensor, replica) as done,
@@ -173,7 +177,7 @@ def broadcast(
     Returns:
         The source's tensor.
     """
-    if group.size == 1:
+    if group.size == 1 or _is_empty(tensor):
         return tf.identity(tensor)
     with timing.measured("broadcast", tensor, replica) as done, _on(group, replica):
         arguments = _arguments("broadcast", tensor, group, replica, channel)
@@ -222,6 +226,11 @@ def padded_length(length: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     sizes = tf.constant(SIZES, tf.int32)
     number = tf.searchsorted(sizes, length[tf.newaxis])[0]
     return tf.gather(sizes, number), number
+
+
+def _is_empty(tensor: tf.Tensor) -> bool:
+    """Whether there is nothing to send: TensorFlow takes that for an error."""
+    return tensor.shape.num_elements() == 0
 
 
 def _arguments(
