@@ -194,6 +194,19 @@ def random_state() -> str:
     return repr((context.global_seed(), rng.getstate() if rng else None))
 
 
+@contextlib.contextmanager
+def temporary_seed(seed: int) -> Iterator[None]:
+    """Sets TensorFlow's global seed and puts the user's back afterwards."""
+    eager = context.context()
+    names = ("_seed", "_rng")
+    before = {name: getattr(eager, name) for name in names if hasattr(eager, name)}
+    tf.random.set_seed(seed)
+    try:
+        yield
+    finally:
+        vars(eager).update(before)
+
+
 def global_seed() -> int | None:
     """The seed of `tf.random.set_seed`, or `None`."""
     return context.global_seed()
@@ -251,9 +264,19 @@ def without_partial_batches(dataset: Any) -> Any:
     return dataset
 
 
+def select_replica(replica: int, structure: Any) -> Any:
+    """What one local replica gets of a nest of distributed values."""
+    return distribute_utils.select_replica(replica, structure)
+
+
 def per_replica(local_values: list, *, always_wrap: bool = False) -> Any:
     """One value per local replica as tf.distribute's own container."""
     return distribute_utils.regroup(tuple(local_values), always_wrap=always_wrap)
+
+
+def local_dataset(distributed: Any) -> tf.data.Dataset:
+    """The dataset that this worker reads for a distributed one."""
+    return distributed._cloned_datasets[0]
 
 
 def local_element_spec(dataset: Any) -> Any:

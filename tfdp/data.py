@@ -242,16 +242,26 @@ def _distribute_own_shards(
         num_replicas = strategy.num_replicas_in_sync
         local = rows_of_ranks(dataset, list(range(num_replicas)), num_replicas)
         return strategy.distribute_datasets_from_function(lambda _: local, options)
+    by_file = stock.experimental_distribute_dataset(dataset, options)
+    if not strategy.extended.agreement.any("sharding by file", not _can_read(by_file)):
+        return by_file
+    warnings.warn(
+        "This dataset cannot be sharded by file: it needs at least one file for "
+        "each worker. It is sharded by rows.",
+        stacklevel=2,
+    )
+    changed = tf.data.Options()
+    changed.experimental_distribute.auto_shard_policy = _POLICY.DATA
+    return strategy.experimental_distribute_dataset(
+        dataset.with_options(changed), options
+    )
+
+
+def _can_read(distributed: Any) -> bool:
+    """TensorFlow finds out that files are too few when it reads the first."""
     try:
-        return stock.experimental_distribute_dataset(dataset, options)
-    except tf.errors.OpError as error:
-        warnings.warn(
-            "This dataset cannot be sharded by file "
-            f"({str(error).splitlines()[0]}); it is sharded by rows.",
-            stacklevel=2,
-        )
-        changed = tf.data.Options()
-        changed.experimental_distribute.auto_shard_policy = _POLICY.DATA
-        return strategy.experimental_distribute_dataset(
-            dataset.with_options(changed), options
-        )
+        for _ in _compat.local_dataset(distributed).take(1):
+            pass
+    except tf.errors.OpError:
+        return False
+    return True

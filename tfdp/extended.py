@@ -18,7 +18,7 @@ from tfdp.agreement import Agreement
 from tfdp.collectives import LaunchOrder, ProcessGroup
 from tfdp.options import CommunicationOptions
 from tfdp.reducer import Reducer
-from tfdp.startup import Worker, check_workers_fit, joining, worker_devices
+from tfdp.startup import Worker, check_workers_fit, has_joined, joining, worker_devices
 from tfdp.state_merge import average_statistics, merge_states
 from tfdp.variables import (
     MetricVariable,
@@ -160,6 +160,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         self.new_variables: list[Any] = []
         # Whether tfdp had to choose a random seed for all workers.
         self.chose_seed = False
+        self._std_server_started = has_joined(worker)
         with joining(worker):
             super().__init__(
                 container_strategy,

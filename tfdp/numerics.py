@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp import _compat
+from tfdp import _compat, shares
 from tfdp.reducer import gradients_of
 
 # An odd number far from the increments of the counter beside it.
@@ -50,6 +50,18 @@ def install(is_ours: Callable[[Any], bool]) -> None:
         # A loss function that takes the mean itself: Keras returns such a
         # value before it divides by the number of replicas.
         return _compat.keras_loss.scale_loss_for_distribution(result)
+
+    def scale_loss(original: Callable, value: Any) -> Any:
+        weight = shares.current()
+        if weight is None or current() is None:
+            return original(value)
+        return value * tf.cast(weight, value.dtype)
+
+    def unscale_loss(original: Callable, value: Any) -> Any:
+        weight = shares.current()
+        if weight is None or current() is None:
+            return original(value)
+        return tf.math.divide_no_nan(value, tf.cast(weight, value.dtype))
 
     def draw_seed(original: Callable, seed: Any) -> Any:
         drawn = original(seed)
@@ -108,6 +120,8 @@ def install(is_ours: Callable[[Any], bool]) -> None:
 
     _compat.replace(_compat.keras_nn, "_compute_moments_sync", moments)
     _compat.replace(_compat.keras_loss, "reduce_values", reduce_values)
+    _compat.replace(_compat.keras_loss, "scale_loss_for_distribution", scale_loss)
+    _compat.replace(_compat.keras_loss, "unscale_loss_for_distribution", unscale_loss)
     for module in _compat.KERAS_RANDOM_MODULES:
         _compat.replace(module, "draw_seed", draw_seed)
     _compat.replace(_compat.BaseOptimizer, "_backend_apply_gradients", apply_gradients)

@@ -17,6 +17,8 @@ from tfdp.devices import resolve_devices, set_logical_cpus
 from tfdp.options import CommunicationOptions
 
 _DEFAULT_START_SECONDS = 3600.0
+# The cluster that this process has a server for; TensorFlow allows one.
+_joined: list[Cluster] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +72,11 @@ def start_worker(
         if cluster is not None and cluster.devices_per_worker:
             set_logical_cpus(cluster.devices_per_worker)
         return Worker(None, _resolver(None), devices, options.timeout_seconds)
+    worker = Worker(
+        cluster, resolver or _resolver(cluster), devices, options.timeout_seconds
+    )
+    if _joined == [cluster]:
+        return worker  # a second strategy shares the running server
     if _compat.is_context_initialized():
         raise ValueError(
             "TensorFlow has already started. Create the multi-worker strategy "
@@ -82,9 +89,12 @@ def start_worker(
     if missing:
         raise TimeoutError(_not_started(cluster, missing, options.timeout_seconds))
     _configure(cluster, options.timeout_seconds or _DEFAULT_START_SECONDS)
-    return Worker(
-        cluster, resolver or _resolver(cluster), devices, options.timeout_seconds
-    )
+    return worker
+
+
+def has_joined(worker: Worker) -> bool:
+    """Whether this process runs a server of the worker's cluster already."""
+    return worker.cluster is not None and _joined == [worker.cluster]
 
 
 @contextlib.contextmanager
@@ -92,6 +102,8 @@ def joining(worker: Worker) -> Iterator[None]:
     """Turns TensorFlow's errors of start-up into one clear sentence."""
     try:
         yield
+        if worker.cluster is not None:
+            _joined[:] = [worker.cluster]
     except (tf.errors.OpError, RuntimeError) as error:
         if worker.cluster is None:
             raise

@@ -11,6 +11,8 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp import _compat, guards, numerics
+from tfdp import _compat, guards, numerics, shares
 from tfdp.data import check_batch_size, share_of_rank, steps_per_batch
 from tfdp.logs import merge_logs
 from tfdp.saving import save_atomically
@@ -85,7 +87,28 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
         return fn, args
     if _loops[-1].whole_batches and strategy.num_replicas_in_sync > 1:
         args = tuple(_split(strategy, argument) for argument in args)
-    return _after_its_data(fn), args
+    local = [
+        _compat.select_replica(replica, args)
+        for replica in range(strategy.extended.num_local)
+    ]
+    weights = shares.shares_of(
+        local, strategy.extended.host_group, strategy.num_replicas_in_sync
+    )
+    return _step_on_share(_after_its_data(fn), weights), args
+
+
+def _step_on_share(fn: Callable, weights: list | None) -> Callable:
+    """Lets each replica's loss count by its share of the global batch."""
+    if weights is None:
+        return fn
+
+    @functools.wraps(fn)
+    def step(*args: Any) -> Any:
+        replica = _compat.local_replica_id(tf.distribute.get_replica_context())
+        with shares.share(weights[replica]):
+            return fn(*args)
+
+    return step
 
 
 def _after_its_data(fn: Callable) -> Callable:
@@ -202,25 +225,40 @@ def _epoch_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any
     original(iterator, *args, **kwargs)
     strategy = kwargs.get("distribute_strategy", args[0] if args else None)
     if is_ours(strategy) and strategy.extended.agreement.num_workers > 1:
-        if strategy.extended.chose_seed:
-            _reshuffle_each_epoch(strategy, iterator)
+        _agree_on_shuffling(strategy, iterator)
         _agree_on_length(strategy, iterator)
 
 
-def _reshuffle_each_epoch(strategy: Any, iterator: Any) -> None:
-    """Takes a new permutation of the user's arrays in each epoch.
+def _agree_on_shuffling(strategy: Any, iterator: Any) -> None:
+    """Lets all workers shuffle the user's arrays alike.
 
-    TensorFlow repeats the permutation of a seeded dataset. Who sets no seed
-    expects another one each time, and workers need an agreed seed to agree.
+    Workers that were seeded alike already do. Otherwise all take the first
+    one's seeds, another one in each epoch: TensorFlow repeats the permutation
+    of a seeded dataset, and who sets no seed expects a new one each time.
     """
     if not _compat.shuffles_arrays(iterator.data_adapter):
         return
+    extended = strategy.extended
+    same, _ = extended.agreement.same("shuffling", _compat.random_state())
+    if same and not extended.chose_seed:
+        return
+    if not same:
+        warnings.warn(
+            "Workers have different random seeds. They shuffle in the first "
+            "worker's order; call `keras.utils.set_random_seed` with one seed on "
+            "all of them.",
+            stacklevel=2,
+        )
+    own = str(random.SystemRandom().getrandbits(30))
+    first = int(extended.agreement.exchange("a seed", own)[0])
+    epochs = itertools.count()
 
-    def renew() -> Any:
-        dataset = iterator.data_adapter.get_tf_dataset()
+    def of_next_epoch() -> Any:
+        with _compat.temporary_seed(first + next(epochs)):
+            dataset = iterator.data_adapter.get_tf_dataset()
         return strategy.experimental_distribute_dataset(dataset)
 
-    _compat.set_dataset_of_epoch(iterator, renew)
+    _compat.set_dataset_of_epoch(iterator, of_next_epoch)
 
 
 def _agree_on_length(strategy: Any, iterator: Any) -> None:

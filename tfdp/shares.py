@@ -1,0 +1,77 @@
+"""Each replica's part of the global batch, by which its loss counts.
+
+Keras divides the mean of a replica by the number of replicas, which is the
+mean over the global batch only while all hold equally many samples. With n_i
+of n samples a replica counts n_i / n. The weight goes into the loss, where it
+costs nothing; the gradient follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.collectives import ProcessGroup, all_reduce
+
+_thread = threading.local()
+
+
+def shares_of(
+    local_batches: list, host_group: ProcessGroup, num_replicas: int
+) -> list[tf.Tensor] | None:
+    """The share of the global batch that each local replica holds.
+
+    Args:
+        local_batches: List of nests, what each local replica is given.
+        host_group: `ProcessGroup` with one member for each worker.
+        num_replicas: Int, on all workers.
+
+    Returns:
+        List of scalar float32 tensors that sum to one over all replicas, or
+        `None` if all shares are equal for sure.
+    """
+    firsts = [_first_tensor(batch) for batch in local_batches]
+    if num_replicas == 1 or any(first is None for first in firsts):
+        return None
+    static = {first.shape[0] for first in firsts}
+    if len(static) == 1 and None not in static and host_group.size == 1:
+        return None
+    with tf.device(host_group.devices[0]):
+        rows = [_num_rows(first) for first in firsts]
+        total = all_reduce(tf.add_n(rows)[tf.newaxis], host_group, 0)[0]
+        return [tf.math.divide_no_nan(count, total) for count in rows]
+
+
+@contextlib.contextmanager
+def share(value: tf.Tensor | None) -> Iterator[None]:
+    """Sets the share of the replica that runs in this thread."""
+    outer = current()
+    _thread.share = value
+    try:
+        yield
+    finally:
+        _thread.share = outer
+
+
+def current() -> tf.Tensor | None:
+    """The share of the replica that runs in this thread, or `None`."""
+    return getattr(_thread, "share", None)
+
+
+def _first_tensor(batch: Any) -> Any:
+    for item in tf.nest.flatten(batch):
+        if tf.is_tensor(item) and item.shape.rank != 0:
+            return item
+    return None
+
+
+def _num_rows(tensor: Any) -> tf.Tensor:
+    if isinstance(tensor, tf.RaggedTensor):
+        return tf.cast(tensor.nrows(), tf.float32)
+    if isinstance(tensor, tf.SparseTensor):
+        return tf.cast(tensor.dense_shape[0], tf.float32)
+    return tf.cast(tf.shape(tensor)[0], tf.float32)
