@@ -12,8 +12,6 @@ from cases import common
 from harness.env import Env
 from harness.registry import case
 
-ISSUE_3 = "issue 3: distributed optimizer (exact weighting of unequal shares)"
-
 
 def _build() -> keras.Model:
     return common.compiled(common.mlp(), metrics=["mae"])
@@ -29,17 +27,17 @@ def partial_last_batch_that_divides_evenly(env: Env) -> dict:
     return _train(env, 92, 8)
 
 
-@case("Wrong numbers: a last batch of unequal shares", xfail=ISSUE_3)
+@case("Wrong numbers: a last batch of unequal shares")
 def partial_last_batch_of_unequal_shares(env: Env) -> dict:
     return _train(env, 93, 8)
 
 
-@case("Wrong numbers: a last batch smaller than N replicas", xfail=ISSUE_3)
+@case("Wrong numbers: a last batch smaller than N replicas")
 def last_batch_missing_on_one_worker(env: Env) -> dict:
     return _train(env, 89, 8)
 
 
-@case("Crash: odd batch sizes, exact numbers", xfail=ISSUE_3)
+@case("Crash: odd batch sizes, exact numbers")
 def odd_batch_size(env: Env) -> dict:
     return _train(env, 40, 5)
 

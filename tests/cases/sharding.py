@@ -7,7 +7,6 @@ import numpy as np
 import tensorflow as tf
 
 from cases import common
-from harness import registry
 from harness.env import Env
 from harness.registry import case
 
