@@ -162,6 +162,7 @@ def broadcast(
     replica: int,
     *,
     is_source: bool,
+    source: int = 0,
     channel: int = 0,
 ) -> tf.Tensor:
     """Gives every replica the source's tensor.
@@ -172,6 +173,9 @@ def broadcast(
         replica: Int, index of the calling replica among the local ones.
         is_source: Bool, whether the calling replica is the source. Exactly
             one of the group is.
+        source: Int, a number for the source, such as its rank, the same on
+            every replica. Sources of one group need different ones, since
+            TensorFlow remembers the source of a key. Defaults to `0`.
         channel: Int, the chain of the launch order. Defaults to `0`.
 
     Returns:
@@ -180,7 +184,8 @@ def broadcast(
     if group.size == 1 or _is_empty(tensor):
         return tf.identity(tensor)
     with timing.measured("broadcast", tensor, replica) as done, _on(group, replica):
-        arguments = _arguments("broadcast", tensor, group, replica, channel)
+        kind = f"broadcast from {source}"
+        arguments = _arguments(kind, tensor, group, replica, channel)
         # These two operations take no token: they are ordered by their data.
         arguments.pop("ordering_token")
         if is_source:
