@@ -1,0 +1,1 @@
+"""Benchmarks of tfdp against plain Keras, stock TensorFlow and PyTorch, as ratios."""

@@ -1,0 +1,57 @@
+"""Keras `fit` of the same model with and without a strategy, in one process."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tools.bench.channel import Arm, serve, take_over_output
+
+BATCH_SIZE = 32
+
+
+def fit_arm(strategy: Any) -> Arm:
+    """Seconds per step of `fit`, from the end of the first step on."""
+    import contextlib
+
+    import keras
+
+    from tools.bench.models import mlp, mlp_batch
+
+    class Clock(keras.callbacks.Callback):
+        """Notes when the first and the last step of a fit end."""
+
+        first = last = 0.0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.last = time.perf_counter()
+            if batch == 0:
+                self.first = self.last
+
+    keras.utils.set_random_seed(0)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = mlp()
+        model.compile(
+            optimizer=keras.optimizers.SGD(1e-3),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+
+    def run(steps: int) -> float:
+        x, y = mlp_batch(steps * BATCH_SIZE)
+        clock = Clock()
+        model.fit(x, y, batch_size=BATCH_SIZE, verbose=0, callbacks=[clock])
+        return (clock.last - clock.first) / max(1, steps - 1)
+
+    return run
+
+
+def main() -> None:
+    take_over_output()
+    import tfdp
+
+    strategy = tfdp.MirroredStrategy(["CPU:0"])
+    serve({"plain": fit_arm(None), "tfdp": fit_arm(strategy)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""What must not grow: Python's work with the variables, memory with the steps."""
+
+from __future__ import annotations
+
+import argparse
+
+from tools.bench.report import Figure, Report
+from tools.bench.sides import Side, started
+
+STEPS = 2000
+# Where memory is compared from: allocators and caches have filled by then.
+SETTLED_AFTER = 500
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measures on two workers, in `fit`."""
+    report = Report(args, {"benchmark": "growth, 2 workers, Keras fit, batch 32 each"})
+    side = Side("tfdp", "tools.bench.growth_worker", {}, num_workers=2)
+    with started(side):
+        few, many = (side.run(f"calls {count}", 40)[0] for count in (10, 500))
+        for kind in ("dense", "embedding"):
+            _add_memory(report, kind, side.run(f"memory {kind}", STEPS))
+    report.add(Figure("Python calls per step, 10 variables", few))
+    report.add(Figure("Python calls per step, 500 variables", many))
+    report.add(
+        Figure("Python calls per step, 500 to 10 variables", many / few, at_most=1.0)
+    )
+    report.finish()
+
+
+def _add_memory(report: Report, kind: str, workers: list[list[float]]) -> None:
+    """Compares resident memory after `SETTLED_AFTER` and after all steps."""
+    for rank, samples in enumerate(workers):
+        begin = samples[round(len(samples) * SETTLED_AFTER / STEPS)]
+        growth = samples[-1] - begin
+        name = (
+            f"memory gained from step {SETTLED_AFTER} to {STEPS}, {kind} model, "
+            f"worker {rank}, MB"
+        )
+        note = f"of {begin:.0f} MB"
+        report.add(Figure(name, round(growth, 2), at_most=1.0, note=note))

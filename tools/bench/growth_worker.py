@@ -1,0 +1,116 @@
+"""A worker that counts Python calls per step and watches its memory."""
+
+from __future__ import annotations
+
+import cProfile
+import json
+import os
+import sys
+from typing import Any
+
+import psutil
+
+from tools.bench.channel import Arm, serve, take_over_output
+
+BATCH_SIZE = 64  # global
+SAMPLE_EVERY = 50
+
+
+def calls_arm(strategy: Any, num_variables: int) -> Arm:
+    """Python calls per step of `fit`, of a model of so many variables."""
+    import keras
+    import numpy as np
+
+    with strategy.scope():
+        layers = [keras.layers.Dense(4) for _ in range(num_variables // 2)]
+        model = keras.Sequential([keras.Input((4,)), *layers])
+        model.compile("sgd", "mse")
+
+    class Profile(keras.callbacks.Callback):
+        """Profiles the steps after the first few."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.profile = cProfile.Profile()
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 4:
+                self.profile.enable()
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.profile.disable()
+
+    def run(steps: int) -> float:
+        callback = Profile()
+        x = np.zeros((BATCH_SIZE * (steps + 5), 4), "float32")
+        model.fit(x, x, batch_size=BATCH_SIZE, verbose=0, callbacks=[callback])
+        calls = sum(entry.callcount for entry in callback.profile.getstats())
+        return round(calls / steps, 1)
+
+    return run
+
+
+def memory_arm(strategy: Any, kind: str) -> Arm:
+    """Resident memory in MB every so many steps of `fit`."""
+    import keras
+    import numpy as np
+
+    layers = keras.layers
+    with strategy.scope():
+        if kind == "dense":
+            stem = [keras.Input((64,)), layers.Dense(256, activation="relu")]
+        else:
+            stem = [keras.Input((8,)), layers.Embedding(1000, 32), layers.Flatten()]
+        model = keras.Sequential([*stem, layers.Dense(64), layers.Dense(10)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss, metrics=["accuracy"])
+
+    process = psutil.Process(os.getpid())
+
+    class Memory(keras.callbacks.Callback):
+        """Samples resident memory."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.samples: list[float] = []
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch % SAMPLE_EVERY == SAMPLE_EVERY - 1:
+                self.samples.append(process.memory_info().rss / 2**20)
+
+    def run(steps: int) -> list[float]:
+        generator = np.random.default_rng(0)
+        rows = steps * BATCH_SIZE
+        y = generator.integers(0, 10, rows)
+        if kind == "dense":
+            x = generator.normal(size=(rows, 64)).astype("float32")
+        else:
+            x = generator.integers(0, 1000, (rows, 8))
+        callback = Memory()
+        model.fit(x, y, batch_size=BATCH_SIZE, verbose=0, callbacks=[callback])
+        return callback.samples
+
+    return run
+
+
+def main() -> None:
+    take_over_output()
+    setup = json.loads(sys.argv[1])
+    task = {"type": "worker", "index": setup["rank"]}
+    cluster = {"worker": setup["addresses"]}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+    import tfdp
+
+    strategy = tfdp.MultiWorkerMirroredStrategy()
+    serve(
+        {
+            "calls 10": calls_arm(strategy, 10),
+            "calls 500": calls_arm(strategy, 500),
+            "memory dense": memory_arm(strategy, "dense"),
+            "memory embedding": memory_arm(strategy, "embedding"),
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""What a benchmark found: figures with their goals, on the screen and as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.bench.machine import describe
+from tools.bench.stats import Ratio
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """One number and what it should be.
+
+    Args:
+        name: String, what is compared with what.
+        value: `Ratio` or float.
+        at_least: Float or `None`, the goal.
+        at_most: Float or `None`, the goal.
+        note: String, what else to know. Defaults to none.
+    """
+
+    name: str
+    value: Ratio | float
+    at_least: float | None = None
+    at_most: float | None = None
+    note: str = ""
+
+    @property
+    def goal(self) -> str:
+        """The goal in words."""
+        if self.at_least is not None:
+            return f"goal >= {self.at_least:g}"
+        return "" if self.at_most is None else f"goal <= {self.at_most:g}"
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the median meets the goal; `None` without a goal."""
+        median = self.value.median if isinstance(self.value, Ratio) else self.value
+        if self.at_least is not None:
+            return median >= self.at_least
+        return None if self.at_most is None else median <= self.at_most
+
+    def __str__(self) -> str:
+        verdict = {None: "", True: "met", False: "MISSED"}[self.met]
+        value = self.value
+        shown = str(value) if isinstance(value, Ratio) else f"{value:g}"
+        words = [f"{self.name}: {shown}", self.goal, verdict, self.note]
+        return "  ".join(word for word in words if word)
+
+
+class Report:
+    """Collects the figures of a run.
+
+    Args:
+        args: The command line; `out` is where the JSON goes.
+        setting: Mapping, the model, the batch and the like.
+    """
+
+    def __init__(self, args: argparse.Namespace, setting: Mapping[str, Any]) -> None:
+        self._out: Path | None = args.out
+        self._content: dict[str, Any] = {**describe(), **setting, "figures": []}
+        for name, value in self._content.items():
+            if name != "figures":
+                print(f"{name}: {value}")
+        print(flush=True)
+
+    def add(self, figure: Figure) -> None:
+        """Prints a figure and keeps it."""
+        print(figure, flush=True)
+        kept = dataclasses.asdict(figure)
+        self._content["figures"].append({**kept, "met": figure.met})
+
+    def add_times(self, times: Mapping[str, Sequence[float]]) -> None:
+        """Keeps the raw times, in seconds, and prints their medians."""
+        self._content.setdefault("seconds_per_step", {}).update(times)
+        for name, values in times.items():
+            middle = sorted(values)[len(values) // 2]
+            best = min(values)
+            print(f"  {name}: median {middle * 1e3:.2f} ms, best {best * 1e3:.2f} ms")
+
+    def finish(self) -> None:
+        """Writes the JSON, if asked to."""
+        self._content["load_average_at_end"] = describe()["load_average_1_min"]
+        if self._out:
+            self._out.write_text(json.dumps(self._content, indent=1) + "\n", "utf-8")

@@ -1,0 +1,28 @@
+"""What one replica costs under tfdp, against plain Keras `fit` in one process."""
+
+from __future__ import annotations
+
+import argparse
+
+from tools.bench.report import Figure, Report
+from tools.bench.sides import Side, alternate, started
+from tools.bench.stats import paired_ratio
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measures `fit` of the MLP."""
+    setting = {
+        "benchmark": "Keras fit on one replica, CPU",
+        "model": "MLP 784-1024-1024-10, 1.86 million parameters",
+        "batch": "32, NumPy arrays, 25 steps a block",
+    }
+    report = Report(args, setting)
+    side = Side("fit", "tools.bench.fit_worker", {})
+    with started(side):
+        arms = [(side, "plain"), (side, "tfdp")]
+        times = alternate(arms, blocks=max(30, args.blocks), steps=25)
+    report.add_times(times)
+    ratio = paired_ratio(times["fit/tfdp"], times["fit/plain"])
+    name = "step time of one replica relative to plain Keras"
+    report.add(Figure(name, ratio, at_most=1.03))
+    report.finish()
