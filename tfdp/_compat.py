@@ -34,6 +34,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import device as device_lib
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.types import distribute as distribute_types
 
 # The strategies derive from the stock extended classes, so that every promise
 # of tf.distribute that tfdp does not touch is kept by TensorFlow's own code.
@@ -46,6 +47,12 @@ StockOptions = collective_util.Options
 MirroredVariable = values.MirroredVariable
 SyncOnReadVariable = values.SyncOnReadVariable
 PerReplica = values.PerReplica
+PerReplicaSpec = values.PerReplicaSpec
+# What Keras and AutoGraph take for distributed input, and what `tf.function`
+# takes for an argument that is made of tensors.
+DistributedDatasetInterface = distribute_types.DistributedDatasetInterface
+DistributedIteratorInterface = distribute_types.DistributedIteratorInterface
+CompositeTensor = tf.__internal__.CompositeTensor
 
 # Keras classes and modules whose functions tfdp replaces, see `trainer`.
 TensorFlowTrainer = keras_trainer.TensorFlowTrainer
@@ -272,6 +279,11 @@ def select_replica(replica: int, structure: Any) -> Any:
 def per_replica(local_values: list, *, always_wrap: bool = False) -> Any:
     """One value per local replica as tf.distribute's own container."""
     return distribute_utils.regroup(tuple(local_values), always_wrap=always_wrap)
+
+
+def type_spec_of(value: Any) -> Any:
+    """The spec of a value that is made of tensors."""
+    return value._type_spec
 
 
 def local_dataset(distributed: Any) -> tf.data.Dataset:

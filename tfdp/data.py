@@ -17,8 +17,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.iterators import ShareDataset
 
 _POLICY = tf.data.experimental.AutoShardPolicy
+_PREFETCHED_STEPS = 2
 
 
 def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
@@ -46,13 +48,51 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
         if policy in (_POLICY.FILE, _POLICY.OFF):
             return _distribute_own_shards(strategy, dataset, options, policy, stock)
         _check_workers_read_alike(extended.agreement, dataset)
+    first = extended.first_rank
+    ranks = list(range(first, first + extended.num_local))
+    asks = _lengths_differ(extended.agreement, dataset)
+    return _of_shares(strategy, dataset, ranks, options, asks=asks)
+
+
+def _of_shares(
+    strategy: Any, dataset: Any, ranks: list[int], options: Any, *, asks: bool
+) -> Any:
+    """The distributed dataset of the local replicas' shares."""
     num_replicas = strategy.num_replicas_in_sync
-    ranks = range(extended.first_rank, extended.first_rank + extended.num_local)
-    local = rows_of_ranks(dataset, list(ranks), num_replicas)
-    distributed = strategy.distribute_datasets_from_function(
-        lambda _: local, options
-    )
-    return _without_asking(extended.agreement, dataset, distributed)
+    on_cpus = strategy.extended.group.backend != "nccl" and not _has_gpus(strategy)
+    if on_cpus and options is None:
+        shares = shares_of_ranks(dataset, ranks, num_replicas)
+        shares = shares.prefetch(_PREFETCHED_STEPS)
+        return ShareDataset(shares, strategy, asks=asks)
+    local = rows_of_ranks(dataset, ranks, num_replicas)
+    distributed = strategy.distribute_datasets_from_function(lambda _: local, options)
+    return distributed if asks else _compat.without_partial_batches(distributed)
+
+
+def _has_gpus(strategy: Any) -> bool:
+    devices = strategy.extended.worker_devices
+    return any(_compat.device_type(device) == "GPU" for device in devices)
+
+
+def shares_of_ranks(
+    dataset: tf.data.Dataset, ranks: list[int], num_replicas: int
+) -> tf.data.Dataset:
+    """Turns each global batch into a tuple of the given ranks' shares.
+
+    Args:
+        dataset: `tf.data.Dataset` of global batches.
+        ranks: List of ints.
+        num_replicas: Int, on all workers.
+
+    Returns:
+        `tf.data.Dataset` of tuples, as long as `dataset`.
+    """
+
+    def shares(*batch: Any) -> Any:
+        element = batch[0] if len(batch) == 1 else batch
+        return tuple(share_of_rank(element, rank, num_replicas) for rank in ranks)
+
+    return dataset.map(shares)
 
 
 def rows_of_ranks(
@@ -75,13 +115,7 @@ def rows_of_ranks(
     [[0, 1, 2], [3, 4]]
     """  # noqa: E501
 
-    def shares(*batch: Any) -> Any:
-        element = batch[0] if len(batch) == 1 else batch
-        return tuple(share_of_rank(element, rank, num_replicas) for rank in ranks)
-
-    if len(ranks) == 1:
-        return dataset.map(lambda *batch: shares(*batch)[0])
-    split = dataset.map(shares)
+    split = shares_of_ranks(dataset, ranks, num_replicas)
 
     def in_turn(*parts: Any) -> tf.data.Dataset:
         joined = tf.data.Dataset.from_tensors(parts[0])
@@ -201,10 +235,10 @@ def _check_workers_read_alike(agreement: Any, dataset: tf.data.Dataset) -> None:
         )
 
 
-def _without_asking(agreement: Any, dataset: Any, distributed: Any) -> Any:
-    """Drops the question to all workers at each step where it has one answer."""
+def _lengths_differ(agreement: Any, dataset: Any) -> bool:
+    """Whether some workers may run out of data before others."""
     if agreement.num_workers == 1:
-        return _compat.without_partial_batches(distributed)
+        return False
     length = int(dataset.cardinality().numpy())
     same, texts = agreement.same("a dataset's length", str(length))
     if not same:
@@ -215,9 +249,7 @@ def _without_asking(agreement: Any, dataset: Any, distributed: Any) -> Any:
             f"with empty shares. Received: {lengths} batches",
             stacklevel=2,
         )
-    if same and length != tf.data.UNKNOWN_CARDINALITY:
-        return _compat.without_partial_batches(distributed)
-    return distributed
+    return not same or length == tf.data.UNKNOWN_CARDINALITY
 
 
 def steps_per_batch(strategy: Any, dataset: Any) -> int:
@@ -239,9 +271,7 @@ def _distribute_own_shards(
     are workers, as TensorFlow defines it.
     """
     if policy == _POLICY.OFF:
-        num_replicas = strategy.num_replicas_in_sync
-        local = rows_of_ranks(dataset, list(range(num_replicas)), num_replicas)
-        return strategy.distribute_datasets_from_function(lambda _: local, options)
+        return _of_own_batches(strategy, dataset, options)
     by_file = stock.experimental_distribute_dataset(dataset, options)
     if not strategy.extended.agreement.any("sharding by file", not _can_read(by_file)):
         return by_file
@@ -255,6 +285,13 @@ def _distribute_own_shards(
     return strategy.experimental_distribute_dataset(
         dataset.with_options(changed), options
     )
+
+
+def _of_own_batches(strategy: Any, dataset: Any, options: Any) -> Any:
+    """One batch of a worker lasts for as many steps as there are workers."""
+    num_replicas = strategy.num_replicas_in_sync
+    local = rows_of_ranks(dataset, list(range(num_replicas)), num_replicas)
+    return strategy.distribute_datasets_from_function(lambda _: local, options)
 
 
 def _can_read(distributed: Any) -> bool:

@@ -1,0 +1,178 @@
+"""A dataset of shares and its iterator: one element holds all local replicas'.
+
+TensorFlow's own iterator for several devices traces functions of its own for
+each device whenever an epoch begins, and waits for its threads whenever one
+ends, which on CPUs takes longer than a small epoch. GPUs keep it, since it
+copies ahead of the step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.collectives import all_reduce
+
+_strategies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+
+class ShareDataset(_compat.DistributedDatasetInterface):
+    """What `strategy.experimental_distribute_dataset` returns on CPUs.
+
+    Args:
+        dataset: `tf.data.Dataset`, each element a tuple of the local shares.
+        strategy: A tfdp strategy.
+        asks: Bool, whether workers may run out of data at different steps, so
+            that they have to ask each other at each.
+    """
+
+    def __init__(self, dataset: tf.data.Dataset, strategy: Any, *, asks: bool) -> None:
+        self.dataset = dataset
+        self._strategy = strategy
+        self._asks = asks
+
+    def __iter__(self) -> ShareIterator:
+        return ShareIterator(iter(self.dataset), self._strategy, self._asks)
+
+    @property
+    def element_spec(self) -> Any:
+        """The spec of an element, per replica where there are several."""
+        return _per_replica_spec(self.dataset.element_spec)
+
+    def reduce(self, initial_state: Any, reduce_fn: Any) -> Any:
+        """Reduces all elements to one state, as `tf.data.Dataset.reduce` does."""
+        state = initial_state
+        for element in self:
+            state = reduce_fn(state, element)
+        return state
+
+
+class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor):
+    """Iterates over a `ShareDataset`, also inside `tf.function`.
+
+    Args:
+        iterator: `tf.data.Iterator` over tuples of the local shares.
+        strategy: A tfdp strategy.
+        asks: Bool, see `ShareDataset`.
+    """
+
+    def __init__(self, iterator: Any, strategy: Any, asks: bool) -> None:
+        self._iterator = iterator
+        self._strategy = strategy
+        self._asks = asks
+
+    @property
+    def element_spec(self) -> Any:
+        """The spec of an element, per replica where there are several."""
+        return _per_replica_spec(self._iterator.element_spec)
+
+    def __iter__(self) -> ShareIterator:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self.get_next()
+        except tf.errors.OutOfRangeError as error:
+            raise StopIteration from error
+
+    def get_next(self) -> Any:
+        """The next shares; raises `tf.errors.OutOfRangeError` at the end."""
+        if not self._asks:
+            return _compat.per_replica(list(self._iterator.get_next()))
+        optional = self._iterator.get_next_as_optional()
+
+        def value_or_empty() -> Any:
+            return tf.cond(optional.has_value(), optional.get_value, self._empty)
+
+        # Asking the local iterator once more raises the error of its end.
+        shares = tf.cond(
+            self._anybody_has(optional), value_or_empty, self._iterator.get_next
+        )
+        return _compat.per_replica(list(shares))
+
+    def get_next_as_optional(self) -> Any:
+        """The next shares, or an empty optional at the end."""
+        optional = self._iterator.get_next_as_optional()
+        has_value = self._anybody_has(optional) if self._asks else optional.has_value()
+
+        def value() -> Any:
+            shares = (
+                tf.cond(optional.has_value(), optional.get_value, self._empty)
+                if self._asks
+                else optional.get_value()
+            )
+            return tf.experimental.Optional.from_value(
+                _compat.per_replica(list(shares))
+            )
+
+        def nothing() -> Any:
+            return tf.experimental.Optional.empty(self.element_spec)
+
+        return tf.cond(has_value, value, nothing)
+
+    def _anybody_has(self, optional: Any) -> tf.Tensor:
+        group = self._strategy.extended.host_group
+        with tf.device(group.devices[0]):
+            own = tf.cast(optional.has_value(), tf.int32)[tf.newaxis]
+            return all_reduce(own, group, 0)[0] > 0
+
+    def _empty(self) -> Any:
+        return tf.nest.map_structure(_no_rows, self._iterator.element_spec)
+
+    @property
+    def _type_spec(self) -> ShareIteratorSpec:
+        _strategies[id(self._strategy)] = self._strategy
+        return ShareIteratorSpec(
+            _compat.type_spec_of(self._iterator), id(self._strategy), self._asks
+        )
+
+
+class ShareIteratorSpec(tf.TypeSpec):
+    """Lets a `ShareIterator` be an argument of a `tf.function`."""
+
+    __slots__ = ("_asks", "_iterator_spec", "_strategy_id")
+
+    def __init__(self, iterator_spec: Any, strategy_id: int, asks: bool) -> None:
+        self._iterator_spec = iterator_spec
+        self._strategy_id = strategy_id
+        self._asks = asks
+
+    @property
+    def value_type(self) -> type:
+        return ShareIterator
+
+    def _serialize(self) -> tuple:
+        return (self._iterator_spec, self._strategy_id, self._asks)
+
+    @property
+    def _component_specs(self) -> Any:
+        return self._iterator_spec
+
+    def _to_components(self, value: ShareIterator) -> Any:
+        return value._iterator
+
+    def _from_components(self, components: Any) -> ShareIterator:
+        return ShareIterator(components, _strategies[self._strategy_id], self._asks)
+
+
+def _per_replica_spec(specs: tuple) -> Any:
+    if len(specs) == 1:
+        return specs[0]
+    return tf.nest.map_structure(lambda *own: _compat.PerReplicaSpec(*own), *specs)
+
+
+def _no_rows(spec: Any) -> Any:
+    """An empty batch of a spec, for a worker that has run out of data."""
+    if isinstance(spec, tf.SparseTensorSpec):
+        shape = [0, *(size or 0 for size in spec.shape[1:])]
+        indices = tf.zeros([0, len(shape)], tf.int64)
+        return tf.SparseTensor(indices, tf.zeros([0], spec.dtype), shape)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        rows = [[]] if spec.ragged_rank else []
+        empty = tf.ragged.constant(rows, spec.dtype, ragged_rank=spec.ragged_rank)
+        return empty[:0]
+    shape = [0, *(size or 0 for size in spec.shape[1:])] if spec.shape.rank else []
+    return tf.zeros(shape, spec.dtype)
