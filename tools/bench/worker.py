@@ -23,11 +23,11 @@ def make_strategy(setup: dict[str, Any]) -> Any:
 
     import tfdp
 
+    options = tfdp.CommunicationOptions(**setup.get("communication", {}))
     if setup["strategy"] == "auto":
-        return tfdp.auto_strategy()
+        return tfdp.auto_strategy(communication=options)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     if setup["strategy"] == "tfdp":
-        options = tfdp.CommunicationOptions(**setup.get("communication", {}))
         return tfdp.MultiWorkerMirroredStrategy(communication=options)
     return tf.distribute.MultiWorkerMirroredStrategy()
 
