@@ -7,6 +7,7 @@ Each name says why it is needed. Checked on TensorFlow 2.21.0 with Keras
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -155,6 +156,17 @@ def in_replica_thread() -> bool:
     """Whether this thread runs one replica's part of `strategy.run`."""
     context_ = tf.distribute.get_replica_context()
     return context_ is not None and tf.distribute.has_strategy()
+
+
+def in_loop_of_replica() -> bool:
+    """Whether a loop that began inside a replica's function is being traced."""
+    entry = getattr(threading.current_thread(), "graph", None)
+    graph = ops.get_default_graph()
+    while graph is not None and graph is not entry:
+        if type(graph).__name__ == "WhileBodyFuncGraph":
+            return entry is not None
+        graph = getattr(graph, "outer_graph", None)
+    return False
 
 
 def is_context_initialized() -> bool:

@@ -86,6 +86,14 @@ class ReplicaExtended:
             return super(  # type: ignore[misc]
                 _compat.MirroredExtended, self
             )._replica_ctx_all_reduce(reduce_op, value, options)
+        if not one_local_replica and _compat.in_loop_of_replica():
+            # TensorFlow matches collectives by the name of the loop they are
+            # in, and each replica of a process has loops of its own name.
+            raise ValueError(
+                "An all-reduce inside a loop inside `strategy.run` waits for ever "
+                "where a process has several replicas. Put the loop around "
+                "`strategy.run` instead."
+            )
         replica = _compat.local_replica_id(context)
         return self._cross_device_ops._all_reduce(reduce_op, value, replica, options)
 
@@ -98,8 +106,13 @@ class ReplicaExtended:
     # Statistics and metrics of a step.
 
     @contextlib.contextmanager
-    def step_scope(self) -> Iterator[None]:
-        """Averages the moving statistics that the replicas assign inside."""
+    def step_scope(self, weights: list | None = None) -> Iterator[None]:
+        """Averages the moving statistics that the replicas assign inside.
+
+        Args:
+            weights: List of scalar tensors, the local replicas' shares of the
+                global batch, or `None` where all have the same.
+        """
         outer = getattr(self, "_statistics", None)
         self._statistics: dict[int, Any] | None = {}
         try:
@@ -108,7 +121,8 @@ class ReplicaExtended:
         finally:
             self._statistics = outer
         if statistics:
-            average_statistics(statistics, self.host_group, self.group.size)
+            equal = [tf.constant(1.0 / self.group.size, tf.float64)] * self.num_local
+            average_statistics(statistics, weights or equal, self.host_group)
 
     def note_statistic(self, variable: Any) -> None:
         """Remembers that a replica assigned a moving statistic."""

@@ -56,6 +56,7 @@ def fused_all_reduce(
     plan: BucketPlan,
     group: ProcessGroup,
     replica: int,
+    valid: tf.Tensor | None = None,
 ) -> list[tf.Tensor]:
     """Sums tensors over the group by one collective for each bucket.
 
@@ -64,6 +65,8 @@ def fused_all_reduce(
         plan: `BucketPlan`.
         group: `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
+        valid: Scalar bool tensor, whether this replica has anything to add, or
+            `None` if it has for sure. Defaults to `None`.
 
     Returns:
         List of tensors like `tensors`.
@@ -72,12 +75,25 @@ def fused_all_reduce(
     with tf.device(group.devices[replica]):
         for channel, bucket in enumerate(plan):
             members = [tensors[index] for index in bucket.indices]
-            reduced = all_reduce(pack(members), group, replica, channel=channel)
+            flat = pack(members)
+            if valid is not None:
+                flat = _zeros_unless(valid, flat)
+            reduced = all_reduce(flat, group, replica, channel=channel)
             for index, part in zip(
                 bucket.indices, unpack(reduced, members), strict=True
             ):
                 results[index] = part
     return results
+
+
+def _zeros_unless(valid: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
+    """Zeros for a replica without samples, whose means are 0 / 0.
+
+    A conditional passes the buffer on, where a product would copy it (and
+    leave NaN as it is).
+    """
+    result = tf.cond(valid, lambda: flat, lambda: tf.zeros_like(flat))
+    return tf.ensure_shape(result, flat.shape)
 
 
 def all_reduce_any_shape(

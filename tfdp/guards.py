@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.ownership import in_force
 
 
 
-def check_no_strategy_in_force(
-    model: Any, name: str, is_ours: Callable[[Any], bool]
-) -> None:
+def check_no_strategy_in_force(model: Any, name: str) -> None:
     """Raises if a model made outside the scope is used inside it.
 
     Raises:
         ValueError: If a tfdp strategy's scope is in force.
     """
-    if tf.distribute.has_strategy() and is_ours(tf.distribute.get_strategy()):
+    if in_force():
         raise ValueError(
             f"The model {model.name!r} was made outside `strategy.scope()`, so that "
             "its variables are on one device. Make and compile it inside the "

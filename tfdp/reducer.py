@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp import _compat
+from tfdp import _compat, shares
 from tfdp.agreement import Agreement
 from tfdp.buckets import BucketPlan
 from tfdp.collectives import ProcessGroup
@@ -116,7 +116,9 @@ class Reducer:
         plan = make_plan(tensors, names, self.options)
         if variables is not None and replica == 0:
             self.plans[tuple(_path(variable) for variable in variables)] = plan
-        return fused_all_reduce(tensors, plan, self.group, replica)
+        share = shares.current() if variables is not None else None
+        valid = None if share is None else share > 0
+        return fused_all_reduce(tensors, plan, self.group, replica, valid)
 
     def _check(self, variables: list[Any], replica: int) -> None:
         """Compares the trained variables across workers, once for each set."""

@@ -44,31 +44,36 @@ def merge_states(
 
 
 def average_statistics(
-    variables: Sequence[Any], host_group: ProcessGroup, num_replicas: int
+    variables: Sequence[Any], weights: Sequence[tf.Tensor], host_group: ProcessGroup
 ) -> None:
     """Gives every replica the mean of its own and the others' statistics.
 
     Args:
         variables: Sequence of mirrored variables.
+        weights: Sequence of scalar tensors, one for each local replica, that
+            sum to one over all replicas. A replica of weight zero has seen no
+            samples, and its statistics may be NaN.
         host_group: `ProcessGroup` with one member for each worker.
-        num_replicas: Int, on all workers.
     """
-    states = [[part.read_value() for part in v.values] for v in variables]
     with tf.device(host_group.devices[0]):
-        sums = _merge(states, "sum", host_group, keep_wire_dtype=True)
-    for variable, total in zip(variables, sums, strict=True):
-        mean = tf.cast(total / num_replicas, variable.dtype)
+        states = [
+            [
+                tf.math.multiply_no_nan(tf.cast(part.read_value(), _WIRE), tf.cast(w, _WIRE))
+                for part, w in zip(v.values, weights, strict=True)
+            ]
+            for v in variables
+        ]
+        means = _merge(states, "sum", host_group)
+    for variable, mean in zip(variables, means, strict=True):
         for part in variable.values:
             with tf.device(part.device):
-                part.assign(mean)
+                part.assign(tf.cast(mean, variable.dtype))
 
 
 def _merge(
     states: Sequence[Sequence[tf.Tensor]],
     kind: str,
     host_group: ProcessGroup,
-    *,
-    keep_wire_dtype: bool = False,
 ) -> list[tf.Tensor]:
     by_replica = zip(*states, strict=True)
     rows = [
@@ -86,8 +91,6 @@ def _merge(
         tf.reshape(part, tf.shape(tensors[0]))
         for part, tensors in zip(parts, states, strict=True)
     ]
-    if keep_wire_dtype:
-        return shaped
     return [tf.cast(t, s[0].dtype) for t, s in zip(shaped, states, strict=True)]
 
 

@@ -48,8 +48,8 @@ class _Strategy:
         Returns:
             What `fn` returns, one value per replica.
         """
-        fn, args = trainer.prepare_run(self, fn, args)
-        with self.extended.step_scope():
+        fn, args, weights = trainer.prepare_run(self, fn, args)
+        with self.extended.step_scope(weights):
             result = super().run(fn, args, kwargs, options)  # type: ignore[misc]
         # Optimizers may have built their variables while being traced.
         scope.synchronize_new_variables(self)

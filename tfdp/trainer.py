@@ -20,9 +20,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp import _compat, guards, numerics, shares
+from tfdp import _compat, guards, numerics, shares, updates
 from tfdp.data import check_batch_size, share_of_rank, steps_per_batch
 from tfdp.logs import merge_logs
+from tfdp.ownership import is_ours, strategy_of
 from tfdp.saving import save_atomically
 from tfdp.worker_callbacks import callbacks_of_worker
 
@@ -44,21 +45,11 @@ class Loop:
 _loops: list[Loop] = []
 
 
-def is_ours(strategy: Any) -> bool:
-    """Whether a strategy is one of tfdp's."""
-    return hasattr(getattr(strategy, "extended", None), "reducer")
-
-
-def ours(model: Any) -> Any:
-    """The tfdp strategy of a model, or `None`."""
-    strategy = _compat.strategy_of(model)
-    return strategy if is_ours(strategy) else None
-
-
 @functools.cache
 def install() -> None:
     """Replaces Keras's functions, once for a process."""
-    numerics.install(is_ours)
+    numerics.install()
+    updates.install()
     owner = _compat.TensorFlowTrainer
     for name in ("fit", "evaluate", "predict"):
         _compat.replace(owner, name, functools.partial(_loop, name))
@@ -72,7 +63,9 @@ def install() -> None:
     _compat.replace(_compat.keras_trainer, "reduce_per_replica", _reduce_per_replica)
 
 
-def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tuple]:
+def prepare_run(
+    strategy: Any, fn: Callable, args: tuple
+) -> tuple[Callable, tuple, list | None]:
     """Prepares what Keras gives to `strategy.run`; leaves other calls alone.
 
     Args:
@@ -81,10 +74,11 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
         args: Tuple, its arguments.
 
     Returns:
-        Tuple of function and arguments.
+        Tuple of function, arguments and the local replicas' shares of the
+        global batch, see `tfdp.shares`.
     """
-    if not _loops or ours(_loops[-1].model) is not strategy:
-        return fn, args
+    if not _loops or strategy_of(_loops[-1].model) is not strategy:
+        return fn, args, None
     if _loops[-1].whole_batches and strategy.num_replicas_in_sync > 1:
         args = tuple(_split(strategy, argument) for argument in args)
     local = [
@@ -94,7 +88,7 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
     weights = shares.shares_of(
         local, strategy.extended.host_group, strategy.num_replicas_in_sync
     )
-    return _step_on_share(_after_its_data(fn), weights), args
+    return _step_on_share(_after_its_data(fn), weights), args, weights
 
 
 def _step_on_share(fn: Callable, weights: list | None) -> Callable:
@@ -162,9 +156,9 @@ def _looping(model: Any, *, whole_batches: bool = False) -> Iterator[None]:
 
 
 def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = ours(model)
+    strategy = strategy_of(model)
     if strategy is None:
-        guards.check_no_strategy_in_force(model, name, is_ours)
+        guards.check_no_strategy_in_force(model, name)
         return original(model, *args, **kwargs)
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     arguments = bound.arguments
@@ -185,7 +179,7 @@ def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) 
 
 
 def _on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    if ours(model) is None:
+    if strategy_of(model) is None:
         return original(model, *args, **kwargs)
     with _looping(model, whole_batches=True):
         return original(model, *args, **kwargs)
@@ -194,7 +188,7 @@ def _on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
 def _save(
     original: Callable, model: Any, filepath: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    strategy = ours(model)
+    strategy = strategy_of(model)
     if strategy is None:
         return original(model, filepath, *args, **kwargs)
     return save_atomically(strategy, original, model, filepath, *args, **kwargs)
@@ -204,7 +198,7 @@ def _symbolic_build(
     original: Callable, model: Any, iterator: Any = None, data_batch: Any = None
 ) -> Any:
     """Builds from the data's spec; stock takes a batch, which generators lose."""
-    if ours(model) is None or iterator is None:
+    if strategy_of(model) is None or iterator is None:
         return original(model, iterator=iterator, data_batch=data_batch)
     spec = _compat.local_element_spec(_compat.distributed_dataset(iterator))
     shapes = [s.shape for s in tf.nest.flatten(spec) if s is not None]
@@ -223,7 +217,7 @@ def _reduce_per_replica(
 
 def _epoch_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) -> None:
     original(iterator, *args, **kwargs)
-    strategy = kwargs.get("distribute_strategy", args[0] if args else None)
+    strategy: Any = kwargs.get("distribute_strategy", args[0] if args else None)
     if is_ours(strategy) and strategy.extended.agreement.num_workers > 1:
         _agree_on_shuffling(strategy, iterator)
         _agree_on_length(strategy, iterator)
@@ -289,9 +283,9 @@ class _WithLength:
 
 
 def _compile(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = ours(model)
+    strategy = strategy_of(model)
     if strategy is None:
-        guards.check_no_strategy_in_force(model, "compile", is_ours)
+        guards.check_no_strategy_in_force(model, "compile")
         return original(model, *args, **kwargs)
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     if bound.arguments.get("jit_compile") is True:

@@ -1,0 +1,93 @@
+"""Keras's optimizers under several replicas: clip and check the sum.
+
+Keras clips each replica's gradient, and checks it for overflow, before it adds
+them up; one device clips and checks the sum. Each function here takes the
+place of one of Keras, is called with the original first, and hands over to it
+where no tfdp strategy is in force.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.ownership import replica_context
+from tfdp.reducer import gradients_of
+
+_CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
+# What one replica's update knows: each replica is traced in its own thread.
+_thread = threading.local()
+
+
+def install() -> None:
+    """Puts the functions in place; again has no effect."""
+    base, tensorflow = _compat.BaseOptimizer, _compat.TFOptimizer
+    _compat.replace(base, "_backend_apply_gradients", _apply_gradients)
+    _compat.replace(base, "_clip_gradients", _clip_gradients)
+    _compat.replace(tensorflow, "_backend_update_step", _update_step)
+    _compat.replace(tensorflow, "_all_reduce_sum_gradients", _all_reduce_sum)
+    _compat.replace(keras.optimizers.LossScaleOptimizer, "check_finite", _check_finite)
+
+
+def _apply_gradients(
+    original: Callable, optimizer: Any, grads: Any, variables: Any
+) -> Any:
+    _thread.variables = variables
+    return original(optimizer, grads, variables)
+
+
+def _clip_gradients(original: Callable, optimizer: Any, grads: Any) -> Any:
+    clips = any(getattr(optimizer, name, None) for name in _CLIPPING)
+    context = replica_context()
+    if not clips or context is None:
+        return original(optimizer, grads)
+    given = [index for index, gradient in enumerate(grads) if gradient is not None]
+    reduced = list(grads)
+    with _described(optimizer, [_thread.variables[index] for index in given]):
+        sums = context.all_reduce(
+            tf.distribute.ReduceOp.SUM, [grads[index] for index in given]
+        )
+    for index, gradient in zip(given, sums, strict=True):
+        reduced[index] = gradient
+    _thread.is_reduced = True
+    return original(optimizer, reduced)
+
+
+def _update_step(
+    original: Callable, optimizer: Any, grads: Any, variables: Any, *rest: Any
+) -> Any:
+    if replica_context() is None:
+        return original(optimizer, grads, variables, *rest)
+    pairs = zip(grads, variables, strict=True)
+    with _described(optimizer, [v for g, v in pairs if g is not None]):
+        return original(optimizer, grads, variables, *rest)
+
+
+def _all_reduce_sum(original: Callable, optimizer: Any, grads_and_vars: Any) -> Any:
+    if getattr(_thread, "is_reduced", False):
+        _thread.is_reduced = False
+        return list(grads_and_vars)
+    return original(optimizer, grads_and_vars)
+
+
+def _check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
+    finite = original(optimizer, grads)
+    context = replica_context()
+    if context is None:
+        return finite
+    # Replicas that disagree would take different branches, of which only one
+    # has collectives.
+    overflows = context.all_reduce(
+        tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(finite), tf.int32)
+    )
+    return tf.equal(overflows, 0)
+
+
+def _described(optimizer: Any, variables: list[Any]) -> Any:
+    is_linear = type(optimizer) is keras.optimizers.SGD
+    return gradients_of(variables, is_linear=is_linear)
