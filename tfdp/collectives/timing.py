@@ -90,14 +90,20 @@ def measured(
     for recorder in _active:
         recorder.collectives.append(record)
 
+    def stamp(index: int) -> tf.Tensor:
+        # TensorFlow runs all operations with side effects in the order of the
+        # program, also those of different replicas: the first replica's second
+        # stamp would come before the second replica's first, and both wait. A
+        # function that takes a resource is ordered by that resource only.
+        return tf.function(lambda: times[index].assign(tf.timestamp()).read_value())()
+
     with tf.control_dependencies([tensor]):
-        begin = tf.timestamp()
+        begin = stamp(0)
 
     def done(result: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies([result]):
-            end = tf.timestamp()
-        stored = times.assign(tf.stack([begin, end]))
-        with tf.control_dependencies([stored]):
+            end = stamp(1)
+        with tf.control_dependencies([end]):
             return tf.identity(result)
 
     with tf.control_dependencies([begin]):
