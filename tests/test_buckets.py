@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tfdp.buckets import BucketPlan, Entry, plan_buckets
+from tfdp.buckets import BucketPlan, Entry, effective_bucket_bytes, plan_buckets
 
 SIZES = {"float16": 2, "float32": 4, "float64": 8}
 
@@ -46,7 +46,20 @@ def test_a_bucket_is_filled_to_its_limit_and_not_beyond():
 
 def test_an_entry_larger_than_a_bucket_travels_alone():
     entries = [entry(10), entry(500), entry(10)]
-    assert indices(plan(entries)) == [(0,), (1,), (2,)]
+    assert indices(plan(entries)) == [(1,), (0, 2)]
+
+
+def test_an_entry_as_large_as_a_bucket_leaves_the_open_one_open():
+    entries = [entry(10), entry(100), entry(10), entry(100), entry(10)]
+    assert indices(plan(entries)) == [(1,), (3,), (0, 2, 4)]
+
+
+def test_small_models_get_smaller_buckets_and_large_ones_those_asked_for():
+    mb = 2**20
+    assert effective_bucket_bytes(1 * mb, 25 * mb) == 1 * mb
+    assert effective_bucket_bytes(80 * mb, 25 * mb) == 10 * mb
+    assert effective_bucket_bytes(1000 * mb, 25 * mb) == 25 * mb
+    assert effective_bucket_bytes(80 * mb, mb // 2) == mb // 2
 
 
 def test_first_bucket_closes_at_its_own_limit():

@@ -6,6 +6,11 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
 
+# A step is cut into about so many buckets, unless they would get so small that
+# starting a collective takes longer than moving its bytes.
+_WANTED_BUCKETS = 8
+_LEAST_BUCKET_BYTES = 2**20
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -91,6 +96,28 @@ class BucketPlan:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def effective_bucket_bytes(total_bytes: int, bucket_bytes: int) -> int:
+    """The bucket size for a model: smaller than allowed where the model is small.
+
+    Several buckets overlap each other and the backward pass, and large gradients
+    are not copied into them. Measured in docs/performance.md.
+
+    Args:
+        total_bytes: Int, size of all gradients.
+        bucket_bytes: Int, largest size of a bucket.
+
+    Returns:
+        Int, at most `bucket_bytes`.
+
+    Example:
+
+    >>> effective_bucket_bytes(total_bytes=80 * 2**20, bucket_bytes=25 * 2**20) / 2**20
+    10.0
+    """
+    share = max(total_bytes // _WANTED_BUCKETS, _LEAST_BUCKET_BYTES)
+    return min(bucket_bytes, share)
+
+
 def plan_buckets(
     entries: Sequence[Entry],
     order: Sequence[int],
@@ -101,9 +128,11 @@ def plan_buckets(
     """Fills buckets in the order in which gradients become ready.
 
     One bucket is open per dtype at any time. A bucket is closed when the next
-    gradient of its dtype would make it larger than allowed; a gradient that is
-    larger by itself has a bucket of its own. Buckets are launched in the order
-    in which their last gradient becomes ready.
+    gradient of its dtype would make it larger than allowed. A gradient that
+    fills a bucket by itself travels alone, without being copied, and leaves the
+    open bucket open, so that no small gradient needs a collective of its own
+    because a large one came after it. Buckets are launched in the order in
+    which their last gradient becomes ready.
 
     Args:
         entries: Sequence of `Entry`.
@@ -141,6 +170,9 @@ def plan_buckets(
         dtype = entry.dtype
         is_first = not closed
         limit = first_bucket_bytes if is_first else bucket_bytes
+        if entry.num_bytes >= limit:
+            closed.append([index])
+            continue
         members = open_buckets.get(dtype)
         if members and sizes[dtype] + entry.num_bytes > limit:
             closed.append(members)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.buckets import BucketPlan, Entry, plan_buckets
+from tfdp.buckets import BucketPlan, Entry, effective_bucket_bytes, plan_buckets
 from tfdp.collectives import ProcessGroup, all_reduce, padded_length
 from tfdp.options import CommunicationOptions
 
@@ -35,10 +35,11 @@ def make_plan(
         Entry(name, tuple(t.shape.as_list()), t.dtype.name, t.dtype.size)
         for t, name in zip(tensors, names, strict=True)
     ]
+    total_bytes = sum(entry.num_bytes for entry in entries)
     return plan_buckets(
         entries,
         ready_order(tensors),
-        bucket_bytes=options.bucket_bytes,
+        bucket_bytes=effective_bucket_bytes(total_bytes, options.bucket_bytes),
         first_bucket_bytes=options.first_bucket_bytes,
     )
 
