@@ -21,6 +21,7 @@ FLOORS = {
     "tfdp.buckets": 1,
     "tfdp.devices": 1,
     "tfdp.agreement": 1,
+    "tfdp.ownership": 1,
     # Process groups and their primitives; what must be alike on all workers.
     "tfdp.collectives": 2,
     "tfdp.consistency": 2,
@@ -29,6 +30,8 @@ FLOORS = {
     "tfdp.sparse": 3,
     "tfdp.gather": 3,
     "tfdp.startup": 3,
+    "tfdp.shares": 3,
+    "tfdp.iterators": 3,
     # What the strategies and the trainer are made of.
     "tfdp.step": 4,
     "tfdp.reducer": 4,
@@ -38,11 +41,13 @@ FLOORS = {
     "tfdp.data": 4,
     "tfdp.guards": 4,
     "tfdp.plan": 4,
+    "tfdp.saving": 4,
     # What TensorFlow and Keras call.
     "tfdp.strategy": 5,
     "tfdp.extended": 5,
     "tfdp.logs": 5,
     "tfdp.numerics": 5,
+    "tfdp.updates": 5,
     "tfdp.worker_callbacks": 5,
     "tfdp.trainer": 5,
     # What a person calls.
@@ -59,6 +64,7 @@ SIDEWAYS = {
     ("tfdp.sparse", "tfdp.fusion"): "rows that would move more bytes go dense",
     ("tfdp.strategy", "tfdp.extended"): "a strategy is a shell around its extended",
     ("tfdp.strategy", "tfdp.trainer"): "a strategy installs the trainer's hooks",
+    ("tfdp.trainer", "tfdp.updates"): "the trainer puts Keras's functions in place",
     ("tfdp.trainer", "tfdp.numerics"): "the hooks put Keras's counting right",
     ("tfdp.trainer", "tfdp.logs"): "the hooks hand the merged logs to Keras",
     ("tfdp.trainer", "tfdp.worker_callbacks"): "the hooks choose who writes files",

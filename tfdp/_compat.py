@@ -14,11 +14,11 @@ from typing import Any
 import tensorflow as tf
 from keras.src import tree as keras_tree
 from keras.src.backend.tensorflow import image as keras_image
-from keras.src.backend.tensorflow import nn as keras_nn
+from keras.src.backend.tensorflow import nn as _keras_nn
 from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
 from keras.src.backend.tensorflow import random as keras_random
 from keras.src.backend.tensorflow import trainer as keras_trainer
-from keras.src.losses import loss as keras_loss
+from keras.src.losses import loss as _keras_loss
 from keras.src.optimizers import base_optimizer as keras_base_optimizer
 from keras.src.trainers import trainer as keras_base_trainer
 from tensorflow.python.data.experimental.ops import distribute as data_distribute
@@ -61,6 +61,10 @@ TFOptimizer = keras_tf_optimizer.TFOptimizer
 BaseOptimizer = keras_base_optimizer.BaseOptimizer
 BaseTrainer = keras_base_trainer.Trainer
 EpochIterator = keras_trainer.TFEpochIterator
+# Modules with the moments of synchronized BatchNormalization, and with the
+# division of a loss by the number of replicas.
+keras_nn = _keras_nn
+keras_loss = _keras_loss
 # Modules that hold `draw_seed`, from which Dropout and its like take seeds.
 KERAS_RANDOM_MODULES = (keras_random, keras_image)
 
@@ -182,7 +186,9 @@ def configure_coordination_service(**config: Any) -> None:
 def coordinated_jobs(num_tasks: dict[str, int]) -> list:
     """The jobs whose tasks the coordination service expects."""
     return [
-        collective_all_reduce_strategy.coordination_config_pb2.CoordinatedJob(name=name, num_tasks=count)
+        collective_all_reduce_strategy.coordination_config_pb2.CoordinatedJob(
+            name=name, num_tasks=count
+        )
         for name, count in num_tasks.items()
     ]
 
@@ -367,6 +373,15 @@ def rehome_variable(variable: Any) -> None:
 def is_optimizer_of(optimizer: Any, strategy: Any) -> bool:
     """Whether an optimizer was made in a strategy's scope."""
     return getattr(optimizer, "_distribution_strategy", None) is strategy
+
+
+def stock_initial_value(
+    extended: Any, replica_id: int, device: Any, primary: Any, **kwargs: Any
+) -> Any:
+    """The initial value of a mirrored variable, with no broadcast to workers."""
+    return MirroredExtended._get_variable_creator_initial_value(
+        extended, replica_id, device, primary, **kwargs
+    )
 
 
 def initial_epoch(model: Any) -> int:

@@ -114,7 +114,6 @@ def rows_of_ranks(
     >>> [rows.tolist() for rows in rows_of_ranks(dataset, [0, 1], 2).as_numpy_iterator()]
     [[0, 1, 2], [3, 4]]
     """  # noqa: E501
-
     split = shares_of_ranks(dataset, ranks, num_replicas)
 
     def in_turn(*parts: Any) -> tf.data.Dataset:

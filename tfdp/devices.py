@@ -17,8 +17,7 @@ _MAX_DEFAULT_REPLICAS = 8
 
 def local_devices() -> list[str]:
     """All logical GPUs of this machine, or else all its logical CPU devices."""
-    names = _names("GPU") or _names("CPU")
-    return names
+    return _names("GPU") or _names("CPU")
 
 
 def resolve_devices(devices: Sequence[str] | None) -> list[str]:

@@ -41,6 +41,7 @@ class ReplicaExtended:
 
     options: CommunicationOptions
     agreement: Agreement
+    _collective_keys: Any
 
     def _use_merge_call(self) -> bool:
         return False
@@ -60,14 +61,12 @@ class ReplicaExtended:
         self.first_rank = first_rank
         self.num_local = len(devices)
         self.reducer = Reducer(self.group, first_rank, self.options, self.agreement)
-        self._cross_device_ops = self.reducer.as_cross_device_ops(
-            self._collective_keys  # type: ignore[has-type]
-        )
+        self._cross_device_ops = self.reducer.as_cross_device_ops(self._collective_keys)
         self._collective_ops = self._cross_device_ops
         host_rank = first_rank // len(devices)
         self._host_cross_device_ops = Reducer(
             self.host_group, host_rank, self.options, self.agreement
-        ).as_cross_device_ops(self._collective_keys)  # type: ignore[has-type]
+        ).as_cross_device_ops(self._collective_keys)
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         kwargs["aggregation"] = aggregation_of(kwargs)
@@ -95,7 +94,7 @@ class ReplicaExtended:
                 "`strategy.run` instead."
             )
         replica = _compat.local_replica_id(context)
-        return self._cross_device_ops._all_reduce(reduce_op, value, replica, options)
+        return self.reducer.reduce(reduce_op, value, replica)
 
     def _get_cross_device_ops(self, value: Any) -> Any:
         local = getattr(value, "values", (value,))
@@ -207,7 +206,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         so they keep TensorFlow's own broadcast.
         """
         if tf.executing_eagerly() and self.worker.num_workers > 1:
-            return _compat.MirroredExtended._get_variable_creator_initial_value(
+            return _compat.stock_initial_value(
                 self, replica_id, device, primary_var, **kwargs
             )
         return super()._get_variable_creator_initial_value(

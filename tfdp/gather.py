@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from tfdp.collectives import ProcessGroup, all_gather, padded_length
@@ -18,8 +20,9 @@ _WIRE_DTYPES = {
     tf.bfloat16: tf.float32,
 }
 
+
 def gather_rows(
-    tensor: tf.Tensor, axis: object, group: ProcessGroup, replica: int, rank: int
+    tensor: tf.Tensor, axis: Any, group: ProcessGroup, replica: int, rank: int
 ) -> tf.Tensor:
     """Concatenates tensors of unequal length along an axis.
 
@@ -57,7 +60,7 @@ def gather_rows(
         return restore(joined)
 
 
-def _axis_first(tensor: tf.Tensor, axis: object) -> tuple:
+def _axis_first(tensor: tf.Tensor, axis: Any) -> tuple:
     """Moves `axis` to the front and returns how to move it back."""
     if isinstance(axis, int) and axis == 0:
         return tensor, lambda joined: joined

@@ -10,7 +10,6 @@ from tfdp import _compat
 from tfdp.ownership import in_force
 
 
-
 def check_no_strategy_in_force(model: Any, name: str) -> None:
     """Raises if a model made outside the scope is used inside it.
 

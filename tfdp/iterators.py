@@ -122,6 +122,10 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
     def _empty(self) -> Any:
         return tf.nest.map_structure(_no_rows, self._iterator.element_spec)
 
+    def components(self) -> Any:
+        """The iterator of this worker, which is made of tensors."""
+        return self._iterator
+
     @property
     def _type_spec(self) -> ShareIteratorSpec:
         _strategies[id(self._strategy)] = self._strategy
@@ -152,7 +156,7 @@ class ShareIteratorSpec(tf.TypeSpec):
         return self._iterator_spec
 
     def _to_components(self, value: ShareIterator) -> Any:
-        return value._iterator
+        return value.components()
 
     def _from_components(self, components: Any) -> ShareIterator:
         return ShareIterator(components, _strategies[self._strategy_id], self._asks)
@@ -171,7 +175,7 @@ def _no_rows(spec: Any) -> Any:
         indices = tf.zeros([0, len(shape)], tf.int64)
         return tf.SparseTensor(indices, tf.zeros([0], spec.dtype), shape)
     if isinstance(spec, tf.RaggedTensorSpec):
-        rows = [[]] if spec.ragged_rank else []
+        rows: list = [[]] if spec.ragged_rank else []
         empty = tf.ragged.constant(rows, spec.dtype, ragged_rank=spec.ragged_rank)
         return empty[:0]
     shape = [0, *(size or 0 for size in spec.shape[1:])] if spec.shape.rank else []

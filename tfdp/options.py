@@ -90,4 +90,6 @@ def _check_positive(name: str, value: object, what: str) -> None:
 def _check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         listed = ", ".join(f'"{item}"' for item in allowed)
-        raise ValueError(f"`{name}` must be one of {listed}. Received: {name}={value!r}")
+        raise ValueError(
+            f"`{name}` must be one of {listed}. Received: {name}={value!r}"
+        )

@@ -82,9 +82,7 @@ def _gather_rows(
     missing = length - tf.size(indices, out_type=tf.int32)
     padding = [[0, missing]] + [[0, 0]] * (values.shape.rank - 1)
     all_values = all_gather(tf.pad(values, padding), group, replica, size=size)
-    all_indices = all_gather(
-        tf.pad(indices, [[0, missing]]), group, replica, size=size
-    )
+    all_indices = all_gather(tf.pad(indices, [[0, missing]]), group, replica, size=size)
     valid = tf.reshape(tf.sequence_mask(counts, length), [-1])  # [size * length]
     return tf.boolean_mask(all_indices, valid), tf.boolean_mask(all_values, valid)
 

@@ -58,7 +58,9 @@ def average_statistics(
     with tf.device(host_group.devices[0]):
         states = [
             [
-                tf.math.multiply_no_nan(tf.cast(part.read_value(), _WIRE), tf.cast(w, _WIRE))
+                tf.math.multiply_no_nan(
+                    tf.cast(part.read_value(), _WIRE), tf.cast(w, _WIRE)
+                )
                 for part, w in zip(v.values, weights, strict=True)
             ]
             for v in variables

@@ -215,7 +215,9 @@ def _reduce_per_replica(
     return merge_logs(strategy, _loops[-1].model, values)
 
 
-def _epoch_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) -> None:
+def _epoch_iterator(
+    original: Callable, iterator: Any, *args: Any, **kwargs: Any
+) -> None:
     original(iterator, *args, **kwargs)
     strategy: Any = kwargs.get("distribute_strategy", args[0] if args else None)
     if is_ours(strategy) and strategy.extended.agreement.num_workers > 1:

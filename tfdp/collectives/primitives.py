@@ -87,7 +87,8 @@ def all_gather(
     with timing.measured("all_gather", tensor, replica) as done, _on(group, replica):
         return done(
             tf.raw_ops.CollectiveGatherV2(
-                input=tensor, **_arguments("gather", tensor, group, replica, channel, size)
+                input=tensor,
+                **_arguments("gather", tensor, group, replica, channel, size),
             )
         )
 
@@ -189,9 +190,7 @@ def broadcast(
         # These two operations take no token: they are ordered by their data.
         arguments.pop("ordering_token")
         if is_source:
-            return done(
-                tf.raw_ops.CollectiveBcastSendV2(input=tensor, **arguments)
-            )
+            return done(tf.raw_ops.CollectiveBcastSendV2(input=tensor, **arguments))
         return done(
             tf.raw_ops.CollectiveBcastRecvV2(
                 T=tensor.dtype, shape=tf.shape(tensor), **arguments

@@ -68,7 +68,8 @@ class Recorder:
     def intervals(self, replica: int = 0) -> list[tuple[Collective, float, float]]:
         """Begin and end of the last execution of each collective, in seconds."""
         rows = [c for c in self.collectives if c.replica == replica]
-        return [(c, *(float(t) for t in c.times.numpy())) for c in rows]
+        found = [(c, c.times.numpy()) for c in rows]
+        return [(c, float(times[0]), float(times[1])) for c, times in found]
 
 
 _active: list[Recorder] = []
