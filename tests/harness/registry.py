@@ -32,6 +32,7 @@ MODULES: tuple[str, ...] = (
     "sharding",
     "bad_input",
     "collectives",
+    "sparse",
 )
 
 
