@@ -28,6 +28,7 @@ from tensorflow.python.distribute import (
     cross_device_ops,
     cross_device_utils,
     distribute_utils,
+    input_lib,
     mirrored_strategy,
     values,
 )
@@ -51,7 +52,7 @@ PerReplica = values.PerReplica
 PerReplicaSpec = values.PerReplicaSpec
 # What Keras and AutoGraph take for distributed input, and what `tf.function`
 # takes for an argument that is made of tensors.
-DistributedDatasetInterface = distribute_types.DistributedDatasetInterface
+DistributedDatasetsFromFunction = input_lib.DistributedDatasetsFromFunction
 DistributedIteratorInterface = distribute_types.DistributedIteratorInterface
 CompositeTensor = tf.__internal__.CompositeTensor
 

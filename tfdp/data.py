@@ -63,7 +63,7 @@ def _of_shares(
     if on_cpus and options is None:
         shares = shares_of_ranks(dataset, ranks, num_replicas)
         shares = shares.prefetch(_PREFETCHED_STEPS)
-        return ShareDataset(shares, strategy, asks=asks)
+        return ShareDataset(shares, strategy, asks)
     local = rows_of_ranks(dataset, ranks, num_replicas)
     distributed = strategy.distribute_datasets_from_function(lambda _: local, options)
     return distributed if asks else _compat.without_partial_batches(distributed)

@@ -7,6 +7,7 @@ variables and updates them. Everything else is TensorFlow's.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -29,6 +30,8 @@ from tfdp.variables import (
 
 # Channels let buckets overlap each other on CPUs. NCCL wants one order.
 _CPU_CHANNELS = 4
+_STOCK_KEYS_PER_STRATEGY = 1000
+_strategy_counter = itertools.count()
 
 
 class ReplicaExtended:
@@ -119,7 +122,7 @@ class ReplicaExtended:
             statistics = list(self._statistics.values())
         finally:
             self._statistics = outer
-        if statistics:
+        if statistics and self.group.size > 1:
             equal = [tf.constant(1.0 / self.group.size, tf.float64)] * self.num_local
             average_statistics(statistics, weights or equal, self.host_group)
 
@@ -171,8 +174,8 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         self.options = options
         self.worker = worker
         self.new_variables: list[Any] = []
-        # Whether tfdp had to choose a random seed for all workers.
-        self.chose_seed = False
+        # The random seed that tfdp had to choose for all workers, if any.
+        self.chosen_seed: int | None = None
         self._std_server_started = has_joined(worker)
         with joining(worker):
             super().__init__(
@@ -218,6 +221,15 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         if tf.executing_eagerly() and isinstance(variable, MirroredVariable):
             self.new_variables.append(weakref.ref(variable))
         return variable
+
+
+def next_stock_key_base() -> int:
+    """Where TensorFlow's own group keys of a new strategy start.
+
+    A few of its collectives are still used, and those of two strategies of a
+    process would meet: all stock strategies count from the same number.
+    """
+    return next(_strategy_counter) * _STOCK_KEYS_PER_STRATEGY
 
 
 def _backend(options: CommunicationOptions, devices: tuple[str, ...]) -> str:

@@ -19,8 +19,10 @@ from tfdp.collectives import all_reduce
 _strategies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 
-class ShareDataset(_compat.DistributedDatasetInterface):
+class ShareDataset(_compat.DistributedDatasetsFromFunction):
     """What `strategy.experimental_distribute_dataset` returns on CPUs.
+
+    A subclass of the stock class by name only: Keras asks for the name.
 
     Args:
         dataset: `tf.data.Dataset`, each element a tuple of the local shares.
@@ -29,25 +31,32 @@ class ShareDataset(_compat.DistributedDatasetInterface):
             that they have to ask each other at each.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, strategy: Any, *, asks: bool) -> None:
+    def __init__(self, dataset: tf.data.Dataset, strategy: Any, asks: bool) -> None:
         self.dataset = dataset
-        self._strategy = strategy
-        self._asks = asks
+        self.strategy = strategy
+        self.asks = asks
 
     def __iter__(self) -> ShareIterator:
-        return ShareIterator(iter(self.dataset), self._strategy, self._asks)
+        return ShareIterator(iter(self.dataset), self.strategy, self.asks)
 
     @property
     def element_spec(self) -> Any:
         """The spec of an element, per replica where there are several."""
         return _per_replica_spec(self.dataset.element_spec)
 
-    def reduce(self, initial_state: Any, reduce_fn: Any) -> Any:
-        """Reduces all elements to one state, as `tf.data.Dataset.reduce` does."""
-        state = initial_state
-        for element in self:
-            state = reduce_fn(state, element)
-        return state
+    @property
+    def cardinality(self) -> Any:
+        """Number of steps, as `tf.data.Dataset.cardinality` gives it."""
+        return self.dataset.cardinality()
+
+    @property
+    def components(self) -> Any:
+        """The dataset of this worker, which is made of tensors."""
+        return self.dataset
+
+    @property
+    def _type_spec(self) -> tf.TypeSpec:
+        return _spec_of(ShareDatasetSpec, self)
 
 
 class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor):
@@ -61,8 +70,8 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
 
     def __init__(self, iterator: Any, strategy: Any, asks: bool) -> None:
         self._iterator = iterator
-        self._strategy = strategy
-        self._asks = asks
+        self.strategy = strategy
+        self.asks = asks
 
     @property
     def element_spec(self) -> Any:
@@ -80,7 +89,7 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
 
     def get_next(self) -> Any:
         """The next shares; raises `tf.errors.OutOfRangeError` at the end."""
-        if not self._asks:
+        if not self.asks:
             return _compat.per_replica(list(self._iterator.get_next()))
         optional = self._iterator.get_next_as_optional()
 
@@ -96,12 +105,12 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
     def get_next_as_optional(self) -> Any:
         """The next shares, or an empty optional at the end."""
         optional = self._iterator.get_next_as_optional()
-        has_value = self._anybody_has(optional) if self._asks else optional.has_value()
+        has_value = self._anybody_has(optional) if self.asks else optional.has_value()
 
         def value() -> Any:
             shares = (
                 tf.cond(optional.has_value(), optional.get_value, self._empty)
-                if self._asks
+                if self.asks
                 else optional.get_value()
             )
             return tf.experimental.Optional.from_value(
@@ -114,7 +123,7 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
         return tf.cond(has_value, value, nothing)
 
     def _anybody_has(self, optional: Any) -> tf.Tensor:
-        group = self._strategy.extended.host_group
+        group = self.strategy.extended.host_group
         with tf.device(group.devices[0]):
             own = tf.cast(optional.has_value(), tf.int32)[tf.newaxis]
             return all_reduce(own, group, 0)[0] > 0
@@ -122,44 +131,65 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
     def _empty(self) -> Any:
         return tf.nest.map_structure(_no_rows, self._iterator.element_spec)
 
+    @property
     def components(self) -> Any:
         """The iterator of this worker, which is made of tensors."""
         return self._iterator
 
     @property
-    def _type_spec(self) -> ShareIteratorSpec:
-        _strategies[id(self._strategy)] = self._strategy
-        return ShareIteratorSpec(
-            _compat.type_spec_of(self._iterator), id(self._strategy), self._asks
-        )
+    def _type_spec(self) -> tf.TypeSpec:
+        return _spec_of(ShareIteratorSpec, self)
 
 
-class ShareIteratorSpec(tf.TypeSpec):
-    """Lets a `ShareIterator` be an argument of a `tf.function`."""
+class _ShareSpec(tf.TypeSpec):
+    """Lets a dataset of shares or its iterator be an argument of `tf.function`."""
 
-    __slots__ = ("_asks", "_iterator_spec", "_strategy_id")
+    __slots__ = ("_asks", "_inner", "_strategy_id")
 
-    def __init__(self, iterator_spec: Any, strategy_id: int, asks: bool) -> None:
-        self._iterator_spec = iterator_spec
+    def __init__(self, inner: Any, strategy_id: int, asks: bool) -> None:
+        self._inner = inner
         self._strategy_id = strategy_id
         self._asks = asks
+
+    def _serialize(self) -> tuple:
+        return (self._inner, self._strategy_id, self._asks)
+
+    @property
+    def _component_specs(self) -> Any:
+        return self._inner
+
+    def _to_components(self, value: Any) -> Any:
+        return value.components
+
+    def _from_components(self, components: Any) -> Any:
+        strategy = _strategies[self._strategy_id]
+        return self.value_type(components, strategy, self._asks)
+
+
+class ShareDatasetSpec(_ShareSpec):
+    """The spec of a `ShareDataset`."""
+
+    __slots__ = ()
+
+    @property
+    def value_type(self) -> type:
+        return ShareDataset
+
+
+class ShareIteratorSpec(_ShareSpec):
+    """The spec of a `ShareIterator`."""
+
+    __slots__ = ()
 
     @property
     def value_type(self) -> type:
         return ShareIterator
 
-    def _serialize(self) -> tuple:
-        return (self._iterator_spec, self._strategy_id, self._asks)
 
-    @property
-    def _component_specs(self) -> Any:
-        return self._iterator_spec
-
-    def _to_components(self, value: ShareIterator) -> Any:
-        return value.components()
-
-    def _from_components(self, components: Any) -> ShareIterator:
-        return ShareIterator(components, _strategies[self._strategy_id], self._asks)
+def _spec_of(kind: type, value: Any) -> Any:
+    # A spec is compared by plain values, so the strategy stands in a table.
+    _strategies[id(value.strategy)] = value.strategy
+    return kind(_compat.type_spec_of(value.components), id(value.strategy), value.asks)
 
 
 def _per_replica_spec(specs: tuple) -> Any:

@@ -130,8 +130,8 @@ def agree_on_seed(strategy: Any) -> None:
     }
     facts = [json.loads(t) for t in agreement.exchange("random seed", json.dumps(own))]
     alike = all(f["set"] for f in facts) and len({f["state"] for f in facts}) == 1
-    strategy.extended.chose_seed = not alike
     if not alike:
+        strategy.extended.chosen_seed = facts[0]["seed"]
         keras.utils.set_random_seed(facts[0]["seed"])
 
 

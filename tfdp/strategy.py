@@ -10,7 +10,11 @@ import tensorflow as tf
 from tfdp import data, scope, trainer
 from tfdp.cluster import Cluster
 from tfdp.devices import default_cpus, local_devices, resolve_devices
-from tfdp.extended import MultiWorkerReplicaExtended, SingleWorkerReplicaExtended
+from tfdp.extended import (
+    MultiWorkerReplicaExtended,
+    SingleWorkerReplicaExtended,
+    next_stock_key_base,
+)
 from tfdp.options import CommunicationOptions
 from tfdp.plan import CommunicationPlan, communication_plan
 from tfdp.startup import start_worker
@@ -114,6 +118,7 @@ class MirroredStrategy(_Strategy, tf.distribute.MirroredStrategy):
         communication: CommunicationOptions | None = None,
     ) -> None:
         trainer.install()
+        self._collective_key_base = next_stock_key_base()
         options = communication or CommunicationOptions()
         extended = SingleWorkerReplicaExtended(
             self, devices=resolve_devices(devices), options=options
@@ -148,6 +153,7 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
         communication: CommunicationOptions | None = None,
     ) -> None:
         trainer.install()
+        self._collective_key_base = next_stock_key_base()
         options = communication or CommunicationOptions()
         worker = start_worker(cluster_resolver, devices, options)
         extended = MultiWorkerReplicaExtended(self, worker=worker, options=options)

@@ -210,7 +210,8 @@ def _symbolic_build(
 def _reduce_per_replica(
     original: Callable, values: Any, strategy: Any, reduction: Any
 ) -> Any:
-    if not is_ours(strategy) or not _loops or reduction == "concat":
+    is_alone = strategy.num_replicas_in_sync == 1
+    if not is_ours(strategy) or is_alone or not _loops or reduction == "concat":
         return original(values, strategy, reduction)
     return merge_logs(strategy, _loops[-1].model, values)
 
@@ -236,8 +237,8 @@ def _agree_on_shuffling(strategy: Any, iterator: Any) -> None:
         return
     extended = strategy.extended
     same, _ = extended.agreement.same("shuffling", _compat.random_state())
-    if same and not extended.chose_seed:
-        return
+    if same and _compat.global_seed() != extended.chosen_seed:
+        return  # the user's own seed, as on one device
     if not same:
         warnings.warn(
             "Workers have different random seeds. They shuffle in the first "
