@@ -34,10 +34,10 @@ def _fit(env: Env, *chosen, **options) -> dict:
 def plateau_and_early_stopping(env: Env) -> dict:
     plateau = callbacks.ReduceLROnPlateau("loss", 0.5, patience=1, min_delta=0.05)
     stopping = callbacks.EarlyStopping(
-        "val_mae", min_delta=0.03, patience=2, restore_best_weights=True
+        "val_mae", min_delta=0.2, patience=2, restore_best_weights=True
     )
-    results = _fit(env, plateau, stopping, epochs=12)
-    assert len(results["history"]["loss"]) < 12, "did not stop early"
+    results = _fit(env, plateau, stopping, epochs=8)
+    assert len(results["history"]["loss"]) < 8, "did not stop early"
     return results | {"stopped": stopping.stopped_epoch, "best": stopping.best_epoch}
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import typing
 
 import psutil
 
@@ -89,9 +90,12 @@ class Worker:
         code = self.process.poll()
         state = "running" if code is None else f"exit code {code}"
         parts = [f"===== worker {self.rank} ({state})"]
-        for title, path in ("output", self.log), ("stacks", self.stacks):
+        for title, path, length in (
+            ("output", self.log, 4000),
+            ("stacks", self.stacks, 20000),
+        ):
             text = path.read_text(errors="replace") if path.exists() else ""
-            parts.append(f"--- last {title}\n{text[-4000:]}")
+            parts.append(f"--- last {title}\n{text[-length:]}")
         return "\n".join(parts)
 
 
@@ -151,7 +155,10 @@ class Cluster:
             ClusterError: If a worker died or the time is over. The cluster is
                 dead then.
         """
-        pending = {worker.connection.fileno(): worker for worker in self.workers}
+        # By file descriptor.
+        pending: dict[typing.Any, Worker] = {
+            worker.connection.fileno(): worker for worker in self.workers
+        }
         outcomes: dict[int, Outcome] = {}
         end = time.monotonic() + deadline_seconds
         while pending:
