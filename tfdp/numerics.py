@@ -22,6 +22,7 @@ def install() -> None:
     """Puts the functions in place; again has no effect."""
     _compat.replace(_compat.keras_nn, "_compute_moments_sync", _moments)
     _compat.replace(_compat.keras_loss, "reduce_values", _reduce_values)
+    _compat.replace(_compat.keras_loss, "apply_mask", _apply_mask)
     _compat.replace(_compat.keras_loss, "scale_loss_for_distribution", _scale_loss)
     _compat.replace(_compat.keras_loss, "unscale_loss_for_distribution", _unscale_loss)
     for module in _compat.KERAS_RANDOM_MODULES:
@@ -42,12 +43,39 @@ def _reduce_values(
     reduction: Any = "sum_over_batch_size",
 ) -> Any:
     result = original(values, sample_weight, reduction)
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        return result * _global_mean_correction(sample_weight, result.dtype)
     is_mean = reduction not in (None, "none", "sum")
     if not in_force() or not is_mean or tuple(values.shape) != ():
         return result
     # A loss function that takes the mean itself: Keras returns such a value
     # before it divides by the number of replicas.
     return _compat.keras_loss.scale_loss_for_distribution(result)
+
+
+def _apply_mask(
+    original: Callable, sample_weight: Any, mask: Any, dtype: Any, reduction: Any
+) -> Any:
+    weights = original(sample_weight, mask, dtype, reduction)
+    if mask is None or reduction not in ("mean", "sum_over_batch_size"):
+        return weights
+    return weights * _global_mean_correction(mask, dtype)
+
+
+def _global_mean_correction(weights: Any, dtype: Any) -> Any:
+    """What turns a mean over a replica's weights into one over everybody's.
+
+    Keras divides by the replica's own sum of weights, or of a mask, and then
+    the replica counts by its share of the samples. The mean over the global
+    batch divides by the sum of all replicas' weights.
+    """
+    context, share = replica_context(), shares.current()
+    if context is None or share is None:
+        return tf.ones([], dtype)
+    own = tf.reduce_sum(tf.cast(weights, tf.float32))
+    everybodys = context.all_reduce(tf.distribute.ReduceOp.SUM, own)
+    correction = tf.math.divide_no_nan(own, everybodys * share)
+    return tf.cast(tf.stop_gradient(correction), dtype)
 
 
 def _scale_loss(original: Callable, value: Any) -> Any:

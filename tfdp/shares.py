@@ -32,14 +32,16 @@ def shares_of(
 
     Returns:
         List of scalar float32 tensors that sum to one over all replicas, or
-        `None` if all shares are equal for sure.
+        `None` if there is one replica.
     """
+    if num_replicas == 1:
+        return None
     firsts = [_first_tensor(batch) for batch in local_batches]
-    if num_replicas == 1 or any(first is None for first in firsts):
-        return None
-    static = {first.shape[0] for first in firsts}
-    if len(static) == 1 and None not in static and host_group.size == 1:
-        return None
+    static = {None if first is None else first.shape[0] for first in firsts}
+    without_data = any(first is None for first in firsts)
+    all_alike = len(static) == 1 and None not in static and host_group.size == 1
+    if without_data or all_alike:
+        return [tf.constant(1.0 / num_replicas)] * len(firsts)
     with tf.device(host_group.devices[0]):
         rows = [_num_rows(first) for first in firsts]
         total = all_reduce(tf.add_n(rows)[tf.newaxis], host_group, 0)[0]

@@ -1,0 +1,69 @@
+"""What needs GPUs: run it where there are some; elsewhere it says why not."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+
+GPUS = [f"GPU:{i}" for i in range(len(tf.config.list_physical_devices("GPU")))]
+
+pytestmark = pytest.mark.skipif(not GPUS, reason="there is no GPU on this machine")
+
+
+def train(strategy: tf.distribute.Strategy | None) -> list[np.ndarray]:
+    """Twelve updates of a small model on seeded data."""
+    keras.utils.set_random_seed(0)
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(192, 16)).astype("float32")
+    y = generator.integers(0, 4, 192)
+    with strategy.scope() if strategy else tf.device("GPU:0"):
+        model = keras.Sequential(
+            [
+                keras.Input((16,)),
+                keras.layers.Dense(32, activation="relu"),
+                keras.layers.Dense(4),
+            ]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, jit_compile=False)
+    model.fit(x, y, batch_size=16, epochs=1, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("count", range(1, len(GPUS) + 1) or [1])
+def test_gpus_match_one_gpu(count):
+    expected = train(None)
+    found = train(tfdp.MirroredStrategy(GPUS[:count]))
+    for a, b in zip(found, expected, strict=True):
+        error = np.abs(a - b).max() / max(np.abs(b).max(), 1e-3)
+        assert error <= 1e-4
+
+
+def test_gpus_use_nccl():
+    strategy = tfdp.MirroredStrategy(GPUS)
+    assert strategy.extended.group.backend == "nccl"
+    assert strategy.extended.group.launch_order.num_channels == 1
+
+
+@pytest.mark.skipif(len(GPUS) < 2, reason="one GPU cannot all-reduce")
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float16, tf.int32])
+@pytest.mark.parametrize("size", [1, 7, 1024])
+def test_all_reduce_adds_over_gpus(dtype, size):
+    strategy = tfdp.MirroredStrategy(GPUS)
+
+    @tf.function
+    def reduced():
+        def of_replica():
+            context = tf.distribute.get_replica_context()
+            own = tf.fill([size], tf.cast(context.replica_id_in_sync_group + 1, dtype))
+            return context.all_reduce(tf.distribute.ReduceOp.SUM, own)
+
+        return strategy.run(of_replica)
+
+    total = sum(range(1, len(GPUS) + 1))
+    for value in strategy.experimental_local_results(reduced()):
+        np.testing.assert_array_equal(value.numpy(), np.full(size, total))
