@@ -21,6 +21,7 @@ from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.losses import loss as _keras_loss
 from keras.src.optimizers import base_optimizer as keras_base_optimizer
 from keras.src.trainers import trainer as keras_base_trainer
+from tensorflow.core.function.polymorphism import function_type
 from tensorflow.python.data.experimental.ops import distribute as data_distribute
 from tensorflow.python.distribute import (
     collective_all_reduce_strategy,
@@ -95,6 +96,24 @@ def replace(owner: Any, name: str, wrapper: Callable) -> None:
     replacement.__wrapped__ = original  # type: ignore[attr-defined]
     replacement._tfdp_wrapper = wrapper  # type: ignore[attr-defined]
     setattr(owner, name, replacement)
+
+
+def hash_function_types_once() -> None:
+    """Lets a call of a `tf.function` cost the same for many variables as for few.
+
+    TensorFlow looks a traced function up by a type that names everything that
+    the function captures, and hashes it all at every call, once or twice for
+    each variable. The types are immutable: TensorFlow keeps other values that
+    it derives from them in the same way.
+    """
+    replace(function_type.FunctionType, "__hash__", _hash_once)
+
+
+def _hash_once(original: Callable, signature: Any) -> int:
+    found = getattr(signature, "_tfdp_hash", None)
+    if found is None:
+        found = signature._tfdp_hash = original(signature)
+    return found
 
 
 @contextlib.contextmanager

@@ -48,6 +48,7 @@ _loops: list[Loop] = []
 @functools.cache
 def install() -> None:
     """Replaces Keras's functions, once for a process."""
+    _compat.hash_function_types_once()
     numerics.install()
     updates.install()
     owner = _compat.TensorFlowTrainer
