@@ -115,11 +115,14 @@ def _plan_of_backward_pass(model: Any, options: Any) -> tuple[BucketPlan, list[s
         found.extend(tape.gradient(total, [v.value for v in variables]))
         pairs = [(g, v.path) for g, v in zip(found, variables, strict=True)]
         dense = [(g, n) for g, n in pairs if isinstance(g, tf.Tensor)]
+        for gradient, variable in zip(found, variables, strict=True):
+            if isinstance(gradient, tf.Tensor):
+                gradient.set_shape(variable.shape)
         plans.append(make_plan([g for g, _ in dense], [n for _, n in dense], options))
 
     plans: list[BucketPlan] = []
     specs = [tf.TensorSpec(x.shape, x.dtype) for x in tf.nest.flatten(model.inputs)]
-    tf.function(backward).get_concrete_function(*specs)
+    tf.function(backward, autograph=False).get_concrete_function(*specs)
     sparse = [
         variable.path
         for gradient, variable in zip(found, variables, strict=True)

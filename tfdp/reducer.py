@@ -106,6 +106,10 @@ class Reducer:
         tensors = [tf.convert_to_tensor(flat[index]) for index in dense]
         if self.group.size == 1:
             return tensors
+        if variables is not None:
+            # Where the size of the batch is unknown, so is that of some gradients.
+            for tensor, index in zip(tensors, dense, strict=True):
+                tensor.set_shape(variables[index].shape)
         if not all(tensor.shape.is_fully_defined() for tensor in tensors):
             # A plan needs sizes. These are no gradients of variables.
             return [all_reduce_any_shape(t, self.group, replica) for t in tensors]
