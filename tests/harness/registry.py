@@ -33,6 +33,7 @@ MODULES: tuple[str, ...] = (
     "bad_input",
     "collectives",
     "sparse",
+    "plans",
 )
 
 
