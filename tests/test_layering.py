@@ -22,6 +22,7 @@ FLOORS = {
     "tfdp.devices": 1,
     "tfdp.agreement": 1,
     "tfdp.ownership": 1,
+    "tfdp.rows": 1,
     # Process groups and their primitives; what must be alike on all workers.
     "tfdp.collectives": 2,
     "tfdp.consistency": 2,
@@ -47,6 +48,7 @@ FLOORS = {
     "tfdp.extended": 5,
     "tfdp.logs": 5,
     "tfdp.numerics": 5,
+    "tfdp.epochs": 5,
     "tfdp.updates": 5,
     "tfdp.worker_callbacks": 5,
     "tfdp.trainer": 5,
@@ -64,6 +66,7 @@ SIDEWAYS = {
     ("tfdp.sparse", "tfdp.fusion"): "rows that would move more bytes go dense",
     ("tfdp.strategy", "tfdp.extended"): "a strategy is a shell around its extended",
     ("tfdp.strategy", "tfdp.trainer"): "a strategy installs the trainer's hooks",
+    ("tfdp.trainer", "tfdp.epochs"): "the trainer puts Keras's functions in place",
     ("tfdp.trainer", "tfdp.updates"): "the trainer puts Keras's functions in place",
     ("tfdp.trainer", "tfdp.numerics"): "the hooks put Keras's counting right",
     ("tfdp.trainer", "tfdp.logs"): "the hooks hand the merged logs to Keras",

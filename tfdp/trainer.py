@@ -11,8 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import itertools
-import random
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,10 +18,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp import _compat, guards, numerics, shares, updates
-from tfdp.data import check_batch_size, share_of_rank, steps_per_batch
+from tfdp import _compat, epochs, guards, numerics, shares, updates
+from tfdp.data import check_batch_size
 from tfdp.logs import merge_logs
 from tfdp.ownership import is_ours, strategy_of
+from tfdp.rows import share_of_rank
 from tfdp.saving import save_atomically
 from tfdp.worker_callbacks import callbacks_of_worker
 
@@ -60,7 +59,7 @@ def install() -> None:
         _compat.replace(keras.Model, name, _save)
     _compat.replace(owner, "_maybe_symbolic_build", _symbolic_build)
     _compat.replace(_compat.BaseTrainer, "compile", _compile)
-    _compat.replace(_compat.EpochIterator, "__init__", _epoch_iterator)
+    _compat.replace(_compat.EpochIterator, "__init__", epochs.make_iterator)
     _compat.replace(_compat.keras_trainer, "reduce_per_replica", _reduce_per_replica)
 
 
@@ -130,11 +129,14 @@ def _split(strategy: Any, batch: Any) -> Any:
     tensors = keras.tree.map_structure(
         lambda x: None if x is None else _tensor(x), batch
     )
-    shares = [
-        _share(tensors, extended.first_rank + replica, strategy.num_replicas_in_sync)
-        for replica in range(extended.num_local)
-    ]
-    return _compat.per_replica(shares)
+    return _compat.per_replica(
+        [
+            _share(
+                tensors, extended.first_rank + replica, strategy.num_replicas_in_sync
+            )
+            for replica in range(extended.num_local)
+        ]
+    )
 
 
 def _share(batch: Any, rank: int, num_replicas: int) -> Any:
@@ -215,75 +217,6 @@ def _reduce_per_replica(
     if not is_ours(strategy) or is_alone or not _loops or reduction == "concat":
         return original(values, strategy, reduction)
     return merge_logs(strategy, _loops[-1].model, values)
-
-
-def _epoch_iterator(
-    original: Callable, iterator: Any, *args: Any, **kwargs: Any
-) -> None:
-    original(iterator, *args, **kwargs)
-    strategy: Any = kwargs.get("distribute_strategy", args[0] if args else None)
-    if is_ours(strategy) and strategy.extended.agreement.num_workers > 1:
-        _agree_on_shuffling(strategy, iterator)
-        _agree_on_length(strategy, iterator)
-
-
-def _agree_on_shuffling(strategy: Any, iterator: Any) -> None:
-    """Lets all workers shuffle the user's arrays alike.
-
-    Workers that were seeded alike already do. Otherwise all take the first
-    one's seeds, another one in each epoch: TensorFlow repeats the permutation
-    of a seeded dataset, and who sets no seed expects a new one each time.
-    """
-    if not _compat.shuffles_arrays(iterator.data_adapter):
-        return
-    extended = strategy.extended
-    same, _ = extended.agreement.same("shuffling", _compat.random_state())
-    if same and _compat.global_seed() != extended.chosen_seed:
-        return  # the user's own seed, as on one device
-    if not same:
-        warnings.warn(
-            "Workers have different random seeds. They shuffle in the first "
-            "worker's order; call `keras.utils.set_random_seed` with one seed on "
-            "all of them.",
-            stacklevel=2,
-        )
-    own = str(random.SystemRandom().getrandbits(30))
-    first = int(extended.agreement.exchange("a seed", own)[0])
-    epochs = itertools.count()
-
-    def of_next_epoch() -> Any:
-        with _compat.temporary_seed(first + next(epochs)):
-            dataset = iterator.data_adapter.get_tf_dataset()
-        return strategy.experimental_distribute_dataset(dataset)
-
-    _compat.set_dataset_of_epoch(iterator, of_next_epoch)
-
-
-def _agree_on_length(strategy: Any, iterator: Any) -> None:
-    """Lets every worker count the same number of steps in an epoch."""
-    adapter = iterator.data_adapter
-    own = adapter.num_batches
-    factor = steps_per_batch(strategy, getattr(adapter, "_dataset", None))
-    texts = strategy.extended.agreement.exchange(
-        "the number of batches", "" if own is None else str(own * factor)
-    )
-    if len(set(texts)) == 1 and factor == 1:
-        return
-    unknown = "" in texts
-    agreed = None if unknown else max(int(text) for text in texts)
-    iterator.data_adapter = _WithLength(adapter, agreed)
-    iterator.reset()
-
-
-class _WithLength:
-    """A data adapter of Keras whose number of batches all workers agree on."""
-
-    def __init__(self, adapter: Any, num_batches: int | None) -> None:
-        self._adapter = adapter
-        self.num_batches = num_batches
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._adapter, name)
 
 
 def _compile(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:

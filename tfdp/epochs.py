@@ -1,0 +1,81 @@
+"""The length and the order of an epoch, on which all workers agree."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from tfdp import _compat
+from tfdp.data import steps_per_batch
+from tfdp.ownership import is_ours
+
+
+def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) -> None:
+    """Makes Keras's epoch iterator, alike on all workers."""
+    original(iterator, *args, **kwargs)
+    strategy: Any = kwargs.get("distribute_strategy", args[0] if args else None)
+    if is_ours(strategy) and strategy.extended.agreement.num_workers > 1:
+        _agree_on_shuffling(strategy, iterator)
+        _agree_on_length(strategy, iterator)
+
+
+def _agree_on_shuffling(strategy: Any, iterator: Any) -> None:
+    """Lets all workers shuffle the user's arrays alike.
+
+    Workers that were seeded alike already do. Otherwise all take the first
+    one's seeds, another one in each epoch: TensorFlow repeats the permutation
+    of a seeded dataset, and who sets no seed expects a new one each time.
+    """
+    if not _compat.shuffles_arrays(iterator.data_adapter):
+        return
+    extended = strategy.extended
+    same, _ = extended.agreement.same("shuffling", _compat.random_state())
+    if same and _compat.global_seed() != extended.chosen_seed:
+        return  # the user's own seed, as on one device
+    if not same:
+        warnings.warn(
+            "Workers have different random seeds. They shuffle in the first "
+            "worker's order; call `keras.utils.set_random_seed` with one seed on "
+            "all of them.",
+            stacklevel=2,
+        )
+    own = str(random.SystemRandom().getrandbits(30))
+    first = int(extended.agreement.exchange("a seed", own)[0])
+    epochs = itertools.count()
+
+    def of_next_epoch() -> Any:
+        with _compat.temporary_seed(first + next(epochs)):
+            dataset = iterator.data_adapter.get_tf_dataset()
+        return strategy.experimental_distribute_dataset(dataset)
+
+    _compat.set_dataset_of_epoch(iterator, of_next_epoch)
+
+
+def _agree_on_length(strategy: Any, iterator: Any) -> None:
+    """Lets every worker count the same number of steps in an epoch."""
+    adapter = iterator.data_adapter
+    own = adapter.num_batches
+    factor = steps_per_batch(strategy, getattr(adapter, "_dataset", None))
+    texts = strategy.extended.agreement.exchange(
+        "the number of batches", "" if own is None else str(own * factor)
+    )
+    if len(set(texts)) == 1 and factor == 1:
+        return
+    unknown = "" in texts
+    agreed = None if unknown else max(int(text) for text in texts)
+    iterator.data_adapter = _WithLength(adapter, agreed)
+    iterator.reset()
+
+
+class _WithLength:
+    """A data adapter of Keras whose number of batches all workers agree on."""
+
+    def __init__(self, adapter: Any, num_batches: int | None) -> None:
+        self._adapter = adapter
+        self.num_batches = num_batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._adapter, name)

@@ -1,0 +1,113 @@
+"""Rows of a global batch: who gets which.
+
+Rank r of R has rows that differ in number by one at most from the others'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+
+def shares_of_ranks(
+    dataset: tf.data.Dataset, ranks: list[int], num_replicas: int
+) -> tf.data.Dataset:
+    """Turns each global batch into a tuple of the given ranks' shares.
+
+    Args:
+        dataset: `tf.data.Dataset` of global batches.
+        ranks: List of ints.
+        num_replicas: Int, on all workers.
+
+    Returns:
+        `tf.data.Dataset` of tuples, as long as `dataset`.
+    """
+
+    def shares(*batch: Any) -> Any:
+        element = batch[0] if len(batch) == 1 else batch
+        return tuple(share_of_rank(element, rank, num_replicas) for rank in ranks)
+
+    return dataset.map(shares)
+
+
+def rows_of_ranks(
+    dataset: tf.data.Dataset, ranks: list[int], num_replicas: int
+) -> tf.data.Dataset:
+    """Turns each global batch into one element for each of the given ranks.
+
+    Args:
+        dataset: `tf.data.Dataset` of global batches.
+        ranks: List of ints.
+        num_replicas: Int, on all workers.
+
+    Returns:
+        `tf.data.Dataset`, `len(ranks)` times as long.
+
+    Example:
+
+    >>> dataset = tf.data.Dataset.range(5).batch(5)
+    >>> [rows.tolist() for rows in rows_of_ranks(dataset, [0, 1], 2).as_numpy_iterator()]
+    [[0, 1, 2], [3, 4]]
+    """  # noqa: E501
+    split = shares_of_ranks(dataset, ranks, num_replicas)
+
+    def in_turn(*parts: Any) -> tf.data.Dataset:
+        joined = tf.data.Dataset.from_tensors(parts[0])
+        for part in parts[1:]:
+            joined = joined.concatenate(tf.data.Dataset.from_tensors(part))
+        return joined
+
+    return split.flat_map(in_turn)
+
+
+def share_of_rank(batch: Any, rank: int, num_replicas: int) -> Any:
+    """The rows of a nest of batched tensors that belong to one replica.
+
+    Args:
+        batch: Nest of tensors, ragged or sparse ones too, with the rows along
+            the first axis; scalars and `None` are given to every replica.
+        rank: Int, the replica.
+        num_replicas: Int, on all workers.
+
+    Returns:
+        The same nest.
+    """
+
+    def take(tensor: Any) -> Any:
+        if tensor is None or tensor.shape.rank == 0:
+            return tensor
+        if isinstance(tensor, tf.SparseTensor):
+            begin, size = _share(tensor.dense_shape[0], rank, num_replicas)
+            rest = tf.cast(tensor.dense_shape[1:], tf.int64)
+            start = tf.concat([[begin], tf.zeros_like(rest)], 0)
+            return tf.sparse.slice(tensor, start, tf.concat([[size], rest], 0))
+        if isinstance(tensor, tf.RaggedTensor):
+            begin, size = _share(tensor.nrows(), rank, num_replicas)
+            return tensor[begin : begin + size]
+        begin, size = _share(tf.shape(tensor, tf.int64)[0], rank, num_replicas)
+        rows = tensor[begin : begin + size]
+        rows.set_shape([_static_share(tensor, rank, num_replicas), *tensor.shape[1:]])
+        # A slice shares the memory of the batch, which may be the user's own
+        # array; operations that work in place would overwrite it.
+        return tf.raw_ops.DeepCopy(x=rows) if _can_copy(rows) else rows
+
+    return tf.nest.map_structure(take, batch)
+
+
+def _share(num_rows: Any, rank: int, num_replicas: int) -> tuple[Any, Any]:
+    num_rows = tf.cast(num_rows, tf.int64)
+    least, extra = num_rows // num_replicas, num_rows % num_replicas
+    begin = rank * least + tf.minimum(tf.cast(rank, tf.int64), extra)
+    return begin, least + tf.cast(rank < extra, tf.int64)
+
+
+def _static_share(tensor: tf.Tensor, rank: int, num_replicas: int) -> int | None:
+    rows = tensor.shape[0]
+    if rows is None:
+        return None
+    return rows // num_replicas + (rank < rows % num_replicas)
+
+
+def _can_copy(tensor: tf.Tensor) -> bool:
+    return tensor.dtype not in (tf.string, tf.resource, tf.variant)
