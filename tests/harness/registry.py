@@ -34,6 +34,8 @@ MODULES: tuple[str, ...] = (
     "collectives",
     "sparse",
     "plans",
+    "overlap",
+    "contract",
 )
 
 
