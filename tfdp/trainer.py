@@ -214,9 +214,22 @@ def _reduce_per_replica(
     original: Callable, values: Any, strategy: Any, reduction: Any
 ) -> Any:
     is_alone = strategy.num_replicas_in_sync == 1
-    if not is_ours(strategy) or is_alone or not _loops or reduction == "concat":
+    if not is_ours(strategy) or is_alone or not _loops:
         return original(values, strategy, reduction)
+    if reduction == "concat":
+        return _concatenated(original, values, strategy)
     return merge_logs(strategy, _loops[-1].model, values)
+
+
+def _concatenated(original: Callable, values: Any, strategy: Any) -> Any:
+    """The rows of all replicas in the order of the global batch.
+
+    Keras interleaves the rows of several workers as stock sharding deals them
+    out; here rank r has the r-th rows.
+    """
+    if strategy.extended.agreement.num_workers == 1:
+        return original(values, strategy, "concat")
+    return keras.tree.map_structure(lambda v: strategy.gather(v, axis=0), values)
 
 
 def _compile(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
