@@ -30,6 +30,7 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
     """
     if not isinstance(outputs, dict):
         return _mean(strategy, outputs)
+    outputs = _flat(outputs)
     variables = [v for m in model.metrics for v in m.variables if _is_state(v)]
     states = [[part.read_value() for part in v.value.values] for v in variables]
     names = _metric_names(strategy, model, outputs, variables, states)
@@ -52,6 +53,14 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
         results = _results(model, variables, merged[: len(variables)])
         logs.update({name: results[name] for name in names})
     return {name: logs[name] for name in outputs}
+
+
+def _flat(logs: dict) -> dict:
+    """Lifts dicts within logs, as those of compiled metrics; Keras does so later."""
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
+    return flat
 
 
 def _mean(strategy: Any, outputs: Any) -> Any:
