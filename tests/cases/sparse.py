@@ -26,7 +26,9 @@ Rows = typing.Callable[[int], list[int]]
 def values_of(rank: int, num_rows: int, dtype: str = "float32") -> np.ndarray:
     """Small whole numbers: their sums are exact in every dtype."""
     rng = np.random.default_rng(rank)
-    return rng.integers(-9, 10, (num_rows, WIDTH)).astype(dtype)
+    return rng.integers(-9, 10, (num_rows, WIDTH)).astype(
+        tf.as_dtype(dtype).as_numpy_dtype
+    )
 
 
 def table_of(env: Env, rows: Rows, height: int) -> np.ndarray:
@@ -166,6 +168,7 @@ def sparse_dtypes(env: Env) -> dict:
         ("float16", "int32"),
         ("float32", "int32"),
         ("float64", "int64"),
+        ("bfloat16", "int64"),
     ]:
         for rows, height in [(few, 100), (most, 6)]:
             for may_sum in (True, False):
