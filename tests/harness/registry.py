@@ -36,6 +36,7 @@ MODULES: tuple[str, ...] = (
     "plans",
     "overlap",
     "contract",
+    "limits",
 )
 
 
