@@ -9,7 +9,6 @@ from cases import common
 from harness.env import Env
 from harness.registry import case
 
-ISSUE_3 = "issue 3: distributed optimizer"
 layers = keras.layers
 regularizers = keras.regularizers
 
@@ -113,7 +112,7 @@ def loss_that_returns_a_scalar(env: Env) -> dict:
     return common.train(env, build, *common.regression_data())
 
 
-@case("Wrong numbers: `mean_with_sample_weight`", xfail=ISSUE_3)
+@case("Wrong numbers: `mean_with_sample_weight`")
 def mean_with_sample_weight(env: Env) -> dict:
     def build():
         loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
@@ -123,7 +122,7 @@ def mean_with_sample_weight(env: Env) -> dict:
     return common.train(env, build, common.batched(*common.regression_data(), weight))
 
 
-@case("Wrong numbers: sequence loss with a mask", xfail=ISSUE_3)
+@case("Wrong numbers: sequence loss with a mask")
 def mask_that_reaches_the_loss(env: Env) -> dict:
     def build():
         model = keras.Sequential(
