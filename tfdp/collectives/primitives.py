@@ -16,9 +16,10 @@ import tensorflow as tf
 from tfdp.collectives import timing
 from tfdp.collectives.groups import SIZES, ProcessGroup
 
-# How many pieces a ring sends at once. TensorFlow's default of two leaves the
-# gRPC pipe idle between them; measured in docs/performance.md.
-_RING_SUBDIVISIONS = 8
+# How many pieces a ring sends at once. TensorFlow's default, one, leaves the pipe
+# idle between them when one bucket is under way; more than two cost CPU time and
+# gain nothing when several are. Measured in docs/performance.md.
+_RING_SUBDIVISIONS = 2
 
 
 def all_reduce(
