@@ -7,7 +7,7 @@ import statistics
 
 from tools.bench.report import Figure, Report
 from tools.bench.sides import Side, alternate, started
-from tools.bench.stats import paired_ratio
+from tools.bench.stats import paired_ratio, ratio_to_best
 
 MB = 2**20
 BUCKETS = [25 * MB // 4] * 4  # floats
@@ -56,7 +56,6 @@ def _add_large(report: Report, times: dict, tfdp: list[float]) -> None:
     ratio = paired_ratio(times["stock/100 MB"], tfdp)
     name = "100 MB, bandwidth relative to stock's defaults"
     report.add(Figure(name, ratio, at_least=2.0, note="target 2.5"))
-    packs = [paired_ratio(v, tfdp) for k, v in times.items() if "packs" in k]
-    best = min(packs, key=lambda ratio: ratio.median)
+    best = ratio_to_best([v for k, v in times.items() if "packs" in k], tfdp)
     name = "100 MB, bandwidth relative to stock at its best pack size"
     report.add(Figure(name, best, at_least=1.0, note=f"packs of {PACKS_MB} MB tried"))

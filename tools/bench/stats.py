@@ -31,6 +31,16 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
     return Ratio(statistics.median(ratios), low, high, len(ratios))
 
 
+def ratio_to_best(rivals: Sequence[Sequence[float]], own: Sequence[float]) -> Ratio:
+    """Compares with the fastest of several rivals.
+
+    Every other block chooses it and the rest are compared: the best of several
+    noisy medians would look faster than it is.
+    """
+    best = min(rivals, key=lambda times: statistics.median(times[::2]))
+    return paired_ratio(best[1::2], own[1::2])
+
+
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
     """Order statistics that hold the median with 95 % probability.
 

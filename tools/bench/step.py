@@ -6,7 +6,7 @@ import argparse
 
 from tools.bench.report import Figure, Report
 from tools.bench.sides import Side, alternate, started
-from tools.bench.stats import paired_ratio
+from tools.bench.stats import paired_ratio, ratio_to_best
 
 PACKS_MB = (1, 2, 4, 8, 25)
 # Steps in a block: long enough for the clock, short enough to take turns often.
@@ -61,11 +61,11 @@ def _measure(
             at_least=1.4,
         )
     )
-    ratios = [paired_ratio(v, tfdp) for k, v in times.items() if "packs" in k]
+    packed = [values for name, values in times.items() if "packs" in name]
     report.add(
         Figure(
             f"{model}, speed relative to stock at its best pack size",
-            min(ratios, key=lambda ratio: ratio.median),
+            ratio_to_best(packed, tfdp),
             at_least=1.0,
             note=f"packs of {PACKS_MB} MB tried",
         )
