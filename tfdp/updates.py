@@ -89,5 +89,7 @@ def _check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
 
 
 def _described(optimizer: Any, variables: list[Any]) -> Any:
-    is_linear = type(optimizer) is keras.optimizers.SGD
+    # Keras clips rows one by one, so a sum of rows would be clipped differently.
+    clips = any(getattr(optimizer, name, None) for name in _CLIPPING)
+    is_linear = type(optimizer) is keras.optimizers.SGD and not clips
     return gradients_of(variables, is_linear=is_linear)

@@ -12,7 +12,6 @@ from cases.optimizers import train_tokens
 from harness import registry
 from harness.env import Env
 
-ISSUE_3 = "issue 3: distributed optimizer"
 CLIPS = {"clipnorm": 0.02, "clipvalue": 0.01, "global_clipnorm": 0.05}
 
 
@@ -30,7 +29,6 @@ def _clip_case(name: str, limit: float, tokens: bool) -> None:
         f"{name}_of_{'embedding' if tokens else 'dense'}",
         function,
         f"Wrong numbers: `{name}` ({'Embedding' if tokens else 'dense'})",
-        xfail=ISSUE_3 if tokens else None,
     )
 
 
