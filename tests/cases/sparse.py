@@ -170,17 +170,10 @@ def sparse_dtypes(env: Env) -> dict:
         ("float64", "int64"),
         ("bfloat16", "int64"),
     ]:
+        types = {"dtype": dtype, "index_dtype": index_dtype}
         for rows, height in [(few, 100), (most, 6)]:
-            for may_sum in (True, False):
-                results, _ = reduced(
-                    env,
-                    rows,
-                    height,
-                    may_sum=may_sum,
-                    dtype=dtype,
-                    index_dtype=index_dtype,
-                )
-                check(env, rows, height, results, dtype=dtype, index_dtype=index_dtype)
+            results, _ = reduced(env, rows, height, may_sum=True, **types)
+            check(env, rows, height, results, **types)
     return {}
 
 
