@@ -117,9 +117,7 @@ def main() -> None:
     # Each batch is global: every replica gets its share of it.
     with Recorder() as recorder:
         share = CommunicationShare(recorder)
-        model.fit(
-            *train, batch_size=args.batch_size, epochs=epochs, callbacks=[share]
-        )
+        model.fit(*train, batch_size=args.batch_size, epochs=epochs, callbacks=[share])
     # All workers evaluate, and all get the accuracy on the whole test set ...
     results = model.evaluate(
         *test, batch_size=args.batch_size, verbose=0, return_dict=True
