@@ -73,11 +73,11 @@ def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
             f"train it first. Received: {model.name!r}, not built"
         )
     reducer = strategy.extended.reducer
-    paths = {variable.path for variable in model.trainable_variables}
-    for trained, plan in reversed(reducer.plans.items()):
-        if set(trained) <= paths and plan.buckets:
+    for trained, plan in reducer.plans_within(model.trainable_variables):
+        if plan.buckets:
             dense = {e.name for bucket in plan for e in bucket.entries}
-            return _shown(strategy, plan, [p for p in trained if p not in dense], True)
+            sparse = [v.path for v in trained if v.path not in dense]
+            return _shown(strategy, plan, sparse, True)
     plan, sparse = _plan_of_backward_pass(model, reducer.options)
     return _shown(strategy, plan, sparse, False)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -39,6 +41,17 @@ def gradients_of(variables: Sequence[Any], *, is_linear: bool) -> Iterator[None]
         _described.is_linear = False
 
 
+@dataclasses.dataclass(frozen=True)
+class _Trained:
+    """Variables that were trained together.
+
+    Paths do not tell them: two models of one process may have the same.
+    """
+
+    refs: list
+    plan: BucketPlan
+
+
 class Reducer:
     """Reduces values of the local replicas over a process group.
 
@@ -60,8 +73,7 @@ class Reducer:
         self.first_rank = first_rank
         self.options = options
         self._agreement = agreement
-        # The plan of each set of variables that was trained, by their paths.
-        self.plans: dict[tuple[str, ...], BucketPlan] = {}
+        self._plans: dict[tuple[int, ...], _Trained] = {}
 
     def reduce(self, reduce_op: Any, value: Any, replica: int) -> Any:
         """All-reduces a nest of tensors and `IndexedSlices` of one replica.
@@ -119,19 +131,39 @@ class Reducer:
             names = [_path(variables[index]) for index in dense]
         plan = make_plan(tensors, names, self.options)
         if variables is not None and replica == 0:
-            self.plans[tuple(_path(variable) for variable in variables)] = plan
+            self._remember(variables, plan)
         share = shares.current() if variables is not None else None
         valid = None if share is None else share > 0
         return fused_all_reduce(tensors, plan, self.group, replica, valid)
 
     def _check(self, variables: list[Any], replica: int) -> None:
         """Compares the trained variables across workers, once for each set."""
-        paths = tuple(_path(variable) for variable in variables)
-        if replica == 0 and paths not in self.plans:
-            self.plans[paths] = BucketPlan(())
+        if replica == 0 and self.plan_of(variables) is None:
+            self._remember(variables, BucketPlan(()))
             check_same_variables(
                 self._agreement, "first training step", variables, "trains"
             )
+
+    def _remember(self, variables: list[Any], plan: BucketPlan) -> None:
+        key = tuple(map(id, variables))
+        self._plans.pop(key, None)  # the latest comes last
+        self._plans[key] = _Trained([weakref.ref(v) for v in variables], plan)
+
+    def plan_of(self, variables: list[Any]) -> BucketPlan | None:
+        """The plan by which exactly these variables were trained, or `None`."""
+        trained = self._plans.get(tuple(map(id, variables)))
+        alive = trained is not None and all(ref() is not None for ref in trained.refs)
+        return trained.plan if trained is not None and alive else None
+
+    def plans_within(self, variables: list[Any]) -> list[tuple[list[Any], BucketPlan]]:
+        """Which of these variables were trained by which plan, the latest first."""
+        wanted = set(map(id, variables))
+        found = []
+        for key, trained in reversed(self._plans.items()):
+            members = [ref() for ref in trained.refs]
+            if wanted.issuperset(key) and all(m is not None for m in members):
+                found.append((members, trained.plan))
+        return found
 
     def as_cross_device_ops(self, collective_keys: Any) -> Any:
         """This reducer behind the interface of tf.distribute."""
