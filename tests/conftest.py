@@ -41,6 +41,11 @@ def clusters(
     """The clusters on which cases run, one per set-up, started when needed."""
     pool = ClusterPool("stock" if request.config.getoption("stock") else "tfdp")
     request.config.stash[POOL] = pool
+    for item in request.session.items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if {"case", "setup_name"} <= set(params):
+            names = pool.planned.setdefault(params["case"].name, [])
+            names.append(params["setup_name"])
     yield pool
     pool.close()
 

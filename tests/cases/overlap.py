@@ -51,6 +51,7 @@ def overlap(intervals: list[tuple[float, float]]) -> float:
     setups=("two_workers",),
     full_setups=("mirrored", "two_by_two"),
     compare=False,
+    side_by_side=False,
     deadline_seconds=120.0,
 )
 def half_of_the_communication_is_in_the_backward_pass(env: Env) -> dict:

@@ -29,7 +29,9 @@ class ClusterPool:
         self.flavor = flavor
         self.seconds: dict[tuple[str, str], float] = {}
         self._clusters: dict[tuple[str, str], Cluster] = {}
-        self._references: dict[str, dict] = {}
+        # The set-ups on which this session is to run each case, by its name.
+        self.planned: dict[str, list[str]] = {}
+        self._outcomes: dict[tuple[str, str], list[Outcome]] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="cases-")
         self._num_runs = 0
 
@@ -38,24 +40,39 @@ class ClusterPool:
         if case.fresh:
             assert_same_on_all_workers(self.run(case, setup_name))
             return
-        tmp = self._new_folder()
-        needs = case.compare and case.name not in self._references
-        at_once = needs and not case.reference_last
-        # One device and the set-up share the cores: run them side by side.
-        names = [setup_name, *([REFERENCE.name] if at_once else [])]
-        started = [self._send(case, name, tmp) for name in names]
-        answers = [self._collect(case, cluster) for cluster in started]
-        results = self._results(answers[0])
-        if at_once:
-            self._references[case.name] = self._results(answers[1])[0]
-        assert_same_on_all_workers(results)
         if case.reference_last:
-            reference = self.run(case, REFERENCE.name, tmp)[0]
-        elif case.compare:
-            reference = self._references[case.name]
+            tmp = self._new_folder()
+            results = self.run(case, setup_name, tmp)
+            reference = self.run(case, REFERENCE.name, tmp)
         else:
+            self._run_side_by_side(case, setup_name)
+            results = self._results(self._outcomes.pop((case.name, setup_name)))
+            reference = []
+            if case.compare:
+                reference = self._results(self._outcomes[case.name, REFERENCE.name])
+        assert_same_on_all_workers(results)
+        if case.compare:
+            assert_equal_results(results[0], reference[0], case.tol, case.skip)
+
+    def _run_side_by_side(self, case: Case, setup_name: str) -> None:
+        """Runs a case on all the set-ups of this session that it is still to see.
+
+        A step waits for messages more than it computes, so that set-ups which run
+        at the same time take hardly longer than one.
+        """
+        if (case.name, setup_name) in self._outcomes:
             return
-        assert_equal_results(results[0], reference, case.tol, case.skip)
+        planned = self.planned.get(case.name, []) if case.side_by_side else []
+        names = [setup_name, *(name for name in planned if name != setup_name)]
+        if case.compare and (case.name, REFERENCE.name) not in self._outcomes:
+            names.append(REFERENCE.name)
+        self.planned.pop(case.name, None)
+        tmp = self._new_folder()
+        for name in names:
+            self._cluster(name)
+        started = [self._send(case, name, tmp) for name in names]
+        for name, cluster in zip(names, started, strict=True):
+            self._outcomes[case.name, name] = self._collect(case, cluster)
 
     def run(
         self,
@@ -94,7 +111,7 @@ class ClusterPool:
         folder.mkdir()
         return folder
 
-    def _send(self, case, setup_name, tmp, group="") -> Cluster:
+    def _cluster(self, setup_name: str, group: str = "") -> Cluster:
         key = setup_name, group
         cluster = self._clusters.get(key)
         if cluster is None or not cluster.healthy:
@@ -102,6 +119,10 @@ class ClusterPool:
                 cluster.close()
             cluster = Cluster(BY_NAME[setup_name], self.flavor)
             self._clusters[key] = cluster
+        return cluster
+
+    def _send(self, case, setup_name, tmp, group="") -> Cluster:
+        cluster = self._cluster(setup_name, group)
         # Own folder per set-up: the reference may run at the same time.
         own = tmp if case.reference_last else tmp / setup_name
         own.mkdir(exist_ok=True)

@@ -55,6 +55,7 @@ class Case:
         reference_last: Run the reference after each set-up, in its directory,
             so that it can open the files that the set-up wrote.
         fresh: Whether it has processes of its own and no seed is set in them.
+        side_by_side: Whether it may run on several set-ups at the same time.
         tol: Largest error of a tensor.
         skip: Names (`fnmatch` patterns) left out, each with the reason.
         xfail: Why it is expected to fail, or `None`.
@@ -72,6 +73,7 @@ class Case:
     compare: bool = True
     reference_last: bool = False
     fresh: bool = False
+    side_by_side: bool = True
     tol: float = 1e-5
     skip: dict[str, str] = dataclasses.field(default_factory=dict)
     xfail: str | None = None
