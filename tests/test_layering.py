@@ -23,6 +23,8 @@ FLOORS = {
     "tfdp.agreement": 1,
     "tfdp.ownership": 1,
     "tfdp.rows": 1,
+    "tfdp.schedules": 1,
+    "tfdp.traits": 1,
     # Process groups and their primitives; what must be alike on all workers.
     "tfdp.collectives": 2,
     "tfdp.consistency": 2,
@@ -33,6 +35,15 @@ FLOORS = {
     "tfdp.startup": 3,
     "tfdp.shares": 3,
     "tfdp.iterators": 3,
+    # What a step does with gradients, one stage of the path each.
+    "tfdp.reduced": 3,
+    "tfdp.accumulate": 3,
+    "tfdp.loss_scale": 3,
+    "tfdp.warmup": 3,
+    "tfdp.gradient_noise": 3,
+    "tfdp.views": 3,
+    "tfdp.fused_update": 3,
+    "tfdp.layout": 3,
     # What the strategies and the trainer are made of.
     "tfdp.step": 4,
     "tfdp.reducer": 4,
@@ -52,6 +63,9 @@ FLOORS = {
     "tfdp.updates": 5,
     "tfdp.worker_callbacks": 5,
     "tfdp.trainer": 5,
+    "tfdp.optimizers": 5,
+    "tfdp.optimizer": 5,
+    "tfdp.interchange": 5,
     # What a person calls.
     "tfdp.cli": 6,
     "tfdp.callbacks": 6,
@@ -64,9 +78,17 @@ FLOORS = {
 # The imports between neighbours on one floor that are allowed, and why.
 SIDEWAYS = {
     ("tfdp.sparse", "tfdp.fusion"): "rows that would move more bytes go dense",
+    ("tfdp.reduced", "tfdp.fusion"): "gradients in their buckets are unpacked",
+    ("tfdp.views", "tfdp.fusion"): "a view is a pack of variables",
+    ("tfdp.fused_update", "tfdp.views"): "an update of a view",
+    ("tfdp.layout", "tfdp.fused_update"): "whole variables are updated together",
+    ("tfdp.step", "tfdp.reducer"): "the path calls the reducer",
+    ("tfdp.optimizer", "tfdp.interchange"): "an optimizer is shown to files",
+    ("tfdp.optimizer", "tfdp.trainer"): "an optimizer needs the trainer's hooks",
     ("tfdp.strategy", "tfdp.extended"): "a strategy is a shell around its extended",
     ("tfdp.strategy", "tfdp.trainer"): "a strategy installs the trainer's hooks",
     ("tfdp.trainer", "tfdp.epochs"): "the trainer puts Keras's functions in place",
+    ("tfdp.trainer", "tfdp.interchange"): "the trainer puts Keras's functions in place",
     ("tfdp.trainer", "tfdp.updates"): "the trainer puts Keras's functions in place",
     ("tfdp.trainer", "tfdp.numerics"): "the hooks put Keras's counting right",
     ("tfdp.trainer", "tfdp.logs"): "the hooks hand the merged logs to Keras",

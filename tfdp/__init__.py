@@ -13,16 +13,24 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CommunicationOptions": "tfdp.options",
+    "DistributedOptimizer": "tfdp.optimizer",
     "MirroredStrategy": "tfdp.strategy",
     "MultiWorkerMirroredStrategy": "tfdp.strategy",
     "auto_strategy": "tfdp.strategy",
+    "callbacks": "tfdp.callbacks",
+    "optimizers": "tfdp.optimizers",
+    "scale_learning_rate": "tfdp.schedules",
     "testing": "tfdp.testing",
 }
 __all__ = [
     "CommunicationOptions",
+    "DistributedOptimizer",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "auto_strategy",
+    "callbacks",
+    "optimizers",
+    "scale_learning_rate",
     "testing",
 ]
 

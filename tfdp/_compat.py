@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 from keras.src import tree as keras_tree
 from keras.src.backend.tensorflow import image as keras_image
@@ -18,8 +19,10 @@ from keras.src.backend.tensorflow import nn as _keras_nn
 from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
 from keras.src.backend.tensorflow import random as keras_random
 from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.legacy.saving import legacy_h5_format
 from keras.src.losses import loss as _keras_loss
 from keras.src.optimizers import base_optimizer as keras_base_optimizer
+from keras.src.saving import saving_lib
 from keras.src.trainers import trainer as keras_base_trainer
 from tensorflow.core.function.polymorphism import function_type
 from tensorflow.python.data.experimental.ops import distribute as data_distribute
@@ -28,6 +31,7 @@ from tensorflow.python.distribute import (
     collective_util,
     cross_device_ops,
     cross_device_utils,
+    distribute_lib,
     distribute_utils,
     input_lib,
     mirrored_strategy,
@@ -69,6 +73,13 @@ keras_nn = _keras_nn
 keras_loss = _keras_loss
 # Modules that hold `draw_seed`, from which Dropout and its like take seeds.
 KERAS_RANDOM_MODULES = (keras_random, keras_image)
+# What writes and reads files, with the model as the first argument.
+SAVING_FUNCTIONS = (
+    (saving_lib, "save_model"),
+    (saving_lib, "save_weights_only"),
+    (saving_lib, "load_weights_only"),
+    (legacy_h5_format, "save_model_to_hdf5"),
+)
 
 
 def replace(owner: Any, name: str, wrapper: Callable) -> None:
@@ -381,6 +392,8 @@ def rehome_optimizer(optimizer: Any, strategy: Any) -> None:
     inner = getattr(optimizer, "inner_optimizer", None)
     if inner is not None:
         rehome_optimizer(inner, strategy)
+    for part in getattr(optimizer, "optimizers", []):
+        rehome_optimizer(part, strategy)
 
 
 def rehome_variable(variable: Any) -> None:
@@ -412,3 +425,255 @@ def initial_epoch(model: Any) -> int:
 def set_initial_epoch(model: Any, epoch: int) -> None:
     """Sets what `initial_epoch` reads."""
     model._initial_epoch = epoch
+
+
+def stand_in(optimizer: Any, **attributes: Any) -> Any:
+    """An optimizer that shares all state with another, but for some attributes.
+
+    Keras's update reads the learning rate and the slots from the optimizer
+    itself. A stand-in is how one update sees others, while the user's stays as
+    it is.
+    """
+    copy = object.__new__(type(optimizer))
+    vars(copy).update(vars(optimizer))
+    vars(copy).update(attributes)
+    return copy
+
+
+def slots_of(optimizer: Any) -> dict[str, list]:
+    """The lists of slot variables of a built optimizer, by attribute name."""
+    count = len(optimizer._trainable_variables)
+    skipped = ("_trainable_variables", "_variables", "_accumulated_gradients")
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, list)
+        and name not in skipped
+        and 0 < count == len(value)
+        and any(isinstance(item, keras.Variable) for item in value)
+    }
+
+
+def index_in(optimizer: Any, variable: Any) -> int:
+    """The position of a variable among those that an optimizer was built for."""
+    return optimizer._get_variable_index(variable)
+
+
+def index_by_key(optimizer: Any, variables: list) -> dict:
+    """What an optimizer looks up to find the position of a variable."""
+    return {optimizer._var_key(v): index for index, v in enumerate(variables)}
+
+
+def check_known(optimizer: Any, variables: list) -> None:
+    """Raises Keras's error for variables that an optimizer was not built for."""
+    optimizer._check_variables_are_known(variables)
+
+
+def trained_by(optimizer: Any) -> list:
+    """The variables that an optimizer was built for."""
+    return list(optimizer._trainable_variables)
+
+
+def inner_index(multi_optimizer: Any, variable: Any) -> int:
+    """Which inner optimizer of a `MultiOptimizer` a variable belongs to."""
+    return multi_optimizer._var_to_optimizer_idx[multi_optimizer._var_key(variable)]
+
+
+def uses_weight_decay(optimizer: Any, variable: Any) -> bool:
+    """Whether an optimizer decays a variable, given as its local part."""
+    decays = optimizer.weight_decay is not None
+    return decays and optimizer._use_weight_decay(variable)
+
+
+def without_missing(optimizer: Any, gradients: list, variables: list) -> tuple:
+    """Drops variables that have no gradient; warns, or raises if all have none."""
+    return optimizer._filter_empty_gradients(gradients, variables)
+
+
+def clip_gradients(optimizer: Any, gradients: list) -> list:
+    """Clips as an optimizer was asked to."""
+    return optimizer._clip_gradients(gradients)
+
+
+def apply_weight_decay(optimizer: Any, variables: list) -> None:
+    """Decays variables as an optimizer was asked to."""
+    optimizer._apply_weight_decay(variables)
+
+
+def update_variables(
+    optimizer: Any, gradients: list, variables: list, learning_rate: Any
+) -> None:
+    """Runs an optimizer's own update on variables."""
+    optimizer._backend_update_step(gradients, variables, learning_rate)
+
+
+def update_moving_average(optimizer: Any) -> None:
+    """Moves an optimizer's averages of the variables towards their values."""
+    optimizer._update_model_variables_moving_average(optimizer._trainable_variables)
+
+
+def overwrite_with_moving_average(optimizer: Any) -> None:
+    """Gives the variables the values of an optimizer's averages."""
+    optimizer._overwrite_model_variables_with_average_value(
+        optimizer._trainable_variables
+    )
+
+
+def count_update(optimizer: Any, count: Any) -> None:
+    """Adds to the number of updates that an optimizer has made."""
+    optimizer._iterations.assign_add(count)
+
+
+def local_part(variable: Any) -> Any:
+    """The `tf.Variable` of the replica that is running."""
+    variable = getattr(variable, "value", variable)
+    if callable(variable):  # a tf.Variable's `value` is a method
+        variable = variable.__self__
+    if isinstance(variable, values.DistributedVariable):
+        return variable._get_replica(local_replica_id_in_force())
+    return variable
+
+
+def local_replica_id_in_force() -> int:
+    """Index of the replica that is running among those of this process."""
+    return tf.distribute.get_replica_context()._replica_id
+
+
+def strategy_of_optimizer(optimizer: Any) -> Any:
+    """The strategy in whose scope an optimizer was made, or the default one."""
+    return getattr(optimizer, "_distribution_strategy", None) or (
+        tf.distribute.get_strategy()
+    )
+
+
+@contextlib.contextmanager
+def scope_of_optimizer(optimizer: Any) -> Iterator[None]:
+    """The scope of an optimizer's strategy, entered where it is not in force."""
+    strategy = strategy_of_optimizer(optimizer)
+    if tf.distribute.get_strategy() is strategy:
+        yield
+    else:
+        with strategy.scope():
+            yield
+
+
+def own_variables(optimizer: Any) -> list:
+    """An optimizer's variables without those of inner optimizers, in file order."""
+    return list(optimizer._variables)
+
+
+def num_variables_before_accumulators(optimizer: Any) -> int:
+    """How many of an optimizer's variables Keras makes before the accumulators.
+
+    The counter, the learning rate where it is a variable, the averages.
+    """
+    averages = getattr(optimizer, "_model_variables_moving_average", [])
+    has_rate = isinstance(optimizer._learning_rate, keras.Variable)
+    has_averages = optimizer.use_ema
+    count = sum(v is not None for v in averages) if has_averages else 0
+    return 1 + has_rate + count
+
+
+def take_accumulators(optimizer: Any) -> list:
+    """Removes the gradient accumulators from a built optimizer and returns them."""
+    sums = list(optimizer._accumulated_gradients)
+    for variable in sums:
+        if variable is not None:
+            optimizer._untrack_variable(variable)
+    optimizer._accumulated_gradients = []
+    return sums
+
+
+def accumulators(optimizer: Any) -> list:
+    """The gradient accumulators of a built optimizer."""
+    return [v for v in optimizer._accumulated_gradients if v is not None]
+
+
+def has_accumulators(optimizer: Any) -> bool:
+    """Whether an optimizer was built with gradient accumulators."""
+    return bool(getattr(optimizer, "_accumulated_gradients", None))
+
+
+def sum_of_local_parts(variable: Any, num_replicas: int) -> Any:
+    """The sum over all replicas of a variable of which each has its own value.
+
+    Those of other workers are taken to be alike on the average.
+    """
+    value = variable.value
+    if not isinstance(value, values.DistributedVariable):
+        return variable.numpy()
+    parts = value.values
+    local = sum(part.numpy().astype("float64") for part in parts)
+    return (local * (num_replicas / len(parts))).astype(parts[0].dtype.as_numpy_dtype)
+
+
+def copy_local_parts(source: Any, target: Any, factor: float) -> None:
+    """Gives each replica's part of a variable a multiple of another's part."""
+    pairs = [(source.value, target.value)]
+    if isinstance(target.value, values.DistributedVariable):
+        pairs = list(zip(source.value.values, target.value.values, strict=True))
+    for old, new in pairs:
+        new.assign(tf.cast(old, new.dtype) * tf.cast(factor, new.dtype))
+
+
+@contextlib.contextmanager
+def outside_strategies() -> Iterator[None]:
+    """Leaves the scope of every strategy, so that variables are plain ones."""
+    default = distribute_lib._get_default_replica_mode()
+    distribute_lib._push_per_thread_mode(default)
+    try:
+        yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
+
+
+def loss_scale_optimizer(
+    optimizer: Any, *, initial_scale: float, growth_steps: int, counters: Any
+) -> Any:
+    """A `LossScaleOptimizer` around an optimizer, with counters that exist already.
+
+    Building one would build the inner optimizer again.
+    """
+    with outside_strategies():
+        outer = keras.optimizers.LossScaleOptimizer(
+            stand_in(optimizer),
+            initial_scale=initial_scale,
+            dynamic_growth_steps=growth_steps,
+        )
+    if counters is not None:
+        outer.step_counter, outer.dynamic_scale = counters
+        outer.built = True
+    return outer
+
+
+def multi_with_parts(optimizer: Any, views: dict[int, Any]) -> Any:
+    """A `MultiOptimizer` with other optimizers in the place of its own."""
+    old = optimizer._optimizer_map
+    new = old
+    if hasattr(old, "default_optimizer"):
+        new = keras.optimizers.OptimizerMap(
+            views[id(old.default_optimizer)],
+            {name: views[id(part)] for name, part in old.items()},
+        )
+    parts = [views[id(part)] for part in optimizer.optimizers]
+    return stand_in(optimizer, _optimizer_map=new, _inner_optimizers=parts)
+
+
+@contextlib.contextmanager
+def replaced_optimizer(model: Any, optimizer: Any) -> Iterator[None]:
+    """Lets a model and its compile arguments show another optimizer."""
+    own = model.optimizer
+    config = getattr(getattr(model, "_compile_config", None), "config", {})
+    compiled_with = config.get("optimizer")
+    model.__dict__["optimizer"] = optimizer
+    config["optimizer"] = optimizer
+    try:
+        yield
+    finally:
+        model.__dict__["optimizer"] = own
+        config["optimizer"] = compiled_with
+
+
+def has_rate_variable(optimizer: Any) -> bool:
+    """Whether an optimizer's learning rate is a variable, and no schedule."""
+    return isinstance(optimizer._learning_rate, keras.Variable)

@@ -52,7 +52,7 @@ def ready_order(tensors: Sequence[tf.Tensor]) -> list[int]:
     return sorted(positions, key=lambda i: (_compat.op_position(tensors[i]), -i))
 
 
-def fused_all_reduce(
+def all_reduce_buckets(
     tensors: Sequence[tf.Tensor],
     plan: BucketPlan,
     group: ProcessGroup,
@@ -70,24 +70,19 @@ def fused_all_reduce(
             `None` if it has for sure. Defaults to `None`.
 
     Returns:
-        List of tensors like `tensors`.
+        List of flat tensors, one for each bucket, its members end to end.
     """
-    results: list[tf.Tensor] = [None] * len(tensors)
+    flats = []
     with tf.device(group.devices[replica]):
         for channel, bucket in enumerate(plan):
-            members = [tensors[index] for index in bucket.indices]
-            flat = pack(members)
+            flat = pack([tensors[index] for index in bucket.indices])
             if valid is not None:
-                flat = _zeros_unless(valid, flat)
-            reduced = all_reduce(flat, group, replica, channel=channel)
-            for index, part in zip(
-                bucket.indices, unpack(reduced, members), strict=True
-            ):
-                results[index] = part
-    return results
+                flat = zeros_unless(valid, flat)
+            flats.append(all_reduce(flat, group, replica, channel=channel))
+    return flats
 
 
-def _zeros_unless(valid: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
+def zeros_unless(valid: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
     """Zeros for a replica without samples, whose means are 0 / 0.
 
     A conditional passes the buffer on, where a product would copy it (and

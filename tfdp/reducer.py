@@ -7,7 +7,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -16,9 +16,10 @@ from tfdp.agreement import Agreement
 from tfdp.buckets import BucketPlan
 from tfdp.collectives import ProcessGroup
 from tfdp.consistency import check_same_variables
-from tfdp.fusion import all_reduce_any_shape, fused_all_reduce, make_plan
+from tfdp.fusion import all_reduce_any_shape, all_reduce_buckets, make_plan
 from tfdp.gather import gather_rows
 from tfdp.options import CommunicationOptions
+from tfdp.reduced import Reduced, unbucketed
 from tfdp.sparse import reduce_indexed_slices
 
 _described = threading.local()
@@ -86,45 +87,90 @@ class Reducer:
         Returns:
             The same nest, reduced.
         """
-        variables = getattr(_described, "variables", None)
-        may_sum = getattr(_described, "is_linear", False)
         flat = tf.nest.flatten(value, expand_composites=False)
-        results: list[Any] = [None] * len(flat)
-        is_sparse = [isinstance(item, tf.IndexedSlices) for item in flat]
-        dense = [i for i, sparse in enumerate(is_sparse) if not sparse]
-
+        variables = getattr(_described, "variables", None)
         if variables:
-            self._check(variables, replica)
-        for index, reduced in zip(
-            dense, self._reduce_dense(flat, dense, variables, replica), strict=True
-        ):
-            results[index] = reduced
-        for index, sparse in enumerate(is_sparse):
-            if sparse:
-                results[index] = reduce_indexed_slices(
-                    flat[index], self.group, replica, may_sum=may_sum
-                )
+            share = shares.current()
+            reduced = self.reduce_gradients(
+                flat,
+                variables,
+                replica,
+                may_sum=_described.is_linear,
+                valid=None if share is None else share > 0,
+            )
+        else:
+            reduced = self._reduce(flat, None, replica)
+        results = reduced.gradients()
         if _is_mean(reduce_op):
             results = [_divide(item, self.group.size) for item in results]
         return tf.nest.pack_sequence_as(value, results)
 
+    def reduce_gradients(
+        self,
+        gradients: list,
+        variables: list[Any],
+        replica: int,
+        *,
+        may_sum: bool,
+        valid: tf.Tensor | None,
+    ) -> Reduced:
+        """Sums the gradients of variables over all replicas, bucket by bucket.
+
+        Args:
+            gradients: List of tensors and `tf.IndexedSlices`, one for each
+                variable.
+            variables: List of Keras variables.
+            replica: Int, index of the calling replica among the local ones.
+            may_sum: Bool, whether rows of one index may be added up, see
+                `tfdp.sparse`.
+            valid: Scalar bool tensor, whether this replica has anything to
+                add, or `None` if it has for sure.
+
+        Returns:
+            `Reduced`, alike on all replicas.
+        """
+        self._check(variables, replica)
+        return self._reduce(gradients, variables, replica, may_sum, valid)
+
+    def _reduce(
+        self,
+        flat: list,
+        variables: list[Any] | None,
+        replica: int,
+        may_sum: bool = False,
+        valid: tf.Tensor | None = None,
+    ) -> Reduced:
+        flat = [
+            item if _is_sparse(item) else tf.convert_to_tensor(item) for item in flat
+        ]
+        if self.group.size == 1:
+            return unbucketed(flat)
+        dense = [index for index, item in enumerate(flat) if not _is_sparse(item)]
+        flats, buckets = self._reduce_dense(flat, dense, variables, replica, valid)
+        sparse = {
+            index: reduce_indexed_slices(item, self.group, replica, may_sum=may_sum)
+            for index, item in enumerate(flat)
+            if _is_sparse(item)
+        }
+        return Reduced(flats, buckets, flat, sparse)
+
     def _reduce_dense(
         self,
-        flat: list[tf.Tensor],
+        flat: list,
         dense: list[int],
         variables: list[Any] | None,
         replica: int,
-    ) -> list[tf.Tensor]:
-        tensors = [tf.convert_to_tensor(flat[index]) for index in dense]
-        if self.group.size == 1:
-            return tensors
+        valid: tf.Tensor | None,
+    ) -> tuple[list[tf.Tensor], list[tuple[int, ...]]]:
+        tensors = [flat[index] for index in dense]
         if variables is not None:
             # Where the size of the batch is unknown, so is that of some gradients.
             for tensor, index in zip(tensors, dense, strict=True):
                 tensor.set_shape(variables[index].shape)
         if not all(tensor.shape.is_fully_defined() for tensor in tensors):
             # A plan needs sizes. These are no gradients of variables.
-            return [all_reduce_any_shape(t, self.group, replica) for t in tensors]
+            sums = [all_reduce_any_shape(t, self.group, replica) for t in tensors]
+            return sums, [(index,) for index in dense]
         if variables is None:
             names = [str(index) for index in dense]
         else:
@@ -132,9 +178,8 @@ class Reducer:
         plan = make_plan(tensors, names, self.options)
         if variables is not None and replica == 0:
             self._remember(variables, plan)
-        share = shares.current() if variables is not None else None
-        valid = None if share is None else share > 0
-        return fused_all_reduce(tensors, plan, self.group, replica, valid)
+        flats = all_reduce_buckets(tensors, plan, self.group, replica, valid)
+        return flats, [tuple(dense[i] for i in bucket.indices) for bucket in plan]
 
     def _check(self, variables: list[Any], replica: int) -> None:
         """Compares the trained variables across workers, once for each set."""
@@ -168,6 +213,89 @@ class Reducer:
     def as_cross_device_ops(self, collective_keys: Any) -> Any:
         """This reducer behind the interface of tf.distribute."""
         return _CrossDeviceOps(self, collective_keys)
+
+
+class GradientReducer(Protocol):
+    """What a step hands its gradients to: the seam for other ways to reduce."""
+
+    @property
+    def num_replicas(self) -> int:
+        """Int, over how many replicas it sums."""
+
+    def reduce_gradients(
+        self,
+        gradients: list,
+        variables: list[Any],
+        *,
+        may_sum: bool,
+        valid: tf.Tensor | None,
+    ) -> Reduced:
+        """Sums gradients over all replicas, see `Reducer.reduce_gradients`."""
+
+    def sum_scalar(self, value: tf.Tensor) -> tf.Tensor:
+        """Sums a scalar over all replicas."""
+
+
+class LocalReducer:
+    """The reducer of a single device, which has nobody to share with."""
+
+    num_replicas = 1
+
+    def reduce_gradients(
+        self,
+        gradients: list,
+        variables: list[Any],
+        *,
+        may_sum: bool,
+        valid: tf.Tensor | None,
+    ) -> Reduced:
+        """Leaves gradients as they are."""
+        del variables, may_sum, valid
+        return unbucketed(gradients)
+
+    def sum_scalar(self, value: tf.Tensor) -> tf.Tensor:
+        """Leaves it as it is."""
+        return value
+
+
+class ReplicaReducer:
+    """The reducer as one replica sees it.
+
+    Args:
+        reducer: `Reducer` of the strategy.
+        context: The replica context.
+    """
+
+    def __init__(self, reducer: Reducer, context: Any) -> None:
+        self.num_replicas = reducer.group.size
+        self._reducer = reducer
+        self._context = context
+
+    def reduce_gradients(
+        self,
+        gradients: list,
+        variables: list[Any],
+        *,
+        may_sum: bool,
+        valid: tf.Tensor | None,
+    ) -> Reduced:
+        """Sums gradients over all replicas, see `Reducer.reduce_gradients`."""
+        if tf.executing_eagerly():
+            # Eager replicas run one after the other and have to meet first.
+            with gradients_of(variables, is_linear=may_sum):
+                sums = self._context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
+            return unbucketed(list(sums))
+        return self._reducer.reduce_gradients(
+            gradients,
+            variables,
+            _compat.local_replica_id(self._context),
+            may_sum=may_sum,
+            valid=valid,
+        )
+
+    def sum_scalar(self, value: tf.Tensor) -> tf.Tensor:
+        """Sums a scalar over all replicas."""
+        return self._context.all_reduce(tf.distribute.ReduceOp.SUM, value)
 
 
 class _CrossDeviceOps(_compat.CollectiveAllReduce):
@@ -213,12 +341,16 @@ class _Launcher:
         return gather_rows(tensor, axis, self._reducer.group, self._replica, rank)
 
 
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, tf.IndexedSlices)
+
+
 def _is_mean(reduce_op: Any) -> bool:
     return getattr(reduce_op, "value", str(reduce_op)).upper() == "MEAN"
 
 
 def _divide(value: Any, count: int) -> Any:
-    if isinstance(value, tf.IndexedSlices):
+    if _is_sparse(value):
         return tf.IndexedSlices(value.values / count, value.indices, value.dense_shape)
     return value / count
 

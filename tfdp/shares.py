@@ -9,6 +9,7 @@ costs nothing; the gradient follows.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -20,9 +21,23 @@ from tfdp.collectives import ProcessGroup, all_reduce
 _thread = threading.local()
 
 
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What one replica holds of a global batch.
+
+    Args:
+        weight: Scalar float32 tensor, its part of all samples.
+        samples: Scalar float32 tensor, the samples of all replicas, or `None`
+            where that is unknown.
+    """
+
+    weight: tf.Tensor
+    samples: tf.Tensor | None
+
+
 def shares_of(
     local_batches: list, host_group: ProcessGroup, num_replicas: int
-) -> list[tf.Tensor] | None:
+) -> list[Share] | None:
     """The share of the global batch that each local replica holds.
 
     Args:
@@ -31,8 +46,8 @@ def shares_of(
         num_replicas: Int, on all workers.
 
     Returns:
-        List of scalar float32 tensors that sum to one over all replicas, or
-        `None` if there is one replica.
+        List of `Share`, whose weights sum to one over all replicas, or `None` if
+        there is one replica.
     """
     if num_replicas == 1:
         return None
@@ -41,17 +56,20 @@ def shares_of(
     without_data = any(first is None for first in firsts)
     all_alike = len(static) == 1 and None not in static and host_group.size == 1
     if without_data or all_alike:
-        return [tf.constant(1.0 / num_replicas)] * len(firsts)
+        rows = None if without_data else static.pop()
+        samples = None if rows is None else tf.constant(float(num_replicas * rows))
+        return [Share(tf.constant(1.0 / num_replicas), samples)] * len(firsts)
     with tf.device(host_group.devices[0]):
-        rows = [_num_rows(first) for first in firsts]
-        total = all_reduce(tf.add_n(rows)[tf.newaxis], host_group, 0)[0]
-        return [tf.math.divide_no_nan(count, total) for count in rows]
+        counts = [_num_rows(first) for first in firsts]
+        total = all_reduce(tf.add_n(counts)[tf.newaxis], host_group, 0)[0]
+        weights = [tf.math.divide_no_nan(count, total) for count in counts]
+        return [Share(weight, total) for weight in weights]
 
 
 @contextlib.contextmanager
-def share(value: tf.Tensor | None) -> Iterator[None]:
+def share(value: Share | None) -> Iterator[None]:
     """Sets the share of the replica that runs in this thread."""
-    outer = current()
+    outer = _in_force()
     _thread.share = value
     try:
         yield
@@ -60,7 +78,18 @@ def share(value: tf.Tensor | None) -> Iterator[None]:
 
 
 def current() -> tf.Tensor | None:
-    """The share of the replica that runs in this thread, or `None`."""
+    """The weight of the replica that runs in this thread, or `None`."""
+    found = _in_force()
+    return None if found is None else found.weight
+
+
+def num_samples() -> tf.Tensor | None:
+    """The samples of all replicas in this step, or `None` where unknown."""
+    found = _in_force()
+    return None if found is None else found.samples
+
+
+def _in_force() -> Share | None:
     return getattr(_thread, "share", None)
 
 

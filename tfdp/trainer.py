@@ -18,13 +18,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp import _compat, epochs, guards, numerics, shares, updates
+from tfdp import _compat, epochs, guards, interchange, numerics, shares, updates
 from tfdp.data import check_batch_size
 from tfdp.logs import merge_logs
 from tfdp.ownership import is_ours, strategy_of
 from tfdp.rows import share_of_rank
 from tfdp.saving import save_atomically
-from tfdp.worker_callbacks import callbacks_of_worker
+from tfdp.worker_callbacks import callbacks_of_worker, with_care_of_optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,7 @@ def install() -> None:
     _compat.hash_function_types_once()
     numerics.install()
     updates.install()
+    interchange.install()
     owner = _compat.TensorFlowTrainer
     for name in ("fit", "evaluate", "predict"):
         _compat.replace(owner, name, functools.partial(_loop, name))
@@ -85,21 +86,22 @@ def prepare_run(
         _compat.select_replica(replica, args)
         for replica in range(strategy.extended.num_local)
     ]
-    weights = shares.shares_of(
+    parts = shares.shares_of(
         local, strategy.extended.host_group, strategy.num_replicas_in_sync
     )
-    return _step_on_share(_after_its_data(fn), weights), args, weights
+    if parts is None:
+        return _after_its_data(fn), args, None
+    weights = [part.weight for part in parts]
+    return _step_on_share(_after_its_data(fn), parts), args, weights
 
 
-def _step_on_share(fn: Callable, weights: list | None) -> Callable:
+def _step_on_share(fn: Callable, parts: list[shares.Share]) -> Callable:
     """Lets each replica's loss count by its share of the global batch."""
-    if weights is None:
-        return fn
 
     @functools.wraps(fn)
     def step(*args: Any) -> Any:
         replica = _compat.local_replica_id(tf.distribute.get_replica_context())
-        with shares.share(weights[replica]):
+        with shares.share(parts[replica]):
             return fn(*args)
 
     return step
@@ -160,11 +162,14 @@ def _looping(model: Any, *, whole_batches: bool = False) -> Iterator[None]:
 
 def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = strategy_of(model)
-    if strategy is None:
-        guards.check_no_strategy_in_force(model, name)
-        return original(model, *args, **kwargs)
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     arguments = bound.arguments
+    if name == "fit":
+        given = arguments.get("callbacks")
+        arguments["callbacks"] = with_care_of_optimizer(model, given)
+    if strategy is None:
+        guards.check_no_strategy_in_force(model, name)
+        return original(*bound.args, **bound.kwargs)
     agreement = strategy.extended.agreement
     if name != "predict":
         check_batch_size(strategy, arguments.get("batch_size"), "`batch_size`")

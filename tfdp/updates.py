@@ -8,6 +8,7 @@ where no tfdp strategy is in force.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +17,15 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.ownership import replica_context
+from tfdp.ownership import in_own_step, replica_context
 from tfdp.reducer import gradients_of
+from tfdp.traits import clips, is_linear
 
-_CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
 # What one replica's update knows: each replica is traced in its own thread.
 _thread = threading.local()
 
 
+@functools.cache
 def install() -> None:
     """Puts the functions in place; again has no effect."""
     base, tensorflow = _compat.BaseOptimizer, _compat.TFOptimizer
@@ -42,9 +44,8 @@ def _apply_gradients(
 
 
 def _clip_gradients(original: Callable, optimizer: Any, grads: Any) -> Any:
-    clips = any(getattr(optimizer, name, None) for name in _CLIPPING)
     context = replica_context()
-    if not clips or context is None:
+    if not clips(optimizer) or context is None or in_own_step():
         return original(optimizer, grads)
     given = [index for index, gradient in enumerate(grads) if gradient is not None]
     reduced = list(grads)
@@ -61,7 +62,7 @@ def _clip_gradients(original: Callable, optimizer: Any, grads: Any) -> Any:
 def _update_step(
     original: Callable, optimizer: Any, grads: Any, variables: Any, *rest: Any
 ) -> Any:
-    if replica_context() is None:
+    if replica_context() is None or in_own_step():
         return original(optimizer, grads, variables, *rest)
     pairs = zip(grads, variables, strict=True)
     with _described(optimizer, [v for g, v in pairs if g is not None]):
@@ -69,6 +70,8 @@ def _update_step(
 
 
 def _all_reduce_sum(original: Callable, optimizer: Any, grads_and_vars: Any) -> Any:
+    if in_own_step():
+        return list(grads_and_vars)
     if getattr(_thread, "is_reduced", False):
         _thread.is_reduced = False
         return list(grads_and_vars)
@@ -89,7 +92,4 @@ def _check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
 
 
 def _described(optimizer: Any, variables: list[Any]) -> Any:
-    # Keras clips rows one by one, so a sum of rows would be clipped differently.
-    clips = any(getattr(optimizer, name, None) for name in _CLIPPING)
-    is_linear = type(optimizer) is keras.optimizers.SGD and not clips
-    return gradients_of(variables, is_linear=is_linear)
+    return gradients_of(variables, is_linear=is_linear(optimizer))

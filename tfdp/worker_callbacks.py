@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from tfdp import _compat
+from tfdp.ownership import run_on_replicas
 from tfdp.scope import broadcast_variables
 
 # They write what the user names by one path for all workers.
@@ -106,6 +107,37 @@ class ShareRestoredState(keras.callbacks.Callback):
         broadcast_variables(self._strategy, list(seen.values()))
 
 
+class LookAfterOptimizer(keras.callbacks.Callback):
+    """Stops training that gets nowhere; makes what was accumulated fit for files."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.model.optimizer.check_progress()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        optimizer = self.model.optimizer
+        if optimizer.accumulated_steps:
+            run_on_replicas(self.model, optimizer.share_accumulated)
+
+
+def with_care_of_optimizer(model: Any, callbacks: Any) -> Any:
+    """Adds what a `DistributedOptimizer` needs in `fit`, before all others.
+
+    Args:
+        model: The Keras model.
+        callbacks: What the user gave to Keras.
+
+    Returns:
+        List of callbacks, or what was given where nothing is needed.
+    """
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    given = keras.tree.flatten(callbacks) if callbacks else []
+    is_needed = hasattr(model.optimizer, "check_progress") or any(
+        hasattr(callback, "switch_on") for callback in given
+    )
+    return [LookAfterOptimizer(), *given] if is_needed else callbacks
+
+
 def _is_replicated(variable: Any) -> bool:
     return isinstance(variable.value, _compat.MirroredVariable)
 
@@ -115,7 +147,7 @@ def _decides_per_batch(callback: Any) -> bool:
     kind = type(callback)
     if isinstance(callback, keras.callbacks.LambdaCallback):
         return any(name in vars(callback) for name in _BATCH_HOOKS)
-    if kind.__module__.split(".")[0] == "keras":
+    if kind.__module__.split(".")[0] in ("keras", "tfdp"):
         return False
     base = keras.callbacks.Callback
     return any(getattr(kind, name) is not getattr(base, name) for name in _BATCH_HOOKS)

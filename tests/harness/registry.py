@@ -37,6 +37,8 @@ MODULES: tuple[str, ...] = (
     "overlap",
     "contract",
     "limits",
+    "exactness",
+    "planted_bugs",
 )
 
 

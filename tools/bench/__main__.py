@@ -1,6 +1,6 @@
 """Measures one of the figures of docs/performance.md, as ratios in one run.
 
-    python -m tools.bench {single,all-reduce,step,ddp,growth} [--out FILE]
+    python -m tools.bench NAME [--out FILE]
 
 Both sides are alive at the same time and take turns, block by block. Run it on an
 idle machine: a busy one makes the intervals wide.
@@ -12,7 +12,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.bench import all_reduce, ddp, growth, single, step
+from tools.bench import (
+    accumulation,
+    all_reduce,
+    ddp,
+    growth,
+    single,
+    step,
+    update,
+    wrapping,
+)
 
 BENCHMARKS = {
     "single": single.run,
@@ -20,6 +29,9 @@ BENCHMARKS = {
     "step": step.run,
     "ddp": ddp.run,
     "growth": growth.run,
+    "accumulation": accumulation.run,
+    "update": update.run,
+    "wrapping": wrapping.run,
 }
 
 

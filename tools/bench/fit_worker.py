@@ -1,4 +1,4 @@
-"""Keras `fit` of the same model with and without a strategy, in one process."""
+"""Keras `fit` of the same model with and without tfdp, in one process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from tools.bench.channel import Arm, serve, take_over_output
 BATCH_SIZE = 32
 
 
-def fit_arm(strategy: Any) -> Arm:
+def fit_arm(strategy: Any, *, wrapped: bool = False) -> Arm:
     """Seconds per step of `fit`, from the end of the first step on."""
     import contextlib
 
     import keras
 
+    from tfdp.optimizer import DistributedOptimizer
     from tools.bench.models import mlp, mlp_batch
 
     class Clock(keras.callbacks.Callback):
@@ -31,8 +32,11 @@ def fit_arm(strategy: Any) -> Arm:
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = mlp()
+        optimizer: Any = keras.optimizers.SGD(1e-3)
+        if wrapped:
+            optimizer = DistributedOptimizer(optimizer)
         model.compile(
-            optimizer=keras.optimizers.SGD(1e-3),
+            optimizer=optimizer,
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         )
 
@@ -50,7 +54,14 @@ def main() -> None:
     import tfdp
 
     strategy = tfdp.MirroredStrategy(["CPU:0"])
-    serve({"plain": fit_arm(None), "tfdp": fit_arm(strategy)})
+    serve(
+        {
+            "plain": fit_arm(None),
+            "tfdp": fit_arm(strategy),
+            "wrapped": fit_arm(None, wrapped=True),
+            "wrapped, tfdp": fit_arm(strategy, wrapped=True),
+        }
+    )
 
 
 if __name__ == "__main__":

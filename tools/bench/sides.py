@@ -107,7 +107,11 @@ def started(*sides: Side) -> Iterator[None]:
 
 
 def alternate(
-    arms: Sequence[tuple[Side, str]], *, blocks: int, steps: Mapping[str, int] | int
+    arms: Sequence[tuple[Side, str]],
+    *,
+    blocks: int,
+    steps: Mapping[str, int] | int,
+    warm_up: int = 2,
 ) -> dict[str, list[float]]:
     """Runs blocks of all arms in turn, every other time in reverse order.
 
@@ -115,6 +119,7 @@ def alternate(
         arms: Sequence of side and name of an arm.
         blocks: Int, how often each arm has its turn.
         steps: Int, or one for each arm: steps in a block.
+        warm_up: Int, steps of each arm before the first block. Defaults to `2`.
 
     Returns:
         Dict from `side/arm` to seconds per step of the slowest worker, one
@@ -127,7 +132,7 @@ def alternate(
         return max(side.run(arm, count))
 
     for side, arm in arms:
-        side.run(arm, 2)  # traces, and fills caches
+        side.run(arm, warm_up)  # traces, and fills caches
     for block in range(blocks):
         for side, arm in arms if block % 2 == 0 else reversed(arms):
             times[f"{side.name}/{arm}"].append(run(side, arm))

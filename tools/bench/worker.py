@@ -14,8 +14,11 @@ from tools.bench.channel import Arm, serve, take_over_output
 
 
 def make_strategy(setup: dict[str, Any]) -> Any:
-    """The strategy of a side, before anything else uses TensorFlow."""
-    if len(setup["addresses"]) > 1:
+    """The strategy of a side, before anything else uses TensorFlow.
+
+    Workers that are `"alone"` have none and know nothing of each other.
+    """
+    if setup["strategy"] != "alone" and len(setup["addresses"]) > 1:
         task = {"type": "worker", "index": setup["rank"]}
         cluster = {"worker": setup["addresses"]}
         os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
@@ -27,6 +30,8 @@ def make_strategy(setup: dict[str, Any]) -> Any:
     if setup["strategy"] == "auto":
         return tfdp.auto_strategy(communication=options)
     tf.config.threading.set_intra_op_parallelism_threads(1)
+    if setup["strategy"] == "alone":
+        return None
     if setup["strategy"] == "tfdp":
         return tfdp.MultiWorkerMirroredStrategy(communication=options)
     return tf.distribute.MultiWorkerMirroredStrategy()
@@ -84,24 +89,42 @@ def step_arms(strategy: Any, setup: dict[str, Any]) -> dict[str, Arm]:
     for model in setup["models"]:
         for pack_bytes in setup["pack_bytes"]:
             name = f"{model}, packs of {pack_bytes}" if pack_bytes else model
-            arms[name] = timed(_training_step(strategy, model, pack_bytes))
+            arms[name] = timed(training_step(strategy, model, pack_bytes=pack_bytes))
         if setup["strategy"] != "stock":
-            arms[f"{model}, no communication"] = timed(_training_step(None, model, 0))
+            arms[f"{model}, no communication"] = timed(training_step(None, model))
     return arms
 
 
-def _training_step(strategy: Any, name: str, pack_bytes: int) -> Callable[[], Any]:
+def training_step(
+    strategy: Any,
+    name: str,
+    *,
+    make_optimizer: Callable[[], Any] | None = None,
+    batch_size: int = 32,
+    pack_bytes: int = 0,
+) -> Callable[[], Any]:
+    """A traced step of a GradientTape loop on a fixed batch.
+
+    Args:
+        strategy: Strategy or `None`.
+        name: String, a model of `tools.bench.models`.
+        make_optimizer: Callable that returns a Keras optimizer. Defaults to SGD.
+        batch_size: Int, samples of each replica. Defaults to `32`.
+        pack_bytes: Int, the stock strategy's pack size. Defaults to its own.
+
+    Returns:
+        Callable that takes the step and returns the loss.
+    """
     import keras
     import tensorflow as tf
 
     from tools.bench.models import MODELS
 
     build, make_batch = MODELS[name]
-    batch_size = 32
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = build()
-        optimizer = keras.optimizers.SGD(1e-3)
+        optimizer = make_optimizer() if make_optimizer else keras.optimizers.SGD(1e-3)
         optimizer.build(model.trainable_variables)
     x, y = (tf.constant(array) for array in make_batch(batch_size))
     num_replicas = strategy.num_replicas_in_sync if strategy else 1
@@ -121,7 +144,7 @@ def _training_step(strategy: Any, name: str, pack_bytes: int) -> Callable[[], An
     def step() -> Any:
         if strategy is None:
             return replica()
-        if not hasattr(strategy, "communication_plan"):
+        if not hasattr(strategy, "communication_plan"):  # stock
             set_stock_pack_bytes(strategy, pack_bytes)
         return strategy.experimental_local_results(strategy.run(replica))[0]
 

@@ -1,0 +1,136 @@
+"""The model and the data on which every optimizer is compared with one device."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+from harness.env import Env
+
+layers = keras.layers
+
+BATCH_SIZE = 8
+# So that a replica of the last batch has no sample where there are four.
+PARTIAL_SIZE = 3
+NUM_TOKENS = 6
+LENGTH = 4
+WIDTH = 4
+IMAGE_SIZE = 4
+
+# In which batch a gradient overflows, and in which row: first the last replica
+# alone, then the first alone.
+OVERFLOWS = ((2, BATCH_SIZE - 1), (8, 0))
+# Lists that an optimizer has besides; at the end of an update nothing is accumulated.
+_NO_SLOTS = ("_trainable_variables", "_variables", "_accumulated_gradients")
+
+
+class Scale(layers.Layer):
+    """Multiplies by a weight that has no axis."""
+
+    def build(self, input_shape):
+        self.factor = self.add_weight(shape=(), initializer="ones", name="factor")
+
+    def call(self, inputs):
+        return inputs * self.factor
+
+
+def build_model() -> keras.Model:
+    """Returns a model of tokens and an image, with layers of every kind.
+
+    A transformer block over an Embedding, a layer that is used twice, one that
+    is frozen, a convolution with synchronized normalization, a scalar weight.
+    """
+    ids = keras.Input((LENGTH,), dtype="int32", name="ids")
+    image = keras.Input((IMAGE_SIZE, IMAGE_SIZE, 1), name="image")
+    x = layers.Embedding(NUM_TOKENS, WIDTH, name="embedding")(ids)
+    h = layers.LayerNormalization(name="norm1")(x)
+    # The bias of the keys would have no gradient: softmax ignores it.
+    attention = layers.MultiHeadAttention(1, 2, use_bias=False, name="attention")
+    x = x + attention(h, h)
+    h = layers.LayerNormalization(name="norm2")(x)
+    h = layers.Dense(6, activation="tanh", use_bias=False, name="mlp_in")(h)
+    x = x + layers.Dense(WIDTH, name="mlp_out")(h)
+    tied = layers.Dense(WIDTH, activation="tanh", name="tied")
+    x = layers.GlobalAveragePooling1D(name="mean")(tied(tied(x)))
+    x = layers.Dense(WIDTH, trainable=False, name="frozen")(x)
+    # Nor would a bias before the normalization.
+    y = layers.Conv2D(2, 3, use_bias=False, name="conv")(image)
+    y = layers.BatchNormalization(synchronized=True, name="batch_norm")(y)
+    y = layers.Flatten(name="flat")(layers.Activation("tanh", name="tanh")(y))
+    outputs = layers.Dense(1, name="head")(layers.Concatenate(name="both")([x, y]))
+    return keras.Model([ids, image], Scale(name="scale")(outputs))
+
+
+def make_data(num_batches: int) -> tuple[list[np.ndarray], np.ndarray]:
+    """Returns inputs and targets of whole batches, far enough from the outputs."""
+    rng = np.random.default_rng(0)
+    size = num_batches * BATCH_SIZE
+    ids = rng.integers(0, NUM_TOKENS, size=(size, LENGTH)).astype("int32")
+    images = rng.normal(size=(size, IMAGE_SIZE, IMAGE_SIZE, 1))
+    signal = ids.mean(axis=1) - 2.0 + images.mean(axis=(1, 2, 3))
+    targets = 2.0 * signal[:, np.newaxis] + rng.normal(size=(size, 1))
+    dtype = keras.config.floatx()
+    return [ids, images.astype(dtype)], targets.astype(dtype)
+
+
+def plant_overflows(targets: np.ndarray) -> None:
+    """Makes the gradients of one replica overflow, all else stays finite."""
+    for batch, row in OVERFLOWS:
+        targets[batch * BATCH_SIZE + row] = 0.9 * np.finfo(targets.dtype).max
+
+
+def without_rows_of_last_batch(x: list, y: np.ndarray) -> tuple[list, np.ndarray]:
+    """Cuts the last batch down to a few rows."""
+    size = len(y) - BATCH_SIZE + PARTIAL_SIZE
+    return [array[:size] for array in x], y[:size]
+
+
+def read_state(env: Env, model: keras.Model, inner: list) -> dict:
+    """Reads weights, slots and averages; local replicas must agree exactly.
+
+    Args:
+        env: The surroundings.
+        model: The trained model.
+        inner: List of the optimizers that update variables.
+    """
+    state: dict = {"weights": env.weights(model)}
+    for index, optimizer in enumerate(inner):
+        state[f"optimizer{index}"] = {
+            "iterations": np.asarray(optimizer.iterations),
+            **env.read(_scalars(optimizer)),
+            **{
+                name: _read_by_path(env, slots, optimizer._trainable_variables)
+                for name, slots in _slots(optimizer).items()
+            },
+        }
+    return state
+
+
+def _slots(optimizer: keras.optimizers.Optimizer) -> dict[str, list]:
+    """Lists of variables, one for each trained variable, by attribute."""
+    trained = optimizer._trainable_variables
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _NO_SLOTS
+        and isinstance(value, list)
+        and len(value) == len(trained)
+        and any(isinstance(item, keras.Variable) for item in value)
+    }
+
+
+def _scalars(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Learning rate and the like; Keras's counter may count micro-batches."""
+    return [
+        value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, keras.Variable) and name != "_iterations"
+    ]
+
+
+def _read_by_path(env: Env, slots: list, trained: list) -> dict[str, np.ndarray]:
+    found = {}
+    for slot, variable in zip(slots, trained, strict=True):
+        if slot is not None:
+            (found[variable.path],) = env.read([slot]).values()
+    return found

@@ -1,0 +1,207 @@
+"""Faults put into tfdp on purpose, each of which a column of the matrix must catch.
+
+A case here is a cell of `exactness` whose distributed side runs with one fault. On
+one device it is the cell itself, so that the comparison must fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import keras
+import tensorflow as tf
+
+from cases import exactness
+from harness import registry
+from harness.env import Env
+
+# What the parts of a fault tell each other: each replica is traced in its own thread.
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def loses_the_division_by_the_number_of_replicas(env: Env, column: Any) -> Iterator[None]:
+    """Gradients are summed where their mean is due."""
+
+    def after(reduced: Any, gradients: list) -> Any:
+        return reduced.divided_by(tf.constant(1.0 / env.num_replicas))
+
+    with _around_reduction(after=after):
+        yield
+
+
+@contextlib.contextmanager
+def clips_before_it_reduces(env: Env, column: Any) -> Iterator[None]:
+    """Each replica clips its own gradients, as stock does."""
+    from tfdp.layout import WholeVariables
+    from tfdp.ownership import own_step
+
+    clipping = keras.optimizers.SGD(**column.options)
+
+    def before(gradients: list) -> list:
+        with own_step():
+            return clipping._clip_gradients(gradients)
+
+    with (
+        _around_reduction(before=before),
+        mock.patch.object(WholeVariables, "clip", lambda layout, part, grads: grads),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def looks_for_overflow_on_one_replica(env: Env, column: Any) -> Iterator[None]:
+    """The first replica's own gradients decide for all, as in stock."""
+    from tfdp.reduced import Reduced
+
+    def after(reduced: Any, gradients: list) -> Any:
+        values = [getattr(item, "values", item) for item in gradients]
+        finite = [tf.reduce_all(tf.math.is_finite(value)) for value in values]
+        _thread.is_finite = tf.reduce_all(finite)
+        return reduced
+
+    def all_finite(reduced: Any) -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        is_first = context.replica_id_in_sync_group == 0
+        is_bad = tf.cast(is_first & ~_thread.is_finite, tf.int32)
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, is_bad) == 0
+
+    with (
+        _around_reduction(after=after),
+        mock.patch.object(Reduced, "all_finite", all_finite),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def updates_one_micro_batch_early(env: Env, column: Any) -> Iterator[None]:
+    """The number of micro-batches is off by one."""
+    from tfdp.accumulate import Accumulation
+
+    def completes(accumulation: Any) -> tf.Tensor:
+        return accumulation.count + 2 >= accumulation.steps
+
+    with mock.patch.object(Accumulation, "completes", completes):
+        yield
+
+
+@contextlib.contextmanager
+def decays_what_is_excluded(env: Env, column: Any) -> Iterator[None]:
+    """Weight decay takes hold of all variables."""
+    with mock.patch.object(
+        keras.optimizers.Optimizer, "_use_weight_decay", lambda *_: True
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def averages_before_it_updates(env: Env, column: Any) -> Iterator[None]:
+    """The moving averages are one update behind."""
+    from tfdp import _compat
+    from tfdp.layout import WholeVariables
+
+    average, update = _compat.update_moving_average, WholeVariables.update
+
+    def update_after(layout: Any, part: Any, *arguments: Any) -> None:
+        average(part.optimizer)
+        update(layout, part, *arguments)
+
+    with (
+        mock.patch.object(_compat, "update_moving_average", lambda optimizer: None),
+        mock.patch.object(WholeVariables, "update", update_after),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def weighs_all_replicas_alike(env: Env, column: Any) -> Iterator[None]:
+    """A replica with fewer samples counts as much as the others."""
+    from tfdp import shares
+
+    def alike(local_batches: list, host_group: Any, num_replicas: int) -> list:
+        return [tf.constant(1.0 / num_replicas)] * len(local_batches)
+
+    with mock.patch.object(shares, "shares_of", alike):
+        yield
+
+
+@contextlib.contextmanager
+def clips_before_it_unscales(env: Env, column: Any) -> Iterator[None]:
+    """The limit is held against gradients that are multiplied by the loss scale."""
+    from tfdp.layout import WholeVariables
+    from tfdp.reduced import Reduced
+
+    clip = WholeVariables.clip
+
+    def keep(reduced: Any, divisor: tf.Tensor) -> Any:
+        _thread.divisor = divisor
+        return reduced
+
+    def clip_and_divide(layout: Any, part: Any, gradients: list) -> list:
+        clipped = clip(layout, part, gradients)
+        return [item / tf.cast(_thread.divisor, item.dtype) for item in clipped]
+
+    with (
+        mock.patch.object(Reduced, "divided_by", keep),
+        mock.patch.object(WholeVariables, "clip", clip_and_divide),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _around_reduction(
+    before: Callable[[list], list] = lambda gradients: gradients,
+    after: Callable[[Any, list], Any] = lambda reduced, gradients: reduced,
+) -> Iterator[None]:
+    """Does something to a replica's gradients, or to their sums."""
+    from tfdp.reducer import ReplicaReducer
+
+    reduce = ReplicaReducer.reduce_gradients
+
+    def reduce_gradients(reducer: Any, gradients: list, *rest: Any, **options: Any):
+        sums = reduce(reducer, before(gradients), *rest, **options)
+        return after(sums, gradients)
+
+    with mock.patch.object(ReplicaReducer, "reduce_gradients", reduce_gradients):
+        yield
+
+
+# By column, the fault that is its own.
+BUGS = {
+    "no_option": loses_the_division_by_the_number_of_replicas,
+    "accumulation": updates_one_micro_batch_early,
+    "global_clipnorm": clips_before_it_reduces,
+    "clipnorm": clips_before_it_reduces,
+    "clipvalue": clips_before_it_reduces,
+    "an_overflow_on_one_replica": looks_for_overflow_on_one_replica,
+    "ema": averages_before_it_updates,
+    "weight_decay": decays_what_is_excluded,
+    "a_partial_batch": weighs_all_replicas_alike,
+    "everything": clips_before_it_unscales,
+}
+
+
+def _register(column_name: str, bug: Callable) -> None:
+    row, column = exactness.ROWS["sgd_momentum"], exactness.COLUMNS[column_name]
+
+    def function(env: Env) -> dict:
+        if env.is_reference:
+            return exactness.run_cell(env, row, column, "float32")
+        with bug(env, column):
+            return exactness.run_cell(env, row, column, "float32")
+
+    registry.register(
+        f"{column_name}_catches_what_{bug.__name__}",
+        function,
+        f"A fault that the column {column.title!r} must catch",
+        setups=("mirrored",),
+        full_setups=(),
+    )
+
+
+for _column_name, _bug in BUGS.items():
+    _register(_column_name, _bug)

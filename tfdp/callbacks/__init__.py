@@ -1,0 +1,13 @@
+"""Callbacks for `model.fit`: each switches one thing on, or observes."""
+
+from tfdp.callbacks.gradient_accumulation import GradientAccumulation
+from tfdp.callbacks.gradient_noise_scale import GradientNoiseScale
+from tfdp.callbacks.learning_rate_warmup import LearningRateWarmup
+from tfdp.callbacks.loss_scaling import LossScaling
+
+__all__ = [
+    "GradientAccumulation",
+    "GradientNoiseScale",
+    "LearningRateWarmup",
+    "LossScaling",
+]

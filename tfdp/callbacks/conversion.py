@@ -1,0 +1,69 @@
+"""Callbacks turn a model's optimizer into a `DistributedOptimizer`, once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfdp.optimizer import DistributedOptimizer, check_strategy
+
+
+class OptimizerCallback(keras.callbacks.Callback):
+    """A callback that changes how its model's optimizer trains.
+
+    It does so when `fit` hands it the model, which is before the step is traced.
+    """
+
+    def set_model(self, model: Any) -> None:
+        """Switches the optimizer; the step is traced again if that changes it.
+
+        Raises:
+            ValueError: If the model is not compiled, or its strategy is not tfdp's.
+        """
+        super().set_model(model)
+        name = type(self).__name__
+        if not getattr(model, "compiled", False) or model.optimizer is None:
+            raise ValueError(
+                f"`{name}` needs a model that was compiled with an optimizer. Call "
+                "`model.compile(optimizer=...)` first."
+            )
+        check_strategy(model.distribute_strategy)
+        before = getattr(model.optimizer, "features", None)
+        self.switch_on(distributed_optimizer(model))
+        if model.optimizer.features != before:
+            model.train_function = None
+
+    def switch_on(self, optimizer: DistributedOptimizer) -> None:
+        """What the callback is for.
+
+        Args:
+            optimizer: The model's.
+        """
+        raise NotImplementedError
+
+    @property
+    def optimizer(self) -> DistributedOptimizer:
+        """The model's optimizer."""
+        return self.model.optimizer
+
+
+def distributed_optimizer(model: Any) -> DistributedOptimizer:
+    """The model's optimizer as a `DistributedOptimizer`, which it becomes.
+
+    Args:
+        model: A compiled Keras model.
+
+    Returns:
+        `DistributedOptimizer`, around the optimizer that was there, with its
+        state.
+    """
+    if not isinstance(model.optimizer, DistributedOptimizer):
+        with in_scope(model):
+            model.optimizer = DistributedOptimizer(model.optimizer)
+    return model.optimizer
+
+
+def in_scope(model: Any) -> Any:
+    """The scope of the model's strategy; that of none does nothing."""
+    return model.distribute_strategy.scope()

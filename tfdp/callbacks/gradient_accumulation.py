@@ -1,0 +1,69 @@
+"""Updates from several micro-batches: a large batch in little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tfdp.callbacks.conversion import OptimizerCallback
+from tfdp.optimizer import DistributedOptimizer
+from tfdp.ownership import run_on_replicas
+from tfdp.schedules import check_steps, steps_at_epoch
+
+
+class GradientAccumulation(OptimizerCallback):
+    """Makes an update from the mean gradient of several batches.
+
+    Nothing is communicated but at the last of them. `optimizer.iterations` and
+    learning-rate schedules count updates.
+
+    Args:
+        steps: Int, batches of an update, or a dict from the first epoch to
+            their number from there on, such as `{0: 8, 5: 4}`.
+        flush: `"epoch"` makes an update of the batches that are left over at
+            the end of an epoch, with their true number. Defaults to `None`: they
+            are carried over to the next epoch, as Keras does.
+
+    Raises:
+        ValueError: If `steps` or `flush` is something else.
+
+    Example:
+
+    >>> GradientAccumulation(steps={0: 8, 5: 4}).steps
+    {0: 8, 5: 4}
+    """
+
+    def __init__(
+        self, steps: int | Mapping[int, int] = 4, *, flush: str | None = None
+    ) -> None:
+        super().__init__()
+        check_steps(steps)
+        if flush not in (None, "epoch"):
+            raise ValueError(
+                f'`flush` must be `None` or "epoch". Received: flush={flush!r}'
+            )
+        self.steps = steps
+        self.flush = flush
+
+    def switch_on(self, optimizer: DistributedOptimizer) -> None:
+        """Makes room for the sums, so that a later epoch needs no new trace."""
+        steps = self.steps
+        most = max(steps.values()) if isinstance(steps, Mapping) else steps
+        if most > 1:
+            optimizer.accumulation_steps = most
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Sets the number of batches of this epoch."""
+        self.optimizer.accumulation_steps = steps_at_epoch(self.steps, epoch)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Validation within `fit` sees what the epoch has learned."""
+        self._flush()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Uses up the batches that are left over."""
+        self._flush()
+
+    def _flush(self) -> None:
+        if self.flush and self.optimizer.accumulated_steps:
+            run_on_replicas(self.model, self.optimizer.flush)

@@ -1,0 +1,51 @@
+"""The gradient noise scale, from norms that data parallelism has for free."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfdp.callbacks.conversion import OptimizerCallback
+from tfdp.optimizer import DistributedOptimizer
+
+
+class GradientNoiseScale(OptimizerCallback):
+    """Logs the batch size beyond which more replicas stop paying.
+
+    The replicas' own gradients are gradients of small batches, their mean is that
+    of a large one; from the two norms follow the noise of the gradient and its
+    true size. Logged as `gradient_noise_scale` at the end of each epoch: the
+    simple noise scale, in samples. It needs at least two replicas.
+
+    Args:
+        smoothing: Float in [0, 1), weight of the past in the moving averages of
+            the two estimates. Defaults to 0.99.
+
+    Raises:
+        ValueError: If `smoothing` is outside the range, or there is one replica.
+
+    Source: McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, appendix A.1.
+    """
+
+    def __init__(self, smoothing: float = 0.99) -> None:
+        super().__init__()
+        is_number = isinstance(smoothing, (int, float))
+        if not is_number or not 0 <= smoothing < 1:
+            raise ValueError(
+                "`smoothing` must be a number from 0 to below 1. "
+                f"Received: smoothing={smoothing!r}"
+            )
+        self.smoothing = float(smoothing)
+
+    def switch_on(self, optimizer: DistributedOptimizer) -> None:
+        """Lets each update measure its gradients."""
+        if self.model.distribute_strategy.num_replicas_in_sync == 1:
+            raise ValueError(
+                "`GradientNoiseScale` compares the gradients of several replicas. "
+                "Received: a strategy of one replica"
+            )
+        optimizer.measure_noise(self.smoothing)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Adds the noise scale to the logs."""
+        if logs is not None:
+            logs["gradient_noise_scale"] = self.optimizer.gradient_noise_scale

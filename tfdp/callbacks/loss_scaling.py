@@ -1,0 +1,62 @@
+"""Dynamic loss scaling for float16, agreed by all replicas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfdp import loss_scale
+from tfdp.callbacks.conversion import OptimizerCallback
+from tfdp.optimizer import DistributedOptimizer
+
+
+class LossScaling(OptimizerCallback):
+    """Scales the loss, and skips a step whose gradients overflow anywhere.
+
+    A skipped step changes nothing but the scale and its counters. The logs get
+    `loss_scale` and `skipped_steps` at the end of each epoch.
+
+    Args:
+        initial_scale: Float, the first factor. Defaults to `2**15`.
+        growth_steps: Int, steps without overflow after which it doubles.
+            Defaults to 2000.
+        min_scale: Float, below which it is not halved. Defaults to 1.
+
+    Raises:
+        ValueError: If a value is not positive.
+        RuntimeError: In `fit`, after ten skips in a row at the smallest scale.
+
+    Example:
+
+    >>> LossScaling(initial_scale=2.0**10).scaling.initial_scale
+    1024.0
+
+    Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740.
+    """
+
+    def __init__(
+        self,
+        initial_scale: float = 2.0**15,
+        growth_steps: int = 2000,
+        min_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if growth_steps is None:
+            raise ValueError(
+                "`growth_steps` must be an integer of at least 1. "
+                "Received: growth_steps=None"
+            )
+        self.scaling = loss_scale.LossScaling(
+            initial_scale=initial_scale,
+            growth_steps=growth_steps,
+            min_scale=min_scale,
+        )
+
+    def switch_on(self, optimizer: DistributedOptimizer) -> None:
+        """Gives the optimizer a scale; one that it has with these settings stays."""
+        optimizer.loss_scaling = self.scaling
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Adds the scale and the number of skipped steps to the logs."""
+        if logs is not None:
+            logs["loss_scale"] = self.optimizer.loss_scale
+            logs["skipped_steps"] = self.optimizer.skipped_steps

@@ -1,0 +1,101 @@
+"""The update of many small variables by few large kernels.
+
+An optimizer runs several kernels for each variable, and for a small one starting
+them takes longer than the arithmetic. Where every element is treated by itself, a
+group of variables laid end to end gives the same numbers at once. Nothing is stored
+differently: variables and slots stay as Keras made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.ownership import own_step
+from tfdp.traits import is_elementwise
+from tfdp.views import FlatView, pack
+
+# Elements beyond which copying a variable costs more than its kernels' start.
+LARGEST_ELEMENTS = 2**16
+
+
+def decay_and_update(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], rate: Any
+) -> None:
+    """Runs weight decay and the optimizer's own update on variables.
+
+    Args:
+        optimizer: Keras optimizer, no wrapper.
+        gradients: Sequence of tensors and `tf.IndexedSlices`.
+        variables: Sequence of Keras variables.
+        rate: Scalar tensor, the learning rate.
+    """
+    groups = plan_groups(optimizer, gradients, variables)
+    grouped = {index for group in groups for index in group}
+    single = [index for index in range(len(variables)) if index not in grouped]
+    optimizer = _compat.stand_in(optimizer, _learning_rate=rate)
+    with own_step():
+        _compat.apply_weight_decay(optimizer, [variables[i] for i in single])
+        _compat.update_variables(
+            optimizer,
+            [gradients[i] for i in single],
+            [variables[i] for i in single],
+            rate,
+        )
+    for group in groups:
+        members = [variables[index] for index in group]
+        _update_group(optimizer, [gradients[i] for i in group], members, rate)
+
+
+def plan_groups(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
+) -> list[list[int]]:
+    """Which variables are updated as one: small, alike, with dense gradients.
+
+    Args:
+        optimizer: Keras optimizer, no wrapper.
+        gradients: Sequence of tensors and `tf.IndexedSlices`.
+        variables: Sequence of Keras variables.
+
+    Returns:
+        List of lists of positions, each of at least two.
+    """
+    if not is_elementwise(optimizer):
+        return []
+    groups: dict[tuple, list[int]] = {}
+    for index, (gradient, variable) in enumerate(
+        zip(gradients, variables, strict=True)
+    ):
+        local = _compat.local_part(variable)
+        is_small = local.shape.num_elements() <= LARGEST_ELEMENTS
+        if is_small and not isinstance(gradient, tf.IndexedSlices):
+            decays = _compat.uses_weight_decay(optimizer, local)
+            groups.setdefault((local.dtype, decays), []).append(index)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _update_group(
+    optimizer: Any, gradients: list, variables: list[Any], rate: Any
+) -> None:
+    parts = [_compat.local_part(variable) for variable in variables]
+    with tf.device(parts[0].device):
+        view = FlatView(parts)
+        positions = [_compat.index_in(optimizer, variable) for variable in variables]
+        slots = {
+            name: [FlatView([_compat.local_part(items[i]) for i in positions])]
+            for name, items in _compat.slots_of(optimizer).items()
+        }
+        flat = _compat.stand_in(
+            optimizer,
+            _trainable_variables_indices=_compat.index_by_key(optimizer, [view]),
+            **slots,
+        )
+        if _compat.uses_weight_decay(optimizer, parts[0]):
+            decay = tf.cast(optimizer.weight_decay, view.dtype)
+            view.assign_sub(view.value * decay * tf.cast(rate, view.dtype))
+        flat.update_step(pack(gradients), view, rate)
+        for changed in (view, *(slot for (slot,) in slots.values())):
+            changed.write_back()

@@ -1,0 +1,152 @@
+"""Loss scaling: small float16 gradients kept from zero, overflows skipped."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp import _compat
+
+# Skips in a row, at the smallest scale, after which training has failed.
+MOST_SKIPS = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossScaling:
+    """How the loss is scaled.
+
+    Args:
+        initial_scale: Float, the first factor. Defaults to `2**15`.
+        growth_steps: Int, updates without overflow after which the scale
+            doubles, or `None` for a scale that never changes. Defaults to 2000.
+        min_scale: Float, below which the scale is not halved. Defaults to 1.
+
+    Raises:
+        ValueError: If a value is not positive.
+
+    Example:
+
+    >>> LossScaling(initial_scale=1024.0).growth_steps
+    2000
+
+    Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740.
+    """
+
+    initial_scale: float = 2.0**15
+    growth_steps: int | None = 2000
+    min_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("initial_scale", "min_scale"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not 0 < value < math.inf:
+                raise ValueError(
+                    f"`{name}` must be a positive number. Received: {name}={value!r}"
+                )
+        steps = self.growth_steps
+        is_int = isinstance(steps, int) and not isinstance(steps, bool)
+        if steps is not None and (not is_int or steps < 1):
+            raise ValueError(
+                "`growth_steps` must be an integer of at least 1. "
+                f"Received: growth_steps={steps!r}"
+            )
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the scale follows the gradients."""
+        return self.growth_steps is not None
+
+
+class LossScale:
+    """The scale of the loss and what has become of it, as variables.
+
+    Args:
+        make_variable: Callable that creates a Keras variable of the optimizer.
+        num_variables: Int, number of trained variables.
+        options: `LossScaling`.
+    """
+
+    def __init__(
+        self, make_variable: Any, num_variables: int, options: LossScaling
+    ) -> None:
+        self.options = options
+
+        def counter(name: str, shape: tuple[int, ...] = ()) -> Any:
+            return make_variable(
+                shape=shape, dtype="int", initializer="zeros", name=name
+            )
+
+        self.value = make_variable(
+            shape=(),
+            dtype="float32",
+            initializer=keras.initializers.Constant(options.initial_scale),
+            name="loss_scale",
+        )
+        self.good_steps = counter("good_steps")
+        self.skipped_steps = counter("skipped_steps")
+        self.skips_at_minimum = counter("skips_at_minimum")
+        # Which variables had the gradients of the last step that was skipped.
+        self.non_finite = counter("non_finite", (num_variables,))
+
+    def read(self) -> tf.Tensor:
+        """Scalar float32 tensor, the scale on this replica."""
+        return _local(self.value).read_value()
+
+    def note_success(self) -> None:
+        """Counts a step that was made; doubles the scale when it is time."""
+        _set(self.skips_at_minimum, 0)
+        if self.options.growth_steps is None:
+            return
+        good = _local(self.good_steps).read_value() + 1
+        grows = good >= self.options.growth_steps
+        scale = self.read()
+        # A scale of infinity would never come down again.
+        doubled = tf.where(tf.math.is_finite(scale * 2.0), scale * 2.0, scale)
+        _set(self.value, tf.where(grows, doubled, scale))
+        _set(self.good_steps, tf.where(grows, tf.zeros_like(good), good))
+
+    def note_skip(self, gradients: Sequence[Any], positions: Sequence[int]) -> None:
+        """Counts a step that was skipped; halves the scale down to the smallest.
+
+        Args:
+            gradients: Sequence of reduced gradients.
+            positions: Sequence of ints, the position of each one's variable.
+        """
+        scale = self.read()
+        is_least = True
+        if self.options.is_dynamic:
+            least = self.options.min_scale
+            is_least = scale <= least
+            _set(self.value, tf.minimum(scale, tf.maximum(scale * 0.5, least)))
+        _set(self.good_steps, 0)
+        _local(self.skipped_steps).assign_add(1)
+        skips = _local(self.skips_at_minimum).read_value() + 1
+        _set(self.skips_at_minimum, tf.where(is_least, skips, tf.zeros_like(skips)))
+        culprits = [
+            tf.cast(not_finite(gradient), skips.dtype) for gradient in gradients
+        ]
+        size = self.non_finite.shape[0]
+        where = [[position] for position in positions]
+        _set(self.non_finite, tf.scatter_nd(where, culprits, [size]))
+
+
+def not_finite(gradient: Any) -> tf.Tensor:
+    """Scalar bool tensor, whether any element is infinite or NaN."""
+    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    values = gradient.values if is_sparse else gradient
+    return tf.logical_not(tf.reduce_all(tf.math.is_finite(values)))
+
+
+def _local(variable: Any) -> Any:
+    return _compat.local_part(variable)
+
+
+def _set(variable: Any, value: Any) -> None:
+    part = _local(variable)
+    part.assign(tf.cast(value, part.dtype), read_value=False)

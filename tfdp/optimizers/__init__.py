@@ -1,0 +1,5 @@
+"""Optimizers that Keras lacks: LARS."""
+
+from tfdp.optimizers.lars import LARS
+
+__all__ = ["LARS"]

@@ -1,0 +1,166 @@
+"""Learning rates and accumulation as functions of batch size, step and epoch."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+RULES = ("linear", "sqrt")
+
+
+def scale_learning_rate(
+    learning_rate: float, scale: float, *, rule: str = "linear"
+) -> float:
+    """The learning rate for a batch of another size.
+
+    Args:
+        learning_rate: Float above 0, the rate that was tuned.
+        scale: Float above 0, the new global batch size divided by the one for
+            which the rate was tuned: the number of replicas where each of them
+            keeps the batch of one device, times the accumulation steps.
+        rule: String, `"linear"` multiplies by `scale`, `"sqrt"` by its square
+            root. Defaults to `"linear"`.
+
+    Returns:
+        Float.
+
+    Raises:
+        ValueError: If a number is not above 0, or the rule is unknown.
+
+    Example:
+
+    >>> scale_learning_rate(0.1, 8)
+    0.8
+    >>> scale_learning_rate(0.1, 4, rule="sqrt")
+    0.2
+
+    Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD",
+    https://arxiv.org/abs/1706.02677, for the linear rule; Krizhevsky 2014, "One
+    weird trick for parallelizing convolutional neural networks",
+    https://arxiv.org/abs/1404.5997, for the square root.
+    """
+    _check_positive("learning_rate", learning_rate)
+    _check_positive("scale", scale)
+    if rule not in RULES:
+        listed = " or ".join(f'"{known}"' for known in RULES)
+        raise ValueError(f"`rule` must be {listed}. Received: rule={rule!r}")
+    return float(learning_rate * (scale if rule == "linear" else math.sqrt(scale)))
+
+
+def warmup_factor(
+    step: Any,
+    warmup_steps: int,
+    initial_factor: Any,
+    target_factor: Any,
+    *,
+    minimum: Callable[[Any, Any], Any] = min,
+) -> Any:
+    """What to multiply the base learning rate by at a step of the warmup.
+
+    The factor grows by the same amount each step and then stays. The first
+    step of the training is step 0; `target_factor` is reached, to the last bit,
+    at step `warmup_steps`.
+
+    Args:
+        step: Int of at least 0, number of updates so far; or a tensor, `[]`.
+        warmup_steps: Int of at least 1.
+        initial_factor: Float, or a tensor, `[]`.
+        target_factor: Float, or a tensor, `[]`.
+        minimum: Callable, the smaller of two numbers. With tensors it is
+            `tf.minimum`. Defaults to `min`.
+
+    Returns:
+        Float; for an integer tensor a float64 tensor, `[]`, for others one of
+        their dtype.
+
+    Raises:
+        ValueError: If `warmup_steps` is not an integer of at least 1.
+
+    Example:
+
+    >>> [warmup_factor(step, 4, 1.0, 3.0) for step in (0, 1, 4, 9)]
+    [1.0, 1.5, 3.0, 3.0]
+
+    Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.2,
+    https://arxiv.org/abs/1706.02677
+    """
+    _check_integer("warmup_steps", warmup_steps, at_least=1)
+    done = minimum(step / warmup_steps, 1.0)
+    # Unlike `initial + done * (target - initial)`, this rounds at neither end.
+    return (1.0 - done) * initial_factor + done * target_factor
+
+
+def steps_at_epoch(steps: int | Mapping[int, int], epoch: int) -> int:
+    """How many micro-batches are accumulated for an update in an epoch.
+
+    Args:
+        steps: Int of at least 1; or a dict from the first epoch, counted from
+            0, to the number from there on. Before the first epoch of the dict
+            it is 1.
+        epoch: Int of at least 0.
+
+    Returns:
+        Int.
+
+    Raises:
+        ValueError: See `check_steps`; or if `epoch` is not an integer of at
+            least 0.
+
+    Example:
+
+    >>> [steps_at_epoch({0: 8, 5: 4}, epoch) for epoch in (0, 4, 5, 90)]
+    [8, 8, 4, 4]
+    """
+    check_steps(steps)
+    _check_integer("epoch", epoch, at_least=0)
+    if not isinstance(steps, Mapping):
+        return int(steps)
+    begun = [first for first in steps if first <= epoch]
+    return int(steps[max(begun)]) if begun else 1
+
+
+def check_steps(steps: int | Mapping[int, int], *, name: str = "steps") -> None:
+    """Checks what `steps_at_epoch` takes, before there is an epoch.
+
+    Args:
+        steps: See `steps_at_epoch`.
+        name: String, what the caller calls it. Defaults to `"steps"`.
+
+    Raises:
+        ValueError: If `steps` is neither an integer of at least 1 nor a dict
+            from integers of at least 0 to such, or is an empty dict.
+    """
+    if not isinstance(steps, Mapping):
+        _check_integer(name, steps, at_least=1)
+        return
+    is_right = all(
+        _is_integer(first, at_least=0) and _is_integer(number, at_least=1)
+        for first, number in steps.items()
+    )
+    if not steps or not is_right:
+        raise ValueError(
+            f"`{name}` must map at least one epoch, an integer >= 0, to a number "
+            f"of micro-batches, an integer >= 1. Received: {name}={steps!r}"
+        )
+
+
+def _is_integer(value: Any, *, at_least: int) -> bool:
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_integer and value >= at_least
+
+
+def _check_integer(name: str, value: Any, *, at_least: int) -> None:
+    if not _is_integer(value, at_least=at_least):
+        raise ValueError(
+            f"`{name}` must be an integer >= {at_least}. Received: {name}={value!r}"
+        )
+
+
+def _check_positive(name: str, value: Any) -> None:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not (is_number and math.isfinite(value) and value > 0):
+        raise ValueError(
+            f"`{name}` must be a number greater than zero. Received: {name}={value!r}"
+        )

@@ -1,0 +1,77 @@
+"""Several variables of a replica as one flat tensor, for an optimizer to update."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.fusion import pack, unpack
+
+_ids = itertools.count()
+
+
+class FlatView:
+    """What an optimizer takes for one variable, and is several small ones.
+
+    It is read once, changed as a tensor, and written back once.
+
+    Args:
+        variables: Sequence of `tf.Variable`s of one replica and one dtype.
+    """
+
+    def __init__(self, variables: Sequence[tf.Variable]) -> None:
+        self.dtype = variables[0].dtype
+        self.shape = tf.TensorShape([sum(v.shape.num_elements() for v in variables)])
+        self.name = self.path = f"flat_{next(_ids)}"
+        self._unique_id = self.name
+        self._variables = variables
+        self._tensor: tf.Tensor | None = None
+        self._is_changed = False
+
+    @property
+    def value(self) -> tf.Tensor:
+        """Flat tensor `[sum of sizes]`, the value as changed so far."""
+        if self._tensor is None:
+            self._tensor = pack([v.read_value() for v in self._variables])
+        return self._tensor
+
+    def assign(self, value: Any) -> None:
+        """Sets the value."""
+        self._tensor = tf.cast(value, self.dtype)
+        self._is_changed = True
+
+    def assign_add(self, value: Any) -> None:
+        """Adds to the value."""
+        self.assign(self.value + tf.cast(value, self.dtype))
+
+    def assign_sub(self, value: Any) -> None:
+        """Subtracts from the value."""
+        self.assign(self.value - tf.cast(value, self.dtype))
+
+    def write_back(self) -> None:
+        """Gives the variables their parts of the value, if it was changed."""
+        if not self._is_changed:
+            return
+        parts = unpack(self.value, self._variables)
+        for variable, part in zip(self._variables, parts, strict=True):
+            variable.assign(part, read_value=False)
+
+    def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
+        del name
+        return self.value if dtype is None else tf.cast(self.value, dtype)
+
+
+def _operator(name: str) -> Callable:
+    def apply(view: FlatView, *others: Any) -> tf.Tensor:
+        return getattr(view.value, name)(*others)
+
+    return apply
+
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "pow")
+_REFLECTED = [f"r{name}" for name in _OPERATORS]
+for _name in (*_OPERATORS, *_REFLECTED, "neg"):
+    setattr(FlatView, f"__{_name}__", _operator(f"__{_name}__"))

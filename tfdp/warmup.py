@@ -1,0 +1,94 @@
+"""The learning rate of a warmup, inside the graph: right however steps are run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp import _compat
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmupOptions:
+    """How the learning rate is raised.
+
+    Args:
+        steps: Int, updates until the last factor is reached.
+        first: Float, factor of the base rate at the first update.
+        last: Float, factor from update `steps` on.
+        momentum_correction: Bool, whether momentum that contains the rate is
+            rescaled with it.
+    """
+
+    steps: int
+    first: float
+    last: float
+    momentum_correction: bool = True
+
+
+class Warmup:
+    """A warmup as variables, so that it can be changed without a new trace.
+
+    Args:
+        make_variable: Callable that creates a Keras variable of the optimizer.
+        options: `WarmupOptions`.
+    """
+
+    def __init__(self, make_variable: Callable, options: WarmupOptions) -> None:
+        self.momentum_correction = options.momentum_correction
+
+        def scalar(name: str, value: float) -> Any:
+            initializer = keras.initializers.Constant(value)
+            name = f"warmup_{name}"
+            return make_variable(
+                shape=(), dtype="float32", initializer=initializer, name=name
+            )
+
+        self._steps = scalar("steps", options.steps)
+        self._first = scalar("first_factor", options.first)
+        self._last = scalar("last_factor", options.last)
+
+    @property
+    def steps(self) -> int:
+        """Int, updates until the last factor is reached."""
+        return int(self._steps.numpy())
+
+    @property
+    def last(self) -> float:
+        """Float, the factor at the end."""
+        return float(self._last.numpy())
+
+    def set(self, options: WarmupOptions) -> None:
+        """Changes length and factors."""
+        self._steps.assign(options.steps)
+        self._first.assign(options.first)
+        self._last.assign(options.last)
+
+    def switch_off(self) -> None:
+        """Leaves the base rate as it is from now on."""
+        self._first.assign(1.0)
+        self._last.assign(1.0)
+
+    def factor(self, update: tf.Tensor) -> tf.Tensor:
+        """Scalar float32 tensor, what to multiply the base rate by.
+
+        Args:
+            update: Scalar int tensor, number of updates made so far.
+        """
+        steps, first, last = (
+            _compat.local_part(variable).read_value()
+            for variable in (self._steps, self._first, self._last)
+        )
+        update = tf.cast(update, tf.float32)
+        done = tf.minimum(update / steps, 1.0)
+        return (1.0 - done) * first + done * last
+
+    def growth(self, update: tf.Tensor) -> tf.Tensor:
+        """Scalar float32 tensor, the factor divided by that of the update before."""
+        before = self.factor(tf.maximum(update - 1, 0))
+        now = self.factor(update)
+        return tf.where(before > 0, tf.math.divide_no_nan(now, before), 1.0)

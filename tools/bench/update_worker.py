@@ -1,0 +1,78 @@
+"""Updates of many variables by Keras's optimizers and by wrapped ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from tools.bench.channel import serve, take_over_output
+from tools.bench.update import GOALS, LARGE, SMALL
+from tools.bench.worker import timed
+
+
+def small_shapes() -> list[tuple[int, ...]]:
+    """200 of 64 to 4,096 values, evenly on a logarithmic scale, vectors and matrices."""
+    sizes = 8 * np.round(np.geomspace(64, 4096, 200) / 8).astype(int)
+    return [
+        (int(size),) if index % 2 else (int(size) // 8, 8)
+        for index, size in enumerate(sizes)
+    ]
+
+
+SHAPES: dict[str, list[tuple[int, ...]]] = {
+    SMALL: small_shapes(),
+    LARGE: [(1024, 1024)] * 20,
+}
+OPTIONS: dict[str, dict[str, float]] = {
+    "Adam": {},
+    "Adam, weight decay, global_clipnorm": {
+        "weight_decay": 1e-2,
+        "global_clipnorm": 1.0,
+    },
+}
+
+
+def update_step(
+    shapes: Sequence[tuple[int, ...]], options: dict[str, Any], *, wrapped: bool
+) -> Callable[[], Any]:
+    """A traced update of variables of these shapes by fixed gradients."""
+    import keras
+    import tensorflow as tf
+
+    from tfdp.optimizer import DistributedOptimizer
+
+    keras.utils.set_random_seed(0)
+    variables = [keras.Variable(np.zeros(shape, "float32")) for shape in shapes]
+    gradients = [tf.random.normal(shape) for shape in shapes]
+    optimizer: Any = keras.optimizers.Adam(1e-3, **options)
+    if wrapped:
+        optimizer = DistributedOptimizer(optimizer)
+    optimizer.build(variables)
+
+    @tf.function
+    def step() -> Any:
+        optimizer.apply(gradients, variables)
+        return optimizer.iterations.value.read_value()
+
+    return step
+
+
+def main() -> None:
+    take_over_output()
+    serve(
+        {
+            f"{kind}: {optimizer}, {variables}": timed(
+                update_step(
+                    SHAPES[variables], OPTIONS[optimizer], wrapped=kind == "tfdp"
+                )
+            )
+            for variables, optimizer in GOALS
+            for kind in ("keras", "tfdp")
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()
