@@ -46,6 +46,8 @@ FLOORS = {
     "tfdp.layout": 3,
     # What the strategies and the trainer are made of.
     "tfdp.step": 4,
+    "tfdp.features": 4,
+    "tfdp.optimizer_arguments": 4,
     "tfdp.reducer": 4,
     "tfdp.state_merge": 4,
     "tfdp.scope": 4,
@@ -77,6 +79,7 @@ FLOORS = {
 
 # The imports between neighbours on one floor that are allowed, and why.
 SIDEWAYS = {
+    ("tfdp.iterators", "tfdp.shares"): "an iterator knows the rows of a batch",
     ("tfdp.sparse", "tfdp.fusion"): "rows that would move more bytes go dense",
     ("tfdp.reduced", "tfdp.fusion"): "gradients in their buckets are unpacked",
     ("tfdp.views", "tfdp.fusion"): "a view is a pack of variables",

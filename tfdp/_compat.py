@@ -359,9 +359,14 @@ def distributed_dataset(epoch_iterator: Any) -> Any:
     return epoch_iterator._distributed_dataset
 
 
+def holds_arrays(adapter: Any) -> bool:
+    """Whether Keras's adapter holds arrays, of which it knows the length."""
+    return hasattr(adapter, "_inputs")
+
+
 def shuffles_arrays(adapter: Any) -> bool:
     """Whether Keras's adapter shuffles arrays that it holds."""
-    return bool(getattr(adapter, "_shuffle", False)) and hasattr(adapter, "_inputs")
+    return bool(getattr(adapter, "_shuffle", False)) and holds_arrays(adapter)
 
 
 def set_dataset_of_epoch(epoch_iterator: Any, make: Callable) -> None:
@@ -440,6 +445,61 @@ def stand_in(optimizer: Any, **attributes: Any) -> Any:
     return copy
 
 
+def with_rate(optimizer: Any, rate: Any) -> Any:
+    """A stand-in whose learning rate is a tensor."""
+    return stand_in(optimizer, _learning_rate=rate)
+
+
+def with_slots(optimizer: Any, variable: Any, slots: dict[str, list]) -> Any:
+    """A stand-in that was built for one variable, with these slots."""
+    indices = {optimizer._var_key(variable): 0}
+    return stand_in(optimizer, _trainable_variables_indices=indices, **slots)
+
+
+def as_accumulating(optimizer: Any, steps: int, variables: list | None) -> Any:
+    """A stand-in that looks as if Keras accumulated, with these variables."""
+    view = stand_in(optimizer, gradient_accumulation_steps=steps)
+    if variables is not None:
+        vars(view)["_variables"] = variables
+    return view
+
+
+def with_fixed_scale(optimizer: Any, scale: float) -> Any:
+    """A stand-in with a `loss_scale_factor`."""
+    view = stand_in(optimizer)
+    name = "_loss_scale_factor" if "_inner_optimizers" in vars(view) else None
+    vars(view)[name or "loss_scale_factor"] = scale
+    return view
+
+
+def set_trained(optimizer: Any, variables: list) -> None:
+    """Tells an optimizer what it trains, without making variables for it."""
+    indices = {optimizer._var_key(v): index for index, v in enumerate(variables)}
+    # Not by attribute: Keras would track the model's variables as the optimizer's.
+    vars(optimizer)["_trainable_variables_indices"] = indices
+    vars(optimizer)["_trainable_variables"] = list(variables)
+    optimizer.built = True
+
+
+def is_one_device(strategy: Any) -> bool:
+    """Whether a strategy is none, or of a single device without replicas."""
+    default = distribute_lib._get_default_strategy()
+    is_default = type(strategy) is type(default)
+    return is_default or isinstance(strategy, tf.distribute.OneDeviceStrategy)
+
+
+def finalize_averages(optimizer: Any, variables: Any) -> None:
+    """Gives variables their averages; Keras fails if some have been frozen."""
+    averages = optimizer._model_variables_moving_average
+    keys = optimizer._trainable_variables_indices
+    for variable in variables:
+        index = keys.get(optimizer._var_key(variable))
+        if index is not None and averages[index] is not None:
+            optimizer._distribution_strategy.extended.update(
+                variable.value, lambda a, b: a.assign(b), args=(averages[index].value,)
+            )
+
+
 def slots_of(optimizer: Any) -> dict[str, list]:
     """The lists of slot variables of a built optimizer, by attribute name."""
     count = len(optimizer._trainable_variables)
@@ -457,11 +517,6 @@ def slots_of(optimizer: Any) -> dict[str, list]:
 def index_in(optimizer: Any, variable: Any) -> int:
     """The position of a variable among those that an optimizer was built for."""
     return optimizer._get_variable_index(variable)
-
-
-def index_by_key(optimizer: Any, variables: list) -> dict:
-    """What an optimizer looks up to find the position of a variable."""
-    return {optimizer._var_key(v): index for index, v in enumerate(variables)}
 
 
 def check_known(optimizer: Any, variables: list) -> None:
@@ -646,8 +701,11 @@ def loss_scale_optimizer(
     return outer
 
 
-def multi_with_parts(optimizer: Any, views: dict[int, Any]) -> Any:
-    """A `MultiOptimizer` with other optimizers in the place of its own."""
+def multi_with_parts(optimizer: Any, views: dict[int, Any], counter: Any) -> Any:
+    """A `MultiOptimizer` with other optimizers in the place of its own.
+
+    `counter` stands for its own counter, or is `None`.
+    """
     old = optimizer._optimizer_map
     new = old
     if hasattr(old, "default_optimizer"):
@@ -656,7 +714,12 @@ def multi_with_parts(optimizer: Any, views: dict[int, Any]) -> Any:
             {name: views[id(part)] for name, part in old.items()},
         )
     parts = [views[id(part)] for part in optimizer.optimizers]
-    return stand_in(optimizer, _optimizer_map=new, _inner_optimizers=parts)
+    own = list(optimizer._variables)
+    if counter is not None:
+        own[0] = counter
+    return stand_in(
+        optimizer, _optimizer_map=new, _inner_optimizers=parts, _variables=own
+    )
 
 
 @contextlib.contextmanager

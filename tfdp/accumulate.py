@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.traits import path_of
 
 
 class Accumulation:
@@ -38,7 +39,7 @@ class Accumulation:
                 shape=variable.shape,
                 dtype=_wide(variable.dtype),
                 initializer="zeros",
-                name=f"{variable.path.replace('/', '_')}_gradient_sum",
+                name=f"{path_of(variable).replace('/', '_')}_gradient_sum",
             )
             for variable in variables
         ]
@@ -84,20 +85,21 @@ class Accumulation:
             self.reset()
         return sums, count
 
-    def share(self, reducer: Any, variables: Sequence[Any]) -> None:
+    def share(self, reducer: Any) -> None:
         """Gives every replica an equal part of the sum over all replicas.
 
         Args:
             reducer: `GradientReducer`.
-            variables: Sequence of Keras variables, one for each sum.
         """
-        sums = [_read(variable) for variable in self.sums]
-        reduced = reducer.reduce_gradients(
-            sums, list(variables), may_sum=False, valid=None
-        )
-        for variable, total in zip(self.sums, reduced.gradients(), strict=True):
+        totals = reducer.sum([_read(variable) for variable in self.sums])
+        for variable, total in zip(self.sums, totals, strict=True):
             mean = total / tf.cast(reducer.num_replicas, total.dtype)
             _compat.local_part(variable).assign(mean, read_value=False)
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies the sums, outside a step, when the loss scale is changed."""
+        for variable in self.sums:
+            _compat.copy_local_parts(variable, variable, factor)
 
     def reset(self) -> None:
         """Forgets what was added."""
@@ -115,6 +117,7 @@ def _read(variable: Any) -> tf.Tensor:
     return _compat.local_part(variable).read_value()
 
 
-def _wide(dtype: str) -> str:
+def _wide(dtype: Any) -> str:
     """The dtype to add up in: float32, or the variable's where that is wider."""
-    return "float32" if dtype in ("float16", "bfloat16") else dtype
+    kind = tf.as_dtype(dtype)
+    return "float32" if kind.size < tf.float32.size else kind.name

@@ -10,6 +10,7 @@ from typing import Any
 
 from tfdp import _compat
 from tfdp.data import steps_per_batch
+from tfdp.iterators import ShareDataset
 from tfdp.ownership import is_ours
 
 
@@ -18,11 +19,15 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
     original(iterator, *args, **kwargs)
     strategy: Any = kwargs.get("distribute_strategy", args[0] if args else None)
     if is_ours(strategy) and strategy.extended.agreement.num_workers > 1:
-        _agree_on_shuffling(strategy, iterator)
-        _agree_on_length(strategy, iterator)
+        adapter = iterator.data_adapter
+        alike = _agree_on_length(strategy, iterator)
+        # Of arrays all know the number of batches, though the dataset does not.
+        is_settled = alike and _compat.holds_arrays(adapter)
+        _settle(_compat.distributed_dataset(iterator), is_settled)
+        _agree_on_shuffling(strategy, iterator, is_settled)
 
 
-def _agree_on_shuffling(strategy: Any, iterator: Any) -> None:
+def _agree_on_shuffling(strategy: Any, iterator: Any, is_settled: bool) -> None:
     """Lets all workers shuffle the user's arrays alike.
 
     Workers that were seeded alike already do. Otherwise all take the first
@@ -49,25 +54,47 @@ def _agree_on_shuffling(strategy: Any, iterator: Any) -> None:
     def of_next_epoch() -> Any:
         with _compat.temporary_seed(first + next(epochs)):
             dataset = iterator.data_adapter.get_tf_dataset()
-        return strategy.experimental_distribute_dataset(dataset)
+        distributed = strategy.experimental_distribute_dataset(dataset)
+        return _settle(distributed, is_settled)
 
     _compat.set_dataset_of_epoch(iterator, of_next_epoch)
 
 
-def _agree_on_length(strategy: Any, iterator: Any) -> None:
-    """Lets every worker count the same number of steps in an epoch."""
+def _agree_on_length(strategy: Any, iterator: Any) -> bool:
+    """Lets every worker count the same number of steps in an epoch.
+
+    Returns:
+        Bool, whether all know the same number by themselves.
+    """
     adapter = iterator.data_adapter
     own = adapter.num_batches
     factor = steps_per_batch(strategy, getattr(adapter, "_dataset", None))
     texts = strategy.extended.agreement.exchange(
         "the number of batches", "" if own is None else str(own * factor)
     )
-    if len(set(texts)) == 1 and factor == 1:
-        return
     unknown = "" in texts
+    if len(set(texts)) == 1 and factor == 1:
+        return not unknown
     agreed = None if unknown else max(int(text) for text in texts)
     iterator.data_adapter = _WithLength(adapter, agreed)
     iterator.reset()
+    return False
+
+
+def _settle(dataset: Any, is_settled: bool) -> Any:
+    """Lets each batch tell the rows of its global batch, and asks nobody for more.
+
+    Args:
+        dataset: A distributed dataset.
+        is_settled: Bool, whether all workers have equally many batches for sure.
+
+    Returns:
+        The same dataset.
+    """
+    if isinstance(dataset, ShareDataset):
+        dataset.counts = True
+        dataset.asks = dataset.asks and not is_settled
+    return dataset
 
 
 class _WithLength:

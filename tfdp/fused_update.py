@@ -31,12 +31,15 @@ def decay_and_update(
         optimizer: Keras optimizer, no wrapper.
         gradients: Sequence of tensors and `tf.IndexedSlices`.
         variables: Sequence of Keras variables.
-        rate: Scalar tensor, the learning rate.
+        rate: Scalar tensor, the learning rate, or `None` for the optimizer's own.
     """
     groups = plan_groups(optimizer, gradients, variables)
     grouped = {index for group in groups for index in group}
     single = [index for index in range(len(variables)) if index not in grouped]
-    optimizer = _compat.stand_in(optimizer, _learning_rate=rate)
+    if rate is None:
+        rate = tf.convert_to_tensor(optimizer.learning_rate)
+    else:
+        optimizer = _compat.with_rate(optimizer, rate)
     with own_step():
         _compat.apply_weight_decay(optimizer, [variables[i] for i in single])
         _compat.update_variables(
@@ -73,7 +76,8 @@ def plan_groups(
         is_small = local.shape.num_elements() <= LARGEST_ELEMENTS
         if is_small and not isinstance(gradient, tf.IndexedSlices):
             decays = _compat.uses_weight_decay(optimizer, local)
-            groups.setdefault((local.dtype, decays), []).append(index)
+            key = local.dtype, gradient.dtype, decays
+            groups.setdefault(key, []).append(index)
     return [group for group in groups.values() if len(group) > 1]
 
 
@@ -88,14 +92,10 @@ def _update_group(
             name: [FlatView([_compat.local_part(items[i]) for i in positions])]
             for name, items in _compat.slots_of(optimizer).items()
         }
-        flat = _compat.stand_in(
-            optimizer,
-            _trainable_variables_indices=_compat.index_by_key(optimizer, [view]),
-            **slots,
-        )
+        flat = _compat.with_slots(optimizer, view, slots)
         if _compat.uses_weight_decay(optimizer, parts[0]):
             decay = tf.cast(optimizer.weight_decay, view.dtype)
-            view.assign_sub(view.value * decay * tf.cast(rate, view.dtype))
+            view.assign_sub(view.read_value() * decay * tf.cast(rate, view.dtype))
         flat.update_step(pack(gradients), view, rate)
         for changed in (view, *(slot for (slot,) in slots.values())):
             changed.write_back()

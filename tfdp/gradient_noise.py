@@ -28,6 +28,11 @@ class GradientNoise:
         )
 
     @property
+    def variables(self) -> list:
+        """Its Keras variables."""
+        return [self.signal, self.noise]
+
+    @property
     def scale(self) -> float:
         """Float, the noise scale in samples; NaN before it can be told."""
         signal, noise = float(self.signal.numpy()), float(self.noise.numpy())

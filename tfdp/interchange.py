@@ -18,6 +18,7 @@ import numpy as np
 
 from tfdp import _compat
 from tfdp.accumulate import Accumulation
+from tfdp.features import Features
 from tfdp.loss_scale import LossScale, LossScaling
 from tfdp.ownership import is_ours
 from tfdp.traits import innermost, is_multi
@@ -57,36 +58,25 @@ class Entry:
         return np.asarray(self.numpy(), dtype)
 
 
-def plain_view(
-    optimizer: Any,
-    accumulation: Accumulation | None,
-    scale: LossScale | None,
-    scaling: LossScaling | None,
-    num_replicas: int,
-) -> Any:
+def plain_view(optimizer: Any, features: Features, num_replicas: int) -> Any:
     """An optimizer as a file should hold it, sharing the state of another.
 
     Args:
         optimizer: The user's Keras optimizer, built or not.
-        accumulation: `Accumulation` or `None`.
-        scale: `LossScale`, or `None` if there is none or it is not built.
-        scaling: `LossScaling` or `None`.
+        features: `Features` of the `DistributedOptimizer` around it.
         num_replicas: Int.
 
     Returns:
         A Keras optimizer of the same class, or a `LossScaleOptimizer` around it.
     """
     view = optimizer
-    if accumulation is not None and int(accumulation.steps.numpy()) > 1:
-        sums = _Sums(accumulation, scale, num_replicas)
-        view = _accumulating(optimizer, sums)
+    if features.steps > 1:
+        view = _accumulating(optimizer, features, num_replicas)
+    scaling, scale = features.scaling, features.scale
     if scaling is None:
         return view
     if scaling.growth_steps is None:
-        if view is optimizer:
-            view = _compat.stand_in(optimizer)
-        vars(view)["loss_scale_factor"] = scaling.initial_scale
-        return view
+        return _compat.with_fixed_scale(view, scaling.initial_scale)
     return _compat.loss_scale_optimizer(
         view,
         initial_scale=scaling.initial_scale,
@@ -119,7 +109,9 @@ class _Sums:
 
         def read() -> np.ndarray:
             total = _compat.sum_of_local_parts(variable, self.num_replicas)
-            return total / np.asarray(factor(), total.dtype)
+            total = total / np.asarray(factor(), total.dtype)
+            # An overflow would be skipped here; Keras looks at new gradients only.
+            return total if np.isfinite(total).all() else np.zeros_like(total)
 
         def write(value: Any) -> None:
             variable.assign(np.asarray(value) * (factor() / self.num_replicas))
@@ -142,57 +134,65 @@ class _Sums:
         return Entry(iterations.path, (), read, write)
 
 
-def _accumulating(optimizer: Any, sums: _Sums) -> Any:
+def _accumulating(optimizer: Any, features: Features, num_replicas: int) -> Any:
+    sums = None
+    if features.accumulation is not None:
+        sums = _Sums(features.accumulation, features.scale, num_replicas)
+    parts = innermost(optimizer)
+    views = {id(p): _part_view(optimizer, p, features.steps, sums) for p in parts}
     if not is_multi(optimizer):
-        return _part_view(optimizer, optimizer, sums)
-    views = {
-        id(part): _part_view(optimizer, part, sums) for part in innermost(optimizer)
-    }
-    return _compat.multi_with_parts(optimizer, views)
+        return views[id(optimizer)]
+    counter = sums and sums.counter(_compat.own_variables(optimizer)[0])
+    return _compat.multi_with_parts(optimizer, views, counter)
 
 
-def _part_view(outer: Any, optimizer: Any, sums: _Sums) -> Any:
+def _part_view(outer: Any, optimizer: Any, steps: int, sums: _Sums | None) -> Any:
     """An optimizer with the variables that it would have if Keras accumulated."""
+    if sums is None:
+        return _compat.as_accumulating(optimizer, steps, None)
     entries = [
         sums.entry(_compat.index_in(outer, variable))
         for variable in _compat.trained_by(optimizer)
     ]
     own = _compat.own_variables(optimizer)
     head = _compat.num_variables_before_accumulators(optimizer)
-    return _compat.stand_in(
-        optimizer,
-        gradient_accumulation_steps=sums.steps,
-        _variables=[sums.counter(own[0]), *own[1:head], *entries, *own[head:]],
-    )
+    variables = [sums.counter(own[0]), *own[1:head], *entries, *own[head:]]
+    return _compat.as_accumulating(optimizer, steps, variables)
 
 
 def inherit(
     optimizer: Any,
     steps: int,
     accumulation: Accumulation | None,
-    positions: dict,
+    trained: list[Any],
     scale: float,
 ) -> None:
     """Takes what a built optimizer has accumulated, and frees its accumulators.
 
     Args:
-        optimizer: Keras optimizer, built for `gradient_accumulation_steps`.
+        optimizer: Keras optimizer, maybe built for `gradient_accumulation_steps`.
         steps: Int, those.
         accumulation: `Accumulation` to fill, or `None` where there is none.
-        positions: Dict from a variable's id to its position.
+        trained: List of the variables whose sums it holds.
         scale: Float, the loss scale, by which Keras had divided.
     """
-    sums = _compat.take_accumulators(optimizer)
-    iterations = _compat.own_variables(optimizer)[0]
-    updates, count = divmod(int(iterations.numpy()), steps)
-    iterations.assign(updates)
-    if accumulation is None:
-        return
-    accumulation.count.assign(count)
-    for variable, total in zip(_compat.trained_by(optimizer), sums, strict=True):
-        if total is not None:
-            own = accumulation.sums[positions[id(variable)]]
-            _compat.copy_local_parts(total, own, scale)
+    positions = {id(variable): index for index, variable in enumerate(trained)}
+    parts = [part for part in innermost(optimizer) if _compat.has_accumulators(part)]
+    for part in parts:
+        sums = _compat.take_accumulators(part)
+        iterations = _compat.own_variables(part)[0]
+        updates, count = divmod(int(iterations.numpy()), steps)
+        iterations.assign(updates)
+        if accumulation is None:
+            continue
+        accumulation.count.assign(count)
+        for variable, total in zip(_compat.trained_by(part), sums, strict=True):
+            if total is not None:
+                own = accumulation.sums[positions[id(variable)]]
+                _compat.copy_local_parts(total, own, scale)
+    if parts and is_multi(optimizer):
+        iterations = _compat.own_variables(optimizer)[0]
+        iterations.assign(int(iterations.numpy()) // steps)
 
 
 def _save_own_variables(original: Callable, optimizer: Any, store: Any) -> None:

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.collectives import all_reduce
+from tfdp.shares import CountedBatch
 
 _strategies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
@@ -25,7 +26,8 @@ class ShareDataset(_compat.DistributedDatasetsFromFunction):
     A subclass of the stock class by name only: Keras asks for the name.
 
     Args:
-        dataset: `tf.data.Dataset`, each element a tuple of the local shares.
+        dataset: `tf.data.Dataset`, each element a tuple of the local shares and
+            the rows of their global batch.
         strategy: A tfdp strategy.
         asks: Bool, whether workers may run out of data at different steps, so
             that they have to ask each other at each.
@@ -35,14 +37,16 @@ class ShareDataset(_compat.DistributedDatasetsFromFunction):
         self.dataset = dataset
         self.strategy = strategy
         self.asks = asks
+        # Set for Keras's loops, which hand a batch to `strategy.run` unopened.
+        self.counts = False
 
     def __iter__(self) -> ShareIterator:
-        return ShareIterator(iter(self.dataset), self.strategy, self.asks)
+        return ShareIterator(iter(self.dataset), self.strategy, self.asks, self.counts)
 
     @property
     def element_spec(self) -> Any:
         """The spec of an element, per replica where there are several."""
-        return _per_replica_spec(self.dataset.element_spec)
+        return _per_replica_spec(self.dataset.element_spec[0])
 
     @property
     def cardinality(self) -> Any:
@@ -63,20 +67,24 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
     """Iterates over a `ShareDataset`, also inside `tf.function`.
 
     Args:
-        iterator: `tf.data.Iterator` over tuples of the local shares.
+        iterator: `tf.data.Iterator` over elements of a `ShareDataset`.
         strategy: A tfdp strategy.
         asks: Bool, see `ShareDataset`.
+        counts: Bool, whether an element is a `CountedBatch`.
     """
 
-    def __init__(self, iterator: Any, strategy: Any, asks: bool) -> None:
+    def __init__(
+        self, iterator: Any, strategy: Any, asks: bool, counts: bool = False
+    ) -> None:
         self._iterator = iterator
         self.strategy = strategy
         self.asks = asks
+        self.counts = counts
 
     @property
     def element_spec(self) -> Any:
         """The spec of an element, per replica where there are several."""
-        return _per_replica_spec(self._iterator.element_spec)
+        return _per_replica_spec(self._iterator.element_spec[0])
 
     def __iter__(self) -> ShareIterator:
         return self
@@ -90,17 +98,20 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
     def get_next(self) -> Any:
         """The next shares; raises `tf.errors.OutOfRangeError` at the end."""
         if not self.asks:
-            return _compat.per_replica(list(self._iterator.get_next()))
+            parts, num_rows = self._iterator.get_next()
+            batch = _compat.per_replica(list(parts))
+            return CountedBatch(batch, num_rows) if self.counts else batch
         optional = self._iterator.get_next_as_optional()
 
         def value_or_empty() -> Any:
             return tf.cond(optional.has_value(), optional.get_value, self._empty)
 
-        # Asking the local iterator once more raises the error of its end.
-        shares = tf.cond(
+        # Asking the local iterator once more raises the error of its end. Workers
+        # that run out of data alone know the rows of no common batch.
+        parts, _ = tf.cond(
             self._anybody_has(optional), value_or_empty, self._iterator.get_next
         )
-        return _compat.per_replica(list(shares))
+        return _compat.per_replica(list(parts))
 
     def get_next_as_optional(self) -> Any:
         """The next shares, or an empty optional at the end."""
@@ -108,14 +119,12 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
         has_value = self._anybody_has(optional) if self.asks else optional.has_value()
 
         def value() -> Any:
-            shares = (
+            parts, _ = (
                 tf.cond(optional.has_value(), optional.get_value, self._empty)
                 if self.asks
                 else optional.get_value()
             )
-            return tf.experimental.Optional.from_value(
-                _compat.per_replica(list(shares))
-            )
+            return tf.experimental.Optional.from_value(_compat.per_replica(list(parts)))
 
         def nothing() -> Any:
             return tf.experimental.Optional.empty(self.element_spec)
@@ -144,15 +153,16 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
 class _ShareSpec(tf.TypeSpec):
     """Lets a dataset of shares or its iterator be an argument of `tf.function`."""
 
-    __slots__ = ("_asks", "_inner", "_strategy_id")
+    __slots__ = ("_asks", "_counts", "_inner", "_strategy_id")
 
-    def __init__(self, inner: Any, strategy_id: int, asks: bool) -> None:
+    def __init__(self, inner: Any, strategy_id: int, asks: bool, counts: bool) -> None:
         self._inner = inner
         self._strategy_id = strategy_id
         self._asks = asks
+        self._counts = counts
 
     def _serialize(self) -> tuple:
-        return (self._inner, self._strategy_id, self._asks)
+        return (self._inner, self._strategy_id, self._asks, self._counts)
 
     @property
     def _component_specs(self) -> Any:
@@ -163,7 +173,9 @@ class _ShareSpec(tf.TypeSpec):
 
     def _from_components(self, components: Any) -> Any:
         strategy = _strategies[self._strategy_id]
-        return self.value_type(components, strategy, self._asks)
+        value = self.value_type(components, strategy, self._asks)
+        value.counts = self._counts
+        return value
 
 
 class ShareDatasetSpec(_ShareSpec):
@@ -189,7 +201,8 @@ class ShareIteratorSpec(_ShareSpec):
 def _spec_of(kind: type, value: Any) -> Any:
     # A spec is compared by plain values, so the strategy stands in a table.
     _strategies[id(value.strategy)] = value.strategy
-    return kind(_compat.type_spec_of(value.components), id(value.strategy), value.asks)
+    inner = _compat.type_spec_of(value.components)
+    return kind(inner, id(value.strategy), value.asks, value.counts)
 
 
 def _per_replica_spec(specs: tuple) -> Any:

@@ -38,7 +38,9 @@ class WholeVariables:
 
         Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, remark 2.
         """
-        slots = [_compat.local_part(slot) for slot in part.optimizer.momentums]
+        slots = [
+            _compat.local_part(m) for m in part.optimizer.momentums if m is not None
+        ]
 
         def scale() -> tf.Tensor:
             for slot in slots:

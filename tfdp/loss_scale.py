@@ -49,6 +49,11 @@ class LossScaling:
                 raise ValueError(
                     f"`{name}` must be a positive number. Received: {name}={value!r}"
                 )
+        if self.min_scale > self.initial_scale:
+            raise ValueError(
+                "`min_scale` must not be above `initial_scale`. Received: "
+                f"min_scale={self.min_scale}, initial_scale={self.initial_scale}"
+            )
         steps = self.growth_steps
         is_int = isinstance(steps, int) and not isinstance(steps, bool)
         if steps is not None and (not is_int or steps < 1):
@@ -93,6 +98,12 @@ class LossScale:
         self.skips_at_minimum = counter("skips_at_minimum")
         # Which variables had the gradients of the last step that was skipped.
         self.non_finite = counter("non_finite", (num_variables,))
+
+    @property
+    def variables(self) -> list:
+        """Its Keras variables."""
+        counters = [self.good_steps, self.skipped_steps, self.skips_at_minimum]
+        return [self.value, *counters, self.non_finite]
 
     def read(self) -> tf.Tensor:
         """Scalar float32 tensor, the scale on this replica."""

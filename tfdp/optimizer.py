@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,16 +10,31 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat, interchange, step, trainer
-from tfdp.accumulate import Accumulation
-from tfdp.gradient_noise import GradientNoise
+from tfdp import optimizer_arguments as arguments
+from tfdp.features import Features
 from tfdp.layout import WholeVariables
-from tfdp.loss_scale import MOST_SKIPS, LossScale, LossScaling
-from tfdp.ownership import is_ours, replica_context
+from tfdp.loss_scale import MOST_SKIPS, LossScaling
+from tfdp.ownership import replica_context
 from tfdp.reducer import GradientReducer, LocalReducer, ReplicaReducer
-from tfdp.traits import Part, innermost, parts_of, rate_is_in_slots
-from tfdp.warmup import Warmup, WarmupOptions
+from tfdp.traits import Part, innermost, parts_of, path_of, rate_is_in_slots
+from tfdp.warmup import WarmupOptions
 
-_SHARDINGS = ("none", "optimizer", "gradients")
+
+class _OfInner:
+    """An attribute that a wrapper shows of the optimizer inside, and sets there."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        inner = None if instance is None else vars(instance).get("inner_optimizer")
+        return None if inner is None else getattr(inner, self._name)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        # Keras's constructor sets its defaults before there is one inside.
+        inner = vars(instance).get("inner_optimizer")
+        if inner is not None:
+            setattr(inner, self._name, value)
 
 
 @keras.saving.register_keras_serializable(package="tfdp")
@@ -49,6 +65,15 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     4
     """
 
+    weight_decay = _OfInner()
+    clipnorm = _OfInner()
+    clipvalue = _OfInner()
+    global_clipnorm = _OfInner()
+    use_ema = _OfInner()
+    ema_momentum = _OfInner()
+    ema_overwrite_frequency = _OfInner()
+    loss_scale_factor = _OfInner()
+
     def __init__(
         self,
         optimizer: keras.optimizers.Optimizer,
@@ -59,87 +84,78 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         name: str | None = None,
     ) -> None:
         trainer.install()
-        optimizer = _checked(optimizer)
-        check_accumulation_steps(accumulation_steps)
-        _check_sharding(sharding)
-        scaling = _loss_scaling(loss_scale)
+        arguments.check_optimizer(optimizer)
+        arguments.check_sharding(sharding)
+        scaling = arguments.checked_loss_scale(loss_scale)
         outer = None
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            scaling = scaling or interchange.scaling_of(optimizer)
             outer, optimizer = optimizer, optimizer.inner_optimizer
-        check_strategy(_compat.strategy_of_optimizer(optimizer))
-        _check_scope(optimizer)
+        arguments.check_strategy(_compat.strategy_of_optimizer(optimizer))
+        arguments.bring_into_scope(optimizer)
         own_steps = interchange.take_accumulation_steps(optimizer)
-        if own_steps > 1 and accumulation_steps > 1:
-            raise ValueError(
-                "Give the number of micro-batches once. Received: "
-                f"accumulation_steps={accumulation_steps} and an optimizer with "
-                f"gradient_accumulation_steps={own_steps}"
-            )
+        steps = arguments.agreed_steps(accumulation_steps, own_steps)
         super().__init__(learning_rate=0.0, name=name)
         self._untrack_variable(self._learning_rate)
         self.inner_optimizer = optimizer
         self._distribution_strategy = _compat.strategy_of_optimizer(optimizer)
         self.sharding = sharding
-        self._scaling = scaling
-        self._steps = max(accumulation_steps, own_steps)
-        self._accumulation: Accumulation | None = None
-        self._scale: LossScale | None = None
-        self._warmup_options: WarmupOptions | None = None
-        self._warmup: Warmup | None = None
-        self._noise: GradientNoise | None = None
+        self._features = Features(
+            self._make_variable,
+            self._forget,
+            steps,
+            scaling or (outer and interchange.scaling_of(outer)),
+        )
         self._layout = WholeVariables()
-        # The variables that had gradients when a step was traced last.
-        self._with_gradients: list[Any] | None = None
+        self._traces = _Traces()
         if optimizer.built:
             self.build(_compat.trained_by(optimizer))
-            self._inherit(outer, own_steps)
+            self._inherit(outer if scaling is None else None, own_steps)
 
     # What is switched on.
 
     @property
     def accumulation_steps(self) -> int:
         """Int, micro-batches of an update."""
-        return self._steps
+        return self._features.steps
 
     @accumulation_steps.setter
     def accumulation_steps(self, steps: int) -> None:
-        check_accumulation_steps(steps)
-        self._steps = steps
-        if self._accumulation is not None:
-            self._accumulation.steps.assign(steps)
-        elif self.built:
-            self._build_state()
+        self._features.set_steps(arguments.checked_steps(steps))
+
+    @property
+    def accumulation_plan(self) -> Any:
+        """Micro-batches of an update, or a dict from epochs to them."""
+        return self._features.plan or self.accumulation_steps
+
+    @accumulation_plan.setter
+    def accumulation_plan(self, plan: Any) -> None:
+        self._features.plan = plan
 
     @property
     def loss_scaling(self) -> LossScaling | None:
-        """`LossScaling` or `None`."""
-        return self._scaling
+        """`LossScaling`, how the loss is scaled, or `None`."""
+        return self._features.scaling
 
     @loss_scaling.setter
     def loss_scaling(self, scaling: LossScaling | None) -> None:
-        if scaling == self._scaling:
-            return
-        self._scaling = scaling
-        self._scale = None
-        if self.built:
-            self._build_state()
+        self._features.set_scaling(scaling)
 
     @property
     def warmup(self) -> WarmupOptions | None:
         """`WarmupOptions`, or `None` outside a warmup."""
-        return self._warmup_options
+        return self._features.warmup_options
 
     @warmup.setter
     def warmup(self, options: WarmupOptions | None) -> None:
-        self._warmup_options = options
-        if self._warmup is None:
-            if self.built:
-                self._build_state()
-        elif options is None:
-            self._warmup.switch_off()
-        else:
-            self._warmup.set(options)
+        self._features.set_warmup(options)
+
+    def measure_noise(self, smoothing: float) -> None:
+        """Measures the gradient noise scale at each update from now on.
+
+        Args:
+            smoothing: Float, weight of the past in the moving averages.
+        """
+        self._features.measure_noise(smoothing)
 
     def finish_warmup(self) -> bool:
         """Hands the rate over if the warmup is over, outside a step.
@@ -150,12 +166,14 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         Returns:
             Bool, whether it is over.
         """
-        options = self._warmup_options
-        if options is None or int(self.iterations.numpy()) <= options.steps:
+        options = self.warmup
+        made = int(self.iterations.numpy())
+        if options is None or made <= options.start + options.steps:
             return options is None
         if self._has_rate_variables():
             for part in innermost(self.inner_optimizer):
-                part.learning_rate = float(part.learning_rate) * options.last
+                rate = float(part.learning_rate.numpy())
+                part.learning_rate = rate * options.last
         self.leave_warmup()
         return True
 
@@ -167,47 +185,48 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if self._has_rate_variables():
             self.warmup = None
 
-    def _has_rate_variables(self) -> bool:
-        parts = innermost(self.inner_optimizer)
-        return all(_compat.has_rate_variable(part) for part in parts)
-
-    @property
-    def features(self) -> tuple:
-        """What a traced step contains; with others it has to be traced again."""
-        return id(self), self._accumulation, self._scale, self._warmup, self._noise
-
-    def measure_noise(self, smoothing: float) -> None:
-        """Measures the gradient noise scale at each update from now on.
-
-        Args:
-            smoothing: Float, weight of the past in the moving averages.
-        """
-        if self._noise is None or self._noise.smoothing != smoothing:
-            with _compat.scope_of_optimizer(self):
-                self._noise = GradientNoise(self.add_variable, smoothing)
+    def exclude_from_weight_decay(
+        self, var_list: Any = None, var_names: Any = None
+    ) -> None:
+        """Excludes variables from weight decay, as in Keras."""
+        for part in innermost(self.inner_optimizer):
+            part.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
 
     # What can be read.
 
     @property
-    def gradient_noise_scale(self) -> float:
-        """Float, in samples, or NaN where it is not measured."""
-        return float("nan") if self._noise is None else self._noise.scale
+    def needs_trace(self) -> bool:
+        """Whether a step was traced with other things switched on than now."""
+        return self._traces.features not in (None, self._features.traced_parts)
+
+    @property
+    def was_traced(self) -> bool:
+        """Whether a step was ever traced."""
+        return self._traces.features is not None
 
     @property
     def loss_scale(self) -> float | None:
         """Float, the factor of the loss, or `None` without loss scaling."""
-        return None if self._scale is None else float(self._scale.value.numpy())
+        scale = self._features.scale
+        return None if scale is None else float(scale.value.numpy())
 
     @property
     def skipped_steps(self) -> int:
         """Int, updates that were left out because of an overflow."""
-        return 0 if self._scale is None else int(self._scale.skipped_steps.numpy())
+        scale = self._features.scale
+        return 0 if scale is None else int(scale.skipped_steps.numpy())
 
     @property
     def accumulated_steps(self) -> int:
         """Int, micro-batches that wait for the next update."""
-        count = self._accumulation
-        return 0 if count is None else int(count.count.numpy())
+        accumulation = self._features.accumulation
+        return 0 if accumulation is None else int(accumulation.count.numpy())
+
+    @property
+    def gradient_noise_scale(self) -> float:
+        """Float, in samples, or NaN where it is not measured."""
+        noise = self._features.noise
+        return float("nan") if noise is None else noise.scale
 
     @property
     def variables(self) -> list:
@@ -231,22 +250,41 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     # What Keras calls.
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes the variables of the wrapped optimizer and its own."""
+        """Makes the variables of the wrapped optimizer and its own.
+
+        Raises:
+            ValueError: For variables of float8 training.
+        """
         if self.built:
             return
+        arguments.bring_into_scope(self)
+        arguments.check_variables(list(variables))
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(list(variables))
-        super().build(list(_compat.trained_by(self.inner_optimizer)))
-        self._build_state()
+        trained = _compat.trained_by(self.inner_optimizer)
+        _compat.set_trained(self, trained)
+        self._features.build(trained)
 
+    # AutoGraph has nothing to convert here; the loops that call it, it may convert.
+    @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: Any) -> Any:
-        """Multiplies a loss by the loss scale, before its gradient is taken."""
-        if self._scaling is not None:
-            first = self._scaling.initial_scale
-            scale = first if self._scale is None else self._scale.read()
+        """Multiplies a loss by the loss scale, before its gradient is taken.
+
+        Returns:
+            Tensor like `loss`, but in float32 if that is a half.
+        """
+        features = self._features
+        if features.scaling is not None:
+            scale = features.scaling.initial_scale
+            if features.scale is not None:
+                scale = features.scale.read()
+            loss = tf.convert_to_tensor(loss)
+            if loss.dtype.size < tf.float32.size:
+                loss = tf.cast(loss, tf.float32)
             loss = loss * tf.cast(scale, loss.dtype)
         return self.inner_optimizer.scale_loss(loss)
 
+    @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Takes in the gradients of a micro-batch, in replica context.
 
@@ -271,32 +309,31 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             gradients, variables = _compat.without_missing(
                 self, list(grads), list(variables)
             )
-            self._with_gradients = variables
+            self._traces.note(self._features.traced_parts, variables)
             step.take_step(self._step(variables), gradients)
         self._iterations.assign_add(1)
 
-    def share_accumulated(self) -> None:
-        """Gives every replica an equal part of what all have accumulated.
-
-        Called in replica context. The sum stays; files can then be written by any
-        one worker.
-        """
-        if self._accumulation is not None:
-            variables = _compat.trained_by(self)
-            self._accumulation.share(_reducer(), variables)
-
     def flush(self) -> None:
-        """Makes an update of the micro-batches that wait, in replica context.
+        """Makes an update of the micro-batches that wait, outside a step.
 
-        Without micro-batches that wait it must not be called.
+        Without any it does nothing.
         """
-        with keras.name_scope(self.name):
-            variables = self._with_gradients or _compat.trained_by(self)
-            step.flush(self._step(variables))
+        if self.accumulated_steps:
+            self._traces.run(self, "flush", self._flush)
+
+    def share_accumulated(self) -> None:
+        """Gives every replica an equal part of what waits, outside a step.
+
+        The sum stays; any one worker can then write it to a file.
+        """
+        if self.accumulated_steps:
+            self._traces.run(self, "share", self._share)
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """Gives variables their averages at the end of training, as Keras does."""
-        self.inner_optimizer.finalize_variable_values(var_list)
+        for part in innermost(self.inner_optimizer):
+            if part.use_ema:
+                _compat.finalize_averages(part, var_list)
 
     def check_progress(self) -> None:
         """Raises if every step overflows, whatever the loss scale.
@@ -304,13 +341,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         Raises:
             RuntimeError: After ten skips in a row at the smallest scale.
         """
-        if self._scale is None:
+        scale = self._features.scale
+        skips = 0 if scale is None else int(scale.skips_at_minimum.numpy())
+        if scale is None or skips < MOST_SKIPS:
             return
-        skips = int(self._scale.skips_at_minimum.numpy())
-        if skips < MOST_SKIPS:
-            return
-        bad = self._scale.non_finite.numpy().nonzero()[0]
-        paths = [_compat.trained_by(self)[index].path for index in bad[:5]]
+        bad = scale.non_finite.numpy().nonzero()[0]
+        paths = [path_of(_compat.trained_by(self)[index]) for index in bad[:5]]
         raise RuntimeError(
             f"The gradients overflowed in {skips} steps in a row at the smallest loss "
             f"scale, {self.loss_scale:g}, so that nothing is learned. First variables "
@@ -325,21 +361,16 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             A Keras optimizer: the wrapped one with `gradient_accumulation_steps`,
             in a `LossScaleOptimizer` where the loss is scaled.
         """
-        return interchange.plain_view(
-            self.inner_optimizer,
-            self._accumulation,
-            self._scale,
-            self._scaling,
-            self._distribution_strategy.num_replicas_in_sync,
-        )
+        replicas = self._distribution_strategy.num_replicas_in_sync
+        return interchange.plain_view(self.inner_optimizer, self._features, replicas)
 
     def get_config(self) -> dict:
         """The arguments of the constructor, as Keras serializes them."""
-        scaling = self._scaling
+        scaling = self.loss_scaling
         return {
             "optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            "accumulation_steps": self._steps,
-            "loss_scale": None if scaling is None else vars(scaling),
+            "accumulation_steps": self.accumulation_steps,
+            "loss_scale": None if scaling is None else dataclasses.asdict(scaling),
             "sharding": self.sharding,
             "name": self.name,
         }
@@ -357,32 +388,27 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     # The rest is private.
 
-    def _build_state(self) -> None:
-        """Makes the variables of what is switched on and has none yet."""
-        variables = _compat.trained_by(self)
+    def _make_variable(self, **arguments: Any) -> Any:
         with _compat.scope_of_optimizer(self):
-            if self._steps > 1 and self._accumulation is None:
-                self._accumulation = Accumulation(
-                    self.add_variable, variables, self._steps
-                )
-            if self._scaling is not None and self._scale is None:
-                self._scale = LossScale(
-                    self.add_variable, len(variables), self._scaling
-                )
-            if self._warmup_options is not None and self._warmup is None:
-                self._warmup = Warmup(self.add_variable, self._warmup_options)
+            return self.add_variable(**arguments)
+
+    def _forget(self, variables: Sequence[Any]) -> None:
+        for variable in variables:
+            self._untrack_variable(variable)
 
     def _inherit(self, outer: Any, steps: int) -> None:
         """Goes on where a built optimizer stands."""
-        if outer is not None and outer.built and self._scale is not None:
-            self._scale.value.assign(outer.dynamic_scale.numpy())
-            self._scale.good_steps.assign(outer.step_counter.numpy())
-        positions = {id(v): i for i, v in enumerate(_compat.trained_by(self))}
-        for part in innermost(self.inner_optimizer):
-            if _compat.has_accumulators(part):
-                interchange.inherit(
-                    part, steps, self._accumulation, positions, self.loss_scale or 1.0
-                )
+        scale = self._features.scale
+        if outer is not None and outer.built and scale is not None:
+            scale.value.assign(outer.dynamic_scale.numpy())
+            scale.good_steps.assign(outer.step_counter.numpy())
+        interchange.inherit(
+            self.inner_optimizer,
+            steps,
+            self._features.accumulation,
+            _compat.trained_by(self),
+            self.loss_scale or 1.0,
+        )
 
     def _variables_of(self, grads: Any, variables: Any) -> list:
         if variables is None and not self.built:
@@ -401,9 +427,18 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             )
         return given
 
+    def _flush(self) -> None:
+        variables = self._traces.variables or _compat.trained_by(self)
+        step.flush(self._step(variables))
+
+    def _share(self) -> None:
+        assert self._features.accumulation is not None
+        self._features.accumulation.share(_reducer())
+
     def _step(self, variables: list) -> step.Step:
         parts = parts_of(self.inner_optimizer, variables)
         return step.Step(
+            optimizer=self.inner_optimizer,
             parts=parts,
             variables=variables,
             positions=[_compat.index_in(self, variable) for variable in variables],
@@ -411,113 +446,62 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             layout=self._layout,
             rates=[self._rate(part) for part in parts],
             growths=[self._growth(part) for part in parts],
-            noise=self._noise,
-            accumulation=self._accumulation,
-            scale=self._scale,
+            noise=self._features.noise,
+            accumulation=self._features.accumulation,
+            scale=self._features.scale,
             fixed_scale=self.inner_optimizer.loss_scale_factor,
         )
 
-    def _rate(self, part: Part) -> tf.Tensor:
+    def _rate(self, part: Part) -> tf.Tensor | None:
+        warmup = self._features.warmup
+        if warmup is None:
+            return None
         rate = tf.convert_to_tensor(part.optimizer.learning_rate)
-        if self._warmup is None:
-            return rate
-        return rate * tf.cast(self._warmup.factor(_updates(part)), rate.dtype)
+        updates = tf.convert_to_tensor(part.optimizer.iterations)
+        return rate * tf.cast(warmup.factor(updates), rate.dtype)
 
     def _growth(self, part: Part) -> tf.Tensor | None:
-        warmup = self._warmup
-        if warmup is None or not warmup.momentum_correction:
+        warmup = self._features.warmup
+        has_rate = rate_is_in_slots(part.optimizer)
+        if warmup is None or not warmup.momentum_correction or not has_rate:
             return None
-        return (
-            warmup.growth(_updates(part)) if rate_is_in_slots(part.optimizer) else None
-        )
+        return warmup.growth(tf.convert_to_tensor(part.optimizer.iterations))
+
+    def _has_rate_variables(self) -> bool:
+        parts = innermost(self.inner_optimizer)
+        return all(_compat.has_rate_variable(part) for part in parts)
 
 
-def check_accumulation_steps(steps: Any) -> None:
-    """Checks a number of micro-batches.
+class _Traces:
+    """What a step was traced with last, out of reach of Keras's tracking."""
 
-    Raises:
-        ValueError: If it is no integer of at least one.
-    """
-    is_int = isinstance(steps, int) and not isinstance(steps, bool)
-    if not is_int or steps < 1:
-        raise ValueError(
-            "`accumulation_steps` must be an integer of at least 1. "
-            f"Received: accumulation_steps={steps!r}"
-        )
+    def __init__(self) -> None:
+        self.features: tuple | None = None
+        self.variables: list[Any] | None = None
+        self._functions: dict[tuple, Any] = {}
 
+    def note(self, features: tuple, variables: list) -> None:
+        """Remembers what is being traced."""
+        self.features = features
+        self.variables = list(variables)
 
-def _checked(optimizer: Any) -> Any:
-    if isinstance(optimizer, DistributedOptimizer):
-        raise ValueError(
-            "The optimizer is a `DistributedOptimizer` already. Set "
-            "`accumulation_steps` and `loss_scale` where it is made."
-        )
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise ValueError(
-            "`optimizer` must be a Keras optimizer, such as "
-            f"`keras.optimizers.Adam()`. Received: optimizer={optimizer!r}"
-        )
-    return optimizer
+    def run(self, optimizer: Any, name: str, function: Any) -> None:
+        """Runs a function on every replica, as a graph that is made once."""
+        strategy = _compat.strategy_of_optimizer(optimizer)
+        key = (name, self.features, tuple(map(id, self.variables or ())))
+        if key not in self._functions:
 
+            @tf.function(autograph=False)
+            def on_replicas() -> None:
+                strategy.run(function)
 
-def _check_sharding(sharding: str) -> None:
-    if sharding not in _SHARDINGS:
-        raise ValueError(
-            f"`sharding` must be one of {_SHARDINGS}. Received: sharding={sharding!r}"
-        )
-    if sharding != "none":
-        raise ValueError(
-            f'`sharding={sharding!r}` is not there yet. Use `sharding="none"`.'
-        )
-
-
-def _loss_scaling(loss_scale: Any) -> LossScaling | None:
-    if loss_scale is None or isinstance(loss_scale, LossScaling):
-        return loss_scale
-    if loss_scale == "dynamic":
-        return LossScaling()
-    is_number = isinstance(loss_scale, (int, float)) and not isinstance(
-        loss_scale, bool
-    )
-    if not is_number or not loss_scale > 0:
-        raise ValueError(
-            '`loss_scale` must be `None`, "dynamic" or a positive number. '
-            f"Received: loss_scale={loss_scale!r}"
-        )
-    return LossScaling(initial_scale=float(loss_scale), growth_steps=None)
-
-
-def check_strategy(strategy: Any) -> None:
-    """Checks that a strategy of several replicas is tfdp's.
-
-    Raises:
-        ValueError: If it is not.
-    """
-    if strategy.num_replicas_in_sync > 1 and not is_ours(strategy):
-        raise ValueError(
-            "tfdp's optimizer and callbacks need a strategy of tfdp: use "
-            "`tfdp.MirroredStrategy` or `tfdp.MultiWorkerMirroredStrategy`. "
-            f"Received: {type(strategy).__module__}.{type(strategy).__name__}"
-        )
-
-
-def _check_scope(optimizer: Any) -> None:
-    in_force = tf.distribute.get_strategy()
-    is_elsewhere = _compat.strategy_of_optimizer(optimizer) is not in_force
-    if optimizer.built and tf.distribute.has_strategy() and is_elsewhere:
-        raise ValueError(
-            f"The optimizer {optimizer.name!r} was built outside "
-            "`strategy.scope()`. Make a new one, inside the scope."
-        )
-
-
-def _updates(part: Part) -> tf.Tensor:
-    return tf.convert_to_tensor(part.optimizer.iterations)
+            self._functions[key] = on_replicas
+        self._functions[key]()
 
 
 def _reducer() -> GradientReducer:
     context = replica_context()
     if context is None:
-        check_strategy(tf.distribute.get_strategy())
+        arguments.check_strategy(tf.distribute.get_strategy())
         return LocalReducer()
     return ReplicaReducer(tf.distribute.get_strategy().extended.reducer, context)

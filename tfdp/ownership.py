@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -31,22 +31,6 @@ def in_force() -> bool:
 def replica_context() -> Any:
     """The context of the replica of a tfdp strategy that is running, or `None`."""
     return tf.distribute.get_replica_context() if in_force() else None
-
-
-def run_on_replicas(model: Any, function: Callable) -> None:
-    """Runs a function on every replica of a model's strategy, as a graph.
-
-    Args:
-        model: A Keras model.
-        function: Callable without arguments.
-    """
-    strategy = model.distribute_strategy
-
-    @tf.function(autograph=False)
-    def run() -> None:
-        strategy.run(function)
-
-    run()
 
 
 _thread = threading.local()

@@ -28,8 +28,17 @@ class Reduced:
     sparse: dict[int, tf.IndexedSlices]
 
     def divided_by(self, divisor: tf.Tensor) -> Reduced:
-        """The same, each element divided by a scalar."""
-        return self._map(lambda values: values / tf.cast(divisor, values.dtype))
+        """The same, each element divided by a scalar.
+
+        Halves become float32: neither the divisor nor the result may fit them.
+        """
+
+        def divide(values: tf.Tensor) -> tf.Tensor:
+            if values.dtype.size < tf.float32.size:
+                values = tf.cast(values, tf.float32)
+            return values / tf.cast(divisor, values.dtype)
+
+        return self._map(divide)
 
     def all_finite(self) -> tf.Tensor:
         """Scalar bool tensor, whether no element is infinite or NaN."""

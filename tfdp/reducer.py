@@ -21,6 +21,7 @@ from tfdp.gather import gather_rows
 from tfdp.options import CommunicationOptions
 from tfdp.reduced import Reduced, unbucketed
 from tfdp.sparse import reduce_indexed_slices
+from tfdp.traits import path_of
 
 _described = threading.local()
 
@@ -174,7 +175,7 @@ class Reducer:
         if variables is None:
             names = [str(index) for index in dense]
         else:
-            names = [_path(variables[index]) for index in dense]
+            names = [path_of(variables[index]) for index in dense]
         plan = make_plan(tensors, names, self.options)
         if variables is not None and replica == 0:
             self._remember(variables, plan)
@@ -232,8 +233,8 @@ class GradientReducer(Protocol):
     ) -> Reduced:
         """Sums gradients over all replicas, see `Reducer.reduce_gradients`."""
 
-    def sum_scalar(self, value: tf.Tensor) -> tf.Tensor:
-        """Sums a scalar over all replicas."""
+    def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums tensors that are no gradients over all replicas."""
 
 
 class LocalReducer:
@@ -253,9 +254,9 @@ class LocalReducer:
         del variables, may_sum, valid
         return unbucketed(gradients)
 
-    def sum_scalar(self, value: tf.Tensor) -> tf.Tensor:
-        """Leaves it as it is."""
-        return value
+    def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Leaves them as they are."""
+        return tensors
 
 
 class ReplicaReducer:
@@ -293,9 +294,9 @@ class ReplicaReducer:
             valid=valid,
         )
 
-    def sum_scalar(self, value: tf.Tensor) -> tf.Tensor:
-        """Sums a scalar over all replicas."""
-        return self._context.all_reduce(tf.distribute.ReduceOp.SUM, value)
+    def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sums tensors that are no gradients over all replicas."""
+        return self._context.all_reduce(tf.distribute.ReduceOp.SUM, tensors)
 
 
 class _CrossDeviceOps(_compat.CollectiveAllReduce):
@@ -353,7 +354,3 @@ def _divide(value: Any, count: int) -> Any:
     if _is_sparse(value):
         return tf.IndexedSlices(value.values / count, value.indices, value.dense_shape)
     return value / count
-
-
-def _path(variable: Any) -> str:
-    return str(getattr(variable, "path", None) or variable.name)

@@ -13,7 +13,7 @@ import tensorflow as tf
 def shares_of_ranks(
     dataset: tf.data.Dataset, ranks: list[int], num_replicas: int
 ) -> tf.data.Dataset:
-    """Turns each global batch into a tuple of the given ranks' shares.
+    """Turns each global batch into the given ranks' shares, and counts its rows.
 
     Args:
         dataset: `tf.data.Dataset` of global batches.
@@ -21,12 +21,14 @@ def shares_of_ranks(
         num_replicas: Int, on all workers.
 
     Returns:
-        `tf.data.Dataset` of tuples, as long as `dataset`.
+        `tf.data.Dataset` of pairs, as long as `dataset`: a tuple of shares, and
+        the rows of the global batch, a float32 scalar.
     """
 
     def shares(*batch: Any) -> Any:
         element = batch[0] if len(batch) == 1 else batch
-        return tuple(share_of_rank(element, rank, num_replicas) for rank in ranks)
+        parts = tuple(share_of_rank(element, rank, num_replicas) for rank in ranks)
+        return parts, num_rows(first_tensor(element))
 
     return dataset.map(shares)
 
@@ -52,7 +54,8 @@ def rows_of_ranks(
     """  # noqa: E501
     split = shares_of_ranks(dataset, ranks, num_replicas)
 
-    def in_turn(*parts: Any) -> tf.data.Dataset:
+    def in_turn(parts: tuple, total: tf.Tensor) -> tf.data.Dataset:
+        del total
         joined = tf.data.Dataset.from_tensors(parts[0])
         for part in parts[1:]:
             joined = joined.concatenate(tf.data.Dataset.from_tensors(part))
@@ -93,6 +96,23 @@ def share_of_rank(batch: Any, rank: int, num_replicas: int) -> Any:
         return tf.raw_ops.DeepCopy(x=rows) if _can_copy(rows) else rows
 
     return tf.nest.map_structure(take, batch)
+
+
+def first_tensor(batch: Any) -> Any:
+    """The first tensor of a nest that has rows, or `None`."""
+    for item in tf.nest.flatten(batch):
+        if tf.is_tensor(item) and item.shape.rank != 0:
+            return item
+    return None
+
+
+def num_rows(tensor: Any) -> tf.Tensor:
+    """Scalar float32 tensor, the rows of a tensor, ragged or sparse ones too."""
+    if isinstance(tensor, tf.RaggedTensor):
+        return tf.cast(tensor.nrows(), tf.float32)
+    if isinstance(tensor, tf.SparseTensor):
+        return tf.cast(tensor.dense_shape[0], tf.float32)
+    return tf.cast(tf.shape(tensor)[0], tf.float32)
 
 
 def _share(num_rows: Any, rank: int, num_replicas: int) -> tuple[Any, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 RULES = ("linear", "sqrt")
@@ -47,49 +47,6 @@ def scale_learning_rate(
         listed = " or ".join(f'"{known}"' for known in RULES)
         raise ValueError(f"`rule` must be {listed}. Received: rule={rule!r}")
     return float(learning_rate * (scale if rule == "linear" else math.sqrt(scale)))
-
-
-def warmup_factor(
-    step: Any,
-    warmup_steps: int,
-    initial_factor: Any,
-    target_factor: Any,
-    *,
-    minimum: Callable[[Any, Any], Any] = min,
-) -> Any:
-    """What to multiply the base learning rate by at a step of the warmup.
-
-    The factor grows by the same amount each step and then stays. The first
-    step of the training is step 0; `target_factor` is reached, to the last bit,
-    at step `warmup_steps`.
-
-    Args:
-        step: Int of at least 0, number of updates so far; or a tensor, `[]`.
-        warmup_steps: Int of at least 1.
-        initial_factor: Float, or a tensor, `[]`.
-        target_factor: Float, or a tensor, `[]`.
-        minimum: Callable, the smaller of two numbers. With tensors it is
-            `tf.minimum`. Defaults to `min`.
-
-    Returns:
-        Float; for an integer tensor a float64 tensor, `[]`, for others one of
-        their dtype.
-
-    Raises:
-        ValueError: If `warmup_steps` is not an integer of at least 1.
-
-    Example:
-
-    >>> [warmup_factor(step, 4, 1.0, 3.0) for step in (0, 1, 4, 9)]
-    [1.0, 1.5, 3.0, 3.0]
-
-    Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.2,
-    https://arxiv.org/abs/1706.02677
-    """
-    _check_integer("warmup_steps", warmup_steps, at_least=1)
-    done = minimum(step / warmup_steps, 1.0)
-    # Unlike `initial + done * (target - initial)`, this rounds at neither end.
-    return (1.0 - done) * initial_factor + done * target_factor
 
 
 def steps_at_epoch(steps: int | Mapping[int, int], epoch: int) -> int:

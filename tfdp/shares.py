@@ -12,11 +12,12 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfdp.collectives import ProcessGroup, all_reduce
+from tfdp.rows import first_tensor, num_rows
 
 _thread = threading.local()
 
@@ -36,7 +37,10 @@ class Share:
 
 
 def shares_of(
-    local_batches: list, host_group: ProcessGroup, num_replicas: int
+    local_batches: list,
+    host_group: ProcessGroup,
+    num_replicas: int,
+    total: tf.Tensor | None,
 ) -> list[Share] | None:
     """The share of the global batch that each local replica holds.
 
@@ -44,6 +48,8 @@ def shares_of(
         local_batches: List of nests, what each local replica is given.
         host_group: `ProcessGroup` with one member for each worker.
         num_replicas: Int, on all workers.
+        total: Scalar float32 tensor, the rows of the global batch, or `None` if
+            workers have to ask each other.
 
     Returns:
         List of `Share`, whose weights sum to one over all replicas, or `None` if
@@ -51,7 +57,7 @@ def shares_of(
     """
     if num_replicas == 1:
         return None
-    firsts = [_first_tensor(batch) for batch in local_batches]
+    firsts = [first_tensor(batch) for batch in local_batches]
     static = {None if first is None else first.shape[0] for first in firsts}
     without_data = any(first is None for first in firsts)
     all_alike = len(static) == 1 and None not in static and host_group.size == 1
@@ -59,11 +65,37 @@ def shares_of(
         rows = None if without_data else static.pop()
         samples = None if rows is None else tf.constant(float(num_replicas * rows))
         return [Share(tf.constant(1.0 / num_replicas), samples)] * len(firsts)
-    with tf.device(host_group.devices[0]):
-        counts = [_num_rows(first) for first in firsts]
-        total = all_reduce(tf.add_n(counts)[tf.newaxis], host_group, 0)[0]
-        weights = [tf.math.divide_no_nan(count, total) for count in counts]
-        return [Share(weight, total) for weight in weights]
+    counts = [num_rows(first) for first in firsts]
+    if total is None:
+        with tf.device(host_group.devices[0]):
+            total = all_reduce(tf.add_n(counts)[tf.newaxis], host_group, 0)[0]
+    weights = [tf.math.divide_no_nan(count, total) for count in counts]
+    return [Share(weight, total) for weight in weights]
+
+
+class CountedBatch(NamedTuple):
+    """What an iterator hands to Keras's step: its shares, and of how many rows.
+
+    Every worker reads the whole global batch before it takes its rows, so that
+    nobody has to be asked how many there are.
+    """
+
+    batch: Any
+    num_rows: tf.Tensor
+
+
+def uncounted(args: tuple) -> tuple[tuple, tf.Tensor | None]:
+    """Takes the arguments of a step apart.
+
+    Args:
+        args: Tuple, of which one item may be a `CountedBatch`.
+
+    Returns:
+        Tuple of plain arguments, and the rows of the global batch or `None`.
+    """
+    plain = tuple(a.batch if isinstance(a, CountedBatch) else a for a in args)
+    totals = [a.num_rows for a in args if isinstance(a, CountedBatch)]
+    return plain, totals[0] if totals else None
 
 
 @contextlib.contextmanager
@@ -91,18 +123,3 @@ def num_samples() -> tf.Tensor | None:
 
 def _in_force() -> Share | None:
     return getattr(_thread, "share", None)
-
-
-def _first_tensor(batch: Any) -> Any:
-    for item in tf.nest.flatten(batch):
-        if tf.is_tensor(item) and item.shape.rank != 0:
-            return item
-    return None
-
-
-def _num_rows(tensor: Any) -> tf.Tensor:
-    if isinstance(tensor, tf.RaggedTensor):
-        return tf.cast(tensor.nrows(), tf.float32)
-    if isinstance(tensor, tf.SparseTensor):
-        return tf.cast(tensor.dense_shape[0], tf.float32)
-    return tf.cast(tf.shape(tensor)[0], tf.float32)

@@ -33,12 +33,14 @@ class Step:
     """What a step is made of.
 
     Args:
+        optimizer: Keras optimizer that the parts belong to.
         parts: List of `Part`, which optimizer updates which variables.
         variables: List of Keras variables that have gradients.
         positions: List of ints, their positions among all trained variables.
         reducer: `GradientReducer`, sums gradients over the replicas.
         layout: `StateLayout`, where variables and slots lie.
-        rates: List of scalar tensors, the learning rate of each part.
+        rates: List of scalar tensors, the learning rate of each part, or `None`
+            for the optimizer's own.
         growths: List of scalar tensors or `None`, by how much the rate of each
             part has grown in a warmup, where its momentum contains the rate.
         noise: `GradientNoise`, or `None` if it is not measured.
@@ -47,6 +49,7 @@ class Step:
         fixed_scale: Float, a factor of the loss that is not looked after.
     """
 
+    optimizer: Any
     parts: list[Part]
     variables: list[Any]
     positions: list[int]
@@ -77,28 +80,29 @@ def take_step(step: Step, gradients: Sequence[Any]) -> None:
     gradients = _without_empty_share(dense(gradients))
     made, kept = tf.cond(
         accumulation.completes(),
-        lambda: _close_and_update(step, gradients),
-        lambda: _accumulate(step, gradients),  # 1
+        lambda: _close_and_update(step, accumulation, gradients),
+        lambda: _accumulate(step, accumulation, gradients),  # 1
     )
     _finish(step, made, kept)
 
 
 def flush(step: Step) -> None:
     """Makes an update of what was accumulated, however many micro-batches."""
-    _finish(step, *_close_and_update(step, None))
+    if step.accumulation is not None:
+        _finish(step, *_close_and_update(step, step.accumulation, None))
 
 
-def _accumulate(step: Step, gradients: Sequence[Any]) -> tuple[tf.Tensor, tf.Tensor]:
-    assert step.accumulation is not None
-    step.accumulation.add(gradients, step.positions)
+def _accumulate(
+    step: Step, accumulation: Accumulation, gradients: Sequence[Any]
+) -> tuple[tf.Tensor, tf.Tensor]:
+    accumulation.add(gradients, step.positions)
     return tf.constant(False), tf.constant(True)
 
 
 def _close_and_update(
-    step: Step, gradients: Sequence[Any] | None
+    step: Step, accumulation: Accumulation, gradients: Sequence[Any] | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    assert step.accumulation is not None
-    sums, count = step.accumulation.close(gradients, step.positions)
+    sums, count = accumulation.close(gradients, step.positions)
     return _reduce_and_update(step, sums, count, None)
 
 
@@ -127,7 +131,8 @@ def _reduce_and_update(
         _update(step, sums)
         return tf.constant(True), tf.constant(True)
     is_finite = tf.reduce_all([item.all_finite() for item in sums])  # 4
-    tf.cond(is_finite, lambda: _update(step, sums), lambda: _skip(step, sums))
+    scale = step.scale
+    tf.cond(is_finite, lambda: _update(step, sums), lambda: _skip(step, scale, sums))
     return is_finite, is_finite
 
 
@@ -147,23 +152,19 @@ def _measure_noise(
         samples, weight = samples * tf.cast(count, tf.float32), None
     replicas = step.reducer.num_replicas
     part = tf.constant(1.0 / replicas) if weight is None else weight
-    own = squared_norm(gradients) / tf.square(
-        part * (1.0 if divisor is None else divisor)
-    )
+    factor = part if divisor is None else part * tf.cast(divisor, tf.float32)
+    own = squared_norm(gradients) / tf.square(factor)
     # An empty replica has no gradient, and unequal ones no common batch size.
-    small = step.reducer.sum_scalar(own) / replicas
+    small = step.reducer.sum([own])[0] / replicas
     large = squared_norm([item for reduced in sums for item in reduced.gradients()])
     noise.update(small, large, replicas, samples)
 
 
 def _divisor(step: Step, count: tf.Tensor | None) -> tf.Tensor | None:
-    """Micro-batches times loss scale, or `None` for one."""
-    factors = [] if count is None else [tf.cast(count, tf.float32)]
-    if step.scale is not None:
-        factors.append(step.scale.read())
-    if step.fixed_scale is not None:
-        factors.append(tf.constant(step.fixed_scale))
-    return tf.reduce_prod(factors) if factors else None
+    """Micro-batches times loss scale in float64, or `None` for one."""
+    factors = [count, step.scale and step.scale.read(), step.fixed_scale]
+    given = [tf.cast(factor, tf.float64) for factor in factors if factor is not None]
+    return tf.reduce_prod(given) if given else None
 
 
 def _update(step: Step, sums: list[Reduced]) -> tf.Tensor:
@@ -179,11 +180,10 @@ def _update(step: Step, sums: list[Reduced]) -> tf.Tensor:
     return tf.constant(True)
 
 
-def _skip(step: Step, sums: list[Reduced]) -> tf.Tensor:
-    assert step.scale is not None
+def _skip(step: Step, scale: LossScale, sums: list[Reduced]) -> tf.Tensor:
     gradients = [item for reduced in sums for item in reduced.gradients()]
     positions = [item for part in step.parts for item in part.of(step.positions)]
-    step.scale.note_skip(gradients, positions)
+    scale.note_skip(gradients, positions)
     return tf.constant(False)
 
 
@@ -195,8 +195,13 @@ def _finish(step: Step, made: tf.Tensor, kept: tf.Tensor) -> None:
     for variable in step.variables:
         if variable.constraint is not None:
             _when(kept, step.scale, lambda v=variable: _constrain(v))  # 8
-    for part in step.parts:
-        _compat.count_update(part.optimizer, tf.cast(made, tf.int64))  # 9
+    counted = {id(item): item for item in (step.optimizer, *_optimizers(step))}
+    for optimizer in counted.values():
+        _compat.count_update(optimizer, tf.cast(made, tf.int64))  # 9
+
+
+def _optimizers(step: Step) -> list:
+    return [part.optimizer for part in step.parts]
 
 
 def _average(part: Part) -> None:

@@ -78,6 +78,7 @@ def prepare_run(
         Tuple of function, arguments and the local replicas' shares of the
         global batch, see `tfdp.shares`.
     """
+    args, total = shares.uncounted(args)
     if not _loops or strategy_of(_loops[-1].model) is not strategy:
         return fn, args, None
     if _loops[-1].whole_batches and strategy.num_replicas_in_sync > 1:
@@ -87,7 +88,7 @@ def prepare_run(
         for replica in range(strategy.extended.num_local)
     ]
     parts = shares.shares_of(
-        local, strategy.extended.host_group, strategy.num_replicas_in_sync
+        local, strategy.extended.host_group, strategy.num_replicas_in_sync, total
     )
     if parts is None:
         return _after_its_data(fn), args, None

@@ -71,6 +71,11 @@ def parts_of(optimizer: Any, variables: Sequence[Any]) -> list[Part]:
     ]
 
 
+def path_of(variable: Any) -> str:
+    """The path of a Keras variable, or the name of a `tf.Variable`."""
+    return str(getattr(variable, "path", None) or variable.name)
+
+
 def is_multi(optimizer: Any) -> bool:
     """Whether an optimizer hands its variables to others."""
     kind = getattr(keras.optimizers, "MultiOptimizer", None)

@@ -32,7 +32,15 @@ class FlatView:
         self._is_changed = False
 
     @property
-    def value(self) -> tf.Tensor:
+    def value(self) -> FlatView:
+        """Itself: that of a Keras variable is live too, not what it was when asked.
+
+        ScheduleFreeAdamW keeps a slot's `value` and assigns to the slot before it
+        reads what it kept.
+        """
+        return self
+
+    def read_value(self) -> tf.Tensor:
         """Flat tensor `[sum of sizes]`, the value as changed so far."""
         if self._tensor is None:
             self._tensor = pack([v.read_value() for v in self._variables])
@@ -45,28 +53,29 @@ class FlatView:
 
     def assign_add(self, value: Any) -> None:
         """Adds to the value."""
-        self.assign(self.value + tf.cast(value, self.dtype))
+        self.assign(self.read_value() + tf.cast(value, self.dtype))
 
     def assign_sub(self, value: Any) -> None:
         """Subtracts from the value."""
-        self.assign(self.value - tf.cast(value, self.dtype))
+        self.assign(self.read_value() - tf.cast(value, self.dtype))
 
     def write_back(self) -> None:
         """Gives the variables their parts of the value, if it was changed."""
         if not self._is_changed:
             return
-        parts = unpack(self.value, self._variables)
+        parts = unpack(self.read_value(), self._variables)
         for variable, part in zip(self._variables, parts, strict=True):
             variable.assign(part, read_value=False)
 
     def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
         del name
-        return self.value if dtype is None else tf.cast(self.value, dtype)
+        value = self.read_value()
+        return value if dtype is None else tf.cast(value, dtype)
 
 
 def _operator(name: str) -> Callable:
     def apply(view: FlatView, *others: Any) -> tf.Tensor:
-        return getattr(view.value, name)(*others)
+        return getattr(view.read_value(), name)(*others)
 
     return apply
 

@@ -20,6 +20,7 @@ class WarmupOptions:
         steps: Int, updates until the last factor is reached.
         first: Float, factor of the base rate at the first update.
         last: Float, factor from update `steps` on.
+        start: Int, updates that were made before. Defaults to 0.
         momentum_correction: Bool, whether momentum that contains the rate is
             rescaled with it.
     """
@@ -27,6 +28,7 @@ class WarmupOptions:
     steps: int
     first: float
     last: float
+    start: int = 0
     momentum_correction: bool = True
 
 
@@ -45,26 +47,23 @@ class Warmup:
             initializer = keras.initializers.Constant(value)
             name = f"warmup_{name}"
             return make_variable(
-                shape=(), dtype="float32", initializer=initializer, name=name
+                shape=(), dtype="float64", initializer=initializer, name=name
             )
 
         self._steps = scalar("steps", options.steps)
+        self._start = scalar("start", options.start)
         self._first = scalar("first_factor", options.first)
         self._last = scalar("last_factor", options.last)
 
     @property
-    def steps(self) -> int:
-        """Int, updates until the last factor is reached."""
-        return int(self._steps.numpy())
-
-    @property
-    def last(self) -> float:
-        """Float, the factor at the end."""
-        return float(self._last.numpy())
+    def variables(self) -> list:
+        """Its Keras variables."""
+        return [self._steps, self._start, self._first, self._last]
 
     def set(self, options: WarmupOptions) -> None:
         """Changes length and factors."""
         self._steps.assign(options.steps)
+        self._start.assign(options.start)
         self._first.assign(options.first)
         self._last.assign(options.last)
 
@@ -74,21 +73,22 @@ class Warmup:
         self._last.assign(1.0)
 
     def factor(self, update: tf.Tensor) -> tf.Tensor:
-        """Scalar float32 tensor, what to multiply the base rate by.
+        """Scalar float64 tensor, what to multiply the base rate by.
 
         Args:
             update: Scalar int tensor, number of updates made so far.
         """
-        steps, first, last = (
-            _compat.local_part(variable).read_value()
-            for variable in (self._steps, self._first, self._last)
+        steps, start, first, last = (
+            _compat.local_part(variable).read_value() for variable in self.variables
         )
-        update = tf.cast(update, tf.float32)
+        update = tf.maximum(tf.cast(update, tf.float64) - start, 0.0)
+        # Written so that it rounds at neither end.
         done = tf.minimum(update / steps, 1.0)
         return (1.0 - done) * first + done * last
 
     def growth(self, update: tf.Tensor) -> tf.Tensor:
-        """Scalar float32 tensor, the factor divided by that of the update before."""
+        """Scalar float64 tensor, the factor divided by that of the update before."""
         before = self.factor(tf.maximum(update - 1, 0))
         now = self.factor(update)
-        return tf.where(before > 0, tf.math.divide_no_nan(now, before), 1.0)
+        one = tf.ones_like(now)
+        return tf.where(before > 0, tf.math.divide_no_nan(now, before), one)

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfdp import _compat
-from tfdp.ownership import run_on_replicas
+from tfdp.ownership import is_ours
 from tfdp.scope import broadcast_variables
 
 # They write what the user names by one path for all workers.
@@ -17,6 +17,8 @@ _WRITERS = (
     keras.callbacks.TensorBoard,
     keras.callbacks.BackupAndRestore,
 )
+# Looking at a variable waits for the step that is under way.
+_CHECK_EVERY = 10
 _BATCH_HOOKS = (
     "on_train_batch_begin",
     "on_train_batch_end",
@@ -111,12 +113,20 @@ class LookAfterOptimizer(keras.callbacks.Callback):
     """Stops training that gets nowhere; makes what was accumulated fit for files."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.model.optimizer.check_progress()
+        if batch % _CHECK_EVERY == _CHECK_EVERY - 1:
+            self._check()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        optimizer = self.model.optimizer
-        if optimizer.accumulated_steps:
-            run_on_replicas(self.model, optimizer.share_accumulated)
+        self._check()
+        strategy = self.model.distribute_strategy
+        # The parts of one process are added up when they are written.
+        several = is_ours(strategy) and strategy.extended.agreement.num_workers > 1
+        if several and getattr(self.model.optimizer, "accumulated_steps", 0):
+            self.model.optimizer.share_accumulated()
+
+    def _check(self) -> None:
+        if hasattr(self.model.optimizer, "check_progress"):
+            self.model.optimizer.check_progress()
 
 
 def with_care_of_optimizer(model: Any, callbacks: Any) -> Any:
@@ -129,13 +139,23 @@ def with_care_of_optimizer(model: Any, callbacks: Any) -> Any:
     Returns:
         List of callbacks, or what was given where nothing is needed.
     """
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        return callbacks
-    given = keras.tree.flatten(callbacks) if callbacks else []
-    is_needed = hasattr(model.optimizer, "check_progress") or any(
+    is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+    given = callbacks.callbacks if is_list else keras.tree.flatten(callbacks or [])
+    optimizer = getattr(model, "optimizer", None)
+    if getattr(optimizer, "needs_trace", False):
+        model.train_function = None
+    is_needed = hasattr(optimizer, "check_progress") or any(
         hasattr(callback, "switch_on") for callback in given
     )
-    return [LookAfterOptimizer(), *given] if is_needed else callbacks
+    is_there = any(isinstance(callback, LookAfterOptimizer) for callback in given)
+    if not is_needed or is_there:
+        return callbacks
+    care = LookAfterOptimizer()
+    if not is_list:
+        return [care, *given]
+    care.set_model(model)
+    callbacks.append(care)
+    return callbacks
 
 
 def _is_replicated(variable: Any) -> bool:

@@ -230,6 +230,18 @@ def step_has_one_all_reduce_for_each_bucket(env: Env) -> dict:
     return {"counts": counts}
 
 
+@case("plan: counts of samples", setups=("two_workers",), compare=False)
+def counts_of_uneven_batches_need_no_collective(env: Env) -> dict:
+    host = env.strategy.extended.host_group.key
+    model = compiled_in_scope(env, perceptron)
+    # An array's batch may be partial, so that its size is known at run time only.
+    step = traced_step(model, DATA[perceptron]())
+    merged_logs = 1
+    found = collectives(step, "CollectiveReduceV2", host)
+    assert found == merged_logs, found
+    return {}
+
+
 @case("plan: fused BatchNormalization", setups=SETUPS, compare=False)
 def batch_normalization_reduces_once_a_layer_and_direction(env: Env) -> dict:
     key, local = env.strategy.extended.group.key, env.setup.devices_per_worker

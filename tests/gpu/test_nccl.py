@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import keras
 import numpy as np
 import pytest
@@ -14,8 +16,20 @@ GPUS = [f"GPU:{i}" for i in range(len(tf.config.list_physical_devices("GPU")))]
 pytestmark = pytest.mark.skipif(not GPUS, reason="there is no GPU on this machine")
 
 
-def train(strategy: tf.distribute.Strategy | None) -> list[np.ndarray]:
-    """Twelve updates of a small model on seeded data."""
+def sgd() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def everything() -> keras.optimizers.Optimizer:
+    """Accumulation, loss scaling, clipping and averages at once."""
+    adam = keras.optimizers.AdamW(0.01, global_clipnorm=0.1, use_ema=True)
+    return tfdp.DistributedOptimizer(adam, accumulation_steps=3, loss_scale=128.0)
+
+
+def train(
+    strategy: tf.distribute.Strategy | None, optimizer: Callable = sgd
+) -> list[np.ndarray]:
+    """Twelve steps of a small model on seeded data."""
     keras.utils.set_random_seed(0)
     generator = np.random.default_rng(0)
     x = generator.normal(size=(192, 16)).astype("float32")
@@ -29,15 +43,16 @@ def train(strategy: tf.distribute.Strategy | None) -> list[np.ndarray]:
             ]
         )
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, jit_compile=False)
+        model.compile(optimizer(), loss, jit_compile=False)
     model.fit(x, y, batch_size=16, epochs=1, shuffle=False, verbose=0)
     return model.get_weights()
 
 
+@pytest.mark.parametrize("optimizer", [sgd, everything])
 @pytest.mark.parametrize("count", range(1, len(GPUS) + 1) or [1])
-def test_gpus_match_one_gpu(count):
-    expected = train(None)
-    found = train(tfdp.MirroredStrategy(GPUS[:count]))
+def test_gpus_match_one_gpu(count, optimizer):
+    expected = train(None, optimizer)
+    found = train(tfdp.MirroredStrategy(GPUS[:count]), optimizer)
     for a, b in zip(found, expected, strict=True):
         error = np.abs(a - b).max() / max(np.abs(b).max(), 1e-3)
         assert error <= 1e-4

@@ -6,7 +6,9 @@ from typing import Any
 
 import keras
 
-from tfdp.optimizer import DistributedOptimizer, check_strategy
+from tfdp import trainer
+from tfdp.optimizer import DistributedOptimizer
+from tfdp.optimizer_arguments import check_strategy
 
 
 class OptimizerCallback(keras.callbacks.Callback):
@@ -14,6 +16,11 @@ class OptimizerCallback(keras.callbacks.Callback):
 
     It does so when `fit` hands it the model, which is before the step is traced.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        trainer.install()
+        self.is_in_fit = False
 
     def set_model(self, model: Any) -> None:
         """Switches the optimizer; the step is traced again if that changes it.
@@ -29,9 +36,9 @@ class OptimizerCallback(keras.callbacks.Callback):
                 "`model.compile(optimizer=...)` first."
             )
         check_strategy(model.distribute_strategy)
-        before = getattr(model.optimizer, "features", None)
+        is_new = not isinstance(model.optimizer, DistributedOptimizer)
         self.switch_on(distributed_optimizer(model))
-        if model.optimizer.features != before:
+        if is_new or model.optimizer.needs_trace:
             model.train_function = None
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
@@ -41,6 +48,14 @@ class OptimizerCallback(keras.callbacks.Callback):
             optimizer: The model's.
         """
         raise NotImplementedError
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Notes that it is in `fit`, not in `evaluate`."""
+        self.is_in_fit = True
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Notes that `fit` is over."""
+        self.is_in_fit = False
 
     @property
     def optimizer(self) -> DistributedOptimizer:
@@ -59,11 +74,6 @@ def distributed_optimizer(model: Any) -> DistributedOptimizer:
         state.
     """
     if not isinstance(model.optimizer, DistributedOptimizer):
-        with in_scope(model):
+        with model.distribute_strategy.scope():
             model.optimizer = DistributedOptimizer(model.optimizer)
     return model.optimizer
-
-
-def in_scope(model: Any) -> Any:
-    """The scope of the model's strategy; that of none does nothing."""
-    return model.distribute_strategy.scope()

@@ -7,7 +7,6 @@ from typing import Any
 
 from tfdp.callbacks.conversion import OptimizerCallback
 from tfdp.optimizer import DistributedOptimizer
-from tfdp.ownership import run_on_replicas
 from tfdp.schedules import check_steps, steps_at_epoch
 
 
@@ -51,6 +50,7 @@ class GradientAccumulation(OptimizerCallback):
         most = max(steps.values()) if isinstance(steps, Mapping) else steps
         if most > 1:
             optimizer.accumulation_steps = most
+        optimizer.accumulation_plan = steps
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Sets the number of batches of this epoch."""
@@ -65,5 +65,5 @@ class GradientAccumulation(OptimizerCallback):
         self._flush()
 
     def _flush(self) -> None:
-        if self.flush and self.optimizer.accumulated_steps:
-            run_on_replicas(self.model, self.optimizer.flush)
+        if self.flush and self.is_in_fit:
+            self.optimizer.flush()

@@ -6,7 +6,10 @@ from typing import Any
 
 from tfdp.callbacks.conversion import OptimizerCallback
 from tfdp.optimizer import DistributedOptimizer
+from tfdp.schedules import steps_at_epoch
 from tfdp.warmup import WarmupOptions
+
+_WAITING, _RISING, _OVER = "waiting", "rising", "over"
 
 
 class LearningRateWarmup(OptimizerCallback):
@@ -69,48 +72,74 @@ class LearningRateWarmup(OptimizerCallback):
         self.initial_factor = initial_factor
         self.scale_with_replicas = scale_with_replicas
         self.momentum_correction = momentum_correction
-        self._has_begun = False
-        self._is_over = False
+        self._stage = _WAITING
+        self._warmed: DistributedOptimizer | None = None
+        self._has_trained = False
+        self._updates = 0
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Gives the optimizer a warmup; a length in epochs is known later."""
-        if not self._is_over:
-            optimizer.warmup = self._options(self.steps or 1)
+        """Gives the optimizer a warmup; where it begins and ends is known later."""
+        if optimizer is not self._warmed:
+            # Another model, or another optimizer: a warmup of its own.
+            self._warmed = optimizer
+            self._stage = _WAITING
+        if self._stage != _OVER:
+            self._has_trained = (
+                optimizer.was_traced or self.model.train_function is not None
+            )
+            self._updates = int(optimizer.iterations.numpy())
+            optimizer.warmup = self._options(self.steps or 1, self._updates)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Turns epochs into updates, now that the length of one is known."""
-        if self._is_over or self.epochs is None:
-            return
-        batches = self.params.get("steps")
-        if batches is None:
+        """Asks for the length of an epoch."""
+        super().on_train_begin(logs)
+        if self.epochs is not None and self.params.get("steps") is None:
             raise ValueError(
                 "The data does not tell how many batches an epoch has. Give "
                 "`LearningRateWarmup(steps=...)` or `fit(steps_per_epoch=...)`."
             )
-        updates = self.epochs * batches / self.optimizer.accumulation_steps
-        self.optimizer.warmup = self._options(max(1, round(updates)))
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Leaves a rate alone that was handed over before training was resumed."""
-        options = self.optimizer.warmup
-        if self._has_begun or options is None:
+        """Begins, or goes on where training that is resumed had stopped.
+
+        Updates that were restored, by a file or by a callback, count as part of the
+        warmup; those that the model has made before in this process do not.
+        """
+        if self._stage != _WAITING:
             return
-        self._has_begun = True
-        if int(self.optimizer.iterations.numpy()) > options.steps:
-            self._is_over = True
+        self._stage = _RISING
+        now = int(self.optimizer.iterations.numpy())
+        is_resumed = now != self._updates or not self._has_trained
+        options = self._options(self._num_updates(), 0 if is_resumed else now)
+        if now > options.start + options.steps:
+            self._stage = _OVER
+            self.optimizer.warmup = options
             self.optimizer.leave_warmup()
+            return
+        self.optimizer.warmup = options
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Hands over after the last update of the warmup."""
-        if not self._is_over:
-            self._is_over = self.optimizer.finish_warmup()
+        if self._stage == _RISING and self.optimizer.finish_warmup():
+            self._stage = _OVER
 
-    def _options(self, steps: int) -> WarmupOptions:
+    def _num_updates(self) -> int:
+        if self.steps is not None:
+            return self.steps
+        left, updates, epoch = float(self.epochs or 0), 0.0, 0
+        while left > 0:
+            steps = steps_at_epoch(self.optimizer.accumulation_plan, epoch)
+            updates += min(left, 1.0) * self.params["steps"] / steps
+            left, epoch = left - 1, epoch + 1
+        return max(1, round(updates))
+
+    def _options(self, steps: int, start: int) -> WarmupOptions:
         replicas = self.model.distribute_strategy.num_replicas_in_sync
-        first, last = (1.0, replicas) if self.scale_with_replicas else (1 / replicas, 1)
+        last = replicas if self.scale_with_replicas else 1
+        first = last / replicas
         if self.initial_factor is not None:
             first = self.initial_factor
-        return WarmupOptions(steps, first, last, self.momentum_correction)
+        return WarmupOptions(steps, first, last, start, self.momentum_correction)
 
 
 def _is_positive(value: Any) -> bool:

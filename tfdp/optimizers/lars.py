@@ -86,6 +86,9 @@ class LARS(keras.optimizers.Optimizer):
     https://arxiv.org/abs/1706.02677, for the decay.
     """
 
+    # The momentum contains the learning rate, as that of `SGD` does.
+    rate_in_slots = True
+
     def __init__(
         self,
         learning_rate: Any = 0.1,
