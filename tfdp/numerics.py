@@ -72,7 +72,7 @@ def _global_mean_correction(weights: Any, dtype: Any) -> Any:
     context, share = replica_context(), shares.current()
     if context is None or share is None:
         return tf.ones([], dtype)
-    own = tf.reduce_sum(tf.cast(weights, tf.float32))
+    own = tf.reduce_sum(tf.cast(weights, tf.float64))
     everybodys = context.all_reduce(tf.distribute.ReduceOp.SUM, own)
     correction = tf.math.divide_no_nan(own, everybodys * share)
     return tf.cast(tf.stop_gradient(correction), dtype)

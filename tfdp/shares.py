@@ -27,7 +27,8 @@ class Share:
     """What one replica holds of a global batch.
 
     Args:
-        weight: Scalar float32 tensor, its part of all samples.
+        weight: Scalar float64 tensor, its part of all samples. A third, say, in
+            float32 would be all that a float64 model is exact to.
         samples: Scalar float32 tensor, the samples of all replicas, or `None`
             where that is unknown.
     """
@@ -64,12 +65,14 @@ def shares_of(
     if without_data or all_alike:
         rows = None if without_data else static.pop()
         samples = None if rows is None else tf.constant(float(num_replicas * rows))
-        return [Share(tf.constant(1.0 / num_replicas), samples)] * len(firsts)
+        equal = tf.constant(1.0 / num_replicas, tf.float64)
+        return [Share(equal, samples)] * len(firsts)
     counts = [num_rows(first) for first in firsts]
     if total is None:
         with tf.device(host_group.devices[0]):
             total = all_reduce(tf.add_n(counts)[tf.newaxis], host_group, 0)[0]
-    weights = [tf.math.divide_no_nan(count, total) for count in counts]
+    exact = tf.cast(total, tf.float64)
+    weights = [tf.math.divide_no_nan(tf.cast(n, tf.float64), exact) for n in counts]
     return [Share(weight, total) for weight in weights]
 
 

@@ -151,10 +151,9 @@ def _measure_noise(
     if count is not None:
         samples, weight = samples * tf.cast(count, tf.float32), None
     replicas = step.reducer.num_replicas
-    part = tf.constant(1.0 / replicas) if weight is None else weight
-    factor = part if divisor is None else part * tf.cast(divisor, tf.float32)
-    own = squared_norm(gradients) / tf.square(factor)
-    # An empty replica has no gradient, and unequal ones no common batch size.
+    part = tf.constant(1.0 / replicas, tf.float64) if weight is None else weight
+    factor = part if divisor is None else part * divisor
+    own = squared_norm(gradients) / tf.square(tf.cast(factor, tf.float32))
     small = step.reducer.sum([own])[0] / replicas
     large = squared_norm([item for reduced in sums for item in reduced.gradients()])
     noise.update(small, large, replicas, samples)
