@@ -12,7 +12,6 @@ from tfdp.schedules import (
     check_steps,
     scale_learning_rate,
     steps_at_epoch,
-    warmup_factor,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -62,41 +61,6 @@ def test_unknown_rule_is_refused_and_the_known_ones_listed(rule: object):
     with pytest.raises(ValueError, match='"linear" or "sqrt"') as caught:
         scale_learning_rate(0.1, 8, rule=rule)
     assert str(caught.value).endswith(f"Received: rule={rule!r}")
-
-
-def test_warmup_grows_by_the_same_amount_each_step_and_then_stays():
-    factors = [warmup_factor(step, 5, 0.2, 1.2) for step in range(8)]
-    expected = [0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.2, 1.2]
-    assert factors == pytest.approx(expected, rel=1e-15)
-
-
-def test_warmup_of_one_step_is_over_after_it():
-    assert [warmup_factor(step, 1, 0.5, 4.0) for step in range(3)] == [0.5, 4, 4]
-
-
-def test_warmup_may_go_down():
-    assert [warmup_factor(step, 2, 3.0, 1.0) for step in range(4)] == [3, 2, 1, 1]
-
-
-def test_warmup_begins_and_ends_exactly_on_its_factors():
-    rng = np.random.default_rng(0)
-    for initial, target in rng.uniform(0.01, 64, [200, 2]).tolist():
-        assert warmup_factor(0, 7, initial, target) == initial
-        assert warmup_factor(7, 7, initial, target) == target
-        assert warmup_factor(10**9, 7, initial, target) == target
-
-
-def test_warmup_is_written_with_operators_that_arrays_and_tensors_have():
-    steps = np.arange(6)
-    factors = warmup_factor(steps, 4, 1.0, 3.0, minimum=np.minimum)
-    assert factors.tolist() == [1.0, 1.5, 2.0, 2.5, 3.0, 3.0]
-
-
-@pytest.mark.parametrize("value", NO_COUNTS)
-def test_warmup_over_no_steps_is_refused(value: object):
-    with pytest.raises(ValueError, match="`warmup_steps` must be an integer >= 1") as e:
-        warmup_factor(0, value, 1.0, 2.0)
-    assert str(e.value).endswith(f"Received: warmup_steps={value!r}")
 
 
 def test_a_number_of_steps_holds_for_all_epochs():

@@ -450,6 +450,16 @@ def with_rate(optimizer: Any, rate: Any) -> Any:
     return stand_in(optimizer, _learning_rate=rate)
 
 
+def with_counter_read(optimizer: Any) -> Any:
+    """A stand-in whose number of updates is a tensor, read once.
+
+    A variable is read again for each variable that is updated, and TensorFlow
+    cannot know that what follows, the powers of Adam's betas, say, is the same.
+    """
+    count = local_part(optimizer._iterations).read_value()
+    return stand_in(optimizer, _iterations=count)
+
+
 def with_slots(optimizer: Any, variable: Any, slots: dict[str, list]) -> Any:
     """A stand-in that was built for one variable, with these slots."""
     indices = {optimizer._var_key(variable): 0}

@@ -19,7 +19,10 @@ from tfdp.traits import is_elementwise
 from tfdp.views import FlatView, pack
 
 # Elements beyond which copying a variable costs more than its kernels' start.
-LARGEST_ELEMENTS = 2**16
+LARGEST_ELEMENTS = 2**11
+# Elements of a group: 128 KB of float32, so that a dozen of them stay in the cache of
+# a core. Twice as many took longer.
+LARGEST_GROUP = 2**15
 
 
 def decay_and_update(
@@ -40,6 +43,8 @@ def decay_and_update(
         rate = tf.convert_to_tensor(optimizer.learning_rate)
     else:
         optimizer = _compat.with_rate(optimizer, rate)
+    if is_elementwise(optimizer):
+        optimizer = _compat.with_counter_read(optimizer)
     with own_step():
         _compat.apply_weight_decay(optimizer, [variables[i] for i in single])
         _compat.update_variables(
@@ -64,21 +69,28 @@ def plan_groups(
         variables: Sequence of Keras variables.
 
     Returns:
-        List of lists of positions, each of at least two.
+        List of lists of positions, each of at least two variables and at most
+        `LARGEST_GROUP` elements.
     """
     if not is_elementwise(optimizer):
         return []
-    groups: dict[tuple, list[int]] = {}
+    groups: dict[tuple, list[list[int]]] = {}
+    room: dict[tuple, int] = {}
     for index, (gradient, variable) in enumerate(
         zip(gradients, variables, strict=True)
     ):
         local = _compat.local_part(variable)
-        is_small = local.shape.num_elements() <= LARGEST_ELEMENTS
-        if is_small and not isinstance(gradient, tf.IndexedSlices):
-            decays = _compat.uses_weight_decay(optimizer, local)
-            key = local.dtype, gradient.dtype, decays
-            groups.setdefault(key, []).append(index)
-    return [group for group in groups.values() if len(group) > 1]
+        size = local.shape.num_elements()
+        if size > LARGEST_ELEMENTS or isinstance(gradient, tf.IndexedSlices):
+            continue
+        decays = _compat.uses_weight_decay(optimizer, local)
+        key = local.dtype, gradient.dtype, decays
+        if room.get(key, 0) < size:
+            groups.setdefault(key, []).append([])
+            room[key] = LARGEST_GROUP
+        groups[key][-1].append(index)
+        room[key] -= size
+    return [group for alike in groups.values() for group in alike if len(group) > 1]
 
 
 def _update_group(

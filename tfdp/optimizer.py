@@ -132,6 +132,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self._features.plan = plan
 
     @property
+    def has_accumulation_plan(self) -> bool:
+        """Whether a callback decides on the number of micro-batches."""
+        return self._features.plan is not None
+
+    @property
     def loss_scaling(self) -> LossScaling | None:
         """`LossScaling`, how the loss is scaled, or `None`."""
         return self._features.scaling

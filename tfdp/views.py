@@ -29,6 +29,8 @@ class FlatView:
         self._unique_id = self.name
         self._variables = variables
         self._tensor: tf.Tensor | None = None
+        # What is left to subtract where the value was never asked for.
+        self._subtrahend: tf.Tensor | None = None
         self._is_changed = False
 
     @property
@@ -43,12 +45,17 @@ class FlatView:
     def read_value(self) -> tf.Tensor:
         """Flat tensor `[sum of sizes]`, the value as changed so far."""
         if self._tensor is None:
-            self._tensor = pack([v.read_value() for v in self._variables])
+            value = pack([v.read_value() for v in self._variables])
+            subtrahend, self._subtrahend = self._subtrahend, None
+            if subtrahend is None:
+                self._tensor = value
+            else:
+                self.assign(value - subtrahend)
         return self._tensor
 
     def assign(self, value: Any) -> None:
         """Sets the value."""
-        self._tensor = tf.cast(value, self.dtype)
+        self._tensor, self._subtrahend = tf.cast(value, self.dtype), None
         self._is_changed = True
 
     def assign_add(self, value: Any) -> None:
@@ -56,16 +63,24 @@ class FlatView:
         self.assign(self.read_value() + tf.cast(value, self.dtype))
 
     def assign_sub(self, value: Any) -> None:
-        """Subtracts from the value."""
-        self.assign(self.read_value() - tf.cast(value, self.dtype))
+        """Subtracts from the value; the variables do it themselves where they can."""
+        value = tf.cast(value, self.dtype)
+        if self._tensor is None and self._subtrahend is None:
+            self._subtrahend = value
+        else:
+            self.assign(self.read_value() - value)
 
     def write_back(self) -> None:
         """Gives the variables their parts of the value, if it was changed."""
-        if not self._is_changed:
-            return
-        parts = unpack(self.read_value(), self._variables)
-        for variable, part in zip(self._variables, parts, strict=True):
-            variable.assign(part, read_value=False)
+        if self._subtrahend is not None:
+            for variable, part in self._parts_of(self._subtrahend):
+                variable.assign_sub(part, read_value=False)
+        elif self._is_changed:
+            for variable, part in self._parts_of(self.read_value()):
+                variable.assign(part, read_value=False)
+
+    def _parts_of(self, flat: tf.Tensor) -> zip:
+        return zip(self._variables, unpack(flat, self._variables), strict=True)
 
     def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
         del name

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfdp import _compat
@@ -44,10 +43,12 @@ class Warmup:
         self.momentum_correction = options.momentum_correction
 
         def scalar(name: str, value: float) -> Any:
-            initializer = keras.initializers.Constant(value)
-            name = f"warmup_{name}"
             return make_variable(
-                shape=(), dtype="float64", initializer=initializer, name=name
+                shape=(),
+                dtype="float64",
+                # Keras's own `Constant` rounds to float32 first.
+                initializer=lambda shape, dtype: tf.constant(value, dtype, shape),
+                name=f"warmup_{name}",
             )
 
         self._steps = scalar("steps", options.steps)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from cases import common
 from cases import exactness_model as model_of
@@ -50,7 +51,7 @@ class Row:
         float32_tolerance: Largest error of a tensor in float32.
     """
 
-    make: Callable[..., optimizers.Optimizer]
+    make: Callable[..., keras.Optimizer]
     title: str
     scaling: Scaling | None = None
     float32_tolerance: float = TOLERANCES["float32"]
@@ -84,29 +85,29 @@ class Column:
     is_partial: bool = False
 
 
-def multi_optimizer(**options: typing.Any) -> optimizers.Optimizer:
+def multi_optimizer(**options: typing.Any) -> keras.Optimizer:
     """Momentum for the transformer block's beginning, Adam for the rest."""
-    first = optimizers.SGD(0.02, momentum=0.9, **options)
+    first = optimizers.SGD(0.005, momentum=0.9, **options)
     chosen = {"(embedding|attention|norm1)/.*": first}
     default = optimizers.Adam(0.01, **options)
     return optimizers.MultiOptimizer(optimizers.OptimizerMap(default, chosen))
 
 
-def muon(**options: typing.Any) -> optimizers.Optimizer:
+def muon(**options: typing.Any) -> keras.Optimizer:
     """Muon, which has a weight decay of its own for what Adam updates."""
     if "weight_decay" in options:
         options["adam_weight_decay"] = options["weight_decay"]
     return optimizers.Muon(0.01, **options)
 
 
-def lars(**options: typing.Any) -> optimizers.Optimizer:
+def lars(**options: typing.Any) -> keras.Optimizer:
     """LARS is not part of Keras: undistributed on one device."""
     import tfdp.optimizers
 
     return tfdp.optimizers.LARS(0.5, trust_coefficient=0.05, **options)
 
 
-sgd = functools.partial(optimizers.SGD, 0.02)
+sgd = functools.partial(optimizers.SGD, 0.005)
 momentum = functools.partial(sgd, momentum=0.9)
 
 ROWS = {
@@ -127,7 +128,7 @@ ROWS = {
     "lamb": Row(functools.partial(optimizers.Lamb, 0.01), "Lamb"),
     "lion": Row(functools.partial(optimizers.Lion, 0.005), "Lion"),
     "nadam": Row(functools.partial(optimizers.Nadam, 0.01), "Nadam"),
-    "rmsprop": Row(functools.partial(optimizers.RMSprop, 0.01), "RMSprop"),
+    "rmsprop": Row(functools.partial(optimizers.RMSprop, 0.003), "RMSprop"),
     "loss_scale_optimizer": Row(
         functools.partial(optimizers.Adam, 0.01),
         "LossScaleOptimizer(Adam)",
@@ -145,13 +146,12 @@ if hasattr(optimizers, "ScheduleFreeAdamW"):
 if hasattr(optimizers, "MultiOptimizer"):
     ROWS["multi_optimizer"] = Row(multi_optimizer, "MultiOptimizer(SGD, Adam)")
 
+CLIPS = {"global_clipnorm": 0.1, "clipnorm": 0.01, "clipvalue": 0.005}
 EMA = {"use_ema": True, "ema_momentum": 0.8}
 COLUMNS = {
     "no_option": Column("plain"),
     "accumulation": Column("accumulation 4", accumulation=4),
-    "global_clipnorm": Column("global_clipnorm", {"global_clipnorm": 0.1}),
-    "clipnorm": Column("clipnorm", {"clipnorm": 0.01}),
-    "clipvalue": Column("clipvalue", {"clipvalue": 0.01}),
+    **{name: Column(name, {name: limit}) for name, limit in CLIPS.items()},
     "an_overflow_on_one_replica": Column(
         "loss scale, inf on one replica", scaling=Scaling(), overflows=True
     ),
@@ -161,7 +161,7 @@ COLUMNS = {
     # Without overwriting, Keras puts the averages in place at the end.
     "everything": Column(
         "everything",
-        EMA | {"global_clipnorm": 0.1},
+        EMA | {"global_clipnorm": CLIPS["global_clipnorm"]},
         accumulation=4,
         scaling=Scaling(),
     ),
@@ -219,7 +219,7 @@ def _data(column: Column) -> tuple:
 
 def _optimizer(
     env: Env, row: Row, column: Column, model: keras.Model
-) -> optimizers.Optimizer:
+) -> keras.Optimizer:
     """Plain Keras on one device, a `DistributedOptimizer` around it elsewhere."""
     options = dict(column.options)
     scaling = column.scaling or row.scaling
@@ -249,7 +249,7 @@ def _optimizer(
     )
 
 
-def _exclude_from_decay(optimizer: optimizers.Optimizer, model: keras.Model) -> None:
+def _exclude_from_decay(optimizer: keras.Optimizer, model: keras.Model) -> None:
     """Excludes variables by name and one by itself."""
     factor = model.get_layer("scale").factor
     for inner in _innermost(optimizer):
@@ -258,7 +258,7 @@ def _exclude_from_decay(optimizer: optimizers.Optimizer, model: keras.Model) -> 
         )
 
 
-def _innermost(optimizer: optimizers.Optimizer) -> list[optimizers.Optimizer]:
+def _innermost(optimizer: keras.Optimizer) -> list[keras.Optimizer]:
     """The optimizers that update variables."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
@@ -266,7 +266,7 @@ def _innermost(optimizer: optimizers.Optimizer) -> list[optimizers.Optimizer]:
 
 
 def _counters(
-    env: Env, optimizer: optimizers.Optimizer, column: Column, num_batches: int
+    env: Env, optimizer: keras.Optimizer, column: Column, num_batches: int
 ) -> dict:
     """The numbers of updates made and skipped, and the loss scale."""
     if env.is_reference:
@@ -277,7 +277,7 @@ def _counters(
         made = int(np.asarray(optimizer.iterations))
         skipped = optimizer.skipped_steps
         scale = optimizer.loss_scale
-    found = {"updates": made, "skipped": skipped}
+    found: dict = {"updates": made, "skipped": skipped}
     if scale is not None:
         found["loss_scale"] = np.asarray(scale, "float32")
     return found
@@ -291,23 +291,23 @@ def cell_name(row: str, column: str, dtype: str) -> str:
 # Each column on every set-up, each row on some: what is run without `--full`.
 COVERING = {
     cell_name("adamw", "no_option", "float32"): registry.ALL,
-    cell_name("adam", "accumulation", "float64"): registry.ALL,
-    cell_name("lamb", "global_clipnorm", "float32"): registry.ALL,
+    cell_name("sgd_momentum", "accumulation", "float64"): registry.ALL,
+    cell_name("adam", "global_clipnorm", "float32"): registry.ALL,
     cell_name("rmsprop", "clipnorm", "float32"): registry.ALL,
     cell_name("adagrad", "clipvalue", "float64"): registry.ALL,
-    cell_name("sgd_momentum", "an_overflow_on_one_replica", "float32"): registry.ALL,
+    cell_name("sgd_nesterov", "an_overflow_on_one_replica", "float32"): registry.ALL,
     cell_name("adamax", "ema", "float32"): registry.ALL,
     cell_name("lion", "weight_decay", "float64"): registry.ALL,
-    cell_name("sgd_nesterov", "a_partial_batch", "float64"): registry.ALL,
+    cell_name("sgd", "a_partial_batch", "float64"): registry.ALL,
     cell_name("loss_scale_optimizer", "everything", "float32"): registry.ALL,
-    cell_name("sgd", "global_clipnorm", "float64"): ("mirrored",),
-    cell_name("adadelta", "accumulation", "float32"): ("two_workers",),
+    cell_name("adadelta", "ema", "float64"): ("mirrored",),
     cell_name("adafactor", "weight_decay", "float32"): ("mirrored",),
-    cell_name("ftrl", "clipnorm", "float32"): ("two_workers",),
-    cell_name("nadam", "accumulation", "float32"): ("mirrored",),
+    cell_name("ftrl", "clipnorm", "float32"): ("mirrored",),
+    cell_name("lamb", "global_clipnorm", "float32"): ("two_workers",),
     cell_name("lars", "a_partial_batch", "float32"): ("two_workers",),
+    cell_name("nadam", "accumulation", "float32"): ("mirrored",),
     cell_name("muon", "an_overflow_on_one_replica", "float64"): ("mirrored",),
-    cell_name("schedule_free_adamw", "everything", "float64"): ("mirrored",),
+    cell_name("schedule_free_adamw", "clipvalue", "float32"): ("mirrored",),
     cell_name("multi_optimizer", "everything", "float32"): ("mirrored",),
 }
 
@@ -328,5 +328,39 @@ def _register(row_name: str, column_name: str, dtype: str) -> None:
     )
 
 
-for _cell in itertools.product(ROWS, COLUMNS, DTYPES):
+CELLS = list(itertools.product(ROWS, COLUMNS, DTYPES))
+for _cell in CELLS:
     _register(*_cell)
+
+
+@registry.case(
+    "Every limit on gradients bites", setups=(), full_setups=(), compare=False
+)
+def limits_of_the_matrix_bite(env: Env) -> dict:
+    """Compares each limit with the gradients before and after a training."""
+    x, y = _data(COLUMNS["no_option"])
+    for name, limit in CLIPS.items():
+        model = model_of.build_model()
+        optimizer = ROWS["sgd_momentum"].make(**{name: limit})
+        model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
+        _check_limit(model, x, y, name, limit)
+        common.fit(model, x, y)
+        _check_limit(model, x, y, name, limit)
+    return {}
+
+
+def _check_limit(
+    model: keras.Model, x: list, y: np.ndarray, name: str, limit: float
+) -> None:
+    with tf.GradientTape() as tape:
+        loss = model.compute_loss(x, y, model(x, training=True))
+    gradients = [
+        tf.convert_to_tensor(gradient)
+        for gradient in tape.gradient(loss, model.trainable_variables)
+    ]
+    if name == "global_clipnorm":
+        assert tf.linalg.global_norm(gradients) > 2 * limit
+        return
+    measure = tf.norm if name == "clipnorm" else lambda g: tf.reduce_max(abs(g))
+    for gradient, variable in zip(gradients, model.trainable_variables, strict=True):
+        assert measure(gradient) > 2 * limit, f"{name}: {variable.path}"

@@ -24,7 +24,7 @@ OVERFLOWS = ((2, BATCH_SIZE - 1), (8, 0))
 _NO_SLOTS = ("_trainable_variables", "_variables", "_accumulated_gradients")
 
 
-class Scale(layers.Layer):
+class Scale(keras.layers.Layer):
     """Multiplies by a weight that has no axis."""
 
     def build(self, input_shape):
@@ -42,10 +42,19 @@ def build_model() -> keras.Model:
     """
     ids = keras.Input((LENGTH,), dtype="int32", name="ids")
     image = keras.Input((IMAGE_SIZE, IMAGE_SIZE, 1), name="image")
-    x = layers.Embedding(NUM_TOKENS, WIDTH, name="embedding")(ids)
+    both = layers.Concatenate(name="both")([_of_tokens(ids), _of_image(image)])
+    return keras.Model([ids, image], Scale(name="scale")(both))
+
+
+def _of_tokens(ids: keras.KerasTensor) -> keras.KerasTensor:
+    # As large as what the block adds: rounding would be blown up to that size.
+    initializer = keras.initializers.RandomNormal(stddev=1.0)
+    x = layers.Embedding(NUM_TOKENS, WIDTH, initializer, name="embedding")(ids)
     h = layers.LayerNormalization(name="norm1")(x)
     # The bias of the keys would have no gradient: softmax ignores it.
-    attention = layers.MultiHeadAttention(1, 2, use_bias=False, name="attention")
+    attention = layers.MultiHeadAttention(
+        1, 2, use_bias=False, kernel_initializer=initializer, name="attention"
+    )
     x = x + attention(h, h)
     h = layers.LayerNormalization(name="norm2")(x)
     h = layers.Dense(6, activation="tanh", use_bias=False, name="mlp_in")(h)
@@ -53,30 +62,41 @@ def build_model() -> keras.Model:
     tied = layers.Dense(WIDTH, activation="tanh", name="tied")
     x = layers.GlobalAveragePooling1D(name="mean")(tied(tied(x)))
     x = layers.Dense(WIDTH, trainable=False, name="frozen")(x)
-    # Nor would a bias before the normalization.
-    y = layers.Conv2D(2, 3, use_bias=False, name="conv")(image)
-    y = layers.BatchNormalization(synchronized=True, name="batch_norm")(y)
-    y = layers.Flatten(name="flat")(layers.Activation("tanh", name="tanh")(y))
-    outputs = layers.Dense(1, name="head")(layers.Concatenate(name="both")([x, y]))
-    return keras.Model([ids, image], Scale(name="scale")(outputs))
+    return layers.Dense(1, name="token_head")(x)
+
+
+def _of_image(image: keras.KerasTensor) -> keras.KerasTensor:
+    # A bias before the normalization would have no gradient.
+    x = layers.Conv2D(2, 3, use_bias=False, name="conv")(image)
+    x = layers.BatchNormalization(synchronized=True, name="batch_norm")(x)
+    x = layers.Flatten(name="flat")(layers.Activation("tanh", name="tanh")(x))
+    return layers.Dense(1, use_bias=False, name="image_head")(x)
 
 
 def make_data(num_batches: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Returns inputs and targets of whole batches, far enough from the outputs."""
+    """Returns inputs and targets of whole batches.
+
+    Targets are far above the outputs, so that all samples pull the same way: sums
+    of gradients that cancel would be mostly rounding.
+    """
     rng = np.random.default_rng(0)
     size = num_batches * BATCH_SIZE
     ids = rng.integers(0, NUM_TOKENS, size=(size, LENGTH)).astype("int32")
     images = rng.normal(size=(size, IMAGE_SIZE, IMAGE_SIZE, 1))
-    signal = ids.mean(axis=1) - 2.0 + images.mean(axis=(1, 2, 3))
-    targets = 2.0 * signal[:, np.newaxis] + rng.normal(size=(size, 1))
+    signal = np.stack([ids.mean(axis=1) - 2.0, images.mean(axis=(1, 2, 3))], axis=1)
+    targets = 6.0 + signal + 0.5 * rng.normal(size=(size, 2))
     dtype = keras.config.floatx()
     return [ids, images.astype(dtype)], targets.astype(dtype)
 
 
 def plant_overflows(targets: np.ndarray) -> None:
-    """Makes the gradients of one replica overflow, all else stays finite."""
+    """Makes the gradients of one replica overflow, those of others stay finite.
+
+    Of the tokens: gradients of the image pass through the normalization, which is
+    synchronized backwards too.
+    """
     for batch, row in OVERFLOWS:
-        targets[batch * BATCH_SIZE + row] = 0.9 * np.finfo(targets.dtype).max
+        targets[batch * BATCH_SIZE + row, 0] = 0.9 * np.finfo(targets.dtype).max
 
 
 def without_rows_of_last_batch(x: list, y: np.ndarray) -> tuple[list, np.ndarray]:
@@ -97,7 +117,12 @@ def read_state(env: Env, model: keras.Model, inner: list) -> dict:
     for index, optimizer in enumerate(inner):
         state[f"optimizer{index}"] = {
             "iterations": np.asarray(optimizer.iterations),
-            **env.read(_scalars(optimizer)),
+            **{
+                name: _read_one(env, variable)
+                for name, variable in vars(optimizer).items()
+                # Keras's counter may count micro-batches.
+                if isinstance(variable, keras.Variable) and name != "_iterations"
+            },
             **{
                 name: _read_by_path(env, slots, optimizer._trainable_variables)
                 for name, slots in _slots(optimizer).items()
@@ -106,7 +131,7 @@ def read_state(env: Env, model: keras.Model, inner: list) -> dict:
     return state
 
 
-def _slots(optimizer: keras.optimizers.Optimizer) -> dict[str, list]:
+def _slots(optimizer: keras.Optimizer) -> dict[str, list]:
     """Lists of variables, one for each trained variable, by attribute."""
     trained = optimizer._trainable_variables
     return {
@@ -119,18 +144,14 @@ def _slots(optimizer: keras.optimizers.Optimizer) -> dict[str, list]:
     }
 
 
-def _scalars(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Learning rate and the like; Keras's counter may count micro-batches."""
-    return [
-        value
-        for name, value in vars(optimizer).items()
-        if isinstance(value, keras.Variable) and name != "_iterations"
-    ]
-
-
 def _read_by_path(env: Env, slots: list, trained: list) -> dict[str, np.ndarray]:
-    found = {}
-    for slot, variable in zip(slots, trained, strict=True):
-        if slot is not None:
-            (found[variable.path],) = env.read([slot]).values()
-    return found
+    return {
+        variable.path: _read_one(env, slot)
+        for slot, variable in zip(slots, trained, strict=True)
+        if slot is not None
+    }
+
+
+def _read_one(env: Env, variable: keras.Variable) -> np.ndarray:
+    (value,) = env.read([variable]).values()
+    return value

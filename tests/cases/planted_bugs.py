@@ -7,6 +7,7 @@ one device it is the cell itself, so that the comparison must fail.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,7 +25,7 @@ _thread = threading.local()
 
 
 @contextlib.contextmanager
-def loses_the_division_by_the_number_of_replicas(env: Env, column: Any) -> Iterator[None]:
+def loses_the_division_by_n(env: Env, column: Any) -> Iterator[None]:
     """Gradients are summed where their mean is due."""
 
     def after(reduced: Any, gradients: list) -> Any:
@@ -93,7 +94,7 @@ def updates_one_micro_batch_early(env: Env, column: Any) -> Iterator[None]:
 def decays_what_is_excluded(env: Env, column: Any) -> Iterator[None]:
     """Weight decay takes hold of all variables."""
     with mock.patch.object(
-        keras.optimizers.Optimizer, "_use_weight_decay", lambda *_: True
+        keras.optimizers.Optimizer, "_use_weight_decay", return_value=True
     ):
         yield
 
@@ -111,7 +112,7 @@ def averages_before_it_updates(env: Env, column: Any) -> Iterator[None]:
         update(layout, part, *arguments)
 
     with (
-        mock.patch.object(_compat, "update_moving_average", lambda optimizer: None),
+        mock.patch.object(_compat, "update_moving_average"),
         mock.patch.object(WholeVariables, "update", update_after),
     ):
         yield
@@ -122,8 +123,12 @@ def weighs_all_replicas_alike(env: Env, column: Any) -> Iterator[None]:
     """A replica with fewer samples counts as much as the others."""
     from tfdp import shares
 
-    def alike(local_batches: list, host_group: Any, num_replicas: int) -> list:
-        return [tf.constant(1.0 / num_replicas)] * len(local_batches)
+    shares_of = shares.shares_of
+
+    def alike(*arguments: Any) -> list:
+        weight = tf.constant(1.0 / env.num_replicas)
+        parts = shares_of(*arguments)
+        return [dataclasses.replace(part, weight=weight) for part in parts]
 
     with mock.patch.object(shares, "shares_of", alike):
         yield
@@ -172,7 +177,7 @@ def _around_reduction(
 
 # By column, the fault that is its own.
 BUGS = {
-    "no_option": loses_the_division_by_the_number_of_replicas,
+    "no_option": loses_the_division_by_n,
     "accumulation": updates_one_micro_batch_early,
     "global_clipnorm": clips_before_it_reduces,
     "clipnorm": clips_before_it_reduces,
@@ -195,7 +200,7 @@ def _register(column_name: str, bug: Callable) -> None:
             return exactness.run_cell(env, row, column, "float32")
 
     registry.register(
-        f"{column_name}_catches_what_{bug.__name__}",
+        f"{column_name}_catches_an_optimizer_that_{bug.__name__}",
         function,
         f"A fault that the column {column.title!r} must catch",
         setups=("mirrored",),

@@ -39,6 +39,13 @@ MODULES: tuple[str, ...] = (
     "limits",
     "exactness",
     "planted_bugs",
+    "accumulation",
+    "loss_scaling",
+    "warmup",
+    "interchange",
+    "custom_loops",
+    "weighting",
+    "bad_input_optimizer",
 )
 
 

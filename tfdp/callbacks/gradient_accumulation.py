@@ -45,11 +45,22 @@ class GradientAccumulation(OptimizerCallback):
         self.flush = flush
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Makes room for the sums, so that a later epoch needs no new trace."""
+        """Makes room for the sums, so that a later epoch needs no new trace.
+
+        Raises:
+            ValueError: If the optimizer was given another number of batches.
+        """
         steps = self.steps
-        most = max(steps.values()) if isinstance(steps, Mapping) else steps
-        if most > 1:
-            optimizer.accumulation_steps = most
+        numbers = set(steps.values()) if isinstance(steps, Mapping) else {steps}
+        own = optimizer.accumulation_steps
+        if own > 1 and own not in numbers and not optimizer.has_accumulation_plan:
+            raise ValueError(
+                "The optimizer was made to accumulate, too. Give the number of batches "
+                "in one place, the optimizer or the callback. Received: "
+                f"accumulation_steps={own} and steps={steps}"
+            )
+        if max(numbers) > 1:
+            optimizer.accumulation_steps = max(numbers)
         optimizer.accumulation_plan = steps
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

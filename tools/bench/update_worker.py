@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from tools.bench.channel import serve, take_over_output
-from tools.bench.update import GOALS, LARGE, SMALL
+from tools.bench.update import GOALS, LARGE, LAYERS, SMALL
 from tools.bench.worker import timed
 
 
 def small_shapes() -> list[tuple[int, ...]]:
-    """200 of 64 to 4,096 values, evenly on a logarithmic scale, vectors and matrices."""
+    """200 vectors and matrices, evenly on a logarithmic scale."""
     sizes = 8 * np.round(np.geomspace(64, 4096, 200) / 8).astype(int)
     return [
         (int(size),) if index % 2 else (int(size) // 8, 8)
@@ -22,6 +22,7 @@ def small_shapes() -> list[tuple[int, ...]]:
 
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {
+    LAYERS: [(64, 64), (64,), (64,), (64,)] * 50,
     SMALL: small_shapes(),
     LARGE: [(1024, 1024)] * 20,
 }
@@ -59,19 +60,38 @@ def update_step(
     return step
 
 
+def call_step(shapes: list[tuple[int, ...]]) -> Callable[[], Any]:
+    """A traced function that takes what an update with Adam takes, and leaves it."""
+    import keras
+    import tensorflow as tf
+
+    variables = [keras.Variable(np.zeros(shape, "float32")) for shape in 3 * shapes]
+    gradients = [tf.random.normal(shape) for shape in shapes]
+
+    @tf.function
+    def step() -> Any:
+        for variable in variables:
+            tf.identity(variable.value.handle)
+        for gradient in gradients:
+            tf.identity(gradient)
+        return tf.constant(0)
+
+    return step
+
+
 def main() -> None:
     take_over_output()
-    serve(
-        {
-            f"{kind}: {optimizer}, {variables}": timed(
-                update_step(
-                    SHAPES[variables], OPTIONS[optimizer], wrapped=kind == "tfdp"
-                )
-            )
-            for variables, optimizer in GOALS
-            for kind in ("keras", "tfdp")
+    arms = {}
+    for variables, optimizer in GOALS:
+        shapes, options = SHAPES[variables], OPTIONS[optimizer]
+        steps = {
+            "keras": update_step(shapes, options, wrapped=False),
+            "tfdp": update_step(shapes, options, wrapped=True),
+            "nothing": call_step(shapes),
         }
-    )
+        for kind, step in steps.items():
+            arms[f"{kind}: {optimizer}, {variables}"] = timed(step)
+    serve(arms)
 
 
 if __name__ == "__main__":
