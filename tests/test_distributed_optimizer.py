@@ -92,14 +92,20 @@ def test_large_and_sparse_and_single_variables_are_updated_one_by_one():
     chosen.append(keras.Variable(np.zeros([3], "float64")))
     given = gradients(chosen, 0)
     given[0] = tf.IndexedSlices(tf.ones([1, 4]), tf.constant([1]), tf.constant([3, 4]))
-    optimizer = built(optimizers.SGD(), chosen)
+    optimizer = built(optimizers.SGD(momentum=0.9), chosen)
     assert fused_update.plan_groups(optimizer, given, chosen) == [[1, 2, 3, 4, 5]]
+
+
+def test_plain_sgd_has_one_kernel_for_each_variable_and_needs_no_groups():
+    chosen = variables()
+    optimizer = built(optimizers.SGD(), chosen)
+    assert fused_update.plan_groups(optimizer, gradients(chosen, 0), chosen) == []
 
 
 def test_groups_are_small_enough_for_the_cache(monkeypatch):
     monkeypatch.setattr(fused_update, "LARGEST_GROUP", 12)
     chosen = [keras.Variable(np.zeros([n], "float32")) for n in (5, 7, 1, 12, 4, 4)]
-    optimizer = built(optimizers.SGD(), chosen)
+    optimizer = built(optimizers.SGD(momentum=0.9), chosen)
     groups = fused_update.plan_groups(optimizer, gradients(chosen, 0), chosen)
     assert groups == [[0, 1], [4, 5]]
 
@@ -127,7 +133,9 @@ def test_groups_hold_no_more_than_their_room():
         keras.Variable(np.zeros([size], "float32")) for _ in range(2 * most // size + 2)
     ]
     given = [tf.zeros([size])] * len(chosen)
-    groups = fused_update.plan_groups(built(optimizers.SGD(), chosen), given, chosen)
+    groups = fused_update.plan_groups(
+        built(optimizers.SGD(momentum=0.9), chosen), given, chosen
+    )
     assert [index for group in groups for index in group] == list(range(len(chosen)))
     assert all(1 < len(group) <= most // size for group in groups)
 

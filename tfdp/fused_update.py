@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.ownership import own_step
-from tfdp.traits import is_elementwise
+from tfdp.traits import gains_from_groups, is_elementwise
 from tfdp.views import FlatView, pack
 
 # Elements beyond which copying a variable costs more than its kernels' start.
@@ -72,7 +72,7 @@ def plan_groups(
         List of lists of positions, each of at least two variables and at most
         `LARGEST_GROUP` elements.
     """
-    if not is_elementwise(optimizer):
+    if not gains_from_groups(optimizer):
         return []
     groups: dict[tuple, list[list[int]]] = {}
     room: dict[tuple, int] = {}

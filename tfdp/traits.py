@@ -92,6 +92,15 @@ def is_elementwise(optimizer: Any) -> bool:
     return type(optimizer) in _ELEMENTWISE
 
 
+def gains_from_groups(optimizer: Any) -> bool:
+    """Whether an update has so many kernels that variables are better grouped.
+
+    Plain `SGD` has a single one for each variable.
+    """
+    is_plain = type(optimizer) is keras.optimizers.SGD and not optimizer.momentum
+    return is_elementwise(optimizer) and not is_plain
+
+
 def clips(optimizer: Any) -> bool:
     """Whether an optimizer clips gradients."""
     return any(getattr(optimizer, name, None) for name in _CLIPPING)
