@@ -31,6 +31,7 @@ from harness.cluster import free_ports
 ROOT = Path(__file__).resolve().parents[1]
 # The first fork waits until the server has loaded TensorFlow.
 LOADING_SECONDS = 120.0
+WAITING_SECONDS = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -175,8 +176,9 @@ def _serve(start: Start, connection: Any, log: Path) -> None:
         seconds = time.monotonic() - begin
         answer = Answer(None, type(error).__name__, str(error), seconds)
     connection.send(answer)
-    # The runtime's threads may wait for a peer: do not join them.
-    os._exit(0)
+    # The others may still need this one; the test kills all when it has heard them.
+    while True:
+        time.sleep(WAITING_SECONDS)
 
 
 def _kill_tree(process: Any) -> None:

@@ -240,7 +240,7 @@ def get_key_value(key: str, timeout_seconds: float) -> str:
 
 
 def delete_key_value(key: str) -> None:
-    """Removes a value from the cluster's coordination service."""
+    """Removes a value, or all below a key, from the coordination service."""
     context.context().delete_config_key_value(key)
 
 

@@ -7,6 +7,7 @@ of TensorFlow's coordination service, which the first worker hosts.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -40,6 +41,9 @@ class Agreement:
         self.timeout_seconds = timeout_seconds
         self._prefix = f"tfdp/{next(_instances)}"
         self._calls = itertools.count()
+        self._last_call: str | None = None
+        if rank == 0 and num_workers > 1:
+            atexit.register(self._wait_for_readers)
 
     def exchange(
         self, topic: str, text: str = "", timeout_seconds: float | None = None
@@ -67,9 +71,11 @@ class Agreement:
             # The first worker collects and answers: 2 N messages, not N * N.
             answer = self._collect(call, topic, message, limit)
             _compat.set_key_value(f"{call}/all", answer)
+            self._last_call = call
         else:
             _compat.set_key_value(f"{call}/{self.rank}", message)
             answer = self._wait(f"{call}/all", topic, 0, limit)
+            _compat.set_key_value(f"{call}/seen/{self.rank}", "")
         return self._texts(topic, json.loads(answer))
 
     def same(self, topic: str, text: str) -> tuple[bool, list[str]]:
@@ -96,15 +102,21 @@ class Agreement:
             key = f"{call}/{rank}"
             try:
                 messages.append(self._wait(key, topic, rank, limit))
-                _compat.delete_key_value(key)
             except TimeoutError:
                 messages.append(None)
                 limit = 0.001  # who else is missing?
-        previous = int(call.rsplit("/", 1)[1]) - 1
-        if previous >= 0:
+        if self._last_call is not None:
             # All have read the previous answer, since all are at this call.
-            _compat.delete_key_value(f"{self._prefix}/{previous}/all")
+            _compat.delete_key_value(self._last_call)
         return json.dumps(messages)
+
+    def _wait_for_readers(self) -> None:
+        """Lets the others read the last answer before the store ends with us."""
+        end = time.monotonic() + _PARTING_SECONDS
+        with contextlib.suppress(Exception):
+            for rank in range(1, self.num_workers):
+                left = max(end - time.monotonic(), 0.01)
+                _compat.get_key_value(f"{self._last_call}/seen/{rank}", left)
 
     def _wait(self, key: str, topic: str, rank: int, limit: float | None) -> str:
         begin = time.monotonic()

@@ -78,7 +78,11 @@ def all_reduce_buckets(
             flat = pack([tensors[index] for index in bucket.indices])
             if valid is not None:
                 flat = zeros_unless(valid, flat)
-            flats.append(all_reduce(flat, group, replica, channel=channel))
+            is_alone = 2 * bucket.num_bytes > plan.num_bytes
+            reduced = all_reduce(
+                flat, group, replica, channel=channel, is_alone=is_alone
+            )
+            flats.append(reduced)
     return flats
 
 

@@ -16,10 +16,10 @@ import tensorflow as tf
 from tfdp.collectives import timing
 from tfdp.collectives.groups import SIZES, ProcessGroup
 
-# How many pieces a ring sends at once. TensorFlow's default, one, leaves the pipe
-# idle between them when one bucket is under way; more than two cost CPU time and
-# gain nothing when several are. Measured in docs/performance.md.
-_RING_SUBDIVISIONS = 2
+# How many pieces a ring sends at once. TensorFlow's default, one, costs the least
+# CPU time, and leaves the pipe idle between pieces when nothing else is under way.
+# Measured in docs/performance.md.
+_PIECES, _PIECES_ALONE = 1, 2
 
 
 def all_reduce(
@@ -29,6 +29,7 @@ def all_reduce(
     *,
     channel: int = 0,
     size: tf.Tensor | None = None,
+    is_alone: bool = True,
 ) -> tf.Tensor:
     """Sums a tensor over the group.
 
@@ -39,6 +40,8 @@ def all_reduce(
         channel: Int, the chain of the launch order. Defaults to `0`.
         size: Scalar int32 tensor from `padded_length`, where the length of
             `tensor` is known only at run time. Defaults to `None`.
+        is_alone: Bool, whether hardly anything else is under way at the same
+            time. Defaults to `True`.
 
     Returns:
         A tensor like `tensor`, identical on every replica.
@@ -48,14 +51,16 @@ def all_reduce(
     """
     if group.size == 1 or _is_empty(tensor):
         return tf.identity(tensor)
+    pieces = _PIECES_ALONE if is_alone else _PIECES
+    kind = f"reduce in {pieces}"  # one key must not stand for both
     with timing.measured("all_reduce", tensor, replica) as done, _on(group, replica):
         return done(
             tf.raw_ops.CollectiveReduceV2(
                 input=tensor,
                 merge_op="Add",
                 final_op="Id",
-                max_subdivs_per_device=_RING_SUBDIVISIONS,
-                **_arguments("reduce", tensor, group, replica, channel, size),
+                max_subdivs_per_device=pieces,
+                **_arguments(kind, tensor, group, replica, channel, size),
             )
         )
 
