@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections.abc
+import os
 import pathlib
 import sys
+import tempfile
 
 import pytest
 
@@ -12,6 +14,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
 
 from harness.pool import CaseFailed, ClusterPool
 from harness.registry import Case, load_cases
+
+# What was measured on this machine must not decide what the tests see, nor the
+# other way round.
+_cache = tempfile.TemporaryDirectory(prefix="tfdp-cache-")
+os.environ["XDG_CACHE_HOME"] = _cache.name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,8 +15,8 @@ import pytest
 from rich.console import Console
 
 from tfdp.cli import doctor
-from tfdp.cli.topology import draw_topology, port_states
-from tfdp.cluster import Cluster
+from tfdp.cli.topology import describe_unevenness, draw_topology, port_states
+from tfdp.cluster import Cluster, topology_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DEADLINE_SECONDS = 120
@@ -35,9 +35,12 @@ def run_doctor(**environ):
     )
 
 
-def drawing_of(cluster, devices, states):
+def drawing_of(cluster, devices, states, **overrides):
+    topology = topology_of(
+        cluster.hosts, len(devices), resolve=lambda host: [], **overrides
+    )
     console = Console(file=io.StringIO(), width=200)
-    console.print(draw_topology(cluster, devices, states))
+    console.print(draw_topology(cluster, devices, states, topology))
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
@@ -80,14 +83,16 @@ def test_doctor_shows_versions_devices_nccl_cluster_ports_and_a_warning(
         "  logical     CPU:0",
         "  from TF_CONFIG; this process is worker 1 of 2",
         "1 nodes, 2 workers, 4 replicas",
+        "node 0  127.0.0.1",
         f"worker 0 (chief)  127.0.0.1:{taken_port}  answers",
         f"worker 1  127.0.0.1:{free_port}  this task, port free",
-        "replica 3  CPU:1",
+        "replica 3  CPU:1  local rank 3",
         "evaluator  elsewhere:1  takes no part in training",
         "listens on all interfaces",
         "trusted network only",
     ):
         assert line in output, output
+    assert "uneven" not in output
     nccl = output.split("\nNCCL\n")[1].splitlines()[0]
     assert nccl.startswith("  not available: ")
 
@@ -117,19 +122,51 @@ def test_workers_on_one_host_are_drawn_under_one_node():
     cluster = Cluster(("a:1", "b:1", "a:2"), has_chief=True)
     states = ["s0", "s1", "s2"]
     assert drawing_of(cluster, ["GPU:0", "GPU:1"], states) == [
-        "2 nodes, 3 workers, 6 replicas",
-        "├── node a",
+        "2 nodes, 3 workers, 6 replicas, numbered by global rank",
+        "├── node 0  a",
         "│   ├── worker 0 (chief)  a:1  s0",
-        "│   │   ├── replica 0  GPU:0",
-        "│   │   └── replica 1  GPU:1",
+        "│   │   ├── replica 0  GPU:0  local rank 0",
+        "│   │   └── replica 1  GPU:1  local rank 1",
         "│   └── worker 2  a:2  s2",
-        "│       ├── replica 4  GPU:0",
-        "│       └── replica 5  GPU:1",
-        "└── node b",
+        "│       ├── replica 4  GPU:0  local rank 2",
+        "│       └── replica 5  GPU:1  local rank 3",
+        "└── node 1  b",
         "    └── worker 1  b:1  s1",
-        "        ├── replica 2  GPU:0",
-        "        └── replica 3  GPU:1",
+        "        ├── replica 2  GPU:0  local rank 0",
+        "        └── replica 3  GPU:1  local rank 1",
     ]
+
+
+def test_a_node_is_drawn_with_all_its_hosts_and_a_split_worker_on_each_node():
+    cluster = Cluster(("a:1", "b:1"))
+    devices, states = ["CPU:0", "CPU:1"], ["s0", "s1"]
+    merged = drawing_of(cluster, devices, states, nodes=["x", "x"])
+    assert merged[1] == "└── node 0  a, b"
+    assert drawing_of(cluster, devices, states, node_size=1)[-6:] == [
+        "├── node 2  b",
+        "│   └── worker 1  b:1  s1",
+        "│       └── replica 2  CPU:0  local rank 0",
+        "└── node 3  b",
+        "    └── worker 1  b:1  s1",
+        "        └── replica 3  CPU:1  local rank 0",
+    ]
+
+
+def test_uneven_nodes_are_said_to_fall_back_to_flat_algorithms():
+    assert describe_unevenness(topology_of(["a"] * 2, 2)) is None
+    uneven = topology_of(["a", "b", "b"], 2, nodes=["a", "b", "b"])
+    assert describe_unevenness(uneven) == (
+        "The nodes are uneven, with 2, 4 replicas: hierarchical algorithms fall back "
+        "to flat ones."
+    )
+
+
+def test_doctor_says_when_nodes_are_uneven(monkeypatch):
+    monkeypatch.setattr(doctor, "port_states", lambda cluster: ["s0", "s1", "s2"])
+    console = Console(file=io.StringIO(), width=200)
+    cluster = Cluster(("10.0.0.1:1", "10.0.0.2:1", "10.0.0.2:2"))
+    doctor._show_cluster(console, cluster, ["CPU:0"])
+    assert "  The nodes are uneven, with 1, 2 replicas: " in console.file.getvalue()
 
 
 def test_an_address_in_brackets_is_not_taken_for_markup():

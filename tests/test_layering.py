@@ -17,8 +17,11 @@ FLOORS = {
     "tfdp.options": 0,
     "tfdp.cluster": 0,
     "tfdp._compat": 0,
+    "tfdp.links": 0,
     # Plans, devices, and how workers talk before there are collectives.
     "tfdp.buckets": 1,
+    "tfdp.traffic": 1,
+    "tfdp.cost_model": 1,
     "tfdp.devices": 1,
     "tfdp.agreement": 1,
     "tfdp.ownership": 1,
@@ -28,8 +31,12 @@ FLOORS = {
     # Process groups and their primitives; what must be alike on all workers.
     "tfdp.collectives": 2,
     "tfdp.consistency": 2,
+    "tfdp.link_fit": 2,
+    "tfdp.links_file": 2,
+    "tfdp.prediction": 2,
     # Ways to use the primitives, each for one kind of value.
     "tfdp.fusion": 3,
+    "tfdp.routes": 3,
     "tfdp.sparse": 3,
     "tfdp.gather": 3,
     "tfdp.startup": 3,
@@ -55,6 +62,7 @@ FLOORS = {
     "tfdp.data": 4,
     "tfdp.guards": 4,
     "tfdp.plan": 4,
+    "tfdp.link_measure": 4,
     "tfdp.saving": 4,
     # What TensorFlow and Keras call.
     "tfdp.strategy": 5,
@@ -79,6 +87,8 @@ FLOORS = {
 
 # The imports between neighbours on one floor that are allowed, and why.
 SIDEWAYS = {
+    ("tfdp.options", "tfdp.links"): "latency and bandwidth are an option",
+    ("tfdp.cost_model", "tfdp.traffic"): "the time of what is sent",
     ("tfdp.iterators", "tfdp.shares"): "an iterator knows the rows of a batch",
     ("tfdp.sparse", "tfdp.fusion"): "rows that would move more bytes go dense",
     ("tfdp.reduced", "tfdp.fusion"): "gradients in their buckets are unpacked",

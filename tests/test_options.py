@@ -36,11 +36,37 @@ def test_unknown_name_is_refused_and_the_known_ones_listed(name: str, value: obj
     assert str(caught.value).endswith(f"Received: {name}={value!r}")
 
 
-@pytest.mark.parametrize("value", ["hierarchical", "halving_doubling", "tree"])
-def test_algorithm_that_comes_later_is_refused_as_such(value: str):
-    with pytest.raises(ValueError, match="not there yet") as caught:
-        CommunicationOptions(algorithm=value)
-    assert str(caught.value).endswith(f"Received: algorithm={value!r}")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"algorithm": {"inner": "hierarchical"}},
+        {"algorithm": {"inner": "ring", "between": "ring"}},
+        {"algorithm": {}},
+        {"compression": "int8"},
+        {"compression": {"outer": "fp8"}},
+        {"compression": {"everywhere": "bf16"}},
+        {"node_size": 0},
+        {"node_size": 1.5},
+        {"node_size": True},
+        {"nodes": "ab"},
+        {"nodes": ["a", ""]},
+        {"node_size": 2, "nodes": ["a", "b"]},
+        {"links": 3.0},
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_levels_and_nodes_is_said(options: dict):
+    with pytest.raises(ValueError, match="Received: ") as caught:
+        CommunicationOptions(**options)
+    name = next(iter(options))
+    assert f"`{name}" in str(caught.value)
+
+
+def test_a_compression_of_both_levels_or_of_one_is_taken_apart():
+    assert CommunicationOptions().wires == (None, None)
+    assert CommunicationOptions(compression="fp16").wires == ("float16", "float16")
+    outer_only = CommunicationOptions(compression={"outer": "bf16"})
+    assert outer_only.wires == (None, "bfloat16")
 
 
 def test_options_are_keyword_only_and_frozen():
@@ -68,6 +94,10 @@ def test_defaults_are_those_that_are_documented():
         "first_bucket_mb": 1.0,
         "algorithm": "auto",
         "backend": "auto",
+        "compression": None,
+        "node_size": None,
+        "nodes": None,
+        "links": None,
         "timeout_seconds": None,
     }
 

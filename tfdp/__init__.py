@@ -14,6 +14,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "CommunicationOptions": "tfdp.options",
     "DistributedOptimizer": "tfdp.optimizer",
+    "Link": "tfdp.links",
+    "Links": "tfdp.links",
     "MirroredStrategy": "tfdp.strategy",
     "MultiWorkerMirroredStrategy": "tfdp.strategy",
     "auto_strategy": "tfdp.strategy",
@@ -25,6 +27,8 @@ _HOMES = {
 __all__ = [
     "CommunicationOptions",
     "DistributedOptimizer",
+    "Link",
+    "Links",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "auto_strategy",

@@ -9,17 +9,26 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.agreement import Agreement
-from tfdp.collectives import LaunchOrder, ProcessGroup
+from tfdp.cluster import Topology
+from tfdp.collectives import LaunchOrder, ProcessGroup, positions_of
 from tfdp.options import CommunicationOptions
 from tfdp.reducer import Reducer
-from tfdp.startup import Worker, check_workers_fit, has_joined, joining, worker_devices
+from tfdp.routes import Router
+from tfdp.startup import (
+    Worker,
+    agreed_topology,
+    check_workers_fit,
+    has_joined,
+    joining,
+    worker_devices,
+)
 from tfdp.state_merge import average_statistics, merge_states
 from tfdp.variables import (
     MetricVariable,
@@ -49,26 +58,46 @@ class ReplicaExtended:
     def _use_merge_call(self) -> bool:
         return False
 
-    def _set_up_communication(self, first_rank: int, num_workers: int) -> None:
-        """Replaces the stock cross-device operations by ours."""
+    def _set_up_communication(
+        self, rank: int, hosts: Sequence[str], all_devices: Sequence[str]
+    ) -> None:
+        """Replaces the stock cross-device operations by ours.
+
+        Args:
+            rank: Int, this worker's.
+            hosts: Sequence of strings, the host of each worker.
+            all_devices: Sequence of strings, full names by rank of the replica.
+        """
         devices = self.worker_devices  # type: ignore[attr-defined]
-        size = len(devices) * num_workers
+        first_rank = rank * len(devices)
+        topology = agreed_topology(self.agreement, hosts, len(devices), self.options)
+        positions = positions_of(all_devices)
         backend = _backend(self.options, devices)
         channels = 1 if backend == "nccl" else _CPU_CHANNELS
         order = LaunchOrder(devices, channels)
         timeout = self.options.timeout_seconds
-        self.group = ProcessGroup(order, size, backend, timeout)
+        self.group = ProcessGroup(
+            order,
+            len(all_devices),
+            backend,
+            timeout,
+            positions=positions[first_rank : first_rank + len(devices)],
+            nodes=_nodes(topology, positions),
+        )
         host = LaunchOrder([_host(devices[0])])
         # Metric states, statistics and the like are small and live on hosts.
-        self.host_group = ProcessGroup(host, num_workers, "ring", timeout)
+        self.host_group = ProcessGroup(host, len(hosts), "ring", timeout)
+        self.router = Router(self.options, topology, backend, tells=rank == 0)
+        self.hosts = tuple(hosts)
         self.first_rank = first_rank
         self.num_local = len(devices)
-        self.reducer = Reducer(self.group, first_rank, self.options, self.agreement)
+        self.reducer = Reducer(
+            self.group, first_rank, self.options, self.agreement, self.router
+        )
         self._cross_device_ops = self.reducer.as_cross_device_ops(self._collective_keys)
         self._collective_ops = self._cross_device_ops
-        host_rank = first_rank // len(devices)
         self._host_cross_device_ops = Reducer(
-            self.host_group, host_rank, self.options, self.agreement
+            self.host_group, rank, self.options, self.agreement
         ).as_cross_device_ops(self._collective_keys)
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
@@ -156,7 +185,7 @@ class SingleWorkerReplicaExtended(ReplicaExtended, _compat.MirroredExtended):
         self.options = options
         self.agreement = Agreement(rank=0, num_workers=1)
         super().__init__(container_strategy, devices=devices)
-        self._set_up_communication(first_rank=0, num_workers=1)
+        self._set_up_communication(0, ["localhost"], self.worker_devices)
 
 
 class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
@@ -186,10 +215,9 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         self.agreement = Agreement(
             worker.rank, worker.num_workers, worker.timeout_seconds
         )
-        devices = self.worker_devices
-        if worker.num_workers > 1:
-            check_workers_fit(self.agreement, devices)
-        self._set_up_communication(worker.rank * len(devices), worker.num_workers)
+        all_devices = check_workers_fit(self.agreement, self.worker_devices, options)
+        hosts = worker.cluster.hosts if worker.cluster else ["localhost"]
+        self._set_up_communication(worker.rank, hosts, all_devices)
 
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str
@@ -246,6 +274,11 @@ def _backend(options: CommunicationOptions, devices: tuple[str, ...]) -> str:
     # NCCL cannot run two ranks on one physical GPU.
     one_each = _compat.num_local_devices("GPU") == len(physical)
     return "nccl" if on_gpus and one_each else "ring"
+
+
+def _nodes(topology: Topology, positions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The positions in the group of the replicas of each node."""
+    return tuple(tuple(positions[rank] for rank in node) for node in topology.nodes)
 
 
 def _host(device: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -58,8 +58,9 @@ def all_reduce_buckets(
     group: ProcessGroup,
     replica: int,
     valid: tf.Tensor | None = None,
+    algorithms: Sequence[Callable[..., tf.Tensor]] | None = None,
 ) -> list[tf.Tensor]:
-    """Sums tensors over the group by one collective for each bucket.
+    """Sums tensors over the group by one all-reduce for each bucket.
 
     Args:
         tensors: Sequence of dense tensors, as given to the plan.
@@ -68,6 +69,8 @@ def all_reduce_buckets(
         replica: Int, index of the calling replica among the local ones.
         valid: Scalar bool tensor, whether this replica has anything to add, or
             `None` if it has for sure. Defaults to `None`.
+        algorithms: Sequence of callables such as `tfdp.collectives.ring`, one
+            for each bucket, or `None` for the ring. Defaults to `None`.
 
     Returns:
         List of flat tensors, one for each bucket, its members end to end.
@@ -79,7 +82,8 @@ def all_reduce_buckets(
             if valid is not None:
                 flat = zeros_unless(valid, flat)
             is_alone = 2 * bucket.num_bytes > plan.num_bytes
-            reduced = all_reduce(
+            algorithm = all_reduce if algorithms is None else algorithms[channel]
+            reduced = algorithm(
                 flat, group, replica, channel=channel, is_alone=is_alone
             )
             flats.append(reduced)

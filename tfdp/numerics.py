@@ -21,6 +21,8 @@ _SEED_STRIDE = 1_000_003
 def install() -> None:
     """Puts the functions in place; again has no effect."""
     _compat.replace(_compat.keras_nn, "_compute_moments_sync", _moments)
+    for name in ("conv", "depthwise_conv", "separable_conv"):
+        _compat.replace(_compat.keras_nn, name, _convolve)
     _compat.replace(_compat.keras_loss, "reduce_values", _reduce_values)
     _compat.replace(_compat.keras_loss, "apply_mask", _apply_mask)
     _compat.replace(_compat.keras_loss, "scale_loss_for_distribution", _scale_loss)
@@ -34,6 +36,36 @@ def _moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
     if context is None:
         return original(x, axes, keepdims)
     return synchronized_moments(context, x, axes, keepdims)
+
+
+def _convolve(original: Callable, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Gives a replica without samples a row to convolve, and no row back.
+
+    TensorFlow's convolutions by oneDNN, in float32 on CPUs, return the shape of
+    their input where that has no rows, and the layers behind them fail. Seen with
+    TensorFlow 2.19 to 2.21; tests/cases/normalization.py guards it.
+    """
+    if not _may_be_empty(inputs):
+        return original(inputs, *args, **kwargs)
+    is_empty = tf.equal(tf.shape(inputs)[0], 0)
+
+    def one_row() -> tf.Tensor:
+        shape = tf.concat([[1], tf.shape(inputs)[1:]], axis=0)
+        return tf.zeros(shape, inputs.dtype)
+
+    fed = tf.cond(is_empty, one_row, lambda: tf.identity(inputs))
+    result = original(tf.ensure_shape(fed, inputs.shape), *args, **kwargs)
+    kept = tf.cond(is_empty, lambda: result[:0], lambda: tf.identity(result))
+    return tf.ensure_shape(kept, result.shape)
+
+
+def _may_be_empty(inputs: Any) -> bool:
+    context = replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return False
+    rows = tf.convert_to_tensor(inputs).shape[0]
+    device = tf.distribute.get_strategy().extended.group.devices[0]
+    return not rows and _compat.device_type(device) == "CPU"
 
 
 def _reduce_values(

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 
-ALGORITHMS = ("auto", "ring")
+from tfdp.links import Links
+
+FLAT_ALGORITHMS = ("ring", "tree", "halving_doubling")
+ALGORITHMS = ("auto", *FLAT_ALGORITHMS, "hierarchical")
 BACKENDS = ("auto", "nccl", "ring")
-_LATER_ALGORITHMS = ("hierarchical", "halving_doubling", "tree")
+WIRE_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
+_LEVELS = ("inner", "outer")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,12 +27,28 @@ class CommunicationOptions:
         first_bucket_mb: Float, largest size of the first bucket in megabytes.
             It is smaller so that communication starts early in the backward
             pass. Defaults to `1.0`.
-        algorithm: String, the all-reduce algorithm: `"auto"` or `"ring"`.
-            Defaults to `"auto"`.
+        algorithm: String, the all-reduce algorithm: `"ring"`, `"tree"`,
+            `"halving_doubling"`, `"hierarchical"`, or `"auto"`, the fastest
+            for each bucket by what is known of the links. A dict such as
+            `{"inner": "ring", "outer": "tree"}` is the hierarchical one with
+            an algorithm inside nodes and one across them. Defaults to
+            `"auto"`.
         backend: String, the library that moves the bytes: `"nccl"` (GPUs),
             `"ring"` (TensorFlow's own, over memory and gRPC), or `"auto"`,
             NCCL where every replica has a physical GPU of its own. Defaults
             to `"auto"`.
+        compression: `"fp16"` or `"bf16"`, the type in which gradients travel, or
+            `None`, their own. They are added up in their own. A dict such as
+            `{"outer": "bf16"}` compresses only across nodes, or only inside
+            them. Buckets that would not gain travel as they are. Defaults to
+            `None`.
+        node_size: Int, replicas of consecutive ranks that count as one node, or
+            `None`: workers on one host are one node. Defaults to `None`.
+        nodes: Sequence of strings, a node's name for each worker, or `None`.
+            Defaults to `None`.
+        links: `tfdp.Links`, latency and bandwidth inside and across nodes, or
+            `None`: they are measured where a `fit` is long enough to repay it,
+            and assumed otherwise. Defaults to `None`.
         timeout_seconds: Float or `None`, how long workers wait for each other
             at start-up and a collective for its peers. `None` waits for ever
             and warns. Defaults to `None`.
@@ -48,8 +69,12 @@ class CommunicationOptions:
 
     bucket_mb: float = 25.0
     first_bucket_mb: float = 1.0
-    algorithm: str = "auto"
+    algorithm: str | Mapping[str, str] = "auto"
     backend: str = "auto"
+    compression: str | Mapping[str, str] | None = None
+    node_size: int | None = None
+    nodes: Sequence[str] | None = None
+    links: Links | None = None
     timeout_seconds: float | None = None
 
     def __post_init__(self) -> None:
@@ -59,13 +84,25 @@ class CommunicationOptions:
             _check_positive(
                 "timeout_seconds", self.timeout_seconds, "a number of seconds or None"
             )
-        if self.algorithm in _LATER_ALGORITHMS:
-            raise ValueError(
-                f'`algorithm="{self.algorithm}"` is not there yet. Use "ring" or '
-                f'"auto". Received: algorithm={self.algorithm!r}'
-            )
-        _check_one_of("algorithm", self.algorithm, ALGORITHMS)
+        _check_levels("algorithm", self.algorithm, ALGORITHMS, FLAT_ALGORITHMS)
         _check_one_of("backend", self.backend, BACKENDS)
+        if self.compression is not None:
+            _check_levels("compression", self.compression, tuple(WIRE_DTYPES))
+        _check_nodes(self.node_size, self.nodes)
+        if self.links is not None and not isinstance(self.links, Links):
+            raise ValueError(
+                "`links` must be a `tfdp.Links` or None. "
+                f"Received: links={self.links!r}"
+            )
+
+    @property
+    def wires(self) -> tuple[str | None, str | None]:
+        """Names of the dtypes on the wire inside nodes and across them, or `None`."""
+        given = self.compression
+        if not isinstance(given, Mapping):
+            given = dict.fromkeys(_LEVELS, given) if given else {}
+        inner, outer = (WIRE_DTYPES.get(given.get(level, "")) for level in _LEVELS)
+        return inner, outer
 
     @property
     def bucket_bytes(self) -> int:
@@ -92,4 +129,50 @@ def _check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         listed = ", ".join(f'"{item}"' for item in allowed)
         raise ValueError(
             f"`{name}` must be one of {listed}. Received: {name}={value!r}"
+        )
+
+
+def _check_levels(
+    name: str,
+    value: object,
+    allowed: tuple[str, ...],
+    of_level: tuple[str, ...] | None = None,
+) -> None:
+    """Checks one name for both levels, or a dict from level to name."""
+    if not isinstance(value, Mapping):
+        _check_one_of(name, value, allowed)
+        return
+    if not value or not set(value) <= set(_LEVELS):
+        raise ValueError(
+            f'`{name}` as a dict has the keys "inner" and "outer", or one of them. '
+            f"Received: {name}={value!r}"
+        )
+    for level, choice in value.items():
+        _check_one_of(f'{name}["{level}"]', choice, of_level or allowed)
+
+
+def _check_nodes(node_size: object, nodes: object) -> None:
+    if node_size is not None:
+        if isinstance(node_size, bool) or not isinstance(node_size, int):
+            raise ValueError(
+                "`node_size` must be an integer of at least 1, or None. "
+                f"Received: node_size={node_size!r}"
+            )
+        if node_size < 1:
+            raise ValueError(
+                f"`node_size` must be at least 1. Received: node_size={node_size!r}"
+            )
+    if nodes is not None and (
+        isinstance(nodes, str)
+        or not isinstance(nodes, Sequence)
+        or not all(isinstance(name, str) and name for name in nodes)
+    ):
+        raise ValueError(
+            "`nodes` must be a list with the name of a node for each worker, such as "
+            f'["a", "a", "b", "b"]. Received: nodes={nodes!r}'
+        )
+    if node_size is not None and nodes is not None:
+        raise ValueError(
+            "Give `node_size` or `nodes`, not both. "
+            f"Received: node_size={node_size!r}, nodes={nodes!r}"
         )

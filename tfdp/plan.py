@@ -12,6 +12,7 @@ from rich.table import Table
 
 from tfdp.buckets import Bucket, BucketPlan
 from tfdp.fusion import make_plan
+from tfdp.routes import Route
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,9 @@ class CommunicationPlan:
         sparse: Tuple of strings, variables whose gradients travel as rows.
         num_replicas: Int, replicas on all workers.
         backend: String, `"ring"` or `"nccl"`.
+        routes: Tuple of `tfdp.routes.Route`, one for each bucket: algorithm,
+            dtypes that travel, predicted seconds.
+        node_size: Int, replicas of a node.
         traced: Bool, whether this is the plan of a step that has been traced,
             or what one of the model's backward pass would be.
     """
@@ -32,6 +36,8 @@ class CommunicationPlan:
     sparse: tuple[str, ...]
     num_replicas: int
     backend: str
+    routes: tuple[Route, ...]
+    node_size: int
     traced: bool
 
     @property
@@ -41,25 +47,52 @@ class CommunicationPlan:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that each replica sends in a step, by a ring all-reduce.
+        """Bytes that a replica sends in a step, the mean of all replicas.
 
-        Source: Patarasuk and Yuan 2009: 2 (N - 1) / N times the data.
+        Whatever the algorithm, 2 (N - 1) / N times the data, less where it travels
+        in fewer bytes. Source: Patarasuk and Yuan 2009.
         """
-        factor = 2 * (self.num_replicas - 1) / self.num_replicas
-        return round(factor * self.num_bytes)
+        pairs = zip(self.buckets, self.routes, strict=True)
+        return round(sum(self._wire_bytes(b, route) for b, route in pairs))
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Seconds of all buckets, one after the other."""
+        return sum(route.seconds for route in self.routes)
+
+    def _wire_bytes(self, bucket: Bucket, route: Route) -> float:
+        def share(wire: str | None) -> float:
+            return tf.as_dtype(wire or bucket.dtype).size / itemsize
+
+        itemsize = tf.as_dtype(bucket.dtype).size
+        num_replicas, node_size = self.num_replicas, self.node_size
+        if route.algorithm.name != "hierarchical":
+            node_size = num_replicas
+        inner = 2 * (1 - 1 / node_size)
+        outer = 2 * (1 - node_size / num_replicas) / node_size
+        factor = inner * share(route.inner_wire) + outer * share(route.outer_wire)
+        return factor * bucket.num_bytes
 
     def __str__(self) -> str:
         table = Table(
             title=f"{len(self.buckets)} all-reduces of {self.num_bytes:,} bytes over "
             f"{self.num_replicas} replicas ({self.backend})"
         )
-        for name in ("order", "dtype", "bytes", "variables"):
-            table.add_column(name, justify="right" if name == "bytes" else "left")
+        for name in ("order", "dtype", "bytes", "algorithm", "ms", "variables"):
+            is_number = name in ("bytes", "ms")
+            table.add_column(name, justify="right" if is_number else "left")
         for order, bucket in enumerate(self.buckets):
-            names = ", ".join(entry.name for entry in bucket.entries)
-            table.add_row(str(order), bucket.dtype, f"{bucket.num_bytes:,}", names)
+            route = self.routes[order]
+            table.add_row(
+                str(order),
+                bucket.dtype,
+                f"{bucket.num_bytes:,}",
+                str(route),
+                f"{1000 * route.seconds:.3g}",
+                ", ".join(entry.name for entry in bucket.entries),
+            )
         for name in self.sparse:
-            table.add_row("-", "rows", "as touched", name)
+            table.add_row("-", "rows", "as touched", "all-gather", "", name)
         text = io.StringIO()
         Console(file=text, width=100).print(table)
         return text.getvalue()
@@ -73,29 +106,47 @@ def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
             f"train it first. Received: {model.name!r}, not built"
         )
     reducer = strategy.extended.reducer
-    for trained, plan in reducer.plans_within(model.trainable_variables):
+    for trained, plan, routes in reducer.plans_within(model.trainable_variables):
         if plan.buckets:
             dense = {e.name for bucket in plan for e in bucket.entries}
             sparse = [v.path for v in trained if v.path not in dense]
-            return _shown(strategy, plan, sparse, True)
-    plan, sparse = _plan_of_backward_pass(model, reducer.options)
-    return _shown(strategy, plan, sparse, False)
+            return _shown(strategy, plan, routes, sparse, True)
+    plan, sparse = plan_of_backward_pass(model, reducer.options)
+    return _shown(strategy, plan, reducer.routes_of(plan), sparse, False)
 
 
 def _shown(
-    strategy: Any, plan: BucketPlan, sparse: list[str], traced: bool
+    strategy: Any,
+    plan: BucketPlan,
+    routes: tuple[Route, ...],
+    sparse: list[str],
+    traced: bool,
 ) -> CommunicationPlan:
     return CommunicationPlan(
         plan.buckets,
         tuple(sparse),
         strategy.num_replicas_in_sync,
         strategy.extended.group.backend,
+        routes,
+        strategy.extended.router.topology.replicas_per_node,
         traced,
     )
 
 
-def _plan_of_backward_pass(model: Any, options: Any) -> tuple[BucketPlan, list[str]]:
-    """Traces the backward pass of the sum of the outputs, and runs nothing."""
+def plan_of_backward_pass(model: Any, options: Any) -> tuple[BucketPlan, list[str]]:
+    """Plans from the backward pass of the sum of the outputs, and runs nothing.
+
+    Args:
+        model: Keras model with symbolic inputs.
+        options: `CommunicationOptions`.
+
+    Returns:
+        Tuple of a `BucketPlan` and a list of strings, variables whose gradients
+        travel as rows.
+
+    Raises:
+        ValueError: If the model has no symbolic inputs.
+    """
     inputs = getattr(model, "inputs", None)
     if not inputs:
         raise ValueError(

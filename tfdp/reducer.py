@@ -20,6 +20,7 @@ from tfdp.fusion import all_reduce_any_shape, all_reduce_buckets, make_plan
 from tfdp.gather import gather_rows
 from tfdp.options import CommunicationOptions
 from tfdp.reduced import Reduced, unbucketed
+from tfdp.routes import Route, Router
 from tfdp.sparse import reduce_indexed_slices
 from tfdp.traits import path_of
 
@@ -52,6 +53,7 @@ class _Trained:
 
     refs: list
     plan: BucketPlan
+    routes: tuple[Route, ...] = ()
 
 
 class Reducer:
@@ -62,6 +64,8 @@ class Reducer:
         first_rank: Int, rank of the first local replica.
         options: `CommunicationOptions`.
         agreement: `Agreement` between the workers.
+        router: `Router`, chooses the algorithm of each bucket, or `None` for the
+            ring. Defaults to `None`.
     """
 
     def __init__(
@@ -70,8 +74,10 @@ class Reducer:
         first_rank: int,
         options: CommunicationOptions,
         agreement: Agreement,
+        router: Router | None = None,
     ) -> None:
         self.group = group
+        self.router = router
         self.first_rank = first_rank
         self.options = options
         self._agreement = agreement
@@ -177,10 +183,41 @@ class Reducer:
         else:
             names = [path_of(variables[index]) for index in dense]
         plan = make_plan(tensors, names, self.options)
+        routes = self.routes_of(plan, are_gradients=variables is not None)
         if variables is not None and replica == 0:
-            self._remember(variables, plan)
-        flats = all_reduce_buckets(tensors, plan, self.group, replica, valid)
+            self._remember(variables, plan, routes)
+        algorithms = [route.all_reduce for route in routes]
+        flats = all_reduce_buckets(
+            tensors, plan, self.group, replica, valid, algorithms
+        )
         return flats, [tuple(dense[i] for i in bucket.indices) for bucket in plan]
+
+    def routes_of(
+        self, plan: BucketPlan, *, are_gradients: bool = True
+    ) -> tuple[Route, ...]:
+        """How each bucket of a plan is reduced.
+
+        Args:
+            plan: `BucketPlan`.
+            are_gradients: Bool, whether they may be compressed. Defaults to
+                `True`.
+
+        Returns:
+            Tuple of `Route`.
+
+        Raises:
+            ValueError: If gradients of integers were to be compressed.
+        """
+        if self.router is None:
+            return (Route(),) * len(plan)
+        if are_gradients and self.options.compression is not None:
+            _check_compressible(plan)
+        return tuple(
+            self.router.route(
+                bucket.num_bytes, bucket.dtype, may_compress=are_gradients
+            )
+            for bucket in plan
+        )
 
     def _check(self, variables: list[Any], replica: int) -> None:
         """Compares the trained variables across workers, once for each set."""
@@ -190,10 +227,16 @@ class Reducer:
                 self._agreement, "first training step", variables, "trains"
             )
 
-    def _remember(self, variables: list[Any], plan: BucketPlan) -> None:
+    def _remember(
+        self,
+        variables: list[Any],
+        plan: BucketPlan,
+        routes: tuple[Route, ...] = (),
+    ) -> None:
         key = tuple(map(id, variables))
         self._plans.pop(key, None)  # the latest comes last
-        self._plans[key] = _Trained([weakref.ref(v) for v in variables], plan)
+        refs = [weakref.ref(variable) for variable in variables]
+        self._plans[key] = _Trained(refs, plan, routes)
 
     def plan_of(self, variables: list[Any]) -> BucketPlan | None:
         """The plan by which exactly these variables were trained, or `None`."""
@@ -201,14 +244,16 @@ class Reducer:
         alive = trained is not None and all(ref() is not None for ref in trained.refs)
         return trained.plan if trained is not None and alive else None
 
-    def plans_within(self, variables: list[Any]) -> list[tuple[list[Any], BucketPlan]]:
+    def plans_within(
+        self, variables: list[Any]
+    ) -> list[tuple[list[Any], BucketPlan, tuple[Route, ...]]]:
         """Which of these variables were trained by which plan, the latest first."""
         wanted = set(map(id, variables))
         found = []
         for key, trained in reversed(self._plans.items()):
             members = [ref() for ref in trained.refs]
             if wanted.issuperset(key) and all(m is not None for m in members):
-                found.append((members, trained.plan))
+                found.append((members, trained.plan, trained.routes))
         return found
 
     def as_cross_device_ops(self, collective_keys: Any) -> Any:
@@ -340,6 +385,15 @@ class _Launcher:
         del options
         rank = self._reducer.first_rank + self._replica
         return gather_rows(tensor, axis, self._reducer.group, self._replica, rank)
+
+
+def _check_compressible(plan: BucketPlan) -> None:
+    for bucket in plan:
+        if not tf.as_dtype(bucket.dtype).is_floating:
+            raise ValueError(
+                "`compression` is for gradients of floating point. Leave it out for "
+                f"this model. Received: {bucket.entries[0].name!r} of {bucket.dtype}"
+            )
 
 
 def _is_sparse(value: Any) -> bool:

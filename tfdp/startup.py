@@ -12,7 +12,14 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.agreement import Agreement
-from tfdp.cluster import Cluster, meet, name_workers, unreachable
+from tfdp.cluster import (
+    Cluster,
+    Topology,
+    meet,
+    name_workers,
+    topology_of,
+    unreachable,
+)
 from tfdp.devices import resolve_devices, set_logical_cpus
 from tfdp.options import CommunicationOptions
 
@@ -123,8 +130,18 @@ def _not_started(cluster: Cluster, ranks: list[int], limit: float | None) -> str
     )
 
 
-def check_workers_fit(agreement: Agreement, devices: Sequence[str]) -> None:
+def check_workers_fit(
+    agreement: Agreement, devices: Sequence[str], options: CommunicationOptions
+) -> list[str]:
     """Compares device counts, versions and options before anything else.
+
+    Args:
+        agreement: `Agreement`.
+        devices: Sequence of strings, full names of the local devices.
+        options: `CommunicationOptions`.
+
+    Returns:
+        List of strings, the devices of all workers in the order of ranks.
 
     Raises:
         ValueError: Naming the first worker that differs from worker 0.
@@ -134,16 +151,49 @@ def check_workers_fit(agreement: Agreement, devices: Sequence[str]) -> None:
         "devices per worker": f"{len(devices)} x {'/'.join(kinds)}",
         "TensorFlow version": tf.__version__,
     }
-    texts = agreement.exchange("start-up", json.dumps(facts))
-    first = json.loads(texts[0])
-    for rank, text in enumerate(texts):
-        for name, value in json.loads(text).items():
+    for field in dataclasses.fields(options):
+        # Each may wait as long as it likes.
+        if field.name != "timeout_seconds":
+            facts[f"`{field.name}` options"] = repr(getattr(options, field.name))
+    own = json.dumps({"devices": list(devices), "facts": facts})
+    messages = [json.loads(text) for text in agreement.exchange("start-up", own)]
+    first = messages[0]["facts"]
+    for rank, message in enumerate(messages):
+        for name, value in message["facts"].items():
             if value != first[name]:
                 agreement.part()
                 raise ValueError(
                     f"Workers have different {name}: worker 0 has {first[name]}, "
                     f"worker {rank} has {value}. Start all workers alike."
                 )
+    return [device for message in messages for device in message["devices"]]
+
+
+def agreed_topology(
+    agreement: Agreement,
+    hosts: Sequence[str],
+    num_local: int,
+    options: CommunicationOptions,
+) -> Topology:
+    """Which replicas share a node, as the first worker sees it.
+
+    Args:
+        agreement: `Agreement`.
+        hosts: Sequence of strings, the host of each worker.
+        num_local: Int, replicas of a worker.
+        options: `CommunicationOptions`.
+
+    Returns:
+        A `Topology`.
+
+    Raises:
+        ValueError: If `node_size` or `nodes` do not fit the cluster.
+    """
+    found = topology_of(
+        hosts, num_local, node_size=options.node_size, nodes=options.nodes
+    )
+    # A name may have other addresses on another machine.
+    return Topology.from_json(agreement.exchange("topology", found.to_json())[0])
 
 
 def worker_devices(worker: Worker) -> list[str]:

@@ -18,7 +18,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp import _compat, epochs, guards, interchange, numerics, shares, updates
+from tfdp import (
+    _compat,
+    epochs,
+    guards,
+    interchange,
+    link_measure,
+    numerics,
+    shares,
+    updates,
+)
 from tfdp.data import check_batch_size
 from tfdp.logs import merge_logs
 from tfdp.ownership import is_ours, strategy_of
@@ -179,6 +188,12 @@ def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) 
     arguments["callbacks"] = callbacks_of_worker(
         strategy, model, arguments.get("callbacks"), is_fit=name == "fit"
     )
+    if name == "fit":
+        extended = strategy.extended
+        steps = link_measure.num_steps_of(arguments)
+        link_measure.learn_links(
+            extended.router, extended.group, agreement, str(extended.hosts), steps
+        )
     with _looping(model):
         result = original(*bound.args, **bound.kwargs)
     if name == "fit":

@@ -86,3 +86,31 @@ def spectral_normalization(env: Env) -> dict:
         return common.compiled(model)
 
     return common.train(env, build, *common.regression_data())
+
+
+@case("Convolutions on replicas without samples", setups=registry.ALL)
+def convolutions_on_replicas_without_samples(env: Env) -> dict:
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input((6, 6, 2)),
+                layers.Conv2D(3, 3, activation="tanh"),
+                layers.BatchNormalization(synchronized=True),
+                layers.SeparableConv2D(4, 2, activation="tanh"),
+                layers.DepthwiseConv2D(2, activation="tanh"),
+                layers.Reshape((4, 4)),
+                layers.Conv1D(3, 2),
+                layers.Flatten(),
+                layers.Dense(1),
+            ]
+        )
+        return common.compiled(model)
+
+    # The last batch has one sample, so that only the first replica has any.
+    x = np.random.default_rng(0).normal(size=(2 * common.BATCH_SIZE + 1, 6, 6, 2))
+    x = x.astype("float32")
+    y = x.mean(axis=(1, 2, 3))[:, None]
+    model = common.build_in_scope(env, build)
+    history = common.fit(model, x, y, validation_data=(x, y))
+    predicted = model.predict(x, batch_size=common.BATCH_SIZE, verbose=0)
+    return {"history": history, "weights": env.weights(model), "predict": predicted}

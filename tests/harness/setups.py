@@ -35,8 +35,11 @@ class Setup:
 REFERENCE = Setup("reference", 1, 1, distributed=False)
 MIRRORED = Setup("mirrored", 1, 2)
 THREE_DEVICES = Setup("three_devices", 1, 3)
+SIX_DEVICES = Setup("six_devices", 1, 6)
+EIGHT_DEVICES = Setup("eight_devices", 1, 8)
 TWO_WORKERS = Setup("two_workers", 2, 1)
 TWO_BY_TWO = Setup("two_by_two", 2, 2)
 
 DISTRIBUTED = (MIRRORED, TWO_WORKERS, TWO_BY_TWO)
-BY_NAME = {setup.name: setup for setup in (REFERENCE, THREE_DEVICES, *DISTRIBUTED)}
+_MORE_DEVICES = (THREE_DEVICES, SIX_DEVICES, EIGHT_DEVICES)
+BY_NAME = {setup.name: setup for setup in (REFERENCE, *_MORE_DEVICES, *DISTRIBUTED)}

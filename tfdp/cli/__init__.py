@@ -1,1 +1,1 @@
-"""The command line: `tfdp run` and `tfdp doctor`."""
+"""The command line: `tfdp run`, `tfdp doctor` and `tfdp plan`."""

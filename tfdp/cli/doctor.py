@@ -11,8 +11,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from tfdp.cli.topology import draw_topology, port_states
-from tfdp.cluster import Cluster
+from tfdp.cli.topology import describe_unevenness, draw_topology, port_states
+from tfdp.cluster import Cluster, topology_of
 
 _PACKAGES = ("tfdp", "tensorflow", "keras", "numpy")
 _TRUST = (
@@ -118,7 +118,10 @@ def _show_cluster(
     if cluster.devices_per_worker is not None:
         devices = [f"CPU:{index}" for index in range(cluster.devices_per_worker)]
     _title(console, "Topology")
-    console.print(draw_topology(cluster, devices, port_states(cluster)))
+    topology = topology_of(cluster.hosts, len(devices))
+    console.print(draw_topology(cluster, devices, port_states(cluster), topology))
+    if (warning := describe_unevenness(topology)) is not None:
+        console.print(f"  {warning}")
 
 
 def _is_from_tf_config() -> bool:

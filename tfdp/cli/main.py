@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import click
 
 from tfdp.cli.doctor import doctor
+from tfdp.cli.plan import plan
 from tfdp.cli.run import run
 
 USAGE_ERROR = 2
@@ -24,7 +25,7 @@ def version() -> str:
 
 
 @click.group(
-    commands=[run, doctor],
+    commands=[run, doctor, plan],
     no_args_is_help=False,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},

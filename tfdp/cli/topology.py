@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.text import Text
 from rich.tree import Tree
 
-from tfdp.cluster import Cluster, check_port_free, unreachable
+from tfdp.cluster import Cluster, Topology, check_port_free, unreachable
 
 
 def port_states(cluster: Cluster, timeout_seconds: float = 1.0) -> list[str]:
@@ -41,7 +41,10 @@ def _own_port_state(cluster: Cluster) -> str:
 
 
 def draw_topology(
-    cluster: Cluster, devices: Sequence[str], states: Sequence[str]
+    cluster: Cluster,
+    devices: Sequence[str],
+    states: Sequence[str],
+    topology: Topology,
 ) -> Tree:
     """Draws the tree of nodes, workers and replicas.
 
@@ -50,27 +53,58 @@ def draw_topology(
         devices: Sequence of strings, the devices that each worker trains on.
             All workers have the same number of them.
         states: Sequence of strings, what to say of each worker's port.
+        topology: The `Topology` of the cluster's replicas.
 
     Returns:
         A `rich.tree.Tree`.
     """
-    num_replicas = cluster.num_workers * len(devices)
-    nodes = dict.fromkeys(cluster.hosts)
     # `Text`, for in a plain string an IPv6 address would be taken for markup.
     tree = Tree(
         Text(
-            f"{len(nodes)} nodes, {cluster.num_workers} workers, "
-            f"{num_replicas} replicas"
+            f"{topology.num_nodes} nodes, {cluster.num_workers} workers, "
+            f"{topology.num_replicas} replicas, numbered by global rank"
         )
     )
-    branches = {host: tree.add(Text(f"node {host}")) for host in nodes}
-    for rank, address in enumerate(cluster.workers):
-        chief = " (chief)" if rank == 0 else ""
-        branch = branches[cluster.hosts[rank]].add(
-            Text(f"worker {rank}{chief}  {address}  {states[rank]}")
-        )
-        for index, device in enumerate(devices):
-            branch.add(Text(f"replica {rank * len(devices) + index}  {device}"))
+    for node_rank, ranks in enumerate(topology.nodes):
+        on_node: dict[int, list[int]] = {}
+        for rank in ranks:
+            on_node.setdefault(rank // len(devices), []).append(rank)
+        hosts = dict.fromkeys(cluster.hosts[worker] for worker in on_node)
+        node = tree.add(Text(f"node {node_rank}  {', '.join(hosts)}"))
+        for worker, replicas in on_node.items():
+            chief = " (chief)" if worker == 0 else ""
+            address = cluster.workers[worker]
+            branch = node.add(
+                Text(f"worker {worker}{chief}  {address}  {states[worker]}")
+            )
+            _add_replicas(branch, replicas, devices, topology)
     for address in cluster.evaluators:
         tree.add(Text(f"evaluator  {address}  takes no part in training"))
     return tree
+
+
+def _add_replicas(
+    branch: Tree, ranks: Sequence[int], devices: Sequence[str], topology: Topology
+) -> None:
+    for rank in ranks:
+        device = devices[rank % len(devices)]
+        local_rank = topology.local_rank(rank)
+        branch.add(Text(f"replica {rank}  {device}  local rank {local_rank}"))
+
+
+def describe_unevenness(topology: Topology) -> str | None:
+    """Says what follows from nodes that have unequally many replicas.
+
+    Args:
+        topology: The `Topology` of the cluster's replicas.
+
+    Returns:
+        String, or `None` if the nodes are even.
+    """
+    if topology.is_even:
+        return None
+    sizes = ", ".join(str(len(node)) for node in topology.nodes)
+    return (
+        f"The nodes are uneven, with {sizes} replicas: hierarchical algorithms fall "
+        "back to flat ones."
+    )

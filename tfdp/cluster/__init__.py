@@ -7,6 +7,7 @@ milliseconds.
 from __future__ import annotations
 
 from tfdp.cluster.address import split_address
+from tfdp.cluster.nodes import topology_of
 from tfdp.cluster.ports import (
     answers,
     check_port_free,
@@ -15,13 +16,16 @@ from tfdp.cluster.ports import (
     unreachable,
 )
 from tfdp.cluster.spec import Cluster
+from tfdp.cluster.topology import Topology
 
 __all__ = [
     "Cluster",
+    "Topology",
     "answers",
     "check_port_free",
     "meet",
     "name_workers",
     "split_address",
+    "topology_of",
     "unreachable",
 ]

@@ -23,6 +23,7 @@ size completes the key.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import hashlib
 import itertools
 import threading
@@ -35,11 +36,15 @@ from tfdp import _compat
 
 # TensorFlow's group keys start at 1 and grow by one per set of devices.
 _FIRST_GROUP_KEY = 1 << 24
-_KEYS_PER_STRATEGY = 1 << 10
+_KEYS_PER_STRATEGY = 1 << 18
 _strategy_counter = itertools.count()
 
+# A key of a known shape has the highest bit and 30 of a hash. With fewer, two of the
+# collectives of a process that lives long were met with one key, and workers that
+# trace in different orders did not agree on which of them takes the next.
+_STATIC_BITS = 30
 _SIZE_BITS = 8
-_HASH_BITS = 22
+_DYNAMIC_BITS = 22
 
 
 def _sizes() -> tuple[int, ...]:
@@ -56,6 +61,53 @@ def _sizes() -> tuple[int, ...]:
 
 # The lengths that tensors of unknown length are padded to.
 SIZES = _sizes()
+
+
+Partition = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Which of the groups that were made together a group is.
+
+    Args:
+        lineage: Tuple, the first group's key and the partitions since.
+        index: Int, its number among all groups of that lineage.
+        count: Int, how many there are, on all workers.
+    """
+
+    lineage: tuple
+    index: int
+    count: int
+
+    def of_part(self, parts: Partition, index: int) -> Place:
+        """The place of a part of this group; its siblings are split alike."""
+        return Place(
+            (*self.lineage, parts),
+            self.index * len(parts) + index,
+            self.count * len(parts),
+        )
+
+
+def positions_of(devices: Sequence[str]) -> list[int]:
+    """The place of each device in a group of them all.
+
+    TensorFlow sorts the members of a group by the names of their devices as
+    texts, in which task 10 comes before task 2.
+
+    Args:
+        devices: Sequence of strings, full names of devices.
+
+    Returns:
+        List of ints.
+
+    Example:
+
+    >>> positions_of(["/task:1/CPU:0", "/task:10/CPU:0", "/task:0/CPU:0"])
+    [1, 2, 0]
+    """
+    place = {name: index for index, name in enumerate(sorted(devices))}
+    return [place[name] for name in devices]
 
 
 class LaunchOrder:
@@ -89,7 +141,9 @@ class LaunchOrder:
             for device in self.devices
         ]
         self.strategy_index = next(_strategy_counter)
-        self._group_counter = itertools.count()
+        self._num_keys = 0
+        self._ranges: dict[tuple, range] = {}
+        self._lock = threading.Lock()
 
     def token(self, replica: int, channel: int) -> tf.Tensor:
         """The resource that orders `channel` on a local replica's device."""
@@ -97,14 +151,39 @@ class LaunchOrder:
 
     def new_group_key(self) -> int:
         """A group key that no other group of this process has."""
-        ordinal = next(self._group_counter)
-        return _FIRST_GROUP_KEY + self.strategy_index * _KEYS_PER_STRATEGY + ordinal
+        return self.group_keys(("group", self._num_keys), 1)[0]
+
+    def group_keys(self, lineage: tuple, count: int) -> range:
+        """The keys of the parts of a group, and of all others split like it.
+
+        Two nodes split themselves alike, each on workers of its own, and neither
+        may take the keys of the other.
+
+        Args:
+            lineage: Tuple, how the parts came about.
+            count: Int, their number.
+
+        Returns:
+            Range of ints, always the same for a lineage.
+        """
+        with self._lock:
+            if lineage not in self._ranges:
+                if self._num_keys + count > _KEYS_PER_STRATEGY:
+                    limit = _KEYS_PER_STRATEGY
+                    raise ValueError(f"A strategy has at most {limit} groups.")
+                base = _FIRST_GROUP_KEY + self.strategy_index * _KEYS_PER_STRATEGY
+                first = base + self._num_keys
+                self._ranges[lineage] = range(first, first + count)
+                self._num_keys += count
+            return self._ranges[lineage]
 
 
 class ProcessGroup:
     """The replicas that reduce, gather or broadcast together.
 
     Groups have to be made in the same order on every worker: their keys count.
+    A replica's position in its group is that which TensorFlow gives it, see
+    `positions_of`: all-gather joins and reduce-scatter splits by it.
 
     Args:
         launch_order: A `LaunchOrder`, shared by all groups of these devices.
@@ -112,6 +191,13 @@ class ProcessGroup:
         backend: String, `"ring"` or `"nccl"`. Defaults to `"ring"`.
         timeout_seconds: Float or `None`, after which a collective gives up.
             Defaults to `None`, never.
+        positions: Sequence with the position of each local replica, or `None`
+            for a replica that is in another group. Defaults to `None`: one
+            process has them all.
+        nodes: Tuple of tuples of positions, who shares a node, for
+            hierarchical algorithms. Defaults to `()`.
+        place: `Place` among groups that were made by one split. Defaults to
+            `None`: it was made by itself.
 
     Example:
 
@@ -126,20 +212,109 @@ class ProcessGroup:
         size: int,
         backend: str = "ring",
         timeout_seconds: float | None = None,
+        *,
+        positions: Sequence[int | None] | None = None,
+        nodes: Partition = (),
+        place: Place | None = None,
     ) -> None:
         self.launch_order = launch_order
         self.size = size
         self.backend = backend
         self.timeout_seconds = timeout_seconds or 0.0
-        self.key = launch_order.new_group_key()
+        self.nodes = nodes
+        if place is None:
+            self.key = launch_order.new_group_key()
+            place = Place((self.key,), 0, 1)
+        else:
+            self.key = launch_order.group_keys(place.lineage, place.count)[place.index]
+        self._place = place
+        if positions is None and size == len(launch_order.devices):
+            positions = positions_of(launch_order.devices)
+        self._positions = positions
+        self._splits: dict[Partition, tuple[ProcessGroup | None, ...]] = {}
         self._counters: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        self._signatures: dict[int, tuple] = {}
+        self._signatures: dict[int, dict[int, tuple]] = {}
         self._lock = threading.Lock()
+        self._split_lock = threading.Lock()
 
     @property
     def devices(self) -> tuple[str, ...]:
         """The local devices, one for each local replica."""
         return self.launch_order.devices
+
+    def position(self, replica: int) -> int:
+        """The place of a local replica in the group.
+
+        Args:
+            replica: Int, index among the local replicas.
+
+        Returns:
+            Int from 0 to `size - 1`.
+
+        Raises:
+            ValueError: If the replica is not in the group.
+        """
+        position = None if self._positions is None else self._positions[replica]
+        if position is None:
+            raise ValueError(
+                "The position of a replica in this group is not known. "
+                f"Received: replica={replica}"
+            )
+        return position
+
+    def split(self, parts: Sequence[Sequence[int]]) -> tuple[ProcessGroup | None, ...]:
+        """Groups of some of the replicas, made once for each partition.
+
+        Every replica of the group, and of those that were split off beside it,
+        has to call it in the same order, also one that is in no part.
+
+        Args:
+            parts: Sequence of sequences of positions in this group, each
+                position at most once.
+
+        Returns:
+            Tuple with the new group of each local replica, or `None` for one
+            that is in no part.
+
+        Raises:
+            ValueError: If a position is not in the group or in two parts.
+        """
+        ordered: Partition = tuple(tuple(sorted(part)) for part in parts)
+        with self._split_lock:
+            if ordered not in self._splits:
+                self._splits[ordered] = self._make_split(ordered)
+            return self._splits[ordered]
+
+    def _make_split(self, parts: Partition) -> tuple[ProcessGroup | None, ...]:
+        members = [position for part in parts for position in part]
+        if len(set(members)) < len(members) or not set(members) <= set(
+            range(self.size)
+        ):
+            raise ValueError(
+                f"A group of {self.size} replicas is split into parts that have each "
+                f"position from 0 to {self.size - 1} at most once. Received: {parts}"
+            )
+        if self._positions is None:
+            raise ValueError("A group is split by positions. Received: none.")
+        own = list(self._positions)
+        groups: list[ProcessGroup | None] = [None] * len(own)
+        for index in range(len(parts)):
+            part, place = parts[index], self._place.of_part(parts, index)
+            self.launch_order.group_keys(place.lineage, place.count)
+            places = [part.index(p) if p in part else None for p in own]
+            if places.count(None) == len(own):
+                continue
+            group = ProcessGroup(
+                self.launch_order,
+                len(part),
+                self.backend,
+                self.timeout_seconds,
+                positions=places,
+                place=place,
+            )
+            for replica, position in enumerate(places):
+                groups[replica] = groups[replica] if position is None else group
+        return tuple(groups)
 
     def instance_key(
         self, kind: str, tensor: tf.Tensor, replica: int, size: tf.Tensor | None
@@ -168,12 +343,16 @@ class ProcessGroup:
                 counter = self._counters.setdefault(graph, collections.Counter())
                 ordinal = counter[signature, replica]
                 counter[signature, replica] += 1
-            number = self._number_of((*signature, ordinal)) << _SIZE_BITS
-        return number if size is None else number + size
+            named = (*signature, ordinal)
+            if size is None:
+                return self._number_of(named, _STATIC_BITS) | 1 << _STATIC_BITS
+            number = self._number_of(named, _DYNAMIC_BITS)
+        return (number << _SIZE_BITS) + size
 
-    def _number_of(self, signature: tuple) -> int:
+    def _number_of(self, signature: tuple, bits: int) -> int:
         digest = hashlib.sha256(repr(signature).encode()).digest()
-        number = int.from_bytes(digest[:4], "big") % (1 << _HASH_BITS)
-        while self._signatures.setdefault(number, signature) != signature:
-            number = (number + 1) % (1 << _HASH_BITS)
+        number = int.from_bytes(digest[:4], "big") % (1 << bits)
+        taken = self._signatures.setdefault(bits, {})
+        while taken.setdefault(number, signature) != signature:
+            number = (number + 1) % (1 << bits)
         return number

@@ -9,7 +9,7 @@ only when all have called.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
@@ -72,6 +72,7 @@ def all_gather(
     *,
     channel: int = 0,
     size: tf.Tensor | None = None,
+    wire: tf.DType | None = None,
 ) -> tf.Tensor:
     """Concatenates the replicas' tensors along the first axis.
 
@@ -82,21 +83,26 @@ def all_gather(
         channel: Int, the chain of the launch order. Defaults to `0`.
         size: Scalar int32 tensor from `padded_length`, where the length of
             `tensor` is known only at run time. Defaults to `None`.
+        wire: `tf.DType` that the elements are rounded to, or `None`, their
+            own. Defaults to `None`.
 
     Returns:
-        A tensor whose first axis is `group.size` times as long.
+        A tensor whose first axis is `group.size` times as long, in the order
+        of positions, identical on every replica.
     """
     if group.size == 1:
         return tf.identity(tensor)
     if _is_empty(tensor):
         return tf.concat([tensor] * group.size, axis=0)
-    with timing.measured("all_gather", tensor, replica) as done, _on(group, replica):
-        return done(
+    sent, back = _as_moved(tensor, wire)
+    with timing.measured("all_gather", sent, replica) as done, _on(group, replica):
+        gathered = done(
             tf.raw_ops.CollectiveGatherV2(
-                input=tensor,
-                **_arguments("gather", tensor, group, replica, channel, size),
+                input=sent,
+                **_arguments("gather", sent, group, replica, channel, size),
             )
         )
+        return tf.ensure_shape(back(gathered), _joined_shape(tensor, group.size))
 
 
 def all_to_all(
@@ -124,7 +130,12 @@ def all_to_all(
 
 
 def reduce_scatter(
-    tensor: tf.Tensor, group: ProcessGroup, replica: int, *, channel: int = 0
+    tensor: tf.Tensor,
+    group: ProcessGroup,
+    replica: int,
+    *,
+    channel: int = 0,
+    wire: tf.DType | None = None,
 ) -> tf.Tensor:
     """Sums over the group and keeps the calling replica's slice.
 
@@ -133,15 +144,17 @@ def reduce_scatter(
         group: A `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
         channel: Int, the chain of the launch order. Defaults to `0`.
+        wire: `tf.DType` that the elements travel in; they are added up in their
+            own. Defaults to `None`, their own.
 
     Returns:
-        A tensor of shape `[n, ...]`.
+        A tensor of shape `[n, ...]`, the slice of the replica's position.
     """
     if group.size == 1:
         return tf.identity(tensor)
     if _is_empty(tensor):
-        return tf.split(tensor, group.size)[replica]
-    if group.backend == "nccl":
+        return tf.split(tensor, group.size)[0]
+    if group.backend == "nccl" and wire is None:
         with (
             timing.measured("reduce_scatter", tensor, replica) as done,
             _on(group, replica),
@@ -154,13 +167,13 @@ def reduce_scatter(
                     **_arguments("scatter", tensor, group, replica, channel),
                 )
             )
-    # TensorFlow has no reduce-scatter for CPUs. An all-to-all and a local sum
-    # move the same bytes.
-    rows = tf.shape(tensor)[0] // group.size
-    shape = tf.concat([[group.size, rows], tf.shape(tensor)[1:]], axis=0)
-    sent = tf.reshape(tensor, shape)  # [group.size, n, ...]
+    # TensorFlow has no reduce-scatter for CPUs, and NCCL's would add up what was
+    # rounded for the wire. An all-to-all and a local sum move the same bytes.
+    sent = tf.reshape(tensor, _split_shape(tensor, group.size))  # [group.size, n, ...]
+    if wire is not None:
+        sent = tf.cast(sent, wire)
     received = all_to_all(sent, group, replica, channel=channel)
-    return tf.reduce_sum(received, axis=0)  # [n, ...]
+    return _sum_of_rows(received, tensor.dtype)  # [n, ...]
 
 
 def broadcast(
@@ -171,6 +184,7 @@ def broadcast(
     is_source: bool,
     source: int = 0,
     channel: int = 0,
+    wire: tf.DType | None = None,
 ) -> tf.Tensor:
     """Gives every replica the source's tensor.
 
@@ -184,24 +198,34 @@ def broadcast(
             every replica. Sources of one group need different ones, since
             TensorFlow remembers the source of a key. Defaults to `0`.
         channel: Int, the chain of the launch order. Defaults to `0`.
+        wire: `tf.DType` that the elements are rounded to, or `None`, their
+            own. Defaults to `None`.
 
     Returns:
-        The source's tensor.
+        The source's tensor, identical on every replica.
     """
     if group.size == 1 or _is_empty(tensor):
         return tf.identity(tensor)
-    with timing.measured("broadcast", tensor, replica) as done, _on(group, replica):
-        kind = f"broadcast from {source}"
-        arguments = _arguments(kind, tensor, group, replica, channel)
-        # These two operations take no token: they are ordered by their data.
-        arguments.pop("ordering_token")
+    sent, back = _as_moved(tensor, wire)
+    arguments = _arguments(f"broadcast from {source}", sent, group, replica, channel)
+    token = arguments.pop("ordering_token")[0]
+
+    def launch() -> tf.Tensor:
         if is_source:
-            return done(tf.raw_ops.CollectiveBcastSendV2(input=tensor, **arguments))
-        return done(
-            tf.raw_ops.CollectiveBcastRecvV2(
-                T=tensor.dtype, shape=tf.shape(tensor), **arguments
-            )
+            return tf.raw_ops.CollectiveBcastSendV2(input=sent, **arguments)
+        return tf.raw_ops.CollectiveBcastRecvV2(
+            T=sent.dtype, shape=tf.shape(sent), **arguments
         )
+
+    with timing.measured("broadcast", sent, replica) as done, _on(group, replica):
+        # These two operations take no token, and have to keep the launch order:
+        # the operations around them take it instead.
+        before = tf.raw_ops.AssignVariableOp(resource=token, value=0.0)
+        with tf.control_dependencies([before] if before is not None else []):
+            result = launch()
+        with tf.control_dependencies([result]):
+            tf.raw_ops.AssignVariableOp(resource=token, value=0.0)
+        return back(done(result))
 
 
 def barrier(group: ProcessGroup, replica: int) -> tf.Tensor:
@@ -236,6 +260,41 @@ def padded_length(length: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     sizes = tf.constant(SIZES, tf.int32)
     number = tf.searchsorted(sizes, length[tf.newaxis])[0]
     return tf.gather(sizes, number), number
+
+
+def _as_moved(
+    tensor: tf.Tensor, wire: tf.DType | None
+) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+    """The tensor in a dtype that can be gathered, and how to get back from it."""
+    if wire is not None and wire != tensor.dtype:
+        sent, back = _as_moved(tf.cast(tensor, wire), None)
+        return sent, lambda received: tf.cast(back(received), tensor.dtype)
+    if tensor.dtype == tf.bfloat16:
+        # TensorFlow moves no bfloat16 that it does not add up: the same bits.
+        return (
+            tf.bitcast(tensor, tf.float16),
+            lambda received: tf.bitcast(received, tf.bfloat16),
+        )
+    return tensor, lambda received: received
+
+
+def _split_shape(tensor: tf.Tensor, count: int) -> tf.Tensor | list[int]:
+    """Known where possible: a key contains the shape, alike on every replica."""
+    if tensor.shape.is_fully_defined():
+        return [count, tensor.shape[0] // count, *tensor.shape[1:]]
+    shape = tf.shape(tensor)
+    return tf.concat([[count, shape[0] // count], shape[1:]], axis=0)
+
+
+def _joined_shape(tensor: tf.Tensor, count: int) -> tf.TensorShape:
+    rows = tensor.shape[0]
+    return tf.TensorShape([None if rows is None else count * rows, *tensor.shape[1:]])
+
+
+def _sum_of_rows(rows: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Adds up the first axis; halves in float32, to be rounded once."""
+    wide = tf.float32 if dtype.is_floating and dtype.size < 4 else dtype
+    return tf.cast(tf.reduce_sum(tf.cast(rows, wide), axis=0), dtype)
 
 
 def _is_empty(tensor: tf.Tensor) -> bool:

@@ -17,11 +17,15 @@ from tools.bench import (
     all_reduce,
     ddp,
     growth,
+    hosts,
+    hosts_step,
     single,
     step,
     update,
     wrapping,
 )
+from tools.bench.hosts_arms import RATES
+from tools.bench.hosts_bed import bits_per_second, missing
 
 BENCHMARKS = {
     "single": single.run,
@@ -32,6 +36,8 @@ BENCHMARKS = {
     "accumulation": accumulation.run,
     "update": update.run,
     "wrapping": wrapping.run,
+    "hosts": hosts.run,
+    "hosts-step": hosts_step.run,
 }
 
 
@@ -55,12 +61,52 @@ def main() -> None:
         "--torch-python",
         default=sys.executable,
         metavar="PATH",
-        help="for `ddp`: an interpreter that has PyTorch",
+        help="for `ddp` and `hosts-step`: an interpreter that has PyTorch",
     )
+    _add_hosts(parser)
     args = parser.parse_args()
     if args.blocks < 1:
         parser.error(f"--blocks must be at least 1. Received: {args.blocks}")
+    if args.benchmark.startswith("hosts") and (lacks := missing()):
+        parser.error(lacks)
     BENCHMARKS[args.benchmark](args)
+
+
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("two hosts", "for `hosts` and `hosts-step`")
+    group.add_argument(
+        "--rates", nargs="+", default=RATES, type=_rate, help="default 200mbit 1gbit"
+    )
+    group.add_argument(
+        "--workers-per-host",
+        nargs="+",
+        type=_at_least_one,
+        default=[2, 4],
+        help="for `hosts`, default 2 4",
+    )
+    group.add_argument(
+        "--megabytes", type=_at_least_one, default=64, help="for `hosts`, default 64"
+    )
+    group.add_argument(
+        "--batch",
+        type=_at_least_one,
+        default=2,
+        help="of each worker, for `hosts-step`, default 2",
+    )
+
+
+def _at_least_one(text: str) -> int:
+    if not (text.isdecimal() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(f"must be at least 1. Received: {text}")
+    return int(text)
+
+
+def _rate(text: str) -> str:
+    try:
+        bits_per_second(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 if __name__ == "__main__":

@@ -1,0 +1,233 @@
+"""Prints what `tfdp plan` predicts, and everything that the prediction assumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from tfdp.buckets import Bucket
+from tfdp.cluster import Topology
+from tfdp.links import Link, Links
+from tfdp.prediction import BucketPrediction, StepPrediction
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """A prediction and what it was made from.
+
+    Args:
+        model: String, path of the model.
+        buckets: Tuple of `tfdp.buckets.Bucket`.
+        sparse: Tuple of strings, variables whose gradients travel as rows.
+        topology: `Topology`.
+        links: `Links`.
+        backend: String, whose defaults stand for what was not given.
+        is_given: Bool, whether alpha and beta were.
+        compression: String, as on the command line.
+        predicted: Tuple of `BucketPrediction`.
+        ring: The same if all buckets were reduced by the flat ring.
+        compute_seconds: Float or `None`, a step on one replica.
+        overlap: Float, see `StepPrediction`.
+    """
+
+    model: str
+    buckets: tuple[Bucket, ...]
+    sparse: tuple[str, ...]
+    topology: Topology
+    links: Links
+    backend: str
+    is_given: bool
+    compression: str
+    predicted: tuple[BucketPrediction, ...]
+    ring: tuple[BucketPrediction, ...]
+    compute_seconds: float | None
+    overlap: float
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of dense gradients."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def communication_seconds(self) -> float:
+        """Seconds of all collectives of a step."""
+        return sum(bucket.seconds for bucket in self.predicted)
+
+    @property
+    def ring_seconds(self) -> float:
+        """The same by the flat ring alone."""
+        return sum(bucket.seconds for bucket in self.ring)
+
+    @property
+    def step(self) -> StepPrediction | None:
+        """The whole step, where the time of its compute is known."""
+        if self.compute_seconds is None:
+            return None
+        return StepPrediction(self.predicted, self.compute_seconds, self.overlap)
+
+
+def show(forecast: Forecast, *, as_json: bool) -> None:
+    """Prints a forecast.
+
+    Args:
+        forecast: `Forecast`.
+        as_json: Bool, whether to print JSON and not a table.
+    """
+    if as_json:
+        click.echo(json.dumps(_to_dict(forecast), indent=2))
+        return
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(_headline(forecast))
+    console.print(_table(forecast))
+    for line in _totals(forecast):
+        console.print(line)
+    console.print("\nAssumed", style="bold")
+    for sentence in _assumptions(forecast):
+        console.print(f"  - {sentence}")
+
+
+def _headline(forecast: Forecast) -> str:
+    topology = forecast.topology
+    return (
+        f"{forecast.model}: {forecast.num_bytes:,} bytes of gradients in "
+        f"{len(forecast.buckets)} buckets, on {topology.num_replicas:,} replicas "
+        f"({topology.num_nodes:,} nodes of {topology.replicas_per_node})"
+    )
+
+
+def _table(forecast: Forecast) -> Table:
+    table = Table()
+    for name in ("bucket", "variables", "MB", "algorithm", "ms", "ring, ms"):
+        is_text = name == "algorithm"
+        table.add_column(
+            name, justify="left" if is_text else "right", no_wrap=not is_text
+        )
+    rows = zip(forecast.buckets, forecast.predicted, forecast.ring, strict=True)
+    for order, (bucket, predicted, ring) in enumerate(rows):
+        table.add_row(
+            str(order),
+            str(len(bucket.entries)),
+            f"{bucket.num_bytes / 2**20:.2f}",
+            str(predicted.algorithm),
+            f"{1e3 * predicted.seconds:.3f}",
+            f"{1e3 * ring.seconds:.3f}",
+        )
+    return table
+
+
+def _totals(forecast: Forecast) -> Iterator[str]:
+    yield (
+        f"communication       {1e3 * forecast.communication_seconds:.2f} ms a step; "
+        f"by the flat ring alone {1e3 * forecast.ring_seconds:.2f} ms"
+    )
+    step = forecast.step
+    if step is None:
+        yield "scaling efficiency  unknown: give the time of a step by --step-ms"
+        return
+    yield f"not hidden          {1e3 * step.exposed_seconds:.2f} ms"
+    yield (
+        f"step                {1e3 * step.step_seconds:.2f} ms; on one replica "
+        f"{1e3 * step.compute_seconds:.2f} ms"
+    )
+    yield f"scaling efficiency  {100 * step.efficiency:.1f} %"
+
+
+def _assumptions(forecast: Forecast) -> Iterator[str]:
+    yield from _link_assumptions(forecast)
+    topology = forecast.topology
+    yield (
+        "All nodes are alike, no replica is late, nothing else uses the network, and "
+        "the switches carry all links at full speed."
+    )
+    yield (
+        "Each exchange of an algorithm lasts as long as its slowest message; ranks "
+        "are dense on nodes; adding up, copying and casting cost nothing."
+    )
+    yield "Buckets are those of tfdp, and are reduced one after the other."
+    is_flat = topology.num_nodes == 1 or topology.replicas_per_node == 1
+    if is_flat and any(b.algorithm.name == "hierarchical" for b in forecast.predicted):
+        yield "There is one level only: hierarchical works as a flat algorithm."
+    if forecast.step is not None:
+        yield (
+            f"Gradients become ready over the last {100 * forecast.overlap:.0f} % of "
+            "the step's compute, evenly by bytes, and communication does not slow "
+            "the compute down."
+        )
+        yield (
+            "Efficiency is the time of one replica over the time of all, each with "
+            "the same batch of its own (weak scaling); reading data is part of the "
+            "compute."
+        )
+    if forecast.compression != "none":
+        yield (
+            f"Compression is {forecast.compression}: 16 bits an element on the wire; "
+            "a flat algorithm compresses all or nothing."
+        )
+    if forecast.sparse:
+        names = ", ".join(forecast.sparse)
+        yield f"Rows of sparse gradients are left out: {names}."
+
+
+def _link_assumptions(forecast: Forecast) -> Iterator[str]:
+    links, topology = forecast.links, forecast.topology
+    source = f"what was not given is a default for {forecast.backend}, not measured"
+    if forecast.is_given:
+        source = "as given"
+    yield (
+        f"A message inside a node takes {_describe(links.inside)}; one across nodes "
+        f"{_describe(links.across)} of the one link of a node, which its "
+        f"{topology.replicas_per_node} replicas share ({source})."
+    )
+    sharing = "share one" if links.is_inside_shared else "each have their own"
+    yield (
+        f"With {forecast.backend}, starting an operation takes "
+        f"{1e6 * links.operation_seconds:g} us, and links inside a node: its replicas "
+        f"{sharing}."
+    )
+
+
+def _describe(link: Link) -> str:
+    microseconds = f"{1e6 * link.alpha_seconds:g} us"
+    if not link.seconds_per_byte:
+        return f"{microseconds} whatever its size"
+    return f"{microseconds} and its bytes at {1e-9 / link.seconds_per_byte:g} GB/s"
+
+
+def _to_dict(forecast: Forecast) -> dict[str, Any]:
+    step = forecast.step
+    rows = zip(forecast.buckets, forecast.predicted, forecast.ring, strict=True)
+    return {
+        "model": forecast.model,
+        "num_nodes": forecast.topology.num_nodes,
+        "replicas_per_node": forecast.topology.replicas_per_node,
+        "num_replicas": forecast.topology.num_replicas,
+        "links": dataclasses.asdict(forecast.links),
+        "compression": forecast.compression,
+        "num_bytes": forecast.num_bytes,
+        "buckets": [
+            {
+                "num_bytes": bucket.num_bytes,
+                "dtype": bucket.dtype,
+                "variables": [entry.name for entry in bucket.entries],
+                "algorithm": str(predicted.algorithm),
+                "seconds": predicted.seconds,
+                "ring_seconds": ring.seconds,
+            }
+            for bucket, predicted, ring in rows
+        ],
+        "sparse": list(forecast.sparse),
+        "communication_seconds": forecast.communication_seconds,
+        "ring_seconds": forecast.ring_seconds,
+        "compute_seconds": forecast.compute_seconds,
+        "overlap": None if step is None else step.overlap,
+        "exposed_seconds": None if step is None else step.exposed_seconds,
+        "step_seconds": None if step is None else step.step_seconds,
+        "efficiency": None if step is None else step.efficiency,
+        "assumptions": list(_assumptions(forecast)),
+    }

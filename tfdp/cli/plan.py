@@ -1,0 +1,231 @@
+"""`tfdp plan`: what a model would communicate on a cluster that is not here."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import zipfile
+from typing import Any
+
+import click
+
+from tfdp.buckets import BucketPlan
+from tfdp.cli import values
+from tfdp.cli.forecast import Forecast, show
+from tfdp.cluster import Topology
+from tfdp.cost_model import Algorithm
+from tfdp.links import DEFAULT_LINKS, Link, Links
+from tfdp.options import CommunicationOptions
+from tfdp.prediction import BACKWARD_SHARE, predict_buckets
+
+_COMPRESSIONS = ("none", "bf16", "fp16", "outer:bf16", "outer:fp16")
+_MOST_REPLICAS = 2**20
+
+
+@click.command()
+@click.argument("model", metavar="MODEL.keras")
+@click.option(
+    "--nodes",
+    metavar="N",
+    required=True,
+    callback=values.count,
+    help="Number of nodes.",
+)
+@click.option(
+    "--replicas-per-node",
+    metavar="L",
+    required=True,
+    callback=values.count,
+    help="Number of replicas (GPUs) on each node.",
+)
+@click.option(
+    "--alpha",
+    metavar="US[,US]",
+    callback=values.levels,
+    help="Latency of a message in microseconds: inside a node,across nodes; or one "
+    "for both.",
+)
+@click.option(
+    "--beta",
+    metavar="GB/S[,GB/S]",
+    callback=values.levels,
+    help="Bandwidth in GB/s (10^9 bytes, one way): between two replicas of a node "
+    "(with ring, of all together),of the one link of a node, which its replicas "
+    "share; or one for both.",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(tuple(DEFAULT_LINKS)),
+    default="nccl",
+    show_default=True,
+    help="What moves the bytes, and --alpha and --beta where they are not given: nccl "
+    "over NVLink and 100 Gbit/s; ring, TensorFlow's own, over loopback and 10 Gbit/s.",
+)
+@click.option(
+    "--step-ms",
+    metavar="MS",
+    callback=values.positive,
+    help="Time of a step on one replica, in milliseconds: for the scaling efficiency.",
+)
+@click.option(
+    "--overlap",
+    metavar="SHARE",
+    callback=values.share,
+    help="The last part of that time, in which gradients become ready and "
+    "communication can hide. Default: 2/3, the backward pass.",
+)
+@click.option(
+    "--algorithm",
+    metavar="NAME",
+    default="auto",
+    show_default=True,
+    callback=values.algorithm,
+    help="auto (the fastest for each bucket), ring, tree, halving_doubling, "
+    "hierarchical, or hierarchical:INNER,OUTER.",
+)
+@click.option(
+    "--compression",
+    type=click.Choice(_COMPRESSIONS),
+    default="none",
+    show_default=True,
+    help="The type on the wire; outer: across nodes only.",
+)
+@click.option(
+    "--bucket-mb",
+    metavar="MB",
+    default="25",
+    show_default=True,
+    callback=values.positive,
+    help="Largest size of a bucket, as in CommunicationOptions.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
+def plan(
+    model: str,
+    nodes: int,
+    replicas_per_node: int,
+    alpha: tuple[float, float] | None,
+    beta: tuple[float, float] | None,
+    backend: str,
+    step_ms: float | None,
+    overlap: float | None,
+    algorithm: Algorithm | None,
+    compression: str,
+    bucket_mb: float,
+    as_json: bool,
+) -> None:
+    """Predicts communication and scaling of MODEL.keras on a cluster.
+
+    Nothing is trained and no cluster is needed. The prediction is weak scaling:
+    every replica keeps its batch.
+    """
+    if overlap is not None and step_ms is None:
+        raise click.UsageError("--overlap is a share of the time that --step-ms gives.")
+    topology = _topology(nodes, replicas_per_node)
+    links = _links(alpha, beta, DEFAULT_LINKS[backend])
+    buckets, sparse = _plan_of(model, CommunicationOptions(bucket_mb=bucket_mb))
+    kind = compression.removeprefix("outer:")
+    compress = {
+        "compress_inner": compression in ("bf16", "fp16"),
+        "compress_outer": kind != "none",
+    }
+    forecast = Forecast(
+        model=model,
+        buckets=buckets.buckets,
+        sparse=tuple(sparse),
+        topology=topology,
+        links=links,
+        backend=backend,
+        is_given=bool(alpha and beta),
+        compression=compression,
+        predicted=predict_buckets(
+            buckets, topology, links, algorithm=algorithm, **compress
+        ),
+        ring=predict_buckets(
+            buckets, topology, links, algorithm=Algorithm("ring"), **compress
+        ),
+        compute_seconds=None if step_ms is None else step_ms / 1e3,
+        overlap=BACKWARD_SHARE if overlap is None else overlap,
+    )
+    show(forecast, as_json=as_json)
+
+
+def _topology(nodes: int, replicas_per_node: int) -> Topology:
+    if nodes * replicas_per_node > _MOST_REPLICAS:
+        raise click.UsageError(
+            f"A cluster may have at most {_MOST_REPLICAS:,} replicas. "
+            f"Received: {nodes} nodes of {replicas_per_node}"
+        )
+    ranks = range(0, nodes * replicas_per_node, replicas_per_node)
+    return Topology(
+        tuple(tuple(range(first, first + replicas_per_node)) for first in ranks)
+    )
+
+
+def _links(
+    alpha: tuple[float, float] | None,
+    beta: tuple[float, float] | None,
+    default: Links,
+) -> Links:
+    """Links from microseconds and GB/s, where these are given."""
+    levels = []
+    for level, link in enumerate((default.inside, default.across)):
+        seconds = link.alpha_seconds if alpha is None else alpha[level] * 1e-6
+        per_byte = link.seconds_per_byte if beta is None else 1e-9 / beta[level]
+        try:
+            levels.append(Link(seconds, per_byte))
+        except ValueError as error:  # so small that one over it is infinite
+            raise click.UsageError(str(error)) from error
+    return dataclasses.replace(default, inside=levels[0], across=levels[1])
+
+
+def _plan_of(path: str, options: CommunicationOptions) -> tuple[BucketPlan, list[str]]:
+    """The buckets of a saved model, and its variables with sparse gradients."""
+    if not pathlib.Path(path).is_file():
+        raise click.UsageError(
+            f"There is no such file; give the path of a saved model. Received: {path}"
+        )
+    if not (zipfile.is_zipfile(path) or path.endswith((".h5", ".hdf5"))):
+        raise click.UsageError(
+            "The file is not a saved Keras model; give one that `model.save` wrote. "
+            f"Received: {path}"
+        )
+    # Nothing is computed, and the GPUs may be somebody else's.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        import tensorflow as tf
+
+        with contextlib.suppress(RuntimeError):  # they are in use already
+            tf.config.set_visible_devices([], "GPU")
+        from tfdp.plan import plan_of_backward_pass
+    except Exception as error:  # a broken one raises anything
+        raise click.ClickException(
+            f"TensorFlow cannot be imported: {_first_line(error)}"
+        ) from error
+    model = _load(path)
+    try:
+        buckets, sparse = plan_of_backward_pass(model, options)
+    except ValueError as error:
+        raise click.UsageError(_first_line(error)) from error
+    if not (buckets.buckets or sparse):
+        raise click.UsageError(f"The model has no variables to train. Received: {path}")
+    return buckets, sparse
+
+
+def _load(path: str) -> Any:
+    import keras
+
+    try:
+        return keras.saving.load_model(path, compile=False)
+    except Exception as error:  # a file can be wrong in any way
+        raise click.UsageError(
+            f"Keras cannot load the model ({_first_line(error).split('. ')[0]}); for "
+            "one with classes of its own call `strategy.communication_plan` in its "
+            f"script. Received: {path}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].strip().rstrip(".:")

@@ -1,0 +1,195 @@
+"""Which replicas share a node: the ranks that hierarchical algorithms go by."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """The nodes of a job and the replicas on each of them.
+
+    Args:
+        nodes: Tuple of tuples of ints, the global ranks of the replicas on each
+            node, in the order of node ranks. A replica's place in its node is
+            its local rank.
+
+    Raises:
+        ValueError: If a node is empty, or if the ranks are not each of 0 to
+            N - 1 once.
+
+    Example:
+
+    >>> topology = Topology(((0, 1), (2, 3)))
+    >>> topology.num_nodes, topology.num_replicas, topology.replicas_per_node
+    (2, 4, 2)
+    >>> topology.node_rank(2), topology.local_rank(2)
+    (1, 0)
+    >>> topology.across
+    ((0, 2), (1, 3))
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nodes", tuple(map(tuple, self.nodes)))
+        ranks = [rank for node in self.nodes for rank in node]
+        is_int = all(type(rank) is int for rank in ranks)
+        if not (is_int and ranks and all(self.nodes)) or (
+            sorted(ranks) != list(range(len(ranks)))
+        ):
+            raise ValueError(
+                "The nodes of a topology must each have replicas and together name "
+                "every rank from 0 to N - 1 once; use `topology_of` to find them. "
+                f"Received: nodes={self.nodes!r}"
+            )
+
+    @classmethod
+    def from_json(cls, text: str) -> Topology:
+        """Reads what `to_json` has written.
+
+        Args:
+            text: String, JSON.
+
+        Returns:
+            A `Topology`.
+
+        Raises:
+            ValueError: If the text does not hold a topology.
+
+        Example:
+
+        >>> Topology.from_json("[[0, 1], [2]]")
+        Topology(nodes=((0, 1), (2,)))
+        """
+        try:
+            return cls(json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                "A topology in JSON must be a list that holds the list of ranks of "
+                f"each node, as `to_json` writes it. Received: text={text!r}"
+            ) from error
+
+    def to_json(self) -> str:
+        """Writes the topology for another worker to read.
+
+        Host names may resolve differently on different machines, so one worker
+        decides and the others take its answer.
+
+        Returns:
+            String, JSON, the same for equal topologies.
+
+        Example:
+
+        >>> Topology(((0, 1), (2,))).to_json()
+        '[[0, 1], [2]]'
+        """
+        return json.dumps(self.nodes)
+
+    @property
+    def num_replicas(self) -> int:
+        """Int, number of replicas on all nodes together."""
+        return sum(map(len, self.nodes))
+
+    @property
+    def num_nodes(self) -> int:
+        """Int, number of nodes."""
+        return len(self.nodes)
+
+    @property
+    def is_even(self) -> bool:
+        """Bool, whether every node has equally many replicas."""
+        return len(set(map(len, self.nodes))) == 1
+
+    @property
+    def replicas_per_node(self) -> int:
+        """Int, number of replicas on the largest node."""
+        return max(map(len, self.nodes))
+
+    @functools.cached_property
+    def ring_crossings(self) -> int:
+        """Int, how many streams of a flat ring leave the node that most leave.
+
+        As many enter it. The ring goes from each rank to the next and from the
+        last to rank 0; on a single node nothing leaves.
+        """
+        leaving = [0] * self.num_nodes
+        ring = [self.node_rank(rank) for rank in range(self.num_replicas)]
+        for node, following in zip(ring, ring[1:] + ring[:1], strict=True):
+            leaving[node] += node != following
+        return max(leaving)
+
+    @property
+    def inside(self) -> tuple[tuple[int, ...], ...]:
+        """Tuple of tuples of ints, the groups of ranks within a node."""
+        return self.nodes
+
+    @property
+    def across(self) -> tuple[tuple[int, ...], ...]:
+        """Tuple of tuples of ints, for each local rank its rank on every node.
+
+        Raises a `ValueError` if the nodes are uneven.
+        """
+        if not self.is_even:
+            raise ValueError(
+                "Only even nodes have groups across them; use a flat algorithm, or "
+                "give every node equally many replicas. "
+                f"Received: replicas per node={[len(node) for node in self.nodes]}"
+            )
+        return tuple(zip(*self.nodes, strict=True))
+
+    def node_rank(self, rank: int) -> int:
+        """Returns the place of a replica's node among the nodes.
+
+        Args:
+            rank: Int, the replica's global rank.
+
+        Returns:
+            Int, from 0 to `num_nodes - 1`.
+
+        Raises:
+            ValueError: If there is no such rank.
+
+        Example:
+
+        >>> Topology(((0, 2), (1, 3))).node_rank(2)
+        0
+        """
+        return self._place(rank)[0]
+
+    def local_rank(self, rank: int) -> int:
+        """Returns the place of a replica among those of its node.
+
+        Args:
+            rank: Int, the replica's global rank.
+
+        Returns:
+            Int, from 0 to the node's number of replicas less 1.
+
+        Raises:
+            ValueError: If there is no such rank.
+
+        Example:
+
+        >>> Topology(((0, 2), (1, 3))).local_rank(2)
+        1
+        """
+        return self._place(rank)[1]
+
+    @functools.cached_property
+    def _places(self) -> dict[int, tuple[int, int]]:
+        return {
+            rank: (node_rank, local_rank)
+            for node_rank, node in enumerate(self.nodes)
+            for local_rank, rank in enumerate(node)
+        }
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        if rank not in self._places:
+            raise ValueError(
+                f"A rank must be an int from 0 to {self.num_replicas - 1}, one for "
+                f"each replica. Received: rank={rank!r}"
+            )
+        return self._places[rank]

@@ -1,0 +1,91 @@
+"""Latency and bandwidth of a cluster's links, inside a node and across nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What it costs to send a message: `alpha + bytes * beta`.
+
+    Args:
+        alpha_seconds: Float, seconds until the first byte arrives.
+        seconds_per_byte: Float, beta, one over the bandwidth.
+
+    Raises:
+        ValueError: If one is negative or not finite.
+
+    Example:
+
+    >>> Link(alpha_seconds=0.001, seconds_per_byte=1e-6).seconds(num_bytes=1000)
+    0.002
+    """
+
+    alpha_seconds: float
+    seconds_per_byte: float
+
+    def __post_init__(self) -> None:
+        for field in ("alpha_seconds", "seconds_per_byte"):
+            _check_not_negative(field, getattr(self, field))
+
+    def seconds(self, num_bytes: float) -> float:
+        """Seconds that a message of so many bytes takes."""
+        return self.alpha_seconds + num_bytes * self.seconds_per_byte
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """The links of a cluster whose nodes are all alike.
+
+    Args:
+        inside: `Link` between two replicas of a node.
+        across: `Link` between nodes: that of one node, one way. The replicas of
+            the node share it.
+        operation_seconds: Float, what it costs to start one of the operations
+            that an algorithm is made of. Defaults to `0.0`.
+        is_inside_shared: Bool, whether messages inside a node share one link
+            too: on CPUs, its cores and memory. Defaults to `False`.
+
+    Raises:
+        ValueError: If a number is negative or not finite.
+    """
+
+    inside: Link
+    across: Link
+    operation_seconds: float = 0.0
+    is_inside_shared: bool = False
+
+    def __post_init__(self) -> None:
+        _check_not_negative("operation_seconds", self.operation_seconds)
+
+    @classmethod
+    def from_dict(cls, entry: dict) -> Links:
+        """The links of which `dataclasses.asdict` made a dict.
+
+        Example:
+
+        >>> links = Links(Link(0.5, 0.25), Link(1.0, 0.5))
+        >>> Links.from_dict(dataclasses.asdict(links)) == links
+        True
+        """
+        levels = {name: Link(**entry[name]) for name in ("inside", "across")}
+        return cls(**{**entry, **levels})
+
+
+def _check_not_negative(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(
+            f"`{name}` of a link must be a number that is not negative. "
+            f"Received: {name}={value!r}"
+        )
+
+
+# What is assumed where nothing was measured, by backend. `"ring"`: TensorFlow's
+# gRPC over loopback, and 10 Gbit/s Ethernet. `"nccl"`: NVLink as large all-reduces
+# see it, and one 100 Gbit/s adapter for each node.
+DEFAULT_LINKS = {
+    "ring": Links(Link(300e-6, 1e-9), Link(500e-6, 0.8e-9), 100e-6, True),
+    "nccl": Links(Link(2e-6, 5e-12), Link(10e-6, 80e-12), 10e-6, False),
+}

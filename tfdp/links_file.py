@@ -1,0 +1,97 @@
+"""Measured links are kept on disk, so that the next run need not measure them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import tempfile
+from typing import Any
+
+from tfdp.links import Links
+
+
+def links_path() -> pathlib.Path:
+    """The user's file of measured links.
+
+    Returns:
+        A path: `tfdp/links.json` in `XDG_CACHE_HOME`, or in `~/.cache` where that
+        is not an absolute path.
+
+    Source: the XDG base directory specification.
+    """
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(folder):
+        folder = os.path.join(os.path.expanduser("~"), ".cache")
+    return pathlib.Path(folder) / "tfdp" / "links.json"
+
+
+def load_links(key: str, path: pathlib.Path | None = None) -> Links | None:
+    """Looks up links that were measured before.
+
+    Args:
+        key: String, what they were measured on: topology, backend, versions.
+        path: Path of the file, or `None` for the user's. Defaults to `None`.
+
+    Returns:
+        `Links`, or `None` if the file has none for this key or cannot be read.
+
+    Example:
+
+    >>> from tfdp.links import Link
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "links.json"
+    >>> store_links("2 x 4", Links(Link(0.5, 0.25), Link(1.0, 0.5)), path)
+    True
+    >>> load_links("2 x 4", path).across
+    Link(alpha_seconds=1.0, seconds_per_byte=0.5)
+    >>> load_links("another", path) is None
+    True
+    """
+    entries = _read(path or links_path())
+    try:
+        return Links.from_dict(entries[key])
+    except (TypeError, KeyError, ValueError):
+        return None
+
+
+def store_links(key: str, links: Links, path: pathlib.Path | None = None) -> bool:
+    """Keeps links for another run; others' entries stay.
+
+    The file is replaced at once, so that nobody reads half of it. Of two
+    processes that store at the same time, one may lose its entry: it will be
+    measured again.
+
+    Args:
+        key: String, what they were measured on: topology, backend, versions.
+        links: `Links`.
+        path: Path of the file, or `None` for the user's. Defaults to `None`.
+
+    Returns:
+        Bool, whether they could be written; a disk that is full or read-only is
+        no reason to stop a training.
+    """
+    path = path or links_path()
+    text = json.dumps({**_read(path), key: dataclasses.asdict(links)}, indent=1)
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        number, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with open(number, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except (OSError, ValueError):
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        return False
+    return True
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        entries = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return entries if isinstance(entries, dict) else {}

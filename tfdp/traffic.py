@@ -1,0 +1,224 @@
+"""What each all-reduce algorithm sends, exchange by exchange, and over which links."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from tfdp.cluster import Topology
+
+FLAT = ("ring", "tree", "halving_doubling")
+NAMES = (*FLAT, "hierarchical")
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """How a tensor is summed over all replicas.
+
+    Args:
+        name: String, `"ring"`, `"tree"`, `"halving_doubling"` or
+            `"hierarchical"`.
+        inner: String, what `"hierarchical"` does inside a node: one of the
+            other three. Defaults to `"ring"`.
+        outer: String, what it does across nodes. Defaults to `"ring"`.
+
+    Raises:
+        ValueError: If a name is unknown.
+
+    Example:
+
+    >>> print(Algorithm("hierarchical", outer="tree"))
+    hierarchical (ring, tree)
+    """
+
+    name: str
+    inner: str = "ring"
+    outer: str = "ring"
+
+    def __post_init__(self) -> None:
+        allowed = {"name": NAMES, "inner": FLAT, "outer": FLAT}
+        for field, known in allowed.items():
+            value = getattr(self, field)
+            if value not in known:
+                listed = ", ".join(f'"{item}"' for item in known)
+                raise ValueError(
+                    f"The `{field}` of an algorithm must be one of {listed}. "
+                    f"Received: {field}={value!r}"
+                )
+
+    def __str__(self) -> str:
+        if self.name != "hierarchical":
+            return self.name
+        return f"{self.name} ({self.inner}, {self.outer})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Messages that are under way at the same time, in one operation.
+
+    Args:
+        share: Float, the part of the tensor that each of them carries.
+        num_inside: Int, the most that stay inside one node.
+        num_streams: Int, the most that leave, or enter, one node: they share
+            its link.
+        repeats: Int, how often in a row the operation does this. Defaults to
+            `1`.
+    """
+
+    share: float
+    num_inside: int
+    num_streams: int
+    repeats: int = 1
+
+
+# Asked for every bucket of a plan, with the same answer for all of them.
+@functools.lru_cache(maxsize=256)
+def exchanges_of(algorithm: Algorithm, topology: Topology) -> tuple[Exchange, ...]:
+    """The exchanges of one all-reduce, in order.
+
+    Args:
+        algorithm: `Algorithm`.
+        topology: `Topology`; its ranks are the positions in the algorithm.
+
+    Returns:
+        Tuple of `Exchange`; empty for a single replica.
+
+    Raises:
+        ValueError: If a hierarchical algorithm meets nodes of unequal size.
+
+    Example: in a ring over two nodes of two replicas one message at a time
+    leaves a node.
+
+    >>> exchanges_of(Algorithm("ring"), Topology(((0, 1), (2, 3))))
+    (Exchange(share=0.25, num_inside=1, num_streams=1, repeats=6),)
+    """
+    if algorithm.name == "hierarchical":
+        return _hierarchical(algorithm, topology)
+    node_of = np.zeros(topology.num_replicas, np.int64)  # [num_replicas]
+    for node, ranks in enumerate(topology.nodes):
+        node_of[list(ranks)] = node
+    return _flat(algorithm.name, node_of)
+
+
+def link_bytes(algorithm: Algorithm, num_bytes: int, topology: Topology) -> float:
+    """Bytes that one all-reduce sends over the busiest node's link, one way.
+
+    Args:
+        algorithm: `Algorithm`.
+        num_bytes: Int, size of the tensor.
+        topology: `Topology`.
+
+    Returns:
+        Float.
+
+    Example:
+
+    >>> two_by_two = Topology(((0, 1), (2, 3)))
+    >>> link_bytes(Algorithm("ring"), 100, two_by_two)
+    150.0
+    >>> link_bytes(Algorithm("hierarchical"), 100, two_by_two)
+    100.0
+    """
+    return num_bytes * sum(
+        exchange.repeats * exchange.share * exchange.num_streams
+        for exchange in exchanges_of(algorithm, topology)
+    )
+
+
+def _flat(name: str, node_of: np.ndarray) -> tuple[Exchange, ...]:
+    """An all-reduce over positions, of which each lies on the node given."""
+    if name == "ring":
+        return _ring(node_of)
+    if name == "tree":
+        up = _reduce_to_first(node_of)
+    else:
+        up, _ = _halve(node_of)
+    return (*up, *reversed(up))
+
+
+def _ring(node_of: np.ndarray) -> tuple[Exchange, ...]:
+    size = len(node_of)
+    if size == 1:
+        return ()
+    senders = np.arange(size)
+    receivers = np.roll(senders, -1)
+    return (_exchange(1 / size, senders, receivers, node_of, 2 * (size - 1)),)
+
+
+def _reduce_to_first(node_of: np.ndarray) -> tuple[Exchange, ...]:
+    """Half of those that are left send to their neighbour; then half of these."""
+    size, distance, found = len(node_of), 1, []
+    while distance < size:
+        senders = np.arange(distance, size, 2 * distance)
+        found.append(_exchange(1.0, senders, senders - distance, node_of))
+        distance *= 2
+    return tuple(found)
+
+
+def _halve(node_of: np.ndarray) -> tuple[tuple[Exchange, ...], int]:
+    """Recursive halving, and the number of positions that then hold a slice."""
+    size = len(node_of)
+    power = 1 << (size.bit_length() - 1)
+    found = []
+    if size > power:  # those past the power of two hand over all that they have
+        extras = np.arange(power, size)
+        found.append(_exchange(1.0, extras, extras - power, node_of))
+    share, positions = 1.0, np.arange(power)
+    for distance in _distances(power):
+        share /= 2
+        found.append(_exchange(share, positions, positions ^ distance, node_of))
+    return tuple(found), power
+
+
+def _distances(power: int) -> list[int]:
+    return [1 << bit for bit in range(power.bit_length() - 1)]
+
+
+def _hierarchical(algorithm: Algorithm, topology: Topology) -> tuple[Exchange, ...]:
+    if not topology.is_even:
+        sizes = [len(ranks) for ranks in topology.nodes]
+        raise ValueError(
+            "A hierarchical all-reduce needs equally many replicas on every node; "
+            f"use a flat algorithm. Received: nodes of {sizes} replicas"
+        )
+    node_size = topology.replicas_per_node
+    scatter, num_shards = _reduce_inside(algorithm.inner, node_size)
+    across = tuple(
+        dataclasses.replace(
+            exchange,
+            share=exchange.share / num_shards,
+            num_streams=exchange.num_streams * num_shards,
+        )
+        for exchange in _flat(algorithm.outer, np.arange(topology.num_nodes))
+    )
+    return (*scatter, *across, *reversed(scatter))
+
+
+def _reduce_inside(name: str, node_size: int) -> tuple[tuple[Exchange, ...], int]:
+    """The way up inside a node, and in how many parts the sum then lies there."""
+    if node_size == 1:
+        return (), 1
+    node_of = np.zeros(node_size, np.int64)
+    if name == "tree":
+        return _reduce_to_first(node_of), 1
+    if name == "halving_doubling":
+        return _halve(node_of)
+    (ring,) = _ring(node_of)
+    return (dataclasses.replace(ring, repeats=node_size - 1),), node_size
+
+
+def _exchange(
+    share: float,
+    senders: np.ndarray,
+    receivers: np.ndarray,
+    node_of: np.ndarray,
+    repeats: int = 1,
+) -> Exchange:
+    from_nodes, to_nodes = node_of[senders], node_of[receivers]
+    leaves = from_nodes != to_nodes
+    leaving, entering = np.bincount(from_nodes[leaves]), np.bincount(to_nodes[leaves])
+    num_streams = max(leaving.max(initial=0), entering.max(initial=0))
+    num_inside = np.bincount(from_nodes[~leaves]).max(initial=0)
+    return Exchange(share, int(num_inside), int(num_streams), repeats)

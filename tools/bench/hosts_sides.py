@@ -1,0 +1,141 @@
+"""Sides of a benchmark whose workers live on two hosts, and what they send."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from tools.bench.hosts_bed import INTERFACE, NUM_HOSTS, TwoHosts
+from tools.bench.sides import ROOT, Side
+
+_IDLE_SECONDS = 3.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """What passed the link while an arm had its turn.
+
+    Args:
+        num_steps: Int, steps of the block.
+        seconds: Float, wall time between the two readings of the counters.
+        num_bytes: Pair of ints, sent by each host.
+    """
+
+    num_steps: int
+    seconds: float
+    num_bytes: tuple[int, int]
+
+    def bytes_per_step(self, idle_bytes_per_second: float) -> float:
+        """Bytes of a step in the direction that carried more, less idle traffic."""
+        idle_bytes = self.seconds * idle_bytes_per_second
+        return max(0.0, max(self.num_bytes) - idle_bytes) / self.num_steps
+
+
+class HostsSide(Side):
+    """A side with as many workers on each host; it counts what they send.
+
+    Args:
+        bed: `TwoHosts`, entered.
+        name: String, for people.
+        module: String, the module that each worker runs.
+        setup: Dict, what the workers are told.
+        workers_per_host: Int.
+        python: String or `None`, the interpreter. Defaults to this one.
+    """
+
+    def __init__(
+        self,
+        bed: TwoHosts,
+        name: str,
+        module: str,
+        setup: Mapping[str, Any],
+        workers_per_host: int,
+        python: str | None = None,
+    ) -> None:
+        self.name = name
+        self.blocks: dict[str, list[Block]] = {}
+        self._bed = bed
+        addresses = bed.worker_addresses(workers_per_host)
+        self._logs = [tempfile.NamedTemporaryFile("w+") for _ in addresses]  # noqa: SIM115
+        self._workers = []
+        for rank in range(NUM_HOSTS * workers_per_host):
+            told = {**setup, "rank": rank, "addresses": addresses}
+            command = [python or sys.executable, "-m", module, json.dumps(told)]
+            self._workers.append(
+                subprocess.Popen(
+                    [*bed.enter(rank // workers_per_host), *command],
+                    cwd=ROOT,
+                    env=_environment(),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._logs[rank],
+                    text=True,
+                    start_new_session=True,
+                )
+            )
+
+    def run(self, arm: str, steps: int) -> Any:
+        """Runs a block of steps, as a `Side` does, and reads the counters around it."""
+        begin, before = time.perf_counter(), self._bed.bytes_sent()
+        results = super().run(arm, steps)
+        there, back = (
+            end - start
+            for end, start in zip(self._bed.bytes_sent(), before, strict=True)
+        )
+        block = Block(steps, time.perf_counter() - begin, (there, back))
+        self.blocks.setdefault(arm, []).append(block)
+        return results
+
+    def bytes_per_step(
+        self, arm: str, num_blocks: int, idle_bytes_per_second: float
+    ) -> list[float]:
+        """Bytes per step and direction of the last blocks of an arm."""
+        blocks = self.blocks[arm][-num_blocks:]
+        return [block.bytes_per_step(idle_bytes_per_second) for block in blocks]
+
+
+def idle_bytes_per_second(bed: TwoHosts) -> float:
+    """What the link carries while all sides wait: heartbeats and the like."""
+    before = bed.bytes_sent()
+    time.sleep(_IDLE_SECONDS)
+    after = bed.bytes_sent()
+    sent = [end - begin for end, begin in zip(after, before, strict=True)]
+    return max(sent) / _IDLE_SECONDS
+
+
+def utilisations(
+    bytes_per_step: list[float], seconds: list[float], bits_per_second: float
+) -> list[float]:
+    """The share of the link's rate that each block used, in one direction."""
+    pairs = zip(bytes_per_step, seconds, strict=True)
+    return [8 * sent / (taken * bits_per_second) for sent, taken in pairs]
+
+
+def in_megabytes(num_bytes: list[float]) -> float:
+    """The median, in units of 2**20 bytes."""
+    return round(statistics.median(num_bytes) / 2**20, 2)
+
+
+def _environment() -> dict[str, str]:
+    """This process's, less other clusters and proxies: no way leads out of a host."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SLURM") and not name.lower().endswith("_proxy")
+    }
+    kept.pop("TF_CONFIG", None)
+    ours = {
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "CUDA_VISIBLE_DEVICES": "-1",
+        # Or Gloo listens where the machine's name points to, outside of the bed.
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+    }
+    return {**ours, **kept}

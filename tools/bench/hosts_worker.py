@@ -1,0 +1,151 @@
+"""One TensorFlow process of the benchmarks on two hosts, a strategy for each arm."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tools.bench.channel import Arm, serve, take_over_output
+from tools.bench.worker import (
+    make_strategy,
+    set_stock_pack_bytes,
+    training_step,
+)
+
+
+def make_strategies(setup: dict[str, Any]) -> dict[str, Any]:
+    """A strategy for each arm: tfdp's with its options, or the one stock strategy."""
+    import tfdp
+
+    strategies: dict[str, Any] = {}
+    for name, options in setup["arms"].items():
+        if not strategies:
+            told = options if setup["strategy"] == "tfdp" else {}
+            strategies[name] = make_strategy({**setup, "communication": told})
+        elif setup["strategy"] == "tfdp":
+            # The process has its server now, and its number of threads.
+            strategies[name] = tfdp.MultiWorkerMirroredStrategy(
+                communication=tfdp.CommunicationOptions(**options)
+            )
+        else:
+            strategies[name] = next(iter(strategies.values()))
+    return strategies
+
+
+def pack_bytes_of(setup: dict[str, Any], arm: str) -> int:
+    """The stock strategy's pack size in an arm; `0` is its own choice."""
+    return setup["arms"][arm].get("pack_bytes", 0)
+
+
+def timed_from(barrier: Callable[[], Any], function: Callable[[], Any]) -> Arm:
+    """Seconds per call, once all workers have met: a call is too long to waste."""
+
+    def run(steps: int) -> float:
+        barrier().numpy()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            result = function()
+        result.numpy()
+        return (time.perf_counter() - begin) / steps
+
+    return run
+
+
+def gradients_step(
+    strategy: Any, values: list[Any], pack_bytes: int = 0
+) -> Callable[[], Any]:
+    """A traced sum of gradients over the replicas, as a Keras optimizer asks for it.
+
+    Not `all_reduce` of the replica context: what are no gradients is not compressed.
+    """
+    import keras
+    import tensorflow as tf
+
+    class Discards(keras.optimizers.Optimizer):
+        """Has the gradients reduced and does nothing with them."""
+
+        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+            """Leaves the variable as it is."""
+
+    with strategy.scope():
+        optimizer = Discards(learning_rate=0.0)
+        variables = [keras.Variable(value.read_value()) for value in values]
+        optimizer.build(variables)
+
+    def replica() -> Any:
+        gradients = [value.read_value() for value in values]
+        optimizer.apply(gradients, variables)
+        return optimizer.iterations.value
+
+    @tf.function
+    def step() -> Any:
+        if not hasattr(strategy, "communication_plan"):  # stock
+            set_stock_pack_bytes(strategy, pack_bytes)
+        return strategy.experimental_local_results(strategy.run(replica))[0]
+
+    return step
+
+
+def barrier(strategy: Any) -> Callable[[], Any]:
+    """A sum of one number, for which every worker waits for all others."""
+    import tensorflow as tf
+
+    def replica() -> Any:
+        return tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([1]))
+
+    @tf.function
+    def step() -> Any:
+        return strategy.experimental_local_results(strategy.run(replica))[0]
+
+    return step
+
+
+def all_reduce_arms(strategies: dict[str, Any], setup: dict[str, Any]) -> dict:
+    """Sums of gradients of the same sizes, arm by arm."""
+    import tensorflow as tf
+
+    values = [tf.Variable(tf.ones([length])) for length in setup["lengths"]]
+    return {
+        name: timed_from(
+            barrier(strategy),
+            gradients_step(strategy, values, pack_bytes_of(setup, name)),
+        )
+        for name, strategy in strategies.items()
+    }
+
+
+def step_arms(strategies: dict[str, Any], setup: dict[str, Any]) -> dict:
+    """Training steps of a GradientTape loop, and one that does not communicate."""
+    model, size = setup["model"], setup["batch_size"]
+    arms = {
+        name: timed_from(
+            barrier(strategy),
+            training_step(
+                strategy,
+                model,
+                batch_size=size,
+                pack_bytes=pack_bytes_of(setup, name),
+            ),
+        )
+        for name, strategy in strategies.items()
+    }
+    if setup["strategy"] == "tfdp":
+        first = next(iter(strategies.values()))
+        alone = training_step(None, model, batch_size=size)
+        arms["no communication"] = timed_from(barrier(first), alone)
+    return arms
+
+
+def main() -> None:
+    take_over_output()
+    setup = json.loads(sys.argv[1])
+    strategies = make_strategies(setup)
+    arms = {"all_reduce": all_reduce_arms, "step": step_arms}
+    serve(arms[setup["benchmark"]](strategies, setup))
+
+
+if __name__ == "__main__":
+    main()
