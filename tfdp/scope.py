@@ -19,6 +19,8 @@ from tfdp.consistency import check_same_variables
 # One broadcast carries many variables, but not so many that a second copy of
 # a large model has to fit into host memory.
 _CHUNK_BYTES = 64 * 2**20
+# The heartbeats of workers wait behind a message on a slow link, and must not for long.
+_MESSAGE_WORDS = 2**20
 
 
 class SynchronizedScope:
@@ -93,16 +95,19 @@ def _broadcast_chunk(strategy: Any, variables: list[Any]) -> None:
     raw = b"".join(value.tobytes() for value in values)
     # Bytes as int32, a dtype that every collective knows.
     padded = raw + b"\0" * (-len(raw) % 4)
-    words = tf.constant(np.frombuffer(padded, np.int32))
-    received = broadcast(
-        words,
-        extended.host_group,
-        0,
-        is_source=extended.agreement.rank == 0,
-    )
+    words = np.frombuffer(padded, np.int32)
+    received = [
+        broadcast(
+            tf.constant(words[first : first + _MESSAGE_WORDS]),
+            extended.host_group,
+            0,
+            is_source=extended.agreement.rank == 0,
+        )
+        for first in range(0, len(words), _MESSAGE_WORDS)
+    ]
     if extended.agreement.rank == 0:
         return
-    data = received.numpy().tobytes()
+    data = b"".join(message.numpy().tobytes() for message in received)
     begin = 0
     for variable, own in zip(variables, values, strict=True):
         end = begin + own.nbytes

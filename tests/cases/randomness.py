@@ -62,3 +62,21 @@ def fit_with_dropout_is_reproducible(env: Env) -> dict:
     for path, value in first["weights"].items():
         np.testing.assert_array_equal(second["weights"][path], value)
     return first
+
+
+@case(
+    "initial values of several messages",
+    compare=False,
+    setups=("two_workers", "two_by_two"),
+)
+def all_workers_start_from_the_first_ones_values(env: Env) -> dict:
+    rank = env.strategy.extended.first_rank
+    sizes = (3, 3 * 2**19 + 1, 0, 5)  # one of them takes two messages
+    with env.scope():
+        variables = [
+            tf.Variable(np.arange(size, dtype="float32") + rank) for size in sizes
+        ]
+    for variable, size in zip(variables, sizes, strict=True):
+        for part in env.strategy.experimental_local_results(variable):
+            np.testing.assert_array_equal(part.numpy(), np.arange(size))
+    return {}
