@@ -214,6 +214,37 @@ def test_workers_with_different_numbers_of_devices_are_refused_by_all():
         assert "worker 1 has 2 x CPU" in text
 
 
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("bucket_mb", (25.0, 8.0)),
+        ("algorithm", ("ring", "hierarchical")),
+        ("compression", ("bf16", None)),
+    ],
+)
+def test_workers_that_disagree_on_options_are_refused_by_all(option: str, values):
+    starts = [
+        Start(auto_strategy, text, {option: value})
+        for text, value in zip(cluster_configs(2), values, strict=True)
+    ]
+    for text in refused(*starts):
+        assert f"different `{option}` options" in text
+        assert f"worker 0 has {values[0]!r}, worker 1 has {values[1]!r}" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"node_size": 3}, "must divide the number of replicas, 2"),
+        ({"nodes": ["a"]}, "each of the 2 workers"),
+    ],
+)
+def test_nodes_that_do_not_fit_the_workers_are_refused_by_all(options, expected):
+    starts = [Start(auto_strategy, text, options) for text in cluster_configs(2)]
+    for text in refused(*starts):
+        assert expected in text
+
+
 def test_port_already_taken_is_named_and_the_other_worker_told():
     texts = cluster_configs(2)
     port = int(json.loads(texts[1])["cluster"]["worker"][1].rpartition(":")[2])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tools.bench import (
     accumulation,
+    algorithms,
     all_reduce,
     ddp,
     growth,
@@ -30,6 +31,7 @@ from tools.bench.hosts_bed import bits_per_second, missing
 BENCHMARKS = {
     "single": single.run,
     "all-reduce": all_reduce.run,
+    "algorithms": algorithms.run,
     "step": step.run,
     "ddp": ddp.run,
     "growth": growth.run,

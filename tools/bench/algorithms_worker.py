@@ -1,0 +1,73 @@
+"""One worker that runs every all-reduce algorithm on tensors of several sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tools.bench.channel import Arm, serve, take_over_output
+from tools.bench.hosts_worker import barrier
+from tools.bench.worker import make_strategy
+
+
+def all_reduce_arm(strategy: Any, name: str, num_bytes: int) -> Arm:
+    """Seconds of one all-reduce after another, begun by all workers together."""
+    import tensorflow as tf
+
+    from tfdp.routes import Route
+    from tfdp.traffic import Algorithm
+
+    group = strategy.extended.group
+    all_reduce = Route(Algorithm(name)).all_reduce
+    value = tf.Variable(tf.ones([num_bytes // 4]))
+    meet = barrier(strategy)
+
+    @tf.function(autograph=False)
+    def step() -> Any:
+        return all_reduce(value.read_value(), group, 0)[0]
+
+    def run(steps: int) -> float:
+        meet().numpy()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step().numpy()
+        return (time.perf_counter() - begin) / steps
+
+    return run
+
+
+def measured_links(strategy: Any) -> Callable[[int], Any]:
+    """What a long `fit` measures at its start, and how long that takes."""
+    from tfdp.link_measure import LONG_RUN_STEPS, learn_links
+
+    def run(steps: int) -> Any:
+        del steps
+        extended = strategy.extended
+        begin = time.perf_counter()
+        name = f"a benchmark at {time.time()}"  # nothing is kept of it yet
+        learn_links(
+            extended.router, extended.group, extended.agreement, name, LONG_RUN_STEPS
+        )
+        seconds = time.perf_counter() - begin
+        return {"links": dataclasses.asdict(extended.router.links), "seconds": seconds}
+
+    return run
+
+
+def main() -> None:
+    take_over_output()
+    setup = json.loads(sys.argv[1])
+    strategy = make_strategy(setup)
+    arms: dict[str, Any] = {"links": measured_links(strategy)}
+    for name in setup["algorithms"]:
+        for num_bytes in setup["sizes"]:
+            arms[f"{name}/{num_bytes}"] = all_reduce_arm(strategy, name, num_bytes)
+    serve(arms)
+
+
+if __name__ == "__main__":
+    main()
