@@ -104,7 +104,8 @@ def lars(**options: typing.Any) -> keras.Optimizer:
     """LARS is not part of Keras: undistributed on one device."""
     import tfdp.optimizers
 
-    return tfdp.optimizers.LARS(0.5, trust_coefficient=0.05, **options)
+    # Biases and norms learn by the bare rate: with a larger one they would diverge.
+    return tfdp.optimizers.LARS(0.005, trust_coefficient=1.0, **options)
 
 
 sgd = functools.partial(optimizers.SGD, 0.005)
@@ -146,7 +147,8 @@ if hasattr(optimizers, "ScheduleFreeAdamW"):
 if hasattr(optimizers, "MultiOptimizer"):
     ROWS["multi_optimizer"] = Row(multi_optimizer, "MultiOptimizer(SGD, Adam)")
 
-CLIPS = {"global_clipnorm": 0.1, "clipnorm": 0.01, "clipvalue": 0.005}
+# Values are not clipped to less, for that would blow up the rounding of what is left.
+CLIPS = {"global_clipnorm": 0.1, "clipnorm": 0.01, "clipvalue": 0.05}
 EMA = {"use_ema": True, "ema_momentum": 0.8}
 COLUMNS = {
     "no_option": Column("plain"),
