@@ -105,7 +105,7 @@ def lars(**options: typing.Any) -> keras.Optimizer:
     import tfdp.optimizers
 
     # Biases and norms learn by the bare rate: with a larger one they would diverge.
-    return tfdp.optimizers.LARS(0.005, trust_coefficient=1.0, **options)
+    return tfdp.optimizers.LARS(0.005, trust_coefficient=0.2, **options)
 
 
 sgd = functools.partial(optimizers.SGD, 0.005)
