@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
-from tfdp.cli.main import main
+import signal
+
+
+def start() -> None:
+    """Runs the command line.
+
+    Until all is imported, Ctrl-C ends the process outright: an exception that it
+    raises in the middle of an import may get lost, and the job would start.
+    """
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_default:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from tfdp.cli.main import main
+
+    if is_default:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    main()
+
 
 if __name__ == "__main__":
-    main()
+    start()

@@ -26,6 +26,8 @@ from harness.env import Env
 optimizers = keras.optimizers
 
 NUM_UPDATES = 12
+# That of every case, so that the limits are compared with the cells' own gradients.
+SEED = 1234
 DTYPES = ("float32", "float64")
 # DESIGN section 5, point 10.
 TOLERANCES = {"float32": 1e-5, "float64": 1e-9}
@@ -342,6 +344,7 @@ def limits_of_the_matrix_bite(env: Env) -> dict:
     """Compares each limit with the gradients before and after a training."""
     x, y = _data(COLUMNS["no_option"])
     for name, limit in CLIPS.items():
+        keras.utils.set_random_seed(SEED)
         model = model_of.build_model()
         optimizer = ROWS["sgd_momentum"].make(**{name: limit})
         model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
