@@ -18,12 +18,12 @@ from tfdp.link_fit import Sample, fit_links
 from tfdp.links import DEFAULT_LINKS, Links
 from tfdp.links_file import load_links, store_links
 from tfdp.routes import Route, Router
-from tfdp.traffic import Algorithm
+from tfdp.traffic import FLAT, Algorithm
 
 # Steps from which on a measurement of a second or two is repaid.
 LONG_RUN_STEPS = 500
-_SIZES_BYTES = (2**12, 2**21)
-_IN_A_ROW, _REPEATS = 3, 3
+_SIZES_BYTES = (2**12, 2**18, 2**22)
+_IN_A_ROW, _REPEATS = 2, 3
 
 
 def learn_links(
@@ -89,8 +89,12 @@ def num_steps_of(arguments: dict[str, Any]) -> int | None:
 
 
 def _samples(router: Router, group: ProcessGroup) -> list[Sample]:
-    """Times of small and large tensors by algorithms of one and more operations."""
-    algorithms = [Algorithm("ring"), Algorithm("tree")]
+    """Times of small and large tensors by each algorithm.
+
+    Only algorithms with other numbers of messages and operations tell what these
+    cost, and whether replicas share a link.
+    """
+    algorithms = [Algorithm(name) for name in FLAT]
     topology = router.topology
     if topology.num_nodes > 1 and topology.replicas_per_node > 1 and topology.is_even:
         algorithms.append(Algorithm("hierarchical"))
