@@ -112,6 +112,8 @@ class Agreement:
 
     def _wait_for_readers(self) -> None:
         """Lets the others read the last answer before the store ends with us."""
+        if self._last_call is None:
+            return
         end = time.monotonic() + _PARTING_SECONDS
         with contextlib.suppress(Exception):
             for rank in range(1, self.num_workers):

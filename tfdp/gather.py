@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from tfdp.collectives import ProcessGroup, all_gather, padded_length
 
-# TensorFlow's collectives know no other dtypes than these and float16,
-# float32, float64, int32 and int64.
+# Collectives know no other dtypes than these and the floating ones, int32 and
+# int64.
 _WIRE_DTYPES = {
     tf.bool: tf.int32,
     tf.int8: tf.int32,
@@ -17,7 +17,6 @@ _WIRE_DTYPES = {
     tf.uint8: tf.int32,
     tf.uint16: tf.int32,
     tf.uint32: tf.int64,
-    tf.bfloat16: tf.float32,
 }
 
 

@@ -56,14 +56,14 @@ def learn_links(
     if first["kept"]:
         router.set_links(Links.from_dict(json.loads(first["kept"])))
     elif first["is_long"]:
-        links = fit_links(_samples(router, group), DEFAULT_LINKS[group.backend])
+        samples = _samples(router, group)
         # The workers' clocks differ, and their figures must not.
-        mine = json.dumps(dataclasses.asdict(links))
+        mine = _fitted(samples, group.backend) if agreement.rank == 0 else ""
         told = agreement.exchange("measured links", mine)[0]
-        agreed = Links.from_dict(json.loads(told))
-        router.set_links(agreed)
-        if agreement.rank == 0:
-            store_links(key, agreed)
+        if told:
+            router.set_links(Links.from_dict(json.loads(told)))
+        if told and agreement.rank == 0:
+            store_links(key, router.links)
 
 
 def num_steps_of(arguments: dict[str, Any]) -> int | None:
@@ -86,6 +86,15 @@ def num_steps_of(arguments: dict[str, Any]) -> int | None:
         batch_size = arguments.get("batch_size") or 32
         steps = -(-rows[0] // batch_size) if rows and rows[0] else None
     return None if steps is None else epochs * int(steps)
+
+
+def _fitted(samples: list[Sample], backend: str) -> str:
+    """The links as JSON, or `""` where the times make no sense: nobody may wait."""
+    try:
+        links = fit_links(samples, DEFAULT_LINKS[backend])
+    except ValueError:
+        return ""
+    return json.dumps(dataclasses.asdict(links))
 
 
 def _samples(router: Router, group: ProcessGroup) -> list[Sample]:

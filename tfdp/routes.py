@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping
 import tensorflow as tf
 
 from tfdp.cluster import Topology
-from tfdp.collectives import Level, halving_doubling, hierarchical, ring, tree
+from tfdp.collectives import FLAT, Level, hierarchical
 from tfdp.cost_model import candidates_for, choose
 from tfdp.links import DEFAULT_LINKS, Links
 from tfdp.options import CommunicationOptions
 from tfdp.traffic import Algorithm
 
 RING = Algorithm("ring")
-_FLAT = {"ring": ring, "tree": tree, "halving_doubling": halving_doubling}
 # What compression has to save: it costs two casts, which no model knows.
 _LEAST_GAIN = 0.1
 # What may travel in two bytes.
@@ -60,7 +59,7 @@ class Route:
         """Its function, see `tfdp.collectives.ring`."""
         inner, outer = (_wire(self.inner_wire), _wire(self.outer_wire))
         if self.algorithm.name != "hierarchical":
-            return functools.partial(_FLAT[self.algorithm.name], wire=inner)
+            return functools.partial(FLAT[self.algorithm.name], wire=inner)
         return functools.partial(
             hierarchical,
             inner=Level(self.algorithm.inner, inner),

@@ -81,10 +81,7 @@ def _gather_rows(
     length, size = padded_length(tf.reduce_max(counts))
     missing = length - tf.size(indices, out_type=tf.int32)
     padding = [[0, missing]] + [[0, 0]] * (values.shape.rank - 1)
-    # TensorFlow gathers no bfloat16.
-    wire = tf.float32 if values.dtype == tf.bfloat16 else values.dtype
-    sent = tf.cast(tf.pad(values, padding), wire)
-    all_values = tf.cast(all_gather(sent, group, replica, size=size), values.dtype)
+    all_values = all_gather(tf.pad(values, padding), group, replica, size=size)
     all_indices = all_gather(tf.pad(indices, [[0, missing]]), group, replica, size=size)
     valid = tf.reshape(tf.sequence_mask(counts, length), [-1])  # [size * length]
     return tf.boolean_mask(all_indices, valid), tf.boolean_mask(all_values, valid)

@@ -8,8 +8,8 @@ import functools
 import numpy as np
 
 from tfdp.cluster import Topology
+from tfdp.options import FLAT_ALGORITHMS as FLAT
 
-FLAT = ("ring", "tree", "halving_doubling")
 NAMES = (*FLAT, "hierarchical")
 
 

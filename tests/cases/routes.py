@@ -7,6 +7,7 @@ import contextlib
 import json
 import typing
 import warnings
+from unittest import mock
 
 import keras
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp
+import tfdp.link_measure as link_measure
 from cases import common
 from cases.plans import traced_step
 from harness import registry
@@ -238,6 +240,20 @@ def long_runs_measure_their_links_and_keep_them(env: Env) -> dict:
         # Kept by the first worker, for all of them and for short runs too.
         assert learned(1, name) == links
         assert learned(1, "others") is None
+    return {}
+
+
+@case("times that make no sense", setups=("two_by_two",), compare=False)
+def times_that_fit_nothing_leave_no_worker_waiting(env: Env) -> dict:
+    extended = env.strategy.extended
+    with (
+        routed(env, node_size=2),
+        mock.patch.object(link_measure, "fit_links", side_effect=ValueError),
+    ):
+        router = Router(tfdp.CommunicationOptions(), nodes_of(env, 2), "ring")
+        name = str(env.tmp / "none")
+        learn_links(router, extended.group, extended.agreement, name, LONG_RUN_STEPS)
+    assert not router.are_links_known
     return {}
 
 

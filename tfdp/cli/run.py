@@ -9,21 +9,10 @@ import sys
 
 import click
 
+from tfdp.cli import values
 from tfdp.cli.job import Job, JobOptions
 from tfdp.cli.launch import make_clusters, make_log_dir, num_cores, visible_gpus
 from tfdp.cli.screen import Screen
-
-
-def _at_least_one(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> int | None:
-    if value is None:
-        return None
-    if not (value.isdecimal() and int(value) >= 1):
-        raise click.BadParameter(
-            f"it must be a whole number of at least 1. Received: {value}"
-        )
-    return int(value)
 
 
 def _seconds(
@@ -47,14 +36,14 @@ def _seconds(
     "--num-workers",
     metavar="N",
     required=True,
-    callback=_at_least_one,
+    callback=values.count,
     help="Number of worker processes.",
 )
 @click.option(
     "-D",
     "--devices-per-worker",
     metavar="D",
-    callback=_at_least_one,
+    callback=values.count,
     help="Logical CPU devices in each worker.",
 )
 @click.option(

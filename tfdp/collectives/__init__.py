@@ -1,6 +1,7 @@
 """Process groups and the collectives that run on them."""
 
 from tfdp.collectives.algorithms import (
+    FLAT,
     Level,
     halving_doubling,
     hierarchical,
@@ -19,6 +20,7 @@ from tfdp.collectives.primitives import (
 )
 
 __all__ = [
+    "FLAT",
     "LaunchOrder",
     "Level",
     "ProcessGroup",

@@ -29,8 +29,7 @@ class Level:
     """How the replicas of one level, inside nodes or across them, reduce.
 
     Args:
-        algorithm: String, a key of `ALGORITHMS` that is flat. Defaults to
-            `"ring"`.
+        algorithm: String, a key of `FLAT`. Defaults to `"ring"`.
         wire: `tf.DType` in which elements travel, or `None`, their own. They
             are added up in their own. Defaults to `None`.
     """
@@ -160,16 +159,16 @@ def hierarchical(
     Source: Jia et al. 2018, https://arxiv.org/abs/1807.11205, section 3.3.
     """
     node = group.split(group.nodes)[replica]
-    # Also by those that will have no share: groups are made in the same order by all.
     # A replica's share of the sum is that of its place among the node's positions.
     ordered = [sorted(positions) for positions in group.nodes]
     across = group.split(tuple(zip(*ordered, strict=True)))[replica]
     assert node is not None
     assert across is not None
+    # Also by those that will have no share: groups are made in the same order by all.
     _pairs_of(inner.algorithm, node)
     _pairs_of(outer.algorithm, across)
     scatter, gather = _PHASES[inner.algorithm]
-    reduce = _FLAT[outer.algorithm]
+    reduce = FLAT[outer.algorithm]
 
     def scatter_and_reduce(flat: tf.Tensor, call: Call) -> tf.Tensor | None:
         piece = scatter(flat, call)
@@ -339,4 +338,4 @@ _PHASES: dict[str, tuple[Scatter, Gather]] = {
     "tree": (_reduce_to_first, _broadcast_from_first),
     "halving_doubling": (_halve, _double),
 }
-_FLAT = {"ring": ring, "tree": tree, "halving_doubling": halving_doubling}
+FLAT = {"ring": ring, "tree": tree, "halving_doubling": halving_doubling}

@@ -39,9 +39,9 @@ _FIRST_GROUP_KEY = 1 << 24
 _KEYS_PER_STRATEGY = 1 << 18
 _strategy_counter = itertools.count()
 
-# A key of a known shape has the highest bit and 30 of a hash. With fewer, two of the
-# collectives of a process that lives long were met with one key, and workers that
-# trace in different orders did not agree on which of them takes the next.
+# A key of a known shape has the highest bit and 30 of a hash. Of some thousand
+# collectives two would have the same 22 bits, and workers that trace in different
+# orders would not agree on which of the two takes the next number.
 _STATIC_BITS = 30
 _SIZE_BITS = 8
 _DYNAMIC_BITS = 22
@@ -141,6 +141,7 @@ class LaunchOrder:
             for device in self.devices
         ]
         self.strategy_index = next(_strategy_counter)
+        self._group_counter = itertools.count()
         self._num_keys = 0
         self._ranges: dict[tuple, range] = {}
         self._lock = threading.Lock()
@@ -151,7 +152,7 @@ class LaunchOrder:
 
     def new_group_key(self) -> int:
         """A group key that no other group of this process has."""
-        return self.group_keys(("group", self._num_keys), 1)[0]
+        return self.group_keys((next(self._group_counter),), 1)[0]
 
     def group_keys(self, lineage: tuple, count: int) -> range:
         """The keys of the parts of a group, and of all others split like it.
@@ -298,8 +299,9 @@ class ProcessGroup:
             raise ValueError("A group is split by positions. Received: none.")
         own = list(self._positions)
         groups: list[ProcessGroup | None] = [None] * len(own)
-        for index in range(len(parts)):
-            part, place = parts[index], self._place.of_part(parts, index)
+        for index, part in enumerate(parts):
+            place = self._place.of_part(parts, index)
+            # Also where nobody here is in a part: all workers count alike.
             self.launch_order.group_keys(place.lineage, place.count)
             places = [part.index(p) if p in part else None for p in own]
             if places.count(None) == len(own):
