@@ -13,12 +13,13 @@ import time
 import pytest
 
 from commands import run_python
-from tfdp.buckets import Bucket, Entry
-from tfdp.cli import forecast, main
+from tfdp.buckets import Bucket, BucketPlan, Entry
+from tfdp.cli import forecast, main, plan
 from tfdp.cluster import Topology
 from tfdp.cost_model import Algorithm, predict_seconds
 from tfdp.links import DEFAULT_LINKS, Link, Links
-from tfdp.prediction import predict_buckets
+from tfdp.options import CommunicationOptions
+from tfdp.routes import Route, Router
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DEADLINE_SECONDS = 120
@@ -99,14 +100,20 @@ def test_json_holds_the_buckets_of_the_model_and_sums_that_fit(models):
         across=Link(2e-4, 1e-8),
     )
     topology = Topology((tuple(range(4)), tuple(range(4, 8))))
+    shares = {"float32": 1.0, "bfloat16": 0.5}
     for bucket in found["buckets"]:
         assert bucket["algorithm"] == "hierarchical (ring, tree)"
         size = bucket["num_bytes"]
-        for key, algorithm, wire in (
-            ("seconds", Algorithm("hierarchical", "ring", "tree"), 0.5),
+        # A bucket of one bias waits for latency, and is not worth two casts.
+        wire = "bfloat16" if size > 10**4 else "float32"
+        assert (bucket["inner_wire"], bucket["outer_wire"]) == ("float32", wire)
+        for key, algorithm, share in (
+            ("seconds", Algorithm("hierarchical", "ring", "tree"), shares[wire]),
             ("ring_seconds", Algorithm("ring"), 1.0),
         ):
-            seconds = predict_seconds(algorithm, size, topology, links, outer_wire=wire)
+            seconds = predict_seconds(
+                algorithm, size, topology, links, outer_wire=share
+            )
             assert bucket[key] == pytest.approx(seconds)
     total = sum(bucket["seconds"] for bucket in found["buckets"])
     assert found["communication_seconds"] == pytest.approx(total)
@@ -199,6 +206,13 @@ def test_a_wrong_argument_gets_one_sentence_and_code_2(capsys, arguments, words)
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.processes
+def test_a_wrong_argument_is_told_before_tensorflow_is_imported():
+    told = "import sys; from tfdp.cli import plan; print('tensorflow' in sys.modules)"
+    done = run_python("-c", told, deadline_seconds=DEADLINE_SECONDS)
+    assert (done.code, done.output.strip()) == (0, "False")
+
+
 @pytest.mark.parametrize(
     "arguments", [(), ("m.keras",), ("m.keras", "--nodes", "2")], ids=len
 )
@@ -208,22 +222,38 @@ def test_what_is_missing_is_named(capsys, arguments):
     assert "Missing" in err
 
 
-def forecast_of(num_nodes, node_size, **changes):
+LINKS = Links(Link(1e-5, 0.0), Link(1e-4, 1e-9))
+
+
+def cluster(num_nodes, node_size):
     ranks = range(0, num_nodes * node_size, node_size)
-    topology = Topology(tuple(tuple(range(r, r + node_size)) for r in ranks))
-    links = Links(Link(1e-5, 0.0), Link(1e-4, 1e-9))
-    bucket = Bucket((0,), (Entry("w", (10**6,), "float32", 4),), "float32")
+    return Topology(tuple(tuple(range(r, r + node_size)) for r in ranks))
+
+
+def bucket_of(count, dtype="float32", itemsize=4):
+    return Bucket((0,), (Entry("w", (count,), dtype, itemsize),), dtype)
+
+
+def route_of(bucket, topology, **options):
+    router = Router(CommunicationOptions(links=LINKS, **options), topology, "nccl")
+    return router.route(bucket.num_bytes, bucket.dtype)
+
+
+def forecast_of(num_nodes, node_size, **changes):
+    topology = cluster(num_nodes, node_size)
+    bucket = bucket_of(10**6)
     fields = {
         "model": "m.keras",
         "buckets": (bucket,),
         "sparse": (),
         "topology": topology,
-        "links": links,
+        "links": LINKS,
         "backend": "nccl",
         "is_given": True,
         "compression": "none",
-        "predicted": predict_buckets([bucket], topology, links),
-        "ring": predict_buckets([bucket], topology, links, algorithm=Algorithm("ring")),
+        "routes": (route_of(bucket, topology),),
+        "ring": (route_of(bucket, topology, algorithm="ring"),),
+        "warned": (),
         "compute_seconds": None,
         "overlap": 0.5,
         **changes,
@@ -256,11 +286,80 @@ def test_one_replica_needs_no_communication_and_is_fully_efficient(capsys):
     assert (found["communication_seconds"], found["efficiency"]) == (0, 1)
 
 
-def test_hierarchical_on_one_node_is_said_to_be_flat(capsys):
-    flat = forecast_of(1, 4)
-    predicted = predict_buckets(
-        flat.buckets, flat.topology, flat.links, algorithm=Algorithm("hierarchical")
-    )
-    assert predicted[0].seconds == pytest.approx(flat.ring[0].seconds)
-    forecast.show(forecast_of(1, 4, predicted=predicted), as_json=False)
+def test_hierarchical_with_one_replica_a_node_is_said_to_be_flat(capsys):
+    flat = forecast_of(4, 1)
+    route = route_of(flat.buckets[0], flat.topology, algorithm="hierarchical")
+    assert route.seconds == pytest.approx(flat.ring[0].seconds)
+    forecast.show(forecast_of(4, 1, routes=(route,)), as_json=False)
     assert "hierarchical works as a flat algorithm" in capsys.readouterr().out
+
+
+def test_the_table_shows_what_travels(capsys):
+    route = Route(Algorithm("hierarchical"), outer_wire="bfloat16")
+    forecast.show(forecast_of(2, 2, routes=(route,)), as_json=False)
+    output = capsys.readouterr().out  # the cell may be broken over lines
+    assert "hierarchical (ring, ring)," in output
+    assert "bfloat16 across nodes" in output
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "option"),
+    [
+        (None, "auto"),
+        (Algorithm("tree"), "tree"),
+        (
+            Algorithm("hierarchical", "tree", "ring"),
+            {"inner": "tree", "outer": "ring"},
+        ),
+    ],
+    ids=str,
+)
+def test_an_algorithm_becomes_the_option_of_the_same_name(algorithm, option):
+    assert plan.algorithm_option(algorithm) == option
+
+
+@pytest.mark.parametrize(
+    ("compression", "option", "wires"),
+    [
+        ("none", None, (None, None)),
+        ("fp16", "fp16", ("float16", "float16")),
+        ("outer:bf16", {"outer": "bf16"}, (None, "bfloat16")),
+    ],
+)
+def test_a_compression_becomes_the_option_of_the_same_name(compression, option, wires):
+    assert plan.compression_option(compression) == option
+    assert CommunicationOptions(compression=option).wires == wires
+
+
+@pytest.mark.parametrize("nodes", [(1, 1), (1, 8), (2, 4), (64, 8)])
+@pytest.mark.parametrize("compression", [None, "bf16", {"outer": "fp16"}])
+def test_what_is_planned_is_what_training_routes(nodes, compression):
+    topology = cluster(*nodes)
+    buckets = [bucket_of(count) for count in (1, 1000, 10**7)]
+    buckets += [bucket_of(10**6, "bfloat16", 2), bucket_of(10**6, "float64", 8)]
+    options = CommunicationOptions(compression=compression, links=LINKS)
+    found, _ = plan.routes_of(BucketPlan(tuple(buckets)), options, topology, "nccl")
+    router = Router(options, topology, "nccl", tells=False)
+    # Links are known, so nothing that training may take is left out.
+    assert router.are_links_known
+    assert list(found) == [router.route(b.num_bytes, b.dtype) for b in buckets]
+
+
+def test_a_bucket_that_gains_little_is_planned_as_it_is():
+    # Of one element the latency counts, of many the bytes.
+    few, many = (
+        route_of(bucket_of(count), cluster(2, 1), compression="bf16")
+        for count in (1, 10**8)
+    )
+    assert (few.inner_wire, many.inner_wire) == (None, "bfloat16")
+
+
+def test_what_has_no_effect_is_told_in_the_assumptions(capsys):
+    options = CommunicationOptions(
+        links=LINKS, algorithm="hierarchical", compression={"outer": "bf16"}
+    )
+    buckets = BucketPlan((bucket_of(10**6),))
+    routes, warned = plan.routes_of(buckets, options, cluster(1, 4), "nccl")
+    assert str(routes[0]) == "ring"
+    forecast.show(forecast_of(1, 4, routes=routes, warned=warned), as_json=False)
+    assert "works as 'ring': all replicas are on one node" in capsys.readouterr().out

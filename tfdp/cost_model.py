@@ -15,7 +15,7 @@ __all__ = [
     "Links",
     "candidates_for",
     "choose",
-    "inside_bytes",
+    "num_messages_inside",
     "predict_seconds",
 ]
 
@@ -35,8 +35,10 @@ def predict_seconds(
 ) -> float:
     """Predicts how long one all-reduce takes.
 
-    An exchange lasts as long as its slowest message, messages that leave a
-    node together share its link, and each operation has to be started.
+    Messages that leave a node together share its link, and each operation has
+    to be started. An exchange lasts as long as its slowest message; or, where
+    replicas share the cores of their node, as all messages inside one node, one
+    after the other, and those across.
 
     Args:
         algorithm: `Algorithm`.
@@ -79,7 +81,7 @@ def predict_seconds(
     inner_bytes, outer_bytes = num_bytes * inner_wire, num_bytes * outer_wire
     exchanges = exchanges_of(algorithm, topology)
     return len(exchanges) * links.operation_seconds + sum(
-        exchange.repeats * max(_seconds(exchange, inner_bytes, outer_bytes, links))
+        exchange.repeats * _seconds(exchange, inner_bytes, outer_bytes, links)
         for exchange in exchanges
     )
 
@@ -160,28 +162,35 @@ def choose(
     return best
 
 
-def inside_bytes(exchange: Exchange, links: Links) -> float:
-    """Bytes for which an exchange takes up the slowest link inside a node.
+def num_messages_inside(exchange: Exchange, links: Links) -> int:
+    """Messages of an exchange that take their turns inside a node.
 
     Args:
         exchange: `Exchange`.
         links: `Links`.
 
     Returns:
-        Float, for each byte of the tensor.
+        Int: all of them where they share the node's cores and memory; 1 where each
+        has a link of its own; 0 where none stays inside.
     """
-    num_messages = exchange.num_inside if links.is_inside_shared else 1
-    return num_messages * exchange.share
+    return (
+        exchange.num_inside if links.is_inside_shared else min(1, exchange.num_inside)
+    )
 
 
 def _seconds(
     exchange: Exchange, inner_bytes: float, outer_bytes: float, links: Links
-) -> tuple[float, float]:
-    """Seconds of the slowest message inside a node, and of the shared link."""
+) -> float:
+    """Seconds of one exchange.
+
+    Messages across nodes wait for the network together, once. Those inside, where
+    they share cores, are work for these, and wait for each other.
+    """
     inside = across = 0.0
     if exchange.num_inside:
-        inside = links.inside.seconds(inner_bytes * inside_bytes(exchange, links))
+        num_messages = num_messages_inside(exchange, links)
+        inside = num_messages * links.inside.seconds(inner_bytes * exchange.share)
     if exchange.num_streams:
         shared_bytes = outer_bytes * exchange.share * exchange.num_streams
         across = links.across.seconds(shared_bytes)
-    return inside, across
+    return inside + across if links.is_inside_shared else max(inside, across)

@@ -24,6 +24,8 @@ from tfdp.traffic import FLAT, Algorithm
 LONG_RUN_STEPS = 500
 _SIZES_BYTES = (2**12, 2**18, 2**22)
 _IN_A_ROW, _REPEATS = 2, 3
+# The version of the cost model that constants are fitted to.
+_MODEL = 2
 
 
 def learn_links(
@@ -149,5 +151,5 @@ def _traced(
 
 
 def _key(router: Router, group: ProcessGroup, hosts: str) -> str:
-    facts = (router.topology.nodes, group.backend, hosts, tf.__version__)
+    facts = (_MODEL, router.topology.nodes, group.backend, hosts, tf.__version__)
     return json.dumps(facts)

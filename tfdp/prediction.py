@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-
-from tfdp.buckets import Bucket
-from tfdp.cluster import Topology
-from tfdp.cost_model import Algorithm, choose
-from tfdp.links import Links
 
 # A backward pass takes about twice as long as the forward pass before it.
 BACKWARD_SHARE = 2 / 3
 
-# Bytes of an element on the wire. Narrower elements travel as they are.
-_WIRE_ITEMSIZE = 2
-
 
 @dataclasses.dataclass(frozen=True)
 class BucketPrediction:
-    """How one bucket is reduced.
+    """How long one bucket takes.
 
     Args:
         num_bytes: Int, size of its gradients.
-        algorithm: `Algorithm`.
-        seconds: Float, how long that takes.
+        seconds: Float, how long it takes to reduce them.
     """
 
     num_bytes: int
-    algorithm: Algorithm
     seconds: float
 
 
@@ -44,7 +33,7 @@ class StepPrediction:
 
     Example: the second of two buckets is ready when the backward pass ends.
 
-    >>> bucket = BucketPrediction(1000, Algorithm("ring"), seconds=0.01)
+    >>> bucket = BucketPrediction(1000, seconds=0.01)
     >>> step = StepPrediction((bucket, bucket), compute_seconds=0.09)
     >>> round(step.exposed_seconds, 6), round(step.efficiency, 6)
     (0.01, 0.9)
@@ -86,56 +75,3 @@ class StepPrediction:
         if not self.step_seconds:
             return 1.0
         return self.compute_seconds / self.step_seconds
-
-
-def predict_buckets(
-    buckets: Iterable[Bucket],
-    topology: Topology,
-    links: Links,
-    *,
-    algorithm: Algorithm | None = None,
-    compress_inner: bool = False,
-    compress_outer: bool = False,
-) -> tuple[BucketPrediction, ...]:
-    """Predicts how each bucket is reduced, and how long that takes.
-
-    Args:
-        buckets: Iterable of `tfdp.buckets.Bucket`.
-        topology: `Topology`.
-        links: `Links`.
-        algorithm: `Algorithm`, or `None` for the fastest one for each bucket.
-            Defaults to `None`.
-        compress_inner: Bool, whether 16 bits of an element travel inside nodes.
-            Defaults to `False`.
-        compress_outer: Bool, the same across nodes. Defaults to `False`.
-
-    Returns:
-        Tuple of `BucketPrediction`.
-
-    Raises:
-        ValueError: If a hierarchical algorithm meets nodes of unequal size.
-
-    Example:
-
-    >>> from tfdp.buckets import Entry
-    >>> from tfdp.links import DEFAULT_LINKS
-    >>> bucket = Bucket((0,), (Entry("w", (1000,), "float32", 4),), "float32")
-    >>> node = Topology((tuple(range(8)),))
-    >>> (found,) = predict_buckets([bucket], node, DEFAULT_LINKS["ring"])
-    >>> print(found.algorithm, found.num_bytes)
-    tree 4000
-    """
-    candidates = None if algorithm is None else (algorithm,)
-    found = []
-    for bucket in buckets:
-        wire = min(1.0, _WIRE_ITEMSIZE / bucket.entries[0].itemsize)
-        chosen, seconds = choose(
-            bucket.num_bytes,
-            topology,
-            links,
-            candidates,
-            inner_wire=wire if compress_inner else 1.0,
-            outer_wire=wire if compress_outer else 1.0,
-        )
-        found.append(BucketPrediction(bucket.num_bytes, chosen, seconds))
-    return tuple(found)

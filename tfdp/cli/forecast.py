@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
@@ -15,6 +15,9 @@ from tfdp.buckets import Bucket
 from tfdp.cluster import Topology
 from tfdp.links import Link, Links
 from tfdp.prediction import BucketPrediction, StepPrediction
+
+if TYPE_CHECKING:  # it imports TensorFlow
+    from tfdp.routes import Route
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +33,9 @@ class Forecast:
         backend: String, whose defaults stand for what was not given.
         is_given: Bool, whether alpha and beta were.
         compression: String, as on the command line.
-        predicted: Tuple of `BucketPrediction`.
+        routes: Tuple of `tfdp.routes.Route`, one for each bucket.
         ring: The same if all buckets were reduced by the flat ring.
+        warned: Tuple of strings, options that have no effect on this cluster.
         compute_seconds: Float or `None`, a step on one replica.
         overlap: Float, see `StepPrediction`.
     """
@@ -44,8 +48,9 @@ class Forecast:
     backend: str
     is_given: bool
     compression: str
-    predicted: tuple[BucketPrediction, ...]
-    ring: tuple[BucketPrediction, ...]
+    routes: tuple[Route, ...]
+    ring: tuple[Route, ...]
+    warned: tuple[str, ...]
     compute_seconds: float | None
     overlap: float
 
@@ -57,19 +62,23 @@ class Forecast:
     @property
     def communication_seconds(self) -> float:
         """Seconds of all collectives of a step."""
-        return sum(bucket.seconds for bucket in self.predicted)
+        return sum(route.seconds for route in self.routes)
 
     @property
     def ring_seconds(self) -> float:
         """The same by the flat ring alone."""
-        return sum(bucket.seconds for bucket in self.ring)
+        return sum(route.seconds for route in self.ring)
 
     @property
     def step(self) -> StepPrediction | None:
         """The whole step, where the time of its compute is known."""
         if self.compute_seconds is None:
             return None
-        return StepPrediction(self.predicted, self.compute_seconds, self.overlap)
+        predicted = tuple(
+            BucketPrediction(bucket.num_bytes, route.seconds)
+            for bucket, route in zip(self.buckets, self.routes, strict=True)
+        )
+        return StepPrediction(predicted, self.compute_seconds, self.overlap)
 
 
 def show(forecast: Forecast, *, as_json: bool) -> None:
@@ -108,14 +117,14 @@ def _table(forecast: Forecast) -> Table:
         table.add_column(
             name, justify="left" if is_text else "right", no_wrap=not is_text
         )
-    rows = zip(forecast.buckets, forecast.predicted, forecast.ring, strict=True)
-    for order, (bucket, predicted, ring) in enumerate(rows):
+    rows = zip(forecast.buckets, forecast.routes, forecast.ring, strict=True)
+    for order, (bucket, route, ring) in enumerate(rows):
         table.add_row(
             str(order),
             str(len(bucket.entries)),
             f"{bucket.num_bytes / 2**20:.2f}",
-            str(predicted.algorithm),
-            f"{1e3 * predicted.seconds:.3f}",
+            str(route),
+            f"{1e3 * route.seconds:.3f}",
             f"{1e3 * ring.seconds:.3f}",
         )
     return table
@@ -145,13 +154,20 @@ def _assumptions(forecast: Forecast) -> Iterator[str]:
         "All nodes are alike, no replica is late, nothing else uses the network, and "
         "the switches carry all links at full speed."
     )
+    lasting = "lasts as long as its slowest message"
+    if forecast.links.is_inside_shared:
+        lasting = (
+            "takes its messages inside a node one after the other, as they share its "
+            "cores, and then those across"
+        )
     yield (
-        "Each exchange of an algorithm lasts as long as its slowest message; ranks "
-        "are dense on nodes; adding up, copying and casting cost nothing."
+        f"Each exchange of an algorithm {lasting}; ranks are dense on nodes; adding "
+        "up, copying and casting cost nothing."
     )
     yield "Buckets are those of tfdp, and are reduced one after the other."
-    is_flat = topology.num_nodes == 1 or topology.replicas_per_node == 1
-    if is_flat and any(b.algorithm.name == "hierarchical" for b in forecast.predicted):
+    yield from forecast.warned
+    is_flat = topology.replicas_per_node == 1
+    if is_flat and any(r.algorithm.name == "hierarchical" for r in forecast.routes):
         yield "There is one level only: hierarchical works as a flat algorithm."
     if forecast.step is not None:
         yield (
@@ -167,7 +183,8 @@ def _assumptions(forecast: Forecast) -> Iterator[str]:
     if forecast.compression != "none":
         yield (
             f"Compression is {forecast.compression}: 16 bits an element on the wire; "
-            "a flat algorithm compresses all or nothing."
+            "a flat algorithm compresses all or nothing, and a bucket that would gain "
+            "less than a tenth of its time travels as it is."
         )
     if forecast.sparse:
         names = ", ".join(forecast.sparse)
@@ -201,7 +218,7 @@ def _describe(link: Link) -> str:
 
 def _to_dict(forecast: Forecast) -> dict[str, Any]:
     step = forecast.step
-    rows = zip(forecast.buckets, forecast.predicted, forecast.ring, strict=True)
+    rows = zip(forecast.buckets, forecast.routes, forecast.ring, strict=True)
     return {
         "model": forecast.model,
         "num_nodes": forecast.topology.num_nodes,
@@ -215,11 +232,13 @@ def _to_dict(forecast: Forecast) -> dict[str, Any]:
                 "num_bytes": bucket.num_bytes,
                 "dtype": bucket.dtype,
                 "variables": [entry.name for entry in bucket.entries],
-                "algorithm": str(predicted.algorithm),
-                "seconds": predicted.seconds,
+                "algorithm": str(route.algorithm),
+                "inner_wire": route.inner_wire or bucket.dtype,
+                "outer_wire": route.outer_wire or bucket.dtype,
+                "seconds": route.seconds,
                 "ring_seconds": ring.seconds,
             }
-            for bucket, predicted, ring in rows
+            for bucket, route, ring in rows
         ],
         "sparse": list(forecast.sparse),
         "communication_seconds": forecast.communication_seconds,

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import warnings
 import zipfile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,7 +19,10 @@ from tfdp.cluster import Topology
 from tfdp.cost_model import Algorithm
 from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.options import CommunicationOptions
-from tfdp.prediction import BACKWARD_SHARE, predict_buckets
+from tfdp.prediction import BACKWARD_SHARE
+
+if TYPE_CHECKING:  # it imports TensorFlow
+    from tfdp.routes import Route
 
 _COMPRESSIONS = ("none", "bf16", "fp16", "outer:bf16", "outer:fp16")
 _MOST_REPLICAS = 2**20
@@ -124,12 +128,15 @@ def plan(
         raise click.UsageError("--overlap is a share of the time that --step-ms gives.")
     topology = _topology(nodes, replicas_per_node)
     links = _links(alpha, beta, DEFAULT_LINKS[backend])
-    buckets, sparse = _plan_of(model, CommunicationOptions(bucket_mb=bucket_mb))
-    kind = compression.removeprefix("outer:")
-    compress = {
-        "compress_inner": compression in ("bf16", "fp16"),
-        "compress_outer": kind != "none",
-    }
+    options = CommunicationOptions(
+        bucket_mb=bucket_mb,
+        algorithm=algorithm_option(algorithm),
+        compression=compression_option(compression),
+        links=links,
+    )
+    buckets, sparse = _plan_of(model, options)
+    routes, warned = routes_of(buckets, options, topology, backend)
+    by_ring = dataclasses.replace(options, algorithm="ring")
     forecast = Forecast(
         model=model,
         buckets=buckets.buckets,
@@ -139,12 +146,9 @@ def plan(
         backend=backend,
         is_given=bool(alpha and beta),
         compression=compression,
-        predicted=predict_buckets(
-            buckets, topology, links, algorithm=algorithm, **compress
-        ),
-        ring=predict_buckets(
-            buckets, topology, links, algorithm=Algorithm("ring"), **compress
-        ),
+        routes=routes,
+        ring=routes_of(buckets, by_ring, topology, backend)[0],
+        warned=warned,
         compute_seconds=None if step_ms is None else step_ms / 1e3,
         overlap=BACKWARD_SHARE if overlap is None else overlap,
     )
@@ -178,6 +182,39 @@ def _links(
         except ValueError as error:  # so small that one over it is infinite
             raise click.UsageError(str(error)) from error
     return dataclasses.replace(default, inside=levels[0], across=levels[1])
+
+
+def algorithm_option(algorithm: Algorithm | None) -> str | dict[str, str]:
+    """What `CommunicationOptions` calls an algorithm, or `None` for `auto`."""
+    if algorithm is None:
+        return "auto"
+    if algorithm.name != "hierarchical":
+        return algorithm.name
+    return {"inner": algorithm.inner, "outer": algorithm.outer}
+
+
+def compression_option(compression: str) -> str | dict[str, str] | None:
+    """What `CommunicationOptions` calls what the command line does."""
+    level, _, name = compression.rpartition(":")
+    if level:
+        return {level: name}
+    return None if name == "none" else name
+
+
+def routes_of(
+    buckets: BucketPlan,
+    options: CommunicationOptions,
+    topology: Topology,
+    backend: str,
+) -> tuple[tuple[Route, ...], tuple[str, ...]]:
+    """What training would take for each bucket, and what it would warn of."""
+    from tfdp.routes import Router
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        router = Router(options, topology, backend)
+    routes = tuple(router.route(b.num_bytes, b.dtype) for b in buckets)
+    return routes, tuple(str(warning.message) for warning in caught)
 
 
 def _plan_of(path: str, options: CommunicationOptions) -> tuple[BucketPlan, list[str]]:

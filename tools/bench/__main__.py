@@ -40,6 +40,7 @@ BENCHMARKS = {
     "wrapping": wrapping.run,
     "hosts": hosts.run,
     "hosts-step": hosts_step.run,
+    "hosts-plan": algorithms.run_on_hosts,
 }
 
 
@@ -75,7 +76,7 @@ def main() -> None:
 
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("two hosts", "for `hosts` and `hosts-step`")
+    group = parser.add_argument_group("two hosts", "for `hosts...`")
     group.add_argument(
         "--rates", nargs="+", default=RATES, type=_rate, help="default 200mbit 1gbit"
     )

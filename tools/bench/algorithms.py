@@ -1,4 +1,7 @@
-"""Every all-reduce algorithm on loopback, what `auto` takes, and what was predicted."""
+"""Every all-reduce algorithm on loopback, what `auto` takes, and what was predicted.
+
+And between two hosts, only what was predicted: `hosts-plan`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ from tfdp.cluster import Topology
 from tfdp.cost_model import choose, predict_seconds
 from tfdp.links import Links
 from tfdp.traffic import FLAT, Algorithm
+from tools.bench.hosts_arms import RATE_OF_START
+from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
+from tools.bench.hosts_sides import HostsSide
 from tools.bench.report import Figure, Report
 from tools.bench.sides import Side, alternate, started
 from tools.bench.stats import paired_ratio
@@ -17,6 +23,13 @@ NUM_WORKERS = 4
 # The links are fitted to 4 KB, 256 KB and 4 MB; the other sizes are held out.
 SIZES = [2**12, 2**14, 2**16, 2**18, 2**20, 2**23, 2**26]
 FITTED = (2**12, 2**18)
+GOAL_OF_ERROR = 0.2
+_WORKER = "tools.bench.algorithms_worker"
+
+WORKERS_PER_HOST = 2
+# Those that move the fewest bytes; a tree of large tensors is never taken.
+ACROSS = ("ring", "halving_doubling", "hierarchical")
+SIZES_ACROSS = [2**14, 2**16, 2**20, 2**24, 2**26]  # all held out
 
 
 def run(args: argparse.Namespace) -> None:
@@ -30,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
         },
     )
     setup = {"strategy": "tfdp", "algorithms": FLAT, "sizes": SIZES}
-    side = Side("tfdp", "tools.bench.algorithms_worker", setup, num_workers=NUM_WORKERS)
+    side = Side("tfdp", _WORKER, setup, num_workers=NUM_WORKERS)
     with started(side):
         measured = side.run("links", 1)[0]
         times: dict[str, list[float]] = {}
@@ -43,22 +56,63 @@ def run(args: argparse.Namespace) -> None:
     report.add(Figure("seconds to measure the links", round(measured["seconds"], 2)))
     print(f"links: {links}")
     topology = Topology((tuple(range(NUM_WORKERS)),))
-    errors = []
     for size in SIZES:
         _add_choice(report, times, size, topology, links)
-        for name in FLAT:
-            found = statistics.median(times[f"tfdp/{name}/{size}"])
-            predicted = predict_seconds(Algorithm(name), size, topology, links)
-            note = " (fitted)" if size in FITTED else ""
-            print(
-                f"  {_size(size)} by {name}: {1e3 * found:.3g} ms, predicted "
-                f"{1e3 * predicted:.3g}{note}"
-            )
-            if not note:
-                errors.append(abs(predicted / found - 1))
-    name = f"median error of {len(errors)} predictions"
-    report.add(Figure(name, round(statistics.median(errors), 3), at_most=0.2))
+    _add_error(report, "", times, topology, links)
     report.finish()
+
+
+def run_on_hosts(args: argparse.Namespace) -> None:
+    """Fits the links as training does, on every rate, and measures other sizes."""
+    report = Report(
+        args,
+        {
+            "benchmark": f"all-reduce between {NUM_HOSTS} hosts x {WORKERS_PER_HOST} "
+            "workers of 1 thread, network namespaces joined by a veth pair with tbf",
+            "algorithms": ", ".join(ACROSS),
+            "sizes": ", ".join(map(_size, SIZES_ACROSS)),
+            "rates": ", ".join(args.rates),
+        },
+    )
+    setup = {"strategy": "tfdp", "algorithms": ACROSS, "sizes": SIZES_ACROSS}
+    ranks = range(0, NUM_HOSTS * WORKERS_PER_HOST, WORKERS_PER_HOST)
+    topology = Topology(tuple(tuple(range(r, r + WORKERS_PER_HOST)) for r in ranks))
+    with TwoHosts(RATE_OF_START) as bed:
+        side = HostsSide(bed, "tfdp", _WORKER, setup, WORKERS_PER_HOST)
+        with started(side):
+            for rate in args.rates:
+                bed.set_rate(rate)
+                links = Links.from_dict(side.run("links", 1)[0]["links"])
+                times: dict[str, list[float]] = {}
+                for size in SIZES_ACROSS:
+                    arms = [(side, f"{name}/{size}") for name in ACROSS]
+                    steps = max(1, min(10, 2**20 // size))
+                    times |= alternate(arms, blocks=args.blocks, steps=steps, warm_up=1)
+                print(f"\n{rate}: {links}")
+                report.add_times({f"{rate}: {k}": v for k, v in times.items()})
+                _add_error(report, f"{rate}: ", times, topology, links)
+    report.finish()
+
+
+def _add_error(
+    report: Report, title: str, times: dict, topology: Topology, links: Links
+) -> None:
+    """Prints all predictions, and adds the median error of those held out."""
+    errors = []
+    for arm, seconds in times.items():
+        _, name, size = arm.split("/")
+        found = statistics.median(seconds)
+        predicted = predict_seconds(Algorithm(name), int(size), topology, links)
+        note = " (fitted)" if int(size) in FITTED else ""
+        print(
+            f"  {_size(int(size))} by {name}: {1e3 * found:.3g} ms, predicted "
+            f"{1e3 * predicted:.3g}{note}"
+        )
+        if not note:
+            errors.append(abs(predicted / found - 1))
+    name = f"{title}median error of {len(errors)} predictions"
+    median = round(statistics.median(errors), 3)
+    report.add(Figure(name, median, at_most=GOAL_OF_ERROR))
 
 
 def _add_choice(
