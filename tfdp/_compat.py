@@ -7,11 +7,14 @@ Each name says why it is needed. Checked on TensorFlow 2.21.0 with Keras
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src import tree as keras_tree
 from keras.src.backend.tensorflow import image as keras_image
@@ -77,9 +80,9 @@ KERAS_RANDOM_MODULES = (keras_random, keras_image)
 SAVING_FUNCTIONS = (
     (saving_lib, "save_model"),
     (saving_lib, "save_weights_only"),
-    (saving_lib, "load_weights_only"),
     (legacy_h5_format, "save_model_to_hdf5"),
 )
+LOADING_FUNCTIONS = ((saving_lib, "load_weights_only"),)
 
 
 def replace(owner: Any, name: str, wrapper: Callable) -> None:
@@ -577,6 +580,11 @@ def update_moving_average(optimizer: Any) -> None:
     optimizer._update_model_variables_moving_average(optimizer._trainable_variables)
 
 
+def move_averages(optimizer: Any, variables: list) -> None:
+    """The same for variables that stand for those that it was built for."""
+    optimizer._update_model_variables_moving_average(variables)
+
+
 def overwrite_with_moving_average(optimizer: Any) -> None:
     """Gives the variables the values of an optimizer's averages."""
     optimizer._overwrite_model_variables_with_average_value(
@@ -687,9 +695,19 @@ def outside_strategies() -> Iterator[None]:
     default = distribute_lib._get_default_replica_mode()
     distribute_lib._push_per_thread_mode(default)
     try:
-        yield
+        # The creators of the strategy's scope stay in force; this one goes first.
+        with tf.variable_creator_scope(_create_plain_variable):
+            yield
     finally:
         distribute_lib._pop_per_thread_mode()
+
+
+def _create_plain_variable(next_creator: Callable, **kwargs: Any) -> Any:
+    del next_creator
+    accepted = ("initial_value", "trainable", "dtype", "name", "shape", "aggregation")
+    return resource_variable_ops.ResourceVariable(
+        **{name: kwargs.get(name) for name in accepted if name in kwargs}
+    )
 
 
 def loss_scale_optimizer(
@@ -747,6 +765,177 @@ def replaced_optimizer(model: Any, optimizer: Any) -> Iterator[None]:
         config["optimizer"] = compiled_with
 
 
+def rate_variable(optimizer: Any) -> Any:
+    """An optimizer's learning rate, where that is a variable."""
+    return optimizer._learning_rate
+
+
 def has_rate_variable(optimizer: Any) -> bool:
     """Whether an optimizer's learning rate is a variable, and no schedule."""
     return isinstance(optimizer._learning_rate, keras.Variable)
+
+
+# Optimizers whose state is spread over replicas, see `shard_state`.
+
+
+def plain_clone(optimizer: Any) -> Any:
+    """An optimizer like another, not built and of no strategy."""
+    config = optimizer.get_config()
+    with outside_strategies():
+        return type(optimizer).from_config(config)
+
+
+def with_local_value(variable: Any, replica: int) -> Any:
+    """A Keras variable that shows only the part of one local replica."""
+    value = variable.value if hasattr(variable, "path") else variable
+    if isinstance(value, values.DistributedVariable):
+        value = value.values[replica]
+    if not isinstance(variable, keras.Variable):
+        return value
+    copy = object.__new__(type(variable))
+    vars(copy).update(vars(variable))
+    vars(copy)["_value"] = value
+    return copy
+
+
+def local_value(variable: Any, replica: int) -> Any:
+    """The `tf.Variable` of one local replica, outside a step."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    if isinstance(value, values.DistributedVariable):
+        return value.values[replica]
+    return value
+
+
+def array_of(variable: Any) -> Any:
+    """The value of a variable; on CPUs the array is the variable's own memory."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    if isinstance(value, values.DistributedVariable):
+        value = value._primary
+    if not hasattr(value, "read_value"):
+        return value.numpy()
+    return np.asarray(value.read_value())
+
+
+def adopt(clone: Any, optimizer: Any) -> None:
+    """Lets a clone count, decay and look up variables as the original does."""
+    names = [
+        name for name in vars(optimizer) if name.startswith("_exclude_from_weight")
+    ]
+    for name in ("_iterations", "_learning_rate", "_distribution_strategy", *names):
+        vars(clone)[name] = vars(optimizer)[name]
+
+
+def settings_of(optimizer: Any) -> dict[str, Any]:
+    """The plain numbers, texts and switches among an optimizer's attributes."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, (bool, int, float, str, type(None))) and name != "built"
+    }
+
+
+def state_variables(optimizer: Any) -> list:
+    """A built optimizer's variables but for its counter and learning rate."""
+    own = (optimizer._iterations, optimizer._learning_rate)
+    return [v for v in optimizer._variables if not any(v is item for item in own)]
+
+
+def single_variables(optimizer: Any) -> dict[str, Any]:
+    """An optimizer's variables that belong to none of the trained ones, by name."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, keras.Variable)
+        and name not in ("_iterations", "_learning_rate")
+    }
+
+
+def built_without_memory(optimizer: Any, variables: list) -> Any:
+    """A clone that shows which variables an optimizer makes, and holds no values.
+
+    Variables in a graph of their own have shapes and names, but no memory.
+    """
+    config = optimizer.get_config()
+    with tf.Graph().as_default(), outside_strategies():
+        clone = type(optimizer).from_config(config)
+        shells = []
+        for variable in variables:
+            shell = keras.Variable(
+                "zeros",
+                shape=tuple(variable.shape),
+                dtype=variable.dtype,
+                name=getattr(variable, "name", "variable").replace("/", "_"),
+            )
+            vars(shell)["_path"] = getattr(variable, "path", variable.name)
+            shells.append(shell)
+        clone.build(shells)
+    return clone
+
+
+def drop_state(optimizer: Any) -> None:
+    """Frees a built optimizer's variables but for its counter and learning rate."""
+    dropped = {id(variable) for variable in state_variables(optimizer)}
+    for variable in state_variables(optimizer):
+        optimizer._untrack_variable(variable)
+    for name, value in list(vars(optimizer).items()):
+        if id(value) in dropped:
+            vars(optimizer)[name] = None
+        elif name != "_variables" and _holds(value, dropped):
+            vars(optimizer)[name] = {} if isinstance(value, dict) else []
+
+
+def _holds(value: Any, dropped: set[int]) -> bool:
+    items = value.values() if isinstance(value, dict) else value
+    is_container = isinstance(value, (list, tuple, dict))
+    return is_container and any(id(item) in dropped for item in items)
+
+
+def build_without_state(optimizer: Any, variables: list) -> None:
+    """Tells an optimizer, and those inside a `MultiOptimizer`, what they train."""
+    if not hasattr(optimizer, "_inner_optimizers"):
+        set_trained(optimizer, variables)
+        return
+    shells: dict[int, list] = {}
+    chosen = {}
+    for variable in variables:
+        part = optimizer._optimizer_map(variable)
+        if not any(part is item for item in optimizer._inner_optimizers):
+            part.loss_scale_factor = optimizer.loss_scale_factor
+            optimizer._inner_optimizers.append(part)
+        index = optimizer._inner_optimizers.index(part)
+        chosen[optimizer._var_key(variable)] = index
+        shells.setdefault(index, []).append(variable)
+    vars(optimizer)["_var_to_optimizer_idx"] = chosen
+    for index, part in enumerate(optimizer._inner_optimizers):
+        if index in shells:
+            set_trained(part, shells[index])
+    set_trained(optimizer, variables)
+
+
+def with_state(optimizer: Any, state: list, num_averages: int) -> Any:
+    """A stand-in whose variables are the optimizer's own and then these."""
+    averages = state[:num_averages]
+    return stand_in(
+        optimizer,
+        _variables=[*optimizer._variables, *state],
+        _model_variables_moving_average=averages,
+    )
+
+
+def backup_that_writes_nothing(callback: Any) -> Any:
+    """A `BackupAndRestore` that saves and loads the same weights, but no other file.
+
+    What it notes beside the weights goes to a directory of its own.
+    """
+    folder = tempfile.TemporaryDirectory()
+    twin = object.__new__(type(callback))
+    vars(twin).update(vars(callback))
+    path = os.path.join(folder.name, "training_metadata.json")
+    vars(twin).update(
+        _training_metadata_path=path,
+        _prev_training_metadata_path=f"{path}.bkp",
+        double_checkpoint=False,
+        delete_checkpoint=False,
+        _tfdp_folder=folder,  # lives as long as the callback
+    )
+    return twin

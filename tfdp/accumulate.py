@@ -44,6 +44,11 @@ class Accumulation:
             for variable in variables
         ]
 
+    @property
+    def variables(self) -> list:
+        """Its Keras variables."""
+        return [self.steps, self.count, *self.sums]
+
     def completes(self) -> tf.Tensor:
         """Scalar bool tensor, whether the next micro-batch is the last of an update.
 

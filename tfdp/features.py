@@ -31,6 +31,7 @@ class Features:
         self._make_variable = make_variable
         self._forget = forget
         self._trained: list[Any] | None = None
+        self._accumulated: list[Any] = []
         self.steps = steps
         self.plan: int | Mapping[int, int] | None = None
         self.scaling = scaling
@@ -45,13 +46,27 @@ class Features:
         """What a traced step contains: with others it has to be traced again."""
         return self.accumulation, self.scale, self.warmup, self.noise
 
-    def build(self, variables: Sequence[Any]) -> None:
+    def build(
+        self, variables: Sequence[Any], accumulated: Sequence[Any] | None = None
+    ) -> None:
         """Makes the variables of what is switched on.
 
         Args:
             variables: Sequence of the trained variables.
+            accumulated: Sequence of what is accumulated, with a path, a shape and
+                a dtype each, or `None` for the gradients of the variables.
+                Defaults to `None`.
         """
         self._trained = list(variables)
+        self._accumulated = list(variables if accumulated is None else accumulated)
+        self._complete()
+
+    def accumulate(self, accumulated: Sequence[Any]) -> None:
+        """Accumulates other things from now on; what was accumulated is dropped."""
+        self._accumulated = list(accumulated)
+        if self.accumulation is not None:
+            self._forget(self.accumulation.variables)
+            self.accumulation = None
         self._complete()
 
     def set_steps(self, steps: int) -> None:
@@ -101,7 +116,7 @@ class Features:
             return
         if self.steps > 1 and self.accumulation is None:
             self.accumulation = Accumulation(
-                self._make_variable, self._trained, self.steps
+                self._make_variable, self._accumulated, self.steps
             )
         if self.scaling is not None and self.scale is None:
             self.scale = LossScale(

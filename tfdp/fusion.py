@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -10,6 +11,7 @@ from tfdp import _compat
 from tfdp.buckets import BucketPlan, Entry, effective_bucket_bytes, plan_buckets
 from tfdp.collectives import ProcessGroup, all_reduce, padded_length
 from tfdp.options import CommunicationOptions
+from tfdp.traits import path_of
 
 
 def make_plan(
@@ -42,6 +44,12 @@ def make_plan(
         bucket_bytes=effective_bucket_bytes(total_bytes, options.bucket_bytes),
         first_bucket_bytes=options.first_bucket_bytes,
     )
+
+
+def entry_of(variable: Any) -> Entry:
+    """A Keras variable, or a `tf.Variable`, as planners see it."""
+    dtype = tf.as_dtype(variable.dtype)
+    return Entry(path_of(variable), tuple(variable.shape), dtype.name, dtype.size)
 
 
 def ready_order(tensors: Sequence[tf.Tensor]) -> list[int]:

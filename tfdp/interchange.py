@@ -18,17 +18,21 @@ import numpy as np
 
 from tfdp import _compat
 from tfdp.accumulate import Accumulation
-from tfdp.features import Features
 from tfdp.loss_scale import LossScale, LossScaling
 from tfdp.ownership import is_ours
+from tfdp.sharding import Sharding
+from tfdp.state_tensors import StateTensor
 from tfdp.traits import innermost, is_multi
+from tfdp.whole_state import WholeState, collect
 
 
 @functools.cache
 def install() -> None:
     """Replaces Keras's functions, once for a process."""
     for owner, name in _compat.SAVING_FUNCTIONS:
-        _compat.replace(owner, name, _with_plain_optimizer)
+        _compat.replace(owner, name, _save_with_plain_optimizer)
+    for owner, name in _compat.LOADING_FUNCTIONS:
+        _compat.replace(owner, name, _load_with_plain_optimizer)
     _compat.replace(_compat.BaseTrainer, "compile", _unwrap_after_compile)
     base = _compat.BaseOptimizer
     _compat.replace(base, "save_own_variables", _save_own_variables)
@@ -58,20 +62,22 @@ class Entry:
         return np.asarray(self.numpy(), dtype)
 
 
-def plain_view(optimizer: Any, features: Features, num_replicas: int) -> Any:
+def plain_view(distributed: Any, whole: WholeState) -> Any:
     """An optimizer as a file should hold it, sharing the state of another.
 
     Args:
-        optimizer: The user's Keras optimizer, built or not.
-        features: `Features` of the `DistributedOptimizer` around it.
-        num_replicas: Int.
+        distributed: `DistributedOptimizer`, built or not.
+        whole: `WholeState`, what is known of sharded state.
 
     Returns:
-        A Keras optimizer of the same class, or a `LossScaleOptimizer` around it.
+        A Keras optimizer of the class of the wrapped one, or a
+        `LossScaleOptimizer` around it.
     """
-    view = optimizer
+    view, features = distributed.inner_optimizer, distributed.features
+    if distributed.is_sharded:
+        view = _with_whole_state(view, distributed.shards, whole)
     if features.steps > 1:
-        view = _accumulating(optimizer, features, num_replicas)
+        view = _accumulating(view, features.steps, sums_of(distributed, whole))
     scaling, scale = features.scaling, features.scale
     if scaling is None:
         return view
@@ -85,13 +91,75 @@ def plain_view(optimizer: Any, features: Features, num_replicas: int) -> Any:
     )
 
 
+def sharded_tensors(distributed: Any) -> list[StateTensor]:
+    """What the replicas share: slots, and slices that are accumulated.
+
+    Args:
+        distributed: `DistributedOptimizer`.
+
+    Returns:
+        List of `StateTensor`, empty where every replica has everything.
+    """
+    shards, accumulation = distributed.shards, distributed.features.accumulation
+    if shards is None:
+        return []
+    tensors = shards.tensors()
+    if distributed.accumulates_sums and accumulation is not None:
+        tensors += shards.accumulated(accumulation.sums).values()
+    return tensors
+
+
+def _collect(distributed: Any) -> tuple[WholeState, bool]:
+    """Brings sharded state to the first worker, and says whether this is the one."""
+    extended = _compat.strategy_of_optimizer(distributed).extended
+    is_first = extended.agreement.rank == 0
+    extended.agreement.exchange("saving a sharded optimizer")
+    tensors = sharded_tensors(distributed)
+    return collect(tensors, extended.host_group, keeps=is_first), is_first
+
+
+def _with_whole_state(optimizer: Any, shards: Sharding, whole: WholeState) -> Any:
+    """An optimizer whose state is sharded, as if its slots were whole.
+
+    Args:
+        optimizer: The user's Keras optimizer.
+        shards: `Sharding`, where its state lies.
+        whole: `WholeState`, what is known of it.
+
+    Returns:
+        A Keras optimizer of the same class.
+    """
+    views = {}
+    for part in innermost(optimizer):
+        sharded = shards.parts.get(id(part))
+        views[id(part)] = part
+        if sharded is not None:
+            entries = [_entry(tensor, whole) for tensor in shards.state(sharded)]
+            num_averages = len(sharded.variables) if part.use_ema else 0
+            views[id(part)] = _compat.with_state(part, entries, num_averages)
+    if not is_multi(optimizer):
+        return views[id(optimizer)]
+    return _compat.multi_with_parts(optimizer, views, None)
+
+
+def _entry(tensor: StateTensor, whole: WholeState) -> Entry:
+    def write(value: Any) -> None:
+        flat = np.asarray(value).ravel()
+        for piece in tensor.held:
+            piece.write(flat[piece.start : piece.stop])
+
+    return Entry(tensor.name, tensor.shape, lambda: whole.read(tensor), write)
+
+
 @dataclasses.dataclass(frozen=True)
-class _Sums:
+class Sums:
     """What has been accumulated, as one device would hold it."""
 
     accumulation: Accumulation
     scale: LossScale | None
     num_replicas: int
+    # Each with what is known of it, where slices are accumulated.
+    slices: list[tuple[StateTensor, WholeState]] | None = None
 
     @property
     def steps(self) -> int:
@@ -102,21 +170,34 @@ class _Sums:
 
         Keras accumulates unscaled gradients, tfdp scaled ones.
         """
-        variable = self.accumulation.sums[index]
+        if self.slices is not None:
+            # Slices are those of the sum over replicas, and each has one owner.
+            inner, share = _entry(*self.slices[index]), 1
+        else:
+            inner = self._own_entry(self.accumulation.sums[index])
+            share = self.num_replicas
 
         def factor() -> float:
             return 1.0 if self.scale is None else float(self.scale.value.numpy())
 
         def read() -> np.ndarray:
-            total = _compat.sum_of_local_parts(variable, self.num_replicas)
+            total = inner.numpy()
             total = total / np.asarray(factor(), total.dtype)
             # An overflow would be skipped here; Keras looks at new gradients only.
             return total if np.isfinite(total).all() else np.zeros_like(total)
 
         def write(value: Any) -> None:
-            variable.assign(np.asarray(value) * (factor() / self.num_replicas))
+            inner.assign(np.asarray(value) * (factor() / share))
 
-        return Entry(variable.path, tuple(variable.shape), read, write)
+        return Entry(inner.path, inner.shape, read, write)
+
+    def _own_entry(self, variable: Any) -> Entry:
+        return Entry(
+            variable.path,
+            tuple(variable.shape),
+            lambda: _compat.sum_of_local_parts(variable, self.num_replicas),
+            variable.assign,
+        )
 
     def counter(self, iterations: Any) -> Entry:
         """Keras counts micro-batches where it accumulates; tfdp counts updates."""
@@ -134,19 +215,30 @@ class _Sums:
         return Entry(iterations.path, (), read, write)
 
 
-def _accumulating(optimizer: Any, features: Features, num_replicas: int) -> Any:
-    sums = None
-    if features.accumulation is not None:
-        sums = _Sums(features.accumulation, features.scale, num_replicas)
+def sums_of(distributed: Any, whole: WholeState) -> Sums | None:
+    """What a `DistributedOptimizer` has accumulated, or `None` without variables."""
+    features, shards = distributed.features, distributed.shards
+    accumulation, slices = features.accumulation, None
+    if accumulation is None:
+        return None
+    if distributed.accumulates_sums:
+        tensors = shards.accumulated(accumulation.sums)
+        trained = _compat.trained_by(distributed)
+        slices = [(tensors[id(variable)], whole) for variable in trained]
+    replicas = _num_replicas(distributed)
+    return Sums(accumulation, features.scale, replicas, slices)
+
+
+def _accumulating(optimizer: Any, steps: int, sums: Sums | None) -> Any:
     parts = innermost(optimizer)
-    views = {id(p): _part_view(optimizer, p, features.steps, sums) for p in parts}
+    views = {id(p): _part_view(optimizer, p, steps, sums) for p in parts}
     if not is_multi(optimizer):
         return views[id(optimizer)]
     counter = sums and sums.counter(_compat.own_variables(optimizer)[0])
     return _compat.multi_with_parts(optimizer, views, counter)
 
 
-def _part_view(outer: Any, optimizer: Any, steps: int, sums: _Sums | None) -> Any:
+def _part_view(outer: Any, optimizer: Any, steps: int, sums: Sums | None) -> Any:
     """An optimizer with the variables that it would have if Keras accumulated."""
     if sums is None:
         return _compat.as_accumulating(optimizer, steps, None)
@@ -195,6 +287,17 @@ def inherit(
         iterations.assign(int(iterations.numpy()) // steps)
 
 
+def accumulator_entry(optimizer: Any, variable: Any) -> Entry:
+    """A gradient accumulator of Keras's own, as one device would have it."""
+    replicas = _num_replicas(optimizer)
+    return Entry(
+        variable.path,
+        tuple(variable.shape),
+        lambda: _compat.sum_of_local_parts(variable, replicas),
+        lambda value: variable.assign(np.asarray(value) / replicas),
+    )
+
+
 def _save_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
     """Writes the sums of all replicas where Keras's own accumulators differ."""
     sums = _accumulators_of_replicas(optimizer)
@@ -230,21 +333,45 @@ def _num_replicas(optimizer: Any) -> int:
     return strategy.num_replicas_in_sync if is_ours(strategy) else 1
 
 
-def _with_plain_optimizer(
+def _load_with_plain_optimizer(
     original: Callable, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls a function of Keras that saves or loads with the plain optimizer."""
-    with _plain_optimizer(model):
+    """Calls a function of Keras that loads with the plain optimizer."""
+    with plain_optimizer(model):
+        return original(model, *args, **kwargs)
+
+
+def _save_with_plain_optimizer(
+    original: Callable, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a function of Keras that saves with the plain optimizer.
+
+    Where state is sharded all workers take part, and the first one writes.
+    """
+    optimizer: Any = getattr(model, "optimizer", None)
+    whole = None
+    if getattr(optimizer, "is_sharded", False):
+        whole, is_writer = _collect(optimizer)
+        if not is_writer:
+            return None
+    with plain_optimizer(model, whole):
         return original(model, *args, **kwargs)
 
 
 @contextlib.contextmanager
-def _plain_optimizer(model: Any) -> Iterator[None]:
+def plain_optimizer(model: Any, whole: WholeState | None = None) -> Iterator[None]:
+    """Lets a model show the user's own optimizer, as files hold it.
+
+    Args:
+        model: Keras model.
+        whole: `WholeState`, what was collected of sharded state, or `None`.
+            Defaults to `None`.
+    """
     optimizer: Any = getattr(model, "optimizer", None)
     if not hasattr(optimizer, "as_keras"):
         yield
         return
-    with _compat.replaced_optimizer(model, optimizer.as_keras()):
+    with _compat.replaced_optimizer(model, optimizer.as_keras(whole)):
         yield
 
 

@@ -122,11 +122,14 @@ class LossScale:
         _set(self.value, tf.where(grows, doubled, scale))
         _set(self.good_steps, tf.where(grows, tf.zeros_like(good), good))
 
-    def note_skip(self, gradients: Sequence[Any], positions: Sequence[int]) -> None:
+    def note_skip(
+        self, non_finite: Sequence[tf.Tensor], positions: Sequence[int]
+    ) -> None:
         """Counts a step that was skipped; halves the scale down to the smallest.
 
         Args:
-            gradients: Sequence of reduced gradients.
+            non_finite: Sequence of scalar bool tensors, whether a reduced gradient
+                has infinite or NaN elements.
             positions: Sequence of ints, the position of each one's variable.
         """
         scale = self.read()
@@ -139,9 +142,7 @@ class LossScale:
         _local(self.skipped_steps).assign_add(1)
         skips = _local(self.skips_at_minimum).read_value() + 1
         _set(self.skips_at_minimum, tf.where(is_least, skips, tf.zeros_like(skips)))
-        culprits = [
-            tf.cast(not_finite(gradient), skips.dtype) for gradient in gradients
-        ]
+        culprits = [tf.cast(is_bad, skips.dtype) for is_bad in non_finite]
         size = self.non_finite.shape[0]
         where = [[position] for position in positions]
         _set(self.non_finite, tf.scatter_nd(where, culprits, [size]))

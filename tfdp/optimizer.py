@@ -12,12 +12,17 @@ import tensorflow as tf
 from tfdp import _compat, interchange, step, trainer
 from tfdp import optimizer_arguments as arguments
 from tfdp.features import Features
-from tfdp.layout import WholeVariables
+from tfdp.layout import StateLayout, WholeVariables
 from tfdp.loss_scale import MOST_SKIPS, LossScaling
-from tfdp.ownership import replica_context
+from tfdp.memory import MemoryReport
+from tfdp.ownership import is_ours, replica_context
 from tfdp.reducer import GradientReducer, LocalReducer, ReplicaReducer
+from tfdp.scope import synchronize_new_variables
+from tfdp.sharding import Sharding
+from tfdp.state_memory import memory_report
 from tfdp.traits import Part, innermost, parts_of, path_of, rate_is_in_slots
 from tfdp.warmup import WarmupOptions
+from tfdp.whole_state import WholeState
 
 
 class _OfInner:
@@ -51,7 +56,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             settings are kept.
         accumulation_steps: Int, micro-batches of an update. Defaults to 1.
         loss_scale: `None`, a float, or `"dynamic"`. Defaults to `None`.
-        sharding: `"none"`. Others are not there yet.
+        sharding: String: `"none"`; `"optimizer"`, each replica holds and updates
+            a part of the optimizer's state (ZeRO-1); or `"gradients"`, accumulated
+            gradients are sharded too (ZeRO-2). Defaults to `"none"`.
+        shard_scope: String, who shares one state: `"all"` replicas, or those of a
+            `"node"`. Defaults to `"all"`.
         name: String or `None`.
 
     Raises:
@@ -81,11 +90,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         accumulation_steps: int = 1,
         loss_scale: float | str | LossScaling | None = None,
         sharding: str = "none",
+        shard_scope: str = "all",
         name: str | None = None,
     ) -> None:
         trainer.install()
         arguments.check_optimizer(optimizer)
-        arguments.check_sharding(sharding)
+        arguments.check_sharding(sharding, shard_scope)
         scaling = arguments.checked_loss_scale(loss_scale)
         outer = None
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -99,17 +109,19 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer = optimizer
         self._distribution_strategy = _compat.strategy_of_optimizer(optimizer)
         self.sharding = sharding
+        self.shard_scope = shard_scope
+        self._shards: Sharding | None = None
         self._features = Features(
             self._make_variable,
             self._forget,
             steps,
             scaling or (outer and interchange.scaling_of(outer)),
         )
-        self._layout = WholeVariables()
         self._traces = _Traces()
         if optimizer.built:
             self.build(_compat.trained_by(optimizer))
             self._inherit(outer if scaling is None else None, own_steps)
+            self._shard()
 
     # What is switched on.
 
@@ -135,6 +147,49 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     def has_accumulation_plan(self) -> bool:
         """Whether a callback decides on the number of micro-batches."""
         return self._features.plan is not None
+
+    @property
+    def features(self) -> Features:
+        """`Features`, what is switched on, with its variables."""
+        return self._features
+
+    @property
+    def shards(self) -> Sharding | None:
+        """`Sharding`, where the state lies, or `None` where every replica has all."""
+        return self._shards
+
+    @property
+    def accumulates_sums(self) -> bool:
+        """Whether slices of the sum over replicas are accumulated (ZeRO-2)."""
+        return self._shards is not None and self.sharding == "gradients"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no replica holds the whole state."""
+        return self._shards is not None
+
+    def shard(self, sharding: str, shard_scope: str = "all") -> None:
+        """Shards the state from now on; what is there is kept.
+
+        Args:
+            sharding: String: `"optimizer"` or `"gradients"`.
+            shard_scope: String: `"all"` or `"node"`. Defaults to `"all"`.
+
+        Raises:
+            ValueError: If it is sharded already, in another way.
+        """
+        arguments.check_sharding(sharding, shard_scope)
+        if (sharding, shard_scope) == (self.sharding, self.shard_scope):
+            return
+        if self.sharding != "none":
+            raise ValueError(
+                "The optimizer is sharded already, as "
+                f"sharding={self.sharding!r}, shard_scope={self.shard_scope!r}. "
+                f"Received: sharding={sharding!r}, shard_scope={shard_scope!r}"
+            )
+        self.sharding, self.shard_scope = sharding, shard_scope
+        if self.built:
+            self._shard()
 
     @property
     def loss_scaling(self) -> LossScaling | None:
@@ -202,7 +257,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     @property
     def needs_trace(self) -> bool:
         """Whether a step was traced with other things switched on than now."""
-        return self._traces.features not in (None, self._features.traced_parts)
+        return self._traces.features not in (None, self._traced_parts)
 
     @property
     def was_traced(self) -> bool:
@@ -232,6 +287,22 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         """Float, in samples, or NaN where it is not measured."""
         noise = self._features.noise
         return float("nan") if noise is None else noise.scale
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes of the training state on a replica, with and without sharding.
+
+        Returns:
+            `MemoryReport`; print it.
+
+        Raises:
+            ValueError: If the optimizer has not been built.
+        """
+        if not self.built:
+            raise ValueError(
+                "The optimizer has no variables yet. Train a step first, or call "
+                "`optimizer.build(model.trainable_variables)`."
+            )
+        return memory_report(self)
 
     @property
     def variables(self) -> list:
@@ -264,11 +335,17 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             return
         arguments.bring_into_scope(self)
         arguments.check_variables(list(variables))
-        if not self.inner_optimizer.built:
+        is_new = not self.inner_optimizer.built
+        if is_new and self._can_shard():
+            self._shards = self._sharding(list(variables))
+        elif is_new:
             self.inner_optimizer.build(list(variables))
         trained = _compat.trained_by(self.inner_optimizer)
         _compat.set_trained(self, trained)
-        self._features.build(trained)
+        slices = None
+        if self._shards is not None and self.accumulates_sums:
+            slices = self._shards.held
+        self._features.build(trained, slices)
 
     # AutoGraph has nothing to convert here; the loops that call it, it may convert.
     @tf.autograph.experimental.do_not_convert
@@ -314,7 +391,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             gradients, variables = _compat.without_missing(
                 self, list(grads), list(variables)
             )
-            self._traces.note(self._features.traced_parts, variables)
+            self._traces.note(self._traced_parts, variables)
             step.take_step(self._step(variables), gradients)
         self._iterations.assign_add(1)
 
@@ -331,11 +408,15 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
         The sum stays; any one worker can then write it to a file.
         """
-        if self.accumulated_steps:
+        if self.accumulated_steps and not self.accumulates_sums:
             self._traces.run(self, "share", self._share)
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """Gives variables their averages at the end of training, as Keras does."""
+        if self.is_sharded:
+            if any(part.use_ema for part in innermost(self.inner_optimizer)):
+                self._traces.run(self, "finalize", self._finalize)
+            return
         for part in innermost(self.inner_optimizer):
             if part.use_ema:
                 _compat.finalize_averages(part, var_list)
@@ -359,15 +440,18 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             "rate that is too high, or for bad values in the data."
         )
 
-    def as_keras(self) -> keras.optimizers.Optimizer:
+    def as_keras(self, whole: WholeState | None = None) -> keras.optimizers.Optimizer:
         """The user's own optimizer, as files hold it, sharing this one's state.
+
+        Args:
+            whole: `WholeState`, what was collected of sharded state, or `None`.
+                Defaults to `None`.
 
         Returns:
             A Keras optimizer: the wrapped one with `gradient_accumulation_steps`,
             in a `LossScaleOptimizer` where the loss is scaled.
         """
-        replicas = self._distribution_strategy.num_replicas_in_sync
-        return interchange.plain_view(self.inner_optimizer, self._features, replicas)
+        return interchange.plain_view(self, whole or WholeState())
 
     def get_config(self) -> dict:
         """The arguments of the constructor, as Keras serializes them."""
@@ -377,6 +461,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             "accumulation_steps": self.accumulation_steps,
             "loss_scale": None if scaling is None else dataclasses.asdict(scaling),
             "sharding": self.sharding,
+            "shard_scope": self.shard_scope,
             "name": self.name,
         }
 
@@ -442,20 +527,79 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
 
     def _step(self, variables: list) -> step.Step:
         parts = parts_of(self.inner_optimizer, variables)
+        reducer = _reducer()
         return step.Step(
             optimizer=self.inner_optimizer,
             parts=parts,
             variables=variables,
             positions=[_compat.index_in(self, variable) for variable in variables],
-            reducer=_reducer(),
-            layout=self._layout,
+            reducer=reducer,
+            layout=self._layout(reducer),
             rates=[self._rate(part) for part in parts],
             growths=[self._growth(part) for part in parts],
             noise=self._features.noise,
             accumulation=self._features.accumulation,
             scale=self._features.scale,
             fixed_scale=self.inner_optimizer.loss_scale_factor,
+            accumulates_sums=self.accumulates_sums,
         )
+
+    @property
+    def _traced_parts(self) -> tuple:
+        return (*self._features.traced_parts, self._shards)
+
+    def _layout(self, reducer: GradientReducer) -> StateLayout:
+        if self._shards is None:
+            return WholeVariables(reducer)
+        return self._shards.on_replica()
+
+    def _finalize(self) -> None:
+        assert self._shards is not None
+        layout = self._shards.on_replica()
+        for part in parts_of(self.inner_optimizer, _compat.trained_by(self)):
+            if part.optimizer.use_ema:
+                layout.overwrite_with_average(part)
+
+    def _can_shard(self) -> bool:
+        """One replica has nobody to share with."""
+        strategy = self._distribution_strategy
+        wanted = self.sharding != "none" and self._shards is None
+        return wanted and is_ours(strategy) and strategy.num_replicas_in_sync > 1
+
+    def _sharding(self, variables: list[Any]) -> Sharding:
+        strategy = self._distribution_strategy
+        synchronize_new_variables(strategy)  # slots may start as copies of weights
+        return Sharding(self.inner_optimizer, variables, strategy, self.shard_scope)
+
+    def _shard(self) -> None:
+        """Shards the state that is there."""
+        if not self._can_shard():
+            return
+        self._shards = self._sharding(_compat.trained_by(self))
+        if self.accumulates_sums:
+            self._shard_accumulated()
+
+    def _shard_accumulated(self) -> None:
+        """Turns each replica's own sums into slices of the sums of all."""
+        assert self._shards is not None
+        count, totals = self.accumulated_steps, []
+        if count:
+            self._traces.run(self, "share", self._share)
+            assert self._features.accumulation is not None
+            replicas = self._distribution_strategy.num_replicas_in_sync
+            totals = [
+                _compat.local_value(item, 0).numpy().ravel() * replicas
+                for item in self._features.accumulation.sums
+            ]
+        self._features.accumulate(self._shards.held)
+        accumulation = self._features.accumulation
+        if accumulation is None or not count:
+            return
+        tensors = self._shards.accumulated(accumulation.sums)
+        for variable, total in zip(_compat.trained_by(self), totals, strict=True):
+            for piece in tensors[id(variable)].held:
+                piece.write(total[piece.start : piece.stop])
+        accumulation.count.assign(count)
 
     def _rate(self, part: Part) -> tf.Tensor | None:
         warmup = self._features.warmup
@@ -493,7 +637,12 @@ class _Traces:
     def run(self, optimizer: Any, name: str, function: Any) -> None:
         """Runs a function on every replica, as a graph that is made once."""
         strategy = _compat.strategy_of_optimizer(optimizer)
-        key = (name, self.features, tuple(map(id, self.variables or ())))
+        key = (
+            name,
+            self.features,
+            optimizer.is_sharded,
+            tuple(map(id, self.variables or ())),
+        )
         if key not in self._functions:
 
             @tf.function(autograph=False)

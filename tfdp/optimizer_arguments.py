@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.loss_scale import LossScaling
 from tfdp.ownership import is_ours
+from tfdp.shard_groups import SCOPES
 from tfdp.traits import innermost
 
 _SHARDINGS = ("none", "optimizer", "gradients")
@@ -71,19 +72,20 @@ def agreed_steps(accumulation_steps: Any, own_steps: int) -> int:
     return max(steps, own_steps)
 
 
-def check_sharding(sharding: Any) -> None:
-    """Checks `sharding`.
+def check_sharding(sharding: Any, shard_scope: Any) -> None:
+    """Checks `sharding` and `shard_scope`.
 
     Raises:
-        ValueError: If it is unknown, or not there yet.
+        ValueError: If one is unknown.
     """
     if sharding not in _SHARDINGS:
         raise ValueError(
             f"`sharding` must be one of {_SHARDINGS}. Received: sharding={sharding!r}"
         )
-    if sharding != "none":
+    if shard_scope not in SCOPES:
         raise ValueError(
-            f'`sharding={sharding!r}` is not there yet. Use `sharding="none"`.'
+            f"`shard_scope` must be one of {SCOPES}. "
+            f"Received: shard_scope={shard_scope!r}"
         )
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from tfdp.buckets import Bucket, BucketPlan
 from tfdp.fusion import make_plan
+from tfdp.memory import MemoryReport
 from tfdp.routes import Route
 
 
@@ -30,6 +31,11 @@ class CommunicationPlan:
         node_size: Int, replicas of a node.
         traced: Bool, whether this is the plan of a step that has been traced,
             or what one of the model's backward pass would be.
+        sharding: String: `"none"`, each bucket is all-reduced; or how its
+            optimizer's state is sharded: each is reduce-scattered, and the updated
+            parameters are all-gathered.
+        memory: `MemoryReport` of the training state, or `None` where it is not
+            known.
     """
 
     buckets: tuple[Bucket, ...]
@@ -39,6 +45,8 @@ class CommunicationPlan:
     routes: tuple[Route, ...]
     node_size: int
     traced: bool
+    sharding: str = "none"
+    memory: MemoryReport | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -68,14 +76,19 @@ class CommunicationPlan:
         num_replicas, node_size = self.num_replicas, self.node_size
         if route.algorithm.name != "hierarchical":
             node_size = num_replicas
-        inner = 2 * (1 - 1 / node_size)
-        outer = 2 * (1 - node_size / num_replicas) / node_size
+        inner = 1 - 1 / node_size
+        outer = (1 - node_size / num_replicas) / node_size
         factor = inner * share(route.inner_wire) + outer * share(route.outer_wire)
-        return factor * bucket.num_bytes
+        # What comes back is as large; of sharded state it is weights, not rounded.
+        back = factor if self.sharding == "none" else inner + outer
+        return (factor + back) * bucket.num_bytes
 
     def __str__(self) -> str:
+        what = "all-reduces"
+        if self.sharding != "none":
+            what = "reduce-scatters and all-gathers"
         table = Table(
-            title=f"{len(self.buckets)} all-reduces of {self.num_bytes:,} bytes over "
+            title=f"{len(self.buckets)} {what} of {self.num_bytes:,} bytes over "
             f"{self.num_replicas} replicas ({self.backend})"
         )
         for name in ("order", "dtype", "bytes", "algorithm", "ms", "variables"):
@@ -95,6 +108,8 @@ class CommunicationPlan:
             table.add_row("-", "rows", "as touched", "all-gather", "", name)
         text = io.StringIO()
         Console(file=text, width=100).print(table)
+        if self.memory is not None:
+            text.write(f"{self.memory}\n")
         return text.getvalue()
 
 
@@ -105,14 +120,36 @@ def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
             "The model has no variables yet. Call `model.build(input_shape)` or "
             f"train it first. Received: {model.name!r}, not built"
         )
+    optimizer: Any = getattr(model, "optimizer", None)
+    if getattr(optimizer, "is_sharded", False):
+        return _of_sharded(strategy, optimizer)
     reducer = strategy.extended.reducer
+    memory = None
+    if hasattr(optimizer, "memory_report") and optimizer.built:
+        memory = optimizer.memory_report()
     for trained, plan, routes in reducer.plans_within(model.trainable_variables):
         if plan.buckets:
             dense = {e.name for bucket in plan for e in bucket.entries}
             sparse = [v.path for v in trained if v.path not in dense]
-            return _shown(strategy, plan, routes, sparse, True)
+            return _shown(strategy, plan, routes, sparse, traced=True, memory=memory)
     plan, sparse = plan_of_backward_pass(model, reducer.options)
-    return _shown(strategy, plan, reducer.routes_of(plan), sparse, False)
+    routes = reducer.routes_of(plan)
+    return _shown(strategy, plan, routes, sparse, traced=False, memory=memory)
+
+
+def _of_sharded(strategy: Any, optimizer: Any) -> CommunicationPlan:
+    """The plan lies with the state; a step may leave buckets out."""
+    plan = BucketPlan(optimizer.shards.buckets)
+    routes = strategy.extended.reducer.routes_of(plan)
+    return _shown(
+        strategy,
+        plan,
+        routes,
+        [],
+        traced=optimizer.was_traced,
+        sharding=optimizer.sharding,
+        memory=optimizer.memory_report(),
+    )
 
 
 def _shown(
@@ -120,7 +157,10 @@ def _shown(
     plan: BucketPlan,
     routes: tuple[Route, ...],
     sparse: list[str],
+    *,
     traced: bool,
+    sharding: str = "none",
+    memory: MemoryReport | None = None,
 ) -> CommunicationPlan:
     return CommunicationPlan(
         plan.buckets,
@@ -130,6 +170,8 @@ def _shown(
         routes,
         strategy.extended.router.topology.replicas_per_node,
         traced,
+        sharding,
+        memory,
     )
 
 

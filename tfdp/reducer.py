@@ -219,6 +219,27 @@ class Reducer:
             for bucket in plan
         )
 
+    def gather_rows(
+        self, gradients: list, variables: list[Any], replica: int, *, may_sum: bool
+    ) -> list[tf.IndexedSlices]:
+        """Puts the rows of sparse gradients of all replicas together.
+
+        Args:
+            gradients: List of `tf.IndexedSlices`.
+            variables: List of Keras variables, one for each.
+            replica: Int, index of the calling replica among the local ones.
+            may_sum: Bool, whether rows of one index may be added up.
+
+        Returns:
+            List of `tf.IndexedSlices`, alike on all replicas.
+        """
+        if gradients:
+            self._check(variables, replica)
+        return [
+            reduce_indexed_slices(item, self.group, replica, may_sum=may_sum)
+            for item in gradients
+        ]
+
     def _check(self, variables: list[Any], replica: int) -> None:
         """Compares the trained variables across workers, once for each set."""
         if replica == 0 and self.plan_of(variables) is None:
@@ -281,6 +302,11 @@ class GradientReducer(Protocol):
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums tensors that are no gradients over all replicas."""
 
+    def gather_rows(
+        self, gradients: list, variables: list[Any], *, may_sum: bool
+    ) -> list:
+        """Puts sparse gradients together, see `Reducer.gather_rows`."""
+
 
 class LocalReducer:
     """The reducer of a single device, which has nobody to share with."""
@@ -302,6 +328,13 @@ class LocalReducer:
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Leaves them as they are."""
         return tensors
+
+    def gather_rows(
+        self, gradients: list, variables: list[Any], *, may_sum: bool
+    ) -> list:
+        """Leaves them as they are."""
+        del variables, may_sum
+        return gradients
 
 
 class ReplicaReducer:
@@ -342,6 +375,20 @@ class ReplicaReducer:
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums tensors that are no gradients over all replicas."""
         return self._context.all_reduce(tf.distribute.ReduceOp.SUM, tensors)
+
+    def gather_rows(
+        self, gradients: list, variables: list[Any], *, may_sum: bool
+    ) -> list:
+        """Puts sparse gradients together, see `Reducer.gather_rows`."""
+        if tf.executing_eagerly():
+            with gradients_of(variables, is_linear=may_sum):
+                return self.sum(gradients) if gradients else []
+        return self._reducer.gather_rows(
+            gradients,
+            variables,
+            _compat.local_replica_id(self._context),
+            may_sum=may_sum,
+        )
 
 
 class _CrossDeviceOps(_compat.CollectiveAllReduce):

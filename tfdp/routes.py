@@ -103,6 +103,14 @@ class Router:
         """Whether it depends on the links which algorithm is taken."""
         return self._fixed is None and self.topology.num_replicas > 2
 
+    @property
+    def goes_by_level(self) -> bool:
+        """Whether to go inside nodes first and then across, where bytes count."""
+        topology = self.topology
+        has_levels = topology.num_nodes > 1 and topology.replicas_per_node > 1
+        is_flat = self._fixed is not None and self._fixed.name != "hierarchical"
+        return has_levels and topology.is_even and not is_flat
+
     def set_links(self, links: Links) -> None:
         """Takes what was measured; it has to be the same on all workers."""
         self.links = links

@@ -21,9 +21,8 @@ from tfdp import _compat, shares
 from tfdp.accumulate import Accumulation, dense
 from tfdp.fusion import zeros_unless
 from tfdp.gradient_noise import GradientNoise, squared_norm
-from tfdp.layout import StateLayout
+from tfdp.layout import Findings, StateLayout
 from tfdp.loss_scale import LossScale
-from tfdp.reduced import Reduced
 from tfdp.reducer import GradientReducer
 from tfdp.traits import Part, is_linear
 
@@ -37,8 +36,8 @@ class Step:
         parts: List of `Part`, which optimizer updates which variables.
         variables: List of Keras variables that have gradients.
         positions: List of ints, their positions among all trained variables.
-        reducer: `GradientReducer`, sums gradients over the replicas.
-        layout: `StateLayout`, where variables and slots lie.
+        reducer: `GradientReducer`, sums what is no gradient over the replicas.
+        layout: `StateLayout`, where gradients, variables and slots lie.
         rates: List of scalar tensors, the learning rate of each part, or `None`
             for the optimizer's own.
         growths: List of scalar tensors or `None`, by how much the rate of each
@@ -47,6 +46,8 @@ class Step:
         accumulation: `Accumulation`, or `None` for an update each time.
         scale: `LossScale`, or `None` for none.
         fixed_scale: Float, a factor of the loss that is not looked after.
+        accumulates_sums: Bool, whether what is accumulated are slices of sums
+            over all replicas, and not the replica's own gradients.
     """
 
     optimizer: Any
@@ -61,6 +62,7 @@ class Step:
     accumulation: Accumulation | None
     scale: LossScale | None
     fixed_scale: float | None
+    accumulates_sums: bool = False
 
 
 def take_step(step: Step, gradients: Sequence[Any]) -> None:
@@ -75,7 +77,8 @@ def take_step(step: Step, gradients: Sequence[Any]) -> None:
     if accumulation is None:
         share = shares.current()
         valid = None if share is None else share > 0
-        _finish(step, *_reduce_and_update(step, gradients, None, valid))
+        sums = _reduce(step, gradients, valid)
+        _finish(step, *_update_all(step, sums, None, gradients))
         return
     gradients = _without_empty_share(dense(gradients))
     made, kept = tf.cond(
@@ -95,26 +98,31 @@ def flush(step: Step) -> None:
 def _accumulate(
     step: Step, accumulation: Accumulation, gradients: Sequence[Any]
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    accumulation.add(gradients, step.positions)
+    if step.accumulates_sums:
+        accumulation.add(*step.layout.held(step.parts, _reduce(step, gradients, None)))
+    else:
+        accumulation.add(gradients, step.positions)
     return tf.constant(False), tf.constant(True)
 
 
 def _close_and_update(
     step: Step, accumulation: Accumulation, gradients: Sequence[Any] | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    sums, count = accumulation.close(gradients, step.positions)
-    return _reduce_and_update(step, sums, count, None)
+    if not step.accumulates_sums:
+        totals, count = accumulation.close(gradients, step.positions)
+        return _update_all(step, _reduce(step, totals, None), count, totals)
+    if gradients is not None:
+        accumulation.add(*step.layout.held(step.parts, _reduce(step, gradients, None)))
+    totals, count = accumulation.close(None, range(len(accumulation.sums)))
+    sums = step.layout.with_held(step.parts, step.variables, totals)
+    return _update_all(step, sums, count, None)
 
 
-def _reduce_and_update(
-    step: Step,
-    gradients: Sequence[Any],
-    count: tf.Tensor | None,
-    valid: tf.Tensor | None,
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns whether an update was made and whether nothing was skipped."""
-    sums = [
-        step.reducer.reduce_gradients(  # 2
+def _reduce(step: Step, gradients: Sequence[Any], valid: tf.Tensor | None) -> list:
+    """The gradients of each part, summed over all replicas."""
+    return [
+        step.layout.reduce(  # 2
+            part,
             part.of(gradients),
             part.of(step.variables),
             may_sum=is_linear(part.optimizer),
@@ -122,17 +130,34 @@ def _reduce_and_update(
         )
         for part in step.parts
     ]
+
+
+def _update_all(
+    step: Step,
+    sums: list,
+    count: tf.Tensor | None,
+    own_gradients: Sequence[Any] | None,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns whether an update was made and whether nothing was skipped."""
     divisor = _divisor(step, count)
     if divisor is not None:
         sums = [item.divided_by(divisor) for item in sums]  # 3
-    if step.noise is not None:
-        _measure_noise(step, step.noise, gradients, sums, count, divisor)
+    noise = None if own_gradients is None else step.noise
+    findings = step.layout.examine(
+        step.parts, sums, checks=step.scale is not None, measures=noise is not None
+    )
+    if noise is not None and own_gradients is not None:
+        _measure_noise(step, noise, own_gradients, findings, count, divisor)
     if step.scale is None:
-        _update(step, sums)
+        _update(step, sums, findings)
         return tf.constant(True), tf.constant(True)
-    is_finite = tf.reduce_all([item.all_finite() for item in sums])  # 4
+    is_finite = findings.is_finite()  # 4
     scale = step.scale
-    tf.cond(is_finite, lambda: _update(step, sums), lambda: _skip(step, scale, sums))
+    tf.cond(
+        is_finite,
+        lambda: _update(step, sums, findings),
+        lambda: _skip(step, scale, findings),
+    )
     return is_finite, is_finite
 
 
@@ -140,7 +165,7 @@ def _measure_noise(
     step: Step,
     noise: GradientNoise,
     gradients: Sequence[Any],
-    sums: list[Reduced],
+    findings: Findings,
     count: tf.Tensor | None,
     divisor: tf.Tensor | None,
 ) -> None:
@@ -155,8 +180,7 @@ def _measure_noise(
     factor = part if divisor is None else part * divisor
     own = squared_norm(gradients) / tf.square(tf.cast(factor, tf.float32))
     small = step.reducer.sum([own])[0] / replicas
-    large = squared_norm([item for reduced in sums for item in reduced.gradients()])
-    noise.update(small, large, replicas, samples)
+    noise.update(small, findings.squared_norm(), replicas, samples)
 
 
 def _divisor(step: Step, count: tf.Tensor | None) -> tf.Tensor | None:
@@ -166,11 +190,11 @@ def _divisor(step: Step, count: tf.Tensor | None) -> tf.Tensor | None:
     return tf.reduce_prod(given) if given else None
 
 
-def _update(step: Step, sums: list[Reduced]) -> tf.Tensor:
+def _update(step: Step, sums: list, findings: Findings) -> tf.Tensor:
     for part, reduced, rate, growth in zip(
         step.parts, sums, step.rates, step.growths, strict=True
     ):
-        gradients = step.layout.clip(part, reduced.gradients())  # 5
+        gradients = step.layout.clip(part, reduced, findings)  # 5
         if growth is not None:
             step.layout.scale_momentum(part, growth)
         step.layout.update(part, gradients, part.of(step.variables), rate)  # 6
@@ -179,10 +203,9 @@ def _update(step: Step, sums: list[Reduced]) -> tf.Tensor:
     return tf.constant(True)
 
 
-def _skip(step: Step, scale: LossScale, sums: list[Reduced]) -> tf.Tensor:
-    gradients = [item for reduced in sums for item in reduced.gradients()]
+def _skip(step: Step, scale: LossScale, findings: Findings) -> tf.Tensor:
     positions = [item for part in step.parts for item in part.of(step.positions)]
-    scale.note_skip(gradients, positions)
+    scale.note_skip(findings.non_finite(), positions)
     return tf.constant(False)
 
 
@@ -190,7 +213,7 @@ def _finish(step: Step, made: tf.Tensor, kept: tf.Tensor) -> None:
     """Averages and constraints follow every micro-batch, as in Keras."""
     for part in step.parts:
         if part.optimizer.use_ema:
-            _when(kept, step.scale, lambda part=part: _average(part))  # 7
+            _when(kept, step.scale, lambda p=part: _average(step.layout, p))  # 7
     for variable in step.variables:
         if variable.constraint is not None:
             _when(kept, step.scale, lambda v=variable: _constrain(v))  # 8
@@ -203,12 +226,12 @@ def _optimizers(step: Step) -> list:
     return [part.optimizer for part in step.parts]
 
 
-def _average(part: Part) -> None:
+def _average(layout: StateLayout, part: Part) -> None:
+    layout.average(part)
     optimizer = part.optimizer
-    _compat.update_moving_average(optimizer)
     if optimizer.ema_overwrite_frequency:
         is_due = (optimizer.iterations + 1) % optimizer.ema_overwrite_frequency == 0
-        _cond(is_due, lambda: _compat.overwrite_with_moving_average(optimizer))
+        _cond(is_due, lambda: layout.overwrite_with_average(part))
 
 
 def _constrain(variable: Any) -> None:

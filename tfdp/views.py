@@ -88,6 +88,42 @@ class FlatView:
         return value if dtype is None else tf.cast(value, dtype)
 
 
+class TensorView(FlatView):
+    """What an optimizer takes for a variable, and is a tensor: its new value is read.
+
+    Args:
+        value: Flat tensor.
+    """
+
+    def __init__(self, value: tf.Tensor) -> None:
+        self.dtype, self.shape = value.dtype, value.shape
+        self.name = self.path = f"flat_{next(_ids)}"
+        self._unique_id = self.name
+        self._variables = ()
+        self._tensor: tf.Tensor | None = value
+        self._subtrahend = None
+        self._is_changed = False
+
+
+class RangeView(TensorView):
+    """A part of a flat variable, written back once.
+
+    Args:
+        variable: `tf.Variable` of one dimension.
+        start: Int, the first element.
+        stop: Int, one after the last.
+    """
+
+    def __init__(self, variable: tf.Variable, start: int, stop: int) -> None:
+        super().__init__(variable.read_value()[start:stop])
+        self._variable, self._start, self._stop = variable, start, stop
+
+    def write_back(self) -> None:
+        """Gives the variable its part of the value, if it was changed."""
+        if self._is_changed:
+            self._variable[self._start : self._stop].assign(self.read_value())
+
+
 def _operator(name: str) -> Callable:
     def apply(view: FlatView, *others: Any) -> tf.Tensor:
         return getattr(view.read_value(), name)(*others)

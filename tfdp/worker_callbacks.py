@@ -17,6 +17,9 @@ _WRITERS = (
     keras.callbacks.TensorBoard,
     keras.callbacks.BackupAndRestore,
 )
+# Of these, those that save the model, which takes all workers where its optimizer's
+# state is sharded.
+_SAVERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
 # Looking at a variable waits for the step that is under way.
 _CHECK_EVERY = 10
 _BATCH_HOOKS = (
@@ -47,9 +50,13 @@ def callbacks_of_worker(
     ):
         return callbacks
     chosen = []
-    for callback in keras.tree.flatten(callbacks) if callbacks else []:
+    given = keras.tree.flatten(callbacks) if callbacks else []
+    is_sharded = _is_sharded(model, given)
+    for callback in given:
         if agreement.rank == 0 or not isinstance(callback, _WRITERS):
             chosen.append(callback)
+        elif is_sharded and isinstance(callback, _SAVERS):
+            chosen.append(_taking_part(callback))
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             chosen.append(ShareRestoredState(strategy))
     if is_fit:
@@ -156,6 +163,20 @@ def with_care_of_optimizer(model: Any, callbacks: Any) -> Any:
     care.set_model(model)
     callbacks.append(care)
     return callbacks
+
+
+def _is_sharded(model: Any, callbacks: list) -> bool:
+    """Whether the optimizer's state is sharded, or will be by a callback."""
+    optimizer = getattr(model, "optimizer", None)
+    wanted = getattr(optimizer, "sharding", "none") != "none"
+    return wanted or any(getattr(item, "shards", False) for item in callbacks)
+
+
+def _taking_part(callback: Any) -> Any:
+    """A callback that saves when the first worker's does, and writes nothing."""
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        return _compat.backup_that_writes_nothing(callback)
+    return callback
 
 
 def _is_replicated(variable: Any) -> bool:

@@ -4,10 +4,12 @@ from tfdp.callbacks.gradient_accumulation import GradientAccumulation
 from tfdp.callbacks.gradient_noise_scale import GradientNoiseScale
 from tfdp.callbacks.learning_rate_warmup import LearningRateWarmup
 from tfdp.callbacks.loss_scaling import LossScaling
+from tfdp.callbacks.sharded_optimizer import ShardedOptimizer
 
 __all__ = [
     "GradientAccumulation",
     "GradientNoiseScale",
     "LearningRateWarmup",
     "LossScaling",
+    "ShardedOptimizer",
 ]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import click
 
+from tfdp.cli.convert import convert
 from tfdp.cli.doctor import doctor
 from tfdp.cli.plan import plan
 from tfdp.cli.run import run
@@ -25,7 +26,7 @@ def version() -> str:
 
 
 @click.group(
-    commands=[run, doctor, plan],
+    commands=[run, doctor, plan, convert],
     no_args_is_help=False,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -1,0 +1,53 @@
+"""Optimizer state spread over the replicas: each updates a part of the weights."""
+
+from __future__ import annotations
+
+from tfdp.callbacks.conversion import OptimizerCallback
+from tfdp.optimizer import DistributedOptimizer
+from tfdp.optimizer_arguments import check_sharding
+
+_STAGES = {1: "optimizer", 2: "gradients"}
+
+
+class ShardedOptimizer(OptimizerCallback):
+    """Shards the state of the model's optimizer, with the same result as without.
+
+    Gradients are reduce-scattered, each replica updates the part that it owns, and
+    the new weights are all-gathered: as many bytes as an all-reduce, and the slots
+    of Adam, say, take one N-th of the memory on each of N replicas. Slots that Keras
+    has built are shared out and freed before the first step; an optimizer that was
+    given to `compile` as `DistributedOptimizer(..., sharding="optimizer")` never has
+    them. Files are those of plain Keras.
+
+    Args:
+        stage: Int: 1, slots are sharded (ZeRO-1); or 2, accumulated gradients too
+            (ZeRO-2). Defaults to 1.
+        shard_scope: String: `"all"`, or `"node"`, where every node has the whole
+            state, so that less travels between nodes. Defaults to `"all"`.
+
+    Raises:
+        ValueError: If an argument is none of these.
+
+    Example:
+
+    >>> ShardedOptimizer(stage=2).sharding
+    'gradients'
+
+    Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054.
+    """
+
+    # Callbacks that write files have to run on every worker.
+    shards = True
+
+    def __init__(self, stage: int = 1, shard_scope: str = "all") -> None:
+        super().__init__()
+        if isinstance(stage, bool) or stage not in _STAGES:
+            more = " Stage 3, sharded weights, is not there yet." if stage == 3 else ""
+            raise ValueError(f"`stage` must be 1 or 2.{more} Received: stage={stage!r}")
+        check_sharding(_STAGES[stage], shard_scope)
+        self.sharding = _STAGES[stage]
+        self.shard_scope = shard_scope
+
+    def switch_on(self, optimizer: DistributedOptimizer) -> None:
+        """Shards the optimizer; one that is sharded like this stays as it is."""
+        optimizer.shard(self.sharding, self.shard_scope)

@@ -1,0 +1,117 @@
+"""`tfdp convert`: a checkpoint of any number of workers becomes one Keras file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from typing import Any
+
+import click
+
+from tfdp.checkpoint_index import Index, load_index
+
+
+@click.command()
+@click.argument("directory", metavar="DIR")
+@click.argument("output", metavar="MODEL.keras")
+@click.option("--force", is_flag=True, help="Replaces MODEL.keras if it is there.")
+def convert(directory: str, output: str, force: bool) -> None:
+    """Turns the checkpoint in DIR into the ordinary file MODEL.keras.
+
+    DIR is what `tfdp.checkpoint.save` wrote. The model and the state of its
+    optimizer must fit into the memory of this machine; no GPU is used.
+    """
+    _check_output(output, force)
+    index = _index_of(directory)
+    checkpoint = _import_checkpoint()
+    model = _model_of(index, directory)
+    try:
+        checkpoint.restore(model, directory)
+    except (ValueError, OSError) as error:
+        raise click.UsageError(_first_line(error)) from error
+    _save(model, output)
+    click.echo(f"Wrote {output}.")
+
+
+def _check_output(output: str, force: bool) -> None:
+    folder = os.path.dirname(output) or "."
+    if not output.endswith(".keras"):
+        fault = "The name of the file must end in .keras."
+    elif not os.path.isdir(folder):
+        fault = "The folder of the file is not there; make it."
+    elif os.path.isdir(output):
+        fault = "There is a directory of that name; give that of a file."
+    elif os.path.exists(output) and not force:
+        fault = "The file is there already; give --force to replace it."
+    else:
+        return
+    raise click.UsageError(f"{fault} Received: {output}")
+
+
+def _index_of(directory: str) -> Index:
+    try:
+        index = load_index(directory)
+    except (ValueError, OSError) as error:
+        raise click.UsageError(str(error)) from error
+    if index.model is None:
+        raise _cannot_build("Keras could not serialize it", directory)
+    return index
+
+
+def _import_checkpoint() -> Any:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        import tensorflow as tf
+
+        with contextlib.suppress(RuntimeError):  # they are in use already
+            tf.config.set_visible_devices([], "GPU")
+        from tfdp import checkpoint
+    except Exception as error:  # a broken one raises anything
+        raise click.ClickException(
+            f"TensorFlow cannot be imported: {_first_line(error)}"
+        ) from error
+    return checkpoint
+
+
+def _model_of(index: Index, directory: str) -> Any:
+    """The model as it was saved, compiled, with its optimizer built."""
+    import keras
+
+    try:
+        model = keras.saving.deserialize_keras_object(json.loads(index.model or ""))
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(model.trainable_variables)
+    except Exception as error:  # a class of one's own can be wrong in any way
+        raise _cannot_build(_first_line(error).split(". ")[0], directory) from error
+    return model
+
+
+def _cannot_build(why: str, directory: str) -> click.UsageError:
+    return click.UsageError(
+        f"The model cannot be built without its script ({why}); for one with classes "
+        "of its own call `tfdp.checkpoint.restore` and `model.save` there. "
+        f"Received: {directory}"
+    )
+
+
+def _save(model: Any, output: str) -> None:
+    """Writes beside the target first, so that no half of a file is left there."""
+    folder, name = os.path.split(output)
+    temporary = os.path.join(folder, f".{os.getpid()}.{name}")
+    try:
+        model.save(temporary)
+        os.replace(temporary, output)
+    except Exception as error:  # a full disk shows in several ways
+        raise click.ClickException(
+            f"The file cannot be written ({_first_line(error)}). Received: {output}"
+        ) from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].strip().rstrip(".:")

@@ -1,0 +1,143 @@
+"""Who shares the optimizer state with whom, and how its slices travel."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfdp.collectives import ProcessGroup, all_gather, all_reduce, reduce_scatter
+
+SCOPES = ("all", "node")
+Wires = tuple[tf.DType | None, tf.DType | None]
+
+
+class ShardGroups:
+    """The owners of slices: all replicas, or those of a node, in one or two levels.
+
+    Across nodes a reduce-scatter is made of one inside the nodes and one across
+    them, so that a node's link carries each element once.
+
+    Args:
+        group: `ProcessGroup` of all replicas.
+        scope: String, `"all"`, or `"node"`: each node has the whole state, and
+            its replicas a slice each. Defaults to `"all"`.
+        is_hierarchical: Bool, whether slices travel in two levels. Needs nodes of
+            equal size. Defaults to `False`.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, scope: str = "all", *, is_hierarchical: bool = False
+    ) -> None:
+        self.group = group
+        several = len(group.nodes) > 1
+        self._is_copied = scope == "node" and several
+        self._inner: tuple[ProcessGroup | None, ...] = (group,) * len(group.devices)
+        self._outer: tuple[ProcessGroup | None, ...] = (None,) * len(group.devices)
+        if several and (is_hierarchical or self._is_copied):
+            nodes = [sorted(positions) for positions in group.nodes]
+            self._inner = group.split(nodes)
+            self._outer = group.split(tuple(zip(*nodes, strict=True)))
+
+    @property
+    def num_copies(self) -> int:
+        """Int, how many replicas have the same slices."""
+        outer = self._outer[0]
+        return outer.size if outer is not None and self._is_copied else 1
+
+    @property
+    def num_owners(self) -> int:
+        """Int, into how many slices a bucket is cut."""
+        return self.group.size // self.num_copies
+
+    def owner(self, replica: int) -> int:
+        """Which slice a local replica owns.
+
+        Args:
+            replica: Int, index among the local replicas.
+
+        Returns:
+            Int from 0 to `num_owners - 1`.
+        """
+        inner, outer = self._levels(replica)
+        position = inner.position(replica)
+        if outer is None or self._is_copied:
+            return position
+        return position * outer.size + outer.position(replica)
+
+    def is_first_copy(self, replica: int) -> bool:
+        """Whether no replica with the same slices comes before a local one."""
+        outer = self._outer[replica]
+        is_only = outer is None or not self._is_copied
+        return is_only or (outer is not None and outer.position(replica) == 0)
+
+    def scatter(
+        self,
+        flat: tf.Tensor,
+        replica: int,
+        *,
+        channel: int = 0,
+        wires: Wires = (None, None),
+    ) -> tf.Tensor:
+        """Sums over all replicas and keeps the calling one's slice.
+
+        Args:
+            flat: Tensor of shape `[num_owners * slice_size]`.
+            replica: Int, index of the calling replica among the local ones.
+            channel: Int, the chain of the launch order. Defaults to `0`.
+            wires: Tuple of two `tf.DType` or `None`: what elements travel in
+                inside and across nodes. Defaults to their own.
+
+        Returns:
+            Tensor of shape `[slice_size]`.
+        """
+        inner, outer = self._levels(replica)
+        piece = reduce_scatter(flat, inner, replica, channel=channel, wire=wires[0])
+        if outer is None:
+            return piece
+        if not self._is_copied:
+            return reduce_scatter(piece, outer, replica, channel=channel, wire=wires[1])
+        if wires[1] is None:
+            return all_reduce(piece, outer, replica, channel=channel)
+        return _all_reduce_on_wire(piece, outer, replica, channel, wires[1])
+
+    def gather(self, piece: tf.Tensor, replica: int, *, channel: int = 0) -> tf.Tensor:
+        """Puts the slices of all owners end to end, the inverse of `scatter`.
+
+        Args:
+            piece: Tensor of shape `[slice_size]`.
+            replica: Int, index of the calling replica among the local ones.
+            channel: Int, the chain of the launch order. Defaults to `0`.
+
+        Returns:
+            Tensor of shape `[num_owners * slice_size]`, alike on all replicas.
+        """
+        inner, outer = self._levels(replica)
+        if outer is not None and not self._is_copied:
+            piece = all_gather(piece, outer, replica, channel=channel)
+        return all_gather(piece, inner, replica, channel=channel)
+
+    def sum(self, tensor: tf.Tensor, replica: int) -> tf.Tensor:
+        """Sums over the owners of different slices.
+
+        Args:
+            tensor: Tensor of known shape.
+            replica: Int, index of the calling replica among the local ones.
+
+        Returns:
+            A tensor like `tensor`, alike on all replicas.
+        """
+        group = self._levels(replica)[0] if self._is_copied else self.group
+        return all_reduce(tensor, group, replica)
+
+    def _levels(self, replica: int) -> tuple[ProcessGroup, ProcessGroup | None]:
+        inner = self._inner[replica]
+        assert inner is not None
+        return inner, self._outer[replica]
+
+
+def _all_reduce_on_wire(
+    piece: tf.Tensor, group: ProcessGroup, replica: int, channel: int, wire: tf.DType
+) -> tf.Tensor:
+    length = piece.shape.num_elements()
+    padded = tf.pad(piece, [[0, -length % group.size]])
+    own = reduce_scatter(padded, group, replica, channel=channel, wire=wire)
+    return all_gather(own, group, replica, channel=channel, wire=wire)[:length]

@@ -1,0 +1,369 @@
+"""The optimizer state that one replica owns, and how the optimizer updates it.
+
+An ordinary Keras optimizer, a clone of the user's, is built on the slices that the
+replica owns, or on its whole variables. So slots are born sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.fusion import pack
+from tfdp.shard_layout import elements_of, pack_row
+from tfdp.shards import Segment, ShardPlan
+from tfdp.views import RangeView, TensorView
+
+
+class Gradients:
+    """Reduced gradients as a replica that owns slices has them.
+
+    Args:
+        slices: List with the own slice of each bucket, or `None`.
+        dense: Frozen set of ints, the variables that have gradients in them.
+        sparse: Dict from position to `tf.IndexedSlices` of all replicas.
+    """
+
+    def __init__(
+        self,
+        slices: list[tf.Tensor | None],
+        dense: frozenset[int],
+        sparse: Mapping[int, tf.IndexedSlices],
+    ) -> None:
+        self.slices = slices
+        self.dense = dense
+        self.sparse = dict(sparse)
+
+    @property
+    def present(self) -> frozenset[int]:
+        """The variables that have gradients."""
+        return self.dense | self.sparse.keys()
+
+
+class OwnedSlices:
+    """Slots on flat slices, for optimizers that treat every element by itself.
+
+    Args:
+        optimizer: Keras optimizer, one of those known to be elementwise.
+        variables: List of Keras variables, those of the plan.
+        plan: `ShardPlan` of slices.
+        owner: Int, which slices.
+        replica: Int, the local replica that has them.
+        device: String, its device.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        variables: list[Any],
+        plan: ShardPlan,
+        owner: int,
+        replica: int,
+        device: str,
+    ) -> None:
+        self.owner = owner
+        self._plan = plan
+        rows = [bucket.rows[owner] for bucket in plan.buckets]
+        self.buckets = [number for number, row in enumerate(rows) if row]
+        with tf.init_scope(), _compat.outside_strategies(), tf.device(device):
+            locals_ = [_compat.local_value(v, replica) for v in variables]
+            flats = [
+                _variable(pack([elements_of(locals_[s.index], s) for s in rows[k]]))
+                for k in self.buckets
+            ]
+            clone = _compat.plain_clone(optimizer)
+            clone.build(flats)
+        self.slots: dict[str, list[Any]] = _compat.slots_of(clone)
+        self.singles: dict[str, Any] = _compat.single_variables(clone)
+
+    def update(
+        self, optimizer: Any, gradients: Gradients, variables: list[Any], rate: Any
+    ) -> list[tf.Tensor | None]:
+        """Decays and updates what the replica owns.
+
+        Args:
+            optimizer: Keras optimizer, the user's or a stand-in.
+            gradients: `Gradients`.
+            variables: List of Keras variables, those of the plan.
+            rate: Scalar tensor, the learning rate.
+
+        Returns:
+            List with the new values of the own slice of each bucket, or `None`
+            where no variable of the bucket has a gradient.
+        """
+        optimizer = _compat.stand_in(optimizer, **self.singles)
+        _compat.update_variables(optimizer, [], [], rate)
+        news: list[tf.Tensor | None] = []
+        for number, bucket in enumerate(self._plan.buckets):
+            if not bucket.indices & gradients.present:
+                news.append(None)
+                continue
+            row = bucket.rows[self.owner]
+            parts = []
+            for first, last in _runs(row, gradients):
+                parts.append(
+                    self._updated(
+                        optimizer, number, first, last, gradients, variables, rate
+                    )
+                )
+            dtype = tf.as_dtype(bucket.dtype)
+            padding = [tf.zeros([bucket.padding(self.owner)], dtype)]
+            news.append(pack(parts + padding if bucket.padding(self.owner) else parts))
+        return news
+
+    def _updated(
+        self,
+        optimizer: Any,
+        number: int,
+        first: int,
+        last: int,
+        gradients: Gradients,
+        variables: list[Any],
+        rate: Any,
+    ) -> tf.Tensor:
+        """The new values of segments that are updated as one."""
+        row = self._plan.buckets[number].rows[self.owner]
+        segments = row[first:last]
+        start = sum(segment.size for segment in row[:first])
+        stop = start + sum(segment.size for segment in segments)
+        index = segments[0].index
+        if index not in gradients.present:
+            return pack([_value(s, variables) for s in segments])
+        values = [_decayed(optimizer, s, variables, rate) for s in segments]
+        view = TensorView(pack(values))
+        slots = {
+            name: self._slot(items[self.buckets.index(number)], start, stop)
+            for name, items in self.slots.items()
+        }
+        if index in gradients.sparse:
+            gradient: Any = _sparse_elements(gradients.sparse[index], segments[0])
+        else:
+            piece = gradients.slices[number]
+            assert piece is not None
+            gradient = (
+                piece[start:stop] if (start, stop) != (0, piece.shape[0]) else piece
+            )
+        flat = _compat.with_slots(
+            optimizer, view, {name: [slot] for name, slot in slots.items()}
+        )
+        flat.update_step(gradient, view, rate)
+        for slot in slots.values():
+            if isinstance(slot, RangeView):
+                slot.write_back()
+        return view.read_value()
+
+    def _slot(self, slot: Any, start: int, stop: int) -> Any:
+        is_whole = slot is None or (start, stop) == (0, slot.shape[0])
+        return slot if is_whole else RangeView(slot.value, start, stop)
+
+    def scale_momentum(self, growth: tf.Tensor) -> None:
+        """Multiplies every momentum."""
+        for slot in self.slots.get("momentums", []):
+            slot.assign(slot * tf.cast(growth, slot.dtype))
+
+    def average(self, optimizer: Any, variables: list[Any]) -> None:
+        """Moves the averages towards the variables."""
+        views = []
+        for number in self.buckets:
+            row = self._plan.buckets[number].rows[self.owner]
+            views.append(TensorView(pack([_value(s, variables) for s in row])))
+        averages = self.slots.get("_model_variables_moving_average", [])
+        stand_in = _compat.stand_in(optimizer, _model_variables_moving_average=averages)
+        _compat.move_averages(stand_in, views)
+
+    def averages(self) -> list[tf.Tensor | None]:
+        """The averages, as slices of every bucket."""
+        found: list[tf.Tensor | None] = []
+        averages = self.slots.get("_model_variables_moving_average", [])
+        for number, bucket in enumerate(self._plan.buckets):
+            padding = tf.zeros([bucket.padding(self.owner)], tf.as_dtype(bucket.dtype))
+            if number in self.buckets:
+                own = averages[self.buckets.index(number)]
+                found.append(tf.concat([tf.convert_to_tensor(own), padding], axis=0))
+            else:
+                found.append(padding)
+        return found
+
+
+class OwnedVariables:
+    """Slots of whole variables, for optimizers that look at a tensor.
+
+    Arguments and methods are those of `OwnedSlices`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        variables: list[Any],
+        plan: ShardPlan,
+        owner: int,
+        replica: int,
+        device: str,
+    ) -> None:
+        self.owner = owner
+        self._plan = plan
+        self.owned = plan.owned(owner)
+        with tf.init_scope(), _compat.outside_strategies(), tf.device(device):
+            mine = [_compat.with_local_value(variables[i], replica) for i in self.owned]
+            self.clone = _compat.plain_clone(optimizer)
+            # An owner of nothing needs no slots, and not every class makes none.
+            if mine:
+                self.clone.build(mine)
+        self.variables = _compat.state_variables(self.clone)
+        self.slots: dict[str, list[Any]] = _compat.slots_of(self.clone) if mine else {}
+        self.singles: dict[str, Any] = _compat.single_variables(self.clone)
+
+    def update(
+        self, optimizer: Any, gradients: Gradients, variables: list[Any], rate: Any
+    ) -> list[tf.Tensor | None]:
+        """See `OwnedSlices`."""
+        mine = [index for index in self.owned if index in gradients.present]
+        whole = self.gradients(gradients, variables)
+        acting = self._acting_for(optimizer)
+        if mine:
+            _compat.apply_weight_decay(acting, [variables[i] for i in mine])
+            _compat.update_variables(
+                acting, [whole[i] for i in mine], [variables[i] for i in mine], rate
+            )
+        values = {i: _compat.local_part(variables[i]).read_value() for i in self.owned}
+        return [
+            pack_row(
+                bucket.rows[self.owner],
+                bucket.padding(self.owner),
+                values,
+                tf.as_dtype(bucket.dtype),
+            )
+            if bucket.indices & gradients.present
+            else None
+            for bucket in self._plan.buckets
+        ]
+
+    def gradients(self, gradients: Gradients, variables: list[Any]) -> dict[int, Any]:
+        """The gradients of the owned variables, put together from the buckets."""
+        parts: dict[int, list[tf.Tensor]] = {}
+        for bucket, piece in zip(self._plan.buckets, gradients.slices, strict=True):
+            if piece is None:
+                continue
+            begin = 0
+            for segment in bucket.rows[self.owner]:
+                found = piece[begin : begin + segment.size]
+                parts.setdefault(segment.index, []).append(found)
+                begin += segment.size
+        whole: dict[int, Any] = {
+            index: tf.reshape(pack(parts[index]), variables[index].shape)
+            for index in gradients.dense & parts.keys()
+        }
+        for index in set(self.owned) & gradients.sparse.keys():
+            whole[index] = gradients.sparse[index]
+        return whole
+
+    def scale_momentum(self, growth: tf.Tensor) -> None:
+        """See `OwnedSlices`."""
+        for slot in getattr(self.clone, "momentums", []):
+            if slot is not None:
+                slot.assign(slot * tf.cast(growth, slot.dtype))
+
+    def average(self, optimizer: Any, variables: list[Any]) -> None:
+        """See `OwnedSlices`."""
+        mine = [_compat.local_part(variables[index]) for index in self.owned]
+        _compat.move_averages(self._acting_for(optimizer), mine)
+
+    def averages(self) -> list[tf.Tensor | None]:
+        """See `OwnedSlices`."""
+        averages = self.slots.get("_model_variables_moving_average", [])
+        values = {
+            index: tf.convert_to_tensor(average)
+            for index, average in zip(self.owned, averages, strict=True)
+        }
+        return [
+            pack_row(
+                bucket.rows[self.owner],
+                bucket.padding(self.owner),
+                values,
+                tf.as_dtype(bucket.dtype),
+            )
+            for bucket in self._plan.buckets
+        ]
+
+    def _acting_for(self, optimizer: Any) -> Any:
+        """The clone with the settings, counter and rate that the user's has now."""
+        _compat.adopt(self.clone, optimizer)
+        return _compat.stand_in(self.clone, **_compat.settings_of(optimizer))
+
+
+def owned_state(
+    optimizer: Any,
+    variables: list[Any],
+    plan: ShardPlan,
+    owner: int,
+    replica: int,
+    device: str,
+) -> OwnedSlices | OwnedVariables:
+    """The state that a local replica owns, see `OwnedSlices`."""
+    kind = OwnedVariables if plan.is_whole else OwnedSlices
+    return kind(optimizer, variables, plan, owner, replica, device)
+
+
+def _variable(value: tf.Tensor) -> Any:
+    return keras.Variable(np.asarray(value), dtype=value.dtype.name, name="slice")
+
+
+def _value(segment: Segment, variables: Sequence[Any]) -> tf.Tensor:
+    part = _compat.local_part(variables[segment.index])
+    return elements_of(part.read_value(), segment)
+
+
+def _decayed(
+    optimizer: Any, segment: Segment, variables: Sequence[Any], rate: Any
+) -> tf.Tensor:
+    value = _value(segment, variables)
+    part = _compat.local_part(variables[segment.index])
+    if not _compat.uses_weight_decay(optimizer, part):
+        return value
+    decay = tf.cast(optimizer.weight_decay, value.dtype) * tf.cast(rate, value.dtype)
+    return value - value * decay
+
+
+def _runs(row: Sequence[Segment], gradients: Gradients) -> list[tuple[int, int]]:
+    """Neighbouring segments that are updated as one: first and one after the last.
+
+    Those with sparse gradients are each by themselves.
+    """
+    runs: list[tuple[int, int]] = []
+    before: Any = None
+    for number, segment in enumerate(row):
+        kind: Any = segment.index in gradients.dense
+        if segment.index in gradients.sparse:
+            kind = segment
+        if runs and kind == before:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+        before = kind
+    return runs
+
+
+def _sparse_elements(rows: tf.IndexedSlices, segment: Segment) -> tf.IndexedSlices:
+    """Rows of a variable as single elements of a segment of it.
+
+    Keras applies rows of one index one by one, and so it must the elements.
+    """
+    row_size = tf.reduce_prod(tf.shape(rows.values)[1:])
+    size = tf.cast(row_size, tf.int64)
+    indices = tf.cast(rows.indices, tf.int64)
+    touches = (indices * size < segment.stop) & ((indices + 1) * size > segment.start)
+    indices = tf.boolean_mask(indices, touches)
+    values = tf.reshape(tf.boolean_mask(rows.values, touches), [-1])
+    places = indices[:, tf.newaxis] * size + tf.range(size)[tf.newaxis]
+    places = tf.reshape(places, [-1]) - segment.start
+    inside = (places >= 0) & (places < segment.size)
+    return tf.IndexedSlices(
+        tf.boolean_mask(values, inside),
+        tf.boolean_mask(places, inside),
+        tf.constant([segment.size], tf.int64),
+    )

@@ -1,0 +1,55 @@
+"""What a checkpoint holds: tensors of which every process has some elements."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Elements of a state tensor that a variable of this process holds.
+
+    Elements are counted in the flattened tensor, and so from `start` to `stop`.
+
+    Args:
+        start: Int, the first element.
+        stop: Int, one after the last.
+        read: Callable that returns them as a flat array of `stop - start`
+            elements.
+        write: Callable that takes such an array.
+    """
+
+    start: int
+    stop: int
+    read: Callable[[], np.ndarray]
+    write: Callable[[Any], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class StateTensor:
+    """A tensor of the training state, whole or in slices on the replicas.
+
+    Args:
+        name: String, unique among all, and the same on every worker.
+        shape: Tuple of ints.
+        dtype: String.
+        owned: Tuple of `Piece`: what this process writes into a checkpoint.
+            Those of all processes together hold every element once.
+        held: Tuple of `Piece`: all that this process needs from one. Several
+            may hold the same elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    owned: tuple[Piece, ...]
+    held: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        """Int, the number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))

@@ -1,0 +1,67 @@
+"""One worker whose optimizer's state is sharded, or is not."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from typing import Any
+
+import psutil
+
+from tools.bench.channel import serve, take_over_output
+from tools.bench.worker import make_strategy, timed, training_step
+
+
+def main() -> None:
+    take_over_output()
+    setup = json.loads(sys.argv[1])
+    strategy = make_strategy(setup)
+    made: list[Any] = []
+
+    def make_optimizer() -> Any:
+        import keras
+
+        from tfdp.optimizer import DistributedOptimizer
+
+        steps, sharding = setup["accumulation_steps"], setup["sharding"]
+        adam = keras.optimizers.Adam(1e-3)
+        made.append(
+            DistributedOptimizer(adam, accumulation_steps=steps, sharding=sharding)
+        )
+        return made[0]
+
+    step = training_step(
+        strategy,
+        setup["model"],
+        make_optimizer=make_optimizer,
+        batch_size=setup["batch_size"],
+    )
+    resident = psutil.Process(os.getpid()).memory_info().rss
+    memory = made[0].memory_report()
+    serve(
+        {
+            "step": timed(step),
+            "resident": lambda steps: resident,
+            "slots": lambda steps: _slot_bytes(made[0]),
+            "all slots": lambda steps: memory.whole.slots,
+            "predicted": lambda steps: (
+                memory.sharded.slots + memory.sharded.accumulators
+            ),
+        }
+    )
+
+
+def _slot_bytes(optimizer: Any) -> int:
+    """Bytes of the slots that this process really holds."""
+    if optimizer.shards is None:
+        slots = optimizer.inner_optimizer.variables[2:]  # after counter and rate
+    else:
+        states = [s for p in optimizer.shards.parts.values() for s in p.replicas]
+        slots = [v for s in states for items in s.slots.values() for v in items]
+    return sum(math.prod(slot.shape) * slot.value.dtype.size for slot in slots)
+
+
+if __name__ == "__main__":
+    main()
