@@ -798,6 +798,33 @@ def with_local_value(variable: Any, replica: int) -> Any:
     return copy
 
 
+def is_on(variable: Any, device: str) -> bool:
+    """Whether a Keras variable of one replica lies on a device."""
+    own = device_lib.DeviceSpec.from_string(variable.value.device)
+    asked = device_lib.DeviceSpec.from_string(device)
+    return (own.device_type, own.device_index) == (
+        asked.device_type,
+        asked.device_index,
+    )
+
+
+def copy_of(variable: Any) -> Any:
+    """A Keras variable of the same path and value, where the scope in force says."""
+    copy = keras.Variable(variable.value.read_value(), dtype=variable.dtype)
+    for name in ("_name", "_path", "trainable", "constraint"):
+        if hasattr(variable, name):
+            vars(copy)[name] = getattr(variable, name)
+    return copy
+
+
+def decay_alike(optimizer: Any, copy: Any, variable: Any) -> None:
+    """Lets an optimizer exclude a copy from weight decay where it does the variable."""
+    excluded = set(getattr(optimizer, "_exclude_from_weight_decay", ()))
+    if optimizer._var_key(variable) in excluded:
+        excluded.add(optimizer._var_key(copy))
+        vars(optimizer)["_exclude_from_weight_decay"] = excluded
+
+
 def local_value(variable: Any, replica: int) -> Any:
     """The `tf.Variable` of one local replica, outside a step."""
     value = variable.value if isinstance(variable, keras.Variable) else variable

@@ -61,6 +61,8 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             gradients are sharded too (ZeRO-2). Defaults to `"none"`.
         shard_scope: String, who shares one state: `"all"` replicas, or those of a
             `"node"`. Defaults to `"all"`.
+        offload: `"cpu"`: sharded state is kept and updated in the memory of the
+            host (ZeRO-Offload); or `None`. Defaults to `None`.
         name: String or `None`.
 
     Raises:
@@ -91,11 +93,12 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         loss_scale: float | str | LossScaling | None = None,
         sharding: str = "none",
         shard_scope: str = "all",
+        offload: str | None = None,
         name: str | None = None,
     ) -> None:
         trainer.install()
         arguments.check_optimizer(optimizer)
-        arguments.check_sharding(sharding, shard_scope)
+        arguments.check_sharding(sharding, shard_scope, offload)
         scaling = arguments.checked_loss_scale(loss_scale)
         outer = None
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -110,6 +113,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         self._distribution_strategy = _compat.strategy_of_optimizer(optimizer)
         self.sharding = sharding
         self.shard_scope = shard_scope
+        self.offload = offload
         self._shards: Sharding | None = None
         self._features = Features(
             self._make_variable,
@@ -168,26 +172,30 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         """Whether no replica holds the whole state."""
         return self._shards is not None
 
-    def shard(self, sharding: str, shard_scope: str = "all") -> None:
+    def shard(
+        self, sharding: str, shard_scope: str = "all", offload: str | None = None
+    ) -> None:
         """Shards the state from now on; what is there is kept.
 
         Args:
             sharding: String: `"optimizer"` or `"gradients"`.
             shard_scope: String: `"all"` or `"node"`. Defaults to `"all"`.
+            offload: `"cpu"` or `None`. Defaults to `None`.
 
         Raises:
             ValueError: If it is sharded already, in another way.
         """
-        arguments.check_sharding(sharding, shard_scope)
-        if (sharding, shard_scope) == (self.sharding, self.shard_scope):
+        arguments.check_sharding(sharding, shard_scope, offload)
+        wanted = (sharding, shard_scope, offload)
+        own = (self.sharding, self.shard_scope, self.offload)
+        if wanted == own:
             return
         if self.sharding != "none":
             raise ValueError(
-                "The optimizer is sharded already, as "
-                f"sharding={self.sharding!r}, shard_scope={self.shard_scope!r}. "
-                f"Received: sharding={sharding!r}, shard_scope={shard_scope!r}"
+                "The optimizer is sharded already, in another way: (sharding, "
+                f"shard_scope, offload) = {own}. Received: {wanted}"
             )
-        self.sharding, self.shard_scope = sharding, shard_scope
+        self.sharding, self.shard_scope, self.offload = wanted
         if self.built:
             self._shard()
 
@@ -462,6 +470,7 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             "loss_scale": None if scaling is None else dataclasses.asdict(scaling),
             "sharding": self.sharding,
             "shard_scope": self.shard_scope,
+            "offload": self.offload,
             "name": self.name,
         }
 
@@ -569,7 +578,9 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     def _sharding(self, variables: list[Any]) -> Sharding:
         strategy = self._distribution_strategy
         synchronize_new_variables(strategy)  # slots may start as copies of weights
-        return Sharding(self.inner_optimizer, variables, strategy, self.shard_scope)
+        return Sharding(
+            self.inner_optimizer, variables, strategy, self.shard_scope, self.offload
+        )
 
     def _shard(self) -> None:
         """Shards the state that is there."""

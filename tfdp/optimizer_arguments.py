@@ -72,11 +72,11 @@ def agreed_steps(accumulation_steps: Any, own_steps: int) -> int:
     return max(steps, own_steps)
 
 
-def check_sharding(sharding: Any, shard_scope: Any) -> None:
-    """Checks `sharding` and `shard_scope`.
+def check_sharding(sharding: Any, shard_scope: Any, offload: Any = None) -> None:
+    """Checks `sharding`, `shard_scope` and `offload`.
 
     Raises:
-        ValueError: If one is unknown.
+        ValueError: If one is unknown, or would have no effect.
     """
     if sharding not in _SHARDINGS:
         raise ValueError(
@@ -86,6 +86,15 @@ def check_sharding(sharding: Any, shard_scope: Any) -> None:
         raise ValueError(
             f"`shard_scope` must be one of {SCOPES}. "
             f"Received: shard_scope={shard_scope!r}"
+        )
+    if offload not in (None, "cpu"):
+        raise ValueError(
+            f'`offload` must be `None` or "cpu". Received: offload={offload!r}'
+        )
+    if offload and sharding == "none":
+        raise ValueError(
+            "`offload` is for sharded state: give `sharding` too. "
+            f"Received: offload={offload!r}, sharding={sharding!r}"
         )
 
 

@@ -54,7 +54,7 @@ class OwnedSlices:
         plan: `ShardPlan` of slices.
         owner: Int, which slices.
         replica: Int, the local replica that has them.
-        device: String, its device.
+        device: String, where they are kept and updated.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class OwnedSlices:
         device: str,
     ) -> None:
         self.owner = owner
+        self.device = device
         self._plan = plan
         rows = [bucket.rows[owner] for bucket in plan.buckets]
         self.buckets = [number for number, row in enumerate(rows) if row]
@@ -134,20 +135,33 @@ class OwnedSlices:
         index = segments[0].index
         if index not in gradients.present:
             return pack([_value(s, variables) for s in segments])
-        values = [_decayed(optimizer, s, variables, rate) for s in segments]
-        view = TensorView(pack(values))
-        slots = {
-            name: self._slot(items[self.buckets.index(number)], start, stop)
-            for name, items in self.slots.items()
-        }
+        values = pack([_decayed(optimizer, s, variables, rate) for s in segments])
         if index in gradients.sparse:
             gradient: Any = _sparse_elements(gradients.sparse[index], segments[0])
         else:
             piece = gradients.slices[number]
             assert piece is not None
-            gradient = (
-                piece[start:stop] if (start, stop) != (0, piece.shape[0]) else piece
-            )
+            is_all = (start, stop) == (0, piece.shape[0])
+            gradient = piece if is_all else piece[start:stop]
+        with tf.device(self.device):
+            return self._step(optimizer, number, start, stop, values, gradient, rate)
+
+    def _step(
+        self,
+        optimizer: Any,
+        number: int,
+        start: int,
+        stop: int,
+        values: tf.Tensor,
+        gradient: Any,
+        rate: Any,
+    ) -> tf.Tensor:
+        """The optimizer's own update of elements `start` to `stop` of a slice."""
+        view = TensorView(values)
+        slots = {
+            name: self._slot(items[self.buckets.index(number)], start, stop)
+            for name, items in self.slots.items()
+        }
         flat = _compat.with_slots(
             optimizer, view, {name: [slot] for name, slot in slots.items()}
         )
@@ -206,10 +220,16 @@ class OwnedVariables:
         device: str,
     ) -> None:
         self.owner = owner
+        self.device = device
         self._plan = plan
         self.owned = plan.owned(owner)
+        # Kept beside the replica's own where the update is made elsewhere.
+        self._copies: dict[int, Any] = {}
         with tf.init_scope(), _compat.outside_strategies(), tf.device(device):
             mine = [_compat.with_local_value(variables[i], replica) for i in self.owned]
+            if mine and not _compat.is_on(mine[0], device):
+                mine = [_compat.copy_of(variable) for variable in mine]
+                self._copies = dict(zip(self.owned, mine, strict=True))
             self.clone = _compat.plain_clone(optimizer)
             # An owner of nothing needs no slots, and not every class makes none.
             if mine:
@@ -224,13 +244,18 @@ class OwnedVariables:
         """See `OwnedSlices`."""
         mine = [index for index in self.owned if index in gradients.present]
         whole = self.gradients(gradients, variables)
-        acting = self._acting_for(optimizer)
+        acting = self._acting_for(optimizer, variables)
+        self._refresh(variables)
+        updated = [self._copies.get(index, variables[index]) for index in mine]
         if mine:
-            _compat.apply_weight_decay(acting, [variables[i] for i in mine])
-            _compat.update_variables(
-                acting, [whole[i] for i in mine], [variables[i] for i in mine], rate
-            )
-        values = {i: _compat.local_part(variables[i]).read_value() for i in self.owned}
+            with tf.device(self.device):
+                _compat.apply_weight_decay(acting, updated)
+                given = [whole[index] for index in mine]
+                _compat.update_variables(acting, given, updated, rate)
+        values = {
+            index: _compat.local_part(self._copies.get(index, variables[index]))
+            for index in self.owned
+        }
         return [
             pack_row(
                 bucket.rows[self.owner],
@@ -270,8 +295,12 @@ class OwnedVariables:
 
     def average(self, optimizer: Any, variables: list[Any]) -> None:
         """See `OwnedSlices`."""
-        mine = [_compat.local_part(variables[index]) for index in self.owned]
-        _compat.move_averages(self._acting_for(optimizer), mine)
+        self._refresh(variables)
+        mine = [
+            _compat.local_part(self._copies.get(index, variables[index]))
+            for index in self.owned
+        ]
+        _compat.move_averages(self._acting_for(optimizer, variables), mine)
 
     def averages(self) -> list[tf.Tensor | None]:
         """See `OwnedSlices`."""
@@ -290,9 +319,17 @@ class OwnedVariables:
             for bucket in self._plan.buckets
         ]
 
-    def _acting_for(self, optimizer: Any) -> Any:
+    def _refresh(self, variables: list[Any]) -> None:
+        """Gives the copies the values that the variables have."""
+        for index, copy in self._copies.items():
+            value = _compat.local_part(variables[index]).read_value()
+            _compat.local_part(copy).assign(value, read_value=False)
+
+    def _acting_for(self, optimizer: Any, variables: list[Any]) -> Any:
         """The clone with the settings, counter and rate that the user's has now."""
         _compat.adopt(self.clone, optimizer)
+        for index, copy in self._copies.items():
+            _compat.decay_alike(self.clone, copy, variables[index])
         return _compat.stand_in(self.clone, **_compat.settings_of(optimizer))
 
 

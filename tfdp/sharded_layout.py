@@ -12,6 +12,7 @@ from tfdp import _compat
 from tfdp.gradient_noise import squared_norm
 from tfdp.ownership import own_step
 from tfdp.shard_exchange import Exchange
+from tfdp.shard_layout import pack_row
 from tfdp.shard_state import Gradients, OwnedSlices, OwnedVariables
 from tfdp.shards import ShardPlan
 from tfdp.traits import Part, is_elementwise
@@ -205,6 +206,8 @@ class ShardedState:
             # NaN where the norm is infinite, as in Keras.
             factor = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
             factors = tf.fill(tf.shape(norms), factor)
+            # Keras multiplies by a scalar, and what was rows becomes a tensor.
+            sums = _without_rows(sums, own, self._state(own).owner)
         is_one = bool(optimizer.global_clipnorm) and not optimizer.clipnorm
         return _scaled(sums, own, self._state(own).owner, factors, is_one)
 
@@ -398,6 +401,23 @@ def _scaled(
         for index, rows in sums.sparse.items()
     }
     return dataclasses.replace(sums, slices=slices, sparse=sparse)
+
+
+def _without_rows(sums: ShardedSums, part: ShardedPart, owner: int) -> ShardedSums:
+    """The same with sparse gradients as elements of the own slices."""
+    if not sums.sparse:
+        return sums
+    whole = {index: tf.convert_to_tensor(rows) for index, rows in sums.sparse.items()}
+    slices: list[tf.Tensor | None] = []
+    for bucket, piece in zip(part.plan.buckets, sums.slices, strict=True):
+        given = sorted(bucket.indices & whole.keys())
+        if given:
+            row, padding = bucket.rows[owner], bucket.padding(owner)
+            own = pack_row(row, padding, whole, whole[given[0]].dtype)
+            piece = own if piece is None else piece + own
+        slices.append(piece)
+    dense = sums.dense | whole.keys()
+    return dataclasses.replace(sums, slices=slices, dense=dense, sparse={})
 
 
 def _with_values(rows: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices:

@@ -58,14 +58,25 @@ class Sharding:
         variables: List of Keras variables that it trains.
         strategy: A tfdp strategy with at least two replicas.
         scope: String, `"all"` or `"node"`.
+        offload: String, `"cpu"`: state is kept and updated in the memory of the
+            host, or `None`. Defaults to `None`.
     """
 
     def __init__(
-        self, optimizer: Any, variables: list[Any], strategy: Any, scope: str
+        self,
+        optimizer: Any,
+        variables: list[Any],
+        strategy: Any,
+        scope: str,
+        offload: str | None = None,
     ) -> None:
         extended = strategy.extended
         self._extended = extended
         self.groups = _groups(extended, scope)
+        host = extended.host_group.devices[0]
+        self._devices = tuple(
+            device if offload is None else host for device in self.groups.group.devices
+        )
         was_built = optimizer.built
         if not was_built:
             _compat.build_without_state(optimizer, variables)
@@ -174,7 +185,7 @@ class Sharding:
             owned_state(
                 optimizer, variables, plan, self.groups.owner(replica), replica, device
             )
-            for replica, device in enumerate(self.groups.group.devices)
+            for replica, device in enumerate(self._devices)
         ]
         return ShardedPart(optimizer, variables, plan, states)
 

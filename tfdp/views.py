@@ -104,6 +104,18 @@ class TensorView(FlatView):
         self._subtrahend = None
         self._is_changed = False
 
+    def scatter_update(self, rows: tf.IndexedSlices) -> None:
+        """Sets single elements, as a `tf.Variable` does."""
+        self.assign(_scattered(tf.tensor_scatter_nd_update, self, rows))
+
+    def scatter_add(self, rows: tf.IndexedSlices) -> None:
+        """Adds to single elements."""
+        self.assign(_scattered(tf.tensor_scatter_nd_add, self, rows))
+
+    def scatter_sub(self, rows: tf.IndexedSlices) -> None:
+        """Subtracts from single elements."""
+        self.assign(_scattered(tf.tensor_scatter_nd_sub, self, rows))
+
 
 class RangeView(TensorView):
     """A part of a flat variable, written back once.
@@ -122,6 +134,13 @@ class RangeView(TensorView):
         """Gives the variable its part of the value, if it was changed."""
         if self._is_changed:
             self._variable[self._start : self._stop].assign(self.read_value())
+
+
+def _scattered(
+    operation: Callable, view: TensorView, rows: tf.IndexedSlices
+) -> tf.Tensor:
+    indices = rows.indices[:, tf.newaxis]  # [elements, 1]
+    return operation(view.read_value(), indices, tf.cast(rows.values, view.dtype))
 
 
 def _operator(name: str) -> Callable:

@@ -24,6 +24,9 @@ class ShardedOptimizer(OptimizerCallback):
             (ZeRO-2). Defaults to 1.
         shard_scope: String: `"all"`, or `"node"`, where every node has the whole
             state, so that less travels between nodes. Defaults to `"all"`.
+        offload: `"cpu"`: what is sharded is kept and updated in the memory of the
+            host, for models whose state does not fit into that of the GPUs; or
+            `None`. Defaults to `None`.
 
     Raises:
         ValueError: If an argument is none of these.
@@ -33,21 +36,25 @@ class ShardedOptimizer(OptimizerCallback):
     >>> ShardedOptimizer(stage=2).sharding
     'gradients'
 
-    Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054.
+    Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; Ren et al.
+    2021, https://arxiv.org/abs/2101.06840, for offload.
     """
 
     # Callbacks that write files have to run on every worker.
     shards = True
 
-    def __init__(self, stage: int = 1, shard_scope: str = "all") -> None:
+    def __init__(
+        self, stage: int = 1, shard_scope: str = "all", offload: str | None = None
+    ) -> None:
         super().__init__()
         if isinstance(stage, bool) or stage not in _STAGES:
             more = " Stage 3, sharded weights, is not there yet." if stage == 3 else ""
             raise ValueError(f"`stage` must be 1 or 2.{more} Received: stage={stage!r}")
-        check_sharding(_STAGES[stage], shard_scope)
+        check_sharding(_STAGES[stage], shard_scope, offload)
         self.sharding = _STAGES[stage]
         self.shard_scope = shard_scope
+        self.offload = offload
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
         """Shards the optimizer; one that is sharded like this stays as it is."""
-        optimizer.shard(self.sharding, self.shard_scope)
+        optimizer.shard(self.sharding, self.shard_scope, self.offload)

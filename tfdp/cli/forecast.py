@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tfdp.buckets import Bucket
+from tfdp.cli.memory import Row, table_of
 from tfdp.cluster import Topology
 from tfdp.links import Link, Links
 from tfdp.prediction import BucketPrediction, StepPrediction
@@ -38,6 +39,8 @@ class Forecast:
         warned: Tuple of strings, options that have no effect on this cluster.
         compute_seconds: Float or `None`, a step on one replica.
         overlap: Float, see `StepPrediction`.
+        optimizer: String, whose slots are counted. Defaults to none.
+        memory: Tuple of what is sharded and `ReplicaMemory`. Defaults to none.
     """
 
     model: str
@@ -53,6 +56,8 @@ class Forecast:
     warned: tuple[str, ...]
     compute_seconds: float | None
     overlap: float
+    optimizer: str = ""
+    memory: tuple[Row, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -96,6 +101,8 @@ def show(forecast: Forecast, *, as_json: bool) -> None:
     console.print(_table(forecast))
     for line in _totals(forecast):
         console.print(line)
+    if forecast.memory:
+        console.print(table_of(forecast.memory))
     console.print("\nAssumed", style="bold")
     for sentence in _assumptions(forecast):
         console.print(f"  - {sentence}")
@@ -186,6 +193,12 @@ def _assumptions(forecast: Forecast) -> Iterator[str]:
             "a flat algorithm compresses all or nothing, and a bucket that would gain "
             "less than a tenth of its time travels as it is."
         )
+    if forecast.memory:
+        yield (
+            f"Memory is that of the trained variables and of {forecast.optimizer}'s "
+            "slots, with reduced gradients; activations, what the model keeps "
+            "besides, and TensorFlow itself come on top."
+        )
     if forecast.sparse:
         names = ", ".join(forecast.sparse)
         yield f"Rows of sparse gradients are left out: {names}."
@@ -248,5 +261,9 @@ def _to_dict(forecast: Forecast) -> dict[str, Any]:
         "exposed_seconds": None if step is None else step.exposed_seconds,
         "step_seconds": None if step is None else step.step_seconds,
         "efficiency": None if step is None else step.efficiency,
+        "optimizer": forecast.optimizer,
+        "memory": {
+            title: dataclasses.asdict(memory) for title, memory in forecast.memory
+        },
         "assumptions": list(_assumptions(forecast)),
     }

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tfdp.buckets import BucketPlan
-from tfdp.cli import values
+from tfdp.cli import memory, values
 from tfdp.cli.forecast import Forecast, show
 from tfdp.cluster import Topology
 from tfdp.cost_model import Algorithm
@@ -104,6 +104,18 @@ _MOST_REPLICAS = 2**20
     callback=values.positive,
     help="Largest size of a bucket, as in CommunicationOptions.",
 )
+@click.option(
+    "--optimizer",
+    metavar="NAME",
+    default="adam",
+    show_default=True,
+    help="Whose slots take memory: a name that Keras's compile takes.",
+)
+@click.option(
+    "--accumulates",
+    is_flag=True,
+    help="Gradients are accumulated over micro-batches, which takes memory too.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
 def plan(
     model: str,
@@ -117,6 +129,8 @@ def plan(
     algorithm: Algorithm | None,
     compression: str,
     bucket_mb: float,
+    optimizer: str,
+    accumulates: bool,
     as_json: bool,
 ) -> None:
     """Predicts communication and scaling of MODEL.keras on a cluster.
@@ -134,7 +148,8 @@ def plan(
         compression=compression_option(compression),
         links=links,
     )
-    buckets, sparse = _plan_of(model, options)
+    loaded = _loaded(model)
+    buckets, sparse = _plan_of(loaded, model, options)
     routes, warned = routes_of(buckets, options, topology, backend)
     by_ring = dataclasses.replace(options, algorithm="ring")
     forecast = Forecast(
@@ -151,6 +166,14 @@ def plan(
         warned=warned,
         compute_seconds=None if step_ms is None else step_ms / 1e3,
         overlap=BACKWARD_SHARE if overlap is None else overlap,
+        optimizer=optimizer,
+        memory=memory.memory_of(
+            loaded,
+            memory.checked_optimizer(optimizer),
+            topology,
+            options,
+            accumulates=accumulates,
+        ),
     )
     show(forecast, as_json=as_json)
 
@@ -217,8 +240,23 @@ def routes_of(
     return routes, tuple(str(warning.message) for warning in caught)
 
 
-def _plan_of(path: str, options: CommunicationOptions) -> tuple[BucketPlan, list[str]]:
-    """The buckets of a saved model, and its variables with sparse gradients."""
+def _plan_of(
+    model: Any, path: str, options: CommunicationOptions
+) -> tuple[BucketPlan, list[str]]:
+    """The buckets of a model, and its variables with sparse gradients."""
+    from tfdp.plan import plan_of_backward_pass
+
+    try:
+        buckets, sparse = plan_of_backward_pass(model, options)
+    except ValueError as error:
+        raise click.UsageError(_first_line(error)) from error
+    if not (buckets.buckets or sparse):
+        raise click.UsageError(f"The model has no variables to train. Received: {path}")
+    return buckets, sparse
+
+
+def _loaded(path: str) -> Any:
+    """A saved model."""
     if not pathlib.Path(path).is_file():
         raise click.UsageError(
             f"There is no such file; give the path of a saved model. Received: {path}"
@@ -235,19 +273,12 @@ def _plan_of(path: str, options: CommunicationOptions) -> tuple[BucketPlan, list
 
         with contextlib.suppress(RuntimeError):  # they are in use already
             tf.config.set_visible_devices([], "GPU")
-        from tfdp.plan import plan_of_backward_pass
+        import tfdp.plan  # noqa: F401
     except Exception as error:  # a broken one raises anything
         raise click.ClickException(
             f"TensorFlow cannot be imported: {_first_line(error)}"
         ) from error
-    model = _load(path)
-    try:
-        buckets, sparse = plan_of_backward_pass(model, options)
-    except ValueError as error:
-        raise click.UsageError(_first_line(error)) from error
-    if not (buckets.buckets or sparse):
-        raise click.UsageError(f"The model has no variables to train. Received: {path}")
-    return buckets, sparse
+    return _load(path)
 
 
 def _load(path: str) -> Any:
