@@ -12,38 +12,18 @@ import tensorflow as tf
 from tfdp import _compat, interchange, step, trainer
 from tfdp import optimizer_arguments as arguments
 from tfdp.features import Features
-from tfdp.layout import StateLayout, WholeVariables
 from tfdp.loss_scale import MOST_SKIPS, LossScaling
-from tfdp.memory import MemoryReport
-from tfdp.ownership import is_ours, replica_context
+from tfdp.optimizer_sharding import ShardableOptimizer
+from tfdp.ownership import replica_context
 from tfdp.reducer import GradientReducer, LocalReducer, ReplicaReducer
-from tfdp.scope import synchronize_new_variables
 from tfdp.sharding import Sharding
-from tfdp.state_memory import memory_report
+from tfdp.traces import Traces
 from tfdp.traits import Part, innermost, parts_of, path_of, rate_is_in_slots
-from tfdp.warmup import WarmupOptions
 from tfdp.whole_state import WholeState
 
 
-class _OfInner:
-    """An attribute that a wrapper shows of the optimizer inside, and sets there."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        inner = None if instance is None else vars(instance).get("inner_optimizer")
-        return None if inner is None else getattr(inner, self._name)
-
-    def __set__(self, instance: Any, value: Any) -> None:
-        # Keras's constructor sets its defaults before there is one inside.
-        inner = vars(instance).get("inner_optimizer")
-        if inner is not None:
-            setattr(inner, self._name, value)
-
-
 @keras.saving.register_keras_serializable(package="tfdp")
-class DistributedOptimizer(keras.optimizers.Optimizer):
+class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
     """Gives any Keras optimizer the result of one device on many replicas.
 
     Gradients are accumulated on each replica, reduced, unscaled, checked for
@@ -75,15 +55,6 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
     >>> DistributedOptimizer(adam, accumulation_steps=4).accumulation_steps
     4
     """
-
-    weight_decay = _OfInner()
-    clipnorm = _OfInner()
-    clipvalue = _OfInner()
-    global_clipnorm = _OfInner()
-    use_ema = _OfInner()
-    ema_momentum = _OfInner()
-    ema_overwrite_frequency = _OfInner()
-    loss_scale_factor = _OfInner()
 
     def __init__(
         self,
@@ -121,215 +92,11 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             steps,
             scaling or (outer and interchange.scaling_of(outer)),
         )
-        self._traces = _Traces()
+        self._traces = Traces()
         if optimizer.built:
             self.build(_compat.trained_by(optimizer))
             self._inherit(outer if scaling is None else None, own_steps)
             self._shard()
-
-    # What is switched on.
-
-    @property
-    def accumulation_steps(self) -> int:
-        """Int, micro-batches of an update."""
-        return self._features.steps
-
-    @accumulation_steps.setter
-    def accumulation_steps(self, steps: int) -> None:
-        self._features.set_steps(arguments.checked_steps(steps))
-
-    @property
-    def accumulation_plan(self) -> Any:
-        """Micro-batches of an update, or a dict from epochs to them."""
-        return self._features.plan or self.accumulation_steps
-
-    @accumulation_plan.setter
-    def accumulation_plan(self, plan: Any) -> None:
-        self._features.plan = plan
-
-    @property
-    def has_accumulation_plan(self) -> bool:
-        """Whether a callback decides on the number of micro-batches."""
-        return self._features.plan is not None
-
-    @property
-    def features(self) -> Features:
-        """`Features`, what is switched on, with its variables."""
-        return self._features
-
-    @property
-    def shards(self) -> Sharding | None:
-        """`Sharding`, where the state lies, or `None` where every replica has all."""
-        return self._shards
-
-    @property
-    def accumulates_sums(self) -> bool:
-        """Whether slices of the sum over replicas are accumulated (ZeRO-2)."""
-        return self._shards is not None and self.sharding == "gradients"
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether no replica holds the whole state."""
-        return self._shards is not None
-
-    def shard(
-        self, sharding: str, shard_scope: str = "all", offload: str | None = None
-    ) -> None:
-        """Shards the state from now on; what is there is kept.
-
-        Args:
-            sharding: String: `"optimizer"` or `"gradients"`.
-            shard_scope: String: `"all"` or `"node"`. Defaults to `"all"`.
-            offload: `"cpu"` or `None`. Defaults to `None`.
-
-        Raises:
-            ValueError: If it is sharded already, in another way.
-        """
-        arguments.check_sharding(sharding, shard_scope, offload)
-        wanted = (sharding, shard_scope, offload)
-        own = (self.sharding, self.shard_scope, self.offload)
-        if wanted == own:
-            return
-        if self.sharding != "none":
-            raise ValueError(
-                "The optimizer is sharded already, in another way: (sharding, "
-                f"shard_scope, offload) = {own}. Received: {wanted}"
-            )
-        self.sharding, self.shard_scope, self.offload = wanted
-        if self.built:
-            self._shard()
-
-    @property
-    def loss_scaling(self) -> LossScaling | None:
-        """`LossScaling`, how the loss is scaled, or `None`."""
-        return self._features.scaling
-
-    @loss_scaling.setter
-    def loss_scaling(self, scaling: LossScaling | None) -> None:
-        self._features.set_scaling(scaling)
-
-    @property
-    def warmup(self) -> WarmupOptions | None:
-        """`WarmupOptions`, or `None` outside a warmup."""
-        return self._features.warmup_options
-
-    @warmup.setter
-    def warmup(self, options: WarmupOptions | None) -> None:
-        self._features.set_warmup(options)
-
-    def measure_noise(self, smoothing: float) -> None:
-        """Measures the gradient noise scale at each update from now on.
-
-        Args:
-            smoothing: Float, weight of the past in the moving averages.
-        """
-        self._features.measure_noise(smoothing)
-
-    def finish_warmup(self) -> bool:
-        """Hands the rate over if the warmup is over, outside a step.
-
-        A rate that is a variable gets the product of base rate and last factor
-        as its value. One that is a schedule stays multiplied.
-
-        Returns:
-            Bool, whether it is over.
-        """
-        options = self.warmup
-        made = int(self.iterations.numpy())
-        if options is None or made <= options.start + options.steps:
-            return options is None
-        if self._has_rate_variables():
-            for part in innermost(self.inner_optimizer):
-                rate = float(part.learning_rate.numpy())
-                part.learning_rate = rate * options.last
-        self.leave_warmup()
-        return True
-
-    def leave_warmup(self) -> None:
-        """Ends a warmup whose last factor is in the rate already.
-
-        A schedule never gets it, so that there it goes on.
-        """
-        if self._has_rate_variables():
-            self.warmup = None
-
-    def exclude_from_weight_decay(
-        self, var_list: Any = None, var_names: Any = None
-    ) -> None:
-        """Excludes variables from weight decay, as in Keras."""
-        for part in innermost(self.inner_optimizer):
-            part.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
-
-    # What can be read.
-
-    @property
-    def needs_trace(self) -> bool:
-        """Whether a step was traced with other things switched on than now."""
-        return self._traces.features not in (None, self._traced_parts)
-
-    @property
-    def was_traced(self) -> bool:
-        """Whether a step was ever traced."""
-        return self._traces.features is not None
-
-    @property
-    def loss_scale(self) -> float | None:
-        """Float, the factor of the loss, or `None` without loss scaling."""
-        scale = self._features.scale
-        return None if scale is None else float(scale.value.numpy())
-
-    @property
-    def skipped_steps(self) -> int:
-        """Int, updates that were left out because of an overflow."""
-        scale = self._features.scale
-        return 0 if scale is None else int(scale.skipped_steps.numpy())
-
-    @property
-    def accumulated_steps(self) -> int:
-        """Int, micro-batches that wait for the next update."""
-        accumulation = self._features.accumulation
-        return 0 if accumulation is None else int(accumulation.count.numpy())
-
-    @property
-    def gradient_noise_scale(self) -> float:
-        """Float, in samples, or NaN where it is not measured."""
-        noise = self._features.noise
-        return float("nan") if noise is None else noise.scale
-
-    def memory_report(self) -> MemoryReport:
-        """Bytes of the training state on a replica, with and without sharding.
-
-        Returns:
-            `MemoryReport`; print it.
-
-        Raises:
-            ValueError: If the optimizer has not been built.
-        """
-        if not self.built:
-            raise ValueError(
-                "The optimizer has no variables yet. Train a step first, or call "
-                "`optimizer.build(model.trainable_variables)`."
-            )
-        return memory_report(self)
-
-    @property
-    def variables(self) -> list:
-        """The wrapped optimizer's variables after those of its own."""
-        return super().variables + self.inner_optimizer.variables
-
-    @property
-    def iterations(self) -> Any:
-        """The number of updates."""
-        return self.inner_optimizer.iterations
-
-    @property
-    def learning_rate(self) -> Any:
-        """The wrapped optimizer's."""
-        return self.inner_optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: Any) -> None:
-        self.inner_optimizer.learning_rate = value
 
     # What Keras calls.
 
@@ -553,65 +320,6 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
             accumulates_sums=self.accumulates_sums,
         )
 
-    @property
-    def _traced_parts(self) -> tuple:
-        return (*self._features.traced_parts, self._shards)
-
-    def _layout(self, reducer: GradientReducer) -> StateLayout:
-        if self._shards is None:
-            return WholeVariables(reducer)
-        return self._shards.on_replica()
-
-    def _finalize(self) -> None:
-        assert self._shards is not None
-        layout = self._shards.on_replica()
-        for part in parts_of(self.inner_optimizer, _compat.trained_by(self)):
-            if part.optimizer.use_ema:
-                layout.overwrite_with_average(part)
-
-    def _can_shard(self) -> bool:
-        """One replica has nobody to share with."""
-        strategy = self._distribution_strategy
-        wanted = self.sharding != "none" and self._shards is None
-        return wanted and is_ours(strategy) and strategy.num_replicas_in_sync > 1
-
-    def _sharding(self, variables: list[Any]) -> Sharding:
-        strategy = self._distribution_strategy
-        synchronize_new_variables(strategy)  # slots may start as copies of weights
-        return Sharding(
-            self.inner_optimizer, variables, strategy, self.shard_scope, self.offload
-        )
-
-    def _shard(self) -> None:
-        """Shards the state that is there."""
-        if not self._can_shard():
-            return
-        self._shards = self._sharding(_compat.trained_by(self))
-        if self.accumulates_sums:
-            self._shard_accumulated()
-
-    def _shard_accumulated(self) -> None:
-        """Turns each replica's own sums into slices of the sums of all."""
-        assert self._shards is not None
-        count, totals = self.accumulated_steps, []
-        if count:
-            self._traces.run(self, "share", self._share)
-            assert self._features.accumulation is not None
-            replicas = self._distribution_strategy.num_replicas_in_sync
-            totals = [
-                _compat.local_value(item, 0).numpy().ravel() * replicas
-                for item in self._features.accumulation.sums
-            ]
-        self._features.accumulate(self._shards.held)
-        accumulation = self._features.accumulation
-        if accumulation is None or not count:
-            return
-        tensors = self._shards.accumulated(accumulation.sums)
-        for variable, total in zip(_compat.trained_by(self), totals, strict=True):
-            for piece in tensors[id(variable)].held:
-                piece.write(total[piece.start : piece.stop])
-        accumulation.count.assign(count)
-
     def _rate(self, part: Part) -> tf.Tensor | None:
         warmup = self._features.warmup
         if warmup is None:
@@ -626,42 +334,6 @@ class DistributedOptimizer(keras.optimizers.Optimizer):
         if warmup is None or not warmup.momentum_correction or not has_rate:
             return None
         return warmup.growth(tf.convert_to_tensor(part.optimizer.iterations))
-
-    def _has_rate_variables(self) -> bool:
-        parts = innermost(self.inner_optimizer)
-        return all(_compat.has_rate_variable(part) for part in parts)
-
-
-class _Traces:
-    """What a step was traced with last, out of reach of Keras's tracking."""
-
-    def __init__(self) -> None:
-        self.features: tuple | None = None
-        self.variables: list[Any] | None = None
-        self._functions: dict[tuple, Any] = {}
-
-    def note(self, features: tuple, variables: list) -> None:
-        """Remembers what is being traced."""
-        self.features = features
-        self.variables = list(variables)
-
-    def run(self, optimizer: Any, name: str, function: Any) -> None:
-        """Runs a function on every replica, as a graph that is made once."""
-        strategy = _compat.strategy_of_optimizer(optimizer)
-        key = (
-            name,
-            self.features,
-            optimizer.is_sharded,
-            tuple(map(id, self.variables or ())),
-        )
-        if key not in self._functions:
-
-            @tf.function(autograph=False)
-            def on_replicas() -> None:
-                strategy.run(function)
-
-            self._functions[key] = on_replicas
-        self._functions[key]()
 
 
 def _reducer() -> GradientReducer:

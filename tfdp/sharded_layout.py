@@ -342,7 +342,14 @@ def _squares_and_flags(
         squares.append(_joined_sum([_sum_of_squares(item) for item in own] or none))
         bad = [tf.cast(tf.math.is_finite(item), tf.float32) for item in own]
         flags.append(tf.add_n([tf.reduce_sum(1.0 - item) for item in bad] or none))
-    return tf.stack(_alike(squares)), tf.stack(flags)
+    dtype = _dtype_of_norms(part)
+    return tf.stack([tf.cast(item, dtype) for item in squares]), tf.stack(flags)
+
+
+def _dtype_of_norms(part: ShardedPart) -> tf.DType:
+    """The same on all replicas, also on one that owns nothing of the widest dtype."""
+    dtypes = [tf.as_dtype(bucket.dtype) for bucket in part.plan.buckets]
+    return max([tf.float32, *dtypes], key=lambda dtype: dtype.size)
 
 
 def _sum_of_squares(values: tf.Tensor) -> tf.Tensor:

@@ -1,0 +1,151 @@
+"""How a `DistributedOptimizer` gets its state sharded, and goes on with what it had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfdp import _compat
+from tfdp import optimizer_arguments as arguments
+from tfdp.layout import StateLayout, WholeVariables
+from tfdp.memory import MemoryReport
+from tfdp.optimizer_settings import OptimizerSettings
+from tfdp.ownership import is_ours
+from tfdp.reducer import GradientReducer
+from tfdp.scope import synchronize_new_variables
+from tfdp.sharding import Sharding
+from tfdp.state_memory import memory_report
+from tfdp.traits import parts_of
+
+
+class ShardableOptimizer(OptimizerSettings):
+    """What of a `DistributedOptimizer` decides where its state lies."""
+
+    sharding: str
+    shard_scope: str
+    offload: str | None
+    built: bool
+    _share: Any
+    _shards: Sharding | None
+    _distribution_strategy: Any
+
+    @property
+    def needs_trace(self) -> bool:
+        """Whether a step was traced with other things switched on than now."""
+        return self._traces.features not in (None, self._traced_parts)
+
+    @property
+    def shards(self) -> Sharding | None:
+        """`Sharding`, where the state lies, or `None` where every replica has all."""
+        return self._shards
+
+    @property
+    def accumulates_sums(self) -> bool:
+        """Whether slices of the sum over replicas are accumulated (ZeRO-2)."""
+        return self._shards is not None and self.sharding == "gradients"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no replica holds the whole state."""
+        return self._shards is not None
+
+    def shard(
+        self, sharding: str, shard_scope: str = "all", offload: str | None = None
+    ) -> None:
+        """Shards the state from now on; what is there is kept.
+
+        Args:
+            sharding: String: `"optimizer"` or `"gradients"`.
+            shard_scope: String: `"all"` or `"node"`. Defaults to `"all"`.
+            offload: `"cpu"` or `None`. Defaults to `None`.
+
+        Raises:
+            ValueError: If it is sharded already, in another way.
+        """
+        arguments.check_sharding(sharding, shard_scope, offload)
+        wanted = (sharding, shard_scope, offload)
+        own = (self.sharding, self.shard_scope, self.offload)
+        if wanted == own:
+            return
+        if self.sharding != "none":
+            raise ValueError(
+                "The optimizer is sharded already, in another way: (sharding, "
+                f"shard_scope, offload) = {own}. Received: {wanted}"
+            )
+        self.sharding, self.shard_scope, self.offload = wanted
+        if self.built:
+            self._shard()
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes of the training state on a replica, with and without sharding.
+
+        Returns:
+            `MemoryReport`; print it.
+
+        Raises:
+            ValueError: If the optimizer has not been built.
+        """
+        if not self.built:
+            raise ValueError(
+                "The optimizer has no variables yet. Train a step first, or call "
+                "`optimizer.build(model.trainable_variables)`."
+            )
+        return memory_report(self)
+
+    def _layout(self, reducer: GradientReducer) -> StateLayout:
+        if self._shards is None:
+            return WholeVariables(reducer)
+        return self._shards.on_replica()
+
+    def _finalize(self) -> None:
+        assert self._shards is not None
+        layout = self._shards.on_replica()
+        for part in parts_of(self.inner_optimizer, _compat.trained_by(self)):
+            if part.optimizer.use_ema:
+                layout.overwrite_with_average(part)
+
+    def _can_shard(self) -> bool:
+        """One replica has nobody to share with."""
+        strategy = self._distribution_strategy
+        wanted = self.sharding != "none" and self._shards is None
+        return wanted and is_ours(strategy) and strategy.num_replicas_in_sync > 1
+
+    def _sharding(self, variables: list[Any]) -> Sharding:
+        strategy = self._distribution_strategy
+        synchronize_new_variables(strategy)  # slots may start as copies of weights
+        return Sharding(
+            self.inner_optimizer, variables, strategy, self.shard_scope, self.offload
+        )
+
+    def _shard(self) -> None:
+        """Shards the state that is there."""
+        if not self._can_shard():
+            return
+        self._shards = self._sharding(_compat.trained_by(self))
+        if self.accumulates_sums:
+            self._shard_accumulated()
+
+    def _shard_accumulated(self) -> None:
+        """Turns each replica's own sums into slices of the sums of all."""
+        assert self._shards is not None
+        count, totals = self.accumulated_steps, []
+        if count:
+            self._traces.run(self, "share", self._share)
+            assert self._features.accumulation is not None
+            replicas = self._distribution_strategy.num_replicas_in_sync
+            totals = [
+                _compat.local_value(item, 0).numpy().ravel() * replicas
+                for item in self._features.accumulation.sums
+            ]
+        self._features.accumulate(self._shards.held)
+        accumulation = self._features.accumulation
+        if accumulation is None or not count:
+            return
+        tensors = self._shards.accumulated(accumulation.sums)
+        for variable, total in zip(_compat.trained_by(self), totals, strict=True):
+            for piece in tensors[id(variable)].held:
+                piece.write(total[piece.start : piece.stop])
+        accumulation.count.assign(count)
+
+    @property
+    def _traced_parts(self) -> tuple:
+        return (*self._features.traced_parts, self.shards)

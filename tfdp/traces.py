@@ -1,0 +1,41 @@
+"""What a step was traced with, and functions that run on every replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+
+
+class Traces:
+    """What a step was traced with last, out of reach of Keras's tracking."""
+
+    def __init__(self) -> None:
+        self.features: tuple | None = None
+        self.variables: list[Any] | None = None
+        self._functions: dict[tuple, Any] = {}
+
+    def note(self, features: tuple, variables: list) -> None:
+        """Remembers what is being traced."""
+        self.features = features
+        self.variables = list(variables)
+
+    def run(self, optimizer: Any, name: str, function: Any) -> None:
+        """Runs a function on every replica, as a graph that is made once."""
+        strategy = _compat.strategy_of_optimizer(optimizer)
+        key = (
+            name,
+            self.features,
+            optimizer.is_sharded,
+            tuple(map(id, self.variables or ())),
+        )
+        if key not in self._functions:
+
+            @tf.function(autograph=False)
+            def on_replicas() -> None:
+                strategy.run(function)
+
+            self._functions[key] = on_replicas
+        self._functions[key]()
