@@ -44,6 +44,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import device as device_lib
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.trackable import data_structures
 from tensorflow.python.types import distribute as distribute_types
 
 # The strategies derive from the stock extended classes, so that every promise
@@ -647,12 +648,26 @@ def num_variables_before_accumulators(optimizer: Any) -> int:
     return 1 + has_rate + count
 
 
+def untrack(optimizer: Any, variables: list) -> None:
+    """Takes variables out of an optimizer's list of them.
+
+    TensorFlow saves and exports no list that has lost an element, so that a new
+    list takes the place of Keras's.
+    """
+    for variable in variables:
+        optimizer._untrack_variable(variable)
+    kept = data_structures.sticky_attribute_assignment(
+        trackable=optimizer, name="_variables", value=list(optimizer._variables)
+    )
+    vars(optimizer)["_variables"] = kept
+    is_variable, _ = optimizer._tracker.config["variables"]
+    optimizer._tracker.config["variables"] = (is_variable, kept)
+
+
 def take_accumulators(optimizer: Any) -> list:
     """Removes the gradient accumulators from a built optimizer and returns them."""
     sums = list(optimizer._accumulated_gradients)
-    for variable in sums:
-        if variable is not None:
-            optimizer._untrack_variable(variable)
+    untrack(optimizer, [variable for variable in sums if variable is not None])
     optimizer._accumulated_gradients = []
     return sums
 
@@ -902,8 +917,7 @@ def built_without_memory(optimizer: Any, variables: list) -> Any:
 def drop_state(optimizer: Any) -> None:
     """Frees a built optimizer's variables but for its counter and learning rate."""
     dropped = {id(variable) for variable in state_variables(optimizer)}
-    for variable in state_variables(optimizer):
-        optimizer._untrack_variable(variable)
+    untrack(optimizer, state_variables(optimizer))
     for name, value in list(vars(optimizer).items()):
         if id(value) in dropped:
             vars(optimizer)[name] = None

@@ -79,7 +79,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         own_steps = interchange.take_accumulation_steps(optimizer)
         steps = arguments.agreed_steps(accumulation_steps, own_steps)
         super().__init__(learning_rate=0.0, name=name)
-        self._untrack_variable(self._learning_rate)
+        _compat.untrack(self, [self._learning_rate])
         self.inner_optimizer = optimizer
         self._distribution_strategy = _compat.strategy_of_optimizer(optimizer)
         self.sharding = sharding
@@ -259,8 +259,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             return self.add_variable(**arguments)
 
     def _forget(self, variables: Sequence[Any]) -> None:
-        for variable in variables:
-            self._untrack_variable(variable)
+        _compat.untrack(self, list(variables))
 
     def _inherit(self, outer: Any, steps: int) -> None:
         """Goes on where a built optimizer stands."""

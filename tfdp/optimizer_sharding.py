@@ -103,6 +103,15 @@ class ShardableOptimizer(OptimizerSettings):
             if part.optimizer.use_ema:
                 layout.overwrite_with_average(part)
 
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        """What TensorFlow saves: a checkpoint would lose what it cannot see."""
+        if self.is_sharded and save_type == "checkpoint":
+            raise ValueError(
+                "`tf.train.Checkpoint` does not see sharded optimizer state. Use "
+                "`tfdp.checkpoint.save(model, directory)`, or `model.save`."
+            )
+        return super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]
+
     def _can_shard(self) -> bool:
         """One replica has nobody to share with."""
         strategy = self._distribution_strategy

@@ -11,6 +11,8 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
+import tensorflow as tf
 
 import tfdp
 from cases import common
@@ -318,3 +320,27 @@ def own_optimizer_class_sees_whole_tensors(env: Env) -> dict:
         values = {str(i): w.numpy() for i, w in enumerate(model.weights)}
         results[kind.__name__] = values
     return results
+
+
+@case("TensorFlow's own files", setups=("mirrored",), compare=False)
+def tensorflow_exports_and_checkpoints_what_it_sees(env: Env) -> dict:
+    x, y = common.regression_data(8)
+    for sharding in ("none", "optimizer"):
+        with env.scope():
+            optimizer = tfdp.DistributedOptimizer(optimizers.Adam(), sharding=sharding)
+            model = common.compiled(common.mlp(), optimizer)
+        common.fit(model, x, y, epochs=1)
+        folder = env.tmp / sharding
+        model.export(folder / "exported", verbose=False)
+        loaded = tf.saved_model.load(folder / "exported")
+        np.testing.assert_allclose(
+            loaded.serve(x), model.predict(x, verbose=0), rtol=1e-5
+        )
+        checkpoint = tf.train.Checkpoint(model=model)
+        if sharding == "none":
+            checkpoint.save(folder / "checkpoint")
+            continue
+        # It would be written without the slots, and nobody would be told.
+        with pytest.raises(ValueError, match="does not see sharded optimizer state"):
+            checkpoint.save(folder / "checkpoint")
+    return {}
