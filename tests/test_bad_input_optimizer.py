@@ -83,18 +83,56 @@ def test_smallest_scale_above_the_first_is_refused():
     )
 
 
-def test_sharding_that_is_unknown_or_not_there_yet_is_refused():
+@pytest.mark.parametrize("sharding", ["zero", 1, True, None])
+def test_sharding_that_is_unknown_is_refused(sharding):
+    expected = "`sharding` must be one of", f"Received: sharding={sharding!r}"
+    refused(lambda: Optimizer(sgd(), sharding=sharding), *expected)
+    refused(lambda: Optimizer(sgd()).shard(sharding), *expected)
+
+
+@pytest.mark.parametrize("scope", ["host", "ALL", None, 2])
+def test_shard_scope_that_is_unknown_is_refused(scope):
+    expected = "`shard_scope` must be one of", f"Received: shard_scope={scope!r}"
+    refused(lambda: Optimizer(sgd(), shard_scope=scope), *expected)
+    refused(lambda: Optimizer(sgd()).shard("optimizer", scope), *expected)
+    refused(lambda: callbacks.ShardedOptimizer(shard_scope=scope), *expected)
+
+
+@pytest.mark.parametrize("stage", [0, 3, -1, 1.5, True, "1", None])
+def test_stage_of_sharding_that_is_not_one_or_two_is_refused(stage):
     refused(
-        lambda: Optimizer(sgd(), sharding="zero"),
-        "`sharding` must be one of",
-        "Received: sharding='zero'",
+        lambda: callbacks.ShardedOptimizer(stage),
+        "`stage` must be 1 or 2",
+        f"Received: stage={stage!r}",
     )
-    for sharding in "optimizer", "gradients":
+
+
+def test_stage_of_sharded_weights_is_said_to_be_missing():
+    refused(lambda: callbacks.ShardedOptimizer(3), "is not there yet", "stage=3")
+
+
+def test_sharding_twice_in_different_ways_is_refused():
+    optimizer = Optimizer(sgd(), sharding="optimizer")
+    optimizer.shard("optimizer", "all")
+    for sharding, scope in ("gradients", "all"), ("optimizer", "node"), ("none", "all"):
         refused(
-            lambda s=sharding: Optimizer(sgd(), sharding=s),
-            "is not there yet",
-            'Use `sharding="none"`',
+            lambda s=sharding, o=scope: optimizer.shard(s, o),
+            "The optimizer is sharded already",
+            "'optimizer', 'all'",
+            f"Received: ({sharding!r}, {scope!r}",
         )
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    refused(
+        lambda: callbacks.ShardedOptimizer(2).set_model(model),
+        "The optimizer is sharded already",
+    )
+
+
+def test_sharding_on_one_device_changes_nothing():
+    optimizer = Optimizer(sgd(), sharding="gradients", accumulation_steps=2)
+    optimizer.build([keras.Variable(np.zeros(2, "float32"))])
+    assert not optimizer.is_sharded
 
 
 def test_wrapping_twice_is_refused():
@@ -202,6 +240,7 @@ EXPECTED = {
     "scaling, not compiled": f"`LossScaling` needs a model.*{COMPILE}",
     "warmup, not compiled": f"`LearningRateWarmup` needs a model.*{COMPILE}",
     "noise, not compiled": f"`GradientNoiseScale` needs a model.*{COMPILE}",
+    "sharding, not compiled": f"`ShardedOptimizer` needs a model.*{COMPILE}",
     "apply outside `run`": "given to `strategy.run`",
     "warmup of unknown length": "`LearningRateWarmup(steps=...)`",
 }

@@ -920,8 +920,11 @@ def drop_state(optimizer: Any) -> None:
     untrack(optimizer, state_variables(optimizer))
     for name, value in list(vars(optimizer).items()):
         if id(value) in dropped:
+            optimizer._delete_tracking(name)
             vars(optimizer)[name] = None
         elif name != "_variables" and _holds(value, dropped):
+            # TensorFlow's tracking, too, would keep the list with all that it holds.
+            optimizer._delete_tracking(name)
             vars(optimizer)[name] = {} if isinstance(value, dict) else []
 
 
@@ -973,6 +976,9 @@ def backup_that_writes_nothing(callback: Any) -> Any:
     vars(twin).update(vars(callback))
     path = os.path.join(folder.name, "training_metadata.json")
     vars(twin).update(
+        # It looks whether the directory is there, and makes it if the first worker
+        # has not yet: one of the two would fail.
+        backup_dir=folder.name,
         _training_metadata_path=path,
         _prev_training_metadata_path=f"{path}.bkp",
         double_checkpoint=False,

@@ -190,7 +190,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         """Gives variables their averages at the end of training, as Keras does."""
         if self.is_sharded:
             if any(part.use_ema for part in innermost(self.inner_optimizer)):
-                self._traces.run(self, "finalize", self._finalize)
+                self._traces.run(self, "finalize", self._overwrite_with_averages)
             return
         for part in innermost(self.inner_optimizer):
             if part.use_ema:

@@ -12,9 +12,10 @@ from tfdp.optimizer_settings import OptimizerSettings
 from tfdp.ownership import is_ours
 from tfdp.reducer import GradientReducer
 from tfdp.scope import synchronize_new_variables
+from tfdp.sharded_layout import ShardedState
 from tfdp.sharding import Sharding
 from tfdp.state_memory import memory_report
-from tfdp.traits import parts_of
+from tfdp.traits import Part, parts_of
 
 
 class ShardableOptimizer(OptimizerSettings):
@@ -96,12 +97,32 @@ class ShardableOptimizer(OptimizerSettings):
             return WholeVariables(reducer)
         return self._shards.on_replica()
 
-    def _finalize(self) -> None:
+    def swap_averages(self) -> None:
+        """Swaps weights with their moving averages, outside a step."""
+        self._traces.run(self, "swap", self._swap_averages)
+
+    def restart_averages(self) -> None:
+        """Lets moving averages begin again at the weights, outside a step."""
+        self._traces.run(self, "restart", self._restart_averages)
+
+    def _overwrite_with_averages(self) -> None:
+        for layout, part in self._averaged():
+            layout.overwrite_with_average(part)
+
+    def _swap_averages(self) -> None:
+        for layout, part in self._averaged():
+            layout.swap_with_average(part)
+
+    def _restart_averages(self) -> None:
+        for layout, part in self._averaged():
+            layout.restart_average(part)
+
+    def _averaged(self) -> list[tuple[ShardedState, Part]]:
+        """The parts that have averages, with the layout on this replica."""
         assert self._shards is not None
         layout = self._shards.on_replica()
-        for part in parts_of(self.inner_optimizer, _compat.trained_by(self)):
-            if part.optimizer.use_ema:
-                layout.overwrite_with_average(part)
+        parts = parts_of(self.inner_optimizer, _compat.trained_by(self))
+        return [(layout, part) for part in parts if part.optimizer.use_ema]
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         """What TensorFlow saves: a checkpoint would lose what it cannot see."""

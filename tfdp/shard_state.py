@@ -180,15 +180,23 @@ class OwnedSlices:
         for slot in self.slots.get("momentums", []):
             slot.assign(slot * tf.cast(growth, slot.dtype))
 
+    def own_values(self, variables: list[Any]) -> list[tf.Tensor]:
+        """The values of what the replica owns, one tensor for each average."""
+        rows = [self._plan.buckets[number].rows[self.owner] for number in self.buckets]
+        return [pack([_value(s, variables) for s in row]) for row in rows]
+
     def average(self, optimizer: Any, variables: list[Any]) -> None:
         """Moves the averages towards the variables."""
-        views = []
-        for number in self.buckets:
-            row = self._plan.buckets[number].rows[self.owner]
-            views.append(TensorView(pack([_value(s, variables) for s in row])))
+        views = [TensorView(value) for value in self.own_values(variables)]
         averages = self.slots.get("_model_variables_moving_average", [])
         stand_in = _compat.stand_in(optimizer, _model_variables_moving_average=averages)
         _compat.move_averages(stand_in, views)
+
+    def set_averages(self, values: list[tf.Tensor]) -> None:
+        """Gives the averages values, as `own_values` returns them."""
+        averages = self.slots.get("_model_variables_moving_average", [])
+        for average, value in zip(averages, values, strict=True):
+            average.assign(value)
 
     def averages(self) -> list[tf.Tensor | None]:
         """The averages, as slices of every bucket."""
@@ -295,12 +303,19 @@ class OwnedVariables:
 
     def average(self, optimizer: Any, variables: list[Any]) -> None:
         """See `OwnedSlices`."""
-        self._refresh(variables)
-        mine = [
-            _compat.local_part(self._copies.get(index, variables[index]))
-            for index in self.owned
-        ]
+        mine = self.own_values(variables)
         _compat.move_averages(self._acting_for(optimizer, variables), mine)
+
+    def own_values(self, variables: list[Any]) -> list[tf.Tensor]:
+        """See `OwnedSlices`."""
+        parts = [_compat.local_part(variables[index]) for index in self.owned]
+        return [part.read_value() for part in parts]
+
+    def set_averages(self, values: list[tf.Tensor]) -> None:
+        """See `OwnedSlices`."""
+        averages = self.slots.get("_model_variables_moving_average", [])
+        for average, value in zip(averages, values, strict=True):
+            average.assign(value)
 
     def averages(self) -> list[tf.Tensor | None]:
         """See `OwnedSlices`."""

@@ -202,7 +202,8 @@ class ShardedState:
             factors = _factors(tf.sqrt(norms), optimizer.clipnorm)
         else:
             norm = tf.sqrt(tf.reduce_sum(norms))
-            limit = tf.cast(optimizer.global_clipnorm, norm.dtype)
+            # Not `tf.cast`, which would round a float to float32 first.
+            limit = tf.constant(optimizer.global_clipnorm, norm.dtype)
             # NaN where the norm is infinite, as in Keras.
             factor = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
             factors = tf.fill(tf.shape(norms), factor)
@@ -248,6 +249,20 @@ class ShardedState:
         own = self._part(part)
         everything = frozenset(range(len(own.variables)))
         self._spread(own, self._state(own).averages(), everything)
+
+    def swap_with_average(self, part: Part) -> None:
+        """Gives variables the values of their averages, and the other way round."""
+        own = self._part(part)
+        state = self._state(own)
+        values = state.own_values(own.variables)
+        self.overwrite_with_average(part)
+        state.set_averages(values)
+
+    def restart_average(self, part: Part) -> None:
+        """Gives averages the values of their variables."""
+        own = self._part(part)
+        state = self._state(own)
+        state.set_averages(state.own_values(own.variables))
 
     def _spread(self, own: ShardedPart, slices: list, present: frozenset[int]) -> None:
         wholes = self._exchange_of(own).gather(own.plan, slices)
@@ -379,8 +394,8 @@ def _clips_by_norm(optimizer: Any) -> bool:
 
 def _factors(norms: tf.Tensor, limit: float) -> tf.Tensor:
     """What `tf.clip_by_norm` multiplies a tensor of each norm with."""
-    limit = tf.cast(limit, norms.dtype)
-    return limit / tf.maximum(norms, limit)
+    bound = tf.constant(limit, norms.dtype)
+    return bound / tf.maximum(norms, bound)
 
 
 def _scaled(

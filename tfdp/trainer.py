@@ -33,7 +33,12 @@ from tfdp.logs import merge_logs
 from tfdp.ownership import is_ours, strategy_of
 from tfdp.rows import share_of_rank
 from tfdp.saving import save_atomically
-from tfdp.worker_callbacks import callbacks_of_worker, with_care_of_optimizer
+from tfdp.worker_callbacks import (
+    callbacks_of_worker,
+    restart_averages,
+    swap_averages,
+    with_care_of_optimizer,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +73,9 @@ def install() -> None:
     for name in ("save", "save_weights", "export"):
         _compat.replace(keras.Model, name, _save)
     _compat.replace(owner, "_maybe_symbolic_build", _symbolic_build)
+    swap = keras.callbacks.SwapEMAWeights
+    _compat.replace(swap, "_swap_variables", swap_averages)
+    _compat.replace(swap, "_finalize_ema_values", restart_averages)
     _compat.replace(_compat.BaseTrainer, "compile", _compile)
     _compat.replace(_compat.EpochIterator, "__init__", epochs.make_iterator)
     _compat.replace(_compat.keras_trainer, "reduce_per_replica", _reduce_per_replica)

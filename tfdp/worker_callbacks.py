@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -9,6 +10,7 @@ import keras
 from tfdp import _compat
 from tfdp.ownership import is_ours
 from tfdp.scope import broadcast_variables
+from tfdp.traits import innermost
 
 # They write what the user names by one path for all workers.
 _WRITERS = (
@@ -163,6 +165,30 @@ def with_care_of_optimizer(model: Any, callbacks: Any) -> Any:
     care.set_model(model)
     callbacks.append(care)
     return callbacks
+
+
+def swap_averages(original: Callable, callback: Any) -> Any:
+    """`SwapEMAWeights` swaps; sharded averages swap themselves."""
+    optimizer = _averaging(callback)
+    return original(callback) if optimizer is None else optimizer.swap_averages()
+
+
+def restart_averages(original: Callable, callback: Any) -> Any:
+    """`SwapEMAWeights` gives averages the values of the weights."""
+    optimizer = _averaging(callback)
+    return original(callback) if optimizer is None else optimizer.restart_averages()
+
+
+def _averaging(callback: Any) -> Any:
+    """The optimizer of a callback's model, if it has averages that are sharded."""
+    optimizer = callback.model.optimizer
+    if not getattr(optimizer, "is_sharded", False):
+        return None
+    return (
+        optimizer
+        if any(p.use_ema for p in innermost(optimizer.inner_optimizer))
+        else None
+    )
 
 
 def _is_sharded(model: Any, callbacks: list) -> bool:

@@ -47,6 +47,7 @@ def _wrong_uses(env: Env) -> Iterator[tuple[str, Callable[[], Any]]]:
         ("scaling", tfdp.callbacks.LossScaling()),
         ("warmup", tfdp.callbacks.LearningRateWarmup(steps=3)),
         ("noise", tfdp.callbacks.GradientNoiseScale()),
+        ("sharding", tfdp.callbacks.ShardedOptimizer()),
     ):
         fresh = in_scope(common.mlp)
         yield (

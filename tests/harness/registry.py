@@ -48,6 +48,12 @@ MODULES: tuple[str, ...] = (
     "custom_loops",
     "weighting",
     "bad_input_optimizer",
+    "sharded",
+    "sharded_optimizers",
+    "sharded_plans",
+    "sharded_files",
+    "moving",
+    "offload",
 )
 
 

@@ -47,7 +47,7 @@ class ShardedOptimizer(OptimizerCallback):
         self, stage: int = 1, shard_scope: str = "all", offload: str | None = None
     ) -> None:
         super().__init__()
-        if isinstance(stage, bool) or stage not in _STAGES:
+        if isinstance(stage, bool) or stage not in tuple(_STAGES):
             more = " Stage 3, sharded weights, is not there yet." if stage == 3 else ""
             raise ValueError(f"`stage` must be 1 or 2.{more} Received: stage={stage!r}")
         check_sharding(_STAGES[stage], shard_scope, offload)
