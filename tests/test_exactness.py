@@ -1,7 +1,7 @@
 """Every optimizer of Keras with every option gives the result of one device.
 
 This is the part of the matrix that covers each optimizer, and each option on every
-set-up; `tools/exactness` runs the whole of it.
+set-up, with whole and with sharded state; `tools/exactness` runs the whole of it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from harness.setups import REFERENCE
 CASE_MODULES = ("exactness",)
 CASES = load_cases(CASE_MODULES)
 BUGS = load_cases(("planted_bugs",))
+# Of local replicas that are not alike a worker tells itself.
+FAULTS = "differs from one device|on local replica"
 
 
 def test_matches_one_device(clusters: ClusterPool, case: Case, setup_name: str):
@@ -25,7 +27,7 @@ def test_matches_one_device(clusters: ClusterPool, case: Case, setup_name: str):
 
 @pytest.mark.parametrize("name", BUGS)
 def test_column_of(clusters: ClusterPool, name: str):
-    with pytest.raises(AssertionError, match="differs from one device"):
+    with pytest.raises(AssertionError, match=FAULTS):
         clusters.check(BUGS[name], "mirrored")
 
 
@@ -40,14 +42,24 @@ def test_every_optimizer_of_keras_is_a_row():
             assert name == "Optimizer" or name in titles
 
 
-def test_every_column_runs_on_every_setup_and_every_row_on_some():
+@pytest.mark.parametrize("shardings", [("none",), ("optimizer", "gradients")])
+def test_every_column_runs_on_every_setup_and_every_row_on_some(shardings):
     covered = {
-        (row, column, setup_name)
-        for row, column, dtype in exactness.CELLS
-        for setup_name in CASES[exactness.cell_name(row, column, dtype)].setups
+        (row, column, sharding, setup_name)
+        for row, column, dtype, sharding in exactness.CELLS
+        for setup_name in CASES[
+            exactness.cell_name(row, column, dtype, sharding)
+        ].setups
+        if sharding in shardings
     }
-    assert {row for row, _, _ in covered} == set(exactness.ROWS)
-    assert {(column, name) for _, column, name in covered} == {
+    assert {row for row, _, _, _ in covered} == set(exactness.ROWS)
+    assert {(column, name) for _, column, _, name in covered} == {
         (column, name) for column in exactness.COLUMNS for name in ALL
     }
-    assert {column for _, column, _ in covered} == set(planted_bugs.BUGS)
+    assert {(sharding, name) for _, _, sharding, name in covered} == {
+        (sharding, name) for sharding in shardings for name in ALL
+    }
+
+
+def test_every_column_catches_a_fault_that_is_its_own():
+    assert set(planted_bugs.BUGS) == set(exactness.COLUMNS)

@@ -1,8 +1,9 @@
 """The matrix: every optimizer with every option, against plain Keras on one device.
 
-A cell is an optimizer (row), what is switched on (column) and a dtype. On one
-device plain Keras is given plain options; on the set-ups a `DistributedOptimizer`
-is given accumulation and loss scale, and its inner optimizer all else.
+A cell is an optimizer (row), what is switched on (column), a dtype, and how the
+optimizer's state is sharded. On one device plain Keras is given plain options; on the
+set-ups a `DistributedOptimizer` is given accumulation, loss scale and sharding, and its
+inner optimizer all else.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ NUM_UPDATES = 12
 # That of every case, so that the limits are compared with the cells' own gradients.
 SEED = 1234
 DTYPES = ("float32", "float64")
+SHARDINGS = ("none", "optimizer", "gradients")
 # DESIGN section 5, point 10.
 TOLERANCES = {"float32": 1e-5, "float64": 1e-9}
 FTRL_TOLERANCE = 5e-5
@@ -172,13 +174,15 @@ COLUMNS = {
 }
 
 
-def run_cell(env: Env, row: Row, column: Column, dtype: str) -> dict:
+def run_cell(
+    env: Env, row: Row, column: Column, dtype: str, sharding: str = "none"
+) -> dict:
     """Trains 12 updates; returns all that has been trained or counted."""
     with precision(dtype):
         x, y = _data(column)
         with env.scope():
             model = model_of.build_model()
-            optimizer = _optimizer(env, row, column, model)
+            optimizer = _optimizer(env, row, column, model, sharding)
             # XLA would compile on one device only.
             model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
             # Built within `fit`, on one device Keras traces twice and starts the
@@ -186,7 +190,9 @@ def run_cell(env: Env, row: Row, column: Column, dtype: str) -> dict:
             optimizer.build(model.trainable_variables)
         common.fit(model, x, y, epochs=2 if column.is_partial else 1)
         env.read(optimizer.variables)  # alike on the local replicas, tfdp's own too
-        state = model_of.read_state(env, model, _innermost(optimizer))
+        shards = getattr(optimizer, "shards", None)
+        assert env.is_reference or (shards is None) == (sharding == "none")
+        state = model_of.read_state(env, model, _innermost(optimizer), shards)
         return state | _counters(env, optimizer, column, _num_batches(column))
 
 
@@ -222,7 +228,7 @@ def _data(column: Column) -> tuple:
 
 
 def _optimizer(
-    env: Env, row: Row, column: Column, model: keras.Model
+    env: Env, row: Row, column: Column, model: keras.Model, sharding: str
 ) -> keras.Optimizer:
     """Plain Keras on one device, a `DistributedOptimizer` around it elsewhere."""
     options = dict(column.options)
@@ -249,7 +255,10 @@ def _optimizer(
             initial_scale=scaling.initial, growth_steps=scaling.growth_steps
         )
     return DistributedOptimizer(
-        optimizer, accumulation_steps=column.accumulation, loss_scale=loss_scale
+        optimizer,
+        accumulation_steps=column.accumulation,
+        loss_scale=loss_scale,
+        sharding=sharding,
     )
 
 
@@ -287,9 +296,10 @@ def _counters(
     return found
 
 
-def cell_name(row: str, column: str, dtype: str) -> str:
+def cell_name(row: str, column: str, dtype: str, sharding: str = "none") -> str:
     """The name of the case of a cell, by the names of its row and column."""
-    return f"{row}_with_{column}_in_{dtype}"
+    name = f"{row}_with_{column}_in_{dtype}"
+    return name if sharding == "none" else f"{name}_and_sharded_{sharding}"
 
 
 # Each column on every set-up, each row on some: what is run without `--full`.
@@ -314,25 +324,56 @@ COVERING = {
     cell_name("schedule_free_adamw", "clipvalue", "float32"): ("mirrored",),
     cell_name("multi_optimizer", "everything", "float32"): ("mirrored",),
 }
+# The same with sharded state: by row, the column, dtype, what is sharded, and where.
+_SHARDED = {
+    "adamw": ("no_option", "float32", "optimizer", ("mirrored",)),
+    "adafactor": ("no_option", "float32", "gradients", ("two_workers", "two_by_two")),
+    "nadam": ("accumulation", "float32", "gradients", ("mirrored",)),
+    "lamb": ("accumulation", "float64", "gradients", ("two_workers", "two_by_two")),
+    "schedule_free_adamw": ("accumulation", "float32", "optimizer", ("mirrored",)),
+    "adam": ("global_clipnorm", "float64", "optimizer", registry.ALL),
+    "muon": ("global_clipnorm", "float32", "gradients", ("two_workers",)),
+    "rmsprop": ("clipnorm", "float64", "optimizer", registry.ALL),
+    "adagrad": ("clipvalue", "float32", "optimizer", ("mirrored", "two_workers")),
+    "adadelta": ("clipvalue", "float32", "gradients", ("two_by_two",)),
+    "ftrl": ("an_overflow_on_one_replica", "float32", "optimizer", ("two_workers",)),
+    "sgd_nesterov": (
+        "an_overflow_on_one_replica",
+        "float32",
+        "gradients",
+        ("mirrored", "two_by_two"),
+    ),
+    "adamax": ("ema", "float32", "optimizer", ("mirrored", "two_by_two")),
+    "lars": ("ema", "float32", "gradients", ("two_workers",)),
+    "lion": ("weight_decay", "float32", "optimizer", registry.ALL),
+    "sgd": ("a_partial_batch", "float32", "gradients", ("mirrored", "two_by_two")),
+    "sgd_momentum": ("a_partial_batch", "float32", "optimizer", ("two_workers",)),
+    "loss_scale_optimizer": ("everything", "float32", "optimizer", registry.ALL),
+    "multi_optimizer": ("everything", "float64", "gradients", ("two_workers",)),
+}
+COVERING |= {
+    cell_name(row, column, dtype, sharding): names
+    for row, (column, dtype, sharding, names) in _SHARDED.items()
+}
 
 
-def _register(row_name: str, column_name: str, dtype: str) -> None:
+def _register(row_name: str, column_name: str, dtype: str, sharding: str) -> None:
     row, column = ROWS[row_name], COLUMNS[column_name]
-    name = cell_name(row_name, column_name, dtype)
+    name = cell_name(row_name, column_name, dtype, sharding)
 
     def function(env: Env) -> dict:
-        return run_cell(env, row, column, dtype)
+        return run_cell(env, row, column, dtype, sharding)
 
     registry.register(
         name,
         function,
-        f"{row.title}: {column.title}",
+        f"{row.title}: {column.title}, sharding: {sharding}",
         setups=COVERING.get(name, ()),
         tol=row.tolerance(dtype),
     )
 
 
-CELLS = list(itertools.product(ROWS, COLUMNS, DTYPES))
+CELLS = list(itertools.product(ROWS, COLUMNS, DTYPES, SHARDINGS))
 for _cell in CELLS:
     _register(*_cell)
 

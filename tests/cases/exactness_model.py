@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import typing
+
 import keras
 import numpy as np
 
@@ -105,13 +107,17 @@ def without_rows_of_last_batch(x: list, y: np.ndarray) -> tuple[list, np.ndarray
     return [array[:size] for array in x], y[:size]
 
 
-def read_state(env: Env, model: keras.Model, inner: list) -> dict:
+def read_state(
+    env: Env, model: keras.Model, inner: list, shards: typing.Any = None
+) -> dict:
     """Reads weights, slots and averages; local replicas must agree exactly.
 
     Args:
         env: The surroundings.
         model: The trained model.
         inner: List of the optimizers that update variables.
+        shards: The `Sharding` of their state, or `None` where every replica has
+            all of it.
     """
     state: dict = {"weights": env.weights(model)}
     for index, optimizer in enumerate(inner):
@@ -124,11 +130,45 @@ def read_state(env: Env, model: keras.Model, inner: list) -> dict:
                 if isinstance(variable, keras.Variable) and name != "_iterations"
             },
             **{
-                name: _read_by_path(env, slots, optimizer._trainable_variables)
+                name.strip("_"): _read_by_path(
+                    env, slots, optimizer._trainable_variables
+                )
                 for name, slots in _slots(optimizer).items()
             },
+            **(_read_shards(env, shards, optimizer) if shards else {}),
         }
     return state
+
+
+def _read_shards(
+    env: Env, shards: typing.Any, optimizer: keras.Optimizer
+) -> dict[str, np.ndarray]:
+    """The whole slots, put together from the slices of all replicas.
+
+    Of what several replicas hold, all must hold the same.
+    """
+    from tfdp.whole_state import collect
+
+    part = shards.parts.get(id(optimizer))
+    tensors = shards.state(part) if part else []
+    whole = collect(tensors, env.distribution.extended.host_group, keeps=True)
+    values = {}
+    for tensor in tensors:
+        value = whole.read(tensor)
+        for piece in tensor.held:
+            np.testing.assert_array_equal(
+                piece.read(), value.ravel()[piece.start : piece.stop], tensor.name
+            )
+        name = tensor.name.removeprefix(f"{optimizer.name}/")
+        values[_with_path(name, part.variables)] = value
+    return values
+
+
+def _with_path(name: str, trained: list) -> str:
+    """The attribute and the trained variable's path, of a slot's name in files."""
+    attribute, _, place = name.partition("/")
+    number = place.partition("/")[0]
+    return f"{attribute}/{trained[int(number)].path}" if number else attribute
 
 
 def _slots(optimizer: keras.Optimizer) -> dict[str, list]:

@@ -49,7 +49,9 @@ def clips_before_it_reduces(env: Env, column: Any) -> Iterator[None]:
 
     with (
         _around_reduction(before=before),
-        mock.patch.object(WholeVariables, "clip", lambda layout, part, grads: grads),
+        mock.patch.object(
+            WholeVariables, "clip", lambda layout, part, sums, _: sums.gradients()
+        ),
     ):
         yield
 
@@ -146,13 +148,65 @@ def clips_before_it_unscales(env: Env, column: Any) -> Iterator[None]:
         _thread.divisor = divisor
         return reduced
 
-    def clip_and_divide(layout: Any, part: Any, gradients: list) -> list:
-        clipped = clip(layout, part, gradients)
+    def clip_and_divide(layout: Any, part: Any, sums: Any, findings: Any) -> list:
+        clipped = clip(layout, part, sums, findings)
         return [item / tf.cast(_thread.divisor, item.dtype) for item in clipped]
 
     with (
         mock.patch.object(Reduced, "divided_by", keep),
         mock.patch.object(WholeVariables, "clip", clip_and_divide),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def updates_with_the_slice_of_another_owner(env: Env, column: Any) -> Iterator[None]:
+    """Slices of summed gradients go to the neighbours of their owners."""
+    from tfdp.shard_groups import ShardGroups
+
+    scatter = ShardGroups.scatter
+
+    def scatter_to_neighbours(
+        groups: Any, flat: tf.Tensor, *rest: Any, **options: Any
+    ) -> tf.Tensor:
+        slice_size = flat.shape[0] // groups.num_owners
+        return scatter(groups, tf.roll(flat, slice_size, axis=0), *rest, **options)
+
+    with mock.patch.object(ShardGroups, "scatter", scatter_to_neighbours):
+        yield
+
+
+@contextlib.contextmanager
+def takes_norms_of_its_own_slices(env: Env, column: Any) -> Iterator[None]:
+    """Each replica clips by the norm of what it owns."""
+    from tfdp.shard_exchange import CollectiveExchange
+
+    with mock.patch.object(CollectiveExchange, "sum", lambda exchange, own: own):
+        yield
+
+
+@contextlib.contextmanager
+def does_not_gather_averages(env: Env, column: Any) -> Iterator[None]:
+    """Each replica takes the averages that it owns for those of all owners."""
+    from tfdp.shard_exchange import CollectiveExchange
+    from tfdp.shard_layout import unpack_rows
+    from tfdp.sharded_layout import ShardedState
+
+    gather, overwrite = CollectiveExchange.gather, ShardedState.overwrite_with_average
+
+    def overwrite_with_own(layout: Any, part: Any) -> None:
+        _thread.overwrites = True
+        overwrite(layout, part)
+        _thread.overwrites = False
+
+    def gather_updates(exchange: Any, plan: Any, slices: list) -> dict:
+        if not getattr(_thread, "overwrites", False):
+            return gather(exchange, plan, slices)
+        return unpack_rows(plan, [tf.tile(own, [plan.num_owners]) for own in slices])
+
+    with (
+        mock.patch.object(ShardedState, "overwrite_with_average", overwrite_with_own),
+        mock.patch.object(CollectiveExchange, "gather", gather_updates),
     ):
         yield
 
@@ -188,19 +242,26 @@ BUGS = {
     "a_partial_batch": weighs_all_replicas_alike,
     "everything": clips_before_it_unscales,
 }
+# The same for sharded state.
+SHARDED_BUGS = {
+    "no_option": updates_with_the_slice_of_another_owner,
+    "global_clipnorm": takes_norms_of_its_own_slices,
+    "ema": does_not_gather_averages,
+    "weight_decay": decays_what_is_excluded,
+}
 
 
-def _register(column_name: str, bug: Callable) -> None:
+def _register(column_name: str, bug: Callable, sharding: str) -> None:
     row, column = exactness.ROWS["sgd_momentum"], exactness.COLUMNS[column_name]
 
     def function(env: Env) -> dict:
-        if env.is_reference:
-            return exactness.run_cell(env, row, column, "float32")
-        with bug(env, column):
-            return exactness.run_cell(env, row, column, "float32")
+        fault = contextlib.nullcontext() if env.is_reference else bug(env, column)
+        with fault:
+            return exactness.run_cell(env, row, column, "float32", sharding)
 
+    kind = "an_optimizer" if sharding == "none" else f"a_sharded_{sharding}"
     registry.register(
-        f"{column_name}_catches_an_optimizer_that_{bug.__name__}",
+        f"{column_name}_catches_{kind}_that_{bug.__name__}",
         function,
         f"A fault that the column {column.title!r} must catch",
         setups=("mirrored",),
@@ -209,4 +270,6 @@ def _register(column_name: str, bug: Callable) -> None:
 
 
 for _column_name, _bug in BUGS.items():
-    _register(_column_name, _bug)
+    _register(_column_name, _bug, "none")
+for _column_name, _bug in SHARDED_BUGS.items():
+    _register(_column_name, _bug, "optimizer")
