@@ -790,7 +790,7 @@ def has_rate_variable(optimizer: Any) -> bool:
     return isinstance(optimizer._learning_rate, keras.Variable)
 
 
-# Optimizers whose state is spread over replicas, see `shard_state`.
+# Optimizers whose state is spread over replicas, see `tfdp.sharding`.
 
 
 def plain_clone(optimizer: Any) -> Any:

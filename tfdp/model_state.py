@@ -16,7 +16,7 @@ import numpy as np
 from tfdp import _compat
 from tfdp.interchange import Entry, accumulator_entry, sums_of
 from tfdp.ownership import strategy_of
-from tfdp.shard_files import place, slot_names
+from tfdp.sharding import place, slot_names
 from tfdp.state_tensors import Piece, StateTensor
 from tfdp.traits import innermost, is_multi
 from tfdp.whole_state import WholeState

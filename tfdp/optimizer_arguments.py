@@ -11,9 +11,9 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.loss_scale import LossScaling
 from tfdp.ownership import is_ours
-from tfdp.shard_groups import SCOPES
 from tfdp.traits import innermost
 
+_SCOPES = ("all", "node")
 _SHARDINGS = ("none", "optimizer", "gradients")
 
 
@@ -82,9 +82,9 @@ def check_sharding(sharding: Any, shard_scope: Any, offload: Any = None) -> None
         raise ValueError(
             f"`sharding` must be one of {_SHARDINGS}. Received: sharding={sharding!r}"
         )
-    if shard_scope not in SCOPES:
+    if shard_scope not in _SCOPES:
         raise ValueError(
-            f"`shard_scope` must be one of {SCOPES}. "
+            f"`shard_scope` must be one of {_SCOPES}. "
             f"Received: shard_scope={shard_scope!r}"
         )
     if offload not in (None, "cpu"):

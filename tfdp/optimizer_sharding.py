@@ -12,9 +12,7 @@ from tfdp.optimizer_settings import OptimizerSettings
 from tfdp.ownership import is_ours
 from tfdp.reducer import GradientReducer
 from tfdp.scope import synchronize_new_variables
-from tfdp.sharded_layout import ShardedState
-from tfdp.sharding import Sharding
-from tfdp.state_memory import memory_report
+from tfdp.sharding import ShardedState, Sharding, memory_report
 from tfdp.traits import Part, parts_of
 
 

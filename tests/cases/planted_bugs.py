@@ -162,7 +162,7 @@ def clips_before_it_unscales(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def updates_with_the_slice_of_another_owner(env: Env, column: Any) -> Iterator[None]:
     """Slices of summed gradients go to the neighbours of their owners."""
-    from tfdp.shard_groups import ShardGroups
+    from tfdp.sharding.groups import ShardGroups
 
     scatter = ShardGroups.scatter
 
@@ -179,7 +179,7 @@ def updates_with_the_slice_of_another_owner(env: Env, column: Any) -> Iterator[N
 @contextlib.contextmanager
 def takes_norms_of_its_own_slices(env: Env, column: Any) -> Iterator[None]:
     """Each replica clips by the norm of what it owns."""
-    from tfdp.shard_exchange import CollectiveExchange
+    from tfdp.sharding.exchange import CollectiveExchange
 
     with mock.patch.object(CollectiveExchange, "sum", lambda exchange, own: own):
         yield
@@ -188,9 +188,9 @@ def takes_norms_of_its_own_slices(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def does_not_gather_averages(env: Env, column: Any) -> Iterator[None]:
     """Each replica takes the averages that it owns for those of all owners."""
-    from tfdp.shard_exchange import CollectiveExchange
-    from tfdp.shard_layout import unpack_rows
-    from tfdp.sharded_layout import ShardedState
+    from tfdp.sharding.exchange import CollectiveExchange
+    from tfdp.sharding.layout import ShardedState
+    from tfdp.sharding.rows import unpack_rows
 
     gather, overwrite = CollectiveExchange.gather, ShardedState.overwrite_with_average
 

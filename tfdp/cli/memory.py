@@ -56,8 +56,7 @@ def memory_of(
         Tuple of pairs: what is sharded, and `ReplicaMemory` of the replica that
         holds most.
     """
-    from tfdp.sharding import shard_plan
-    from tfdp.state_memory import part_memory
+    from tfdp.sharding import part_memory, shard_plan
 
     variables = model.trainable_variables
     rows = [

@@ -11,9 +11,9 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.gradient_noise import squared_norm
 from tfdp.ownership import own_step
-from tfdp.shard_exchange import Exchange
-from tfdp.shard_layout import pack_row
-from tfdp.shard_state import Gradients, OwnedSlices, OwnedVariables
+from tfdp.sharding.exchange import Exchange
+from tfdp.sharding.owned import Gradients, OwnedSlices, OwnedVariables
+from tfdp.sharding.rows import pack_row
 from tfdp.shards import ShardPlan
 from tfdp.traits import Part, is_elementwise
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.fusion import pack
-from tfdp.shard_layout import elements_of, pack_row
+from tfdp.sharding.rows import elements_of, pack_row
 from tfdp.shards import Segment, ShardPlan
 from tfdp.views import RangeView, TensorView
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from tfdp import _compat
-from tfdp.shard_state import OwnedSlices, OwnedVariables
-from tfdp.sharded_layout import ShardedPart
+from tfdp.sharding.layout import ShardedPart
+from tfdp.sharding.owned import OwnedSlices, OwnedVariables
 from tfdp.state_tensors import Piece, StateTensor
 from tfdp.traits import path_of
 

@@ -15,16 +15,16 @@ from tfdp.fusion import entry_of
 from tfdp.options import CommunicationOptions
 from tfdp.ownership import replica_context
 from tfdp.reducer import ReplicaReducer
-from tfdp.shard_exchange import CollectiveExchange, Exchange, SummingExchange
-from tfdp.shard_files import (
+from tfdp.sharding.exchange import CollectiveExchange, Exchange, SummingExchange
+from tfdp.sharding.groups import ShardGroups, Wires
+from tfdp.sharding.layout import ShardedPart, ShardedState
+from tfdp.sharding.owned import owned_state
+from tfdp.sharding.whole import (
     slot_names,
     state_of_part,
     state_of_sums,
     take_over,
 )
-from tfdp.shard_groups import ShardGroups, Wires
-from tfdp.shard_state import owned_state
-from tfdp.sharded_layout import ShardedPart, ShardedState
 from tfdp.shards import ShardBucket, ShardPlan, plan_slices, plan_whole
 from tfdp.state_tensors import StateTensor
 from tfdp.traits import innermost, is_elementwise

@@ -8,8 +8,8 @@ from typing import Protocol
 import tensorflow as tf
 
 from tfdp.fusion import zeros_unless
-from tfdp.shard_groups import ShardGroups, Wires
-from tfdp.shard_layout import pack_row, pack_rows, unpack_rows
+from tfdp.sharding.groups import ShardGroups, Wires
+from tfdp.sharding.rows import pack_row, pack_rows, unpack_rows
 from tfdp.shards import Segment, ShardBucket, ShardPlan
 
 Slices = list[tf.Tensor | None]

@@ -13,7 +13,7 @@ from tfdp.memory import (
     sharded_memory,
     whole_memory,
 )
-from tfdp.shard_files import slot_names
+from tfdp.sharding.whole import slot_names
 from tfdp.shards import ShardPlan
 from tfdp.traits import innermost
 

@@ -6,7 +6,6 @@ import tensorflow as tf
 
 from tfdp.collectives import ProcessGroup, all_gather, all_reduce, reduce_scatter
 
-SCOPES = ("all", "node")
 Wires = tuple[tf.DType | None, tf.DType | None]
 
 
