@@ -5,7 +5,13 @@ from __future__ import annotations
 from harness.pool import ClusterPool
 from harness.registry import Case
 
-CASE_MODULES = ("sharded", "sharded_optimizers", "sharded_plans", "sharded_files")
+CASE_MODULES = (
+    "sharded",
+    "sharded_corners",
+    "sharded_optimizers",
+    "sharded_plans",
+    "sharded_files",
+)
 
 
 def test_sharded(clusters: ClusterPool, case: Case, setup_name: str):

@@ -825,7 +825,10 @@ def is_on(variable: Any, device: str) -> bool:
 
 def copy_of(variable: Any) -> Any:
     """A Keras variable of the same path and value, where the scope in force says."""
-    copy = keras.Variable(variable.value.read_value(), dtype=variable.dtype)
+    # Weight decay looks at the name of the `tf.Variable`.
+    copy = keras.Variable(
+        variable.value.read_value(), dtype=variable.dtype, name=variable.name
+    )
     for name in ("_name", "_path", "trainable", "constraint"):
         if hasattr(variable, name):
             vars(copy)[name] = getattr(variable, name)
@@ -848,14 +851,15 @@ def local_value(variable: Any, replica: int) -> Any:
     return value
 
 
-def array_of(variable: Any) -> Any:
-    """The value of a variable; on CPUs the array is the variable's own memory."""
+def elements_of(variable: Any, start: int, stop: int) -> Any:
+    """Some elements of a flattened variable, or of what can be read like one."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     if isinstance(value, values.DistributedVariable):
         value = value._primary
     if not hasattr(value, "read_value"):
-        return value.numpy()
-    return np.asarray(value.read_value())
+        return np.asarray(value.numpy()).ravel()[start:stop]
+    with tf.device(value.device):
+        return tf.reshape(value.read_value(), [-1])[start:stop].numpy()
 
 
 def adopt(clone: Any, optimizer: Any) -> None:

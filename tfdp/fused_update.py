@@ -85,7 +85,7 @@ def plan_groups(
             continue
         decays = _compat.uses_weight_decay(optimizer, local)
         key = local.dtype, gradient.dtype, decays
-        if room.get(key, 0) < size:
+        if key not in groups or room[key] < size:
             groups.setdefault(key, []).append([])
             room[key] = LARGEST_GROUP
         groups[key][-1].append(index)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -113,7 +114,9 @@ def _collect(distributed: Any) -> tuple[WholeState, bool]:
     """Brings sharded state to the first worker, and says whether this is the one."""
     extended = _compat.strategy_of_optimizer(distributed).extended
     is_first = extended.agreement.rank == 0
-    extended.agreement.exchange("saving a sharded optimizer")
+    extended.agreement.exchange(
+        "saving a model with a sharded optimizer, which all workers have to do"
+    )
     tensors = sharded_tensors(distributed)
     return collect(tensors, extended.host_group, keeps=is_first), is_first
 
@@ -337,8 +340,24 @@ def _load_with_plain_optimizer(
     original: Callable, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Calls a function of Keras that loads with the plain optimizer."""
+    if getattr(getattr(model, "optimizer", None), "is_sharded", False):
+        _check_all_see(model.optimizer, args[0] if args else kwargs.get("filepath"))
     with plain_optimizer(model):
         return original(model, *args, **kwargs)
+
+
+def _check_all_see(distributed: Any, path: Any) -> None:
+    """Each worker reads its own slices: the first one cannot load for all."""
+    agreement = _compat.strategy_of_optimizer(distributed).extended.agreement
+    is_there = os.path.exists(path) if isinstance(path, (str, os.PathLike)) else True
+    topic = "loading a file into a sharded optimizer, which all workers have to do"
+    texts = agreement.exchange(topic, str(is_there))
+    if "True" in texts and "False" in texts:
+        agreement.part()
+        raise ValueError(
+            "Every worker has to see the file that is loaded into a sharded optimizer. "
+            f"Put it where worker {texts.index('False')} finds it too. Received: {path}"
+        )
 
 
 def _save_with_plain_optimizer(
@@ -349,13 +368,26 @@ def _save_with_plain_optimizer(
     Where state is sharded all workers take part, and the first one writes.
     """
     optimizer: Any = getattr(model, "optimizer", None)
-    whole = None
-    if getattr(optimizer, "is_sharded", False):
-        whole, is_writer = _collect(optimizer)
-        if not is_writer:
-            return None
-    with plain_optimizer(model, whole):
-        return original(model, *args, **kwargs)
+    if not getattr(optimizer, "is_sharded", False):
+        with plain_optimizer(model):
+            return original(model, *args, **kwargs)
+    whole, is_writer = _collect(optimizer)
+    agreement = _compat.strategy_of_optimizer(optimizer).extended.agreement
+    result, error = None, None
+    if is_writer:
+        try:
+            with plain_optimizer(model, whole):
+                result = original(model, *args, **kwargs)
+        except Exception as caught:  # noqa: BLE001 the others must not wait for it
+            error = caught
+    told = agreement.exchange("a saved file", "" if error is None else str(error))[0]
+    if error is not None:
+        agreement.part()
+        raise error
+    if told:
+        agreement.part()
+        raise OSError(f"Worker 0 could not save the model: {told}")
+    return result
 
 
 @contextlib.contextmanager

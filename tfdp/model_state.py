@@ -7,7 +7,8 @@ number of replicas, with tfdp's optimizer or Keras's own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -17,7 +18,7 @@ from tfdp import _compat
 from tfdp.interchange import Entry, accumulator_entry, sums_of
 from tfdp.ownership import strategy_of
 from tfdp.sharding import place, slot_names
-from tfdp.state_tensors import Piece, StateTensor
+from tfdp.state_tensors import READ_ELEMENTS, Piece, StateTensor
 from tfdp.traits import innermost, is_multi
 from tfdp.whole_state import WholeState
 
@@ -89,7 +90,7 @@ def pending_state_of(model: keras.Model) -> list[StateTensor]:
             tensors.append(sharer.replicated(name, sums.entry(index), dtype))
         else:
             tensor = sums.slices[index][0]
-            tensors.append(_unscaled(name, tensor, optimizer.loss_scale or 1.0))
+            tensors.append(_unscaled(name, tensor, lambda: optimizer.loss_scale or 1.0))
     return tensors
 
 
@@ -106,16 +107,20 @@ class _Sharer:
         size = int(np.prod(shape, dtype=np.int64))
         start, stop = (size * r // self.count for r in (self.rank, self.rank + 1))
 
-        def read(start: int = 0, stop: int = size) -> np.ndarray:
-            return _compat.array_of(variable).ravel()[start:stop]
+        read = functools.partial(_compat.elements_of, variable)
 
         def write(values: Any) -> None:
             variable.assign(np.asarray(values).reshape(shape))
 
-        own = Piece(start, stop, lambda: read(start, stop), write)
-        everything = Piece(0, size, read, write)
+        everything = Piece(0, size, lambda: read(0, size), write, read)
+        own = dataclasses.replace(
+            everything,
+            start=start,
+            stop=stop,
+            read_part=lambda first, last: read(start + first, start + last),
+        )
         return StateTensor(
-            name, shape, dtype, (own,) if start < stop else (), (everything,)
+            name, shape, dtype, tuple(own.cut(READ_ELEMENTS)), (everything,)
         )
 
 
@@ -218,20 +223,21 @@ def _pending_of_keras(optimizer: Any, sharer: _Sharer) -> Iterator[StateTensor]:
         yield sharer.replicated(f"{PENDING}/{where}", entry, str(total.dtype))
 
 
-def _unscaled(name: str, tensor: StateTensor, scale: float) -> StateTensor:
-    """A tensor as it would be without the loss scale."""
+def _unscaled(
+    name: str, tensor: StateTensor, scale: Callable[[], float]
+) -> StateTensor:
+    """A tensor as it would be without the loss scale, which is restored before it."""
 
     def piece(given: Piece) -> Piece:
         def read() -> np.ndarray:
             values = given.read()
-            values = values / np.asarray(scale, values.dtype)
+            values = values / np.asarray(scale(), values.dtype)
             # An overflow would be skipped; whoever reads this may not look for one.
             return np.where(np.isfinite(values), values, 0).astype(values.dtype)
 
         def write(values: Any) -> None:
-            given.write(
-                np.asarray(values) * np.asarray(scale, np.asarray(values).dtype)
-            )
+            scaled = np.asarray(values)
+            given.write(scaled * np.asarray(scale(), scaled.dtype))
 
         return Piece(given.start, given.stop, read, write)
 

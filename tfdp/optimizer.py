@@ -301,6 +301,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         self._features.accumulation.share(_reducer())
 
     def _step(self, variables: list) -> step.Step:
+        self._check_noise()
         parts = parts_of(self.inner_optimizer, variables)
         reducer = _reducer()
         return step.Step(

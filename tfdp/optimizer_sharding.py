@@ -43,6 +43,14 @@ class ShardableOptimizer(OptimizerSettings):
         return self._shards is not None and self.sharding == "gradients"
 
     @property
+    def own_by_replica(self) -> list:
+        """Variables of which each replica has another value: slices of sums."""
+        accumulation = self._features.accumulation
+        if accumulation is None or not self.accumulates_sums:
+            return []
+        return list(accumulation.sums)
+
+    @property
     def is_sharded(self) -> bool:
         """Whether no replica holds the whole state."""
         return self._shards is not None
@@ -131,6 +139,15 @@ class ShardableOptimizer(OptimizerSettings):
             )
         return super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]
 
+    def _check_noise(self) -> None:
+        features = self._features
+        if features.noise and features.accumulation and self.accumulates_sums:
+            raise ValueError(
+                "The gradient noise scale needs what each replica accumulates itself, "
+                'which `sharding="gradients"` does not keep. Use '
+                '`sharding="optimizer"`, stage 1.'
+            )
+
     def _can_shard(self) -> bool:
         """One replica has nobody to share with."""
         strategy = self._distribution_strategy
@@ -140,9 +157,8 @@ class ShardableOptimizer(OptimizerSettings):
     def _sharding(self, variables: list[Any]) -> Sharding:
         strategy = self._distribution_strategy
         synchronize_new_variables(strategy)  # slots may start as copies of weights
-        return Sharding(
-            self.inner_optimizer, variables, strategy, self.shard_scope, self.offload
-        )
+        settings = (self.sharding, self.shard_scope, self.offload)
+        return Sharding(self.inner_optimizer, variables, strategy, *settings)
 
     def _shard(self) -> None:
         """Shards the state that is there."""
@@ -164,7 +180,10 @@ class ShardableOptimizer(OptimizerSettings):
                 _compat.local_value(item, 0).numpy().ravel() * replicas
                 for item in self._features.accumulation.sums
             ]
+        self._traces.drop()  # it would keep the whole sums alive
         self._features.accumulate(self._shards.held)
+        # What was made in the scope waits for worker 0's values, and has its own.
+        synchronize_new_variables(self._distribution_strategy)
         accumulation = self._features.accumulation
         if accumulation is None or not count:
             return

@@ -22,6 +22,11 @@ class Traces:
         self.features = features
         self.variables = list(variables)
 
+    def drop(self) -> None:
+        """Forgets the functions, and with them the variables that they use."""
+        self._functions.clear()
+        self.features = None
+
     def run(self, optimizer: Any, name: str, function: Any) -> None:
         """Runs a function on every replica, as a graph that is made once."""
         strategy = _compat.strategy_of_optimizer(optimizer)

@@ -19,9 +19,6 @@ _WRITERS = (
     keras.callbacks.TensorBoard,
     keras.callbacks.BackupAndRestore,
 )
-# Of these, those that save the model, which takes all workers where its optimizer's
-# state is sharded.
-_SAVERS = (keras.callbacks.ModelCheckpoint, keras.callbacks.BackupAndRestore)
 # Looking at a variable waits for the step that is under way.
 _CHECK_EVERY = 10
 _BATCH_HOOKS = (
@@ -57,8 +54,8 @@ def callbacks_of_worker(
     for callback in given:
         if agreement.rank == 0 or not isinstance(callback, _WRITERS):
             chosen.append(callback)
-        elif is_sharded and isinstance(callback, _SAVERS):
-            chosen.append(_taking_part(callback))
+        elif is_sharded:
+            chosen += _taking_part(callback)
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             chosen.append(ShareRestoredState(strategy))
     if is_fit:
@@ -68,6 +65,23 @@ def callbacks_of_worker(
             StopEachBatchTogether(strategy) if each_batch else StopTogether(strategy)
         )
     return chosen
+
+
+class SaveWithTensorBoard(keras.callbacks.Callback):
+    """Takes part when the first worker's `TensorBoard` saves weights for embeddings.
+
+    Args:
+        every: Int, epochs between.
+    """
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self._every = every
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch % self._every == 0:
+            # Only the first worker writes where state is sharded.
+            self.model.save_weights("taking-part.weights.h5")
 
 
 class StopTogether(keras.callbacks.Callback):
@@ -113,7 +127,10 @@ class ShareRestoredState(keras.callbacks.Callback):
         own = _compat.initial_epoch(self.model)
         epoch = int(agreement.exchange("a backup", str(own))[0])
         _compat.set_initial_epoch(self.model, epoch)
-        variables = self.model.variables + self.model.optimizer.variables
+        optimizer: Any = self.model.optimizer
+        variables = self.model.variables + optimizer.variables
+        theirs = {id(v) for v in getattr(optimizer, "own_by_replica", [])}
+        variables = [v for v in variables if id(v) not in theirs]
         seen = {id(v.value): v.value for v in variables if _is_replicated(v)}
         broadcast_variables(self._strategy, list(seen.values()))
 
@@ -198,11 +215,15 @@ def _is_sharded(model: Any, callbacks: list) -> bool:
     return wanted or any(getattr(item, "shards", False) for item in callbacks)
 
 
-def _taking_part(callback: Any) -> Any:
-    """A callback that saves when the first worker's does, and writes nothing."""
+def _taking_part(callback: Any) -> list:
+    """What saves when the first worker's callback does, and writes nothing."""
     if isinstance(callback, keras.callbacks.BackupAndRestore):
-        return _compat.backup_that_writes_nothing(callback)
-    return callback
+        return [_compat.backup_that_writes_nothing(callback)]
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+        return [callback]
+    if getattr(callback, "embeddings_freq", 0):
+        return [SaveWithTensorBoard(callback.embeddings_freq)]
+    return []
 
 
 def _is_replicated(variable: Any) -> bool:

@@ -54,6 +54,7 @@ MODULES: tuple[str, ...] = (
     "sharded_files",
     "moving",
     "offload",
+    "sharded_corners",
 )
 
 

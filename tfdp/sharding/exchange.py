@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdp.fusion import zeros_unless
 from tfdp.sharding.groups import ShardGroups, Wires
 from tfdp.sharding.rows import pack_row, pack_rows, unpack_rows
-from tfdp.shards import Segment, ShardBucket, ShardPlan
+from tfdp.shards import Segment, ShardPlan
 
 Slices = list[tf.Tensor | None]
 
@@ -60,15 +60,15 @@ class CollectiveExchange:
     Args:
         groups: `ShardGroups`.
         replica: Int, index of the calling replica among the local ones.
-        wires_of: Callable from a `ShardBucket` to the dtypes that it travels in,
-            see `ShardGroups.scatter`.
+        wires_of: Callable from what is sent to the dtypes that it travels in, see
+            `ShardGroups.scatter`.
     """
 
     def __init__(
         self,
         groups: ShardGroups,
         replica: int,
-        wires_of: Callable[[ShardBucket], Wires],
+        wires_of: Callable[[tf.Tensor], Wires],
     ) -> None:
         self.owner = groups.owner(replica)
         self._groups = groups
@@ -93,19 +93,23 @@ class CollectiveExchange:
                 flat = zeros_unless(valid, flat)
             slices.append(
                 self._groups.scatter(
-                    flat, self._replica, channel=channel, wires=self._wires_of(bucket)
+                    flat, self._replica, channel=channel, wires=self._wires_of(flat)
                 )
             )
         return slices
 
     def gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
         """See `Exchange`."""
-        flats = [
-            None
-            if piece is None
-            else self._groups.gather(piece, self._replica, channel=channel)
-            for channel, piece in enumerate(slices)
-        ]
+        flats: Slices = []
+        for channel, (bucket, piece) in enumerate(
+            zip(plan.buckets, slices, strict=True)
+        ):
+            flat = None
+            if piece is not None:
+                # A key contains the shape; an optimizer's update may have lost it.
+                whole = tf.ensure_shape(piece, [bucket.slice_size])
+                flat = self._groups.gather(whole, self._replica, channel=channel)
+            flats.append(flat)
         return unpack_rows(plan, flats)
 
     def sum(self, tensor: tf.Tensor) -> tf.Tensor:

@@ -124,8 +124,10 @@ class ShardGroups:
         Returns:
             A tensor like `tensor`, alike on all replicas.
         """
-        group = self._levels(replica)[0] if self._is_copied else self.group
-        return all_reduce(tensor, group, replica)
+        if not self.is_first_copy(replica):
+            # Nodes that add up by themselves may round differently, and drift apart.
+            tensor = tf.zeros_like(tensor)
+        return all_reduce(tensor, self.group, replica)
 
     def _levels(self, replica: int) -> tuple[ProcessGroup, ProcessGroup | None]:
         inner = self._inner[replica]

@@ -239,9 +239,15 @@ class OwnedVariables:
                 mine = [_compat.copy_of(variable) for variable in mine]
                 self._copies = dict(zip(self.owned, mine, strict=True))
             self.clone = _compat.plain_clone(optimizer)
+            before = _compat.settings_of(self.clone)
             # An owner of nothing needs no slots, and not every class makes none.
             if mine:
                 self.clone.build(mine)
+        built = _compat.settings_of(self.clone)
+        # The user's optimizer is never built.
+        self._made_by_build = {
+            name for name, value in built.items() if before.get(name, self) != value
+        }
         self.variables = _compat.state_variables(self.clone)
         self.slots: dict[str, list[Any]] = _compat.slots_of(self.clone) if mine else {}
         self.singles: dict[str, Any] = _compat.single_variables(self.clone)
@@ -255,7 +261,8 @@ class OwnedVariables:
         acting = self._acting_for(optimizer, variables)
         self._refresh(variables)
         updated = [self._copies.get(index, variables[index]) for index in mine]
-        if mine:
+        if self.owned:
+            # Also without gradients: what belongs to no variable moves on.
             with tf.device(self.device):
                 _compat.apply_weight_decay(acting, updated)
                 given = [whole[index] for index in mine]
@@ -288,8 +295,8 @@ class OwnedVariables:
                 parts.setdefault(segment.index, []).append(found)
                 begin += segment.size
         whole: dict[int, Any] = {
-            index: tf.reshape(pack(parts[index]), variables[index].shape)
-            for index in gradients.dense & parts.keys()
+            index: _whole_of(parts.get(index, []), variables[index])
+            for index in gradients.dense & set(self.owned)
         }
         for index in set(self.owned) & gradients.sparse.keys():
             whole[index] = gradients.sparse[index]
@@ -345,7 +352,10 @@ class OwnedVariables:
         _compat.adopt(self.clone, optimizer)
         for index, copy in self._copies.items():
             _compat.decay_alike(self.clone, copy, variables[index])
-        return _compat.stand_in(self.clone, **_compat.settings_of(optimizer))
+        settings = _compat.settings_of(optimizer)
+        for name in self._made_by_build & settings.keys():
+            del settings[name]
+        return _compat.stand_in(self.clone, **settings)
 
 
 def owned_state(
@@ -361,6 +371,13 @@ def owned_state(
     return kind(optimizer, variables, plan, owner, replica, device)
 
 
+def _whole_of(parts: list[tf.Tensor], variable: Any) -> tf.Tensor:
+    """A gradient from its parts; one of no elements lies in no bucket."""
+    if not parts:
+        return tf.zeros(variable.shape, variable.dtype)
+    return tf.reshape(pack(parts), variable.shape)
+
+
 def _variable(value: tf.Tensor) -> Any:
     return keras.Variable(np.asarray(value), dtype=value.dtype.name, name="slice")
 
@@ -374,8 +391,9 @@ def _decayed(
     optimizer: Any, segment: Segment, variables: Sequence[Any], rate: Any
 ) -> tf.Tensor:
     value = _value(segment, variables)
-    part = _compat.local_part(variables[segment.index])
-    if not _compat.uses_weight_decay(optimizer, part):
+    # By the first replica's name: those of others end in their number.
+    first = _compat.local_value(variables[segment.index], 0)
+    if not _compat.uses_weight_decay(optimizer, first):
         return value
     decay = tf.cast(optimizer.weight_decay, value.dtype) * tf.cast(rate, value.dtype)
     return value - value * decay

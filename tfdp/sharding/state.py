@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import warnings
 from typing import Any
 
@@ -57,6 +58,7 @@ class Sharding:
             freed.
         variables: List of Keras variables that it trains.
         strategy: A tfdp strategy with at least two replicas.
+        sharding: String, `"optimizer"` or `"gradients"`.
         scope: String, `"all"` or `"node"`.
         offload: String, `"cpu"`: state is kept and updated in the memory of the
             host, or `None`. Defaults to `None`.
@@ -67,6 +69,7 @@ class Sharding:
         optimizer: Any,
         variables: list[Any],
         strategy: Any,
+        sharding: str,
         scope: str,
         offload: str | None = None,
     ) -> None:
@@ -85,10 +88,30 @@ class Sharding:
             for part in innermost(optimizer)
             if part.built and _compat.trained_by(part)
         }
-        if was_built:
-            self._take_over()
         check_same_variables(
             extended.agreement, "sharding the optimizer", variables, "shards"
+        )
+        self._check_alike((sharding, scope, offload))
+        if was_built:
+            self._take_over()
+
+    def _check_alike(self, settings: tuple[str | None, ...]) -> None:
+        """Raises on every worker if they shard different things, or differently."""
+        agreement = self._extended.agreement
+        kinds = [type(part.optimizer).__name__ for part in self.parts.values()]
+        plans = [part.plan.fingerprint for part in self.parts.values()]
+        same, texts = agreement.same(
+            "sharding the optimizer: how", json.dumps([settings, kinds, plans])
+        )
+        if same:
+            return
+        rank = next(r for r, text in enumerate(texts) if text != texts[0])
+        agreement.part()
+        first, other = (json.loads(texts[r])[:2] for r in (0, rank))
+        raise ValueError(
+            "Workers shard their optimizers differently. Give every worker the same "
+            "optimizer, communication options, and (sharding, shard_scope, offload). "
+            f"Received: worker 0 has {first}, worker {rank} has {other}"
         )
 
     def state(self, part: ShardedPart) -> list[StateTensor]:
@@ -189,11 +212,10 @@ class Sharding:
         ]
         return ShardedPart(optimizer, variables, plan, states)
 
-    def _wires_of(self, bucket: ShardBucket) -> Wires:
+    def _wires_of(self, flat: tf.Tensor) -> Wires:
         """The dtypes that gradients travel in, as an all-reduce of them would."""
-        dtype = tf.as_dtype(bucket.dtype)
-        num_bytes = self.groups.num_owners * bucket.slice_size * dtype.size
-        route = self._extended.router.route(num_bytes, bucket.dtype)
+        num_bytes = flat.shape.num_elements() * flat.dtype.size
+        route = self._extended.router.route(num_bytes, flat.dtype.name)
         inner, outer = (
             None if name is None else tf.as_dtype(name)
             for name in (route.inner_wire, route.outer_wire)

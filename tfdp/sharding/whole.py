@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from tfdp import _compat
 from tfdp.sharding.layout import ShardedPart
 from tfdp.sharding.owned import OwnedSlices, OwnedVariables
-from tfdp.state_tensors import Piece, StateTensor
+from tfdp.state_tensors import READ_ELEMENTS, Piece, StateTensor
 from tfdp.traits import path_of
 
 # What Keras puts behind the name of a layer to make it unique.
@@ -70,7 +71,12 @@ def state_of_part(
             name,
             tuple(slot.shape),
             str(slot.dtype),
-            tuple(piece for is_owned, piece in pieces.get(name, []) if is_owned),
+            tuple(
+                part
+                for is_owned, piece in pieces.get(name, [])
+                if is_owned
+                for part in piece.cut(READ_ELEMENTS)
+            ),
             tuple(piece for _, piece in pieces.get(name, [])),
         )
         for name, slot in slot_names(template, part.variables)
@@ -106,7 +112,7 @@ def state_of_sums(
                 piece = _range(local, begin, segment.start, segment.size)
                 held[segment.index].append(piece)
                 if is_first_copy(replica):
-                    owned[segment.index].append(piece)
+                    owned[segment.index] += piece.cut(READ_ELEMENTS)
                 begin += segment.size
     names = [_slot_name(prefix, i, part.variables) for i in range(len(part.variables))]
     return [
@@ -185,19 +191,22 @@ def _slot_name(attribute: str, index: int, variables: Sequence[Any]) -> str:
 
 def _whole(variable: Any) -> Piece:
     shape = tuple(variable.shape)
+    size = int(np.prod(shape, dtype=np.int64))
+    read = functools.partial(_compat.elements_of, variable)
 
     def write(values: Any) -> None:
         variable.assign(np.asarray(values).reshape(shape))
 
-    size = int(np.prod(shape, dtype=np.int64))
-    return Piece(0, size, lambda: variable.numpy().ravel(), write)
+    return Piece(0, size, lambda: read(0, size), write, read)
 
 
 def _range(variable: Any, begin: int, start: int, size: int) -> Piece:
     """Elements of a flat `tf.Variable` that are elements `start`... of a tensor."""
-    end = begin + size
+
+    def read(first: int, last: int) -> np.ndarray:
+        return _compat.elements_of(variable, begin + first, begin + last)
 
     def write(values: Any) -> None:
-        variable[begin:end].assign(values)
+        variable[begin : begin + size].assign(values)
 
-    return Piece(start, start + size, lambda: variable[begin:end].numpy(), write)
+    return Piece(start, start + size, lambda: read(0, size), write, read)
