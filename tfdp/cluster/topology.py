@@ -108,38 +108,6 @@ class Topology:
         """Int, number of replicas on the largest node."""
         return max(map(len, self.nodes))
 
-    @functools.cached_property
-    def ring_crossings(self) -> int:
-        """Int, how many streams of a flat ring leave the node that most leave.
-
-        As many enter it. The ring goes from each rank to the next and from the
-        last to rank 0; on a single node nothing leaves.
-        """
-        leaving = [0] * self.num_nodes
-        ring = [self.node_rank(rank) for rank in range(self.num_replicas)]
-        for node, following in zip(ring, ring[1:] + ring[:1], strict=True):
-            leaving[node] += node != following
-        return max(leaving)
-
-    @property
-    def inside(self) -> tuple[tuple[int, ...], ...]:
-        """Tuple of tuples of ints, the groups of ranks within a node."""
-        return self.nodes
-
-    @property
-    def across(self) -> tuple[tuple[int, ...], ...]:
-        """Tuple of tuples of ints, for each local rank its rank on every node.
-
-        Raises a `ValueError` if the nodes are uneven.
-        """
-        if not self.is_even:
-            raise ValueError(
-                "Only even nodes have groups across them; use a flat algorithm, or "
-                "give every node equally many replicas. "
-                f"Received: replicas per node={[len(node) for node in self.nodes]}"
-            )
-        return tuple(zip(*self.nodes, strict=True))
-
     def node_rank(self, rank: int) -> int:
         """Returns the place of a replica's node among the nodes.
 
