@@ -324,36 +324,37 @@ COVERING = {
     cell_name("schedule_free_adamw", "clipvalue", "float32"): ("mirrored",),
     cell_name("multi_optimizer", "everything", "float32"): ("mirrored",),
 }
-# The same with sharded state: by row, the column, dtype, what is sharded, and where.
+# The same with sharded state, each row and each column on some set-up: by row, the
+# column, dtype, what is sharded, and where.
 _SHARDED = {
-    "adamw": ("no_option", "float32", "optimizer", ("mirrored",)),
-    "adafactor": ("no_option", "float32", "gradients", ("two_workers", "two_by_two")),
-    "nadam": ("accumulation", "float32", "gradients", ("mirrored",)),
-    "lamb": ("accumulation", "float64", "gradients", ("two_workers", "two_by_two")),
-    "schedule_free_adamw": ("accumulation", "float32", "optimizer", ("mirrored",)),
-    "adam": ("global_clipnorm", "float64", "optimizer", registry.ALL),
-    "muon": ("global_clipnorm", "float32", "gradients", ("two_workers",)),
-    "rmsprop": ("clipnorm", "float64", "optimizer", registry.ALL),
-    "adagrad": ("clipvalue", "float32", "optimizer", ("mirrored", "two_workers")),
-    "adadelta": ("clipvalue", "float32", "gradients", ("two_by_two",)),
-    "ftrl": ("an_overflow_on_one_replica", "float32", "optimizer", ("two_workers",)),
+    "adamw": ("no_option", "float32", "optimizer", "mirrored"),
+    "adafactor": ("no_option", "float32", "gradients", "two_by_two"),
+    "nadam": ("accumulation", "float32", "gradients", "mirrored"),
+    "lamb": ("accumulation", "float64", "gradients", "two_workers"),
+    "schedule_free_adamw": ("accumulation", "float32", "optimizer", "two_workers"),
+    "adam": ("global_clipnorm", "float64", "optimizer", "two_by_two"),
+    "muon": ("global_clipnorm", "float32", "gradients", "two_workers"),
+    "rmsprop": ("clipnorm", "float64", "optimizer", "mirrored"),
+    "adagrad": ("clipvalue", "float32", "optimizer", "mirrored"),
+    "adadelta": ("clipvalue", "float32", "gradients", "two_by_two"),
+    "ftrl": ("an_overflow_on_one_replica", "float32", "optimizer", "two_workers"),
     "sgd_nesterov": (
         "an_overflow_on_one_replica",
         "float32",
         "gradients",
-        ("mirrored", "two_by_two"),
+        "two_by_two",
     ),
-    "adamax": ("ema", "float32", "optimizer", ("mirrored", "two_by_two")),
-    "lars": ("ema", "float32", "gradients", ("two_workers",)),
-    "lion": ("weight_decay", "float32", "optimizer", registry.ALL),
-    "sgd": ("a_partial_batch", "float32", "gradients", ("mirrored", "two_by_two")),
-    "sgd_momentum": ("a_partial_batch", "float32", "optimizer", ("two_workers",)),
-    "loss_scale_optimizer": ("everything", "float32", "optimizer", registry.ALL),
-    "multi_optimizer": ("everything", "float64", "gradients", ("two_workers",)),
+    "adamax": ("ema", "float32", "optimizer", "two_by_two"),
+    "lars": ("ema", "float32", "gradients", "two_workers"),
+    "lion": ("weight_decay", "float32", "optimizer", "mirrored"),
+    "sgd": ("a_partial_batch", "float32", "gradients", "two_by_two"),
+    "sgd_momentum": ("a_partial_batch", "float32", "optimizer", "mirrored"),
+    "loss_scale_optimizer": ("everything", "float32", "optimizer", "two_by_two"),
+    "multi_optimizer": ("everything", "float64", "gradients", "two_workers"),
 }
 COVERING |= {
-    cell_name(row, column, dtype, sharding): names
-    for row, (column, dtype, sharding, names) in _SHARDED.items()
+    cell_name(row, column, dtype, sharding): (setup_name,)
+    for row, (column, dtype, sharding, setup_name) in _SHARDED.items()
 }
 
 

@@ -187,7 +187,7 @@ def overflow_is_skipped_by_all_owners(env: Env) -> dict:
     return results
 
 
-@case("LearningRateWarmup, whose momentum follows the rate")
+@case("LearningRateWarmup, whose momentum follows the rate", setups=MIRRORED)
 def warmup_scales_sharded_momentum(env: Env) -> dict:
     """The callback works on one device too, so that this is the same warmup."""
     results = {}
@@ -208,7 +208,7 @@ class UserMomentum(optimizers.SGD):
     """A subclass, of which nobody knows that it treats elements alike."""
 
 
-@case("Switched on between fits, while micro-batches wait", setups=registry.ALL)
+@case("Switched on between fits, while micro-batches wait", setups=SPREAD)
 def state_that_is_there_is_shared_out_within_a_window(env: Env) -> dict:
     # 11 batches: two updates, and 3 micro-batches wait when it is switched on.
     data = common.regression_data(88)
@@ -223,7 +223,7 @@ def state_that_is_there_is_shared_out_within_a_window(env: Env) -> dict:
     return results
 
 
-@case('`flush="epoch"`: leftovers, in both stages')
+@case('`flush="epoch"`: leftovers, in both stages', setups=MIRRORED)
 def flush_of_sharded_sums_applies_leftovers(env: Env) -> dict:
     # 11 micro-batches of 8: updates from 32, 32 and 24 samples.
     data = common.regression_data(88)
@@ -276,7 +276,7 @@ def _odd(name: str, kind: type, stage: int, steps: int) -> None:
         f"odd_variables_with_{name}",
         function,
         "Frozen, tied, without gradients, two dtypes, not divisible, " + name,
-        setups=registry.ALL,
+        setups=("mirrored", "two_by_two"),
     )
 
 
@@ -305,6 +305,7 @@ def _half(policy: str) -> None:
         f"policy_{policy}_of_sharded_variables",
         function,
         f"mixed_{policy} and {policy}",
+        setups=MIRRORED,
         tol={"float16": 0.01, "bfloat16": 0.08}[policy],
     )
 
@@ -430,7 +431,7 @@ def partial_batches_of_sharded_state(env: Env) -> dict:
     return results
 
 
-@case("`run_eagerly`, both stages and both layouts")
+@case("`run_eagerly`, both stages and both layouts", setups=MIRRORED)
 def sharded_state_run_eagerly(env: Env) -> dict:
     data = common.regression_data(32)
     results = {}
@@ -482,7 +483,7 @@ def _loop(env: Env, build_first: bool) -> dict:
     return {"weights": env.weights(model)}
 
 
-@case("A loop of one's own, `optimizer.build` beforehand")
+@case("A loop of one's own, `optimizer.build` beforehand", setups=MIRRORED)
 def loop_of_ones_own_with_sharded_state(env: Env) -> dict:
     return _loop(env, build_first=True)
 

@@ -58,7 +58,10 @@ def _sequential(*layers: Any) -> keras.Model:
     return keras.Sequential([keras.Input((common.NUM_FEATURES,)), *layers])
 
 
-@case("buckets smaller than replicas are many, variables of no elements")
+@case(
+    "buckets smaller than replicas are many, variables of no elements",
+    setups=("mirrored",),
+)
 def hardly_anything_is_trained(env: Env) -> dict:
     dense = keras.layers.Dense
     models = {
@@ -88,7 +91,7 @@ def hardly_anything_is_trained(env: Env) -> dict:
     }
 
 
-@case("slices that wait are each replica's own", setups=("two_workers", "two_by_two"))
+@case("slices that wait are each replica's own", setups=("two_workers",))
 def waiting_slices_survive_what_is_shared(env: Env) -> dict:
     x, y = common.regression_data(64)
     make = optimizers.Adam(0.01)

@@ -169,7 +169,10 @@ def sharded_file_goes_on_whole(env: Env) -> dict:
     return results
 
 
-@case("BackupAndRestore, interrupted with slices that wait", setups=registry.ALL)
+@case(
+    "BackupAndRestore, interrupted with slices that wait",
+    setups=("mirrored", "two_by_two"),
+)
 def backup_restores_sharded_state(env: Env) -> dict:
     x, y = common.regression_data(48)
 

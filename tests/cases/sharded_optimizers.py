@@ -101,7 +101,7 @@ def own_class_without_slots_is_sharded(env: Env) -> dict:
     return train(env, Sharded(), chosen, common.mlp, *common.regression_data(64))
 
 
-@case("Weight decay with exclusions, constraints")
+@case("Weight decay with exclusions, constraints", setups=MIRRORED)
 def sharded_state_heeds_exclusions_and_constraints(env: Env) -> dict:
     def build() -> keras.Model:
         return common.mlp(
