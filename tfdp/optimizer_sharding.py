@@ -11,6 +11,7 @@ from tfdp.memory import MemoryReport
 from tfdp.optimizer_settings import OptimizerSettings
 from tfdp.ownership import is_ours
 from tfdp.reducer import GradientReducer
+from tfdp.saving import is_saving
 from tfdp.scope import synchronize_new_variables
 from tfdp.sharding import ShardedState, Sharding, memory_report
 from tfdp.traits import Part, parts_of
@@ -132,7 +133,9 @@ class ShardableOptimizer(OptimizerSettings):
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         """What TensorFlow saves: a checkpoint would lose what it cannot see."""
-        if self.is_sharded and save_type == "checkpoint":
+        # Older Keras looks at the model like this when it exports one.
+        is_checkpoint = save_type == "checkpoint" and not is_saving()
+        if self.is_sharded and is_checkpoint:
             raise ValueError(
                 "`tf.train.Checkpoint` does not see sharded optimizer state. Use "
                 "`tfdp.checkpoint.save(model, directory)`, or `model.save`."

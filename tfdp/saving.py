@@ -10,10 +10,19 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from typing import Any
 
 _FILE_ENDINGS = (".weights.h5", ".keras", ".h5", ".hdf5")
+
+
+_thread = threading.local()
+
+
+def is_saving() -> bool:
+    """Whether one of Keras's own saving functions is under way."""
+    return getattr(_thread, "is_saving", False)
 
 
 def save_atomically(
@@ -32,6 +41,16 @@ def save_atomically(
     Returns:
         What `original` returns.
     """
+    _thread.is_saving = True
+    try:
+        return _save(strategy, original, model, path, *rest, **options)
+    finally:
+        _thread.is_saving = False
+
+
+def _save(
+    strategy: Any, original: Callable, model: Any, path: Any, *rest: Any, **options: Any
+) -> Any:
     agreement = strategy.extended.agreement
     target = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if agreement.num_workers == 1 or target is None or not _replaces(rest, options):
