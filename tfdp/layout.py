@@ -77,6 +77,10 @@ class StateLayout(Protocol):
     def overwrite_with_average(self, part: Part) -> None:
         """Gives the variables of a part the values of their averages."""
 
+
+class SlicedLayout(Protocol):
+    """What a step asks besides where it accumulates slices of sums (ZeRO-2)."""
+
     def held(
         self, parts: Sequence[Part], sums: list
     ) -> tuple[list[tf.Tensor], list[int]]:
@@ -154,18 +158,6 @@ class WholeVariables:
     def overwrite_with_average(self, part: Part) -> None:
         """As Keras does."""
         _compat.overwrite_with_moving_average(part.optimizer)
-
-    def held(
-        self, parts: Sequence[Part], sums: list
-    ) -> tuple[list[tf.Tensor], list[int]]:
-        """Never asked for: replicas accumulate their own gradients."""
-        raise NotImplementedError
-
-    def with_held(
-        self, parts: Sequence[Part], variables: Sequence[Any], tensors: list[tf.Tensor]
-    ) -> list:
-        """Never asked for, as `held`."""
-        raise NotImplementedError
 
 
 class _WholeFindings:

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdp import _compat, interchange, step, trainer
 from tfdp import optimizer_arguments as arguments
 from tfdp.features import Features
+from tfdp.layout import WholeVariables
 from tfdp.loss_scale import MOST_SKIPS, LossScaling
 from tfdp.optimizer_sharding import ShardableOptimizer
 from tfdp.ownership import replica_context
@@ -304,20 +305,21 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         self._check_noise()
         parts = parts_of(self.inner_optimizer, variables)
         reducer = _reducer()
+        sharded = None if self._shards is None else self._shards.on_replica()
         return step.Step(
             optimizer=self.inner_optimizer,
             parts=parts,
             variables=variables,
             positions=[_compat.index_in(self, variable) for variable in variables],
             reducer=reducer,
-            layout=self._layout(reducer),
+            layout=WholeVariables(reducer) if sharded is None else sharded,
             rates=[self._rate(part) for part in parts],
             growths=[self._growth(part) for part in parts],
             noise=self._features.noise,
             accumulation=self._features.accumulation,
             scale=self._features.scale,
             fixed_scale=self.inner_optimizer.loss_scale_factor,
-            accumulates_sums=self.accumulates_sums,
+            sliced=sharded if self.accumulates_sums else None,
         )
 
     def _rate(self, part: Part) -> tf.Tensor | None:

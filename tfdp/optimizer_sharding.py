@@ -6,11 +6,9 @@ from typing import Any
 
 from tfdp import _compat
 from tfdp import optimizer_arguments as arguments
-from tfdp.layout import StateLayout, WholeVariables
 from tfdp.memory import MemoryReport
 from tfdp.optimizer_settings import OptimizerSettings
 from tfdp.ownership import is_ours
-from tfdp.reducer import GradientReducer
 from tfdp.saving import is_saving
 from tfdp.scope import synchronize_new_variables
 from tfdp.sharding import ShardedState, Sharding, memory_report
@@ -98,11 +96,6 @@ class ShardableOptimizer(OptimizerSettings):
                 "`optimizer.build(model.trainable_variables)`."
             )
         return memory_report(self)
-
-    def _layout(self, reducer: GradientReducer) -> StateLayout:
-        if self._shards is None:
-            return WholeVariables(reducer)
-        return self._shards.on_replica()
 
     def swap_averages(self) -> None:
         """Swaps weights with their moving averages, outside a step."""

@@ -28,17 +28,8 @@ class Reduced:
     sparse: dict[int, tf.IndexedSlices]
 
     def divided_by(self, divisor: tf.Tensor) -> Reduced:
-        """The same, each element divided by a scalar.
-
-        Halves become float32: neither the divisor nor the result may fit them.
-        """
-
-        def divide(values: tf.Tensor) -> tf.Tensor:
-            if values.dtype.size < tf.float32.size:
-                values = tf.cast(values, tf.float32)
-            return values / tf.cast(divisor, values.dtype)
-
-        return self._map(divide)
+        """The same, each element divided by a scalar, see `divided`."""
+        return self._map(lambda values: divided(values, divisor))
 
     def all_finite(self) -> tf.Tensor:
         """Scalar bool tensor, whether no element is infinite or NaN."""
@@ -65,6 +56,16 @@ class Reduced:
         }
         flats = [function(flat) for flat in self.flats]
         return dataclasses.replace(self, flats=flats, sparse=sparse)
+
+
+def divided(values: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
+    """A tensor divided by a scalar.
+
+    Halves become float32: neither the divisor nor the result may fit them.
+    """
+    if values.dtype.size < tf.float32.size:
+        values = tf.cast(values, tf.float32)
+    return values / tf.cast(divisor, values.dtype)
 
 
 def unbucketed(gradients: list) -> Reduced:

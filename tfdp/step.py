@@ -21,7 +21,7 @@ from tfdp import _compat, shares
 from tfdp.accumulate import Accumulation, dense
 from tfdp.fusion import zeros_unless
 from tfdp.gradient_noise import GradientNoise, squared_norm
-from tfdp.layout import Findings, StateLayout
+from tfdp.layout import Findings, SlicedLayout, StateLayout
 from tfdp.loss_scale import LossScale
 from tfdp.reducer import GradientReducer
 from tfdp.traits import Part, is_linear
@@ -46,8 +46,8 @@ class Step:
         accumulation: `Accumulation`, or `None` for an update each time.
         scale: `LossScale`, or `None` for none.
         fixed_scale: Float, a factor of the loss that is not looked after.
-        accumulates_sums: Bool, whether what is accumulated are slices of sums
-            over all replicas, and not the replica's own gradients.
+        sliced: `SlicedLayout`, the layout, where what is accumulated are slices of
+            sums over all replicas; `None` for the replica's own gradients.
     """
 
     optimizer: Any
@@ -62,7 +62,7 @@ class Step:
     accumulation: Accumulation | None
     scale: LossScale | None
     fixed_scale: float | None
-    accumulates_sums: bool = False
+    sliced: SlicedLayout | None = None
 
 
 def take_step(step: Step, gradients: Sequence[Any]) -> None:
@@ -98,23 +98,23 @@ def flush(step: Step) -> None:
 def _accumulate(
     step: Step, accumulation: Accumulation, gradients: Sequence[Any]
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    if step.accumulates_sums:
-        accumulation.add(*step.layout.held(step.parts, _reduce(step, gradients, None)))
-    else:
+    if step.sliced is None:
         accumulation.add(gradients, step.positions)
+    else:
+        accumulation.add(*step.sliced.held(step.parts, _reduce(step, gradients, None)))
     return tf.constant(False), tf.constant(True)
 
 
 def _close_and_update(
     step: Step, accumulation: Accumulation, gradients: Sequence[Any] | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    if not step.accumulates_sums:
+    if step.sliced is None:
         totals, count = accumulation.close(gradients, step.positions)
         return _update_all(step, _reduce(step, totals, None), count, totals)
     if gradients is not None:
-        accumulation.add(*step.layout.held(step.parts, _reduce(step, gradients, None)))
+        accumulation.add(*step.sliced.held(step.parts, _reduce(step, gradients, None)))
     totals, count = accumulation.close(None, range(len(accumulation.sums)))
-    sums = step.layout.with_held(step.parts, step.variables, totals)
+    sums = step.sliced.with_held(step.parts, step.variables, totals)
     return _update_all(step, sums, count, None)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from tfdp.checkpoint_index import Index, load_index
+from tfdp.cli.importing import first_line, import_without_gpus
 
 
 @click.command()
@@ -24,12 +25,12 @@ def convert(directory: str, output: str, force: bool) -> None:
     """
     _check_output(output, force)
     index = _index_of(directory)
-    checkpoint = _import_checkpoint()
+    checkpoint = import_without_gpus("tfdp.checkpoint")
     model = _model_of(index, directory)
     try:
         checkpoint.restore(model, directory)
     except (ValueError, OSError) as error:
-        raise click.UsageError(_first_line(error)) from error
+        raise click.UsageError(first_line(error)) from error
     _save(model, output)
     click.echo(f"Wrote {output}.")
 
@@ -59,21 +60,6 @@ def _index_of(directory: str) -> Index:
     return index
 
 
-def _import_checkpoint() -> Any:
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    try:
-        import tensorflow as tf
-
-        with contextlib.suppress(RuntimeError):  # they are in use already
-            tf.config.set_visible_devices([], "GPU")
-        from tfdp import checkpoint
-    except Exception as error:  # a broken one raises anything
-        raise click.ClickException(
-            f"TensorFlow cannot be imported: {_first_line(error)}"
-        ) from error
-    return checkpoint
-
-
 def _model_of(index: Index, directory: str) -> Any:
     """The model as it was saved, compiled, with its optimizer built."""
     import keras
@@ -84,7 +70,7 @@ def _model_of(index: Index, directory: str) -> Any:
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
     except Exception as error:  # a class of one's own can be wrong in any way
-        raise _cannot_build(_first_line(error).split(". ")[0], directory) from error
+        raise _cannot_build(first_line(error).split(". ")[0], directory) from error
     return model
 
 
@@ -105,13 +91,8 @@ def _save(model: Any, output: str) -> None:
         os.replace(temporary, output)
     except Exception as error:  # a full disk shows in several ways
         raise click.ClickException(
-            f"The file cannot be written ({_first_line(error)}). Received: {output}"
+            f"The file cannot be written ({first_line(error)}). Received: {output}"
         ) from error
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].strip().rstrip(".:")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import pathlib
 import warnings
 import zipfile
@@ -15,6 +13,7 @@ import click
 from tfdp.buckets import BucketPlan
 from tfdp.cli import memory, values
 from tfdp.cli.forecast import Forecast, show
+from tfdp.cli.importing import first_line, import_without_gpus
 from tfdp.cluster import Topology
 from tfdp.cost_model import Algorithm
 from tfdp.links import DEFAULT_LINKS, Link, Links
@@ -249,7 +248,7 @@ def _plan_of(
     try:
         buckets, sparse = plan_of_backward_pass(model, options)
     except ValueError as error:
-        raise click.UsageError(_first_line(error)) from error
+        raise click.UsageError(first_line(error)) from error
     if not (buckets.buckets or sparse):
         raise click.UsageError(f"The model has no variables to train. Received: {path}")
     return buckets, sparse
@@ -266,18 +265,7 @@ def _loaded(path: str) -> Any:
             "The file is not a saved Keras model; give one that `model.save` wrote. "
             f"Received: {path}"
         )
-    # Nothing is computed, and the GPUs may be somebody else's.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    try:
-        import tensorflow as tf
-
-        with contextlib.suppress(RuntimeError):  # they are in use already
-            tf.config.set_visible_devices([], "GPU")
-        import tfdp.plan  # noqa: F401
-    except Exception as error:  # a broken one raises anything
-        raise click.ClickException(
-            f"TensorFlow cannot be imported: {_first_line(error)}"
-        ) from error
+    import_without_gpus("tfdp.plan")
     return _load(path)
 
 
@@ -288,12 +276,7 @@ def _load(path: str) -> Any:
         return keras.saving.load_model(path, compile=False)
     except Exception as error:  # a file can be wrong in any way
         raise click.UsageError(
-            f"Keras cannot load the model ({_first_line(error).split('. ')[0]}); for "
+            f"Keras cannot load the model ({first_line(error).split('. ')[0]}); for "
             "one with classes of its own call `strategy.communication_plan` in its "
             f"script. Received: {path}"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].strip().rstrip(".:")

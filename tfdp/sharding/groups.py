@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdp.collectives import ProcessGroup, all_gather, all_reduce, reduce_scatter
+from tfdp.collectives import (
+    ProcessGroup,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    ring,
+)
 
 Wires = tuple[tf.DType | None, tf.DType | None]
 
@@ -94,9 +100,7 @@ class ShardGroups:
             return piece
         if not self._is_copied:
             return reduce_scatter(piece, outer, replica, channel=channel, wire=wires[1])
-        if wires[1] is None:
-            return all_reduce(piece, outer, replica, channel=channel)
-        return _all_reduce_on_wire(piece, outer, replica, channel, wires[1])
+        return ring(piece, outer, replica, channel=channel, wire=wires[1])
 
     def gather(self, piece: tf.Tensor, replica: int, *, channel: int = 0) -> tf.Tensor:
         """Puts the slices of all owners end to end, the inverse of `scatter`.
@@ -133,12 +137,3 @@ class ShardGroups:
         inner = self._inner[replica]
         assert inner is not None
         return inner, self._outer[replica]
-
-
-def _all_reduce_on_wire(
-    piece: tf.Tensor, group: ProcessGroup, replica: int, channel: int, wire: tf.DType
-) -> tf.Tensor:
-    length = piece.shape.num_elements()
-    padded = tf.pad(piece, [[0, -length % group.size]])
-    own = reduce_scatter(padded, group, replica, channel=channel, wire=wire)
-    return all_gather(own, group, replica, channel=channel, wire=wire)[:length]

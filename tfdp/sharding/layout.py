@@ -2,68 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.gradient_noise import squared_norm
 from tfdp.ownership import own_step
 from tfdp.sharding.exchange import Exchange
-from tfdp.sharding.owned import Gradients, OwnedSlices, OwnedVariables
-from tfdp.sharding.rows import pack_row
-from tfdp.shards import ShardPlan
+from tfdp.sharding.findings import ShardedFindings
+from tfdp.sharding.part import ShardedPart
+from tfdp.sharding.sums import ShardedSums
 from tfdp.traits import Part, is_elementwise
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardedPart:
-    """The state of one inner optimizer on the replicas of this process.
-
-    Args:
-        optimizer: Keras optimizer that holds the settings, and no slots.
-        variables: List of the Keras variables that it trains.
-        plan: `ShardPlan` of them.
-        replicas: List with the state that each local replica owns.
-    """
-
-    optimizer: Any
-    variables: list[Any]
-    plan: ShardPlan
-    replicas: list[OwnedSlices | OwnedVariables]
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardedSums:
-    """The own slices of the sums of a part.
-
-    Args:
-        slices: List with a tensor of shape `[slice_size]` for each bucket, or
-            `None` for one without gradients.
-        dense: Frozen set of ints, positions of the variables in them.
-        sparse: Dict from position to `tf.IndexedSlices` of all replicas.
-        order: Tuple of ints, the positions in the order of the gradients.
-    """
-
-    slices: list[tf.Tensor | None]
-    dense: frozenset[int]
-    sparse: dict[int, tf.IndexedSlices]
-    order: tuple[int, ...]
-
-    def divided_by(self, divisor: tf.Tensor) -> ShardedSums:
-        """The same, each element divided by a scalar; halves become float32."""
-        return self.map(lambda values: _divided(values, divisor))
-
-    def map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> ShardedSums:
-        """The same with a function applied to every tensor."""
-        sparse = {
-            index: _with_values(rows, function(rows.values))
-            for index, rows in self.sparse.items()
-        }
-        slices = [None if piece is None else function(piece) for piece in self.slices]
-        return dataclasses.replace(self, slices=slices, sparse=sparse)
 
 
 class ShardedState:
@@ -197,20 +147,19 @@ class ShardedState:
                 return sums
             return sums.map(lambda values: tf.clip_by_value(values, -limit, limit))
         own = self._part(part)
+        owner = self._state(own).owner
         norms = findings.squared_norms(own)  # [num_variables]
         if optimizer.clipnorm and optimizer.clipnorm > 0:
             factors = _factors(tf.sqrt(norms), optimizer.clipnorm)
-        else:
-            norm = tf.sqrt(tf.reduce_sum(norms))
-            # Not `tf.cast`, which would round a float to float32 first.
-            limit = tf.constant(optimizer.global_clipnorm, norm.dtype)
-            # NaN where the norm is infinite, as in Keras.
-            factor = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
-            factors = tf.fill(tf.shape(norms), factor)
-            # Keras multiplies by a scalar, and what was rows becomes a tensor.
-            sums = _without_rows(sums, own, self._state(own).owner)
-        is_one = bool(optimizer.global_clipnorm) and not optimizer.clipnorm
-        return _scaled(sums, own, self._state(own).owner, factors, is_one)
+            return sums.scaled_by(factors, own.plan, owner)
+        norm = tf.sqrt(tf.reduce_sum(norms))
+        # Not `tf.cast`, which would round a float to float32 first.
+        limit = tf.constant(optimizer.global_clipnorm, norm.dtype)
+        # NaN where the norm is infinite, as in Keras.
+        factor = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
+        # Keras multiplies by a scalar, and what was rows becomes a tensor.
+        whole = sums.without_rows(own.plan, owner)
+        return whole.map(lambda values: values * tf.cast(factor, values.dtype))
 
     def scale_momentum(self, part: Part, growth: Any) -> None:
         """See `WholeVariables`."""
@@ -234,10 +183,9 @@ class ShardedState:
             optimizer = _compat.with_rate(optimizer, rate)
         if is_elementwise(part.optimizer):
             optimizer = _compat.with_counter_read(optimizer)
-        given = Gradients(gradients.slices, gradients.dense, gradients.sparse)
         with own_step():
-            news = self._state(own).update(optimizer, given, own.variables, rate)
-        self._spread(own, news, given.present)
+            news = self._state(own).update(optimizer, gradients, own.variables, rate)
+        self._spread(own, news, gradients.present)
 
     def average(self, part: Part) -> None:
         """Each replica those of what it owns."""
@@ -278,115 +226,6 @@ class ShardedState:
         return own.replicas[self._replica]
 
 
-class ShardedFindings:
-    """Norms and finite checks from slices: one small collective for all parts.
-
-    Args:
-        parts: List of `ShardedPart`.
-        sums: List of `ShardedSums`.
-        exchange: `Exchange`.
-        is_needed: Bool, whether anybody will ask.
-    """
-
-    def __init__(
-        self,
-        parts: list[ShardedPart],
-        sums: list[ShardedSums],
-        exchange: Exchange,
-        *,
-        is_needed: bool,
-    ) -> None:
-        self._parts, self._sums, self._exchange = parts, sums, exchange
-        self._facts: list[tf.Tensor] = []
-        if is_needed:
-            own = [_squares_and_flags(p, s, exchange.owner) for p, s in self._pairs()]
-            total = exchange.sum(_joined([fact for pair in own for fact in pair]))
-            sizes = [len(p.variables) for p in parts for _ in range(2)]
-            self._facts = tf.split(total, sizes)
-
-    def is_finite(self) -> tf.Tensor:
-        """Scalar bool tensor, whether no element is infinite or NaN."""
-        return tf.reduce_all([tf.reduce_sum(flags) < 1 for flags in self._facts[1::2]])
-
-    def squared_norm(self) -> tf.Tensor:
-        """Scalar float32 tensor, the sum of the squares of all elements."""
-        norms = [tf.reduce_sum(squares) for squares in self._facts[::2]]
-        total = tf.cast(tf.add_n(norms), tf.float32)
-        for rows in [rows for sums in self._sums for rows in sums.sparse.values()]:
-            # Rows of one index were squared one by one, as clipping wants it.
-            one_by_one = tf.cast(_sum_of_squares(rows.values), tf.float32)
-            total += squared_norm([rows]) - one_by_one
-        return total
-
-    def squared_norms(self, part: ShardedPart) -> tf.Tensor:
-        """Tensor `[num_variables]`, that of each variable of a part."""
-        return self._facts[2 * self._parts.index(part)]
-
-    def non_finite(self) -> list[tf.Tensor]:
-        """Scalar bool tensors, one for each variable that has a gradient."""
-        return [
-            flags[index] > 0
-            for flags, sums in zip(self._facts[1::2], self._sums, strict=True)
-            for index in sums.order
-        ]
-
-    def _pairs(self) -> Any:
-        return zip(self._parts, self._sums, strict=True)
-
-
-def _squares_and_flags(
-    part: ShardedPart, sums: ShardedSums, owner: int
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """What the own slices add to each variable's squared norm and to its flag."""
-    found: dict[int, list[tf.Tensor]] = {}
-    for bucket, piece in zip(part.plan.buckets, sums.slices, strict=True):
-        if piece is None:
-            continue
-        begin = 0
-        for segment in bucket.rows[owner]:
-            elements = piece[begin : begin + segment.size]
-            found.setdefault(segment.index, []).append(elements)
-            begin += segment.size
-    # Every replica has the rows of sparse gradients; one counts them.
-    for index, rows in sums.sparse.items() if owner == 0 else ():
-        found.setdefault(index, []).append(rows.values)
-    none = [tf.zeros([], tf.float32)]
-    squares, flags = [], []
-    for index in range(len(part.variables)):
-        own = found.get(index, [])
-        squares.append(_joined_sum([_sum_of_squares(item) for item in own] or none))
-        bad = [tf.cast(tf.math.is_finite(item), tf.float32) for item in own]
-        flags.append(tf.add_n([tf.reduce_sum(1.0 - item) for item in bad] or none))
-    dtype = _dtype_of_norms(part)
-    return tf.stack([tf.cast(item, dtype) for item in squares]), tf.stack(flags)
-
-
-def _dtype_of_norms(part: ShardedPart) -> tf.DType:
-    """The same on all replicas, also on one that owns nothing of the widest dtype."""
-    dtypes = [tf.as_dtype(bucket.dtype) for bucket in part.plan.buckets]
-    return max([tf.float32, *dtypes], key=lambda dtype: dtype.size)
-
-
-def _sum_of_squares(values: tf.Tensor) -> tf.Tensor:
-    if values.dtype.size < tf.float32.size:
-        values = tf.cast(values, tf.float32)
-    return tf.reduce_sum(tf.square(values))
-
-
-def _joined_sum(values: list[tf.Tensor]) -> tf.Tensor:
-    return tf.add_n(_alike(values))
-
-
-def _joined(tensors: list[tf.Tensor]) -> tf.Tensor:
-    return tf.concat(_alike(tensors), axis=0)
-
-
-def _alike(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Tensors in the widest of their dtypes."""
-    widest = max((tensor.dtype for tensor in tensors), key=lambda dtype: dtype.size)
-    return [tf.cast(tensor, widest) for tensor in tensors]
-
-
 def _clips_by_norm(optimizer: Any) -> bool:
     limits = (optimizer.clipnorm, optimizer.global_clipnorm)
     return any(limit is not None and limit > 0 for limit in limits)
@@ -396,59 +235,3 @@ def _factors(norms: tf.Tensor, limit: float) -> tf.Tensor:
     """What `tf.clip_by_norm` multiplies a tensor of each norm with."""
     bound = tf.constant(limit, norms.dtype)
     return bound / tf.maximum(norms, bound)
-
-
-def _scaled(
-    sums: ShardedSums,
-    part: ShardedPart,
-    owner: int,
-    factors: tf.Tensor,
-    is_one: bool,
-) -> ShardedSums:
-    """Each variable's elements times its factor."""
-    slices: list[tf.Tensor | None] = []
-    for bucket, piece in zip(part.plan.buckets, sums.slices, strict=True):
-        row = bucket.rows[owner]
-        if piece is None or not row:
-            slices.append(piece)
-        elif is_one:
-            slices.append(piece * tf.cast(factors[0], piece.dtype))
-        else:
-            own = tf.gather(factors, [segment.index for segment in row])
-            own = tf.concat([own, tf.ones([1], own.dtype)], axis=0)
-            sizes = [segment.size for segment in row] + [bucket.padding(owner)]
-            # All keys of collectives contain the shape, which `repeat` does not know.
-            spread = tf.ensure_shape(tf.repeat(own, sizes), piece.shape)
-            slices.append(piece * tf.cast(spread, piece.dtype))
-    sparse = {
-        index: _with_values(rows, rows.values * tf.cast(factors[index], rows.dtype))
-        for index, rows in sums.sparse.items()
-    }
-    return dataclasses.replace(sums, slices=slices, sparse=sparse)
-
-
-def _without_rows(sums: ShardedSums, part: ShardedPart, owner: int) -> ShardedSums:
-    """The same with sparse gradients as elements of the own slices."""
-    if not sums.sparse:
-        return sums
-    whole = {index: tf.convert_to_tensor(rows) for index, rows in sums.sparse.items()}
-    slices: list[tf.Tensor | None] = []
-    for bucket, piece in zip(part.plan.buckets, sums.slices, strict=True):
-        given = sorted(bucket.indices & whole.keys())
-        if given:
-            row, padding = bucket.rows[owner], bucket.padding(owner)
-            own = pack_row(row, padding, whole, whole[given[0]].dtype)
-            piece = own if piece is None else piece + own
-        slices.append(piece)
-    dense = sums.dense | whole.keys()
-    return dataclasses.replace(sums, slices=slices, dense=dense, sparse={})
-
-
-def _with_values(rows: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices:
-    return tf.IndexedSlices(values, rows.indices, rows.dense_shape)
-
-
-def _divided(values: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
-    if values.dtype.size < tf.float32.size:
-        values = tf.cast(values, tf.float32)
-    return values / tf.cast(divisor, values.dtype)

@@ -18,8 +18,8 @@ from tfdp.ownership import replica_context
 from tfdp.reducer import ReplicaReducer
 from tfdp.sharding.exchange import CollectiveExchange, Exchange, SummingExchange
 from tfdp.sharding.groups import ShardGroups, Wires
-from tfdp.sharding.layout import ShardedPart, ShardedState
-from tfdp.sharding.owned import owned_state
+from tfdp.sharding.layout import ShardedState
+from tfdp.sharding.part import ShardedPart, owned_state
 from tfdp.sharding.whole import (
     slot_names,
     state_of_part,
@@ -92,6 +92,7 @@ class Sharding:
             extended.agreement, "sharding the optimizer", variables, "shards"
         )
         self._check_alike((sharding, scope, offload))
+        self._states = {key: self._state_of(p) for key, p in self.parts.items()}
         if was_built:
             self._take_over()
 
@@ -115,11 +116,11 @@ class Sharding:
         )
 
     def state(self, part: ShardedPart) -> list[StateTensor]:
-        """The state of one inner optimizer, in the order of Keras's variables.
+        """The state of one inner optimizer, in the order of Keras's variables."""
+        return self._states[id(part.optimizer)]
 
-        Raises:
-            ValueError: If a class keeps variables that cannot be told apart.
-        """
+    def _state_of(self, part: ShardedPart) -> list[StateTensor]:
+        """Raises, before anything is trained, if variables cannot be told apart."""
         optimizer = part.optimizer
         found = state_of_part(
             part,

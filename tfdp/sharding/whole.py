@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from tfdp import _compat
-from tfdp.sharding.layout import ShardedPart
-from tfdp.sharding.owned import OwnedSlices, OwnedVariables
+from tfdp.sharding.part import Owned, ShardedPart
+from tfdp.sharding.wholes import OwnedVariables
 from tfdp.state_tensors import READ_ELEMENTS, Piece, StateTensor
 from tfdp.traits import path_of
 
@@ -140,9 +140,7 @@ def take_over(tensors: Sequence[StateTensor], slots: Sequence[Any]) -> None:
             piece.write(whole[piece.start : piece.stop])
 
 
-def _pieces(
-    part: ShardedPart, state: OwnedSlices | OwnedVariables
-) -> list[tuple[str, Piece]]:
+def _pieces(part: ShardedPart, state: Owned) -> list[tuple[str, Piece]]:
     found = [(name, _whole(item)) for name, item in state.singles.items()]
     if isinstance(state, OwnedVariables):
         return found + _pieces_of_variables(part, state)

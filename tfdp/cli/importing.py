@@ -1,0 +1,42 @@
+"""Imports TensorFlow late, without GPUs, and says in one sentence if that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from typing import Any
+
+import click
+
+
+def import_without_gpus(name: str) -> Any:
+    """A module that needs TensorFlow, for a command that computes next to nothing.
+
+    Args:
+        name: String, full name of the module.
+
+    Returns:
+        The module.
+
+    Raises:
+        click.ClickException: If TensorFlow cannot be imported.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        import tensorflow as tf
+
+        # They may be somebody else's.
+        with contextlib.suppress(RuntimeError):  # they are in use already
+            tf.config.set_visible_devices([], "GPU")
+        return importlib.import_module(name)
+    except Exception as error:  # a broken one raises anything
+        raise click.ClickException(
+            f"TensorFlow cannot be imported: {first_line(error)}"
+        ) from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line without a full stop."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].strip().rstrip(".:")
