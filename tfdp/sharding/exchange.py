@@ -106,7 +106,7 @@ class CollectiveExchange:
         ):
             flat = None
             if piece is not None:
-                # A key contains the shape; an optimizer's update may have lost it.
+                # A key contains the shape, which clipping or an update may have lost.
                 whole = tf.ensure_shape(piece, [bucket.slice_size])
                 flat = self._groups.gather(whole, self._replica, channel=channel)
             flats.append(flat)

@@ -64,9 +64,7 @@ class ShardedSums:
             own = tf.gather(factors, [segment.index for segment in row])
             own = tf.concat([own, tf.ones([1], own.dtype)], axis=0)
             sizes = [segment.size for segment in row] + [bucket.padding(owner)]
-            # All keys of collectives contain the shape, which `repeat` does not know.
-            spread = tf.ensure_shape(tf.repeat(own, sizes), piece.shape)
-            slices.append(piece * tf.cast(spread, piece.dtype))
+            slices.append(piece * tf.cast(tf.repeat(own, sizes), piece.dtype))
         sparse = {
             index: _with_values(rows, rows.values * tf.cast(factors[index], rows.dtype))
             for index, rows in self.sparse.items()
