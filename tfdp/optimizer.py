@@ -16,7 +16,7 @@ from tfdp.layout import WholeVariables
 from tfdp.loss_scale import MOST_SKIPS, LossScaling
 from tfdp.optimizer_sharding import ShardableOptimizer
 from tfdp.ownership import replica_context
-from tfdp.reducer import GradientReducer, LocalReducer, ReplicaReducer
+from tfdp.replica_reducer import GradientReducer, LocalReducer, ReplicaReducer
 from tfdp.sharding import Sharding
 from tfdp.traces import Traces
 from tfdp.traits import Part, innermost, parts_of, path_of, rate_is_in_slots

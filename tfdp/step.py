@@ -23,7 +23,7 @@ from tfdp.fusion import zeros_unless
 from tfdp.gradient_noise import GradientNoise, squared_norm
 from tfdp.layout import Findings, SlicedLayout, StateLayout
 from tfdp.loss_scale import LossScale
-from tfdp.reducer import GradientReducer
+from tfdp.replica_reducer import GradientReducer
 from tfdp.traits import Part, is_linear
 
 

@@ -15,7 +15,7 @@ from tfdp.consistency import check_same_variables
 from tfdp.fusion import entry_of
 from tfdp.options import CommunicationOptions
 from tfdp.ownership import replica_context
-from tfdp.reducer import ReplicaReducer
+from tfdp.replica_reducer import ReplicaReducer
 from tfdp.sharding.exchange import CollectiveExchange, Exchange, SummingExchange
 from tfdp.sharding.groups import ShardGroups, Wires
 from tfdp.sharding.layout import ShardedState
