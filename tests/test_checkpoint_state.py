@@ -78,15 +78,39 @@ def test_a_loss_scale_that_nobody_takes_is_left_out_with_a_warning(tmp_path):
         np.testing.assert_array_equal(found, wanted)
 
 
-def test_plain_keras_takes_what_tfdp_saved(tmp_path):
-    saved = trained(3, accumulation_steps=2)
-    tfdp.checkpoint.save(saved, tmp_path)
+def plain() -> keras.Model:
+    """A model that Keras accumulates gradients for."""
     model = common.mlp()
-    model.compile(
-        optimizer=keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
-        loss="mse",
-        jit_compile=False,
-    )
+    optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+    model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
+    optimizer.build(model.trainable_variables)
+    return model
+
+
+def test_gradients_that_wait_in_plain_keras_are_saved_too(tmp_path):
+    saved, model = plain(), trained(0, accumulation_steps=2)
+    go_on(saved, 0, 3)
+    tfdp.checkpoint.save(saved, tmp_path)
+    tfdp.checkpoint.restore(model, tmp_path)
+    assert model.optimizer.accumulated_steps == 1
+    go_on(saved, 3, 2)
+    go_on(model, 3, 2)
+    for found, wanted in zip(model.get_weights(), saved.get_weights(), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_counters_are_saved_as_keras_counts(tmp_path):
+    model = trained(0)
+    model.optimizer.iterations.assign(2**40)
+    tfdp.checkpoint.save(model, tmp_path)
+    again = trained(1)
+    tfdp.checkpoint.restore(again, tmp_path)
+    assert int(again.optimizer.iterations) == 2**40
+
+
+def test_plain_keras_takes_what_tfdp_saved(tmp_path):
+    saved, model = trained(3, accumulation_steps=2), plain()
+    tfdp.checkpoint.save(saved, tmp_path)
     tfdp.checkpoint.restore(model, tmp_path)
     assert int(model.optimizer.iterations) == 1
     go_on(saved, 3, 2)

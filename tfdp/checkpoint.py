@@ -63,7 +63,8 @@ def save(model: keras.Model, directory: str | os.PathLike) -> None:
     agreement = _agreement_of(model)
     state = state_of(model)
     if _num_pending(model):
-        model.optimizer.share_accumulated()
+        if hasattr(model.optimizer, "share_accumulated"):
+            model.optimizer.share_accumulated()
         state += pending_state_of(model)
     save_state(state, directory, agreement, lambda: _serialized(model))
 

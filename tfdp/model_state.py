@@ -24,6 +24,8 @@ from tfdp.whole_state import WholeState
 
 # What names begin with that a checkpoint may have or not.
 LOSS_SCALE, PENDING = "loss_scale", "accumulated"
+# What Keras counts in.
+_COUNTER = "int64"
 
 
 def state_of(model: keras.Model) -> list[StateTensor]:
@@ -81,7 +83,7 @@ def pending_state_of(model: keras.Model) -> list[StateTensor]:
     sums = sums_of(optimizer, WholeState())
     if sums is None:
         return []
-    tensors = [sharer.replicated(f"{PENDING}/steps", sums.accumulation.count, "int32")]
+    tensors = [sharer.replicated(f"{PENDING}/steps", sums.accumulation.count, _COUNTER)]
     trained = _compat.trained_by(optimizer)
     for index in range(len(trained)):
         name = f"{PENDING}/{place(index, trained)}"
@@ -136,11 +138,11 @@ def _state_of_optimizer(optimizer: Any, sharer: _Sharer) -> Iterator[StateTensor
     sharded = getattr(optimizer, "shards", None)
     scale = _scale_of(optimizer)
     if scale is not None:
-        yield sharer.replicated(f"{LOSS_SCALE}/value", scale[0], "float32")
-        yield sharer.replicated(f"{LOSS_SCALE}/good_steps", scale[1], "int32")
+        yield sharer.replicated(f"{LOSS_SCALE}/value", scale[0], str(scale[0].dtype))
+        yield sharer.replicated(f"{LOSS_SCALE}/good_steps", scale[1], _COUNTER)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if is_multi(inner):
-        yield sharer.replicated("optimizer/iterations", _updates(inner), "int32")
+        yield sharer.replicated("optimizer/iterations", _updates(inner), _COUNTER)
     for number, part in enumerate(innermost(inner)):
         if part.built and _compat.trained_by(part):
             slots = None
@@ -153,10 +155,10 @@ def _state_of_part(
     part: Any, number: int, slots: list[StateTensor] | None, sharer: _Sharer
 ) -> Iterator[StateTensor]:
     prefix = f"optimizer{number}"
-    yield sharer.replicated(f"{prefix}/iterations", _updates(part), "int32")
+    yield sharer.replicated(f"{prefix}/iterations", _updates(part), _COUNTER)
     if _compat.has_rate_variable(part):
         rate = _compat.rate_variable(part)
-        yield sharer.replicated(f"{prefix}/learning_rate", rate, "float32")
+        yield sharer.replicated(f"{prefix}/learning_rate", rate, str(rate.dtype))
     for tensor in slots or ():
         yield dataclasses.replace(tensor, name=f"{prefix}/{tensor.name}")
     if slots is not None:
@@ -208,7 +210,7 @@ def _pending_of_keras(optimizer: Any, sharer: _Sharer) -> Iterator[StateTensor]:
             counter.assign(updates * steps + int(np.asarray(value)))
 
     rest = Entry("", (), lambda: np.asarray(int(counters[0].numpy()) % steps), count)
-    yield sharer.replicated(f"{PENDING}/steps", rest, "int32")
+    yield sharer.replicated(f"{PENDING}/steps", rest, _COUNTER)
     trained = _compat.trained_by(inner)
     places = {id(v): place(index, trained) for index, v in enumerate(trained)}
     found = {
