@@ -901,7 +901,8 @@ def built_without_memory(optimizer: Any, variables: list) -> Any:
 
     Variables in a graph of their own have shapes and names, but no memory.
     """
-    config = optimizer.get_config()
+    with tf.init_scope():  # a step may be under way, being traced
+        config = optimizer.get_config()
     with tf.Graph().as_default(), outside_strategies():
         clone = type(optimizer).from_config(config)
         shells = []
