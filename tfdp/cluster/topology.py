@@ -27,8 +27,6 @@ class Topology:
     (2, 4, 2)
     >>> topology.node_rank(2), topology.local_rank(2)
     (1, 0)
-    >>> topology.across
-    ((0, 2), (1, 3))
     """
 
     nodes: tuple[tuple[int, ...], ...]
