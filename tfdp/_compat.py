@@ -991,3 +991,13 @@ def backup_that_writes_nothing(callback: Any) -> Any:
         _tfdp_folder=folder,  # lives as long as the callback
     )
     return twin
+
+
+def profile_of(serialized: bytes) -> Any:
+    """A profile as `tf.profiler` writes it: planes, their lines, and their events.
+
+    Only TensorBoard's plug-in reads it otherwise. Seen with TensorFlow 2.19 to 2.21.
+    """
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    return xplane_pb2.XSpace.FromString(serialized)

@@ -41,9 +41,14 @@ class Agreement:
         self.timeout_seconds = timeout_seconds
         self._prefix = f"tfdp/{next(_instances)}"
         self._calls = itertools.count()
+        self._prefixes = itertools.count()
         self._last_call: str | None = None
         if rank == 0 and num_workers > 1:
             atexit.register(self._wait_for_readers)
+
+    def new_prefix(self) -> str:
+        """A prefix for keys of one's own; all workers ask in the same order."""
+        return f"{self._prefix}/own{next(self._prefixes)}"
 
     def exchange(
         self, topic: str, text: str = "", timeout_seconds: float | None = None

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.buckets import BucketPlan, Entry, effective_bucket_bytes, plan_buckets
-from tfdp.collectives import ProcessGroup, all_reduce, padded_length
+from tfdp.collectives import ProcessGroup, all_reduce, padded_length, timing
 from tfdp.options import CommunicationOptions
 from tfdp.traits import path_of
 
@@ -91,9 +91,10 @@ def all_reduce_buckets(
                 flat = zeros_unless(valid, flat)
             is_alone = 2 * bucket.num_bytes > plan.num_bytes
             algorithm = all_reduce if algorithms is None else algorithms[channel]
-            reduced = algorithm(
-                flat, group, replica, channel=channel, is_alone=is_alone
-            )
+            with timing.labelled(f"{timing.GRADIENTS} {channel}"):
+                reduced = algorithm(
+                    flat, group, replica, channel=channel, is_alone=is_alone
+                )
             flats.append(reduced)
     return flats
 

@@ -62,6 +62,17 @@ class StateLayout(Protocol):
             measures: Bool, whether their norm matters.
         """
 
+    def own_squares(self, parts: Sequence[Part], sums: list) -> tf.Tensor:
+        """This replica's part of the squared norm: all replicas' add up to it.
+
+        Args:
+            parts: Sequence of `Part`.
+            sums: List of what `reduce` returned for each.
+
+        Returns:
+            Scalar float32 tensor.
+        """
+
     def clip(self, part: Part, sums: Any, findings: Any) -> Any:
         """Clips the gradients of a part as its optimizer was asked to."""
 
@@ -123,6 +134,12 @@ class WholeVariables:
         """Every replica has all sums; what is asked for is computed then."""
         del parts, checks, measures
         return _WholeFindings(sums)
+
+    def own_squares(self, parts: Sequence[Part], sums: list) -> tf.Tensor:
+        """An equal part: every replica has all sums."""
+        del parts
+        gradients = [item for part in sums for item in part.gradients()]
+        return squared_norm(gradients) / self._reducer.num_replicas
 
     def clip(self, part: Part, sums: Reduced, findings: Any) -> list:
         """Clips as Keras does, on the sums of all replicas."""

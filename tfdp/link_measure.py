@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -77,7 +78,9 @@ def num_steps_of(arguments: dict[str, Any]) -> int | None:
     Returns:
         Int, or `None` if its data does not tell.
     """
-    epochs = int(arguments.get("epochs") or 1)
+    epochs = int(arguments.get("epochs") or 1) - int(
+        arguments.get("initial_epoch") or 0
+    )
     steps = arguments.get("steps_per_epoch")
     x = arguments.get("x")
     if steps is None and isinstance(x, tf.data.Dataset):
@@ -85,8 +88,11 @@ def num_steps_of(arguments: dict[str, Any]) -> int | None:
         steps = cardinality if cardinality >= 0 else None
     elif steps is None and x is not None:
         rows = getattr(keras.tree.flatten(x)[0], "shape", (None,))
+        kept = 1.0 - float(arguments.get("validation_split") or 0.0)
         batch_size = arguments.get("batch_size") or 32
-        steps = -(-rows[0] // batch_size) if rows and rows[0] else None
+        steps = (
+            -(-math.floor(rows[0] * kept) // batch_size) if rows and rows[0] else None
+        )
     return None if steps is None else epochs * int(steps)
 
 

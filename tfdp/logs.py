@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdp.collectives import timing
 from tfdp.state_merge import merge_states
 from tfdp.variables import MetricVariable
 
@@ -28,9 +29,13 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
     Returns:
         The same structure with one tensor for each value.
     """
-    if not isinstance(outputs, dict):
-        return _mean(strategy, outputs)
-    outputs = _flat(outputs)
+    with timing.labelled("logs"):
+        if not isinstance(outputs, dict):
+            return _mean(strategy, outputs)
+        return _merge(strategy, model, _flat(outputs))
+
+
+def _merge(strategy: Any, model: Any, outputs: dict) -> dict:
     variables = [v for m in model.metrics for v in m.variables if _is_state(v)]
     states = [[part.read_value() for part in v.value.values] for v in variables]
     names = _metric_names(strategy, model, outputs, variables, states)

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp import _compat, shares
+from tfdp import _compat, observe, shares
 from tfdp.ownership import in_force, replica_context
 
 # An odd number far from the increments of the counter beside it.
@@ -118,6 +118,7 @@ def _scale_loss(original: Callable, value: Any) -> Any:
 
 
 def _unscale_loss(original: Callable, value: Any) -> Any:
+    observe.loss_is_ready(value)
     share = shares.current()
     if share is None or not in_force():
         return original(value)

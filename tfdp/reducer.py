@@ -11,13 +11,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp import _compat, shares
+from tfdp import _compat, observe, shares
 from tfdp.agreement import Agreement
 from tfdp.buckets import BucketPlan
-from tfdp.collectives import ProcessGroup
+from tfdp.collectives import ProcessGroup, timing
 from tfdp.consistency import check_same_variables
 from tfdp.fusion import all_reduce_any_shape, all_reduce_buckets, make_plan
 from tfdp.gather import gather_rows
+from tfdp.gradient_noise import squared_norm
 from tfdp.options import CommunicationOptions
 from tfdp.reduced import Reduced, unbucketed
 from tfdp.routes import Route, Router
@@ -105,6 +106,7 @@ class Reducer:
                 may_sum=_described.is_linear,
                 valid=None if share is None else share > 0,
             )
+            observe.squared_norm(lambda: self._own_squares(reduced), replica)
         else:
             reduced = self._reduce(flat, None, replica)
         results = reduced.gradients()
@@ -154,11 +156,12 @@ class Reducer:
             return unbucketed(flat)
         dense = [index for index, item in enumerate(flat) if not _is_sparse(item)]
         flats, buckets = self._reduce_dense(flat, dense, variables, replica, valid)
-        sparse = {
-            index: reduce_indexed_slices(item, self.group, replica, may_sum=may_sum)
-            for index, item in enumerate(flat)
-            if _is_sparse(item)
-        }
+        with timing.labelled(timing.ROWS):
+            sparse = {
+                index: reduce_indexed_slices(item, self.group, replica, may_sum=may_sum)
+                for index, item in enumerate(flat)
+                if _is_sparse(item)
+            }
         return Reduced(flats, buckets, flat, sparse)
 
     def _reduce_dense(
@@ -235,10 +238,14 @@ class Reducer:
         """
         if gradients:
             self._check(variables, replica)
-        return [
-            reduce_indexed_slices(item, self.group, replica, may_sum=may_sum)
-            for item in gradients
-        ]
+        with timing.labelled(timing.ROWS):
+            return [
+                reduce_indexed_slices(item, self.group, replica, may_sum=may_sum)
+                for item in gradients
+            ]
+
+    def _own_squares(self, reduced: Reduced) -> tf.Tensor:
+        return squared_norm(reduced.gradients()) / self.group.size
 
     def _check(self, variables: list[Any], replica: int) -> None:
         """Compares the trained variables across workers, once for each set."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp import _compat, shares
+from tfdp import _compat, observe, shares
 from tfdp.accumulate import Accumulation, dense
 from tfdp.fusion import zeros_unless
 from tfdp.gradient_noise import GradientNoise, squared_norm
@@ -146,6 +146,7 @@ def _update_all(
     findings = step.layout.examine(
         step.parts, sums, checks=step.scale is not None, measures=noise is not None
     )
+    observe.squared_norm(lambda: step.layout.own_squares(step.parts, sums))
     if noise is not None and own_gradients is not None:
         _measure_noise(step, noise, own_gradients, findings, count, divisor)
     if step.scale is None:

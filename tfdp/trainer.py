@@ -25,16 +25,19 @@ from tfdp import (
     interchange,
     link_measure,
     numerics,
+    observe,
     shares,
     updates,
 )
+from tfdp.collectives import timing
 from tfdp.data import check_batch_size
 from tfdp.logs import merge_logs
 from tfdp.ownership import is_ours, strategy_of
-from tfdp.rows import share_of_rank
+from tfdp.rows import first_tensor, num_rows, share_of_rank
 from tfdp.saving import save_atomically
 from tfdp.worker_callbacks import (
     callbacks_of_worker,
+    problem_of,
     restart_averages,
     swap_averages,
     with_care_of_optimizer,
@@ -107,6 +110,7 @@ def prepare_run(
     parts = shares.shares_of(
         local, strategy.extended.host_group, strategy.num_replicas_in_sync, total
     )
+    observe.batch(parts[0].samples if parts else _own_samples(local[0]))
     if parts is None:
         return _after_its_data(fn), args, None
     weights = [part.weight for part in parts]
@@ -137,10 +141,15 @@ def _after_its_data(fn: Callable) -> Callable:
     @functools.wraps(fn)
     def step(*args: Any) -> Any:
         data = [x for x in tf.nest.flatten(args) if tf.is_symbolic_tensor(x)]
-        with tf.control_dependencies(data):
+        with tf.control_dependencies(observe.step_begins(data)):
             return fn(*args)
 
     return step
+
+
+def _own_samples(batch: Any) -> tf.Tensor | None:
+    first = first_tensor(batch)
+    return None if first is None else num_rows(first)
 
 
 def _split(strategy: Any, batch: Any) -> Any:
@@ -184,6 +193,7 @@ def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) 
     arguments = bound.arguments
     if name == "fit":
         given = arguments.get("callbacks")
+        _check_callbacks(strategy, given, link_measure.num_steps_of(arguments))
         arguments["callbacks"] = with_care_of_optimizer(model, given)
     if strategy is None:
         guards.check_no_strategy_in_force(model, name)
@@ -202,12 +212,36 @@ def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) 
         link_measure.learn_links(
             extended.router, extended.group, agreement, str(extended.hosts), steps
         )
-    with _looping(model):
+    with _looping(model), _recording(model):
         result = original(*bound.args, **bound.kwargs)
     if name == "fit":
         # The first worker's files are complete when the others go on.
         agreement.exchange("the end of fit")
     return result
+
+
+def _check_callbacks(strategy: Any, callbacks: Any, num_steps: int | None) -> None:
+    """Raises on every worker what the first one finds wrong with a callback."""
+    agreement = None if strategy is None else strategy.extended.agreement
+    is_chief = agreement is None or agreement.rank == 0
+    problem = problem_of(callbacks, num_steps) if is_chief else ""
+    if agreement is not None and agreement.num_workers > 1:
+        problem = agreement.exchange("callbacks of fit", problem)[0]
+        if problem:
+            agreement.part()
+    if problem:
+        raise ValueError(problem)
+
+
+@contextlib.contextmanager
+def _recording(model: Any) -> Iterator[None]:
+    """Callbacks may record what is traced inside; afterwards nothing is left of it."""
+    before = timing.active()
+    try:
+        yield
+    finally:
+        if timing.switch_back(before):
+            model.train_function = None
 
 
 def _on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:

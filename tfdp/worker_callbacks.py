@@ -44,12 +44,12 @@ def callbacks_of_worker(
         List of callbacks, or what was given where there is one worker.
     """
     agreement = strategy.extended.agreement
-    if agreement.num_workers == 1 or isinstance(
-        callbacks, keras.callbacks.CallbackList
-    ):
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    given = keras.tree.flatten(callbacks) if callbacks else []
+    if agreement.num_workers == 1:
         return callbacks
     chosen = []
-    given = keras.tree.flatten(callbacks) if callbacks else []
     is_sharded = _is_sharded(model, given)
     for callback in given:
         if agreement.rank == 0 or not isinstance(callback, _WRITERS):
@@ -65,6 +65,24 @@ def callbacks_of_worker(
             StopEachBatchTogether(strategy) if each_batch else StopTogether(strategy)
         )
     return chosen
+
+
+def problem_of(callbacks: Any, num_steps: int | None) -> str:
+    """What is wrong with a callback that writes, before training begins.
+
+    Args:
+        callbacks: What the user gave to Keras.
+        num_steps: Int, steps that will be trained, or `None` if unknown.
+
+    Returns:
+        String, one sentence, or `""`.
+    """
+    for callback in keras.tree.flatten(callbacks) if callbacks else []:
+        if hasattr(callback, "find_problem"):
+            problem = callback.find_problem(num_steps)
+            if problem:
+                return problem
+    return ""
 
 
 class SaveWithTensorBoard(keras.callbacks.Callback):

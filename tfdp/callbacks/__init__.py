@@ -1,15 +1,19 @@
 """Callbacks for `model.fit`: each switches one thing on, or observes."""
 
+from tfdp.callbacks.communication_monitor import CommunicationMonitor
 from tfdp.callbacks.gradient_accumulation import GradientAccumulation
 from tfdp.callbacks.gradient_noise_scale import GradientNoiseScale
 from tfdp.callbacks.learning_rate_warmup import LearningRateWarmup
 from tfdp.callbacks.loss_scaling import LossScaling
 from tfdp.callbacks.sharded_optimizer import ShardedOptimizer
+from tfdp.callbacks.timeline import Timeline
 
 __all__ = [
+    "CommunicationMonitor",
     "GradientAccumulation",
     "GradientNoiseScale",
     "LearningRateWarmup",
     "LossScaling",
     "ShardedOptimizer",
+    "Timeline",
 ]

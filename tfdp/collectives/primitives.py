@@ -53,7 +53,7 @@ def all_reduce(
         return tf.identity(tensor)
     pieces = _PIECES_ALONE if is_alone else _PIECES
     kind = f"reduce in {pieces}"  # one key must not stand for both
-    with timing.measured("all_reduce", tensor, replica) as done, _on(group, replica):
+    with _measured("all_reduce", tensor, group, replica) as done:
         return done(
             tf.raw_ops.CollectiveReduceV2(
                 input=tensor,
@@ -95,7 +95,7 @@ def all_gather(
     if _is_empty(tensor):
         return tf.concat([tensor] * group.size, axis=0)
     sent, back = _as_moved(tensor, wire)
-    with timing.measured("all_gather", sent, replica) as done, _on(group, replica):
+    with _measured("all_gather", sent, group, replica) as done:
         gathered = done(
             tf.raw_ops.CollectiveGatherV2(
                 input=sent,
@@ -121,7 +121,7 @@ def all_to_all(
     """
     if group.size == 1 or _is_empty(tensor):
         return tf.identity(tensor)
-    with timing.measured("all_to_all", tensor, replica) as done, _on(group, replica):
+    with _measured("all_to_all", tensor, group, replica) as done:
         return done(
             tf.raw_ops.CollectiveAllToAllV2(
                 input=tensor, **_arguments("to_all", tensor, group, replica, channel)
@@ -155,10 +155,7 @@ def reduce_scatter(
     if _is_empty(tensor):
         return tf.split(tensor, group.size)[0]
     if group.backend == "nccl" and wire is None:
-        with (
-            timing.measured("reduce_scatter", tensor, replica) as done,
-            _on(group, replica),
-        ):
+        with _measured("reduce_scatter", tensor, group, replica) as done:
             return done(
                 tf.raw_ops.CollectiveReduceScatterV2(
                     input=tensor,
@@ -217,7 +214,7 @@ def broadcast(
             T=sent.dtype, shape=tf.shape(sent), **arguments
         )
 
-    with timing.measured("broadcast", sent, replica) as done, _on(group, replica):
+    with _measured("broadcast", sent, group, replica) as done:
         # These two operations take no token, and have to keep the launch order:
         # the operations around them take it instead.
         before = tf.raw_ops.AssignVariableOp(resource=token, value=0.0)
@@ -321,6 +318,12 @@ def _arguments(
 
 
 @contextlib.contextmanager
-def _on(group: ProcessGroup, replica: int) -> Iterator[None]:
-    with tf.device(group.devices[replica]):
-        yield
+def _measured(
+    kind: str, tensor: tf.Tensor, group: ProcessGroup, replica: int
+) -> Iterator[Callable[[tf.Tensor], tf.Tensor]]:
+    """On the replica's device, with a time stamp before and after if one is wanted."""
+    with (
+        timing.measured(kind, tensor, replica, group.size) as done,
+        tf.device(group.devices[replica]),
+    ):
+        yield done

@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
+
+# What the labels of a bucket's collectives begin with, and that of sparse gradients.
+GRADIENTS, PARAMETERS, ROWS = "bucket", "parameters", "rows"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +31,42 @@ class Collective:
     num_bytes: int
     replica: int
     times: tf.Variable  # [2], float64: begin and end, seconds
+    label: str
+    group_size: int
+
+    @property
+    def is_of_gradients(self) -> bool:
+        """Whether the backward pass makes what it is given."""
+        return self.label.split()[0] in (GRADIENTS, ROWS)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each replica of the group sends, the mean of all.
+
+        Source: nccl-tests, https://github.com/NVIDIA/nccl-tests, PERFORMANCE.md.
+        """
+        others = self.group_size - 1
+        if self.kind == "all_gather":
+            return others * self.num_bytes
+        passes = 2 if self.kind == "all_reduce" else 1
+        return passes * others / self.group_size * self.num_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """Two numbers that a traced step notes besides, such as when it began."""
+
+    name: str
+    replica: int
+    values: tf.Variable  # [2], float64
 
 
 class Recorder:
     """Records the collectives of the functions that are traced inside it.
+
+    Args:
+        norm_every: Int, at every how manieth step the gradient's norm is noted, or
+            `None` for never. Defaults to `None`.
 
     Example:
 
@@ -38,15 +76,25 @@ class Recorder:
     []
     """
 
-    def __init__(self) -> None:
+    def __init__(self, norm_every: int | None = None, *, stamps: bool = True) -> None:
+        self.norm_every = norm_every
+        self.stamps = stamps
         self.collectives: list[Collective] = []
+        self.marks: list[Mark] = []
+        self._reader: Any = None
+        self._num_read = -1
 
     def __enter__(self) -> Recorder:
         _active.append(self)
         return self
 
     def __exit__(self, *unused_error: object) -> None:
-        _active.remove(self)
+        self.stop()
+
+    def stop(self) -> None:
+        """Records nothing that is traced from now on; again has no effect."""
+        if self in _active:
+            _active.remove(self)
 
     def busy_seconds(self, replica: int = 0) -> float:
         """Time in which at least one collective of the last step was under way.
@@ -71,41 +119,131 @@ class Recorder:
         found = [(c, c.times.numpy()) for c in rows]
         return [(c, float(times[0]), float(times[1])) for c, times in found]
 
+    def read(self) -> np.ndarray:
+        """All that the last step noted, in one call.
+
+        Returns:
+            Array of shape `[num_collectives + num_marks, 2]`, float64.
+        """
+        variables = [c.times for c in self.collectives]
+        variables += [mark.values for mark in self.marks]
+        if not variables:
+            return np.zeros([0, 2])
+        if len(variables) != self._num_read:
+            self._reader = _traced_reader(variables)
+            self._num_read = len(variables)
+        return self._reader().numpy()
+
 
 _active: list[Recorder] = []
+_thread = threading.local()
+
+
+def is_active() -> bool:
+    """Whether what is traced now is recorded."""
+    return bool(_active) and not tf.executing_eagerly()
+
+
+def is_timing() -> bool:
+    """Whether the time of what is traced now is recorded."""
+    return is_active() and any(recorder.stamps for recorder in _active)
+
+
+def active() -> list[Recorder]:
+    """The recorders that are switched on."""
+    return list(_active)
+
+
+def switch_back(before: list[Recorder]) -> bool:
+    """Stops the recorders that were not in a list, and says whether there were any."""
+    started = [recorder for recorder in _active if recorder not in before]
+    for recorder in started:
+        recorder.stop()
+    return bool(started)
+
+
+@contextlib.contextmanager
+def labelled(label: str) -> Iterator[None]:
+    """Says what the collectives that a thread traces inside are for."""
+    outer = getattr(_thread, "label", None)
+    _thread.label = label
+    try:
+        yield
+    finally:
+        _thread.label = outer
 
 
 @contextlib.contextmanager
 def measured(
-    kind: str, tensor: tf.Tensor, replica: int
+    kind: str, tensor: tf.Tensor, replica: int, group_size: int
 ) -> Iterator[Callable[[tf.Tensor], tf.Tensor]]:
     """Wraps one collective; the body passes its result through what it is given."""
-    if not _active or tf.executing_eagerly():
+    if not is_timing():
         yield lambda result: result
         return
 
     count = tensor.shape.num_elements() or 0
-    with tf.init_scope():
-        times = _compat.plain_variable([0.0, 0.0], tf.float64, "CPU:0")
-    record = Collective(kind, count * tensor.dtype.size, replica, times)
+    label = getattr(_thread, "label", None) or kind
+    times = _new_pair()
+    size = count * tensor.dtype.size
+    record = Collective(kind, size, replica, times, label, group_size)
     for recorder in _active:
         recorder.collectives.append(record)
 
-    def stamp(index: int) -> tf.Tensor:
-        # TensorFlow runs all operations with side effects in the order of the
-        # program, also those of different replicas: the first replica's second
-        # stamp would come before the second replica's first, and both wait. A
-        # function that takes a resource is ordered by that resource only.
-        return tf.function(lambda: times[index].assign(tf.timestamp()).read_value())()
-
     with tf.control_dependencies([tensor]):
-        begin = stamp(0)
+        begin = stamp(times, 0)
 
     def done(result: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies([result]):
-            end = stamp(1)
+            end = stamp(times, 1)
         with tf.control_dependencies([end]):
             return tf.identity(result)
 
     with tf.control_dependencies([begin]):
         yield done
+
+
+def mark(name: str, replica: int) -> tf.Variable:
+    """A pair of numbers that a traced step may write; all recorders read it."""
+    for recorder in _active:
+        for known in recorder.marks:
+            if (known.name, known.replica) == (name, replica):
+                return known.values
+    made = Mark(name, replica, _new_pair())
+    for recorder in _active:
+        recorder.marks.append(made)
+    return made.values
+
+
+def stamp(pair: tf.Variable, index: int) -> tf.Tensor:
+    """Writes the time into one of two numbers."""
+    return write(pair, lambda: pair[index].assign(tf.timestamp()))
+
+
+def write(pair: tf.Variable, assign: Callable[[], Any]) -> tf.Tensor:
+    """Runs an assignment that is ordered by its own variable and nothing else.
+
+    TensorFlow runs all operations with side effects in the order of the program,
+    also those of different replicas: the first replica's second stamp would come
+    before the second replica's first, and both wait. A function that takes a
+    resource is ordered by that resource only.
+    """
+
+    def assign_and_read() -> tf.Tensor:
+        assign()
+        return pair.read_value()
+
+    return tf.function(assign_and_read, autograph=False)()
+
+
+def _new_pair() -> tf.Variable:
+    with tf.init_scope():
+        return _compat.plain_variable([0.0, 0.0], tf.float64, "CPU:0")
+
+
+def _traced_reader(variables: list[tf.Variable]) -> Callable[[], tf.Tensor]:
+    with tf.init_scope():
+        return tf.function(
+            lambda: tf.stack([variable.read_value() for variable in variables]),
+            autograph=False,
+        )

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import tensorflow as tf
 
+from tfdp.collectives import timing
 from tfdp.fusion import zeros_unless
 from tfdp.sharding.groups import ShardGroups, Wires
 from tfdp.sharding.rows import pack_row, pack_rows, unpack_rows
@@ -19,6 +20,7 @@ class Exchange(Protocol):
     """What a step asks of the replicas that share its optimizer state."""
 
     owner: int
+    num_copies: int
 
     def scatter(
         self,
@@ -71,6 +73,7 @@ class CollectiveExchange:
         wires_of: Callable[[tf.Tensor], Wires],
     ) -> None:
         self.owner = groups.owner(replica)
+        self.num_copies = groups.num_copies
         self._groups = groups
         self._replica = replica
         self._wires_of = wires_of
@@ -91,11 +94,11 @@ class CollectiveExchange:
             flat = pack_rows(bucket, tensors, tensors[given[0]].dtype)
             if valid is not None:
                 flat = zeros_unless(valid, flat)
-            slices.append(
-                self._groups.scatter(
+            with timing.labelled(f"{timing.GRADIENTS} {channel}"):
+                piece = self._groups.scatter(
                     flat, self._replica, channel=channel, wires=self._wires_of(flat)
                 )
-            )
+            slices.append(piece)
         return slices
 
     def gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
@@ -108,13 +111,15 @@ class CollectiveExchange:
             if piece is not None:
                 # A key contains the shape, which clipping or an update may have lost.
                 whole = tf.ensure_shape(piece, [bucket.slice_size])
-                flat = self._groups.gather(whole, self._replica, channel=channel)
+                with timing.labelled(f"{timing.PARAMETERS} {channel}"):
+                    flat = self._groups.gather(whole, self._replica, channel=channel)
             flats.append(flat)
         return unpack_rows(plan, flats)
 
     def sum(self, tensor: tf.Tensor) -> tf.Tensor:
         """See `Exchange`."""
-        return self._groups.sum(tensor, self._replica)
+        with timing.labelled("norms"):
+            return self._groups.sum(tensor, self._replica)
 
 
 class SummingExchange:
@@ -137,6 +142,7 @@ class SummingExchange:
         total: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     ) -> None:
         self.owner = groups.owner(replica)
+        self.num_copies = groups.num_copies
         self._total = total
         self._is_first_copy = groups.is_first_copy(replica)
 

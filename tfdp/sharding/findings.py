@@ -68,6 +68,23 @@ class ShardedFindings:
         return zip(self._parts, self._sums, strict=True)
 
 
+def own_squares(part: ShardedPart, sums: ShardedSums, owner: int) -> tf.Tensor:
+    """What an owner's slices add to the squared norm of all gradients.
+
+    Args:
+        part: `ShardedPart`.
+        sums: `ShardedSums` of the part.
+        owner: Int, whose slices these are.
+
+    Returns:
+        Scalar float32 tensor.
+    """
+    whole = sums.without_rows(part.plan, owner)
+    squares = [_sum_of_squares(piece) for piece in whole.slices if piece is not None]
+    none = [tf.zeros([], tf.float32)]
+    return tf.add_n([tf.cast(item, tf.float32) for item in squares] or none)
+
+
 def _squares_and_flags(
     part: ShardedPart, sums: ShardedSums, owner: int
 ) -> tuple[tf.Tensor, tf.Tensor]:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.ownership import own_step
 from tfdp.sharding.exchange import Exchange
-from tfdp.sharding.findings import ShardedFindings
+from tfdp.sharding.findings import ShardedFindings, own_squares
 from tfdp.sharding.part import ShardedPart
 from tfdp.sharding.sums import ShardedSums
 from tfdp.traits import Part, is_elementwise
@@ -135,6 +135,14 @@ class ShardedState:
         needed = checks or measures or any(_clips_by_norm(p.optimizer) for p in parts)
         own = [self._part(part) for part in parts]
         return ShardedFindings(own, sums, self._exchange_of(own[0]), is_needed=needed)
+
+    def own_squares(self, parts: Sequence[Part], sums: list[ShardedSums]) -> tf.Tensor:
+        """Those of the own slices, of which there may be copies on other nodes."""
+        own = [self._part(part) for part in parts]
+        exchange = self._exchange_of(own[0])
+        pairs = zip(own, sums, strict=True)
+        squares = [own_squares(part, item, exchange.owner) for part, item in pairs]
+        return tf.add_n(squares) / exchange.num_copies
 
     def clip(
         self, part: Part, sums: ShardedSums, findings: ShardedFindings

@@ -1,0 +1,189 @@
+"""A trace of some steps: computing and communicating, all workers side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from tfdp import trainer
+from tfdp.agreement import Agreement
+from tfdp.mailbox import Mailbox
+from tfdp.monitor.folders import problem_of_folder
+from tfdp.monitor.meter import Meter
+from tfdp.monitor.meters import meter_for
+from tfdp.monitor.readings import Reading
+from tfdp.monitor.sinks import write_json
+from tfdp.monitor.trace import WorkerTrace, chrome_trace
+from tfdp.optimizer_arguments import check_strategy
+from tfdp.ownership import strategy_of
+
+# How long the first worker waits for another one's part.
+_PATIENCE_SECONDS = 20.0
+
+
+class Timeline(keras.callbacks.Callback):
+    """Writes some steps as a trace that Perfetto and `chrome://tracing` show.
+
+    Each worker has lanes for its steps, for what every replica computes (forward,
+    backward, update) and for its collectives, named by bucket. The clocks of the
+    workers are aligned. TensorBoard's profiler can be used at the same time on CPUs.
+
+    Args:
+        path: String or path-like, the file, such as `"timeline.json"`. Open it at
+            https://ui.perfetto.dev.
+        steps: Tuple of two ints, the first and the last step, counted from 1 over
+            all epochs. The first is at least 2: the step before it is traced.
+            Defaults to `(10, 15)`.
+
+    Raises:
+        ValueError: If `steps` is no such tuple; in `fit`, if it is past the end of
+            training, `path` cannot be written or the strategy is not tfdp's.
+
+    Example:
+
+    >>> Timeline("timeline.json", steps=(20, 22)).steps
+    (20, 22)
+
+    Source: the Trace Event Format,
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike, steps: tuple[int, int] = (10, 15)
+    ) -> None:
+        super().__init__()
+        trainer.install()
+        self.path = Path(path)
+        self.steps = _checked(steps)
+        self._meter: Meter | None = None
+        self._mailbox: Mailbox | None = None
+        self._readings: list[tuple[int, Reading]] = []
+
+    # What Keras and tfdp call.
+
+    def find_problem(self, num_steps: int | None) -> str:
+        """What is wrong with the settings, or `""`; asked on the first worker."""
+        if num_steps is not None and num_steps < self.steps[1]:
+            return (
+                "`Timeline` is to show steps that training does not reach. "
+                f"Received: steps={self.steps}, and {num_steps} steps of training"
+            )
+        return problem_of_folder(self.path.parent, "path")
+
+    def set_model(self, model: Any) -> None:
+        """Checks the strategy; a step that was traced before is traced again."""
+        super().set_model(model)
+        check_strategy(model.distribute_strategy)
+        if self._meter is None:
+            model.train_function = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Lets steps be traced with time stamps."""
+        strategy = strategy_of(self.model)
+        if strategy is None:
+            raise ValueError(
+                "`Timeline` needs a model in the scope of a strategy of tfdp, such as "
+                "`tfdp.auto_strategy()`. Received: a model under no strategy"
+            )
+        self._agreement: Agreement = strategy.extended.agreement
+        self._host: str = strategy.extended.hosts[self._agreement.rank]
+        self._mailbox = Mailbox(self._agreement)
+        self._step, self._last_batch = 0, -1
+        self._readings = []
+        self._meter = meter_for(self.model, strategy)
+        self._meter.start()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begins to count batches."""
+        self._last_batch = -1
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Takes the time of the first step of an epoch."""
+        if self._meter is None:
+            return
+        if self._step == self.steps[0] - 1:
+            self._meter.trace_begins()
+        self._meter.step_begins()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Reads what a step noted, if it is one of those asked for."""
+        if self._meter is None:
+            return
+        num_steps = batch - self._last_batch
+        self._last_batch = batch
+        self._step += num_steps
+        first, last = self.steps
+        if self._step < first - 1:
+            return
+        reading = self._meter.step_ends(num_steps)
+        if reading is not None and self._step >= first:
+            self._readings.append((self._step, reading))
+        if self._step >= last:
+            self._write()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """What happens between epochs belongs to no step."""
+        if self._meter is not None:
+            self._meter.interrupt()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Leaves evaluation as it is."""
+        if self._meter is not None:
+            self._meter.stop()
+            self._meter.interrupt()
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Goes on with training."""
+        if self._meter is not None:
+            self._meter.start()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Writes what there is if training ended before the last step."""
+        if self._meter is None:
+            return
+        warnings.warn(
+            f"`Timeline` was to show steps {self.steps[0]} to {self.steps[1]}, and "
+            f"training ended after {self._step}.",
+            stacklevel=2,
+        )
+        self._write()
+
+    def _write(self) -> None:
+        """The first worker puts the parts of all together."""
+        meter, self._meter = self._meter, None
+        assert meter is not None
+        assert self._mailbox is not None
+        own = meter.trace(self._agreement.rank, self._host, self._readings)
+        if self._agreement.rank > 0:
+            self._mailbox.send(0, json.dumps(dataclasses.asdict(own)))
+            return
+        if not own.slices:
+            return
+        workers = [own]
+        for rank in range(1, self._agreement.num_workers):
+            text = self._mailbox.receive(0, rank, _PATIENCE_SECONDS)
+            if text is not None:
+                workers.append(WorkerTrace.from_dict(json.loads(text)))
+        write_json(self.path, chrome_trace(workers))
+
+
+def _checked(steps: Any) -> tuple[int, int]:
+    is_pair = isinstance(steps, (tuple, list)) and len(steps) == 2
+    if not is_pair or not all(type(step) is int for step in steps):
+        raise ValueError(
+            "`steps` must be the numbers of the first and the last step, such as "
+            f"(10, 15). Received: steps={steps!r}"
+        )
+    first, last = steps
+    if first < 2 or last < first:
+        raise ValueError(
+            "`steps` must begin at 2 or later, since the first step is traced, and "
+            f"must not end before it begins. Received: steps={steps!r}"
+        )
+    return first, last

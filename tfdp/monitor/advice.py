@@ -1,0 +1,95 @@
+"""One sentence about what would make a run faster."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from tfdp.monitor.stragglers import Straggler
+
+# Below these parts of a step there is little to gain.
+_LITTLE, _MUCH_INPUT = 0.1, 0.25
+# A collective of fewer bytes is mostly latency.
+_SMALL_BYTES = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What advice depends on besides the times.
+
+    Args:
+        num_replicas: Int.
+        num_nodes: Int.
+        num_buckets: Int, collectives of gradients in a step.
+        gradient_bytes: Int, what they reduce.
+        compression: Whether gradients travel compressed.
+        accumulates: Bool, whether an update takes several micro-batches.
+    """
+
+    num_replicas: int
+    num_nodes: int
+    num_buckets: int
+    gradient_bytes: int
+    compression: bool
+    accumulates: bool
+
+
+def advise(
+    totals: Mapping[str, float], facts: Facts, straggler: Straggler | None
+) -> str:
+    """What to change first.
+
+    Args:
+        totals: Mapping, see `tfdp.monitor.windows.mean_of_rows`.
+        facts: `Facts`.
+        straggler: `Straggler`, or `None`.
+
+    Returns:
+        String, one sentence.
+    """
+    if facts.num_replicas == 1:
+        return "There is one replica: nothing is communicated."
+    step = totals["step_seconds"]
+    waits = totals["input_seconds"] / step
+    exposed = totals["exposed_seconds"] / step
+    if straggler is not None:
+        return (
+            f"{_sentence(str(straggler))}: look at what else runs on that machine, "
+            "and at how it gets its data."
+        )
+    if waits > max(exposed, _MUCH_INPUT):
+        return (
+            f"{waits:.0%} of the step passes before it has its data: prefetch, cache, "
+            "or give the input pipeline more threads."
+        )
+    if exposed < _LITTLE:
+        return (
+            f"The step is bound by compute: {exposed:.0%} of it is exposed "
+            "communication, so that little is to gain there."
+        )
+    over = "over nodes" if facts.num_nodes > 1 else "between the replicas"
+    return (
+        f"{exposed:.0%} of the step is exposed communication {over}: "
+        f"{_remedy(exposed, totals, facts)}."
+    )
+
+
+def _remedy(exposed: float, totals: Mapping[str, float], facts: Facts) -> str:
+    mean_bytes = facts.gradient_bytes / max(1, facts.num_buckets)
+    steps = "accumulating gradients over two micro-batches"
+    if facts.num_buckets > 1 and mean_bytes < _SMALL_BYTES:
+        return (
+            f"{facts.num_buckets} collectives of {mean_bytes / 1e6:.2g} MB are mostly "
+            "latency, and larger buckets would need fewer"
+        )
+    if not facts.compression:
+        # Half of the bytes, of the gradients on their way out and back.
+        saved = f"{exposed / 2:.1g}"
+        return f"bf16 compression would save about {saved} of it, and {steps} as much"
+    if not facts.accumulates:
+        return f"{steps} would save about {exposed / 2:.1g} of it"
+    return "a larger batch on each replica would communicate less often"
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]

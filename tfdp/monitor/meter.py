@@ -1,0 +1,89 @@
+"""Times every step of a worker, and reads what the step noted."""
+
+from __future__ import annotations
+
+import time
+
+from tfdp.collectives.timing import Recorder
+from tfdp.monitor.readings import Reading, Replica, Sample, replicas_of, sample_of
+from tfdp.monitor.trace import WorkerTrace, trace_of_worker
+
+
+class Meter:
+    """Times steps on CPUs by stamps inside the graph.
+
+    Args:
+        norm_every: Int, at every how manieth step the gradient's norm is noted, or
+            `None` for never. Defaults to `None`.
+    """
+
+    def __init__(self, norm_every: int | None = None) -> None:
+        self.recorder = Recorder(norm_every)
+        self._begin: float | None = None
+        self._clock = 0.0
+        self._num_rows = -1
+
+    def start(self) -> None:
+        """What is traced from now on is recorded."""
+        self.recorder.stop()
+        self.recorder.__enter__()
+
+    def stop(self) -> None:
+        """What is traced from now on is not recorded."""
+        self.recorder.stop()
+
+    def interrupt(self) -> None:
+        """What happens until the next step begins belongs to none."""
+        self._begin = None
+
+    def step_begins(self) -> None:
+        """Takes the time, unless the step before has just ended."""
+        if self._begin is None:
+            self._begin, self._clock = time.time(), time.perf_counter()
+
+    def step_ends(self, num_steps: int = 1) -> Reading | None:
+        """Takes the time and reads what the step noted.
+
+        Args:
+            num_steps: Int, steps of this execution. Defaults to 1.
+
+        Returns:
+            `Reading`, or `None` after a step that was being traced.
+        """
+        begin, clock = self._begin, self._clock
+        values = self.recorder.read()
+        self._begin, self._clock = time.time(), time.perf_counter()
+        was_traced = len(values) != self._num_rows
+        self._num_rows = len(values)
+        if begin is None or was_traced:
+            return None
+        return Reading(values, begin, self._begin, self._clock - clock, num_steps)
+
+    def sample(self, reading: Reading) -> Sample:
+        """What a reading says about its step."""
+        return sample_of(reading, self.recorder.collectives, self.recorder.marks)
+
+    def replicas(self, reading: Reading) -> list[Replica]:
+        """When things happened in the step of a reading, on each local replica."""
+        return replicas_of(reading, self.recorder.collectives, self.recorder.marks)
+
+    def trace_begins(self) -> None:
+        """Called before the first step that is to be shown."""
+
+    def trace(
+        self, rank: int, host: str, readings: list[tuple[int, Reading]]
+    ) -> WorkerTrace:
+        """What this worker did in some steps.
+
+        Args:
+            rank: Int, this worker's.
+            host: String.
+            readings: List of step number and `Reading`.
+        """
+        replicas = [self.replicas(reading) for _, reading in readings]
+        return trace_of_worker(rank, host, readings, replicas)
+
+    @property
+    def labels(self) -> list[str]:
+        """What the collectives are for, in the order in which they were traced."""
+        return list(dict.fromkeys(c.label for c in self.recorder.collectives))

@@ -1,0 +1,201 @@
+"""What a worker reads after a step, and what that says about the step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from tfdp import observe
+from tfdp.collectives import timing
+from tfdp.monitor.intervals import Interval, clipped, seconds_covered
+
+# Collectives that nothing in the forward or backward pass waits for.
+_IN_BACKGROUND = (timing.GRADIENTS, timing.ROWS, "logs", "statistics")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What was read when a step had ended.
+
+    Args:
+        values: Array of shape `[num_rows, 2]`, see `Recorder.read`.
+        begin: Float, when the step before had ended, seconds of the wall clock.
+        end: Float, when this one had.
+        seconds: Float, time between the two by a clock that is never set.
+        num_steps: Int, steps in between; the values are of the last one.
+    """
+
+    values: np.ndarray
+    begin: float
+    end: float
+    seconds: float
+    num_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One step of one worker.
+
+    Args:
+        step_seconds: Float, from the end of the step before to its own.
+        input_seconds: Float, how much of it passed before the step had its data.
+        compute_seconds: Float, what is not exposed communication.
+        communication_seconds: Float, in which a collective was under way.
+        exposed_seconds: Float, in which nothing but collectives was.
+        bytes_sent: Float, by each replica.
+        samples: Float, of the global batch; NaN where unknown.
+        squared_norm: Float, this worker's part; NaN at most steps.
+        buckets: Dict from label to seconds from its first collective to its last.
+    """
+
+    step_seconds: float
+    input_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    exposed_seconds: float
+    bytes_sent: float
+    samples: float
+    squared_norm: float
+    buckets: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Replica:
+    """When things happened in a step of one replica, in seconds of the wall clock.
+
+    Args:
+        begin: Float, when its data was there.
+        loss: Float, when its forward pass was through.
+        backward_end: Float or `None`, when the last gradient was there, as the
+            collectives saw it.
+        collectives: List of collective, begin and end.
+    """
+
+    begin: float
+    loss: float
+    backward_end: float | None
+    collectives: list[tuple[timing.Collective, float, float]]
+
+    def labelled(self) -> dict[str, Interval]:
+        """From the begin of a label's first collective to the end of its last."""
+        found: dict[str, Interval] = {}
+        for collective, begin, end in self.collectives:
+            first, last = found.get(collective.label, (begin, end))
+            found[collective.label] = min(first, begin), max(last, end)
+        return found
+
+    def exposed(self) -> list[Interval]:
+        """When collectives kept the replica from computing.
+
+        In the forward and the backward pass these are the ones that it waits for,
+        such as those of synchronized BatchNormalization; afterwards all.
+        """
+        intervals = []
+        for collective, begin, end in self.collectives:
+            if collective.label.split()[0] not in _IN_BACKGROUND:
+                intervals.append((begin, end))
+            elif self.backward_end is not None and end > self.backward_end:
+                intervals.append((max(begin, self.backward_end), end))
+        return intervals
+
+
+def replicas_of(
+    reading: Reading,
+    collectives: Sequence[timing.Collective],
+    marks: Sequence[timing.Mark],
+) -> list[Replica]:
+    """What each local replica did in the last step of a reading.
+
+    Args:
+        reading: `Reading`.
+        collectives: Sequence of `Collective`, of the reading's first rows.
+        marks: Sequence of `Mark`, of the rows after them.
+    """
+    times = {
+        mark.replica: pair
+        for mark, pair in zip(marks, reading.values[len(collectives) :], strict=True)
+        if mark.name == observe.TIMES
+    }
+    found = []
+    for replica, (begin, loss) in sorted(times.items()):
+        # What was not run in this step holds the times of an earlier one.
+        since = reading.begin if reading.num_steps == 1 else begin
+        own = [
+            (collective, float(pair[0]), float(pair[1]))
+            for collective, pair in zip(collectives, reading.values, strict=False)
+            if collective.replica == replica and pair[0] >= since
+        ]
+        ready: dict[str, float] = {}
+        for collective, start, _ in own:
+            if collective.is_of_gradients:
+                known = ready.get(collective.label, start)
+                ready[collective.label] = min(start, known)
+        last = max(ready.values()) if ready else None
+        found.append(Replica(float(begin), float(loss), last, own))
+    return found
+
+
+def sample_of(
+    reading: Reading,
+    collectives: Sequence[timing.Collective],
+    marks: Sequence[timing.Mark],
+) -> Sample:
+    """What a reading says about a step: means over the local replicas.
+
+    Args:
+        reading: `Reading`.
+        collectives: Sequence of `Collective`, of the reading's first rows.
+        marks: Sequence of `Mark`, of the rows after them.
+    """
+    replicas = replicas_of(reading, collectives, marks)
+    seconds = reading.seconds / reading.num_steps
+    if not replicas:
+        nothing = (0.0, 0.0, 0.0, math.nan, math.nan)
+        return Sample(seconds, 0.0, seconds, *nothing, {})
+    # Several steps in one execution: the last one began when the one before ended.
+    start = reading.begin if reading.num_steps == 1 else replicas[0].begin
+    exposed = _mean([_covered(r.exposed(), start, reading.end) for r in replicas])
+    busy = [
+        _covered([c[1:] for c in r.collectives], start, reading.end) for r in replicas
+    ]
+    samples, norm = notes(reading, marks)
+    sent = sum(c.wire_bytes for r in replicas for c, _, _ in r.collectives)
+    labelled = [replica.labelled() for replica in replicas]
+    return Sample(
+        step_seconds=seconds,
+        input_seconds=max(0.0, min(r.begin for r in replicas) - start),
+        compute_seconds=reading.end - start - exposed,
+        communication_seconds=_mean(busy),
+        exposed_seconds=exposed,
+        bytes_sent=sent / len(replicas),
+        samples=samples,
+        squared_norm=norm,
+        buckets={
+            label: _mean([e - b for b, e in (d[label] for d in labelled if label in d)])
+            for label in labelled[0]
+        },
+    )
+
+
+def notes(reading: Reading, marks: Sequence[timing.Mark]) -> tuple[float, float]:
+    """The samples of the batch, and the worker's part of the squared norm."""
+    rows = reading.values[len(reading.values) - len(marks) :]
+    samples, step, squares = math.nan, math.nan, []
+    for mark, (first, second) in zip(marks, rows, strict=True):
+        if mark.name == observe.BATCH:
+            samples, step = float(first), float(second)
+    for mark, (first, second) in zip(marks, rows, strict=True):
+        if mark.name == observe.NORM and second == step:
+            squares.append(float(first))
+    return samples, sum(squares) if squares else math.nan
+
+
+def _covered(intervals: list[Interval], begin: float, end: float) -> float:
+    return seconds_covered(clipped(intervals, begin, end))
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

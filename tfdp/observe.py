@@ -1,0 +1,87 @@
+"""What a monitor sees of a step: noted inside the graph, where one is switched on.
+
+Off, which is the default, none of these adds anything to the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.collectives import timing
+
+# Names of the pairs of numbers, see `tfdp.collectives.timing.Mark`.
+TIMES = "times"  # of a replica: when its step began, when its loss was there
+BATCH = "batch"  # of a worker: samples of the global batch, steps so far
+NORM = "norm"  # of a replica: its part of the squared norm, at which step
+
+
+def step_begins(data: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Notes when the data of a replica's step is there.
+
+    Args:
+        data: List of tensors.
+
+    Returns:
+        List of tensors that the step waits for.
+    """
+    if not timing.is_timing():
+        return data
+    pair = timing.mark(TIMES, _compat.local_replica_id_in_force())
+    with tf.control_dependencies(data):
+        return [timing.stamp(pair, 0)]
+
+
+def loss_is_ready(loss: tf.Tensor) -> None:
+    """Notes when the forward pass of a replica is through."""
+    if timing.is_timing() and _compat.in_replica_thread():
+        pair = timing.mark(TIMES, _compat.local_replica_id_in_force())
+        with tf.control_dependencies([tf.convert_to_tensor(loss)]):
+            timing.stamp(pair, 1)
+
+
+def batch(samples: tf.Tensor | None) -> None:
+    """Notes the samples of a global batch, and counts the step.
+
+    Args:
+        samples: Scalar tensor, or `None` where that is unknown.
+    """
+    if not timing.is_active():
+        return
+    count = float("nan") if samples is None else samples
+    pair = timing.mark(BATCH, 0)
+
+    def assign() -> Any:
+        return pair.assign(tf.stack([tf.cast(count, tf.float64), pair[1] + 1.0]))
+
+    timing.write(pair, assign)
+
+
+def squared_norm(compute: Callable[[], tf.Tensor], replica: int | None = None) -> None:
+    """Notes a replica's part of the squared norm of the gradient, once in a while.
+
+    Args:
+        compute: Callable that returns a scalar tensor.
+        replica: Int, index of the calling replica among the local ones, or `None`
+            for the one in force. Defaults to `None`.
+    """
+    if not timing.is_active():
+        return
+    wanted = [r.norm_every for r in timing.active() if r.norm_every is not None]
+    if not wanted:
+        return
+    if replica is None:
+        replica = _compat.local_replica_id_in_force()
+    step = timing.mark(BATCH, 0)[1]
+    pair = timing.mark(NORM, replica)
+
+    def note() -> tf.Tensor:
+        squares = tf.cast(compute(), tf.float64)
+        pair.assign(tf.stack([squares, step]))
+        return tf.constant(True)
+
+    is_due = tf.equal(tf.math.floormod(step, float(min(wanted))), 0.0)
+    tf.cond(is_due, note, lambda: tf.constant(False))
