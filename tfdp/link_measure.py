@@ -78,21 +78,19 @@ def num_steps_of(arguments: dict[str, Any]) -> int | None:
     Returns:
         Int, or `None` if its data does not tell.
     """
-    epochs = int(arguments.get("epochs") or 1) - int(
-        arguments.get("initial_epoch") or 0
-    )
+    skipped = int(arguments.get("initial_epoch") or 0)
+    epochs = int(arguments.get("epochs") or 1) - skipped
     steps = arguments.get("steps_per_epoch")
     x = arguments.get("x")
     if steps is None and isinstance(x, tf.data.Dataset):
         cardinality = int(x.cardinality())
         steps = cardinality if cardinality >= 0 else None
     elif steps is None and x is not None:
-        rows = getattr(keras.tree.flatten(x)[0], "shape", (None,))
+        shape = getattr(keras.tree.flatten(x)[0], "shape", None)
+        rows = shape[0] if shape else None
         kept = 1.0 - float(arguments.get("validation_split") or 0.0)
         batch_size = arguments.get("batch_size") or 32
-        steps = (
-            -(-math.floor(rows[0] * kept) // batch_size) if rows and rows[0] else None
-        )
+        steps = -(-math.floor(rows * kept) // batch_size) if rows else None
     return None if steps is None else epochs * int(steps)
 
 

@@ -55,6 +55,7 @@ MODULES: tuple[str, ...] = (
     "moving",
     "offload",
     "sharded_corners",
+    "monitor",
 )
 
 

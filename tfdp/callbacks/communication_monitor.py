@@ -26,7 +26,7 @@ from tfdp.monitor.windows import Window, fraction, window_of
 from tfdp.optimizer_arguments import check_strategy
 from tfdp.ownership import strategy_of
 
-_KEPT_READINGS = 200
+_KEPT_STEPS = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +98,9 @@ class CommunicationMonitor(keras.callbacks.Callback):
         self._board: Board | None = None
         self._reporter: Reporter | None = None
         self._window: list[Reading] = []
-        self._recent: collections.deque[Reading] = collections.deque(
-            maxlen=_KEPT_READINGS
-        )
+        # What was read after each of the last steps, and the meter that understands it.
+        self._recent: collections.deque[tuple[Meter, Reading]]
+        self._recent = collections.deque(maxlen=_KEPT_STEPS)
         self._last_batch = -1
 
     def recent(self, num_steps: int = 20) -> StepStatistics:
@@ -115,13 +115,14 @@ class CommunicationMonitor(keras.callbacks.Callback):
         Raises:
             RuntimeError: If no step has been measured yet.
         """
-        readings = list(self._recent)[-num_steps:]
-        if not readings or self._meter is None:
+        last = list(self._recent)[-num_steps:]
+        if not last:
             raise RuntimeError(
                 "No step has been measured yet: the first step of `fit` is traced, and "
                 "does not count."
             )
-        window = window_of([self._meter.sample(r) for r in readings], step=0, epoch=0)
+        samples = [meter.sample(reading) for meter, reading in last]
+        window = window_of(samples, step=self._step, epoch=self._epoch)
         busy, compute = window.communication_seconds, window.compute_seconds
         return StepStatistics(
             window.step_seconds,
@@ -179,7 +180,7 @@ class CommunicationMonitor(keras.callbacks.Callback):
         reading = self._meter.step_ends(num_steps)
         if reading is not None:
             self._window.append(reading)
-            self._recent.append(reading)
+            self._recent.append((self._meter, reading))
         before, self._step = self._step, self._step + num_steps
         if self._step // self.every > before // self.every:
             self._report(self._meter)
