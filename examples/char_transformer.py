@@ -153,6 +153,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--short", action="store_true", help="a few steps, for CI")
+    parser.add_argument(
+        "--logs", default="", help="where to write what communication takes"
+    )
     args = parser.parse_args()
     if args.short:
         args.steps, args.width, args.blocks = min(args.steps, 150), 64, 2
@@ -176,8 +179,18 @@ def main() -> None:
 
     epochs = 5
     steps_per_epoch = max(1, args.steps // epochs)
+    callbacks: list[keras.callbacks.Callback] = []
+    if args.logs:
+        callbacks = [
+            tfdp.callbacks.CommunicationMonitor(args.logs),
+            tfdp.callbacks.Timeline(Path(args.logs) / "timeline.json"),
+        ]
     fitted = model.fit(
-        dataset, epochs=epochs, steps_per_epoch=steps_per_epoch, shuffle=False
+        dataset,
+        epochs=epochs,
+        steps_per_epoch=steps_per_epoch,
+        shuffle=False,
+        callbacks=callbacks,
     )
     history = fitted.history["loss"]
     # All workers evaluate, the chief tells.

@@ -1,6 +1,6 @@
 """Handwritten digits with a small CNN, on any number of devices or workers.
 
-    tfdp run -n 2 examples/digits_cnn.py
+    tfdp run -n 2 examples/digits_cnn.py --logs tfdp-logs/digits
 
 The data are the 1,797 real 8x8 images that scikit-learn carries. The same script
 runs on one device (`python examples/digits_cnn.py`), on all GPUs of a machine, or
@@ -10,7 +10,7 @@ on several machines.
 from __future__ import annotations
 
 import argparse
-import time
+from pathlib import Path
 
 import keras
 import numpy as np
@@ -18,7 +18,6 @@ import tensorflow as tf
 from sklearn.datasets import load_digits
 
 import tfdp
-from tfdp.collectives.timing import Recorder
 
 SEED = 7
 TRAIN_IMAGES = 1408  # 22 batches of 64; the other 389 images are the test set
@@ -66,25 +65,7 @@ def compile_model(model: keras.Model, num_steps: int) -> None:
     )
 
 
-class CommunicationShare(keras.callbacks.Callback):
-    """How much of a step's time the collectives take, also while computing."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-        self.shares: list[float] = []
-
-    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
-        self.begin = time.perf_counter()
-
-    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-        seconds = time.perf_counter() - self.begin
-        self.shares.append(self.recorder.busy_seconds() / seconds)
-
-
-def print_communication(
-    strategy: tf.distribute.Strategy, model: keras.Model, shares: list[float]
-) -> None:
+def print_communication(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """What the replicas have sent each other, as a table and in all."""
     if strategy.num_replicas_in_sync == 1:
         print("one replica: nothing was communicated")
@@ -94,8 +75,7 @@ def print_communication(
     print(plan)
     print(
         f"communicated: {num_steps * plan.wire_bytes / 1e6:.1f} MB sent by each replica"
-        f" ({num_steps} steps of {plan.wire_bytes:,} bytes);"
-        f" collectives were under way in {100 * np.median(shares):.0f} % of the step"
+        f" ({num_steps} steps of {plan.wire_bytes:,} bytes)"
     )
 
 
@@ -104,6 +84,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=64, help="global")
     parser.add_argument("--short", action="store_true", help="a few epochs, for CI")
+    parser.add_argument(
+        "--logs", default="", help="where to write what communication takes"
+    )
     args = parser.parse_args()
     epochs = min(args.epochs, 4) if args.short else args.epochs
 
@@ -115,16 +98,19 @@ def main() -> None:
         compile_model(model, num_steps=epochs * (TRAIN_IMAGES // args.batch_size))
 
     # Each batch is global: every replica gets its share of it.
-    with Recorder() as recorder:
-        share = CommunicationShare(recorder)
-        model.fit(*train, batch_size=args.batch_size, epochs=epochs, callbacks=[share])
+    callbacks: list[keras.callbacks.Callback] = []
+    if args.logs:
+        monitor = tfdp.callbacks.CommunicationMonitor(args.logs)
+        timeline = tfdp.callbacks.Timeline(Path(args.logs) / "timeline.json")
+        callbacks = [monitor, timeline]
+    model.fit(*train, batch_size=args.batch_size, epochs=epochs, callbacks=callbacks)
     # All workers evaluate, and all get the accuracy on the whole test set ...
     results = model.evaluate(
         *test, batch_size=args.batch_size, verbose=0, return_dict=True
     )
     # ... and the chief tells.
     if strategy.extended.should_checkpoint:
-        print_communication(strategy, model, share.shares)
+        print_communication(strategy, model)
         print(f"test accuracy: {100 * results['accuracy']:.2f} %")
 
 

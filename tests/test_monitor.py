@@ -46,8 +46,8 @@ def test_monitor(clusters: ClusterPool, case: Case, setup_name: str):
         assert BAD_INPUT[case.name] in str(results["local/text"])
 
 
-def collective(label: str, kind: str = "all_reduce", size: int = 800) -> Collective:
-    return Collective(kind, size, 0, None, label, 2)
+def collective(label: str, kind: str = "all_reduce", chain: int = 0) -> Collective:
+    return Collective(kind, 800, 0, None, label, 2, chain)
 
 
 def reading(*rows: tuple[float, float], begin: float = 0.0, end: float = 10.0):
@@ -65,7 +65,7 @@ def sample(collectives: list[Collective], *rows: tuple[float, float]) -> Sample:
 
 def test_communication_beside_the_backward_pass_is_hidden():
     # The last gradient is there at 6: until then the first bucket is hidden.
-    buckets = [collective("bucket 0"), collective("bucket 1")]
+    buckets = [collective("bucket 0"), collective("bucket 1", chain=1)]
     found = sample(buckets, (4.0, 7.0), (6.0, 8.0))
     assert found.communication_seconds == pytest.approx(4.0)
     assert found.exposed_seconds == pytest.approx(2.0)
@@ -78,6 +78,15 @@ def test_communication_beside_the_backward_pass_is_hidden():
 def test_a_collective_that_the_forward_pass_waits_for_is_exposed():
     found = sample([collective("all_reduce"), collective("bucket 0")], (2, 3), (6, 7))
     assert found.exposed_seconds == pytest.approx(2.0)
+
+
+def test_a_collective_that_waits_for_its_turn_is_not_under_way():
+    """The second one is ready at 4 and its chain is free from 7 on."""
+    one, two = collective("bucket 0"), collective("rows")
+    found = sample([one, two], (4.0, 7.0), (4.0, 9.0))
+    assert found.buckets == {"bucket 0": 3.0, "rows": 2.0}
+    other = dataclasses.replace(two, chain=1)
+    assert sample([one, other], (4.0, 7.0), (4.0, 9.0)).buckets["rows"] == 5.0
 
 
 def test_a_step_without_an_update_communicates_nothing():
@@ -157,7 +166,7 @@ def test_clocks_are_aligned_whoever_arrives_late(seed: int):
 
 
 def two_workers_trace() -> dict:
-    names = [collective("bucket 0"), collective("bucket 1")]
+    names = [collective("bucket 0"), collective("bucket 1", chain=1)]
     workers = []
     for rank, ahead in ((0, 0.0), (1, 100.0)):
         rows_ = [(4.0, 7.0), (6.0, 8.0), BATCH_OF_64, (1.0, 3.0)]
@@ -206,6 +215,7 @@ FACTS = Facts(4, 2, 3, 30_000_000, compression=False, accumulates=False)
         ({}, {"compression": True}, None, "accumulating gradients"),
         ({}, {"compression": True, "accumulates": True}, None, "a larger batch"),
         ({}, {"num_buckets": 100}, None, "larger buckets"),
+        ({}, {"gradient_bytes": 1000, "num_buckets": 1}, None, "two micro-batches"),
         ({"exposed_seconds": 0.05}, {}, None, "bound by compute"),
         ({"input_seconds": 0.7}, {}, None, "70% of the step passes before it has"),
         ({}, {"num_replicas": 1}, None, "one replica"),

@@ -53,7 +53,7 @@ def all_reduce(
         return tf.identity(tensor)
     pieces = _PIECES_ALONE if is_alone else _PIECES
     kind = f"reduce in {pieces}"  # one key must not stand for both
-    with _measured("all_reduce", tensor, group, replica) as done:
+    with _measured("all_reduce", tensor, group, replica, channel) as done:
         return done(
             tf.raw_ops.CollectiveReduceV2(
                 input=tensor,
@@ -95,7 +95,7 @@ def all_gather(
     if _is_empty(tensor):
         return tf.concat([tensor] * group.size, axis=0)
     sent, back = _as_moved(tensor, wire)
-    with _measured("all_gather", sent, group, replica) as done:
+    with _measured("all_gather", sent, group, replica, channel) as done:
         gathered = done(
             tf.raw_ops.CollectiveGatherV2(
                 input=sent,
@@ -121,7 +121,7 @@ def all_to_all(
     """
     if group.size == 1 or _is_empty(tensor):
         return tf.identity(tensor)
-    with _measured("all_to_all", tensor, group, replica) as done:
+    with _measured("all_to_all", tensor, group, replica, channel) as done:
         return done(
             tf.raw_ops.CollectiveAllToAllV2(
                 input=tensor, **_arguments("to_all", tensor, group, replica, channel)
@@ -155,7 +155,7 @@ def reduce_scatter(
     if _is_empty(tensor):
         return tf.split(tensor, group.size)[0]
     if group.backend == "nccl" and wire is None:
-        with _measured("reduce_scatter", tensor, group, replica) as done:
+        with _measured("reduce_scatter", tensor, group, replica, channel) as done:
             return done(
                 tf.raw_ops.CollectiveReduceScatterV2(
                     input=tensor,
@@ -214,7 +214,7 @@ def broadcast(
             T=sent.dtype, shape=tf.shape(sent), **arguments
         )
 
-    with _measured("broadcast", sent, group, replica) as done:
+    with _measured("broadcast", sent, group, replica, channel) as done:
         # These two operations take no token, and have to keep the launch order:
         # the operations around them take it instead.
         before = tf.raw_ops.AssignVariableOp(resource=token, value=0.0)
@@ -319,11 +319,12 @@ def _arguments(
 
 @contextlib.contextmanager
 def _measured(
-    kind: str, tensor: tf.Tensor, group: ProcessGroup, replica: int
+    kind: str, tensor: tf.Tensor, group: ProcessGroup, replica: int, channel: int
 ) -> Iterator[Callable[[tf.Tensor], tf.Tensor]]:
     """On the replica's device, with a time stamp before and after if one is wanted."""
+    chain = hash((id(group.launch_order), replica, channel))
     with (
-        timing.measured(kind, tensor, replica, group.size) as done,
+        timing.measured(kind, tensor, replica, group.size, chain) as done,
         tf.device(group.devices[replica]),
     ):
         yield done

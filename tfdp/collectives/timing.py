@@ -33,6 +33,8 @@ class Collective:
     times: tf.Variable  # [2], float64: begin and end, seconds
     label: str
     group_size: int
+    # Collectives of one chain run one after the other.
+    chain: int = 0
 
     @property
     def is_of_gradients(self) -> bool:
@@ -175,7 +177,7 @@ def labelled(label: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def measured(
-    kind: str, tensor: tf.Tensor, replica: int, group_size: int
+    kind: str, tensor: tf.Tensor, replica: int, group_size: int, chain: int = 0
 ) -> Iterator[Callable[[tf.Tensor], tf.Tensor]]:
     """Wraps one collective; the body passes its result through what it is given."""
     if not is_timing():
@@ -186,7 +188,7 @@ def measured(
     label = getattr(_thread, "label", None) or kind
     times = _new_pair()
     size = count * tensor.dtype.size
-    record = Collective(kind, size, replica, times, label, group_size)
+    record = Collective(kind, size, replica, times, label, group_size, chain)
     for recorder in _active:
         recorder.collectives.append(record)
 

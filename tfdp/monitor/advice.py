@@ -70,24 +70,25 @@ def advise(
     over = "over nodes" if facts.num_nodes > 1 else "between the replicas"
     return (
         f"{exposed:.0%} of the step is exposed communication {over}: "
-        f"{_remedy(exposed, totals, facts)}."
+        f"{_remedy(exposed, facts)}."
     )
 
 
-def _remedy(exposed: float, totals: Mapping[str, float], facts: Facts) -> str:
+def _remedy(exposed: float, facts: Facts) -> str:
     mean_bytes = facts.gradient_bytes / max(1, facts.num_buckets)
-    steps = "accumulating gradients over two micro-batches"
-    if facts.num_buckets > 1 and mean_bytes < _SMALL_BYTES:
+    is_latency = mean_bytes < _SMALL_BYTES
+    if is_latency and facts.num_buckets > 1:
         return (
             f"{facts.num_buckets} collectives of {mean_bytes / 1e6:.2g} MB are mostly "
             "latency, and larger buckets would need fewer"
         )
-    if not facts.compression:
-        # Half of the bytes, of the gradients on their way out and back.
-        saved = f"{exposed / 2:.1g}"
-        return f"bf16 compression would save about {saved} of it, and {steps} as much"
+    # Half of the bytes, or half of the updates.
+    saved = f"would save about {exposed / 2:.1g} of it"
+    steps = "accumulating gradients over two micro-batches"
+    if not is_latency and not facts.compression:
+        return f"bf16 compression {saved}, and {steps} as much"
     if not facts.accumulates:
-        return f"{steps} would save about {exposed / 2:.1g} of it"
+        return f"{steps} {saved}"
     return "a larger batch on each replica would communicate less often"
 
 

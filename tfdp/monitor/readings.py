@@ -16,6 +16,10 @@ from tfdp.monitor.intervals import Interval, clipped, seconds_covered
 _IN_BACKGROUND = (timing.GRADIENTS, timing.ROWS, "logs", "statistics")
 
 
+# A collective, and when it began and ended.
+Timed = tuple[timing.Collective, float, float]
+
+
 @dataclasses.dataclass(frozen=True)
 class Reading:
     """What was read when a step had ended.
@@ -77,7 +81,7 @@ class Replica:
     begin: float
     loss: float
     backward_end: float | None
-    collectives: list[tuple[timing.Collective, float, float]]
+    collectives: list[Timed]
 
     def labelled(self) -> dict[str, Interval]:
         """From the begin of a label's first collective to the end of its last."""
@@ -121,20 +125,40 @@ def replicas_of(
     }
     found = []
     for replica, (begin, loss) in sorted(times.items()):
-        # What was not run in this step holds the times of an earlier one.
         since = reading.begin if reading.num_steps == 1 else begin
-        own = [
-            (collective, float(pair[0]), float(pair[1]))
-            for collective, pair in zip(collectives, reading.values, strict=False)
-            if collective.replica == replica and pair[0] >= since
-        ]
+        own = _of_this_step(reading, collectives, replica, since)
         ready: dict[str, float] = {}
         for collective, start, _ in own:
             if collective.is_of_gradients:
                 known = ready.get(collective.label, start)
                 ready[collective.label] = min(start, known)
         last = max(ready.values()) if ready else None
-        found.append(Replica(float(begin), float(loss), last, own))
+        found.append(Replica(float(begin), float(loss), last, _one_by_one(own)))
+    return found
+
+
+def _of_this_step(
+    reading: Reading,
+    collectives: Sequence[timing.Collective],
+    replica: int,
+    since: float,
+) -> list[Timed]:
+    """What was not run in this step holds the times of an earlier one."""
+    return [
+        (collective, float(pair[0]), float(pair[1]))
+        for collective, pair in zip(collectives, reading.values, strict=False)
+        if collective.replica == replica and pair[0] >= since
+    ]
+
+
+def _one_by_one(collectives: list[Timed]) -> list[Timed]:
+    """A collective that is ready is not under way before its chain is free."""
+    free: dict[int, float] = {}
+    found = []
+    for collective, begin, end in collectives:
+        begin = max(begin, free.get(collective.chain, begin))
+        found.append((collective, min(begin, end), end))
+        free[collective.chain] = end
     return found
 
 

@@ -201,6 +201,7 @@ class Totals:
     def __init__(self) -> None:
         self.num_steps = 0
         self.last: Row | None = None
+        self._norm = math.nan
         self._sums: dict[str, float] = {}
         self._buckets: dict[str, collections.deque[float]] = {}
         self._workers: dict[int, dict[str, float]] = {}
@@ -211,6 +212,8 @@ class Totals:
         count = len(row.times)
         self.num_steps += count
         self.last = row
+        if not math.isnan(row.values["gradient_norm"]):
+            self._norm = row.values["gradient_norm"]
         self._times.extend(row.times)
         for name in _MEANS:
             value = row.values[name]
@@ -240,7 +243,8 @@ class Totals:
         busy, compute = found["communication_seconds"], found["compute_seconds"]
         found["communication_fraction"] = fraction(busy, compute)
         found["busbw_bytes_per_second"] = found["bytes_sent"] / busy if busy else 0.0
-        for name in ("gradient_norm", "loss_scale", "skipped_steps"):
+        found["gradient_norm"] = self._norm
+        for name in ("loss_scale", "skipped_steps"):
             found[name] = self.last.values[name]
         return found
 
