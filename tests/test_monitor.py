@@ -204,7 +204,12 @@ def test_bars_of_a_lane_do_not_overlap():
             assert before["ts"] + before["dur"] <= after["ts"]
 
 
-TOTALS = {"step_seconds": 1.0, "input_seconds": 0.0, "exposed_seconds": 0.6}
+TOTALS = {
+    "step_seconds": 1.0,
+    "input_seconds": 0.0,
+    "exposed_seconds": 0.6,
+    "bytes_sent": 1e6,
+}
 FACTS = Facts(4, 2, 3, 30_000_000, compression=False, accumulates=False)
 
 
@@ -219,6 +224,7 @@ FACTS = Facts(4, 2, 3, 30_000_000, compression=False, accumulates=False)
         ({"exposed_seconds": 0.05}, {}, None, "bound by compute"),
         ({"input_seconds": 0.7}, {}, None, "70% of the step passes before it has"),
         ({}, {"num_replicas": 1}, None, "one replica"),
+        ({"bytes_sent": 0.0}, {}, None, "No collective was seen"),
         ({}, {}, Straggler(2, "node7", 0.05), "Worker 2 on node7 takes 50 ms longer"),
     ],
 )

@@ -49,6 +49,11 @@ def advise(
     """
     if facts.num_replicas == 1:
         return "There is one replica: nothing is communicated."
+    if not totals["bytes_sent"]:
+        return (
+            "No collective was seen: they are timed in a traced step only, not with "
+            "`run_eagerly=True`."
+        )
     step = totals["step_seconds"]
     waits = totals["input_seconds"] / step
     exposed = totals["exposed_seconds"] / step

@@ -179,19 +179,21 @@ def sample_of(
     if not replicas:
         nothing = (0.0, 0.0, 0.0, math.nan, math.nan)
         return Sample(seconds, 0.0, seconds, *nothing, {})
-    # Several steps in one execution: the last one began when the one before ended.
-    start = reading.begin if reading.num_steps == 1 else replicas[0].begin
-    exposed = _mean([_covered(r.exposed(), start, reading.end) for r in replicas])
-    busy = [
-        _covered([c[1:] for c in r.collectives], start, reading.end) for r in replicas
-    ]
+    exposed = _mean([_covered(r.exposed(), reading) for r in replicas])
+    spans = [[(begin, end) for _, begin, end in r.collectives] for r in replicas]
+    busy = [_covered(span, reading) for span in spans]
+    if reading.num_steps == 1:
+        waited = max(0.0, min(r.begin for r in replicas) - reading.begin)
+        compute = reading.end - reading.begin - exposed
+    else:  # all steps of an execution get their data at its begin
+        waited, compute = 0.0, max(0.0, seconds - exposed)
     samples, norm = notes(reading, marks)
     sent = sum(c.wire_bytes for r in replicas for c, _, _ in r.collectives)
     labelled = [replica.labelled() for replica in replicas]
     return Sample(
         step_seconds=seconds,
-        input_seconds=max(0.0, min(r.begin for r in replicas) - start),
-        compute_seconds=reading.end - start - exposed,
+        input_seconds=waited,
+        compute_seconds=compute,
         communication_seconds=_mean(busy),
         exposed_seconds=exposed,
         bytes_sent=sent / len(replicas),
@@ -217,8 +219,8 @@ def notes(reading: Reading, marks: Sequence[timing.Mark]) -> tuple[float, float]
     return samples, sum(squares) if squares else math.nan
 
 
-def _covered(intervals: list[Interval], begin: float, end: float) -> float:
-    return seconds_covered(clipped(intervals, begin, end))
+def _covered(intervals: list[Interval], reading: Reading) -> float:
+    return seconds_covered(clipped(intervals, reading.begin, reading.end))
 
 
 def _mean(values: list[float]) -> float:

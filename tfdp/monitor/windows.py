@@ -16,7 +16,6 @@ _PERCENTS = (50, 95, 99)
 _PERCENTILES = ("p50_seconds", "p95_seconds", "p99_seconds")
 _MEANS = (
     "step_seconds",
-    "samples_per_second",
     "input_seconds",
     "compute_seconds",
     "communication_seconds",
@@ -202,6 +201,7 @@ class Totals:
         self.num_steps = 0
         self.last: Row | None = None
         self._norm = math.nan
+        self._samples = 0.0
         self._sums: dict[str, float] = {}
         self._buckets: dict[str, collections.deque[float]] = {}
         self._workers: dict[int, dict[str, float]] = {}
@@ -219,6 +219,10 @@ class Totals:
             value = row.values[name]
             known = 0.0 if math.isnan(value) else value
             self._sums[name] = self._sums.get(name, 0.0) + count * known
+        # Samples of slow and of fast windows count alike, and so do seconds.
+        speed, seconds = row.values["samples_per_second"], row.values["step_seconds"]
+        if not math.isnan(speed):
+            self._samples += count * speed * seconds
         for label, seconds in row.buckets.items():
             kept = self._buckets.setdefault(label, collections.deque(maxlen=_KEPT_ROWS))
             kept.append(seconds)
@@ -237,6 +241,7 @@ class Totals:
         """Dict from the name of a column to its mean; the last three are the latest."""
         assert self.last is not None
         found = {name: total / self.num_steps for name, total in self._sums.items()}
+        found["samples_per_second"] = self._samples / self._sums["step_seconds"]
         percentiles = np.percentile(list(self._times), _PERCENTS)
         for name, value in zip(_PERCENTILES, percentiles, strict=True):
             found[name] = float(value)
