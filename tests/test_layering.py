@@ -24,6 +24,7 @@ FLOORS = {
     "tfdp.cost_model": 1,
     "tfdp.devices": 1,
     "tfdp.agreement": 1,
+    "tfdp.mailbox": 1,
     "tfdp.ownership": 1,
     "tfdp.rows": 1,
     "tfdp.schedules": 1,
@@ -46,6 +47,7 @@ FLOORS = {
     "tfdp.gather": 3,
     "tfdp.startup": 3,
     "tfdp.shares": 3,
+    "tfdp.observe": 3,
     "tfdp.iterators": 3,
     "tfdp.whole_state": 3,
     # What a step does with gradients, one stage of the path each.
@@ -88,8 +90,11 @@ FLOORS = {
     "tfdp.optimizer_sharding": 5,
     "tfdp.interchange": 5,
     "tfdp.model_state": 5,
+    "tfdp.monitor": 5,
+    "tfdp.checkpoint_pending": 5,
     "tfdp.checkpoint": 5,
     # What a person calls.
+    "tfdp.bench": 6,
     "tfdp.cli": 6,
     "tfdp.callbacks": 6,
     "tfdp.testing": 6,
@@ -101,6 +106,7 @@ FLOORS = {
 # The imports between neighbours on one floor that are allowed, and why.
 SIDEWAYS = {
     ("tfdp.options", "tfdp.links"): "latency and bandwidth are an option",
+    ("tfdp.mailbox", "tfdp.agreement"): "its keys are beside those of agreements",
     ("tfdp.cost_model", "tfdp.traffic"): "the time of what is sent",
     ("tfdp.shards", "tfdp.buckets"): "slices are cut from buckets",
     ("tfdp.memory", "tfdp.buckets"): "the sizes of variables",
@@ -137,7 +143,17 @@ SIDEWAYS = {
         "tfdp.interchange",
     ): "state has the meaning that files give it",
     ("tfdp.checkpoint", "tfdp.model_state"): "a checkpoint holds the training state",
+    ("tfdp.checkpoint", "tfdp.checkpoint_pending"): "and what waits for an update",
+    (
+        "tfdp.checkpoint_pending",
+        "tfdp.model_state",
+    ): "what waits has names as the training state has",
+    (
+        "tfdp.checkpoint_pending",
+        "tfdp.interchange",
+    ): "state has the meaning that files give it",
     ("tfdp.checkpoint", "tfdp.interchange"): "an index holds the user's own optimizer",
+    ("tfdp.cli", "tfdp.bench"): "the command line starts benchmarks",
     ("tfdp.__main__", "tfdp"): "`python -m tfdp` runs its own package",
 }
 

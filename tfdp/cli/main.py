@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import click
 
+from tfdp.cli.bench import bench
 from tfdp.cli.convert import convert
 from tfdp.cli.doctor import doctor
 from tfdp.cli.plan import plan
@@ -26,7 +27,7 @@ def version() -> str:
 
 
 @click.group(
-    commands=[run, doctor, plan, convert],
+    commands=[run, doctor, plan, convert, bench],
     no_args_is_help=False,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},

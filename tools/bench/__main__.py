@@ -20,6 +20,7 @@ from tools.bench import (
     growth,
     hosts,
     hosts_step,
+    monitor,
     sharding,
     single,
     step,
@@ -40,6 +41,7 @@ BENCHMARKS = {
     "update": update.run,
     "sharding": sharding.run,
     "wrapping": wrapping.run,
+    "monitor": monitor.run,
     "hosts": hosts.run,
     "hosts-step": hosts_step.run,
     "hosts-plan": algorithms.run_on_hosts,
@@ -60,7 +62,7 @@ def main() -> None:
         nargs="+",
         choices=["mlp", "transformer"],
         default=["mlp", "transformer"],
-        help="for `step`",
+        help="for `step` and `monitor`",
     )
     parser.add_argument(
         "--torch-python",

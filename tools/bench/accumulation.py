@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from tfdp.bench.sides import Side, started
+from tfdp.bench.stats import paired_ratio
+from tfdp.bench.turns import alternate
 from tools.bench.report import Figure, Report
-from tools.bench.sides import Side, alternate, started
-from tools.bench.stats import paired_ratio
 
 STEPS = 8  # micro-batches of an update
 NUM_WORKERS = 2

@@ -6,8 +6,9 @@ import json
 import sys
 from typing import Any
 
-from tools.bench.channel import serve, take_over_output
-from tools.bench.worker import make_strategy, timed, training_step
+from tfdp.bench.channel import serve, take_over_output
+from tfdp.bench.training import make_strategy, timed, training_step
+from tools.bench.models import MODELS
 
 
 def main() -> None:
@@ -28,7 +29,7 @@ def main() -> None:
 
     step = training_step(
         strategy,
-        setup["model"],
+        MODELS[setup["model"]],
         make_optimizer=make_optimizer,
         batch_size=setup["batch_size"],
     )

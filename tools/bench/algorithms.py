@@ -8,6 +8,9 @@ from __future__ import annotations
 import argparse
 import statistics
 
+from tfdp.bench.sides import Side, started
+from tfdp.bench.stats import paired_ratio
+from tfdp.bench.turns import alternate
 from tfdp.cluster import Topology
 from tfdp.cost_model import choose, predict_seconds
 from tfdp.links import Links
@@ -16,8 +19,6 @@ from tools.bench.hosts_arms import RATE_OF_START
 from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
 from tools.bench.hosts_sides import HostsSide
 from tools.bench.report import Figure, Report
-from tools.bench.sides import Side, alternate, started
-from tools.bench.stats import paired_ratio
 
 NUM_WORKERS = 4
 # The links are fitted to 4 KB, 256 KB and 4 MB; the other sizes are held out.

@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tools.bench.channel import Arm, serve, take_over_output
-from tools.bench.hosts_worker import barrier
-from tools.bench.worker import make_strategy
+from tfdp.bench.channel import Arm, serve, take_over_output
+from tfdp.bench.training import barrier, make_strategy, timed
 
 
 def all_reduce_arm(strategy: Any, name: str, num_bytes: int) -> Arm:
@@ -24,20 +23,12 @@ def all_reduce_arm(strategy: Any, name: str, num_bytes: int) -> Arm:
     group = strategy.extended.group
     all_reduce = Route(Algorithm(name)).all_reduce
     value = tf.Variable(tf.ones([num_bytes // 4]))
-    meet = barrier(strategy)
 
     @tf.function(autograph=False)
     def step() -> Any:
         return all_reduce(value.read_value(), group, 0)[0]
 
-    def run(steps: int) -> float:
-        meet().numpy()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            step().numpy()
-        return (time.perf_counter() - begin) / steps
-
-    return run
+    return timed(step, barrier(strategy))
 
 
 def measured_links(strategy: Any) -> Callable[[int], Any]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import statistics
 
+from tfdp.bench.sides import Side, started
+from tfdp.bench.stats import paired_ratio, ratio_to_best
+from tfdp.bench.turns import alternate
 from tools.bench.report import Figure, Report
-from tools.bench.sides import Side, alternate, started
-from tools.bench.stats import paired_ratio, ratio_to_best
 
 MB = 2**20
 BUCKETS = [25 * MB // 4] * 4  # floats

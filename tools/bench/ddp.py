@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import subprocess
+import dataclasses
 
+from tfdp.bench.peers import torch_version
+from tfdp.bench.sides import Side, started
+from tfdp.bench.stats import paired_ratio
+from tfdp.bench.turns import alternate
+from tools.bench.models import MODELS
 from tools.bench.report import Figure, Report
-from tools.bench.sides import Side, alternate, started
-from tools.bench.stats import paired_ratio
 
 
 def run(args: argparse.Namespace) -> None:
@@ -22,15 +24,21 @@ def run(args: argparse.Namespace) -> None:
         return
     setting = {
         "benchmark": "training step, 2 replicas on one machine, SGD, 1 thread each",
-        "model": "MLP 784-1024-1024-10, 1.86 million parameters",
+        "model": str(MODELS["mlp"]),
         "batch": "32 for each replica",
         "torch": version,
     }
     report = Report(args, setting)
     setup = {"benchmark": "step", "strategy": "auto", "models": ["mlp"]}
     ours = Side("tfdp", "tools.bench.worker", {**setup, "pack_bytes": [0]})
+    told = {"model": dataclasses.asdict(MODELS["mlp"]), "batch_size": 32}
+    arms_of_torch = {"defaults": told, "tuned": {**told, "tuned": True}}
     theirs = Side(
-        "ddp", "tools.bench.torch_worker", {}, num_workers=2, python=args.torch_python
+        "ddp",
+        "tfdp.bench.torch_worker",
+        {"arms": arms_of_torch},
+        num_workers=2,
+        python=args.torch_python,
     )
     with started(ours, theirs):
         arms = [(ours, "mlp"), (theirs, "defaults"), (theirs, "tuned")]
@@ -42,12 +50,3 @@ def run(args: argparse.Namespace) -> None:
         note = "" if arm == "defaults" else "gradient_as_bucket_view, foreach SGD"
         report.add(Figure(f"{name}{arm}", ratio, at_least=1.3, note=note))
     report.finish()
-
-
-def torch_version(python: str) -> str | None:
-    """The PyTorch of an interpreter, or `None`."""
-    if shutil.which(python) is None:
-        return None
-    command = [python, "-c", "import torch; print(torch.__version__)"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tools.bench.channel import Arm, serve, take_over_output
+from tfdp.bench.channel import Arm, serve, take_over_output
 
 BATCH_SIZE = 32
 
@@ -16,8 +16,9 @@ def fit_arm(strategy: Any, *, wrapped: bool = False) -> Arm:
 
     import keras
 
+    from tfdp.bench.keras_models import build, make_batch
     from tfdp.optimizer import DistributedOptimizer
-    from tools.bench.models import mlp, mlp_batch
+    from tools.bench.models import MODELS
 
     class Clock(keras.callbacks.Callback):
         """Notes when the first and the last step of a fit end."""
@@ -31,7 +32,7 @@ def fit_arm(strategy: Any, *, wrapped: bool = False) -> Arm:
 
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
-        model = mlp()
+        model = build(MODELS["mlp"])
         optimizer: Any = keras.optimizers.SGD(1e-3)
         if wrapped:
             optimizer = DistributedOptimizer(optimizer)
@@ -41,7 +42,7 @@ def fit_arm(strategy: Any, *, wrapped: bool = False) -> Arm:
         )
 
     def run(steps: int) -> float:
-        x, y = mlp_batch(steps * BATCH_SIZE)
+        x, y = make_batch(MODELS["mlp"], steps * BATCH_SIZE)
         clock = Clock()
         model.fit(x, y, batch_size=BATCH_SIZE, verbose=0, callbacks=[clock])
         return (clock.last - clock.first) / max(1, steps - 1)

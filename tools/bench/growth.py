@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from tfdp.bench.sides import Side, started
 from tools.bench.report import Figure, Report
-from tools.bench.sides import Side, started
 
 STEPS = 2000
 # Where memory is compared from: allocators and caches have filled by then.

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from tools.bench.channel import Arm, serve, take_over_output
+from tfdp.bench.channel import Arm, serve, take_over_output
 
 BATCH_SIZE = 64  # global
 SAMPLE_EVERY = 50

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import statistics
 
+from tfdp.bench.sides import started
+from tfdp.bench.stats import paired_ratio, ratio_to_best
+from tfdp.bench.turns import alternate
 from tools.bench.hosts_arms import (
     RATE_OF_GOALS,
     RATE_OF_START,
@@ -20,8 +23,6 @@ from tools.bench.hosts_sides import (
     utilisations,
 )
 from tools.bench.report import Figure, Report
-from tools.bench.sides import alternate, started
-from tools.bench.stats import paired_ratio, ratio_to_best
 
 NUM_TENSORS = 16
 # Speed of an arm relative to a rival, by the workers on a host.

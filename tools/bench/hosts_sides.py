@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from tools.bench.hosts_bed import INTERFACE, NUM_HOSTS, TwoHosts
-from tools.bench.sides import ROOT, Side
+from tfdp.bench.sides import Side, worker_commands
+from tools.bench.hosts_bed import INTERFACE, TwoHosts
 
 _IDLE_SECONDS = 3.0
 
@@ -64,23 +60,12 @@ class HostsSide(Side):
         self.blocks: dict[str, list[Block]] = {}
         self._bed = bed
         addresses = bed.worker_addresses(workers_per_host)
-        self._logs = [tempfile.NamedTemporaryFile("w+") for _ in addresses]  # noqa: SIM115
-        self._workers = []
-        for rank in range(NUM_HOSTS * workers_per_host):
-            told = {**setup, "rank": rank, "addresses": addresses}
-            command = [python or sys.executable, "-m", module, json.dumps(told)]
-            self._workers.append(
-                subprocess.Popen(
-                    [*bed.enter(rank // workers_per_host), *command],
-                    cwd=ROOT,
-                    env=_environment(),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=self._logs[rank],
-                    text=True,
-                    start_new_session=True,
-                )
-            )
+        commands = worker_commands(module, setup, addresses, python)
+        entered = [
+            [*bed.enter(rank // workers_per_host), *command]
+            for rank, command in enumerate(commands)
+        ]
+        self._start(entered, _environment())
 
     def run(self, arm: str, steps: int) -> Any:
         """Runs a block of steps, as a `Side` does, and reads the counters around it."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 
-from tools.bench.ddp import torch_version
+from tfdp.bench.peers import torch_version
+from tfdp.bench.sides import started
+from tfdp.bench.stats import paired_ratio, ratio_to_best
+from tfdp.bench.turns import alternate
 from tools.bench.hosts_arms import (
     RATE_OF_GOALS,
     RATE_OF_START,
@@ -15,9 +19,8 @@ from tools.bench.hosts_arms import (
 )
 from tools.bench.hosts_bed import TwoHosts, bits_per_second
 from tools.bench.hosts_sides import HostsSide, in_megabytes, utilisations
+from tools.bench.models import MODELS
 from tools.bench.report import Figure, Report
-from tools.bench.sides import alternate, started
-from tools.bench.stats import paired_ratio, ratio_to_best
 
 WORKERS_PER_HOST = 2
 ALONE = "no communication"
@@ -35,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
     setting = {
         "benchmark": "step of a GradientTape loop with SGD, 2 hosts x 2 workers, "
         "network namespaces joined by a veth pair with tbf, 1 thread each",
-        "model": "character transformer, width 512, 6 blocks, 19.1 million parameters",
+        "model": str(MODELS["transformer"]),
         "batch": f"{args.batch} for each worker",
         "torch": version or f"left out: {args.torch_python} has none",
     }
@@ -53,8 +56,11 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _torch_side(bed: TwoHosts, args: argparse.Namespace) -> HostsSide:
-    module, setup = "tools.bench.hosts_torch_worker", {"batch_size": args.batch}
-    python = args.torch_python
+    model = dataclasses.asdict(MODELS["transformer"])
+    told = {"model": model, "batch_size": args.batch, "tuned": True}
+    arms = {"float32": told, "bf16": {**told, "bf16": True}}
+    module, python = "tfdp.bench.torch_worker", args.torch_python
+    setup = {"arms": arms, "meets": True}
     return HostsSide(bed, "ddp", module, setup, WORKERS_PER_HOST, python)
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
-from tools.bench.channel import Arm, serve, take_over_output
-from tools.bench.worker import (
+from tfdp.bench.channel import serve, take_over_output
+from tfdp.bench.training import (
+    barrier,
     make_strategy,
-    set_stock_pack_bytes,
+    sums_in_packs,
+    timed,
     training_step,
 )
+from tools.bench.models import MODELS
 
 
 def make_strategies(setup: dict[str, Any]) -> dict[str, Any]:
@@ -40,20 +42,6 @@ def pack_bytes_of(setup: dict[str, Any], arm: str) -> int:
     return setup["arms"][arm].get("pack_bytes", 0)
 
 
-def timed_from(barrier: Callable[[], Any], function: Callable[[], Any]) -> Arm:
-    """Seconds per call, once all workers have met: a call is too long to waste."""
-
-    def run(steps: int) -> float:
-        barrier().numpy()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            result = function()
-        result.numpy()
-        return (time.perf_counter() - begin) / steps
-
-    return run
-
-
 def gradients_step(
     strategy: Any, values: list[Any], pack_bytes: int = 0
 ) -> Callable[[], Any]:
@@ -77,24 +65,11 @@ def gradients_step(
 
     def replica() -> Any:
         gradients = [value.read_value() for value in values]
+        if pack_bytes:
+            sums = sums_in_packs(gradients, pack_bytes)
+            return tf.add_n([total[0] for total in sums])
         optimizer.apply(gradients, variables)
         return optimizer.iterations.value
-
-    @tf.function
-    def step() -> Any:
-        if not hasattr(strategy, "communication_plan"):  # stock
-            set_stock_pack_bytes(strategy, pack_bytes)
-        return strategy.experimental_local_results(strategy.run(replica))[0]
-
-    return step
-
-
-def barrier(strategy: Any) -> Callable[[], Any]:
-    """A sum of one number, for which every worker waits for all others."""
-    import tensorflow as tf
-
-    def replica() -> Any:
-        return tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([1]))
 
     @tf.function
     def step() -> Any:
@@ -109,9 +84,9 @@ def all_reduce_arms(strategies: dict[str, Any], setup: dict[str, Any]) -> dict:
 
     values = [tf.Variable(tf.ones([length])) for length in setup["lengths"]]
     return {
-        name: timed_from(
-            barrier(strategy),
+        name: timed(
             gradients_step(strategy, values, pack_bytes_of(setup, name)),
+            barrier(strategy),
         )
         for name, strategy in strategies.items()
     }
@@ -119,23 +94,23 @@ def all_reduce_arms(strategies: dict[str, Any], setup: dict[str, Any]) -> dict:
 
 def step_arms(strategies: dict[str, Any], setup: dict[str, Any]) -> dict:
     """Training steps of a GradientTape loop, and one that does not communicate."""
-    model, size = setup["model"], setup["batch_size"]
+    model, size = MODELS[setup["model"]], setup["batch_size"]
     arms = {
-        name: timed_from(
-            barrier(strategy),
+        name: timed(
             training_step(
                 strategy,
                 model,
                 batch_size=size,
                 pack_bytes=pack_bytes_of(setup, name),
             ),
+            barrier(strategy),
         )
         for name, strategy in strategies.items()
     }
     if setup["strategy"] == "tfdp":
         first = next(iter(strategies.values()))
         alone = training_step(None, model, batch_size=size)
-        arms["no communication"] = timed_from(barrier(first), alone)
+        arms["no communication"] = timed(alone, barrier(first))
     return arms
 
 

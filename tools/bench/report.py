@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.bench.machine import describe
-from tools.bench.stats import Ratio
+from tfdp.bench.machine import describe, load
+from tfdp.bench.stats import Ratio
+
+PROGRAM = "python -m tools.bench"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Report:
 
     def __init__(self, args: argparse.Namespace, setting: Mapping[str, Any]) -> None:
         self._out: Path | None = args.out
-        self._content: dict[str, Any] = {**describe(), **setting, "figures": []}
+        self._content: dict[str, Any] = {**describe(PROGRAM), **setting, "figures": []}
         for name, value in self._content.items():
             if name != "figures":
                 print(f"{name}: {value}")
@@ -86,6 +88,6 @@ class Report:
 
     def finish(self) -> None:
         """Writes the JSON, if asked to."""
-        self._content["load_average_at_end"] = describe()["load_average_1_min"]
+        self._content["load_average_at_end"] = load()
         if self._out:
             self._out.write_text(json.dumps(self._content, indent=1) + "\n", "utf-8")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from tools.bench.models import DESCRIPTIONS
+from tfdp.bench.sides import Side, started
+from tfdp.bench.stats import paired_ratio
+from tfdp.bench.turns import alternate
+from tools.bench.models import MODELS
 from tools.bench.report import Figure, Report
-from tools.bench.sides import Side, alternate, started
-from tools.bench.stats import paired_ratio
 
 NUM_WORKERS = (2, 4)
 # A small batch: what is compared is the reduction and the update.
@@ -21,7 +22,7 @@ def run(args: argparse.Namespace) -> None:
     setting = {
         "benchmark": "step of a GradientTape loop with Adam, 1 thread for each worker, "
         "optimizer state sharded (ZeRO-1) and not",
-        "model": DESCRIPTIONS["transformer"],
+        "model": str(MODELS["transformer"]),
         "batch": f"{BATCH_SIZE} for each worker",
     }
     report = Report(args, setting)

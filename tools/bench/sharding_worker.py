@@ -10,8 +10,9 @@ from typing import Any
 
 import psutil
 
-from tools.bench.channel import serve, take_over_output
-from tools.bench.worker import make_strategy, timed, training_step
+from tfdp.bench.channel import serve, take_over_output
+from tfdp.bench.training import make_strategy, timed, training_step
+from tools.bench.models import MODELS
 
 
 def main() -> None:
@@ -34,7 +35,7 @@ def main() -> None:
 
     step = training_step(
         strategy,
-        setup["model"],
+        MODELS[setup["model"]],
         make_optimizer=make_optimizer,
         batch_size=setup["batch_size"],
     )

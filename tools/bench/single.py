@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 
+from tfdp.bench.sides import Side, started
+from tfdp.bench.stats import paired_ratio
+from tfdp.bench.turns import alternate
+from tools.bench.models import MODELS
 from tools.bench.report import Figure, Report
-from tools.bench.sides import Side, alternate, started
-from tools.bench.stats import paired_ratio
 
 
 def run(args: argparse.Namespace) -> None:
     """Measures `fit` of the MLP."""
     setting = {
         "benchmark": "Keras fit on one replica, CPU",
-        "model": "MLP 784-1024-1024-10, 1.86 million parameters",
+        "model": str(MODELS["mlp"]),
         "batch": "32, NumPy arrays, 25 steps a block",
     }
     report = Report(args, setting)

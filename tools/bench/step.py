@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
+from tfdp.bench.sides import Side, started
+from tfdp.bench.stats import paired_ratio, ratio_to_best
+from tfdp.bench.turns import alternate
 from tools.bench.report import Figure, Report
-from tools.bench.sides import Side, alternate, started
-from tools.bench.stats import paired_ratio, ratio_to_best
 
 PACKS_MB = (1, 2, 4, 8, 25)
 # Steps in a block: long enough for the clock, short enough to take turns often.

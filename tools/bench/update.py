@@ -6,9 +6,10 @@ import argparse
 import statistics
 from collections.abc import Sequence
 
+from tfdp.bench.sides import Side, started
+from tfdp.bench.stats import paired_ratio
+from tfdp.bench.turns import alternate
 from tools.bench.report import Figure, Report
-from tools.bench.sides import Side, alternate, started
-from tools.bench.stats import paired_ratio
 
 LAYERS = "50 layers of 64 units with LayerNormalization, 200 variables"
 SMALL = "200 variables of 64 to 4,096 values, each of another size"

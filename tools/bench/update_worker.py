@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tools.bench.channel import serve, take_over_output
+from tfdp.bench.channel import serve, take_over_output
+from tfdp.bench.training import timed
 from tools.bench.update import GOALS, LARGE, LAYERS, SMALL
-from tools.bench.worker import timed
 
 
 def small_shapes() -> list[tuple[int, ...]]:

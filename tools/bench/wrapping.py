@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import statistics
 
+from tfdp.bench.sides import Side, started
+from tfdp.bench.stats import paired_ratio
+from tfdp.bench.turns import alternate
 from tools.bench.report import Figure, Report
-from tools.bench.sides import Side, alternate, started
-from tools.bench.stats import paired_ratio
 
 # Where a process happens to lay its weights makes it faster or slower by up to 7 % for
 # as long as it lives: a pair is the medians of one process.

@@ -1,4 +1,4 @@
-"""The sides of a benchmark: groups of processes that take turns on the machine."""
+"""The sides of a benchmark: groups of worker processes, and how they are started."""
 
 from __future__ import annotations
 
@@ -13,10 +13,18 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_SECONDS = 300.0
+# Another interpreter has its own packages, and of ours gets this one only: what else
+# lies beside it was built for this interpreter.
+_FOREIGN = """
+import runpy, sys, types
+package = types.ModuleType("tfdp")
+package.__path__ = [sys.argv.pop(1)]
+sys.modules["tfdp"] = package
+runpy.run_module(sys.argv.pop(1), run_name="__main__")
+"""
 
 
 class Side:
@@ -27,7 +35,8 @@ class Side:
         module: String, the module that each worker runs.
         setup: Dict, what the workers are told.
         num_workers: Int. Defaults to `1`.
-        python: String or `None`, the interpreter. Defaults to this one.
+        python: String or `None`, an interpreter for a module of tfdp that needs
+            nothing but Python and what that one has. Defaults to this one.
     """
 
     def __init__(
@@ -39,34 +48,32 @@ class Side:
         python: str | None = None,
     ) -> None:
         self.name = name
-        addresses = [f"127.0.0.1:{port}" for port in free_ports(num_workers)]
-        self._logs = [tempfile.NamedTemporaryFile("w+") for _ in addresses]  # noqa: SIM115
-        self._workers = []
-        for rank in range(num_workers):
-            told = {**setup, "rank": rank, "addresses": addresses}
-            self._workers.append(
-                subprocess.Popen(
-                    [python or sys.executable, "-m", module, json.dumps(told)],
-                    cwd=ROOT,
-                    env=_environment(),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=self._logs[rank],
-                    text=True,
-                    start_new_session=True,
-                )
-            )
+        addresses = [f"127.0.0.1:{port}" for port in _free_ports(num_workers)]
+        self._start(worker_commands(module, setup, addresses, python), _environment())
 
-    def wait_until_ready(self) -> list[str]:
-        """Waits for the workers and returns the names of what they can run."""
-        return self._replies()[0]["ready"]
+    def _start(
+        self, commands: Sequence[Sequence[str]], environment: Mapping[str, str]
+    ) -> None:
+        self._logs = [tempfile.NamedTemporaryFile("w+") for _ in commands]  # noqa: SIM115
+        self._workers: list[subprocess.Popen] = []
+        try:
+            for command, log in zip(commands, self._logs, strict=True):
+                self._workers.append(_started_worker(command, environment, log))
+        except OSError:
+            self.close()
+            raise
+
+    def wait_until_ready(self) -> None:
+        """Waits until all workers have started."""
+        self._replies()
 
     def run(self, arm: str, steps: int) -> Any:
         """Runs a block of steps and returns what each worker measured."""
         for worker in self._workers:
             assert worker.stdin is not None
-            worker.stdin.write(json.dumps({"arm": arm, "steps": steps}) + "\n")
-            worker.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # the reply says why
+                worker.stdin.write(json.dumps({"arm": arm, "steps": steps}) + "\n")
+                worker.stdin.flush()
         return [reply["result"] for reply in self._replies()]
 
     def close(self) -> None:
@@ -106,40 +113,49 @@ def started(*sides: Side) -> Iterator[None]:
             side.close()
 
 
-def alternate(
-    arms: Sequence[tuple[Side, str]],
-    *,
-    blocks: int,
-    steps: Mapping[str, int] | int,
-    warm_up: int = 2,
-) -> dict[str, list[float]]:
-    """Runs blocks of all arms in turn, every other time in reverse order.
+def worker_commands(
+    module: str,
+    setup: Mapping[str, Any],
+    addresses: Sequence[str],
+    python: str | None = None,
+) -> list[list[str]]:
+    """The command of each worker of a side.
 
     Args:
-        arms: Sequence of side and name of an arm.
-        blocks: Int, how often each arm has its turn.
-        steps: Int, or one for each arm: steps in a block.
-        warm_up: Int, steps of each arm before the first block. Defaults to `2`.
+        module: String, the module that each runs.
+        setup: Dict, what they are told, beside their rank and all addresses.
+        addresses: Sequence of strings, one for each worker.
+        python: String or `None`, as for `Side`. Defaults to this interpreter.
 
     Returns:
-        Dict from `side/arm` to seconds per step of the slowest worker, one
-        value for each block.
+        List of lists of strings.
     """
-    times: dict[str, list[float]] = {f"{side.name}/{arm}": [] for side, arm in arms}
-
-    def run(side: Side, arm: str) -> float:
-        count = steps if isinstance(steps, int) else steps[arm]
-        return max(side.run(arm, count))
-
-    for side, arm in arms:
-        side.run(arm, warm_up)  # traces, and fills caches
-    for block in range(blocks):
-        for side, arm in arms if block % 2 == 0 else reversed(arms):
-            times[f"{side.name}/{arm}"].append(run(side, arm))
-    return times
+    start = [sys.executable, "-m", module]
+    if python is not None:
+        package = str(Path(__file__).resolve().parents[1])
+        start = [python, "-c", _FOREIGN, package, module]
+    told = [
+        {**setup, "rank": rank, "addresses": list(addresses)}
+        for rank in range(len(addresses))
+    ]
+    return [[*start, json.dumps(each)] for each in told]
 
 
-def free_ports(count: int) -> list[int]:
+def _started_worker(
+    command: Sequence[str], environment: Mapping[str, str], log: IO[str]
+) -> subprocess.Popen:
+    return subprocess.Popen(
+        list(command),
+        env=dict(environment),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:

@@ -19,9 +19,25 @@ class Ratio:
     high: float
     num_pairs: int
 
+    def times(self, factor: float) -> Ratio:
+        """The ratio times a number, with its interval.
+
+        Args:
+            factor: Float.
+
+        Returns:
+            A `Ratio`.
+        """
+        low, high = self.low * factor, self.high * factor
+        return Ratio(self.median * factor, low, high, self.num_pairs)
+
+    @property
+    def interval(self) -> str:
+        """String, the interval in brackets."""
+        return f"[{self.low:.3f}, {self.high:.3f}]"
+
     def __str__(self) -> str:
-        interval = f"[{self.low:.3f}, {self.high:.3f}]"
-        return f"{self.median:.3f} {interval}, {self.num_pairs} pairs"
+        return f"{self.median:.3f} {self.interval}, {self.num_pairs} pairs"
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:

@@ -1,0 +1,1 @@
+"""Benchmarks that `tfdp bench` runs: ratios of sides that take turns."""

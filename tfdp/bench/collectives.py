@@ -1,0 +1,209 @@
+"""Time and bandwidth of every collective by every algorithm, as nccl-tests has them."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tfdp.bench.bandwidth import algorithm_bandwidth, bus_factor, padded_bytes
+from tfdp.bench.correctness import MOST_REPLICAS_OF
+from tfdp.bench.turns import Runner, alternate, steps_that_take
+from tfdp.cluster import Topology
+
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4}
+# Only an all-reduce has a choice.
+NO_ALGORITHM = "-"
+_BLOCK_SECONDS = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    Args:
+        collectives: Sequence of strings, of `tfdp.bench.bandwidth.COLLECTIVES`.
+        algorithms: Sequence of strings, of the all-reduce.
+        sizes: Sequence of ints, bytes.
+        dtype: String, a key of `ITEM_BYTES`.
+        blocks: Int, turns of each algorithm.
+        num_workers: Int, local processes, or `None` for the cluster that this
+            process is in. Defaults to `None`.
+        devices_per_worker: Int, logical CPU devices of each, or `None`. Defaults
+            to `None`.
+        node_size: Int, replicas that count as one node, or `None`. Defaults to
+            `None`.
+    """
+
+    collectives: Sequence[str]
+    algorithms: Sequence[str]
+    sizes: Sequence[int]
+    dtype: str
+    blocks: int
+    num_workers: int | None = None
+    devices_per_worker: int | None = None
+    node_size: int | None = None
+
+    @property
+    def worker_setup(self) -> dict[str, Any]:
+        """What a worker is told."""
+        return {
+            "strategy": "tfdp" if (self.num_workers or 0) > 1 else "auto",
+            "devices": self.devices_per_worker,
+            "dtype": self.dtype,
+            "communication": {"node_size": self.node_size},
+        }
+
+    @property
+    def topology(self) -> Topology:
+        """The replicas of the local processes, by node."""
+        count = (self.num_workers or 1) * (self.devices_per_worker or 1)
+        size = self.node_size or count
+        starts = range(0, count, size)
+        return Topology(tuple(tuple(range(s, min(s + size, count))) for s in starts))
+
+    def check(self, topology: Topology) -> None:
+        """Checks that all that is asked for can be run.
+
+        Args:
+            topology: `Topology` of the replicas.
+
+        Raises:
+            ValueError: If not.
+        """
+        count = topology.num_replicas
+        if count < 2:
+            raise ValueError(
+                "A collective needs at least 2 replicas; give -n, or "
+                f"--devices-per-worker, or run it in a cluster. Received: {count}"
+            )
+        if count > MOST_REPLICAS_OF.get(self.dtype, count):
+            raise ValueError(
+                f"The sums of so many replicas are not exact in {self.dtype}. "
+                f"Received: {count} replicas"
+            )
+        if "hierarchical" in self.algorithms and not (
+            topology.num_nodes > 1
+            and topology.is_even
+            and topology.replicas_per_node > 1
+        ):
+            raise ValueError(
+                "The hierarchical algorithm needs several nodes with equally many, "
+                "at least 2, replicas; --node-size says how many count as one. "
+                f"Received: nodes of {[len(node) for node in topology.nodes]}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A line of the table: the names are those of nccl-tests.
+
+    Args:
+        collective: String.
+        algorithm: String, or `NO_ALGORITHM`.
+        size_bytes: Int.
+        count: Int, elements.
+        dtype: String.
+        seconds: Float, the median.
+        algbw_gb_per_second: Float.
+        busbw_gb_per_second: Float.
+        num_wrong: Int, wrong elements on all replicas together.
+    """
+
+    collective: str
+    algorithm: str
+    size_bytes: int
+    count: int
+    dtype: str
+    seconds: float
+    algbw_gb_per_second: float
+    busbw_gb_per_second: float
+    num_wrong: int
+
+
+def num_turns(settings: Settings) -> int:
+    """How many blocks a run has.
+
+    Args:
+        settings: `Settings`.
+
+    Returns:
+        Int.
+    """
+    arms = sum(len(_algorithms(settings, c)) for c in settings.collectives)
+    return arms * len(settings.sizes) * settings.blocks
+
+
+def measure(
+    settings: Settings,
+    runner: Runner,
+    num_replicas: int,
+    on_turn: Callable[[], Any] = lambda: None,
+) -> tuple[list[Row], dict[str, list[float]]]:
+    """Runs everything; the algorithms of one size take turns.
+
+    Args:
+        settings: `Settings`.
+        runner: A `Side` of `tfdp.bench.collectives_worker`, or `Here`.
+        num_replicas: Int, number of replicas.
+        on_turn: Callable, called after each block. Defaults to nothing.
+
+    Returns:
+        Tuple of the rows, and the seconds of each block by name.
+    """
+    rows: list[Row] = []
+    all_times: dict[str, list[float]] = {}
+    item = ITEM_BYTES[settings.dtype]
+    for collective in settings.collectives:
+        for asked in settings.sizes:
+            size = padded_bytes(asked, item, num_replicas)
+            names = {
+                algorithm: f"{collective}/{algorithm}/{size}"
+                for algorithm in _algorithms(settings, collective)
+            }
+            times = _times_of(settings, runner, list(names.values()), on_turn)
+            all_times |= times
+            for algorithm, name in names.items():
+                wrong = sum(runner.run(f"check {name}", 1))
+                what = (collective, algorithm, size)
+                rows.append(_row(settings, what, num_replicas, times[name], wrong))
+    return rows, all_times
+
+
+def _times_of(
+    settings: Settings, runner: Runner, names: list[str], on_turn: Callable[[], Any]
+) -> Mapping[str, list[float]]:
+    arms = [(runner, name) for name in names]
+    steps = steps_that_take(_BLOCK_SECONDS, arms)
+    times = alternate(
+        arms, blocks=settings.blocks, steps=steps, warm_up=0, on_turn=on_turn
+    )
+    return {name: times[f"{runner.name}/{name}"] for name in names}
+
+
+def _row(
+    settings: Settings,
+    what: tuple[str, str, int],
+    num_replicas: int,
+    times: list[float],
+    wrong: int,
+) -> Row:
+    collective, algorithm, size = what
+    seconds = statistics.median(times)
+    bandwidth = algorithm_bandwidth(size, seconds)
+    return Row(
+        collective=collective,
+        algorithm=algorithm,
+        size_bytes=size,
+        count=size // ITEM_BYTES[settings.dtype],
+        dtype=settings.dtype,
+        seconds=seconds,
+        algbw_gb_per_second=bandwidth,
+        busbw_gb_per_second=bandwidth * bus_factor(collective, num_replicas),
+        num_wrong=wrong,
+    )
+
+
+def _algorithms(settings: Settings, collective: str) -> Sequence[str]:
+    return settings.algorithms if collective == "all_reduce" else (NO_ALGORITHM,)

@@ -1,0 +1,113 @@
+"""What a benchmark ran on: without it a number says nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("tensorflow", "keras", "numpy", "tfdp")
+_NAMES = {
+    "tfdp": "tfdp",
+    "tensorflow": "TensorFlow",
+    "keras": "Keras",
+    "torch": "PyTorch",
+    "python": "Python",
+}
+
+
+def describe(program: str | None = None) -> dict[str, Any]:
+    """Describes the machine, how busy it is, the versions and the command.
+
+    Args:
+        program: String, how this program is called, to which its arguments are
+            added. Defaults to `None`: what was called.
+
+    Returns:
+        Dict of strings and numbers.
+
+    Example:
+
+    >>> described = describe("tfdp bench compare")
+    >>> "cores" in described["machine"], "tensorflow" in described
+    (True, True)
+    """
+    return {
+        "machine": f"{_cpu_name()}, {num_cores()} cores",
+        "load_average_1_min": load(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+        "command": command_line(program),
+    }
+
+
+def caption(described: Mapping[str, Any]) -> str:
+    """The machine and the versions in one line, for a plot.
+
+    Args:
+        described: Mapping from `describe`; a `torch` in it is named too.
+
+    Returns:
+        String.
+
+    Example:
+
+    >>> caption({"machine": "a CPU, 2 cores", "tfdp": "0.1.0", "torch": None})
+    'a CPU, 2 cores; tfdp 0.1.0'
+    """
+    versions = [f"{_NAMES[k]} {described[k]}" for k in _NAMES if described.get(k)]
+    return f"{described['machine']}; {', '.join(versions)}"
+
+
+def command_line(program: str | None = None) -> str:
+    """The command as a person would type it.
+
+    Args:
+        program: String, as for `describe`. Defaults to `None`.
+
+    Returns:
+        String.
+    """
+    words = [program] if program else [Path(sys.argv[0]).name]
+    return " ".join([*words, *sys.argv[1:]])
+
+
+def load() -> float:
+    """How many processes wanted the processor in the last minute, on average.
+
+    Returns:
+        Float.
+    """
+    return round(os.getloadavg()[0], 2)
+
+
+def num_cores() -> int:
+    """The number of CPU cores that this process may use.
+
+    Returns:
+        Int.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,100 @@
+"""The models that are timed: two families, each of any size."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+FAMILIES = ("mlp", "transformer")
+# Inputs and classes of the MLP: those of handwritten digits.
+NUM_INPUTS, NUM_CLASSES = 784, 10
+# The transformer reads characters.
+VOCABULARY, CONTEXT = 128, 64
+_BLOCKS, _HEADS = 4, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What a model looks like, for Keras and for PyTorch to build it.
+
+    Args:
+        family: String, `"mlp"` (two hidden layers) or `"transformer"` (pre-norm
+            blocks that read characters).
+        width: Int, units of a hidden layer, or of the embeddings.
+        num_blocks: Int, of a transformer. Defaults to `4`.
+        num_heads: Int, of a transformer. Defaults to `4`.
+
+    Example:
+
+    >>> Model("mlp", 1024).num_parameters
+    1863690
+    """
+
+    family: str
+    width: int
+    num_blocks: int = _BLOCKS
+    num_heads: int = _HEADS
+
+    @property
+    def num_parameters(self) -> int:
+        """Int, all of them are trained."""
+        width = self.width
+        if self.family == "mlp":
+            hidden = (NUM_INPUTS + 1) * width + (width + 1) * width
+            return hidden + (width + 1) * NUM_CLASSES
+        # Two norms, attention (query, key, value, output), and two dense layers.
+        block = 4 * width + 4 * (width + 1) * width + 8 * width * width + 5 * width
+        ends = (VOCABULARY + CONTEXT) * width + 2 * width + (width + 1) * VOCABULARY
+        return self.num_blocks * block + ends
+
+    def __str__(self) -> str:
+        size = f"{self.num_parameters / 1e6:.3g} million parameters"
+        if self.family == "mlp":
+            layers = (NUM_INPUTS, self.width, self.width, NUM_CLASSES)
+            return f"MLP {'-'.join(map(str, layers))}, {size}"
+        return (
+            f"transformer, {self.num_blocks} blocks of width {self.width}, sequence "
+            f"length {CONTEXT}, {size}"
+        )
+
+
+def model_of_size(family: str, millions: float) -> Model:
+    """The model of a family that has about so many parameters.
+
+    Args:
+        family: String, one of `FAMILIES`.
+        millions: Float, parameters in millions.
+
+    Returns:
+        A `Model`.
+
+    Raises:
+        ValueError: If there is no such model: too small, or of no such family.
+
+    Example:
+
+    >>> print(model_of_size("mlp", 5))
+    MLP 784-1872-1872-10, 4.99 million parameters
+    """
+    if family not in FAMILIES:
+        raise ValueError(
+            f"The family of models must be one of {FAMILIES}. Received: {family!r}"
+        )
+    # The number is a quadratic function of the width, rounded to full vectors.
+    unit = 8
+    one, two = (Model(family, w).num_parameters for w in (unit, 2 * unit))
+    zero = Model(family, 0).num_parameters
+    square = (two - 2 * one + zero) / (2 * unit**2)
+    linear = (one - zero) / unit - square * unit
+    missing = millions * 1e6 - zero
+    width = (math.sqrt(linear**2 + 4 * square * max(0.0, missing)) - linear) / (
+        2 * square
+    )
+    model = Model(family, unit * round(width / unit))
+    if model.width < unit:
+        least = Model(family, unit).num_parameters / 1e6
+        raise ValueError(
+            f"The smallest {family} has {least:.2g} million parameters. "
+            f"Received: {millions:g}"
+        )
+    return model

@@ -1,0 +1,167 @@
+"""One process of PyTorch DistributedDataParallel with Gloo; needs no TensorFlow."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tfdp.bench.channel import Arm, OnDemand, serve, take_over_output
+from tfdp.bench.models import CONTEXT, NUM_CLASSES, NUM_INPUTS, VOCABULARY, Model
+
+
+def build(model: Model) -> Any:
+    """The model as `tfdp.bench.keras_models` builds it, layer by layer.
+
+    Args:
+        model: `Model`.
+
+    Returns:
+        A `torch.nn.Module` whose outputs are logits.
+    """
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    if model.family == "transformer":
+        return _transformer(model)
+    width = model.width
+    return nn.Sequential(
+        *(nn.Linear(NUM_INPUTS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()),
+        nn.Linear(width, NUM_CLASSES),
+    )
+
+
+def _transformer(model: Model) -> Any:
+    import torch
+    from torch import nn
+
+    class Transformer(nn.Module):
+        """Embeddings, pre-norm blocks and a linear head."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            width = model.width
+            self.tokens = nn.Embedding(VOCABULARY, width)
+            self.positions = nn.Embedding(CONTEXT, width)
+            block = nn.TransformerEncoderLayer(
+                *(width, model.num_heads, 4 * width, 0.0, "gelu"),
+                batch_first=True,
+                norm_first=True,
+            )
+            self.blocks = nn.TransformerEncoder(
+                block, model.num_blocks, nn.LayerNorm(width), enable_nested_tensor=False
+            )
+            self.head = nn.Linear(width, VOCABULARY)
+
+        def forward(self, ids: Any) -> Any:  # [batch, CONTEXT], int64
+            x = self.tokens(ids) + self.positions(torch.arange(CONTEXT))
+            mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
+            return self.head(self.blocks(x, mask=mask, is_causal=True))
+
+    return Transformer()
+
+
+def training_step(
+    model: Model, batch_size: int, *, tuned: bool = False, bf16: bool = False
+) -> Callable[[], Any]:
+    """A training step on a fixed batch with SGD.
+
+    Args:
+        model: `Model`.
+        batch_size: Int, samples of each replica.
+        tuned: Bool, whether with the settings that serve DDP best. Defaults to
+            `False`: with its own.
+        bf16: Bool, whether gradients travel as bfloat16. Defaults to `False`.
+
+    Returns:
+        Callable that takes the step and returns the loss.
+    """
+    import torch
+    from torch import nn
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.nn.parallel import DistributedDataParallel
+
+    network = DistributedDataParallel(build(model), gradient_as_bucket_view=tuned)
+    if bf16:
+        # DDP refuses the hook itself, by its name, without a GPU. Gloo can do it.
+        network.register_comm_hook(
+            None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)
+        )
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, foreach=tuned)
+    x, y = _batch(model, batch_size)
+    loss_function = nn.CrossEntropyLoss()
+
+    def step() -> Any:
+        optimizer.zero_grad()
+        loss = loss_function(network(x).flatten(0, -2), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def _batch(model: Model, size: int) -> tuple[Any, Any]:
+    import torch
+
+    if model.family == "mlp":
+        return torch.randn(size, NUM_INPUTS), torch.randint(0, NUM_CLASSES, (size,))
+    ids = torch.randint(0, VOCABULARY, (size, CONTEXT + 1))
+    return ids[:, :-1], ids[:, 1:].flatten()
+
+
+def timed(step: Callable[[], Any], *, meets: bool) -> Arm:
+    """Seconds per step, as `tfdp.bench.training.timed` measures them.
+
+    Args:
+        step: Callable that returns the loss.
+        meets: Bool, whether the workers only meet before the first step that is
+            timed; otherwise they take one that is not.
+
+    Returns:
+        Callable that takes a number of steps and returns seconds per step.
+    """
+    import torch
+
+    def run(steps: int) -> float:
+        if meets:
+            torch.distributed.barrier()
+        else:
+            step().item()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            loss = step()
+        loss.item()
+        return (time.perf_counter() - begin) / steps
+
+    return run
+
+
+def main() -> None:
+    """Takes steps as the driver asks."""
+    take_over_output()
+    setup = json.loads(sys.argv[1])
+    import torch
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"tcp://{setup['addresses'][0]}",
+        rank=setup["rank"],
+        world_size=len(setup["addresses"]),
+    )
+    told = setup["arms"]
+
+    def make(name: str) -> Arm:
+        arm = dict(told[name])
+        step = training_step(Model(**arm.pop("model")), arm.pop("batch_size"), **arm)
+        return timed(step, meets=setup.get("meets", False))
+
+    serve(OnDemand(make, lambda name: str(told[name]["model"])))
+
+
+if __name__ == "__main__":
+    main()

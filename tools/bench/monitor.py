@@ -1,0 +1,53 @@
+"""What the communication monitor costs, and whether its parts add up to the step."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+from tfdp.bench.sides import Side, started
+from tfdp.bench.stats import paired_ratio
+from tools.bench.report import Figure, Report
+
+# A block is a call of `fit`, whose first steps are traced and not timed.
+STEPS = 60
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measures Keras `fit` on two workers with and without the monitor."""
+    for model in args.models:
+        setting = {
+            "benchmark": f"Keras fit on 2 workers, Adam, {STEPS} steps a block, "
+            "CommunicationMonitor with every=10",
+            "model": model,
+            "batch": "32 for each replica",
+        }
+        report = Report(args, setting)
+        setup = {"model": model, "strategy": "tfdp"}
+        side = Side("fit", "tools.bench.monitor_worker", setup, num_workers=2)
+        steps = STEPS if model == "mlp" else STEPS // 2
+        with started(side):
+            found = blocks(side, args.blocks, steps)
+        for arm in ("off", "on"):
+            report.add_times({arm: [block["seconds"] for block in found[arm]]})
+        seconds = {arm: [b["seconds"] for b in found[arm]] for arm in found}
+        name = f"{model}: step time with the monitor relative to none"
+        ratio = paired_ratio(seconds["on"], seconds["off"])
+        report.add(Figure(name, ratio, at_most=1.02))
+        parts = [block["parts"] for block in found["on"]]
+        name = f"{model}: compute plus exposed communication, relative to the step"
+        report.add(
+            Figure(name, round(statistics.median(parts), 4), note="0.95 to 1.05")
+        )
+        report.finish()
+
+
+def blocks(side: Side, count: int, steps: int) -> dict[str, list[dict]]:
+    """Blocks of both arms in turn, every other time in reverse order."""
+    found: dict[str, list[dict]] = {"off": [], "on": []}
+    for block in range(count):
+        for arm in ("off", "on") if block % 2 == 0 else ("on", "off"):
+            workers = side.run(arm, steps)
+            slowest = max(workers, key=lambda worker: worker["seconds"])
+            found[arm].append(slowest)
+    return found
