@@ -8,6 +8,8 @@ import random
 import pytest
 
 from tfdp.buckets import BucketPlan, Entry, effective_bucket_bytes, plan_buckets
+from tfdp.fusion import bucket_bytes_of
+from tfdp.options import CommunicationOptions
 
 SIZES = {"float16": 2, "float32": 4, "float64": 8}
 
@@ -60,6 +62,13 @@ def test_small_models_get_smaller_buckets_and_large_ones_those_asked_for():
     assert effective_bucket_bytes(80 * mb, 25 * mb) == 10 * mb
     assert effective_bucket_bytes(1000 * mb, 25 * mb) == 25 * mb
     assert effective_bucket_bytes(80 * mb, mb // 2) == mb // 2
+
+
+def test_a_size_that_was_chosen_is_taken_as_it_is():
+    entries = [Entry(str(i), (2**20,), "float32", 4) for i in range(20)]
+    mb = 2**20
+    assert bucket_bytes_of(entries, CommunicationOptions()) == 10 * mb
+    assert bucket_bytes_of(entries, CommunicationOptions(bucket_mb=64)) == 64 * mb
 
 
 def test_first_bucket_closes_at_its_own_limit():

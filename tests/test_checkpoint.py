@@ -421,40 +421,6 @@ def test_a_disk_that_takes_no_more_is_said_and_the_previous_one_stays(tmp_path):
     assert len(folders(tmp_path)) == 1
 
 
-PEAK = """
-import resource, sys
-import numpy as np, tensorflow as tf
-from tfdp import checkpoint
-from tfdp.state_tensors import Piece, StateTensor
-def tensors(*sizes):
-    arrays = [np.ones(size, "float32") for size in sizes]
-    found = []
-    for number, array in enumerate(arrays):
-        def write(values, array=array): array[:] = values
-        piece = Piece(0, array.size, lambda array=array: array, write)
-        found.append(
-            StateTensor(str(number), array.shape, "float32", (piece,), (piece,))
-        )
-    return found
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-alone = checkpoint._Alone()
-state = tensors(50 * 2**20, *[2**20] * 50)  # 200 MB and 50 times 4 MB
-checkpoint.save_state(tensors(1000), sys.argv[1], alone)
-before = peak()
-checkpoint.save_state(state, sys.argv[1], alone)
-print("MB", peak() - before)
-"""
-
-
-@pytest.mark.processes
-def test_saving_takes_little_more_memory_than_one_bucket(tmp_path):
-    done = run_python("-c", PEAK, str(tmp_path), deadline_seconds=DEADLINE_SECONDS)
-    assert done.code == 0, done.output
-    peak = float(done.output.split("MB")[-1])
-    assert peak < 25, done.output  # a bucket
-
-
 DAMAGES: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
     "missing": (lambda path: path.unlink(), "is missing"),
     "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-1]), " bytes inst"),

@@ -33,6 +33,7 @@ CASE_MODULES = ("monitor",)
 
 BAD_INPUT = {
     "monitor_says_that_it_cannot_write": "`log_dir` cannot be written",
+    "a_callback_on_one_worker_only": "[[], ['CommunicationMonitor']], by worker",
     "timeline_past_the_end_of_training": "steps=(10, 13), and 12 steps of training",
 }
 

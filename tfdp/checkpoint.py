@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
 from tfdp import checkpoint_files as files
 from tfdp.checkpoint_index import (
@@ -20,9 +19,10 @@ from tfdp.checkpoint_index import (
     to_text,
     versions,
 )
+from tfdp.checkpoint_pending import num_pending, pending_state_of, share_pending
 from tfdp.consistency import check_same_variables
 from tfdp.interchange import plain_optimizer
-from tfdp.model_state import LOSS_SCALE, PENDING, pending_state_of, state_of
+from tfdp.model_state import LOSS_SCALE, PENDING, state_of
 from tfdp.ownership import strategy_of
 from tfdp.state_tensors import StateTensor
 
@@ -60,13 +60,12 @@ def save(model: keras.Model, directory: str | os.PathLike) -> None:
     >>> sorted(os.listdir(directory))
     ['data-...', 'index.json']
     """
-    agreement = _agreement_of(model)
     state = state_of(model)
-    if _num_pending(model):
-        if hasattr(model.optimizer, "share_accumulated"):
-            model.optimizer.share_accumulated()
+    if num_pending(model):
         state += pending_state_of(model)
-    save_state(state, directory, agreement, lambda: _serialized(model))
+    prepare = functools.partial(share_pending, model)
+    serialize = functools.partial(_serialized, model)
+    save_state(state, directory, _agreement_of(model), serialize, prepare)
 
 
 def restore(model: keras.Model, directory: str | os.PathLike) -> None:
@@ -105,11 +104,16 @@ def save_state(
     directory: str | os.PathLike,
     agreement: Any,
     serialize: Callable[[], str | None] = lambda: None,
+    prepare: Callable[[], None] = lambda: None,
 ) -> None:
-    """What `save` does with the tensors of a model, and the model as a string."""
+    """What `save` does with the tensors of a model, and the model as a string.
+
+    All workers `prepare` the tensors together, once it is known that they are alike.
+    """
     path, rank = os.fspath(directory), agreement.rank
     entries = files.entries_of(state)
     check_same_variables(agreement, "checkpoint.save", entries, "saves")
+    prepare()
     together = functools.partial(_together, agreement, path, "saved", _INTACT)
     token = together("the folder", lambda: files.new_folder(path) if rank == 0 else "")
     token = agreement.exchange("checkpoint.save: the folder's name", token)[0]
@@ -161,9 +165,7 @@ def restore_state(
     load = functools.partial(files.read_parts, wanted, index, folder)
     _together(agreement, path, "restored", _PARTLY_LOADED, "its tensors", load)
     restored = {tensor.name for tensor in wanted}
-    for tensor in pending:
-        for piece in tensor.held if tensor.name not in restored else ():
-            piece.write(np.zeros(piece.stop - piece.start))
+    files.write_zeros(tensor for tensor in pending if tensor.name not in restored)
 
 
 def _chosen(
@@ -194,12 +196,6 @@ def _chosen(
             "does not accumulate; give it `accumulation_steps` before `restore`"
         )
     return wanted, left_out
-
-
-def _num_pending(model: keras.Model) -> int:
-    """How many micro-batches wait for the next update."""
-    tensors = pending_state_of(model)
-    return int(tensors[0].held[0].read()[0]) if tensors else 0
 
 
 def _together(

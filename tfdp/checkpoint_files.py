@@ -41,7 +41,7 @@ from tfdp.state_tensors import Piece, StateTensor
 # The largest part, and the largest run of elements in it. A part is in memory when
 # it is written and when it is read; so is TensorFlow's buffer of 8 MB, and a second
 # copy of each run for a moment. Together it is less than a bucket of gradients.
-PART_BYTES = 10 * 2**20
+PART_BYTES = 8 * 2**20
 RUN_BYTES = 2**20
 _FILE_ENDINGS = (".index", ".data-00000-of-00001")
 _CHUNK_BYTES = 2**20
@@ -221,6 +221,14 @@ def read_parts(state: Sequence[StateTensor], index: Index, folder: str) -> None:
             _read_part(part, extents, index, folder)
         for target in targets:
             target.piece.write(target.values)
+
+
+def write_zeros(state: Iterable[StateTensor]) -> None:
+    """Writes zeros into the variables of this process that hold these tensors."""
+    for tensor in state:
+        for piece in tensor.held:
+            size = piece.stop - piece.start
+            piece.write(np.zeros(size, _dtype(tensor).as_numpy_dtype))
 
 
 def cause_of(error: Exception) -> str:

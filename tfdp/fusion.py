@@ -37,13 +37,25 @@ def make_plan(
         Entry(name, tuple(t.shape.as_list()), t.dtype.name, t.dtype.size)
         for t, name in zip(tensors, names, strict=True)
     ]
-    total_bytes = sum(entry.num_bytes for entry in entries)
     return plan_buckets(
         entries,
         ready_order(tensors),
-        bucket_bytes=effective_bucket_bytes(total_bytes, options.bucket_bytes),
+        bucket_bytes=bucket_bytes_of(entries, options),
         first_bucket_bytes=options.first_bucket_bytes,
     )
+
+
+def bucket_bytes_of(entries: Sequence[Entry], options: CommunicationOptions) -> int:
+    """The largest size of a bucket for some gradients, as chosen or by their size.
+
+    Args:
+        entries: Sequence of `Entry`.
+        options: `CommunicationOptions`.
+    """
+    if not options.adapts_buckets:
+        return options.bucket_bytes
+    total_bytes = sum(entry.num_bytes for entry in entries)
+    return effective_bucket_bytes(total_bytes, options.bucket_bytes)
 
 
 def entry_of(variable: Any) -> Entry:

@@ -290,17 +290,6 @@ def inherit(
         iterations.assign(int(iterations.numpy()) // steps)
 
 
-def accumulator_entry(optimizer: Any, variable: Any) -> Entry:
-    """A gradient accumulator of Keras's own, as one device would have it."""
-    replicas = _num_replicas(optimizer)
-    return Entry(
-        variable.path,
-        tuple(variable.shape),
-        lambda: _compat.sum_of_local_parts(variable, replicas),
-        lambda value: variable.assign(np.asarray(value) / replicas),
-    )
-
-
 def _save_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
     """Writes the sums of all replicas where Keras's own accumulators differ."""
     sums = _accumulators_of_replicas(optimizer)

@@ -15,6 +15,9 @@ WIRE_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 _LEVELS = ("inner", "outer")
 
 
+DEFAULT_BUCKET_MB = 25.0
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommunicationOptions:
     """How gradients travel between replicas.
@@ -23,7 +26,8 @@ class CommunicationOptions:
         bucket_mb: Float, largest size of a bucket in megabytes (2**20 bytes).
             Gradients are concatenated into buckets and a bucket is reduced by
             one collective. A variable larger than this has a bucket of its
-            own. Defaults to `25.0`.
+            own. Defaults to `25.0`, or to an eighth of all gradients where that
+            is less; another size is taken as it is.
         first_bucket_mb: Float, largest size of the first bucket in megabytes.
             It is smaller so that communication starts early in the backward
             pass. Defaults to `1.0`.
@@ -67,7 +71,7 @@ class CommunicationOptions:
     their default sizes.
     """
 
-    bucket_mb: float = 25.0
+    bucket_mb: float = DEFAULT_BUCKET_MB
     first_bucket_mb: float = 1.0
     algorithm: str | Mapping[str, str] = "auto"
     backend: str = "auto"
@@ -108,6 +112,11 @@ class CommunicationOptions:
     def bucket_bytes(self) -> int:
         """Largest size of a bucket, in bytes."""
         return int(self.bucket_mb * 2**20)
+
+    @property
+    def adapts_buckets(self) -> bool:
+        """Whether a small model may have smaller buckets: nobody chose their size."""
+        return self.bucket_mb == DEFAULT_BUCKET_MB
 
     @property
     def first_bucket_bytes(self) -> int:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import json
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,6 +38,8 @@ from tfdp.rows import first_tensor, num_rows, share_of_rank
 from tfdp.saving import save_atomically
 from tfdp.worker_callbacks import (
     callbacks_of_worker,
+    difference_of,
+    names_of_ours,
     problem_of,
     restart_averages,
     swap_averages,
@@ -221,12 +224,14 @@ def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) 
 
 
 def _check_callbacks(strategy: Any, callbacks: Any, num_steps: int | None) -> None:
-    """Raises on every worker what the first one finds wrong with a callback."""
+    """Raises on every worker what is wrong with the callbacks of any of them."""
     agreement = None if strategy is None else strategy.extended.agreement
     is_chief = agreement is None or agreement.rank == 0
     problem = problem_of(callbacks, num_steps) if is_chief else ""
     if agreement is not None and agreement.num_workers > 1:
-        problem = agreement.exchange("callbacks of fit", problem)[0]
+        own = json.dumps([problem, names_of_ours(callbacks)])
+        told = [json.loads(text) for text in agreement.exchange("callbacks", own)]
+        problem = told[0][0] or difference_of([names for _, names in told])
         if problem:
             agreement.part()
     if problem:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -12,6 +12,8 @@ from tfdp.state_tensors import StateTensor
 
 # The heartbeats of workers wait behind a message on a slow link, and must not for long.
 _MESSAGE_BYTES = 2**22
+# Sums need several times their memory on the way.
+_RUN_BYTES = 2**20
 
 
 class WholeState:
@@ -72,6 +74,49 @@ def collect(
         if keeps:
             collected[tensor.name] = whole
     return WholeState(collected)
+
+
+def share_sum(
+    parts: Sequence[tf.Variable], host_group: ProcessGroup, num_replicas: int
+) -> None:
+    """Gives every replica an N-th of the sum of what all have. All workers call it.
+
+    It takes a few megabytes, and for a moment the memory of one part.
+
+    Args:
+        parts: Sequence of `tf.Variable`, one for each local replica.
+        host_group: `ProcessGroup` with one member for each worker.
+        num_replicas: Int, how many there are on all workers.
+    """
+
+    def mean(values: list[tf.Tensor]) -> tf.Tensor:
+        total = tf.reshape(tf.add_n(values), [-1])
+        if host_group.size > 1:
+            total = all_reduce(total, host_group, 0)
+        return tf.reshape(total, values[0].shape) / num_replicas
+
+    if not parts[0].shape.rank:  # a number has no rows
+        value = mean([part.read_value() for part in parts])
+        for part in parts:
+            part.assign(value)
+        return
+    for rows in _runs_of_rows(tuple(parts[0].shape), parts[0].dtype.size):
+        value = mean([tf.gather(part, rows) for part in parts])
+        for part in parts:
+            part.scatter_update(tf.IndexedSlices(value, rows))
+    for part in parts:
+        # TensorFlow copies a variable that was written in pieces whenever it is read,
+        # until it is written as a whole.
+        part.assign(part.read_value())
+
+
+def _runs_of_rows(shape: tuple[int, ...], item_bytes: int) -> Iterator[tf.Tensor]:
+    """The rows of a tensor, few megabytes of them at a time."""
+    num_rows = shape[0]
+    row_bytes = max(1, int(np.prod(shape[1:], dtype=np.int64)) * item_bytes)
+    step = max(1, _RUN_BYTES // row_bytes)
+    for start in range(0, num_rows, step):
+        yield tf.range(start, min(start + step, num_rows))
 
 
 def _fill(part: np.ndarray, start: int, tensor: StateTensor) -> None:

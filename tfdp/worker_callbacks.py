@@ -85,6 +85,27 @@ def problem_of(callbacks: Any, num_steps: int | None) -> str:
     return ""
 
 
+def names_of_ours(callbacks: Any) -> list[str]:
+    """The callbacks of tfdp among those that the user gave to Keras, sorted."""
+    given = keras.tree.flatten(callbacks) if callbacks else []
+    kinds = [type(callback) for callback in given]
+    return sorted(k.__name__ for k in kinds if k.__module__.startswith("tfdp."))
+
+
+def difference_of(names: list[list[str]]) -> str:
+    """What is wrong if workers have different callbacks of tfdp, or `""`.
+
+    Args:
+        names: List of the names on each worker.
+    """
+    if all(own == names[0] for own in names):
+        return ""
+    return (
+        "tfdp's callbacks take part on all workers: give every worker the same ones. "
+        f"Received: {names}, by worker"
+    )
+
+
 class SaveWithTensorBoard(keras.callbacks.Callback):
     """Takes part when the first worker's `TensorBoard` saves weights for embeddings.
 

@@ -261,3 +261,14 @@ def raised(env: Env, callbacks: list) -> dict:
         assert time.monotonic() - start < 20
         return {"local": {"text": str(error)}}
     raise AssertionError("nothing was raised")
+
+
+@case(
+    "Bad input: a callback of tfdp on one worker only",
+    setups=("two_workers",),
+    full_setups=(),
+    compare=False,
+)
+def a_callback_on_one_worker_only(env: Env) -> dict:
+    monitor = tfdp.callbacks.CommunicationMonitor(env.tmp / "logs")
+    return raised(env, [monitor] if env.rank else [])

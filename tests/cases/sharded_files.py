@@ -199,6 +199,30 @@ def backup_restores_sharded_state(env: Env) -> dict:
     return trained(model, env)
 
 
+@case(
+    "A checkpoint while gradients wait that Keras itself accumulates on each worker",
+    setups=("two_by_two",),
+)
+def gradients_that_wait_on_each_worker_are_summed(env: Env) -> dict:
+    x, y = common.regression_data()
+    model = _accumulating(env)
+    common.fit(model, x[FIRST], y[FIRST])
+    if not env.is_reference:
+        tfdp.checkpoint.save(model, env.tmp / "checkpoint")
+        model = _accumulating(env)
+        tfdp.checkpoint.restore(model, env.tmp / "checkpoint")
+    common.fit(model, x[REST], y[REST])
+    return {str(i): w for i, w in enumerate(model.get_weights())}
+
+
+def _accumulating(env: Env) -> keras.Model:
+    with env.scope():
+        optimizer = optimizers.Adam(0.01, gradient_accumulation_steps=4)
+        model = common.compiled(common.mlp(), optimizer)
+        optimizer.build(model.trainable_variables)
+    return model
+
+
 @case("An optimizer whose state cannot be told apart", setups=MIRRORED, compare=False)
 def optimizer_with_ambiguous_state_is_refused_before_it_trains(env: Env) -> dict:
     with env.scope():

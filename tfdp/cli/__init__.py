@@ -1,1 +1,1 @@
-"""The command line: `tfdp run`, `tfdp doctor` and `tfdp plan`."""
+"""The command line: `tfdp run`, `doctor`, `plan`, `bench` and `convert`."""

@@ -10,9 +10,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.buckets import Bucket, effective_bucket_bytes
+from tfdp.buckets import Bucket
 from tfdp.consistency import check_same_variables
-from tfdp.fusion import entry_of
+from tfdp.fusion import bucket_bytes_of, entry_of
 from tfdp.options import CommunicationOptions
 from tfdp.ownership import replica_context
 from tfdp.replica_reducer import ReplicaReducer
@@ -251,8 +251,7 @@ def shard_plan(
         itself, whole variables for all others.
     """
     entries = [entry_of(variable) for variable in variables]
-    total = sum(entry.num_bytes for entry in entries)
-    bucket_bytes = effective_bucket_bytes(total, options.bucket_bytes)
+    bucket_bytes = bucket_bytes_of(entries, options)
     if not is_elementwise(optimizer):
         return plan_whole(entries, num_owners, bucket_bytes=bucket_bytes)
     return plan_slices(

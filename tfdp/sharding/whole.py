@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.sharding.part import Owned, ShardedPart
@@ -202,7 +203,10 @@ def _range(variable: Any, begin: int, start: int, size: int) -> Piece:
     """Elements of a flat `tf.Variable` that are elements `start`... of a tensor."""
 
     def read(first: int, last: int) -> np.ndarray:
-        return _compat.elements_of(variable, begin + first, begin + last)
+        # Elements only: TensorFlow copies the whole of what `write` has written to.
+        with tf.device(variable.device):
+            places = tf.range(begin + first, begin + last, dtype=tf.int64)
+            return tf.gather(variable, places).numpy()
 
     def write(values: Any) -> None:
         variable[begin : begin + size].assign(values)

@@ -1,0 +1,190 @@
+"""What the docs site needs besides MkDocs: repository files, public names, checks.
+
+`mkdocs.yml` names this file as a hook of MkDocs and as an extension of Griffe,
+which reads the docstrings. Pages link to files of the repository as they do on
+GitHub (`../tfdp/step.py`); each such file becomes a page under `source/`, so that
+the site is whole by itself and a dead link ends the build.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+from tools import docs_names
+
+ROOT = Path(__file__).resolve().parents[1]
+# A fenced block is left as it is.
+LINK = re.compile(
+    r"(?ms)^ *```.*?^ *```"
+    r"|(?<!!)\[(?P<text>[^\]]*)\]\((?P<to>[^)#\s]+)(?P<at>#[^)\s]*)?\)"
+)
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".cfg": "ini"}
+SECTION = re.compile(r"^[A-Z][a-z]+:")
+# What a browser fetches by itself. Links to other sites are none, nor is a page's own
+# address, which `mkdocs serve` writes into it.
+FETCHED = re.compile(
+    r"<(?:script|img|iframe|source|link(?![^>]*rel=.?(?:canonical|prev|next)))\b[^>]*?"
+    r"""\b(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)"""
+    r"""|(?:url\(|@import )["']?((?:https?:)?//[^"')\s]+)"""
+)
+
+
+# Links to files of the repository.
+
+
+def on_config(config: Any) -> Any:
+    """Gives headings the anchors that GitHub gives them."""
+    config.mdx_configs.setdefault("toc", {})["slugify"] = _anchor
+    return config
+
+
+def _anchor(heading: str, separator: str) -> str:
+    """As in tools/docs_check.py, which checks links before there is a site."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", separator)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds a page for each file of the repository that a page links to."""
+    missing = docs_names.missing_names()
+    if missing:
+        raise PluginError(f"docs/api.md has no entry for {', '.join(missing)}")
+    linked = sorted({path for file in list(files) for path in _linked_by(file)})
+    for path in linked:
+        text = (ROOT / path).read_text("utf-8")
+        content = text if path.endswith(".md") else _as_page(path, text)
+        files.append(File.generated(config, _page_of(path), content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Sends links to the pages of the site, and names to where they are defined."""
+    uri = page.file.src_uri
+    known = {file.src_uri for file in files}
+    markdown = LINK.sub(lambda match: _relink(match, uri, known), markdown)
+    return docs_names.ENTRY.sub(lambda match: _reference(match[1]), markdown)
+
+
+def _linked_by(file: Any) -> Iterator[str]:
+    """Paths in the repository, outside of docs/, of the files that a page links to."""
+    if not file.is_documentation_page():
+        return
+    for match in LINK.finditer(file.content_string):
+        path = _target(match, file.src_uri)
+        is_outside = path is not None and not path.startswith(("docs/", ".."))
+        if path and is_outside and (ROOT / path).is_file():
+            yield path
+
+
+def _target(match: re.Match[str], uri: str) -> str | None:
+    """The path in the repository that a link leads to."""
+    to = match["to"]
+    if to is None or re.match(r"[a-z]+:|/", to):
+        return None
+    source = "docs/" + uri
+    if uri.startswith("source/"):
+        # A page of the repository links as it does where it stands.
+        source = "./" + uri.removeprefix("source/")
+    return posixpath.normpath(posixpath.join(posixpath.dirname(source), to))
+
+
+def _page_of(path: str) -> str:
+    """The page, as MkDocs names it, that shows a file of the repository."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return f"source/{path}" if path.endswith(".md") else f"source/{path}.md"
+
+
+def _relink(match: re.Match[str], uri: str, known: set[str]) -> str:
+    path = _target(match, uri)
+    if path is None:
+        return match[0]
+    page = _page_of(path)
+    if page in known:
+        relative = posixpath.relpath(page, posixpath.dirname(uri) or ".")
+        return f"[{match['text']}]({relative}{match['at'] or ''})"
+    # README's file map lists every file: those that no page links to stay words.
+    is_file = uri.startswith("source/") and (ROOT / path).exists()
+    return match["text"] if is_file else match[0]
+
+
+def _as_page(path: str, text: str) -> str:
+    language = LANGUAGES.get(Path(path).suffix, "")
+    if not language and text.startswith("#!"):
+        language = "python" if "python" in text.partition("\n")[0] else "bash"
+    return f"# {path}\n\n`````{language}\n{text}\n`````\n"
+
+
+# Public names.
+
+
+def _reference(name: str) -> str:
+    """What mkdocstrings is told: where names are defined, and how they are called."""
+    found = docs_names.entries(name)
+    if not found:
+        raise PluginError(f"docs/api.md: {name} is no public name of tfdp")
+    for public, home in found.items():
+        if not docs_names.docstring_of(public, home):
+            raise PluginError(f"{public}: no docstring")
+    return "\n".join(
+        f"::: {home}.{public.rpartition('.')[2]}\n    options:\n"
+        f"      heading: {public}\n      toc_label: {public}\n"
+        for public, home in found.items()
+    )
+
+
+# Docstrings in Keras's style.
+
+
+class KerasDocstrings(griffe.Extension):
+    """Lets Griffe see examples, which Keras does not indent, as a section."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rewrites the docstring of each object that is loaded."""
+        if obj.docstring is not None:
+            obj.docstring.value = with_sections(obj.docstring.value)
+
+
+def with_sections(docstring: str) -> str:
+    """Indents what follows `Example:`, up to the next section.
+
+    Args:
+        docstring: String, without the indentation of the code.
+
+    Returns:
+        String, in Google's style.
+    """
+    lines, in_example = [], False
+    for line in docstring.splitlines():
+        if re.fullmatch(r"Examples?:", line):
+            in_example = True
+            lines += ["Examples:"]
+        elif in_example and SECTION.match(line):
+            in_example = False
+            lines.append(line)
+        else:
+            lines.append(f"    {line}" if in_example and line else line)
+    return "\n".join(lines)
+
+
+# Nothing is fetched from another host.
+
+
+def on_post_build(config: Any) -> None:
+    """Ends the build if a page would make a browser ask another host."""
+    site = Path(config.site_dir)
+    found = [
+        f"{path.relative_to(site)}: fetches {' '.join(filter(None, match.groups()))}"
+        for path in sorted(site.rglob("*"))
+        if path.suffix in (".html", ".css")
+        for match in FETCHED.finditer(path.read_text("utf-8"))
+    ]
+    if found:
+        raise PluginError("\n".join(found))
