@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from tfdp.mailbox import Mailbox
 from tfdp.monitor.board import Board
 from tfdp.monitor.windows import Window, merge
 
-# How long the first worker waits for another one's window, and at the end for all.
+# How long the first worker waits for another one's windows, and at the end for all.
 _PATIENCE_SECONDS, _PARTING_SECONDS = 10.0, 20.0
+# Windows of this time travel together: every message costs the steps beside it.
+_PAUSE_SECONDS = 1.0
 
 
 class Reporter(threading.Thread):
@@ -29,8 +32,13 @@ class Reporter(threading.Thread):
         self.error: Exception | None = None
         self._mailbox = mailbox
         self._board = board
-        self._windows: queue.SimpleQueue[Callable[[], Window] | None]
-        self._windows = queue.SimpleQueue()
+        self._made: queue.SimpleQueue[Callable[[], Window] | None]
+        self._made = queue.SimpleQueue()
+        self._is_closing = threading.Event()
+        self._num_sent = 0
+        others = range(1, mailbox.num_workers)
+        self._arrived: dict[int, dict[int, Window]] = {rank: {} for rank in others}
+        self._num_received = dict.fromkeys(others, 0)
         self._silent: set[int] = set()
 
     def put(self, make: Callable[[], Window]) -> None:
@@ -39,32 +47,57 @@ class Reporter(threading.Thread):
         Args:
             make: Callable that returns the `Window`.
         """
-        self._windows.put(make)
+        self._made.put(make)
 
     def close(self) -> None:
         """Waits until all windows are through, but not for ever."""
-        self._windows.put(None)
+        self._is_closing.set()
+        self._made.put(None)
         self.join(_PARTING_SECONDS)
 
     def run(self) -> None:
         """Works until it is closed; an error ends the reports, not the training."""
+        is_open = True
         try:
-            for make in iter(self._windows.get, None):
-                self._pass_on(make())
+            while is_open:
+                batch = [self._made.get()]
+                self._is_closing.wait(_PAUSE_SECONDS)
+                while not self._made.empty():
+                    batch.append(self._made.get())
+                is_open = None not in batch
+                self._pass_on([make() for make in batch if make is not None])
         except Exception as error:  # noqa: BLE001
             self.error = error
 
-    def _pass_on(self, window: Window) -> None:
-        if self._board is None:
-            self._mailbox.send(window.step, window.to_json())
-            return
-        windows = {0: window}
-        for rank in range(1, self._mailbox.num_workers):
-            patience = 0.01 if rank in self._silent else _PATIENCE_SECONDS
-            text = self._mailbox.receive(window.step, rank, patience)
-            if text is None:
-                self._silent.add(rank)
-            else:
-                self._silent.discard(rank)
-                windows[rank] = Window.from_json(text)
-        self._board.take(merge(windows))
+    def _pass_on(self, windows: list[Window]) -> None:
+        if self._board is not None:
+            for window in windows:
+                others = self._of_others(window.step)
+                self._board.take(merge({0: window, **others}))
+        elif windows:
+            texts = [window.to_json() for window in windows]
+            self._mailbox.send(self._num_sent, json.dumps(texts))
+            self._num_sent += 1
+
+    def _of_others(self, step: int) -> dict[int, Window]:
+        """The other workers' windows that end with a step, by rank."""
+        found = {}
+        for rank, arrived in self._arrived.items():
+            while step not in arrived and self._receive(rank):
+                pass
+            if step in arrived:
+                found[rank] = arrived.pop(step)
+        return found
+
+    def _receive(self, rank: int) -> bool:
+        """Takes in a message of a worker, and says whether there was one."""
+        patience = 0.01 if rank in self._silent else _PATIENCE_SECONDS
+        text = self._mailbox.receive(self._num_received[rank], rank, patience)
+        if text is None:
+            self._silent.add(rank)
+            return False
+        self._silent.discard(rank)
+        self._num_received[rank] += 1
+        for window in map(Window.from_json, json.loads(text)):
+            self._arrived[rank][window.step] = window
+        return True

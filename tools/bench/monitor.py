@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> None:
         report = Report(args, setting)
         setup = {"model": model, "strategy": "tfdp"}
         side = Side("fit", "tools.bench.monitor_worker", setup, num_workers=2)
-        steps = STEPS if model == "mlp" else STEPS // 2
+        steps = STEPS if model == "mlp" else STEPS // 3
         with started(side):
             found = blocks(side, args.blocks, steps)
         for arm in ("off", "on"):
