@@ -68,7 +68,7 @@ def _throughput(axes: Axes, results: Sequence[SizeResult]) -> None:
         label="median; slowest and fastest run",
     )
     _size_axis(axes, results)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     axes.set_ylabel("images per second, all workers")
     axes.set_title("Throughput")
     axes.legend(loc="lower center", fontsize=8)
@@ -83,7 +83,7 @@ def _fraction(axes: Axes, results: Sequence[SizeResult]) -> None:
         label="median",
     )
     _size_axis(axes, results)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     axes.set_ylabel("s, in %")
     axes.set_title("s = T_comm / (T_comp + T_comm)")
     axes.legend(loc="lower center", fontsize=8)
@@ -108,7 +108,7 @@ def _fraction_and_loss(axes: Axes, runs: Sequence[Run]) -> None:
                 marker=MARKERS[index // len(COLOURS) % len(MARKERS)],
                 label=f"{size:g} MB",
             )
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     axes.set_xlabel("validation loss after an epoch")
     axes.set_ylabel("s, in %")
     axes.set_title("s against validation loss")
