@@ -26,8 +26,8 @@ from tfdp.monitor.device_profile import DeviceEvent, device_times, read_events
 from tfdp.monitor.readings import Reading, Sample, replicas_of, sample_of
 from tfdp.monitor.sinks import write_json
 from tfdp.monitor.stragglers import Straggler, find_straggler
-from tfdp.monitor.trace import Slice, WorkerTrace, chrome_trace, trace_of_worker
-from tfdp.monitor.windows import Row, Window, merge, window_of
+from tfdp.monitor.trace import WorkerTrace, chrome_trace, trace_of_worker
+from tfdp.monitor.windows import Row, Totals, Window, merge, window_of
 
 CASE_MODULES = ("monitor",)
 
@@ -52,7 +52,8 @@ def collective(label: str, kind: str = "all_reduce", chain: int = 0) -> Collecti
 
 
 def reading(*rows: tuple[float, float], begin: float = 0.0, end: float = 10.0):
-    return Reading(np.asarray(rows, "float64"), begin, end, end - begin, 1)
+    values = np.asarray(rows, "float64")
+    return Reading(values, begin, end, end - begin, 1, len(rows) - len(MARKS))
 
 
 MARKS = [Mark(observe.BATCH, 0, None), Mark(observe.TIMES, 0, None)]
@@ -113,6 +114,7 @@ def test_bytes_on_the_wire_are_those_of_the_kind():
 
 def window(compute: float = 1.0, exposed: float = 0.5, norm: float = 8.0) -> Window:
     part = Sample(
+        num_steps=1,
         step_seconds=compute + exposed,
         input_seconds=0.1,
         compute_seconds=compute,
@@ -131,14 +133,14 @@ def test_a_window_survives_the_way_to_another_worker():
 
 
 def test_workers_add_up_to_one_row():
-    row = merge({0: window(1.0, 1.5), 1: window(2.0, 0.5)})
+    row = merge({0: window(1.0, 1.5), 1: window(2.0, 0.5)}, 2)
     assert row.values["gradient_norm"] == 4.0
     assert row.values["samples_per_second"] == pytest.approx(32 / 2.5)
     assert row.waits() == {0: 1.0, 1: 0.0}
 
 
 def rows(*excess: float) -> list[Row]:
-    return [merge({0: window(), 1: window(1.0 + e), 2: window()}) for e in excess]
+    return [merge({0: window(), 1: window(1.0 + e), 2: window()}, 3) for e in excess]
 
 
 def test_a_worker_is_slow_if_it_costs_much_or_again_and_again():
@@ -148,7 +150,7 @@ def test_a_worker_is_slow_if_it_costs_much_or_again_and_again():
     assert (found.rank, found.host) == (1, "b")
     assert found.seconds == pytest.approx(0.4)
     assert find_straggler(rows(2.0), hosts).rank == 1
-    assert find_straggler([merge({0: window()})], hosts) is None
+    assert find_straggler([merge({0: window()}, 3)], hosts) is None
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -176,7 +178,7 @@ def two_workers_trace() -> dict:
         ]
         read = reading(*shifted, begin=ahead, end=10.0 + ahead)
         local = replicas_of(read, names, MARKS)
-        made = trace_of_worker(rank, "host", [(5, read)], [local])
+        made = trace_of_worker(rank, "host", [(5, read)], [local], 2)
         workers.append(
             WorkerTrace.from_dict(json.loads(json.dumps(dataclasses.asdict(made))))
         )
@@ -238,9 +240,9 @@ def test_advice_names_what_costs_most(totals, facts, straggler, expected):
 def test_a_board_writes_what_it_is_told(tmp_path: Path):
     board = Board(tmp_path, ["a", "b"], histogram=True)
     board.labels = ["bucket 0"]
-    board.take(merge({0: window(norm=math.nan), 1: window()}))
+    board.take(merge({0: window(norm=math.nan), 1: window()}, 2))
     said = board.finish(FACTS, {"every": 2})
-    board.pause()
+    board.close()
     header, line = (tmp_path / "communication.csv").read_text().splitlines()
     values = dict(zip(header.split(","), line.split(","), strict=True))
     assert values["gradient_norm"] == ""
@@ -253,7 +255,7 @@ def test_a_board_writes_what_it_is_told(tmp_path: Path):
 
 def test_json_is_whole_or_not_there(tmp_path: Path):
     path = tmp_path / "a.json"
-    write_json(path, {"a": [1.0, math.nan]})
+    write_json(path, {"a": [1.0, math.inf]})
     assert json.loads(path.read_text()) == {"a": [1.0, None]}
     with pytest.raises(TypeError):
         write_json(path, {"a": object()})
@@ -332,4 +334,28 @@ def test_one_device_without_a_strategy_is_timed(tmp_path: Path, capsys):
 
 def test_cases_of_bad_input_are_all_here():
     assert load_cases(CASE_MODULES).keys() >= BAD_INPUT.keys()
-    assert Slice(0, "x", 0.0, 1.0).facts == {}
+
+
+def test_a_silent_worker_leaves_the_norm_unknown():
+    row = merge({0: window()}, 2)
+    assert math.isnan(row.values["gradient_norm"])
+
+
+def test_totals_leave_out_what_is_unknown():
+    totals = Totals()
+    totals.add(merge({0: window(norm=4.0)}, 1))
+    unknown = dataclasses.replace(window(norm=math.nan), samples=math.nan)
+    totals.add(merge({0: unknown}, 1))
+    assert totals.values["gradient_norm"] == pytest.approx(math.sqrt(4.0))
+    assert totals.values["samples_per_second"] == pytest.approx(32 / 1.5)
+    assert totals.num_steps == 4
+
+
+def test_clocks_are_not_aligned_by_a_part_of_the_workers():
+    """A sub-group's collective is another one on each node."""
+    whole = collective("bucket 0")
+    part = dataclasses.replace(whole, label="bucket 1", chain=1)
+    read = reading((4.0, 7.0), (5.0, 6.0), BATCH_OF_64, (1.0, 3.0))
+    local = replicas_of(read, [whole, part], MARKS)
+    made = trace_of_worker(0, "host", [(5, read)], [local], 4)
+    assert made.collectives == {}

@@ -86,7 +86,8 @@ def num_steps_of(arguments: dict[str, Any]) -> int | None:
         cardinality = int(x.cardinality())
         steps = cardinality if cardinality >= 0 else None
     elif steps is None and x is not None:
-        shape = getattr(keras.tree.flatten(x)[0], "shape", None)
+        leaves = keras.tree.flatten(x)
+        shape = getattr(leaves[0], "shape", None) if leaves else None
         rows = shape[0] if shape else None
         kept = 1.0 - float(arguments.get("validation_split") or 0.0)
         batch_size = arguments.get("batch_size") or 32

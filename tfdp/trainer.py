@@ -196,7 +196,7 @@ def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) 
     arguments = bound.arguments
     if name == "fit":
         given = arguments.get("callbacks")
-        _check_callbacks(strategy, given, link_measure.num_steps_of(arguments))
+        _check_callbacks(strategy, given, arguments)
         arguments["callbacks"] = with_care_of_optimizer(model, given)
     if strategy is None:
         guards.check_no_strategy_in_force(model, name)
@@ -215,7 +215,7 @@ def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) 
         link_measure.learn_links(
             extended.router, extended.group, agreement, str(extended.hosts), steps
         )
-    with _looping(model), _recording(model):
+    with _looping(model), _recording(model, is_fit=name == "fit"):
         result = original(*bound.args, **bound.kwargs)
     if name == "fit":
         # The first worker's files are complete when the others go on.
@@ -223,11 +223,11 @@ def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) 
     return result
 
 
-def _check_callbacks(strategy: Any, callbacks: Any, num_steps: int | None) -> None:
+def _check_callbacks(strategy: Any, callbacks: Any, arguments: dict[str, Any]) -> None:
     """Raises on every worker what is wrong with the callbacks of any of them."""
     agreement = None if strategy is None else strategy.extended.agreement
     is_chief = agreement is None or agreement.rank == 0
-    problem = problem_of(callbacks, num_steps) if is_chief else ""
+    problem = problem_of(callbacks, arguments) if is_chief else ""
     if agreement is not None and agreement.num_workers > 1:
         own = json.dumps([problem, names_of_ours(callbacks)])
         told = [json.loads(text) for text in agreement.exchange("callbacks", own)]
@@ -239,8 +239,12 @@ def _check_callbacks(strategy: Any, callbacks: Any, num_steps: int | None) -> No
 
 
 @contextlib.contextmanager
-def _recording(model: Any) -> Iterator[None]:
-    """Callbacks may record what is traced inside; afterwards nothing is left of it."""
+def _recording(model: Any, *, is_fit: bool) -> Iterator[None]:
+    """In `fit` callbacks may record what is traced; nothing is left of it after."""
+    if not is_fit:
+        with _unrecorded():
+            yield
+        return
     before = timing.active()
     try:
         yield
@@ -249,10 +253,15 @@ def _recording(model: Any) -> Iterator[None]:
             model.train_function = None
 
 
+def _unrecorded() -> contextlib.AbstractContextManager:
+    """What a callback evaluates in the middle of a `fit` is no part of its steps."""
+    return timing.suspended() if len(_loops) > 1 else contextlib.nullcontext()
+
+
 def _on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
     if strategy_of(model) is None:
         return original(model, *args, **kwargs)
-    with _looping(model, whole_batches=True):
+    with _looping(model, whole_batches=True), _unrecorded():
         return original(model, *args, **kwargs)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tfdp import _compat
+from tfdp.link_measure import num_steps_of
 from tfdp.ownership import is_ours
 from tfdp.scope import broadcast_variables
 from tfdp.traits import innermost
@@ -67,29 +68,31 @@ def callbacks_of_worker(
     return chosen
 
 
-def problem_of(callbacks: Any, num_steps: int | None) -> str:
+def problem_of(callbacks: Any, arguments: dict[str, Any]) -> str:
     """What is wrong with a callback that writes, before training begins.
 
     Args:
         callbacks: What the user gave to Keras.
-        num_steps: Int, steps that will be trained, or `None` if unknown.
+        arguments: Dict, the arguments of `fit` by name.
 
     Returns:
         String, one sentence, or `""`.
     """
-    for callback in keras.tree.flatten(callbacks) if callbacks else []:
-        if hasattr(callback, "find_problem"):
-            problem = callback.find_problem(num_steps)
-            if problem:
-                return problem
-    return ""
+    asked = [c for c in _given(callbacks) if hasattr(c, "find_problem")]
+    num_steps = num_steps_of(arguments) if asked else None
+    problems = [callback.find_problem(num_steps) for callback in asked]
+    return next((problem for problem in problems if problem), "")
 
 
 def names_of_ours(callbacks: Any) -> list[str]:
-    """The callbacks of tfdp among those that the user gave to Keras, sorted."""
-    given = keras.tree.flatten(callbacks) if callbacks else []
-    kinds = [type(callback) for callback in given]
-    return sorted(k.__name__ for k in kinds if k.__module__.startswith("tfdp."))
+    """The callbacks of tfdp among those that the user gave to Keras, in order."""
+    kinds = [type(callback) for callback in _given(callbacks)]
+    return [k.__name__ for k in kinds if k.__module__.startswith("tfdp.")]
+
+
+def _given(callbacks: Any) -> list:
+    is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+    return callbacks.callbacks if is_list else keras.tree.flatten(callbacks or [])
 
 
 def difference_of(names: list[list[str]]) -> str:
@@ -101,7 +104,8 @@ def difference_of(names: list[list[str]]) -> str:
     if all(own == names[0] for own in names):
         return ""
     return (
-        "tfdp's callbacks take part on all workers: give every worker the same ones. "
+        "tfdp's callbacks take part on all workers: give every worker the same ones, "
+        "in the same order. "
         f"Received: {names}, by worker"
     )
 
@@ -204,8 +208,7 @@ def with_care_of_optimizer(model: Any, callbacks: Any) -> Any:
     Returns:
         List of callbacks, or what was given where nothing is needed.
     """
-    is_list = isinstance(callbacks, keras.callbacks.CallbackList)
-    given = callbacks.callbacks if is_list else keras.tree.flatten(callbacks or [])
+    given = _given(callbacks)
     optimizer = getattr(model, "optimizer", None)
     if getattr(optimizer, "needs_trace", False):
         model.train_function = None
@@ -216,7 +219,7 @@ def with_care_of_optimizer(model: Any, callbacks: Any) -> Any:
     if not is_needed or is_there:
         return callbacks
     care = LookAfterOptimizer()
-    if not is_list:
+    if not isinstance(callbacks, keras.callbacks.CallbackList):
         return [care, *given]
     care.set_model(model)
     callbacks.append(care)

@@ -114,7 +114,7 @@ def tags_of(env: Env) -> set[str]:
 
 
 @case(
-    "Monitor: accumulation, sharded state and several steps in one execution",
+    "Monitor: accumulation and sharded state, with the norm of micro-batches",
     setups=("two_workers",),
     compare=False,
 )
@@ -143,6 +143,41 @@ def mean_norm(model: keras.Model, steps: tuple[int, ...]) -> float:
         loss = tf.reduce_mean(tf.square(model(x[chosen]) - y[chosen]))
     values = [variable.value for variable in model.trainable_variables]
     return float(tf.linalg.global_norm(tape.gradient(loss, values)))
+
+
+@case(
+    "Monitor: several steps in one execution, and evaluation in a callback",
+    full_setups=(),
+    compare=False,
+)
+def monitor_leaves_evaluation_alone(env: Env) -> dict:
+    x, y = data()
+
+    class Evaluate(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.evaluate(x[:ROWS], y[:ROWS], batch_size=ROWS, verbose=0)
+            self.model.predict(x[:ROWS], batch_size=ROWS, verbose=0)
+
+    with env.scope():
+        model = model_of(env)
+        model.compile("sgd", "mse", steps_per_execution=4)
+    monitor = tfdp.callbacks.CommunicationMonitor(env.tmp / "logs", every=EVERY)
+    timeline = tfdp.callbacks.Timeline(env.tmp / "t.json", steps=(8, 12))
+    with contextlib.redirect_stdout(io.StringIO()):
+        common.fit(
+            model,
+            *data(),
+            batch_size=ROWS,
+            epochs=2,
+            validation_data=(x[:ROWS], y[:ROWS]),
+            callbacks=[Evaluate(), monitor, timeline],
+        )
+    told = json.loads((env.tmp / "logs" / "communication.json").read_text())
+    assert told["num_steps"] == 20  # of 24: the first execution is traced
+    assert told["totals"]["bytes_sent"] > 0
+    assert monitor.recent().exposed_seconds >= 0
+    assert json.loads((env.tmp / "t.json").read_text())["traceEvents"]
+    return {}
 
 
 @case("Monitor: weights are those of training without one")
@@ -188,14 +223,14 @@ def monitor_names_a_slow_worker(env: Env) -> dict:
     class Slow(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
             if env.rank == 1:
-                time.sleep(0.05)
+                time.sleep(0.15)
 
     model = model_of(env)
     said = monitored(env, model, Slow())
     if env.is_chief:
         told = json.loads((env.tmp / "logs" / "communication.json").read_text())
         assert told["straggler"]["rank"] == 1, told
-        assert told["straggler"]["seconds"] > 0.03
+        assert told["straggler"]["seconds"] > 0.05
         assert [row["straggler"] for row in rows_of(env)][-1] == "1"
         assert "orker 1" in told["advice"]
         assert "worker 1" in said

@@ -94,13 +94,13 @@ class CommunicationMonitor(keras.callbacks.Callback):
         self.histogram = histogram
         self._step = 0
         self._epoch = 0
+        self._num_fits = 0
         self._meter: Meter | None = None
         self._board: Board | None = None
         self._reporter: Reporter | None = None
         self._window: list[Reading] = []
-        # What was read after each of the last steps, and the meter that understands it.
-        self._recent: collections.deque[tuple[Meter, Reading]]
-        self._recent = collections.deque(maxlen=_KEPT_STEPS)
+        self._recent: collections.deque[Reading] = collections.deque(maxlen=_KEPT_STEPS)
+        self._last_meter: Meter | None = None
         self._last_batch = -1
 
     def recent(self, num_steps: int = 20) -> StepStatistics:
@@ -116,12 +116,12 @@ class CommunicationMonitor(keras.callbacks.Callback):
             RuntimeError: If no step has been measured yet.
         """
         last = list(self._recent)[-num_steps:]
-        if not last:
+        if not last or self._last_meter is None:
             raise RuntimeError(
                 "No step has been measured yet: the first step of `fit` is traced, and "
                 "does not count."
             )
-        samples = [meter.sample(reading) for meter, reading in last]
+        samples = [self._last_meter.sample(reading) for reading in last]
         window = window_of(samples, step=self._step, epoch=self._epoch)
         busy, compute = window.communication_seconds, window.compute_seconds
         return StepStatistics(
@@ -143,8 +143,7 @@ class CommunicationMonitor(keras.callbacks.Callback):
         """Checks the strategy; a step that was traced before is traced again."""
         super().set_model(model)
         check_strategy(model.distribute_strategy)
-        if self._meter is None:
-            model.train_function = None
+        model.train_function = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Lets steps be traced with time stamps, and starts to report."""
@@ -153,11 +152,17 @@ class CommunicationMonitor(keras.callbacks.Callback):
         self._recent.clear()
         self._window = []
         self._meter = meter_for(self.model, strategy, norm_every=self.every)
+        self._last_meter = self._meter
         if strategy is not None:
             self._meter.start()
-        if agreement.rank == 0 and self._board is None:
+        if self._reporter is not None:  # of a `fit` that was broken off
+            self._reporter.close()
+        self._num_fits += 1
+        if agreement.rank == 0:
             hosts = strategy.extended.hosts if strategy else ("localhost",)
-            self._board = Board(self.log_dir, hosts, histogram=self.histogram)
+            self._board = Board(
+                self.log_dir, hosts, histogram=self.histogram, number=self._num_fits
+            )
         self._reporter = Reporter(Mailbox(agreement), self._board)
         self._reporter.start()
 
@@ -180,7 +185,7 @@ class CommunicationMonitor(keras.callbacks.Callback):
         reading = self._meter.step_ends(num_steps)
         if reading is not None:
             self._window.append(reading)
-            self._recent.append((self._meter, reading))
+            self._recent.append(reading)
         before, self._step = self._step, self._step + num_steps
         if self._step // self.every > before // self.every:
             self._report(self._meter)
@@ -193,15 +198,9 @@ class CommunicationMonitor(keras.callbacks.Callback):
             print(f"\nCommunicationMonitor: {self._board.straggler}.")
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Leaves evaluation as it is."""
+        """What an evaluation takes belongs to no step."""
         if self._meter is not None:
-            self._meter.stop()
             self._meter.interrupt()
-
-    def on_test_end(self, logs: Any = None) -> None:
-        """Goes on with training."""
-        if self._meter is not None and strategy_of(self.model) is not None:
-            self._meter.start()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Writes what is left, and on the first worker the summary."""
@@ -210,18 +209,22 @@ class CommunicationMonitor(keras.callbacks.Callback):
         self._report(self._meter)
         self._reporter.close()
         self._meter = None
-        if self._reporter.error is not None:
+        error = self._reporter.error
+        self._reporter = None
+        try:
+            if self._board is not None and self._board.totals.num_steps:
+                facts = facts_of(self.model)
+                settings = settings_of(self.model, self.every)
+                print(self._board.finish(facts, settings))
+                self._board.close()
+        except OSError as later:
+            error = error or later
+        if error is not None:
+            # Training has ended well, and the other workers wait for this one.
             warnings.warn(
-                "`CommunicationMonitor` could not write all of its reports: "
-                f"{self._reporter.error}",
+                f"`CommunicationMonitor` could not write all of its reports: {error}",
                 stacklevel=2,
             )
-        board = self._board
-        if board is not None and board.totals.num_steps:
-            facts = facts_of(self.model)
-            settings = settings_of(self.model, self.every)
-            print(board.finish(facts, settings))
-            board.pause()
 
     def _report(self, meter: Meter) -> None:
         """Hands the window to the thread that computes and writes."""

@@ -80,8 +80,7 @@ class Timeline(keras.callbacks.Callback):
         """Checks the strategy; a step that was traced before is traced again."""
         super().set_model(model)
         check_strategy(model.distribute_strategy)
-        if self._meter is None:
-            model.train_function = None
+        model.train_function = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Lets steps be traced with time stamps."""
@@ -107,7 +106,7 @@ class Timeline(keras.callbacks.Callback):
         """Takes the time of the first step of an epoch."""
         if self._meter is None:
             return
-        if self._step == self.steps[0] - 1:
+        if self._step >= self.steps[0] - 1:
             self._meter.trace_begins()
         self._meter.step_begins()
 
@@ -119,8 +118,6 @@ class Timeline(keras.callbacks.Callback):
         self._last_batch = batch
         self._step += num_steps
         first, last = self.steps
-        if self._step < first - 1:
-            return
         reading = self._meter.step_ends(num_steps)
         if reading is not None and self._step >= first:
             self._readings.append((self._step, reading))
@@ -133,15 +130,9 @@ class Timeline(keras.callbacks.Callback):
             self._meter.interrupt()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Leaves evaluation as it is."""
+        """What an evaluation takes belongs to no step."""
         if self._meter is not None:
-            self._meter.stop()
             self._meter.interrupt()
-
-    def on_test_end(self, logs: Any = None) -> None:
-        """Goes on with training."""
-        if self._meter is not None:
-            self._meter.start()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Writes what there is if training ended before the last step."""
@@ -163,14 +154,26 @@ class Timeline(keras.callbacks.Callback):
         if self._agreement.rank > 0:
             self._mailbox.send(0, json.dumps(dataclasses.asdict(own)))
             return
-        if not own.slices:
-            return
         workers = [own]
         for rank in range(1, self._agreement.num_workers):
             text = self._mailbox.receive(0, rank, _PATIENCE_SECONDS)
             if text is not None:
                 workers.append(WorkerTrace.from_dict(json.loads(text)))
-        write_json(self.path, chrome_trace(workers))
+        try:
+            self._write_file([worker for worker in workers if worker.slices])
+        except OSError as error:
+            # Training goes on: the other workers are in the next step already.
+            warnings.warn(f"`Timeline` could not be written: {error}", stacklevel=2)
+
+    def _write_file(self, workers: list[WorkerTrace]) -> None:
+        if workers and workers[0].rank == 0:
+            write_json(self.path, chrome_trace(workers))
+        else:
+            warnings.warn(
+                f"`Timeline` has nothing to show of steps {self.steps[0]} to "
+                f"{self.steps[1]}: they are of the execution that was traced.",
+                stacklevel=2,
+            )
 
 
 def _checked(steps: Any) -> tuple[int, int]:

@@ -67,7 +67,7 @@ class Recorder:
     """Records the collectives of the functions that are traced inside it.
 
     Args:
-        norm_every: Int, at every how manieth step the gradient's norm is noted, or
+        norm_every: Int, after how many steps the gradient's norm is noted again, or
             `None` for never. Defaults to `None`.
 
     Example:
@@ -160,6 +160,17 @@ def switch_back(before: list[Recorder]) -> bool:
     for recorder in started:
         recorder.stop()
     return bool(started)
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """Records nothing of what is traced inside."""
+    before = _active[:]
+    _active.clear()
+    try:
+        yield
+    finally:
+        _active[:] = before
 
 
 @contextlib.contextmanager

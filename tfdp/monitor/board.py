@@ -14,7 +14,7 @@ from tfdp.monitor.stragglers import Straggler, find_straggler
 from tfdp.monitor.summary import summary_table
 from tfdp.monitor.windows import Row, Totals
 
-CSV_NAME, JSON_NAME = "communication.csv", "communication.json"
+_NAME = "communication"
 
 
 class Board:
@@ -24,6 +24,8 @@ class Board:
         folder: `Path`, which is there.
         hosts: Sequence of strings, the host of each worker.
         histogram: Bool, whether TensorBoard gets histograms.
+        number: Int, which `fit` of its callback this is: from the second on, the
+            files have it in their names. Defaults to 1.
     """
 
     def __init__(
@@ -32,10 +34,12 @@ class Board:
         hosts: Sequence[str],
         *,
         histogram: bool,
+        number: int = 1,
     ) -> None:
         self.totals = Totals()
         self.straggler: Straggler | None = None
         self._folder = folder
+        self._name = _NAME if number == 1 else f"{_NAME}-{number}"
         self._hosts = hosts
         self._histogram = histogram
         # What the collectives of a step are for, known when one has been traced.
@@ -63,12 +67,11 @@ class Board:
             self._write_events(row, values)
         self.totals.add(row)
 
-    def pause(self) -> None:
-        """Closes the files; another row opens them again."""
+    def close(self) -> None:
+        """Closes the files."""
         for file in (self._csv, self._events):
             if file is not None:
                 file.close()
-        self._csv = self._events = None
 
     def finish(self, facts: Facts, settings: dict[str, Any]) -> str:
         """Writes the JSON file.
@@ -100,13 +103,12 @@ class Board:
             "straggler": straggler and dataclasses.asdict(straggler),
             "advice": advice,
         }
-        write_json(self._folder / JSON_NAME, content)
+        write_json(self._folder / f"{self._name}.json", content)
         return summary_table(self.totals, hosts, advice)
 
     def _open(self) -> None:
         names = columns.names(len(self._hosts), self.labels)
-        is_new = self.totals.num_steps == 0
-        self._csv = CsvFile(self._folder / CSV_NAME, names, is_new=is_new)
+        self._csv = CsvFile(self._folder / f"{self._name}.csv", names)
         if has_tensorboard():
             self._events = TensorBoardFile(self._folder)
 

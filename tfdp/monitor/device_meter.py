@@ -23,13 +23,16 @@ class DeviceMeter(Meter):
     step an epoch.
 
     Args:
-        norm_every: Int, at every how manieth step the gradient's norm is noted, or
+        norm_every: Int, after how many steps the gradient's norm is noted again, or
             `None` for never.
+        num_replicas: Int, on all workers.
         wire_bytes: Int, that each replica sends in a step.
     """
 
-    def __init__(self, norm_every: int | None, wire_bytes: int) -> None:
-        super().__init__(norm_every)
+    def __init__(
+        self, norm_every: int | None, num_replicas: int, wire_bytes: int
+    ) -> None:
+        super().__init__(norm_every, num_replicas)
         self.recorder = Recorder(norm_every, stamps=False)
         self._wire_bytes = wire_bytes
         self._profile = Profile()
@@ -63,8 +66,10 @@ class DeviceMeter(Meter):
         if not self._is_profiling or self._traces:
             return reading
         self._is_profiling = False
-        self._times = device_times(self._profile.end())
-        self._profiled_seconds = 0.0 if reading is None else reading.seconds
+        events = self._profile.end()
+        if events and reading is not None:
+            self._times = device_times(events)
+            self._profiled_seconds = reading.seconds
         return None
 
     def sample(self, reading: Reading) -> Sample:
@@ -72,6 +77,7 @@ class DeviceMeter(Meter):
         seconds = reading.seconds / reading.num_steps
         samples, norm = notes(reading, self.recorder.marks)
         sample = Sample(
+            num_steps=reading.num_steps,
             step_seconds=seconds,
             input_seconds=0.0,
             compute_seconds=seconds,
@@ -85,19 +91,25 @@ class DeviceMeter(Meter):
         times = self._times
         if times is None or not self._profiled_seconds:
             return sample
-        exposed = min(seconds, times.exposed_seconds)
+        # Of an execution of several steps, all were profiled.
+        scale = reading.seconds / self._profiled_seconds / reading.num_steps
+        exposed = min(seconds, scale * times.exposed_seconds)
         return dataclasses.replace(
             sample,
             compute_seconds=seconds - exposed,
-            communication_seconds=min(seconds, times.communication_seconds),
+            communication_seconds=min(seconds, scale * times.communication_seconds),
             exposed_seconds=exposed,
-            buckets=dict(zip(_labels(times), times.buckets, strict=True)),
+            buckets={
+                label: scale * bucket
+                for label, bucket in zip(_labels(times), times.buckets, strict=True)
+            },
         )
 
     def trace_begins(self) -> None:
         """Profiles from now on."""
-        self._traces = True
-        self._is_profiling = self._profile.begin()
+        if not self._traces:
+            self._traces = True
+            self._is_profiling = self._profile.begin()
 
     def trace(
         self, rank: int, host: str, readings: list[tuple[int, Reading]]

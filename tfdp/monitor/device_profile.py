@@ -6,7 +6,6 @@ tell when a collective was under way and what ran beside it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -65,6 +64,8 @@ class Profile:
 
     def begin(self) -> bool:
         """Starts the profiler, and says whether it was free."""
+        if self._folder is not None:
+            return True
         self._folder = tempfile.TemporaryDirectory(prefix="tfdp-profile-")
         try:
             tf.profiler.experimental.start(self._folder.name)
@@ -147,15 +148,3 @@ def _events_of(plane: object) -> Iterator[DeviceEvent]:
             end = begin + 1e-12 * event.duration_ps
             name = names.get(event.metadata_id, "")
             yield DeviceEvent(plane.name, line.name, name, begin, end)  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def profiled(found: list[DeviceEvent]) -> Iterator[None]:
-    """Profiles what runs inside and adds it to a list; nothing if it is not free."""
-    profile = Profile()
-    is_running = profile.begin()
-    try:
-        yield
-    finally:
-        if is_running:
-            found += profile.end()

@@ -13,12 +13,14 @@ class Meter:
     """Times steps on CPUs by stamps inside the graph.
 
     Args:
-        norm_every: Int, at every how manieth step the gradient's norm is noted, or
+        norm_every: Int, after how many steps the gradient's norm is noted again, or
             `None` for never. Defaults to `None`.
+        num_replicas: Int, on all workers. Defaults to 1.
     """
 
-    def __init__(self, norm_every: int | None = None) -> None:
+    def __init__(self, norm_every: int | None = None, num_replicas: int = 1) -> None:
         self.recorder = Recorder(norm_every)
+        self._num_replicas = num_replicas
         self._begin: float | None = None
         self._clock = 0.0
         self._num_rows = -1
@@ -57,7 +59,14 @@ class Meter:
         self._num_rows = len(values)
         if begin is None or was_traced:
             return None
-        return Reading(values, begin, self._begin, self._clock - clock, num_steps)
+        return Reading(
+            values,
+            begin,
+            self._begin,
+            self._clock - clock,
+            num_steps,
+            len(self.recorder.collectives),
+        )
 
     def sample(self, reading: Reading) -> Sample:
         """What a reading says about its step."""
@@ -81,7 +90,7 @@ class Meter:
             readings: List of step number and `Reading`.
         """
         replicas = [self.replicas(reading) for _, reading in readings]
-        return trace_of_worker(rank, host, readings, replicas)
+        return trace_of_worker(rank, host, readings, replicas, self._num_replicas)
 
     @property
     def labels(self) -> list[str]:

@@ -21,8 +21,18 @@ def meter_for(model: Any, strategy: Any, norm_every: int | None = None) -> Meter
     Returns:
         `Meter`.
     """
-    devices = () if strategy is None else strategy.extended.group.devices
+    if strategy is None:
+        return Meter(norm_every)
+    num_replicas = strategy.num_replicas_in_sync
+    devices = strategy.extended.group.devices
     if any(_compat.device_type(device) == "GPU" for device in devices):
-        plan = strategy.communication_plan(model) if model.built else None
-        return DeviceMeter(norm_every, 0 if plan is None else plan.wire_bytes)
-    return Meter(norm_every)
+        return DeviceMeter(norm_every, num_replicas, _wire_bytes(model, strategy))
+    return Meter(norm_every, num_replicas)
+
+
+def _wire_bytes(model: Any, strategy: Any) -> int:
+    """Bytes that a replica sends in a step, or 0 where only a step can tell."""
+    try:
+        return strategy.communication_plan(model).wire_bytes
+    except ValueError:
+        return 0

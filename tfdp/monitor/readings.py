@@ -30,6 +30,7 @@ class Reading:
         end: Float, when this one had.
         seconds: Float, time between the two by a clock that is never set.
         num_steps: Int, steps in between; the values are of the last one.
+        num_collectives: Int, how many of the rows are of collectives.
     """
 
     values: np.ndarray
@@ -37,6 +38,17 @@ class Reading:
     end: float
     seconds: float
     num_steps: int
+    num_collectives: int
+
+    @property
+    def of_collectives(self) -> np.ndarray:
+        """Array of shape `[num_collectives, 2]`: begin and end of each."""
+        return self.values[: self.num_collectives]
+
+    @property
+    def of_marks(self) -> np.ndarray:
+        """Array of shape `[num_marks, 2]`."""
+        return self.values[self.num_collectives :]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +56,7 @@ class Sample:
     """One step of one worker.
 
     Args:
+        num_steps: Int, that it stands for: those of an execution.
         step_seconds: Float, from the end of the step before to its own.
         input_seconds: Float, how much of it passed before the step had its data.
         compute_seconds: Float, what is not exposed communication.
@@ -55,6 +68,7 @@ class Sample:
         buckets: Dict from label to seconds from its first collective to its last.
     """
 
+    num_steps: int
     step_seconds: float
     input_seconds: float
     compute_seconds: float
@@ -120,7 +134,8 @@ def replicas_of(
     """
     times = {
         mark.replica: pair
-        for mark, pair in zip(marks, reading.values[len(collectives) :], strict=True)
+        # What was traced since is in neither.
+        for mark, pair in zip(marks, reading.of_marks, strict=False)
         if mark.name == observe.TIMES
     }
     found = []
@@ -146,7 +161,7 @@ def _of_this_step(
     """What was not run in this step holds the times of an earlier one."""
     return [
         (collective, float(pair[0]), float(pair[1]))
-        for collective, pair in zip(collectives, reading.values, strict=False)
+        for collective, pair in zip(collectives, reading.of_collectives, strict=False)
         if collective.replica == replica and pair[0] >= since
     ]
 
@@ -178,22 +193,22 @@ def sample_of(
     seconds = reading.seconds / reading.num_steps
     if not replicas:
         nothing = (0.0, 0.0, 0.0, math.nan, math.nan)
-        return Sample(seconds, 0.0, seconds, *nothing, {})
+        return Sample(reading.num_steps, seconds, 0.0, seconds, *nothing, {})
     exposed = _mean([_covered(r.exposed(), reading) for r in replicas])
     spans = [[(begin, end) for _, begin, end in r.collectives] for r in replicas]
     busy = [_covered(span, reading) for span in spans]
-    if reading.num_steps == 1:
-        waited = max(0.0, min(r.begin for r in replicas) - reading.begin)
-        compute = reading.end - reading.begin - exposed
-    else:  # all steps of an execution get their data at its begin
-        waited, compute = 0.0, max(0.0, seconds - exposed)
+    # All steps of an execution but the first begin where another one ends.
+    is_whole = reading.num_steps == 1
+    first = min(replica.begin for replica in replicas)
+    waited = max(0.0, first - reading.begin) if is_whole else 0.0
     samples, norm = notes(reading, marks)
     sent = sum(c.wire_bytes for r in replicas for c, _, _ in r.collectives)
     labelled = [replica.labelled() for replica in replicas]
     return Sample(
+        num_steps=reading.num_steps,
         step_seconds=seconds,
         input_seconds=waited,
-        compute_seconds=compute,
+        compute_seconds=max(0.0, seconds - exposed),
         communication_seconds=_mean(busy),
         exposed_seconds=exposed,
         bytes_sent=sent / len(replicas),
@@ -208,13 +223,14 @@ def sample_of(
 
 def notes(reading: Reading, marks: Sequence[timing.Mark]) -> tuple[float, float]:
     """The samples of the batch, and the worker's part of the squared norm."""
-    rows = reading.values[len(reading.values) - len(marks) :]
+    rows = list(zip(marks, reading.of_marks, strict=False))
     samples, step, squares = math.nan, math.nan, []
-    for mark, (first, second) in zip(marks, rows, strict=True):
+    for mark, (first, second) in rows:
         if mark.name == observe.BATCH:
             samples, step = float(first), float(second)
-    for mark, (first, second) in zip(marks, rows, strict=True):
-        if mark.name == observe.NORM and second == step:
+    for mark, (first, second) in rows:
+        # Noted in this execution, which has so many steps.
+        if mark.name == observe.NORM and second > step - reading.num_steps:
             squares.append(float(first))
     return samples, sum(squares) if squares else math.nan
 

@@ -47,7 +47,8 @@ class Reporter(threading.Thread):
         Args:
             make: Callable that returns the `Window`.
         """
-        self._made.put(make)
+        if self.error is None:
+            self._made.put(make)
 
     def close(self) -> None:
         """Waits until all windows are through, but not for ever."""
@@ -73,7 +74,8 @@ class Reporter(threading.Thread):
         if self._board is not None:
             for window in windows:
                 others = self._of_others(window.step)
-                self._board.take(merge({0: window, **others}))
+                windows_of_all = {0: window, **others}
+                self._board.take(merge(windows_of_all, self._mailbox.num_workers))
         elif windows:
             texts = [window.to_json() for window in windows]
             self._mailbox.send(self._num_sent, json.dumps(texts))

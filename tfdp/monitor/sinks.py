@@ -21,16 +21,14 @@ class CsvFile:
     Args:
         path: `Path`.
         columns: Sequence of strings.
-        is_new: Bool, whether to begin anew what is there.
     """
 
-    def __init__(self, path: Path, columns: Sequence[str], *, is_new: bool) -> None:
-        self._file = path.open("w" if is_new else "a", encoding="utf-8", newline="")
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self._file = path.open("w", encoding="utf-8", newline="")
         self._writer = csv.DictWriter(
             self._file, columns, restval="", extrasaction="ignore"
         )
-        if is_new:
-            self._writer.writeheader()
+        self._writer.writeheader()
 
     def add(self, values: Mapping[str, float]) -> None:
         """Writes a row; what is unknown stays empty."""
@@ -93,15 +91,15 @@ def has_tensorboard() -> bool:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a file whole or not at all; NaN becomes `null`."""
+    """Writes a file whole or not at all; what is no number becomes `null`."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(_without_nan(content), indent=1) + "\n", "utf-8")
+    temporary.write_text(json.dumps(_finite(content), indent=1) + "\n", "utf-8")
     os.replace(temporary, path)
 
 
-def _without_nan(value: Any) -> Any:
+def _finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

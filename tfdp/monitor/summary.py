@@ -30,10 +30,9 @@ def summary_table(totals: Totals, hosts: Mapping[int, str], advice: str) -> str:
     table.add_column("value", justify="right")
     table.add_column("note")
     table.add_row("step", _ms(step), _percentiles(values))
-    if values["samples_per_second"]:
-        table.add_row(
-            "samples per second", f"{values['samples_per_second']:,.0f}", "all"
-        )
+    if not math.isnan(values["samples_per_second"]):
+        speed = f"{values['samples_per_second']:,.0f}"
+        table.add_row("samples per second", speed, "of all replicas")
     for name in ("compute", "exposed", "input"):
         seconds = values[f"{name}_seconds"]
         table.add_row(_NAMES[name], _ms(seconds), f"{seconds / step:.0%} of the step")

@@ -66,6 +66,7 @@ def trace_of_worker(
     host: str,
     readings: Sequence[tuple[int, Reading]],
     replicas: Sequence[Sequence[Replica]],
+    num_replicas: int,
 ) -> WorkerTrace:
     """The trace of a worker, from stamps inside the graph.
 
@@ -74,6 +75,7 @@ def trace_of_worker(
         host: String.
         readings: Sequence of step number and `Reading`.
         replicas: Sequence with the local `Replica` objects of each reading.
+        num_replicas: Int, on all workers.
     """
     trace = WorkerTrace(rank, host, [], {_STEPS_LANE: "steps"}, {})
     for (step, reading), local in zip(readings, replicas, strict=True):
@@ -84,6 +86,7 @@ def trace_of_worker(
             trace.lanes[lane] = f"replica {number}: compute"
             trace.slices.extend(_phases(lane, reading, replica))
             _add_collectives(trace, lane + 1, number, step, replica)
+            _note_common(trace, number, step, replica, num_replicas)
     return trace
 
 
@@ -122,7 +125,8 @@ def chrome_trace(workers: Sequence[WorkerTrace]) -> dict[str, Any]:
 def _phases(lane: int, reading: Reading, replica: Replica) -> list[Slice]:
     """What a replica computes, from end to end of a step."""
     begin = max(replica.begin, reading.begin)
-    bars = [Slice(lane, "input", reading.begin, begin)]
+    name = "input" if reading.num_steps == 1 else "earlier steps"
+    bars = [Slice(lane, name, reading.begin, begin)]
     has_loss = replica.loss >= begin
     ready = replica.backward_end
     if has_loss:
@@ -150,7 +154,6 @@ def _add_collectives(
 ) -> None:
     """Puts collectives into as many lanes as overlap each other."""
     free: list[float] = []
-    counts: dict[str, int] = {}
     for collective, begin, end in sorted(replica.collectives, key=lambda c: c[1]):
         lane = next((i for i, until in enumerate(free) if until <= begin), len(free))
         free[lane : lane + 1] = [end]
@@ -163,10 +166,19 @@ def _add_collectives(
         }
         bar = Slice(first_lane + lane, collective.label, begin, end, facts)
         trace.slices.append(bar)
-        count = counts.get(collective.label, 0)
-        counts[collective.label] = count + 1
-        key = f"{step}/{number}/{collective.label}/{count}"
-        trace.collectives[key] = (begin, end)
+
+
+def _note_common(
+    trace: WorkerTrace, number: int, step: int, replica: Replica, num_replicas: int
+) -> None:
+    """Remembers the collectives that all workers take part in, to align clocks."""
+    counts: dict[str, int] = {}
+    for collective, begin, end in replica.collectives:
+        if collective.group_size == num_replicas or collective.label == "logs":
+            count = counts.get(collective.label, 0)
+            counts[collective.label] = count + 1
+            key = f"{step}/{number}/{collective.label}/{count}"
+            trace.collectives[key] = (begin, end)
 
 
 def _offset(first: WorkerTrace, other: WorkerTrace) -> float:

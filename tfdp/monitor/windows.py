@@ -22,6 +22,7 @@ _MEANS = (
     "exposed_seconds",
     "bytes_sent",
 )
+_LATEST = ("gradient_norm", "loss_scale", "skipped_steps")
 # Enough for percentiles; a run may have millions of steps.
 _KEPT_TIMES, _KEPT_ROWS = 20_000, 1_000
 
@@ -33,6 +34,7 @@ class Window:
     Args:
         step: Int, the last step, counted from 1 in this run.
         epoch: Int.
+        num_steps: Int, that were timed.
         step_seconds: Float.
         input_seconds: Float.
         compute_seconds: Float.
@@ -44,11 +46,12 @@ class Window:
         squared_norm: Float, this worker's part at the last step that noted it.
         loss_scale: Float, or NaN without one.
         skipped_steps: Int, so far.
-        times: List of floats, the seconds of each step.
+        times: List of floats, the seconds of a step in each execution.
     """
 
     step: int
     epoch: int
+    num_steps: int
     step_seconds: float
     input_seconds: float
     compute_seconds: float
@@ -94,6 +97,7 @@ def window_of(
     return Window(
         step=step,
         epoch=epoch,
+        num_steps=sum(s.num_steps for s in samples),
         step_seconds=_mean([s.step_seconds for s in samples]),
         input_seconds=_mean([s.input_seconds for s in samples]),
         compute_seconds=_mean([s.compute_seconds for s in samples]),
@@ -143,11 +147,12 @@ class Row:
         return {rank: seconds - least for rank, seconds in exposed.items()}
 
 
-def merge(windows: dict[int, Window]) -> Row:
+def merge(windows: dict[int, Window], num_workers: int) -> Row:
     """Puts the windows of the workers together.
 
     Args:
         windows: Dict from rank to `Window`; rank 0 is there.
+        num_workers: Int, of which some may be silent.
     """
     own = windows[0]
     every = list(windows.values())
@@ -155,7 +160,8 @@ def merge(windows: dict[int, Window]) -> Row:
     step = _mean([w.step_seconds for w in every])
     compute = _mean([w.compute_seconds for w in every])
     communication = _mean([w.communication_seconds for w in every])
-    squares = sum(w.squared_norm for w in every)
+    is_whole = len(every) == num_workers
+    squares = sum(w.squared_norm for w in every) if is_whole else math.nan
     return Row(
         step=own.step,
         epoch=own.epoch,
@@ -194,64 +200,84 @@ def fraction(communication: float, compute: float) -> float:
     return communication / total if total else 0.0
 
 
+class WeightedMean:
+    """A mean of numbers that come one after the other; NaN is left out.
+
+    Example:
+
+    >>> mean = WeightedMean()
+    >>> mean.add(1.0, 3)
+    >>> mean.add(5.0, 1)
+    >>> mean.value
+    2.0
+    """
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._weight = 0.0
+
+    def add(self, value: float, weight: float) -> None:
+        """Takes in a number."""
+        if not math.isnan(value):
+            self._sum += value * weight
+            self._weight += weight
+
+    @property
+    def value(self) -> float:
+        """Float, NaN before the first number."""
+        return self._sum / self._weight if self._weight else math.nan
+
+
+Means = collections.defaultdict[str, WeightedMean]
+
+
 class Totals:
     """What a run was like: means over its rows, weighted by their steps."""
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self.last: Row | None = None
-        self._norm = math.nan
-        self._samples = 0.0
-        self._sums: dict[str, float] = {}
+        self._latest: dict[str, float] = {}
+        self._means: Means = collections.defaultdict(WeightedMean)
+        self._workers: dict[int, Means] = {}
         self._buckets: dict[str, collections.deque[float]] = {}
-        self._workers: dict[int, dict[str, float]] = {}
         self._times: collections.deque[float] = collections.deque(maxlen=_KEPT_TIMES)
 
     def add(self, row: Row) -> None:
         """Takes in a row."""
-        count = len(row.times)
+        count = row.workers[0].num_steps
         self.num_steps += count
-        self.last = row
-        if not math.isnan(row.values["gradient_norm"]):
-            self._norm = row.values["gradient_norm"]
         self._times.extend(row.times)
+        for name in _LATEST:
+            if name not in self._latest or not math.isnan(row.values[name]):
+                self._latest[name] = row.values[name]
         for name in _MEANS:
-            value = row.values[name]
-            known = 0.0 if math.isnan(value) else value
-            self._sums[name] = self._sums.get(name, 0.0) + count * known
+            self._means[name].add(row.values[name], count)
         # Samples of slow and of fast windows count alike, and so do seconds.
-        speed, seconds = row.values["samples_per_second"], row.values["step_seconds"]
-        if not math.isnan(speed):
-            self._samples += count * speed * seconds
+        speed = row.values["samples_per_second"]
+        self._means["speed"].add(speed, count * row.values["step_seconds"])
         for label, seconds in row.buckets.items():
             kept = self._buckets.setdefault(label, collections.deque(maxlen=_KEPT_ROWS))
             kept.append(seconds)
         for rank, wait in row.waits().items():
-            window, sums = row.workers[rank], self._workers.setdefault(rank, {})
-            for name, value in (
-                ("steps", 1.0),
-                ("step_seconds", window.step_seconds),
-                ("compute_seconds", window.compute_seconds),
-                ("wait_seconds", wait),
-            ):
-                sums[name] = sums.get(name, 0.0) + count * value
+            means = self._workers.setdefault(
+                rank, collections.defaultdict(WeightedMean)
+            )
+            means["step_seconds"].add(row.workers[rank].step_seconds, count)
+            means["compute_seconds"].add(row.workers[rank].compute_seconds, count)
+            means["wait_seconds"].add(wait, count)
 
     @property
     def values(self) -> dict[str, float]:
         """Dict from the name of a column to its mean; the last three are the latest."""
-        assert self.last is not None
-        found = {name: total / self.num_steps for name, total in self._sums.items()}
-        found["samples_per_second"] = self._samples / self._sums["step_seconds"]
+        found = {name: self._means[name].value for name in _MEANS}
+        found["samples_per_second"] = self._means["speed"].value
         percentiles = np.percentile(list(self._times), _PERCENTS)
         for name, value in zip(_PERCENTILES, percentiles, strict=True):
             found[name] = float(value)
         busy, compute = found["communication_seconds"], found["compute_seconds"]
         found["communication_fraction"] = fraction(busy, compute)
         found["busbw_bytes_per_second"] = found["bytes_sent"] / busy if busy else 0.0
-        found["gradient_norm"] = self._norm
-        for name in ("loss_scale", "skipped_steps"):
-            found[name] = self.last.values[name]
-        return found
+        return {**found, **self._latest}
 
     @property
     def buckets(self) -> dict[str, float]:
@@ -262,8 +288,8 @@ class Totals:
     def workers(self) -> dict[int, dict[str, float]]:
         """Dict from rank to the means of a worker."""
         return {
-            rank: {k: v / sums["steps"] for k, v in sums.items() if k != "steps"}
-            for rank, sums in sorted(self._workers.items())
+            rank: {name: mean.value for name, mean in means.items()}
+            for rank, means in sorted(self._workers.items())
         }
 
 
