@@ -1,10 +1,10 @@
 """Handwritten digits with a small CNN, on any number of devices or workers.
 
-    tfdp run -n 2 examples/digits_cnn.py --logs tfdp-logs/digits
+    tfdp run -n 2 examples/digits_cnn.py
 
 The data are the 1,797 real 8x8 images that scikit-learn carries. The same script
 runs on one device (`python examples/digits_cnn.py`), on all GPUs of a machine, or
-on several machines.
+on several machines. `--logs FOLDER` writes what communication takes.
 """
 
 from __future__ import annotations
