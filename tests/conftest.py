@@ -41,6 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+@pytest.fixture
+def full(request: pytest.FixtureRequest) -> None:
+    """Leaves a test to `--full`: what it shows is not worth its seconds each time."""
+    if not request.config.getoption("full"):
+        pytest.skip("runs with --full")
+
+
 @pytest.fixture(scope="session")
 def clusters(
     request: pytest.FixtureRequest,

@@ -379,7 +379,7 @@ def test_a_comparison_goes_on_without_torch_and_says_how_to_get_it(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_in_a_cluster_every_worker_measures_and_the_first_one_reports(tmp_path):
+def test_in_a_cluster_every_worker_measures_and_the_first_one_reports(tmp_path, full):
     file = tmp_path / "found.json"
     done = run_python(
         *("-m", "tfdp", "run", "-n", "2", "--log-dir", str(tmp_path), "-m", "tfdp"),
