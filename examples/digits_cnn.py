@@ -4,7 +4,7 @@
 
 The data are the 1,797 real 8x8 images that scikit-learn carries. The same script
 runs on one device (`python examples/digits_cnn.py`), on all GPUs of a machine, or
-on several machines. `--logs FOLDER` writes what communication takes.
+on several machines; what communication takes is written to `--logs`.
 """
 
 from __future__ import annotations
@@ -65,17 +65,23 @@ def compile_model(model: keras.Model, num_steps: int) -> None:
     )
 
 
-def print_communication(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
+def print_communication(
+    strategy: tf.distribute.Strategy,
+    model: keras.Model,
+    monitor: tfdp.callbacks.CommunicationMonitor,
+) -> None:
     """What the replicas have sent each other, as a table and in all."""
     if strategy.num_replicas_in_sync == 1:
         print("one replica: nothing was communicated")
         return
     plan = strategy.communication_plan(model)
     num_steps = int(model.optimizer.iterations.numpy())
+    last = monitor.recent(200)
     print(plan)
     print(
         f"communicated: {num_steps * plan.wire_bytes / 1e6:.1f} MB sent by each replica"
-        f" ({num_steps} steps of {plan.wire_bytes:,} bytes)"
+        f" ({num_steps} steps of {plan.wire_bytes:,} bytes); collectives were under way"
+        f" in {100 * last.communication_seconds / last.step_seconds:.0f} % of the step"
     )
 
 
@@ -85,7 +91,9 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64, help="global")
     parser.add_argument("--short", action="store_true", help="a few epochs, for CI")
     parser.add_argument(
-        "--logs", default="", help="where to write what communication takes"
+        "--logs",
+        default="tfdp-logs/digits",
+        help="where to write what communication takes, default %(default)s",
     )
     args = parser.parse_args()
     epochs = min(args.epochs, 4) if args.short else args.epochs
@@ -98,11 +106,9 @@ def main() -> None:
         compile_model(model, num_steps=epochs * (TRAIN_IMAGES // args.batch_size))
 
     # Each batch is global: every replica gets its share of it.
-    callbacks: list[keras.callbacks.Callback] = []
-    if args.logs:
-        monitor = tfdp.callbacks.CommunicationMonitor(args.logs)
-        timeline = tfdp.callbacks.Timeline(Path(args.logs) / "timeline.json")
-        callbacks = [monitor, timeline]
+    monitor = tfdp.callbacks.CommunicationMonitor(args.logs)
+    timeline = tfdp.callbacks.Timeline(Path(args.logs) / "timeline.json")
+    callbacks = [monitor, timeline] if strategy.num_replicas_in_sync > 1 else []
     model.fit(*train, batch_size=args.batch_size, epochs=epochs, callbacks=callbacks)
     # All workers evaluate, and all get the accuracy on the whole test set ...
     results = model.evaluate(
@@ -110,7 +116,7 @@ def main() -> None:
     )
     # ... and the chief tells.
     if strategy.extended.should_checkpoint:
-        print_communication(strategy, model)
+        print_communication(strategy, model, monitor)
         print(f"test accuracy: {100 * results['accuracy']:.2f} %")
 
 

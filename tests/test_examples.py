@@ -47,8 +47,14 @@ def numbers(pattern: str, output: str) -> list[float]:
     return [float(group) for group in groups]
 
 
-def test_digits_example_learns_and_only_the_chief_tells(run_on_two_workers):
-    output = run_on_two_workers(EXAMPLES["digits"], "--short")
+def test_digits_example_learns_and_only_the_chief_tells(run_on_two_workers, tmp_path):
+    logs = str(tmp_path / "communication")
+    output = run_on_two_workers(EXAMPLES["digits"], "--short", "--logs", logs)
+    sent, share = numbers(
+        r"communicated: ([\d.]+) MB sent .* under way in (\d+) % of the step", output
+    )
+    assert sent > 30
+    assert 0 < share < 100
     (accuracy,) = numbers(r"test accuracy: ([\d.]+) %", output)
     assert accuracy >= 95
 

@@ -227,7 +227,8 @@ FACTS = Facts(4, 2, 3, 30_000_000, compression=False, accumulates=False)
         ({"exposed_seconds": 0.05}, {}, None, "bound by compute"),
         ({"input_seconds": 0.7}, {}, None, "70% of the step passes before it has"),
         ({}, {"num_replicas": 1}, None, "one replica"),
-        ({"bytes_sent": 0.0}, {}, None, "No collective was seen"),
+        ({"bytes_sent": 0.0}, {}, None, "No collective was timed"),
+        ({"exposed_seconds": math.nan}, {}, None, "No collective was timed"),
         ({}, {}, Straggler(2, "node7", 0.05), "Worker 2 on node7 takes 50 ms longer"),
     ],
 )

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.agreement import Agreement
 from tfdp.cluster import Topology
-from tfdp.collectives import LaunchOrder, ProcessGroup, positions_of
+from tfdp.collectives import LaunchOrder, ProcessGroup, positions_of, timing
 from tfdp.options import CommunicationOptions
 from tfdp.reducer import Reducer
 from tfdp.routes import Router
@@ -153,7 +153,8 @@ class ReplicaExtended:
             self._statistics = outer
         if statistics and self.group.size > 1:
             equal = [tf.constant(1.0 / self.group.size, tf.float64)] * self.num_local
-            average_statistics(statistics, weights or equal, self.host_group)
+            with timing.labelled("statistics"):
+                average_statistics(statistics, weights or equal, self.host_group)
 
     def note_statistic(self, variable: Any) -> None:
         """Remembers that a replica assigned a moving statistic."""

@@ -45,12 +45,12 @@ def callbacks_of_worker(
         List of callbacks, or what was given where there is one worker.
     """
     agreement = strategy.extended.agreement
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        return callbacks
-    given = keras.tree.flatten(callbacks) if callbacks else []
-    if agreement.num_workers == 1:
+    if agreement.num_workers == 1 or isinstance(
+        callbacks, keras.callbacks.CallbackList
+    ):
         return callbacks
     chosen = []
+    given = _given(callbacks)
     is_sharded = _is_sharded(model, given)
     for callback in given:
         if agreement.rank == 0 or not isinstance(callback, _WRITERS):

@@ -55,15 +55,30 @@ def rows_of(env: Env) -> list[dict]:
         return list(csv.DictReader(file))
 
 
+class Clock(keras.callbacks.Callback):
+    """The time of a step by a clock of the test's own, without the first step."""
+
+    def on_train_begin(self, logs=None):
+        self.ends = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.ends.append(time.perf_counter())
+
+    @property
+    def step_seconds(self) -> float:
+        return (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
+
+
 @case("Monitor: rows, summary and gradient norm are those of the global batch")
 def monitor_measures_what_one_device_computes(env: Env) -> dict:
     with bucket_mb(env, 0.25) if env.strategy else contextlib.nullcontext():
         # The weights stay, so that every step's gradient can be computed again.
         model = model_of(env, keras.optimizers.SGD(0.0))
-        said = monitored(env, model) if env.strategy else ""
+        clock = Clock()
+        said = monitored(env, model, clock) if env.strategy else ""
         norms = [norm_of(model, step) for step in (EVERY, 2 * EVERY, NUM_STEPS)]
         if env.strategy:
-            check_rows(env, model)
+            check_rows(env, model, clock)
             norms = [float(row["gradient_norm"]) for row in rows_of(env)]
     if env.strategy:
         assert ("Communication in 11 steps" in said) == env.is_chief
@@ -78,7 +93,7 @@ def norm_of(model: keras.Model, step: int) -> float:
     return float(tf.linalg.global_norm(tape.gradient(loss, values)))
 
 
-def check_rows(env: Env, model: keras.Model) -> None:
+def check_rows(env: Env, model: keras.Model, clock: Clock) -> None:
     rows = rows_of(env)
     assert [int(row["step"]) for row in rows] == [4, 8, 12]
     plan = env.strategy.communication_plan(model)
@@ -92,9 +107,8 @@ def check_rows(env: Env, model: keras.Model) -> None:
     told = json.loads((env.tmp / "logs" / "communication.json").read_text())
     totals = told["totals"]
     parts = totals["compute_seconds"] + totals["exposed_seconds"]
-    assert abs(parts / totals["step_seconds"] - 1) < 0.05
-    busy, compute = totals["communication_seconds"], totals["compute_seconds"]
-    assert math.isclose(totals["communication_fraction"], busy / (busy + compute))
+    assert abs(parts / clock.step_seconds - 1) < 0.05
+    assert totals["input_seconds"] < totals["compute_seconds"]
     assert len(told["workers"]) == env.setup.num_workers
     # The first step is traced and does not count.
     assert told["num_steps"] == NUM_STEPS - 1

@@ -96,23 +96,6 @@ class Recorder:
         if self in _active:
             _active.remove(self)
 
-    def busy_seconds(self, replica: int = 0) -> float:
-        """Time in which at least one collective of the last step was under way.
-
-        Args:
-            replica: Int, index among the local replicas. Defaults to `0`.
-
-        Returns:
-            Float, seconds; waiting for slower replicas counts.
-        """
-        total, until = 0.0, 0.0
-        for _, begin, end in sorted(
-            self.intervals(replica), key=lambda interval: interval[1]
-        ):
-            total += max(0.0, end - max(begin, until))
-            until = max(until, end)
-        return total
-
     def intervals(self, replica: int = 0) -> list[tuple[Collective, float, float]]:
         """Begin and end of the last execution of each collective, in seconds."""
         rows = [c for c in self.collectives if c.replica == replica]

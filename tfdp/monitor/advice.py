@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from tfdp.monitor.stragglers import Straggler
@@ -49,10 +50,10 @@ def advise(
     """
     if facts.num_replicas == 1:
         return "There is one replica: nothing is communicated."
-    if not totals["bytes_sent"]:
+    if not totals["bytes_sent"] or math.isnan(totals["exposed_seconds"]):
         return (
-            "No collective was seen: they are timed in a traced step only, not with "
-            "`run_eagerly=True`."
+            "No collective was timed: on CPUs that needs a traced step, not "
+            "`run_eagerly=True`, and on GPUs epochs of more than five steps."
         )
     step = totals["step_seconds"]
     waits = totals["input_seconds"] / step

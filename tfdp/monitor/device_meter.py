@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from tfdp.collectives.timing import Recorder
-from tfdp.monitor.device_profile import DeviceEvent, DeviceTimes, Profile, device_times
+from tfdp.monitor.device_profile import DeviceTimes, Profile, device_times
 from tfdp.monitor.meter import Meter
 from tfdp.monitor.readings import Reading, Sample, notes
 from tfdp.monitor.trace import Slice, WorkerTrace
@@ -41,7 +41,6 @@ class DeviceMeter(Meter):
         self._step_of_epoch = 0
         self._times: DeviceTimes | None = None
         self._profiled_seconds = 0.0
-        self._events: list[DeviceEvent] = []
 
     @property
     def labels(self) -> list[str]:
