@@ -24,7 +24,7 @@ import pytest
 from tfdp.cli import launch, worker
 from tfdp.cli.lines import LineReader
 from tfdp.cli.screen import Screen
-from tfdp.cluster import Cluster
+from tfdp.cluster import Cluster, local_ports
 
 pytestmark = pytest.mark.processes
 
@@ -675,13 +675,13 @@ def test_python_m_tfdp_is_the_command(arguments, words):
 
 
 def test_ports_are_distinct_free_and_outside_the_kernels_own_range():
-    ports = launch.free_ports(200)
+    ports = local_ports.free_ports(200)
     assert len(set(ports)) == 200
     assert min(ports) >= 10000
-    assert max(ports) < launch._first_ephemeral_port()
+    assert max(ports) < local_ports._first_ephemeral_port()
 
 
 def test_too_many_workers_for_the_ports_are_refused(monkeypatch):
-    monkeypatch.setattr(launch, "_first_ephemeral_port", lambda: 10010)
+    monkeypatch.setattr(local_ports, "_first_ephemeral_port", lambda: 10010)
     with pytest.raises(ValueError, match="-n 20"):
-        launch.free_ports(20)
+        local_ports.free_ports(20)

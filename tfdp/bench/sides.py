@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import selectors
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+from tfdp.cluster import free_ports
 
 DEADLINE_SECONDS = 300.0
 # Another interpreter has its own packages, and of ours gets this one only: what else
@@ -48,7 +49,7 @@ class Side:
         python: str | None = None,
     ) -> None:
         self.name = name
-        addresses = [f"127.0.0.1:{port}" for port in _free_ports(num_workers)]
+        addresses = [f"127.0.0.1:{port}" for port in free_ports(num_workers)]
         self._start(worker_commands(module, setup, addresses, python), _environment())
 
     def _start(
@@ -153,14 +154,6 @@ def _started_worker(
         text=True,
         start_new_session=True,
     )
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def _environment() -> dict[str, str]:

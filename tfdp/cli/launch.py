@@ -6,60 +6,11 @@ import contextlib
 import json
 import os
 import pathlib
-import random
 import re
-import socket
 import time
 from collections.abc import Mapping
 
-from tfdp.cluster import Cluster
-
-_LOWEST_PORT = 10000
-_PORT_RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
-
-
-def free_ports(count: int) -> list[int]:
-    """Finds ports that are free on all interfaces, each a different one.
-
-    They are drawn at random from below the range in which the kernel picks
-    source ports: from inside it, a worker's first outgoing connection could
-    take the port on which another worker is about to listen.
-
-    Args:
-        count: Int, how many.
-
-    Returns:
-        List of int.
-
-    Raises:
-        ValueError: If there are not that many.
-    """
-    candidates = range(_LOWEST_PORT, _first_ephemeral_port())
-    ports: list[int] = []
-    # Every socket stays bound until all are chosen, so that no two are equal.
-    with contextlib.ExitStack() as stack:
-        for port in random.sample(candidates, len(candidates)):
-            if len(ports) == count:
-                break
-            with contextlib.suppress(OSError):
-                probe = stack.enter_context(socket.socket())
-                probe.bind(("", port))  # TensorFlow listens on all interfaces
-                ports.append(port)
-    if len(ports) < count:
-        raise ValueError(
-            f"There are not enough free ports for the workers. Received: -n {count}, "
-            f"with {len(ports)} free"
-        )
-    return ports
-
-
-def _first_ephemeral_port() -> int:
-    try:
-        first = int(pathlib.Path(_PORT_RANGE_FILE).read_text("ascii").split()[0])
-    except (OSError, ValueError):
-        first = 32768
-    # A machine may have been told to use nearly all ports for connections.
-    return first if first >= _LOWEST_PORT + 2000 else 32768
+from tfdp.cluster import Cluster, free_ports
 
 
 def make_clusters(num_workers: int, devices_per_worker: int | None) -> list[Cluster]:

@@ -7,6 +7,7 @@ milliseconds.
 from __future__ import annotations
 
 from tfdp.cluster.address import split_address
+from tfdp.cluster.local_ports import free_ports
 from tfdp.cluster.nodes import topology_of
 from tfdp.cluster.ports import (
     answers,
@@ -23,6 +24,7 @@ __all__ = [
     "Topology",
     "answers",
     "check_port_free",
+    "free_ports",
     "meet",
     "name_workers",
     "split_address",

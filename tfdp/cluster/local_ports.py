@@ -1,0 +1,55 @@
+"""Ports on which local workers can listen."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import random
+import socket
+
+_LOWEST_PORT = 10000
+_PORT_RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
+
+
+def free_ports(count: int) -> list[int]:
+    """Finds ports that are free on all interfaces, each a different one.
+
+    They are drawn at random from below the range in which the kernel picks
+    source ports: from inside it, a worker's first outgoing connection could
+    take the port on which another worker is about to listen.
+
+    Args:
+        count: Int, how many.
+
+    Returns:
+        List of int.
+
+    Raises:
+        ValueError: If there are not that many.
+    """
+    candidates = range(_LOWEST_PORT, _first_ephemeral_port())
+    ports: list[int] = []
+    # Every socket stays bound until all are chosen, so that no two are equal.
+    with contextlib.ExitStack() as stack:
+        for port in random.sample(candidates, len(candidates)):
+            if len(ports) == count:
+                break
+            with contextlib.suppress(OSError):
+                probe = stack.enter_context(socket.socket())
+                probe.bind(("", port))  # TensorFlow listens on all interfaces
+                ports.append(port)
+    if len(ports) < count:
+        raise ValueError(
+            f"There are not enough free ports for the workers. Received: -n {count}, "
+            f"with {len(ports)} free"
+        )
+    return ports
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        first = int(pathlib.Path(_PORT_RANGE_FILE).read_text("ascii").split()[0])
+    except (OSError, ValueError):
+        first = 32768
+    # A machine may have been told to use nearly all ports for connections.
+    return first if first >= _LOWEST_PORT + 2000 else 32768
