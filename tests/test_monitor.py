@@ -345,7 +345,9 @@ def test_a_silent_worker_leaves_the_norm_unknown():
 def test_totals_leave_out_what_is_unknown():
     totals = Totals()
     totals.add(merge({0: window(norm=4.0)}, 1))
-    unknown = dataclasses.replace(window(norm=math.nan), samples=math.nan)
+    known = window(norm=math.nan)
+    mean = dataclasses.replace(known.mean, samples=math.nan)
+    unknown = dataclasses.replace(known, mean=mean)
     totals.add(merge({0: unknown}, 1))
     assert totals.values["gradient_norm"] == pytest.approx(math.sqrt(4.0))
     assert totals.values["samples_per_second"] == pytest.approx(32 / 1.5)

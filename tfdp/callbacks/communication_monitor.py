@@ -22,7 +22,7 @@ from tfdp.monitor.meter import Meter
 from tfdp.monitor.meters import meter_for
 from tfdp.monitor.readings import Reading
 from tfdp.monitor.reporter import Reporter
-from tfdp.monitor.windows import Window, fraction, window_of
+from tfdp.monitor.windows import Window, fraction, mean_of, window_of
 from tfdp.optimizer_arguments import check_strategy
 from tfdp.ownership import strategy_of
 
@@ -121,14 +121,13 @@ class CommunicationMonitor(keras.callbacks.Callback):
                 "No step has been measured yet: the first step of `fit` is traced, and "
                 "does not count."
             )
-        samples = [self._last_meter.sample(reading) for reading in last]
-        window = window_of(samples, step=self._step, epoch=self._epoch)
-        busy, compute = window.communication_seconds, window.compute_seconds
+        mean = mean_of([self._last_meter.sample(reading) for reading in last])
+        busy, compute = mean.communication_seconds, mean.compute_seconds
         return StepStatistics(
-            window.step_seconds,
+            mean.step_seconds,
             compute,
             busy,
-            window.exposed_seconds,
+            mean.exposed_seconds,
             fraction(busy, compute),
         )
 

@@ -55,7 +55,7 @@ class Board:
         self.straggler = find_straggler(recent, self._hosts)
         if self.straggler is not None:
             rank = self.straggler.rank
-            self._slow_steps[rank] = self._slow_steps.get(rank, 0) + len(row.times)
+            self._slow_steps[rank] = self._slow_steps.get(rank, 0) + row.num_steps
         self._before = row
         if self._csv is None:
             self._open()

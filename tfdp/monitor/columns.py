@@ -74,7 +74,7 @@ def values_of(row: Row, straggler: int | None) -> dict[str, float]:
     if straggler is not None:
         found["straggler"] = straggler
     for rank, wait in row.waits().items():
-        found[f"worker{rank}_step_seconds"] = row.workers[rank].step_seconds
+        found[f"worker{rank}_step_seconds"] = row.workers[rank].mean.step_seconds
         found[f"worker{rank}_wait_seconds"] = wait
     for label, seconds in row.buckets.items():
         found[of_label(label)] = seconds

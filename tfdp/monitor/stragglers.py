@@ -73,6 +73,6 @@ def find_straggler(rows: Sequence[Row], hosts: Sequence[str]) -> Straggler | Non
 
 
 def _of_row(row: Row) -> tuple[int, float, float]:
-    rank, excess = slowest({r: w.compute_seconds for r, w in row.workers.items()})
+    rank, excess = slowest({r: w.mean.compute_seconds for r, w in row.workers.items()})
     step = row.values["step_seconds"]
     return rank, excess, excess / step if step else 0.0

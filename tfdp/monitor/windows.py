@@ -29,21 +29,12 @@ _KEPT_TIMES, _KEPT_ROWS = 20_000, 1_000
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """A few consecutive steps of one worker: means, but for the last four.
+    """A few consecutive steps of one worker.
 
     Args:
         step: Int, the last step, counted from 1 in this run.
         epoch: Int.
-        num_steps: Int, that were timed.
-        step_seconds: Float.
-        input_seconds: Float.
-        compute_seconds: Float.
-        communication_seconds: Float.
-        exposed_seconds: Float.
-        bytes_sent: Float, by each replica in a step.
-        samples: Float, of the global batch; NaN where unknown.
-        buckets: Dict from label to seconds.
-        squared_norm: Float, this worker's part at the last step that noted it.
+        mean: `Sample`, means over the steps; its norm is the latest that was noted.
         loss_scale: Float, or NaN without one.
         skipped_steps: Int, so far.
         times: List of floats, the seconds of a step in each execution.
@@ -51,16 +42,7 @@ class Window:
 
     step: int
     epoch: int
-    num_steps: int
-    step_seconds: float
-    input_seconds: float
-    compute_seconds: float
-    communication_seconds: float
-    exposed_seconds: float
-    bytes_sent: float
-    samples: float
-    buckets: dict[str, float]
-    squared_norm: float
+    mean: Sample
     loss_scale: float
     skipped_steps: int
     times: list[float]
@@ -72,7 +54,8 @@ class Window:
     @classmethod
     def from_json(cls, text: str) -> Window:
         """The inverse of `to_json`."""
-        return cls(**json.loads(text))
+        content = json.loads(text)
+        return cls(**{**content, "mean": Sample(**content["mean"])})
 
 
 def window_of(
@@ -92,27 +75,29 @@ def window_of(
         loss_scale: Float, or NaN without one.
         skipped_steps: Int, so far.
     """
+    times = [sample.step_seconds for sample in samples]
+    return Window(step, epoch, mean_of(samples), loss_scale, skipped_steps, times)
+
+
+def mean_of(samples: Sequence[Sample]) -> Sample:
+    """Several samples as one, which stands for the steps of all.
+
+    Args:
+        samples: Sequence of `Sample`, at least one.
+    """
     norms = [s.squared_norm for s in samples if not math.isnan(s.squared_norm)]
     labels = {label: None for sample in samples for label in sample.buckets}
-    return Window(
-        step=step,
-        epoch=epoch,
+    return Sample(
         num_steps=sum(s.num_steps for s in samples),
-        step_seconds=_mean([s.step_seconds for s in samples]),
-        input_seconds=_mean([s.input_seconds for s in samples]),
-        compute_seconds=_mean([s.compute_seconds for s in samples]),
-        communication_seconds=_mean([s.communication_seconds for s in samples]),
-        exposed_seconds=_mean([s.exposed_seconds for s in samples]),
-        bytes_sent=_mean([s.bytes_sent for s in samples]),
-        samples=_mean([s.samples for s in samples]),
+        squared_norm=norms[-1] if norms else math.nan,
         buckets={
             label: _mean([s.buckets[label] for s in samples if label in s.buckets])
             for label in labels
         },
-        squared_norm=norms[-1] if norms else math.nan,
-        loss_scale=loss_scale,
-        skipped_steps=skipped_steps,
-        times=[s.step_seconds for s in samples],
+        **{
+            name: _mean([getattr(sample, name) for sample in samples])
+            for name in (*_MEANS, "samples")
+        },
     )
 
 
@@ -136,13 +121,18 @@ class Row:
     times: list[float]
     workers: dict[int, Window]
 
+    @property
+    def num_steps(self) -> int:
+        """Int, that were timed."""
+        return self.workers[0].mean.num_steps
+
     def waits(self) -> dict[int, float]:
         """Seconds that each worker waited for others, by its rank.
 
         All have the same collectives: what one is in longer than another is time in
         which it waited.
         """
-        exposed = {rank: w.exposed_seconds for rank, w in self.workers.items()}
+        exposed = {r: w.mean.exposed_seconds for r, w in self.workers.items()}
         least = min(exposed.values())
         return {rank: seconds - least for rank, seconds in exposed.items()}
 
@@ -155,34 +145,27 @@ def merge(windows: dict[int, Window], num_workers: int) -> Row:
         num_workers: Int, of which some may be silent.
     """
     own = windows[0]
-    every = list(windows.values())
-    percentiles = np.percentile(own.times, _PERCENTS)
-    step = _mean([w.step_seconds for w in every])
-    compute = _mean([w.compute_seconds for w in every])
-    communication = _mean([w.communication_seconds for w in every])
-    is_whole = len(every) == num_workers
-    squares = sum(w.squared_norm for w in every) if is_whole else math.nan
+    parts = [window.mean for window in windows.values()]
+    means = {name: _mean([getattr(p, name) for p in parts]) for name in _MEANS}
+    means["bytes_sent"] = own.mean.bytes_sent
+    busy = means["communication_seconds"]
+    is_whole = len(parts) == num_workers
+    squares = sum(p.squared_norm for p in parts) if is_whole else math.nan
+    percentiles = map(float, np.percentile(own.times, _PERCENTS))
     return Row(
         step=own.step,
         epoch=own.epoch,
         values={
-            "step_seconds": step,
-            **dict(zip(_PERCENTILES, map(float, percentiles), strict=True)),
-            "samples_per_second": own.samples / step,
-            "input_seconds": _mean([w.input_seconds for w in every]),
-            "compute_seconds": compute,
-            "communication_seconds": communication,
-            "exposed_seconds": _mean([w.exposed_seconds for w in every]),
-            "communication_fraction": fraction(communication, compute),
-            "bytes_sent": own.bytes_sent,
-            "busbw_bytes_per_second": (
-                own.bytes_sent / communication if communication else 0.0
-            ),
+            **means,
+            **dict(zip(_PERCENTILES, percentiles, strict=True)),
+            "samples_per_second": own.mean.samples / means["step_seconds"],
+            "communication_fraction": fraction(busy, means["compute_seconds"]),
+            "busbw_bytes_per_second": means["bytes_sent"] / busy if busy else 0.0,
             "gradient_norm": math.sqrt(squares) if squares >= 0 else math.nan,
             "loss_scale": own.loss_scale,
             "skipped_steps": own.skipped_steps,
         },
-        buckets=own.buckets,
+        buckets=own.mean.buckets,
         times=own.times,
         workers=windows,
     )
@@ -244,7 +227,7 @@ class Totals:
 
     def add(self, row: Row) -> None:
         """Takes in a row."""
-        count = row.workers[0].num_steps
+        count = row.num_steps
         self.num_steps += count
         self._times.extend(row.times)
         for name in _LATEST:
@@ -262,8 +245,8 @@ class Totals:
             means = self._workers.setdefault(
                 rank, collections.defaultdict(WeightedMean)
             )
-            means["step_seconds"].add(row.workers[rank].step_seconds, count)
-            means["compute_seconds"].add(row.workers[rank].compute_seconds, count)
+            means["step_seconds"].add(row.workers[rank].mean.step_seconds, count)
+            means["compute_seconds"].add(row.workers[rank].mean.compute_seconds, count)
             means["wait_seconds"].add(wait, count)
 
     @property
