@@ -53,7 +53,7 @@ def collective(label: str, kind: str = "all_reduce", chain: int = 0) -> Collecti
 
 def reading(*rows: tuple[float, float], begin: float = 0.0, end: float = 10.0):
     values = np.asarray(rows, "float64")
-    return Reading(values, begin, end, end - begin, 1, len(rows) - len(MARKS))
+    return Reading(values, begin, end, end - begin, 1)
 
 
 MARKS = [Mark(observe.BATCH, 0, None), Mark(observe.TIMES, 0, None)]
@@ -62,7 +62,7 @@ BATCH_OF_64 = (64.0, 1.0)
 
 def sample(collectives: list[Collective], *rows: tuple[float, float]) -> Sample:
     times = (1.0, 3.0)  # data after one second, loss after three
-    return sample_of(reading(*rows, BATCH_OF_64, times), collectives, MARKS)
+    return sample_of(reading(*rows, BATCH_OF_64, times), [*collectives, *MARKS])
 
 
 def test_communication_beside_the_backward_pass_is_hidden():
@@ -177,7 +177,7 @@ def two_workers_trace() -> dict:
             tuple(v + ahead for v in r) if r != BATCH_OF_64 else r for r in rows_
         ]
         read = reading(*shifted, begin=ahead, end=10.0 + ahead)
-        local = replicas_of(read, names, MARKS)
+        local = replicas_of(read, [*names, *MARKS])
         made = trace_of_worker(rank, "host", [(5, read)], [local], 2)
         workers.append(
             WorkerTrace.from_dict(json.loads(json.dumps(dataclasses.asdict(made))))
@@ -359,6 +359,6 @@ def test_clocks_are_not_aligned_by_a_part_of_the_workers():
     whole = collective("bucket 0")
     part = dataclasses.replace(whole, label="bucket 1", chain=1)
     read = reading((4.0, 7.0), (5.0, 6.0), BATCH_OF_64, (1.0, 3.0))
-    local = replicas_of(read, [whole, part], MARKS)
+    local = replicas_of(read, [whole, part, *MARKS])
     made = trace_of_worker(0, "host", [(5, read)], [local], 4)
     assert made.collectives == {}

@@ -46,7 +46,7 @@ def monitored(env: Env, model: keras.Model, *callbacks: typing.Any) -> str:
     monitor = tfdp.callbacks.CommunicationMonitor(env.tmp / "logs", every=EVERY)
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
-        common.fit(model, *data(), batch_size=ROWS, callbacks=[*callbacks, monitor])
+        common.fit(model, *data(), batch_size=ROWS, callbacks=[monitor, *callbacks])
     return shown.getvalue()
 
 
@@ -63,6 +63,8 @@ class Clock(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self.ends.append(time.perf_counter())
+        # Next to it, what another thread of Python takes in between is little.
+        time.sleep(0.02)
 
     @property
     def step_seconds(self) -> float:
@@ -191,6 +193,23 @@ def monitor_leaves_evaluation_alone(env: Env) -> dict:
     assert told["totals"]["bytes_sent"] > 0
     assert monitor.recent().exposed_seconds >= 0
     assert json.loads((env.tmp / "t.json").read_text())["traceEvents"]
+    return {}
+
+
+@case(
+    "Monitor: the averages of moving statistics have a column of their own",
+    setups=("two_workers",),
+    compare=False,
+)
+def monitor_names_statistics(env: Env) -> dict:
+    with env.scope():
+        layers = [keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((WIDTH,)), *layers])
+    monitored(env, common.compiled(model, keras.optimizers.SGD(0.01)))
+    if env.is_chief:
+        for row in rows_of(env):
+            assert float(row["statistics_seconds"]) > 0
+            assert float(row["logs_seconds"]) > 0
     return {}
 
 

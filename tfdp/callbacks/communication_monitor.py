@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import os
 import warnings
 from pathlib import Path
 from typing import Any
 
-import keras
-
-from tfdp import trainer
 from tfdp.agreement import Agreement
+from tfdp.callbacks.measuring import MeasuringCallback
 from tfdp.mailbox import Mailbox
 from tfdp.monitor.board import Board
 from tfdp.monitor.facts import facts_of, loss_scale_of, settings_of
@@ -23,7 +20,6 @@ from tfdp.monitor.meters import meter_for
 from tfdp.monitor.readings import Reading
 from tfdp.monitor.reporter import Reporter
 from tfdp.monitor.windows import Window, fraction, mean_of, window_of
-from tfdp.optimizer_arguments import check_strategy
 from tfdp.ownership import strategy_of
 
 _KEPT_STEPS = 200
@@ -48,7 +44,7 @@ class StepStatistics:
     communication_fraction: float
 
 
-class CommunicationMonitor(keras.callbacks.Callback):
+class CommunicationMonitor(MeasuringCallback):
     """Measures where the time of a step goes, and says what would make it shorter.
 
     Per window of `every` steps the first worker writes: step time with its
@@ -84,7 +80,6 @@ class CommunicationMonitor(keras.callbacks.Callback):
         self, log_dir: str | os.PathLike, every: int = 10, histogram: bool = True
     ) -> None:
         super().__init__()
-        trainer.install()
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(
                 f"`every` must be an integer of at least 1. Received: every={every!r}"
@@ -92,16 +87,13 @@ class CommunicationMonitor(keras.callbacks.Callback):
         self.log_dir = Path(log_dir)
         self.every = every
         self.histogram = histogram
-        self._step = 0
         self._epoch = 0
         self._num_fits = 0
-        self._meter: Meter | None = None
         self._board: Board | None = None
         self._reporter: Reporter | None = None
         self._window: list[Reading] = []
         self._recent: collections.deque[Reading] = collections.deque(maxlen=_KEPT_STEPS)
         self._last_meter: Meter | None = None
-        self._last_batch = -1
 
     def recent(self, num_steps: int = 20) -> StepStatistics:
         """Means over the last steps of this worker.
@@ -138,22 +130,16 @@ class CommunicationMonitor(keras.callbacks.Callback):
         del num_steps
         return problem_of_folder(self.log_dir, "log_dir")
 
-    def set_model(self, model: Any) -> None:
-        """Checks the strategy; a step that was traced before is traced again."""
-        super().set_model(model)
-        check_strategy(model.distribute_strategy)
-        model.train_function = None
-
     def on_train_begin(self, logs: Any = None) -> None:
         """Lets steps be traced with time stamps, and starts to report."""
         strategy = strategy_of(self.model)
         agreement = strategy.extended.agreement if strategy else Agreement(0, 1)
         self._recent.clear()
         self._window = []
-        self._meter = meter_for(self.model, strategy, norm_every=self.every)
-        self._last_meter = self._meter
+        self.meter = meter_for(self.model, strategy, norm_every=self.every)
+        self._last_meter = self.meter
         if strategy is not None:
-            self._meter.start()
+            self.meter.start()
         if self._reporter is not None:  # of a `fit` that was broken off
             self._reporter.close()
         self._num_fits += 1
@@ -167,47 +153,30 @@ class CommunicationMonitor(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begins to count batches."""
+        super().on_epoch_begin(epoch, logs)
         self._epoch = epoch
-        self._last_batch = -1
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Takes the time of the first step of an epoch."""
-        if self._meter is not None:
-            self._meter.step_begins()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Reads what the step noted; reports when a window is full."""
-        if self._meter is None:
-            return
-        num_steps = batch - self._last_batch
-        self._last_batch = batch
-        reading = self._meter.step_ends(num_steps)
+    def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
+        """Keeps what was read; reports when a window is full."""
         if reading is not None:
             self._window.append(reading)
             self._recent.append(reading)
-        before, self._step = self._step, self._step + num_steps
-        if self._step // self.every > before // self.every:
-            self._report(self._meter)
+        if self.step // self.every > (self.step - num_steps) // self.every:
+            self._report()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Says which worker is slow, once an epoch."""
-        if self._meter is not None:
-            self._meter.interrupt()
+        super().on_epoch_end(epoch, logs)
         if self._board is not None and self._board.straggler is not None:
             print(f"\nCommunicationMonitor: {self._board.straggler}.")
 
-    def on_test_begin(self, logs: Any = None) -> None:
-        """What an evaluation takes belongs to no step."""
-        if self._meter is not None:
-            self._meter.interrupt()
-
     def on_train_end(self, logs: Any = None) -> None:
         """Writes what is left, and on the first worker the summary."""
-        if self._meter is None or self._reporter is None:
+        if self._reporter is None:
             return
-        self._report(self._meter)
+        self._report()
         self._reporter.close()
-        self._meter = None
+        self.meter = None
         error = self._reporter.error
         self._reporter = None
         try:
@@ -225,32 +194,24 @@ class CommunicationMonitor(keras.callbacks.Callback):
                 stacklevel=2,
             )
 
-    def _report(self, meter: Meter) -> None:
+    def _report(self) -> None:
         """Hands the window to the thread that computes and writes."""
         readings, self._window = self._window, []
-        if not readings or self._reporter is None:
+        meter = self.meter
+        if not readings or meter is None or self._reporter is None:
             return
         if self._board is not None:
             self._board.labels = meter.labels
         scale, skipped = loss_scale_of(self.model.optimizer)
-        make = functools.partial(
-            self._window_of, meter, readings, self._step, self._epoch, scale, skipped
-        )
-        self._reporter.put(make)
+        step, epoch = self.step, self._epoch
 
-    @staticmethod
-    def _window_of(
-        meter: Meter,
-        readings: list[Reading],
-        step: int,
-        epoch: int,
-        scale: float,
-        skipped: int,
-    ) -> Window:
-        return window_of(
-            [meter.sample(reading) for reading in readings],
-            step=step,
-            epoch=epoch,
-            loss_scale=scale,
-            skipped_steps=skipped,
-        )
+        def make() -> Window:
+            return window_of(
+                [meter.sample(reading) for reading in readings],
+                step=step,
+                epoch=epoch,
+                loss_scale=scale,
+                skipped_steps=skipped,
+            )
+
+        self._reporter.put(make)

@@ -9,25 +9,21 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import keras
-
-from tfdp import trainer
 from tfdp.agreement import Agreement
+from tfdp.callbacks.measuring import MeasuringCallback
 from tfdp.mailbox import Mailbox
 from tfdp.monitor.folders import problem_of_folder
-from tfdp.monitor.meter import Meter
 from tfdp.monitor.meters import meter_for
 from tfdp.monitor.readings import Reading
 from tfdp.monitor.sinks import write_json
 from tfdp.monitor.trace import WorkerTrace, chrome_trace
-from tfdp.optimizer_arguments import check_strategy
 from tfdp.ownership import strategy_of
 
 # How long the first worker waits for another one's part.
 _PATIENCE_SECONDS = 20.0
 
 
-class Timeline(keras.callbacks.Callback):
+class Timeline(MeasuringCallback):
     """Writes some steps as a trace that Perfetto and `chrome://tracing` show.
 
     Each worker has lanes for its steps, for what every replica computes (forward,
@@ -58,10 +54,8 @@ class Timeline(keras.callbacks.Callback):
         self, path: str | os.PathLike, steps: tuple[int, int] = (10, 15)
     ) -> None:
         super().__init__()
-        trainer.install()
         self.path = Path(path)
         self.steps = _checked(steps)
-        self._meter: Meter | None = None
         self._mailbox: Mailbox | None = None
         self._readings: list[tuple[int, Reading]] = []
 
@@ -76,12 +70,6 @@ class Timeline(keras.callbacks.Callback):
             )
         return problem_of_folder(self.path.parent, "path")
 
-    def set_model(self, model: Any) -> None:
-        """Checks the strategy; a step that was traced before is traced again."""
-        super().set_model(model)
-        check_strategy(model.distribute_strategy)
-        model.train_function = None
-
     def on_train_begin(self, logs: Any = None) -> None:
         """Lets steps be traced with time stamps."""
         strategy = strategy_of(self.model)
@@ -93,61 +81,39 @@ class Timeline(keras.callbacks.Callback):
         self._agreement: Agreement = strategy.extended.agreement
         self._host: str = strategy.extended.hosts[self._agreement.rank]
         self._mailbox = Mailbox(self._agreement)
-        self._step, self._last_batch = 0, -1
+        self.step = 0
         self._readings = []
-        self._meter = meter_for(self.model, strategy)
-        self._meter.start()
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begins to count batches."""
-        self._last_batch = -1
+        self.meter = meter_for(self.model, strategy)
+        self.meter.start()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Takes the time of the first step of an epoch."""
-        if self._meter is None:
-            return
-        if self._step >= self.steps[0] - 1:
-            self._meter.trace_begins()
-        self._meter.step_begins()
+        """Lets the meter know when the steps to be shown begin."""
+        if self.meter is not None and self.step >= self.steps[0] - 1:
+            self.meter.trace_begins()
+        super().on_train_batch_begin(batch, logs)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Reads what a step noted, if it is one of those asked for."""
-        if self._meter is None:
-            return
-        num_steps = batch - self._last_batch
-        self._last_batch = batch
-        self._step += num_steps
+    def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
+        """Keeps what was read of the steps that are asked for."""
         first, last = self.steps
-        reading = self._meter.step_ends(num_steps)
-        if reading is not None and self._step >= first:
-            self._readings.append((self._step, reading))
-        if self._step >= last:
+        if reading is not None and self.step >= first:
+            self._readings.append((self.step, reading))
+        if self.step >= last:
             self._write()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """What happens between epochs belongs to no step."""
-        if self._meter is not None:
-            self._meter.interrupt()
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        """What an evaluation takes belongs to no step."""
-        if self._meter is not None:
-            self._meter.interrupt()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Writes what there is if training ended before the last step."""
-        if self._meter is None:
+        if self.meter is None:
             return
         warnings.warn(
             f"`Timeline` was to show steps {self.steps[0]} to {self.steps[1]}, and "
-            f"training ended after {self._step}.",
+            f"training ended after {self.step}.",
             stacklevel=2,
         )
         self._write()
 
     def _write(self) -> None:
         """The first worker puts the parts of all together."""
-        meter, self._meter = self._meter, None
+        meter, self.meter = self.meter, None
         assert meter is not None
         assert self._mailbox is not None
         own = meter.trace(self._agreement.rank, self._host, self._readings)
