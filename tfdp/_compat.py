@@ -150,11 +150,11 @@ def local_replica_id(replica_context: Any) -> int:
     return replica_context._replica_id
 
 
-def plain_variable(value: Any, dtype: tf.DType, device: str) -> Any:
+def plain_variable(value: Any, dtype: tf.DType, device: str, shape: Any = None) -> Any:
     """A variable that no strategy mirrors, also inside a strategy's scope."""
     with ops.init_scope(), ops.device(device):
         return resource_variable_ops.ResourceVariable(
-            value, dtype=dtype, trainable=False
+            value, dtype=dtype, shape=shape, trainable=False
         )
 
 

@@ -290,6 +290,14 @@ def _symbolic_build(
 def _reduce_per_replica(
     original: Callable, values: Any, strategy: Any, reduction: Any
 ) -> Any:
+    """What a step returns for all replicas: the last thing that it does."""
+    reduced = _reduced(original, values, strategy, reduction)
+    if is_ours(strategy):
+        timing.gather()
+    return reduced
+
+
+def _reduced(original: Callable, values: Any, strategy: Any, reduction: Any) -> Any:
     is_alone = strategy.num_replicas_in_sync == 1
     if not is_ours(strategy) or is_alone or not _loops:
         return original(values, strategy, reduction)

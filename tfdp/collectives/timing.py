@@ -30,7 +30,7 @@ class Collective:
     kind: str
     num_bytes: int
     replica: int
-    times: tf.Variable  # [2], float64: begin and end, seconds
+    pair: tf.Variable  # [2], float64: begin and end, seconds
     label: str
     group_size: int
     # Collectives of one chain run one after the other.
@@ -60,7 +60,10 @@ class Mark:
 
     name: str
     replica: int
-    values: tf.Variable  # [2], float64
+    pair: tf.Variable  # [2], float64
+
+
+Row = Collective | Mark
 
 
 class Recorder:
@@ -81,8 +84,8 @@ class Recorder:
     def __init__(self, norm_every: int | None = None, *, stamps: bool = True) -> None:
         self.norm_every = norm_every
         self.stamps = stamps
-        self.collectives: list[Collective] = []
-        self.marks: list[Mark] = []
+        self.rows: list[Row] = []
+        self._table: tf.Variable | None = None
 
     def __enter__(self) -> Recorder:
         _active.append(self)
@@ -96,26 +99,40 @@ class Recorder:
         if self in _active:
             _active.remove(self)
 
+    @property
+    def collectives(self) -> list[Collective]:
+        """Those that were traced, in order."""
+        return [row for row in self.rows if isinstance(row, Collective)]
+
     def intervals(self, replica: int = 0) -> list[tuple[Collective, float, float]]:
         """Begin and end of the last execution of each collective, in seconds."""
         rows = [c for c in self.collectives if c.replica == replica]
-        found = [(c, c.times.numpy()) for c in rows]
+        found = [(c, c.pair.numpy()) for c in rows]
         return [(c, float(times[0]), float(times[1])) for c, times in found]
+
+    def gather(self) -> None:
+        """Ends a traced step: puts its rows into one table.
+
+        One variable is read by Python in the time of one, not of one per row.
+        """
+        if not self.rows:
+            return
+        if self._table is None:
+            self._table = _new_variable(np.zeros([0, 2]), shape=[None, 2])
+        self._table.assign(tf.stack([row.pair.read_value() for row in self.rows]))
 
     def read(self) -> np.ndarray:
         """All that the last step noted.
 
         Returns:
-            Array of shape `[num_collectives + num_marks, 2]`, float64.
+            Array of shape `[num_rows, 2]`, float64: the first rows of `rows`, up to
+            the last one that was known when the step was traced.
         """
-        pairs = [collective.times for collective in self.collectives]
-        pairs += [mark.values for mark in self.marks]
-        # One by one without a function: that would wake other threads, and cost more.
-        values = [
-            tf.raw_ops.ReadVariableOp(resource=pair.handle, dtype=tf.float64).numpy()
-            for pair in pairs
-        ]
-        return np.stack(values) if values else np.zeros([0, 2])
+        if self._table is None:
+            return np.zeros([0, 2])
+        # Without a function: that would wake other threads, and cost more.
+        handle = self._table.handle
+        return tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64).numpy()
 
 
 _active: list[Recorder] = []
@@ -143,6 +160,13 @@ def switch_back(before: list[Recorder]) -> bool:
     for recorder in started:
         recorder.stop()
     return bool(started)
+
+
+def gather() -> None:
+    """Called at the end of a step that is traced, when all its rows are known."""
+    if is_active():
+        for recorder in _active:
+            recorder.gather()
 
 
 @contextlib.contextmanager
@@ -178,11 +202,11 @@ def measured(
 
     count = tensor.shape.num_elements() or 0
     label = getattr(_thread, "label", None) or kind
-    times = _new_pair()
+    times = _new_variable([0.0, 0.0])
     size = count * tensor.dtype.size
     record = Collective(kind, size, replica, times, label, group_size, chain)
     for recorder in _active:
-        recorder.collectives.append(record)
+        recorder.rows.append(record)
 
     with tf.control_dependencies([tensor]):
         begin = stamp(times, 0)
@@ -199,13 +223,13 @@ def measured(
 def mark(name: str, replica: int) -> tf.Variable:
     """A pair of numbers that a traced step may write; all recorders read it."""
     for recorder in _active:
-        for known in recorder.marks:
-            if (known.name, known.replica) == (name, replica):
-                return known.values
-    made = Mark(name, replica, _new_pair())
+        for row in recorder.rows:
+            if isinstance(row, Mark) and (row.name, row.replica) == (name, replica):
+                return row.pair
+    made = Mark(name, replica, _new_variable([0.0, 0.0]))
     for recorder in _active:
-        recorder.marks.append(made)
-    return made.values
+        recorder.rows.append(made)
+    return made.pair
 
 
 def stamp(pair: tf.Variable, index: int) -> tf.Tensor:
@@ -229,6 +253,5 @@ def write(pair: tf.Variable, assign: Callable[[], Any]) -> tf.Tensor:
     return tf.function(assign_and_read, autograph=False)()
 
 
-def _new_pair() -> tf.Variable:
-    with tf.init_scope():
-        return _compat.plain_variable([0.0, 0.0], tf.float64, "CPU:0")
+def _new_variable(value: Any, shape: list | None = None) -> tf.Variable:
+    return _compat.plain_variable(value, tf.float64, "CPU:0", shape)

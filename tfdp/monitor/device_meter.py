@@ -74,7 +74,7 @@ class DeviceMeter(Meter):
     def sample(self, reading: Reading) -> Sample:
         """The host's time, divided as the profiled step was."""
         seconds = reading.seconds / reading.num_steps
-        samples, norm = notes(reading, self.recorder.marks)
+        samples, norm = notes(reading, self.recorder.rows)
         sample = Sample(
             num_steps=reading.num_steps,
             step_seconds=seconds,

@@ -55,26 +55,20 @@ class Meter:
         begin, clock = self._begin, self._clock
         values = self.recorder.read()
         self._begin, self._clock = time.time(), time.perf_counter()
-        was_traced = len(values) != self._num_rows
-        self._num_rows = len(values)
+        was_traced = len(self.recorder.rows) != self._num_rows
+        self._num_rows = len(self.recorder.rows)
         if begin is None or was_traced:
             return None
-        return Reading(
-            values,
-            begin,
-            self._begin,
-            self._clock - clock,
-            num_steps,
-            len(self.recorder.collectives),
-        )
+        seconds = self._clock - clock
+        return Reading(values, begin, self._begin, seconds, num_steps)
 
     def sample(self, reading: Reading) -> Sample:
         """What a reading says about its step."""
-        return sample_of(reading, self.recorder.collectives, self.recorder.marks)
+        return sample_of(reading, self.recorder.rows)
 
     def replicas(self, reading: Reading) -> list[Replica]:
         """When things happened in the step of a reading, on each local replica."""
-        return replicas_of(reading, self.recorder.collectives, self.recorder.marks)
+        return replicas_of(reading, self.recorder.rows)
 
     def trace_begins(self) -> None:
         """Called before the first step that is to be shown."""

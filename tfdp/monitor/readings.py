@@ -30,7 +30,6 @@ class Reading:
         end: Float, when this one had.
         seconds: Float, time between the two by a clock that is never set.
         num_steps: Int, steps in between; the values are of the last one.
-        num_collectives: Int, how many of the rows are of collectives.
     """
 
     values: np.ndarray
@@ -38,17 +37,6 @@ class Reading:
     end: float
     seconds: float
     num_steps: int
-    num_collectives: int
-
-    @property
-    def of_collectives(self) -> np.ndarray:
-        """Array of shape `[num_collectives, 2]`: begin and end of each."""
-        return self.values[: self.num_collectives]
-
-    @property
-    def of_marks(self) -> np.ndarray:
-        """Array of shape `[num_marks, 2]`."""
-        return self.values[self.num_collectives :]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,28 +108,18 @@ class Replica:
         return intervals
 
 
-def replicas_of(
-    reading: Reading,
-    collectives: Sequence[timing.Collective],
-    marks: Sequence[timing.Mark],
-) -> list[Replica]:
+def replicas_of(reading: Reading, rows: Sequence[timing.Row]) -> list[Replica]:
     """What each local replica did in the last step of a reading.
 
     Args:
         reading: `Reading`.
-        collectives: Sequence of `Collective`, of the reading's first rows.
-        marks: Sequence of `Mark`, of the rows after them.
+        rows: Sequence of `Row`, what its values are of.
     """
-    times = {
-        mark.replica: pair
-        # What was traced since is in neither.
-        for mark, pair in zip(marks, reading.of_marks, strict=False)
-        if mark.name == observe.TIMES
-    }
+    times = {mark.replica: pair for mark, pair in _marks(reading, rows, observe.TIMES)}
     found = []
     for replica, (begin, loss) in sorted(times.items()):
         since = reading.begin if reading.num_steps == 1 else begin
-        own = _of_this_step(reading, collectives, replica, since)
+        own = _of_this_step(reading, rows, replica, since)
         ready: dict[str, float] = {}
         for collective, start, _ in own:
             if collective.is_of_gradients:
@@ -153,16 +131,25 @@ def replicas_of(
 
 
 def _of_this_step(
-    reading: Reading,
-    collectives: Sequence[timing.Collective],
-    replica: int,
-    since: float,
+    reading: Reading, rows: Sequence[timing.Row], replica: int, since: float
 ) -> list[Timed]:
     """What was not run in this step holds the times of an earlier one."""
     return [
-        (collective, float(pair[0]), float(pair[1]))
-        for collective, pair in zip(collectives, reading.of_collectives, strict=False)
-        if collective.replica == replica and pair[0] >= since
+        (row, float(pair[0]), float(pair[1]))
+        for row, pair in zip(rows, reading.values, strict=False)
+        if isinstance(row, timing.Collective)
+        if row.replica == replica and pair[0] >= since
+    ]
+
+
+def _marks(
+    reading: Reading, rows: Sequence[timing.Row], name: str
+) -> list[tuple[timing.Mark, np.ndarray]]:
+    return [
+        (row, pair)
+        # What was traced since is not in the values.
+        for row, pair in zip(rows, reading.values, strict=False)
+        if isinstance(row, timing.Mark) and row.name == name
     ]
 
 
@@ -177,19 +164,14 @@ def _one_by_one(collectives: list[Timed]) -> list[Timed]:
     return found
 
 
-def sample_of(
-    reading: Reading,
-    collectives: Sequence[timing.Collective],
-    marks: Sequence[timing.Mark],
-) -> Sample:
+def sample_of(reading: Reading, rows: Sequence[timing.Row]) -> Sample:
     """What a reading says about a step: means over the local replicas.
 
     Args:
         reading: `Reading`.
-        collectives: Sequence of `Collective`, of the reading's first rows.
-        marks: Sequence of `Mark`, of the rows after them.
+        rows: Sequence of `Row`, what its values are of.
     """
-    replicas = replicas_of(reading, collectives, marks)
+    replicas = replicas_of(reading, rows)
     seconds = reading.seconds / reading.num_steps
     if not replicas:
         nothing = (0.0, 0.0, 0.0, math.nan, math.nan)
@@ -201,7 +183,7 @@ def sample_of(
     is_whole = reading.num_steps == 1
     first = min(replica.begin for replica in replicas)
     waited = max(0.0, first - reading.begin) if is_whole else 0.0
-    samples, norm = notes(reading, marks)
+    samples, norm = notes(reading, rows)
     sent = sum(c.wire_bytes for r in replicas for c, _, _ in r.collectives)
     labelled = [replica.labelled() for replica in replicas]
     return Sample(
@@ -221,17 +203,17 @@ def sample_of(
     )
 
 
-def notes(reading: Reading, marks: Sequence[timing.Mark]) -> tuple[float, float]:
+def notes(reading: Reading, rows: Sequence[timing.Row]) -> tuple[float, float]:
     """The samples of the batch, and the worker's part of the squared norm."""
-    rows = list(zip(marks, reading.of_marks, strict=False))
-    samples, step, squares = math.nan, math.nan, []
-    for mark, (first, second) in rows:
-        if mark.name == observe.BATCH:
-            samples, step = float(first), float(second)
-    for mark, (first, second) in rows:
+    samples, step = math.nan, math.nan
+    for _, pair in _marks(reading, rows, observe.BATCH):
+        samples, step = float(pair[0]), float(pair[1])
+    squares = [
+        float(pair[0])
+        for _, pair in _marks(reading, rows, observe.NORM)
         # Noted in this execution, which has so many steps.
-        if mark.name == observe.NORM and second > step - reading.num_steps:
-            squares.append(float(first))
+        if pair[1] > step - reading.num_steps
+    ]
     return samples, sum(squares) if squares else math.nan
 
 
