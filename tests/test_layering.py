@@ -33,6 +33,10 @@ FLOORS = {
     "tfdp.memory": 1,
     "tfdp.traits": 1,
     "tfdp.checkpoint_index": 1,
+    "tfdp.preemption": 1,
+    "tfdp.random_state": 1,
+    "tfdp.callback_state": 1,
+    "tfdp.repeatable": 1,
     # Process groups and their primitives; what must be alike on all workers.
     "tfdp.collectives": 2,
     "tfdp.consistency": 2,
@@ -40,6 +44,8 @@ FLOORS = {
     "tfdp.links_file": 2,
     "tfdp.prediction": 2,
     "tfdp.checkpoint_files": 2,
+    "tfdp.data_position": 2,
+    "tfdp.replica_state": 2,
     # Ways to use the primitives, each for one kind of value.
     "tfdp.fusion": 3,
     "tfdp.routes": 3,
@@ -93,6 +99,8 @@ FLOORS = {
     "tfdp.monitor": 5,
     "tfdp.checkpoint_pending": 5,
     "tfdp.checkpoint": 5,
+    "tfdp.run_state": 5,
+    "tfdp.backups": 5,
     # What a person calls.
     "tfdp.bench": 6,
     "tfdp.cli": 6,
@@ -152,6 +160,14 @@ SIDEWAYS = {
         "tfdp.checkpoint_pending",
         "tfdp.interchange",
     ): "state has the meaning that files give it",
+    ("tfdp.run_state", "tfdp.model_state"): "a run has its model's state, and more",
+    ("tfdp.run_state", "tfdp.checkpoint_pending"): "and what waits for an update",
+    (
+        "tfdp.run_state",
+        "tfdp.interchange",
+    ): "an array is read and written as a value of a file is",
+    ("tfdp.backups", "tfdp.checkpoint"): "a backup is a checkpoint",
+    ("tfdp.backups", "tfdp.run_state"): "a backup is read into the state of a run",
     ("tfdp.checkpoint", "tfdp.interchange"): "an index holds the user's own optimizer",
     ("tfdp.cli", "tfdp.bench"): "the command line starts benchmarks",
     ("tfdp.__main__", "tfdp"): "`python -m tfdp` runs its own package",

@@ -25,6 +25,7 @@ from tfdp.cli import launch, worker
 from tfdp.cli.lines import LineReader
 from tfdp.cli.screen import Screen
 from tfdp.cluster import Cluster, local_ports
+from tfdp.preemption import PREEMPTED
 
 pytestmark = pytest.mark.processes
 
@@ -412,6 +413,45 @@ def test_the_first_failure_decides_the_exit_code(launcher):
     result = launcher.run("-n", "2", "script.py")
     assert result.returncode == 5
     assert result.stdout.count("Its last lines:") == 1
+
+
+def test_workers_that_were_preempted_are_no_failure_and_their_code_is_passed_on(
+    launcher,
+):
+    launcher.script(
+        """
+        pathlib.Path(f"ready-{RANK}").touch()
+        wait_for("ready-0")
+        wait_for("ready-1")
+        if RANK == 0:
+            time.sleep(1)
+            print("ends by itself")
+        sys.exit(75)
+        """
+    )
+    result = launcher.run("-n", "2", "script.py")
+    assert result.returncode == PREEMPTED == 75
+    assert "ends by itself" in result.stdout
+    assert "was preempted and has saved its training (exit code 75)" in result.stdout
+    assert "failed" not in result.stdout
+
+
+def test_a_launcher_that_is_preempted_tells_its_workers_and_passes_their_code_on(
+    launcher,
+):
+    launcher.script(
+        """
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+        pathlib.Path(f"ready-{RANK}").touch()
+        time.sleep(600)
+        """
+    )
+    process = launcher.start("-n", "2", "script.py")
+    launcher.wait_for("ready-0", "ready-1")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == PREEMPTED
+    assert "training was preempted and is saved" in output
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ Each name says why it is needed. Checked on TensorFlow 2.21.0 with Keras
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import random
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import tree as keras_tree
+from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import image as keras_image
 from keras.src.backend.tensorflow import nn as _keras_nn
 from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
@@ -25,6 +28,7 @@ from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.legacy.saving import legacy_h5_format
 from keras.src.losses import loss as _keras_loss
 from keras.src.optimizers import base_optimizer as keras_base_optimizer
+from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
 from keras.src.trainers import trainer as keras_base_trainer
 from tensorflow.core.function.polymorphism import function_type
@@ -43,7 +47,7 @@ from tensorflow.python.distribute import (
 from tensorflow.python.eager import context
 from tensorflow.python.framework import device as device_lib
 from tensorflow.python.framework import ops
-from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.ops import resource_variable_ops, stateful_random_ops
 from tensorflow.python.trackable import data_structures
 from tensorflow.python.types import distribute as distribute_types
 
@@ -272,6 +276,44 @@ def global_seed() -> int | None:
     return context.global_seed()
 
 
+def tensorflow_random_state() -> dict[str, Any]:
+    """TensorFlow's global seed and what it draws the seeds of operations from."""
+    rng = getattr(context.context(), "_rng", None)  # set by set_random_seed
+    generator = getattr(stateful_random_ops, "global_generator", None)
+    return {
+        "seed": context.global_seed(),
+        "rng": None if rng is None else rng.getstate(),
+        "generator": None if generator is None else generator.state.numpy().tolist(),
+    }
+
+
+def set_tensorflow_random_state(state: dict[str, Any]) -> None:
+    """Sets what `tensorflow_random_state` returned, also after JSON."""
+    eager = context.context()
+    vars(eager)["_seed"] = state["seed"]
+    if state["rng"] is not None:
+        version, words, gauss = state["rng"]
+        rng = getattr(eager, "_rng", None) or random.Random()
+        rng.setstate((version, tuple(words), gauss))
+        vars(eager)["_rng"] = rng
+    if state["generator"] is not None:
+        generator = tf.random.get_global_generator()
+        generator.state.assign(tf.constant(state["generator"], generator.state.dtype))
+
+
+def keras_seed_state() -> list[int] | None:
+    """The state of the generator that layers without a seed draw from, if it is."""
+    found = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    return None if found is None else np.asarray(found.state.numpy()).tolist()
+
+
+def set_keras_seed_state(state: list[int] | None) -> None:
+    """Sets what `keras_seed_state` returned."""
+    if state is not None:
+        own = seed_generator.global_seed_generator().state
+        own.assign(np.asarray(state, own.dtype))
+
+
 def num_local_devices(kind: str) -> int:
     """How many logical devices this process has itself.
 
@@ -376,6 +418,69 @@ def shuffles_arrays(adapter: Any) -> bool:
 def set_dataset_of_epoch(epoch_iterator: Any, make: Callable) -> None:
     """Lets an epoch iterator of Keras ask for its dataset at each epoch."""
     epoch_iterator._get_iterator = make
+
+
+def dataset_maker(epoch_iterator: Any) -> Callable:
+    """What an epoch iterator of Keras asks for its dataset at each epoch."""
+    return epoch_iterator._get_iterator
+
+
+def source_of(adapter: Any) -> Any:
+    """What a data adapter of Keras reads: arrays, a dataset, or the user's object."""
+    for name in ("_inputs", "_dataset", "py_dataset", "generator"):
+        found = getattr(adapter, name, None)
+        if found is not None:
+            return found
+    return adapter
+
+
+def epoch_progress(epoch_iterator: Any) -> dict[str, Any]:
+    """How far an epoch iterator of Keras has counted, between two epochs."""
+    return {
+        "steps_seen": epoch_iterator._steps_seen,
+        "num_batches": epoch_iterator._num_batches,
+    }
+
+
+def set_epoch_progress(
+    epoch_iterator: Any, progress: dict[str, Any], current: Any
+) -> None:
+    """Sets what `epoch_progress` returned, and the iterator that an epoch goes on with.
+
+    Keras makes one for each epoch, but goes on with one where `steps_per_epoch` is
+    given.
+    """
+    epoch_iterator._steps_seen = progress["steps_seen"]
+    if epoch_iterator._num_batches is None:
+        epoch_iterator._num_batches = progress["num_batches"]
+    epoch_iterator._current_iterator = current
+
+
+def operations_in(dataset: tf.data.Dataset) -> Iterator[tuple[str, Any]]:
+    """The operations in the functions that a dataset calls, such as those of `map`.
+
+    Yields:
+        Pairs of the type of an operation and its attributes by name.
+    """
+    for part in dataset_inputs(dataset):
+        for function in part._functions():
+            graph = function.function.graph.as_graph_def()
+            libraries = [nested.node_def for nested in graph.library.function]
+            for node in itertools.chain(graph.node, *libraries):
+                yield node.op, node.attr
+
+
+def kinds_of_parts(dataset: tf.data.Dataset) -> list[str]:
+    """The class names of a dataset and all that it is made of, from the last on."""
+    return [type(part).__name__.strip("_") for part in dataset_inputs(dataset)]
+
+
+def reshuffles(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset has another order each time that it is iterated over."""
+    return any(
+        type(part).__name__ == "_ShuffleDataset" and part._reshuffle_each_iteration
+        for part in dataset_inputs(dataset)
+    )
 
 
 def build_symbolically(model: Any, data_batch: Any) -> None:

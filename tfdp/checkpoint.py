@@ -22,7 +22,7 @@ from tfdp.checkpoint_index import (
 from tfdp.checkpoint_pending import num_pending, pending_state_of, share_pending
 from tfdp.consistency import check_same_variables
 from tfdp.interchange import plain_optimizer
-from tfdp.model_state import LOSS_SCALE, PENDING, state_of
+from tfdp.model_state import LOSS_SCALE, PENDING, RUN, state_of
 from tfdp.ownership import strategy_of
 from tfdp.state_tensors import StateTensor
 
@@ -64,8 +64,8 @@ def save(model: keras.Model, directory: str | os.PathLike) -> None:
     if num_pending(model):
         state += pending_state_of(model)
     prepare = functools.partial(share_pending, model)
-    serialize = functools.partial(_serialized, model)
-    save_state(state, directory, _agreement_of(model), serialize, prepare)
+    serialize = functools.partial(serialized, model)
+    save_state(state, directory, agreement_of(model), serialize, prepare)
 
 
 def restore(model: keras.Model, directory: str | os.PathLike) -> None:
@@ -96,7 +96,7 @@ def restore(model: keras.Model, directory: str | os.PathLike) -> None:
     True
     """
     state, pending = state_of(model), pending_state_of(model)
-    restore_state(state, directory, _agreement_of(model), pending)
+    restore_state(state, directory, agreement_of(model), pending)
 
 
 def save_state(
@@ -105,17 +105,19 @@ def save_state(
     agreement: Any,
     serialize: Callable[[], str | None] = lambda: None,
     prepare: Callable[[], None] = lambda: None,
+    run: Any = None,
 ) -> None:
     """What `save` does with the tensors of a model, and the model as a string.
 
     All workers `prepare` the tensors together, once it is known that they are alike.
+    The index gets what the first worker gives as `run`.
     """
     path, rank = os.fspath(directory), agreement.rank
     entries = files.entries_of(state)
     check_same_variables(agreement, "checkpoint.save", entries, "saves")
     prepare()
-    together = functools.partial(_together, agreement, path, "saved", _INTACT)
-    token = together("the folder", lambda: files.new_folder(path) if rank == 0 else "")
+    act = functools.partial(together, agreement, path, "saved", _INTACT)
+    token = act("the folder", lambda: files.new_folder(path) if rank == 0 else "")
     token = agreement.exchange("checkpoint.save: the folder's name", token)[0]
     folder = os.path.join(path, token)
 
@@ -123,13 +125,13 @@ def save_state(
         if rank == 0:
             parts = files.listed_parts(folder, agreement.num_workers)
             check_complete(entries, parts)
-            index = Index(token, entries, parts, versions(), serialize())
+            index = Index(token, entries, parts, versions(), serialize(), run)
             files.replace_index(path, token, to_text(index))
             files.remove_folders(path, keep=token)
 
     try:
-        together("the files", lambda: files.write_own(state, folder, rank))
-        together("the index", publish)
+        act("the files", lambda: files.write_own(state, folder, rank))
+        act("the index", publish)
     except (OSError, ValueError):
         if rank == 0:
             files.discard(path, token)
@@ -151,7 +153,7 @@ def restore_state(
         files.check_index(index, wanted, path, left_out)
         return index, wanted
 
-    index, wanted = _together(
+    index, wanted = together(
         agreement, path, "restored", _NOTHING_LOADED, "its files", find
     )
     if len(set(agreement.exchange("checkpoint.restore: which", index.token))) > 1:
@@ -163,7 +165,7 @@ def restore_state(
         )
     folder = os.path.join(path, index.token)
     load = functools.partial(files.read_parts, wanted, index, folder)
-    _together(agreement, path, "restored", _PARTLY_LOADED, "its tensors", load)
+    together(agreement, path, "restored", _PARTLY_LOADED, "its tensors", load)
     restored = {tensor.name for tensor in wanted}
     files.write_zeros(tensor for tensor in pending if tensor.name not in restored)
 
@@ -189,6 +191,14 @@ def _chosen(
             '`DistributedOptimizer(..., loss_scale="dynamic")`.',
             stacklevel=3,
         )
+    of_run = [name for name in saved if name.startswith(f"{RUN}/")]
+    if any(name.startswith(f"{RUN}/{PENDING}/") for name in of_run):
+        warnings.warn(
+            "This is a backup from between the micro-batches of an update. What they "
+            "had accumulated is left out; `BackupAndRestore` in `fit` goes on with it.",
+            stacklevel=3,
+        )
+    left_out += of_run
     waiting = [n for n in saved if n.startswith(f"{PENDING}/")]
     if waiting and not pending:
         raise ValueError(
@@ -198,7 +208,7 @@ def _chosen(
     return wanted, left_out
 
 
-def _together(
+def together(
     agreement: Any,
     path: str,
     verb: str,
@@ -206,7 +216,23 @@ def _together(
     topic: str,
     action: Callable[[], Any],
 ) -> Any:
-    """Does something on every worker; fails on all of them if it fails on one."""
+    """Does something on every worker; fails on all of them if it fails on one.
+
+    Args:
+        agreement: `Agreement` between the workers.
+        path: String, the directory that it is done in.
+        verb: String, what was not done to the checkpoint if it fails.
+        aftermath: String, a sentence on what is left then.
+        topic: String, what it is about.
+        action: Callable without arguments.
+
+    Returns:
+        What `action` returns.
+
+    Raises:
+        ValueError: On every worker, if that is what one of them raised.
+        OSError: On every worker, if one raised anything else.
+    """
     result, error = None, None
     try:
         result = action()
@@ -229,7 +255,7 @@ def _together(
     ) from error
 
 
-def _serialized(model: keras.Model) -> str | None:
+def serialized(model: keras.Model) -> str | None:
     """The model for `tfdp convert`, with the user's own optimizer."""
     try:
         with plain_optimizer(model):
@@ -238,7 +264,8 @@ def _serialized(model: keras.Model) -> str | None:
         return None
 
 
-def _agreement_of(model: keras.Model) -> Any:
+def agreement_of(model: keras.Model) -> Any:
+    """The agreement between the workers of a model's strategy."""
     strategy = strategy_of(model)
     return _Alone() if strategy is None else strategy.extended.agreement
 

@@ -190,11 +190,27 @@ def check_index(
     Raises:
         ValueError: If it is not, or they are not.
     """
+    check_model(index, state, left_out)
+    verify(needed_parts(state, index), os.path.join(directory, index.token))
+
+
+def check_model(
+    index: Index, state: Sequence[StateTensor], left_out: Sequence[str] = ()
+) -> None:
+    """Checks that a checkpoint is of this model; its files are not looked at.
+
+    Args:
+        index: `Index` of the checkpoint.
+        state: Sequence of `StateTensor`, what is to be restored.
+        left_out: Sequence of strings, tensors that nobody wants. Defaults to none.
+
+    Raises:
+        ValueError: If it is not.
+    """
     saved = [entry for entry in index.entries if entry.name not in left_out]
     difference = first_difference(saved, entries_of(state))
     if difference:
         raise ValueError(f"it is of another model. {difference}")
-    verify(needed_parts(state, index), os.path.join(directory, index.token))
 
 
 def needed_parts(state: Sequence[StateTensor], index: Index) -> list[Part]:

@@ -22,6 +22,10 @@ FORMAT = 1
 INDEX_FILE = "index.json"
 
 
+class UnknownFormat(ValueError):
+    """A file that a newer version of tfdp has written."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """A tensor of the training state.
@@ -100,6 +104,8 @@ class Index:
         versions: Dict of strings, what it was written with.
         model: String, the model as Keras serializes it, or `None` if it cannot
             be.
+        run: What is known of the run that saved it and is no tensor, as JSON can
+            hold it, or `None`.
     """
 
     token: str
@@ -107,6 +113,7 @@ class Index:
     parts: tuple[Part, ...]
     versions: dict[str, str]
     model: str | None = None
+    run: Any = None
 
     def find(self, wanted: Extent) -> list[tuple[Part, Extent]]:
         """Where elements are.
@@ -274,6 +281,8 @@ def to_text(index: Index) -> str:
         "parts": parts_to_json(index.parts),
         "model": index.model,
     }
+    if index.run is not None:
+        content["run"] = index.run
     body = {"format": FORMAT, "checksum": _checksum(content), "content": content}
     return json.dumps(body)
 
@@ -303,7 +312,7 @@ def from_text(text: str) -> Index:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError("it is truncated or no index of a checkpoint") from error
     if version != FORMAT:
-        raise ValueError(f"it has format {version}, and this tfdp reads {FORMAT}")
+        raise UnknownFormat(f"it has format {version}, and this tfdp reads {FORMAT}")
     if not is_whole:
         raise ValueError("it was altered: its checksum does not fit")
     tensors = ((name, tuple(shape), dtype) for name, shape, dtype in content["tensors"])
@@ -313,6 +322,7 @@ def from_text(text: str) -> Index:
         parts=parts_from_json(content["parts"]),
         versions=content["versions"],
         model=content["model"],
+        run=content.get("run"),
     )
 
 
@@ -338,6 +348,8 @@ def load_index(directory: str) -> Index:
         ) from error
     except (NotADirectoryError, IsADirectoryError) as error:
         raise ValueError(f"{directory!r} is not a directory.") from error
+    except UnknownFormat as error:
+        raise UnknownFormat(f"The file {path!r} cannot be read: {error}.") from error
     except ValueError as error:  # also bytes that are no text
         raise ValueError(f"The file {path!r} is damaged: {error}.") from error
 

@@ -70,6 +70,37 @@ def share_pending(model: keras.Model) -> None:
         share_sum(parts, extended.host_group, strategy.num_replicas_in_sync)
 
 
+def counter_of(model: keras.Model) -> Any:
+    """The number of micro-batches that wait, like a variable, or `None`."""
+    return _counter(model)
+
+
+def slices_of(model: keras.Model) -> list[StateTensor]:
+    """What is accumulated as slices of the sum of all replicas, as it is.
+
+    Args:
+        model: As for `pending_state_of`.
+
+    Returns:
+        List of `StateTensor`, named by the variables, empty where there are none.
+    """
+    return list(_named_slices(model)) if _holds_slices(model) else []
+
+
+def own_sums_of(model: keras.Model) -> list[tuple[str, Any]]:
+    """What each replica has accumulated by itself, as it is.
+
+    Args:
+        model: As for `pending_state_of`.
+
+    Returns:
+        List of pairs: the name of the trained variable, and the Keras variable that
+        holds another value on each replica. It is empty where there are none.
+    """
+    is_empty = _counter(model) is None or _holds_slices(model)
+    return [] if is_empty else list(_sums(model))
+
+
 def _holds_slices(model: keras.Model) -> bool:
     """Whether slices of the sum over replicas are accumulated (ZeRO-2)."""
     return getattr(model.optimizer, "accumulates_sums", False)
@@ -134,14 +165,17 @@ def _of_sums(model: keras.Model, sharer: Sharer) -> Iterator[StateTensor]:
 
 
 def _of_slices(model: keras.Model) -> Iterator[StateTensor]:
+    for tensor in _named_slices(model):
+        named = dataclasses.replace(tensor, name=f"{PENDING}/{tensor.name}")
+        yield _times(named, lambda: 1.0 / _scale_of(model))
+
+
+def _named_slices(model: keras.Model) -> Iterator[StateTensor]:
     optimizer: Any = model.optimizer
     trained = _compat.trained_by(optimizer)
     tensors = optimizer.shards.accumulated(optimizer.features.accumulation.sums)
     for index, variable in enumerate(trained):
-        named = dataclasses.replace(
-            tensors[id(variable)], name=f"{PENDING}/{place(index, trained)}"
-        )
-        yield _times(named, lambda: 1.0 / _scale_of(model))
+        yield dataclasses.replace(tensors[id(variable)], name=place(index, trained))
 
 
 def _scale_of(model: keras.Model) -> float:

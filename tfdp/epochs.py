@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-from tfdp import _compat
+from tfdp import _compat, data_position
 from tfdp.data import steps_per_batch
+from tfdp.data_position import SeededOrder
 from tfdp.iterators import ShareDataset
 from tfdp.ownership import is_ours
 
@@ -18,6 +18,18 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
     """Makes Keras's epoch iterator, alike on all workers."""
     original(iterator, *args, **kwargs)
     strategy: Any = kwargs.get("distribute_strategy", args[0] if args else None)
+    _agree(strategy, iterator)
+    position = data_position.current()
+    if position is not None and position.iterator is None:
+        if _compat.shuffles_arrays(iterator.data_adapter) and not _has_order(iterator):
+            _compat.set_dataset_of_epoch(
+                iterator, SeededOrder(_new_seed(), lambda: _dataset(strategy, iterator))
+            )
+        own = getattr(strategy.extended, "chosen_seed", None)
+        position.attach(iterator, own)
+
+
+def _agree(strategy: Any, iterator: Any) -> None:
     if is_ours(strategy) and strategy.extended.agreement.num_workers > 1:
         adapter = iterator.data_adapter
         alike = _agree_on_length(strategy, iterator)
@@ -47,17 +59,29 @@ def _agree_on_shuffling(strategy: Any, iterator: Any, is_settled: bool) -> None:
             "all of them.",
             stacklevel=2,
         )
-    own = str(random.SystemRandom().getrandbits(30))
-    first = int(extended.agreement.exchange("a seed", own)[0])
-    epochs = itertools.count()
+    first = int(extended.agreement.exchange("a seed", str(_new_seed()))[0])
 
-    def of_next_epoch() -> Any:
-        with _compat.temporary_seed(first + next(epochs)):
-            dataset = iterator.data_adapter.get_tf_dataset()
-        distributed = strategy.experimental_distribute_dataset(dataset)
-        return _settle(distributed, is_settled)
+    def of_epoch() -> Any:
+        return _settle(_dataset(strategy, iterator), is_settled)
 
-    _compat.set_dataset_of_epoch(iterator, of_next_epoch)
+    _compat.set_dataset_of_epoch(iterator, SeededOrder(first, of_epoch))
+
+
+def _has_order(iterator: Any) -> bool:
+    """Whether the order of shuffled arrays can be repeated."""
+    is_ours = isinstance(_compat.dataset_maker(iterator), SeededOrder)
+    return is_ours or _compat.global_seed() is not None
+
+
+def _new_seed() -> int:
+    """A seed from the operating system: the user's generators stay untouched."""
+    return random.SystemRandom().getrandbits(30)
+
+
+def _dataset(strategy: Any, iterator: Any) -> Any:
+    """The distributed dataset of the arrays that Keras has been given."""
+    dataset = iterator.data_adapter.get_tf_dataset()
+    return strategy.experimental_distribute_dataset(dataset)
 
 
 def _agree_on_length(strategy: Any, iterator: Any) -> bool:

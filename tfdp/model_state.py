@@ -23,6 +23,8 @@ from tfdp.traits import innermost, is_multi
 
 # What names begin with that a checkpoint may have or not.
 LOSS_SCALE, PENDING = "loss_scale", "accumulated"
+# What they begin with that only a backup has: the state of a `fit` that is under way.
+RUN = "run"
 # What Keras counts in.
 COUNTER = "int64"
 

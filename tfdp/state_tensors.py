@@ -91,3 +91,8 @@ class StateTensor:
     def size(self) -> int:
         """Int, the number of elements."""
         return int(np.prod(self.shape, dtype=np.int64))
+
+
+def renamed(tensor: StateTensor, name: str) -> StateTensor:
+    """The same tensor by another name."""
+    return dataclasses.replace(tensor, name=name)

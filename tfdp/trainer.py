@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from tfdp import (
     _compat,
+    data_position,
     epochs,
     guards,
     interchange,
@@ -40,9 +41,12 @@ from tfdp.worker_callbacks import (
     callbacks_of_worker,
     difference_of,
     names_of_ours,
+    ordered,
+    others_of,
     problem_of,
     restart_averages,
     swap_averages,
+    that_resume,
     with_care_of_optimizer,
 )
 
@@ -84,6 +88,10 @@ def install() -> None:
     _compat.replace(swap, "_finalize_ema_values", restart_averages)
     _compat.replace(_compat.BaseTrainer, "compile", _compile)
     _compat.replace(_compat.EpochIterator, "__init__", epochs.make_iterator)
+    _compat.replace(
+        _compat.EpochIterator, "_enumerate_iterator", data_position.enumerate_batches
+    )
+    _compat.replace(_compat.BaseTrainer, "_get_metrics_result_or_logs", _epoch_logs)
     _compat.replace(_compat.keras_trainer, "reduce_per_replica", _reduce_per_replica)
 
 
@@ -191,24 +199,32 @@ def _looping(model: Any, *, whole_batches: bool = False) -> Iterator[None]:
 
 
 def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = strategy_of(model)
     bound = inspect.signature(original).bind(model, *args, **kwargs)
-    arguments = bound.arguments
+    resuming = that_resume(bound.arguments.get("callbacks")) if name == "fit" else []
+    position = data_position.Position() if resuming else None
+    with data_position.following(position):
+        return _run_loop(name, original, model, bound)
+
+
+def _run_loop(name: str, original: Callable, model: Any, bound: Any) -> Any:
+    strategy, arguments = strategy_of(model), bound.arguments
     if name == "fit":
         given = arguments.get("callbacks")
         _check_callbacks(strategy, given, arguments)
         arguments["callbacks"] = with_care_of_optimizer(model, given)
     if strategy is None:
         guards.check_no_strategy_in_force(model, name)
+        _choose_callbacks(arguments, arguments.get("callbacks"), is_fit=name == "fit")
         return original(*bound.args, **bound.kwargs)
     agreement = strategy.extended.agreement
     if name != "predict":
         check_batch_size(strategy, arguments.get("batch_size"), "`batch_size`")
     if agreement.rank > 0 and agreement.num_workers > 1:
         arguments["verbose"] = 0
-    arguments["callbacks"] = callbacks_of_worker(
+    chosen = callbacks_of_worker(
         strategy, model, arguments.get("callbacks"), is_fit=name == "fit"
     )
+    _choose_callbacks(arguments, chosen, is_fit=name == "fit")
     if name == "fit":
         extended = strategy.extended
         steps = link_measure.num_steps_of(arguments)
@@ -221,6 +237,25 @@ def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) 
         # The first worker's files are complete when the others go on.
         agreement.exchange("the end of fit")
     return result
+
+
+def _choose_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -> None:
+    """Gives Keras callbacks; those that save the others' state are told of them."""
+    arguments["callbacks"] = chosen
+    resuming = that_resume(chosen) if is_fit else []
+    if resuming:
+        arguments["callbacks"] = ordered(chosen)
+        others = others_of(arguments["callbacks"])
+        for callback in resuming:
+            callback.follow(data_position.current(), others)
+
+
+def _epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
+    """The logs of an epoch, also of one whose batches a run before had all done."""
+    position = data_position.current()
+    if not logs and position is not None and position.last_logs:
+        logs = position.last_logs
+    return original(model, logs)
 
 
 def _check_callbacks(strategy: Any, callbacks: Any, arguments: dict[str, Any]) -> None:

@@ -68,6 +68,40 @@ def callbacks_of_worker(
     return chosen
 
 
+def ordered(callbacks: Any) -> Any:
+    """Puts callbacks that look at the state of all the others behind them.
+
+    Args:
+        callbacks: What Keras is given.
+
+    Returns:
+        List of callbacks.
+    """
+    given, last = _given(callbacks), that_resume(callbacks)
+    first = others_of(callbacks)
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        given[:] = [*first, *last]
+        return callbacks
+    if not any(isinstance(item, keras.callbacks.History) for item in first):
+        # Keras would add it at the end.
+        first.append(keras.callbacks.History())
+    return [*first, *last]
+
+
+def that_resume(callbacks: Any) -> list:
+    """The callbacks that save the state of `fit`, or let it go on from there."""
+    return [c for c in _given(callbacks) if _resumes(c)]
+
+
+def others_of(callbacks: Any) -> list:
+    """All callbacks but those."""
+    return [c for c in _given(callbacks) if not _resumes(c)]
+
+
+def _resumes(callback: Any) -> bool:
+    return getattr(callback, "resumes_fit", False)
+
+
 def problem_of(callbacks: Any, arguments: dict[str, Any]) -> str:
     """What is wrong with a callback that writes, before training begins.
 
@@ -78,6 +112,8 @@ def problem_of(callbacks: Any, arguments: dict[str, Any]) -> str:
     Returns:
         String, one sentence, or `""`.
     """
+    if len(that_resume(callbacks)) > 1:
+        return "Give `fit` one `tfdp.callbacks.BackupAndRestore`. Received: several"
     asked = [c for c in _given(callbacks) if hasattr(c, "find_problem")]
     num_steps = num_steps_of(arguments) if asked else None
     problems = [callback.find_problem(num_steps) for callback in asked]

@@ -1,5 +1,6 @@
 """Callbacks for `model.fit`: each switches one thing on, or observes."""
 
+from tfdp.callbacks.backup_and_restore import BackupAndRestore
 from tfdp.callbacks.communication_monitor import CommunicationMonitor
 from tfdp.callbacks.gradient_accumulation import GradientAccumulation
 from tfdp.callbacks.gradient_noise_scale import GradientNoiseScale
@@ -9,6 +10,7 @@ from tfdp.callbacks.sharded_optimizer import ShardedOptimizer
 from tfdp.callbacks.timeline import Timeline
 
 __all__ = [
+    "BackupAndRestore",
     "CommunicationMonitor",
     "GradientAccumulation",
     "GradientNoiseScale",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from tfdp.callbacks.conversion import OptimizerCallback
@@ -122,6 +123,20 @@ class LearningRateWarmup(OptimizerCallback):
         """Hands over after the last update of the warmup."""
         if self._stage == _RISING and self.optimizer.finish_warmup():
             self._stage = _OVER
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the warmup stands, for `BackupAndRestore`."""
+        options = self._warmed.warmup if self._warmed is not None else None
+        plain = None if options is None else dataclasses.asdict(options)
+        return {"stage": self._stage, "options": plain}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on as before, also on another number of replicas."""
+        self._stage = state["stage"]
+        if self._stage == _WAITING:
+            return
+        options = state["options"]
+        self.optimizer.warmup = None if options is None else WarmupOptions(**options)
 
     def _num_updates(self) -> int:
         if self.steps is not None:

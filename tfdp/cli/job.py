@@ -20,6 +20,7 @@ from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
 from tfdp.cli.worker import Worker, shell_code, signal_name
 from tfdp.cluster import Cluster
+from tfdp.preemption import PREEMPTED
 
 TIMED_OUT = 124
 _TURN_SECONDS = 0.1
@@ -106,7 +107,8 @@ class Job:
 
         Returns:
             Int, the exit code: `0`; that of the first worker that failed; 124
-            after the timeout; or 128 plus the number of the signal received.
+            after the timeout; 75 if workers have saved their training because of
+            a signal; or else 128 plus the number of the signal received.
 
         Raises:
             OSError: If a worker cannot be started.
@@ -186,6 +188,8 @@ class Job:
 
     def _report(self, failed: Worker) -> None:
         """Shows the last lines of a worker that failed."""
+        if failed.exit_code == PREEMPTED:
+            return
         self._screen.message(
             f"\ntfdp: worker {failed.rank} {failed.describe_end()}. Its last lines:",
             style="bold red",
@@ -195,6 +199,8 @@ class Job:
         self._screen.message("")
 
     def _end_by_failure(self, failed: Worker) -> int:
+        if failed.exit_code == PREEMPTED:
+            self._wait_for_exits()
         rest = ", and the others were stopped" if self._running() else ""
         self._stop(signal.SIGTERM)
         self._screen.message(
@@ -211,6 +217,12 @@ class Job:
             "(once more kills them at once)"
         )
         self._stop(signum)
+        if any(worker.exit_code == PREEMPTED for worker in self._workers):
+            self._screen.message(
+                "tfdp: training was preempted and is saved; the same command goes on "
+                f"from there (exit code {PREEMPTED})"
+            )
+            return PREEMPTED
         return 128 + signum
 
     def _end_by_timeout(self, limit: float) -> int:
@@ -241,6 +253,12 @@ class Job:
         # A worker inside a native collective does not react to SIGTERM.
         self._kill()
         self._turn()
+
+    def _wait_for_exits(self) -> None:
+        """Lets workers that have saved together end by themselves."""
+        end = time.monotonic() + self._options.grace_seconds
+        while self._running() and time.monotonic() < end:
+            self._turn()
 
     def _kill(self) -> None:
         guard.kill_job(self._id, [worker.pid for worker in self._workers])

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from tfdp.cli.lines import LineReader, without_escapes
+from tfdp.preemption import PREEMPTED
 
 TAIL_LINES = 20
 _SNAPSHOT_SECONDS = 10.0
@@ -168,6 +169,8 @@ class Worker:
     def describe_end(self) -> str:
         """Says in words how the process ended."""
         code = self.exit_code or 0
+        if code == PREEMPTED:
+            return f"was preempted and has saved its training (exit code {code})"
         if code >= 0:
             return f"failed with exit code {code}"
         hint = " (by the system, if memory ran out)" if code == -signal.SIGKILL else ""

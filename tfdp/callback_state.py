@@ -1,0 +1,184 @@
+"""The state of callbacks: Keras's by a table, others by two methods of their own.
+
+A callback that has `get_state()`, which returns what JSON can hold, and
+`set_state(state)`, which takes it, is asked. Those of Keras have neither.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+# What each holds that changes in training: values, and lists of arrays.
+_KERAS: tuple[tuple[type, tuple[str, ...], tuple[str, ...]], ...] = (
+    (
+        keras.callbacks.EarlyStopping,
+        ("wait", "stopped_epoch", "best", "best_epoch"),
+        ("best_weights",),
+    ),
+    (keras.callbacks.ReduceLROnPlateau, ("best", "wait", "cooldown_counter"), ()),
+    (
+        keras.callbacks.ModelCheckpoint,
+        ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
+        (),
+    ),
+    (keras.callbacks.History, ("epoch", "history"), ()),
+    (keras.callbacks.SwapEMAWeights, ("_ema_weights_in_model",), ()),
+    (
+        keras.callbacks.TensorBoard,
+        ("_global_train_batch", "_global_test_batch"),
+        (),
+    ),
+)
+_ARRAY, _PAIRS = "__array__", "__pairs__"
+
+
+def states_of(callbacks: Iterable[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What callbacks have to remember.
+
+    Args:
+        callbacks: Iterable of Keras callbacks.
+
+    Returns:
+        Tuple of a dict that JSON can hold, and a dict from names to arrays.
+    """
+    states: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
+    for key, callback in _named(callbacks):
+        if _has_own(callback):
+            states[key] = {"own": encoded(callback.get_state())}
+            continue
+        names, lists = _attributes(callback)
+        if not names:
+            continue
+        values = {name: encoded(getattr(callback, name, None)) for name in names}
+        counts = {}
+        for name in lists:
+            found = getattr(callback, name, None)
+            counts[name] = None if found is None else _kinds(found)
+            for number, array in enumerate(found or ()):
+                arrays[f"{key}/{name}/{number}"] = np.asarray(array)
+        states[key] = {"values": values, "arrays": counts}
+    return states, arrays
+
+
+def empty_arrays(states: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Room for the arrays that belong to states.
+
+    Args:
+        states: Dict, the first that `states_of` returned.
+
+    Returns:
+        Dict from names to arrays.
+    """
+    return {
+        f"{key}/{name}/{number}": np.zeros(shape, dtype)
+        for key, state in states.items()
+        for name, kinds in state.get("arrays", {}).items()
+        for number, (shape, dtype) in enumerate(kinds or ())
+    }
+
+
+def set_states(
+    callbacks: Iterable[Any], states: dict[str, Any], arrays: dict[str, Any]
+) -> None:
+    """Gives callbacks back what they had to remember.
+
+    Args:
+        callbacks: Iterable of Keras callbacks, of which some may have no state.
+        states: Dict, what `states_of` returned.
+        arrays: Dict, the arrays that it returned.
+    """
+    for key, callback in _named(callbacks):
+        state = states.get(key)
+        if state is None:
+            continue
+        if "own" in state:
+            if _has_own(callback):
+                callback.set_state(decoded(state["own"]))
+            continue
+        for name, value in state["values"].items():
+            setattr(callback, name, decoded(value))
+        for name, kinds in state["arrays"].items():
+            names = [f"{key}/{name}/{number}" for number in range(len(kinds or ()))]
+            found = [arrays[item] for item in names]
+            setattr(callback, name, None if kinds is None else found)
+
+
+def encoded(value: Any) -> Any:
+    """A value as JSON can hold it, arrays and other keys than strings included.
+
+    Raises:
+        TypeError: If it cannot.
+
+    Example:
+
+    >>> decoded(encoded({1: np.float32(0.5), "a": [None, True]}))
+    {1: np.float32(0.5), 'a': [None, True]}
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        # A number of NumPy that is a float, too, stays what it is.
+        return _of_array(value) if isinstance(value, np.generic) else value
+    if isinstance(value, (list, tuple)):
+        return [encoded(item) for item in value]
+    if isinstance(value, dict):
+        return {_PAIRS: [[encoded(k), encoded(v)] for k, v in value.items()]}
+    if isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "numpy"):
+        return _of_array(value)
+    raise TypeError(
+        "The state of a callback must be numbers, strings, arrays, lists and dicts. "
+        f"Received: {type(value).__name__}"
+    )
+
+
+def decoded(value: Any) -> Any:
+    """The value that `encoded` was given; tuples come back as lists."""
+    if isinstance(value, list):
+        return [decoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _PAIRS in value:
+        return {decoded(k): decoded(v) for k, v in value[_PAIRS]}
+    dtype, shape, text = value[_ARRAY]
+    flat = np.frombuffer(base64.b64decode(text), np.dtype(dtype))
+    array = flat.reshape(shape).copy()
+    return array if shape else array[()]
+
+
+def _of_array(value: Any) -> dict[str, list]:
+    array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+    if array.dtype.hasobject:
+        raise TypeError(
+            "The state of a callback must be numbers, strings, arrays, lists and "
+            f"dicts. Received: an array of {array.dtype}"
+        )
+    text = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {_ARRAY: [array.dtype.str, list(array.shape), text]}
+
+
+def _kinds(arrays: Iterable[Any]) -> list:
+    return [[list(a.shape), np.dtype(a.dtype).name] for a in map(np.asarray, arrays)]
+
+
+def _named(callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Callbacks by class and number: some workers lack those that write files."""
+    counts: dict[str, int] = {}
+    for callback in callbacks:
+        name = type(callback).__qualname__
+        counts[name] = counts.get(name, 0) + 1
+        yield f"{name}-{counts[name]}", callback
+
+
+def _has_own(callback: Any) -> bool:
+    return hasattr(callback, "get_state") and hasattr(callback, "set_state")
+
+
+def _attributes(callback: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    for kind, names, lists in _KERAS:
+        if isinstance(callback, kind):
+            return names, lists
+    return (), ()

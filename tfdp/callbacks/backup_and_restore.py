@@ -1,0 +1,327 @@
+"""Training that was interrupted goes on exactly where it was saved."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+import keras
+
+from tfdp import _compat, checkpoint, trainer
+from tfdp import checkpoint_files as files
+from tfdp.backups import Backups, WrongBackup
+from tfdp.callback_state import (
+    decoded,
+    empty_arrays,
+    encoded,
+    set_states,
+    states_of,
+)
+from tfdp.checkpoint_index import Index
+from tfdp.data_position import Position
+from tfdp.optimizer_arguments import check_strategy
+from tfdp.preemption import PREEMPTED, Notice, Watch
+from tfdp.random_state import random_states, set_random_states
+from tfdp.run_state import RunState, Wanted
+from tfdp.traits import innermost
+
+# Of what a backup holds beside tensors; a newer tfdp may know more.
+_FORMAT = 1
+
+
+class BackupAndRestore(keras.callbacks.Callback):
+    """Saves training as it goes, and goes on from there when it is run again.
+
+    A run that was killed at any moment ends with the weights, and the history, of one
+    that was not, bit for bit on as many replicas (where the operations themselves are
+    deterministic), and as one device would on any other number. All workers write,
+    each its own part, into one directory that they share; `fit` is called with the
+    same arguments.
+
+    A backup has the weights; the optimizer's state, sharded or not; the loss scale;
+    what waits for the next update; the metrics of the epoch so far; random states; the
+    position in the data; and the state of callbacks: those of Keras, and any that has
+    the methods `get_state()`, which returns what JSON can hold, and `set_state(state)`.
+
+    On SIGTERM, which cluster managers send before they take a machine away, all
+    workers save at the end of a step, within a second or so, and exit with code 75.
+
+    Args:
+        directory: String or path-like. One for each `fit` of a script. It is made if
+            it is not there.
+        save_freq: `"epoch"`, or an int, batches between two backups. Defaults to
+            `"epoch"`.
+        keep: Int, how many backups are kept. Defaults to 3.
+        delete_at_end: Bool, whether the backups are deleted when `fit` is through, as
+            Keras does, so that the script trains anew when it is run again. Where
+            they are kept, it goes on after the last epoch. Defaults to `True`.
+
+    Raises:
+        ValueError: If an argument is none of these; on every worker, in `fit`, if the
+            directory has backups of another model or run, or none that is intact.
+        OSError: On every worker, in `fit`, if one of them cannot write.
+
+    Example:
+
+    >>> import tempfile
+    >>> import numpy as np
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("adam", "mse")
+    >>> x, y = np.ones((8, 2)), np.ones((8, 1))
+    >>> folder = tempfile.mkdtemp()
+    >>> backup = BackupAndRestore(folder, save_freq=2, delete_at_end=False)
+    >>> _ = model.fit(x, y, batch_size=2, callbacks=[backup], verbose=0)
+    >>> sorted(os.listdir(folder))
+    ['step-2', 'step-4']
+    """
+
+    # It is called after all others, and told of them.
+    resumes_fit = True
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        save_freq: str | int = "epoch",
+        keep: int = 3,
+        *,
+        delete_at_end: bool = True,
+    ) -> None:
+        super().__init__()
+        trainer.install()
+        _check_arguments(directory, save_freq, keep)
+        self.directory = os.fspath(directory)
+        self.save_freq = save_freq
+        self.keep = keep
+        self.delete_at_end = delete_at_end
+        self._others: list[Any] = []
+        self._resumed: tuple[Index, Wanted] | None = None
+
+    def set_model(self, model: Any) -> None:
+        """Checks the strategy."""
+        super().set_model(model)
+        check_strategy(model.distribute_strategy)
+
+    def follow(self, position: Position, others: list[Any]) -> None:
+        """Is told by `fit` where it stands in its data, and of all other callbacks."""
+        self._position = position
+        self._others = others
+
+    # What Keras calls, after all other callbacks.
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Looks for a backup; one from between two epochs is loaded."""
+        self._agreement = checkpoint.agreement_of(self.model)
+        self._backups = Backups(self.directory, self.keep, self._agreement)
+        self._notice = Notice()
+        self._watch = Watch(self._notice, self._agreement)
+        self._epoch, self._last_batch, self._total = 0, -1, 0
+        self._resumed = None
+        self._build_what_is_saved()
+        self._backups.prepare()
+        found = self._backups.choose(self._plan)
+        if found is not None:
+            self._go_back_to(*found)
+        elif self.save_freq != "epoch":
+            self._warn_of(self._position.difficulty)
+        self._notice.listen()
+        self._position.after.callback(self._notice.stop)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Loads a backup from within this epoch, once the others have begun it."""
+        self._epoch, self._last_batch = epoch, -1
+        self._position.last_logs = None
+        self._begin = self._position.snapshot()
+        if self._resumed is None:
+            return
+        index, wanted = self._resumed
+        self._resumed = None
+        self._load(index, wanted)
+        self._begin = index.run["data"]
+        self._last_batch = index.run["batches"] - 1
+        self._position.go_to(self._begin, index.run["batches"])
+        self._position.last_logs = decoded(index.run["logs"])
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Saves if it is time, or if the machine is to be taken away."""
+        before = self._total
+        self._total += batch - self._last_batch
+        self._last_batch = batch
+        if self._watch.is_given(self._total):
+            self._save(self._epoch, batch + 1, logs)
+            self._exit()
+        every = self.save_freq
+        if isinstance(every, int) and self._total // every > before // every:
+            self._save(self._epoch, batch + 1, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """The same."""
+        is_preempted = self._watch.is_given(self._total, must_look=True)
+        if is_preempted or self.save_freq == "epoch":
+            self._save(epoch + 1, 0, {})
+        if is_preempted:
+            self._exit()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Deletes what has done its work."""
+        if self.delete_at_end:
+            self._backups.delete()
+
+    # Saving.
+
+    def _save(self, epoch: int, batches: int, logs: Any) -> None:
+        """Adds a backup.
+
+        Args:
+            epoch: Int, the epoch to go on with.
+            batches: Int, how many of its batches are done.
+            logs: Dict, those of the last batch.
+        """
+        states, arrays = states_of(self._others)
+        state = RunState(self.model, arrays)
+        run = {
+            "format": _FORMAT,
+            "identity": self._identity(),
+            "facts": state.facts(),
+            "epoch": epoch,
+            "batches": batches,
+            "steps": self._total,
+            "is_stopped": not batches and bool(self.model.stop_training),
+            "logs": encoded(logs or {}),
+            "callbacks": states,
+            "random": self._random_states(),
+            "data": self._begin if batches else self._position.snapshot(),
+        }
+        tensors = state.to_save(in_epoch=batches > 0)
+        serialize = functools.partial(checkpoint.serialized, self.model)
+        self._backups.save(self._total, tensors, run, serialize)
+
+    def _random_states(self) -> list[Any]:
+        """Those of each worker, or one if all are alike."""
+        own = json.dumps(random_states())
+        texts = self._agreement.exchange("random states", own)
+        alike = len(set(texts)) == 1
+        return [json.loads(text) for text in (texts[:1] if alike else texts)]
+
+    def _exit(self) -> None:
+        self._notice.is_answered = True
+        if self._agreement.rank == 0:
+            print(
+                "tfdp: SIGTERM received. Training is saved at step "
+                f"{self._total} in {self.directory}; the same command goes on from "
+                f"there. Exit code {PREEMPTED}.",
+                file=sys.stderr,
+                flush=True,
+            )
+        raise SystemExit(PREEMPTED)
+
+    # Going on.
+
+    def _plan(self, index: Index) -> Wanted:
+        """What is read of a backup, if it is one of this run."""
+        run = index.run
+        if not isinstance(run, dict):
+            raise WrongBackup("it is a checkpoint, and none of a run")
+        if run.get("format", 0) > _FORMAT:
+            made_by = index.versions.get("tfdp", "a newer version")
+            raise WrongBackup(
+                f"it was made by tfdp {made_by}, which is newer than this"
+            )
+        for name, now in self._identity().items():
+            then = run["identity"].get(name)
+            if then != now:
+                raise WrongBackup(
+                    f"it is of another run, in which `{name}` was {then!r} and not "
+                    f"{now!r}"
+                )
+        in_epoch = run["batches"] > 0 and self._difference_to(run) is None
+        try:
+            state = RunState(self.model, empty_arrays(run["callbacks"]))
+            wanted = state.to_restore(index, run["facts"], with_metrics=in_epoch)
+            files.check_model(index, wanted.tensors, wanted.left_out)
+        except ValueError as error:
+            raise WrongBackup(str(error)) from error
+        return wanted
+
+    def _go_back_to(self, index: Index, wanted: Wanted) -> None:
+        run, difference = index.run, self._difference_to(index.run)
+        self._total = run["steps"]
+        if difference is None and run["batches"]:
+            self._resumed = index, wanted
+        else:
+            self._load(index, wanted)
+            if difference is None:
+                self._position.go_to(run["data"], 0)
+            else:
+                self._position.begin_anew(run["data"])
+        if run["batches"] or self.save_freq != "epoch":
+            self._warn_of(difference)
+        epochs = self.params.get("epochs", run["epoch"] + 1)
+        is_over = run["is_stopped"] or run["epoch"] >= epochs
+        _compat.set_initial_epoch(self.model, epochs if is_over else run["epoch"])
+        # Keras would begin with it in the next `fit`, too.
+        self._position.after.callback(_compat.set_initial_epoch, self.model, 0)
+
+    def _load(self, index: Index, wanted: Wanted) -> None:
+        run = index.run
+        self._backups.load(index, run["steps"], wanted)
+        set_states(self._others, run["callbacks"], wanted.state.arrays)
+        states = run["random"]
+        is_own = len(states) == self._agreement.num_workers
+        set_random_states(states[self._agreement.rank if is_own else 0])
+
+    def _difference_to(self, run: dict[str, Any]) -> str | None:
+        return self._position.difference_to(run["data"])
+
+    def _warn_of(self, difficulty: str | None) -> None:
+        if difficulty is not None:
+            warnings.warn(
+                f"The position in the data cannot be restored: {difficulty}. A run "
+                "that is interrupted within an epoch begins that epoch again.",
+                stacklevel=2,
+            )
+
+    def _identity(self) -> dict[str, Any]:
+        """What has to be the same in the run that goes on."""
+        optimizer: Any = self.model.optimizer
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        names = [] if inner is None else [type(p).__name__ for p in innermost(inner)]
+        return {"optimizer": names, **self._position.identity()}
+
+    def _build_what_is_saved(self) -> None:
+        """Without a strategy Keras builds metrics and optimizer in the first step."""
+        if not _compat.is_one_device(self.model.distribute_strategy):
+            return
+        spec = _compat.local_element_spec(self._position.dataset)
+        leaves = [leaf for leaf in keras.tree.flatten(spec) if leaf is not None]
+        if all(leaf.shape.rank is not None for leaf in leaves):
+            _compat.build_symbolically(self.model, spec)
+
+
+def _check_arguments(directory: Any, save_freq: Any, keep: Any) -> None:
+    if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
+        raise ValueError(
+            "`directory` must be the path of a directory. "
+            f"Received: directory={directory!r}"
+        )
+    if "://" in os.fspath(directory):
+        raise ValueError(
+            "`directory` must be on a file system: an object store has no atomic move. "
+            f"Received: directory={directory!r}"
+        )
+    if save_freq != "epoch" and not _is_count(save_freq):
+        raise ValueError(
+            '`save_freq` must be "epoch" or an integer of at least 1. '
+            f"Received: save_freq={save_freq!r}"
+        )
+    if not _is_count(keep):
+        raise ValueError(
+            f"`keep` must be an integer of at least 1. Received: keep={keep!r}"
+        )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

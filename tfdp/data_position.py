@@ -1,0 +1,242 @@
+"""Where `fit` stands in its data, and how a run that is resumed gets there.
+
+A pipeline with seeds gives the same batches again. So the position is the number of
+batches that were taken, and going there is taking them once more. A shuffle with a
+seed has another order each time that the dataset is iterated over: how many iterators
+there were is part of the position.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.repeatable import difficulty_of, draws_at_the_start
+
+_followed: list[Position | None] = []
+
+
+class Position:
+    """Follows the data of one `fit`.
+
+    Attributes:
+        after: `contextlib.ExitStack`, closed when `fit` ends, however it ends.
+        last_logs: Dict or `None`, the logs of the last batch before the run was
+            interrupted, while the epoch it was in goes on.
+    """
+
+    def __init__(self) -> None:
+        self.after = contextlib.ExitStack()
+        self.last_logs: dict[str, Any] | None = None
+        self.iterator: Any = None
+        self._make: Callable = iter
+        self._order: SeededOrder | None = None
+        # How many batches each iterator gave that was made so far.
+        self._taken: list[int] = []
+        self._skipped = 0
+        self._chosen_seed: int | None = None
+
+    def attach(self, iterator: Any, chosen_seed: int | None = None) -> None:
+        """Begins to count what an epoch iterator of Keras gives.
+
+        Args:
+            iterator: `TFEpochIterator`, not begun yet.
+            chosen_seed: Int, the global seed that workers took for want of one of the
+                user's, another one in each run; or `None`. Defaults to `None`.
+        """
+        self.iterator = iterator
+        self._chosen_seed = chosen_seed
+        self._make = _compat.dataset_maker(iterator)
+        self._order = self._make if isinstance(self._make, SeededOrder) else None
+        _compat.set_dataset_of_epoch(iterator, self._counted)
+        self._description = self._describe()
+
+    @property
+    def dataset(self) -> Any:
+        """What Keras iterates over in an epoch, a distributed dataset."""
+        return _compat.distributed_dataset(self.iterator)
+
+    @property
+    def difficulty(self) -> str | None:
+        """What keeps the position from being restored, or `None`."""
+        adapter = self.iterator.data_adapter
+        source = _compat.source_of(adapter)
+        shuffles = getattr(adapter, "_shuffle", getattr(adapter, "shuffle", False))
+        has_order = self._order is not None or _compat.global_seed() is not None
+        is_py_dataset = hasattr(adapter, "py_dataset")
+        is_ordered = not shuffles or (has_order and not is_py_dataset)
+        return difficulty_of(
+            source, is_ordered=is_ordered, chosen_seed=self._chosen_seed
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """What has to be the same in the run that is resumed, by argument of `fit`."""
+        dataset = _compat.source_of(self.iterator.data_adapter)
+        is_dataset = isinstance(dataset, tf.data.Dataset)
+        batch_size = getattr(self.iterator.data_adapter, "batch_size", None)
+        if batch_size is None and is_dataset:
+            found = _compat.dataset_batch_size(dataset)
+            batch_size = found if found > 0 else None
+        return {
+            "batch_size": batch_size,
+            "steps_per_epoch": self.iterator.steps_per_epoch,
+            "steps_per_execution": self.iterator.steps_per_execution,
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """Where the data stands between two epochs, as JSON can hold it."""
+        return {
+            **_compat.epoch_progress(self.iterator),
+            "taken": list(self._taken),
+            "order": None if self._order is None else self._order.first,
+            "description": self._description,
+        }
+
+    def difference_to(self, snapshot: dict[str, Any]) -> str | None:
+        """Why the data is not that of a snapshot, or `None`."""
+        for name, value in snapshot["description"].items():
+            if self._description.get(name) != value:
+                now = self._description.get(name)
+                return f"{name} was {value} and is {now}"
+        if (snapshot["order"] is None) != (self._order is None):
+            return "arrays are shuffled with another seed"
+        return self.difficulty
+
+    def go_to(self, snapshot: dict[str, Any], num_batches: int) -> None:
+        """Goes where the data stood, so that the next epoch goes on there.
+
+        Args:
+            snapshot: Dict, what `snapshot` returned when the epoch began.
+            num_batches: Int, batches of it that were taken since.
+        """
+        taken = snapshot["taken"]
+        if self._order is not None:
+            self._order.first = snapshot["order"]
+        keeps_one = self.iterator.steps_per_epoch is not None and bool(taken)
+        current = self._repeat(taken, keeps_one)
+        _compat.set_epoch_progress(self.iterator, snapshot, current)
+        self._skipped = num_batches
+
+    def begin_anew(self, snapshot: dict[str, Any]) -> None:
+        """Keeps only how long an epoch is: the data itself begins anew."""
+        _compat.set_epoch_progress(self.iterator, {**snapshot, "steps_seen": 0}, None)
+
+    def enumerate(self, batches: Iterator) -> Iterator:
+        """An epoch of Keras, without the batches that were taken before.
+
+        Args:
+            batches: Iterator of Keras's: first and last step, and the data.
+        """
+        skipped, self._skipped = self._skipped, 0
+        for first, last, data in batches:
+            self._taken[-1] += last - first + 1
+            if first < skipped:
+                _skip(data, last - first + 1)
+            else:
+                yield first, last, data
+
+    def _counted(self) -> Any:
+        self._taken.append(0)
+        return self._make()
+
+    def _repeat(self, taken: list[int], keeps_one: bool) -> Any:
+        """Makes the iterators of the epochs before, as far as they matter.
+
+        Returns:
+            The last one, at its position, if it is to be kept.
+        """
+        source = _compat.source_of(self.iterator.data_adapter)
+        is_dataset = isinstance(source, tf.data.Dataset)
+        matters = is_dataset and _compat.reshuffles(source)
+        reads = matters and not draws_at_the_start(source)
+        last = len(taken) - 1
+        for number in range(len(self._taken), len(taken)):
+            is_kept = keeps_one and number == last
+            if matters or is_kept:
+                if self._order is not None:
+                    self._order.epoch = number
+                current = iter(self._make())
+                if reads or is_kept:
+                    _skip(current, taken[number])
+                if is_kept:
+                    self._taken = list(taken)
+                    return current
+        self._taken = list(taken)
+        if self._order is not None:
+            self._order.epoch = len(taken)
+        return None
+
+    def _describe(self) -> dict[str, Any]:
+        """What of the pipeline shows whether it is the same again."""
+        adapter = self.iterator.data_adapter
+        source = _compat.source_of(adapter)
+        is_dataset = isinstance(source, tf.data.Dataset)
+        seeds = _compat.shuffle_seeds(source) if is_dataset else []
+        uses_global = self._order is None and _compat.shuffles_arrays(adapter)
+        return {
+            "the kind of the data": type(source).__name__.strip("_"),
+            "the number of batches": adapter.num_batches,
+            "the seeds of `Dataset.shuffle`": [list(pair) for pair in seeds],
+            "the global seed": _compat.global_seed() if uses_global else None,
+        }
+
+
+class SeededOrder:
+    """Makes a dataset of shuffled arrays for each epoch, in an order of its own.
+
+    TensorFlow repeats the permutation of a seeded dataset, and gives one without a
+    seed another permutation that nobody can repeat.
+
+    Args:
+        first: Int, the seed of the first epoch.
+        make: Callable that returns the dataset.
+    """
+
+    def __init__(self, first: int, make: Callable) -> None:
+        self.first = first
+        self.epoch = 0
+        self._make = make
+
+    def __call__(self) -> Any:
+        with _compat.temporary_seed(self.first + self.epoch):
+            dataset = self._make()
+        self.epoch += 1
+        return dataset
+
+
+@contextlib.contextmanager
+def following(position: Position | None) -> Iterator[None]:
+    """Lets a position follow the next epoch iterator that Keras makes; or none."""
+    _followed.append(position)
+    try:
+        yield
+    finally:
+        _followed.pop()
+        if position is not None:
+            position.after.close()
+
+
+def current() -> Position | None:
+    """The position of the loop that is under way, or `None`."""
+    return _followed[-1] if _followed else None
+
+
+def enumerate_batches(original: Callable, iterator: Any) -> Iterator:
+    """Takes the place of what enumerates Keras's batches in an epoch."""
+    position = current()
+    batches = original(iterator)
+    if position is None or position.iterator is not iterator:
+        return batches
+    return position.enumerate(batches)
+
+
+def _skip(iterator: Any, count: int) -> None:
+    """Takes batches that nobody wants, or as many as there are."""
+    local = getattr(iterator, "components", iterator)
+    for _ in itertools.islice(local, count):
+        pass

@@ -1,0 +1,94 @@
+"""SIGTERM as a notice that the machine is to be taken away: save, then exit."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from typing import Any
+
+# The exit code of a worker that has saved its training and is to be started again:
+# EX_TEMPFAIL of sysexits.h.
+PREEMPTED = 75
+# How long workers train between two looks at each other's notices.
+_LOOK_SECONDS = 1.0
+
+
+class Notice:
+    """Notes SIGTERM while it listens, so that a step can end first.
+
+    Python tells only its main thread of signals; in any other it notes nothing.
+    """
+
+    def __init__(self) -> None:
+        self.is_given = False
+        self.is_answered = False
+        self._listens = False
+        self._before: Any = None
+
+    def listen(self) -> None:
+        """Takes the signal's handler over."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and not self._listens:
+            self._before = signal.signal(signal.SIGTERM, self._note)
+            self._listens = True
+
+    def stop(self) -> None:
+        """Gives the handler back."""
+        if self._listens:
+            # None: it was set by other means than Python's, which cannot set it back.
+            before = signal.SIG_DFL if self._before is None else self._before
+            signal.signal(signal.SIGTERM, before)
+            self._listens = False
+            if self.is_given and not self.is_answered:
+                signal.raise_signal(signal.SIGTERM)  # it came when all was done
+
+    def _note(self, number: int, frame: Any) -> None:
+        del number, frame
+        self.is_given = True
+
+
+class Watch:
+    """Lets all workers know at the same step that one of them was given notice.
+
+    They ask each other about once a second: at a step that follows from how fast all
+    were up to then, and so is the same on each.
+
+    Args:
+        notice: `Notice` of this worker.
+        agreement: `Agreement` between the workers.
+    """
+
+    def __init__(self, notice: Notice, agreement: Any) -> None:
+        self._notice = notice
+        self._agreement = agreement
+        self._gap = self._next = 0
+        self._looked_at: tuple[int, float] | None = None
+
+    def is_given(self, step: int, *, must_look: bool = False) -> bool:
+        """Whether a worker was given notice, the same answer on all.
+
+        Args:
+            step: Int, the same on all workers, and never less than before.
+            must_look: Bool, whether to ask now. Defaults to `False`.
+        """
+        if self._agreement.num_workers == 1:
+            return self._notice.is_given
+        if step < self._next and not must_look:
+            return False
+        told = self._agreement.exchange(
+            "preemption", json.dumps([self._notice.is_given, self._rate(step)])
+        )
+        answers = [json.loads(text) for text in told]
+        slowest = min(rate for _, rate in answers)
+        self._gap = min(max(int(slowest * _LOOK_SECONDS), 1), 2 * self._gap + 1)
+        self._next = step + self._gap
+        return any(is_given for is_given, _ in answers)
+
+    def _rate(self, step: int) -> float:
+        """Steps per second since the last look."""
+        now = time.monotonic()
+        before, then = self._looked_at or (step, now)
+        self._looked_at = (step, now)
+        return (step - before) / max(now - then, 1e-6)

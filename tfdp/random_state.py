@@ -1,0 +1,40 @@
+"""The state of the random generators that a training script draws from."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+
+from tfdp import _compat
+
+
+def random_states() -> dict[str, Any]:
+    """The states of Python's, NumPy's, TensorFlow's and Keras's global generators.
+
+    Returns:
+        Dict that JSON can hold.
+    """
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "tensorflow": _compat.tensorflow_random_state(),
+        "keras": _compat.keras_seed_state(),
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Sets the generators as they were.
+
+    Args:
+        states: Dict, what `random_states` returned.
+    """
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((name, np.array(keys, "uint32"), position, has_gauss, cached))
+    _compat.set_tensorflow_random_state(states["tensorflow"])
+    _compat.set_keras_seed_state(states["keras"])
