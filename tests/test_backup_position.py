@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -15,7 +16,7 @@ import tensorflow as tf
 from tfdp import _compat, epochs
 from tfdp.callbacks import BackupAndRestore
 
-NUM_SAMPLES, BATCH_SIZE, EPOCHS = 20, 4, 4
+NUM_SAMPLES, BATCH_SIZE, EPOCHS = 20, 4, 3
 STEPS = NUM_SAMPLES // BATCH_SIZE
 X = np.random.default_rng(0).normal(size=(NUM_SAMPLES, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
@@ -74,9 +75,8 @@ def build(steps_per_execution: int = 1) -> keras.Model:
 
 def fit(data: dict[str, Any], *callbacks: Any, **options: Any) -> tuple:
     """Weights and history of a training that a script would do."""
-    spe = options.pop("steps_per_execution", 1)
-    model = build(spe)
     options = {"epochs": EPOCHS, "verbose": 0} | options | data
+    model = build(options.pop("steps_per_execution", 1))
     history = model.fit(callbacks=list(callbacks), **options)
     return model.get_weights(), history.history, history.epoch
 
@@ -144,12 +144,29 @@ REPEATABLE: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+# Each goes another way through the code; the others run with `--full`.
+TOLD_APART = ("shuffled", "repeated", "endless", "of unknown length")
+TOLD_APART += ("two steps at a time",)
+
+
+@pytest.mark.parametrize("name", TOLD_APART)
+def test_a_run_goes_on_with_the_batch_that_comes_next(name, tmp_path):
+    check_that_it_goes_on(name, 2, tmp_path)
+
+
+@pytest.mark.usefixtures("full")
 @pytest.mark.parametrize("save_freq", [1, 2, "epoch"])
 @pytest.mark.parametrize("name", REPEATABLE)
-def test_a_run_goes_on_with_the_batch_that_comes_next(name, save_freq, tmp_path):
+def test_any_data_with_seeds_goes_on_however_often_it_is_saved(
+    name, save_freq, tmp_path
+):
+    check_that_it_goes_on(name, save_freq, tmp_path)
+
+
+def check_that_it_goes_on(name: str, save_freq: Any, tmp_path: Path) -> None:
     make = REPEATABLE[name]
     undisturbed = fit(make(), Cut())
-    steps = 7 if name != "two steps at a time" else 5
+    steps = {"two steps at a time": 5, "repeated": 12}.get(name, 7)
     with pytest.raises(PowerCut):
         fit(make(), BackupAndRestore(tmp_path / "b", save_freq), Cut(steps))
     watch = Cut()
@@ -168,7 +185,7 @@ def test_a_run_that_is_cut_at_each_of_its_steps_goes_on(tmp_path):
     make = REPEATABLE["shuffled"]
     undisturbed = fit(make(), Cut())
     backup = tmp_path / "b"
-    for _ in range(EPOCHS * STEPS // 3):
+    for _ in range((EPOCHS * STEPS - 1) // 3):
         with pytest.raises(PowerCut):
             fit(make(), BackupAndRestore(backup, 1), Cut(4))
     assert_same(fit(make(), BackupAndRestore(backup, 1), Cut()), undisturbed)
@@ -263,6 +280,18 @@ UNREPEATABLE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "from_generator": (lambda: {"x": of_generator()}, "a Python generator or function"),
     "numpy_function": (lambda: {"x": by_numpy()}, "a Python generator or function"),
     "noise": (lambda: {"x": unseeded_noise()}, "RandomStandardNormal"),
+    "mixed at random": (
+        lambda: {"x": tf.data.Dataset.sample_from_datasets([rows(), rows()]).batch(8)},
+        "a RandomDataset has no seed",
+    ),
+    "in any order": (
+        lambda: {
+            "x": rows()
+            .batch(4)
+            .map(lambda x, y: (x, y), num_parallel_calls=2, deterministic=False)
+        },
+        "asked for speed",
+    ),
     "PyDataset": (lambda: {"x": Batches()}, "a `PyDataset` is shuffled"),
     "PyDataset that changes": (
         lambda: {"x": Reshuffled(), "shuffle": False},
@@ -283,7 +312,8 @@ def test_data_that_cannot_be_repeated_is_named_and_its_epoch_begins_again(
     with pytest.warns(UserWarning, match=reason) as found:
         fit(make(), BackupAndRestore(tmp_path / "b", 1), watch, epochs=2)
     assert len([w for w in found if "The position in the data" in str(w.message)]) == 1
-    assert watch.seen == [(1, step) for step in range(STEPS)]
+    # Data that does not tell its length is asked once more.
+    assert watch.seen[:STEPS] == [(1, step) for step in range(STEPS)]
 
 
 def test_a_py_dataset_in_order_goes_on_within_its_epoch(tmp_path):
@@ -299,7 +329,7 @@ def test_a_py_dataset_in_order_goes_on_within_its_epoch(tmp_path):
 
 def test_nobody_is_warned_of_data_that_is_saved_between_epochs_only(tmp_path):
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("error", "The position in the data")
         fit({"x": rows().shuffle(20).batch(4)}, BackupAndRestore(tmp_path / "b"))
 
 

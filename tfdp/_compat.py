@@ -475,6 +475,23 @@ def kinds_of_parts(dataset: tf.data.Dataset) -> list[str]:
     return [type(part).__name__.strip("_") for part in dataset_inputs(dataset)]
 
 
+def unseeded_parts(dataset: tf.data.Dataset) -> list[str]:
+    """The class names of what draws at random in a dataset, without a seed."""
+    return [
+        type(part).__name__.strip("_")
+        for part in dataset_inputs(dataset)
+        if hasattr(part, "_seed2") and (int(part._seed), int(part._seed2)) == (0, 0)
+    ]
+
+
+def is_unordered(dataset: tf.data.Dataset) -> bool:
+    """Whether elements may come in another order each time, for speed."""
+    return dataset.options().deterministic is False or any(
+        getattr(part, "_deterministic", None) == "false"
+        for part in dataset_inputs(dataset)
+    )
+
+
 def reshuffles(dataset: tf.data.Dataset) -> bool:
     """Whether a dataset has another order each time that it is iterated over."""
     return any(

@@ -60,10 +60,14 @@ def draws_at_the_start(dataset: Any) -> bool:
 def _difficulty_of_dataset(
     dataset: tf.data.Dataset, chosen_seed: int | None
 ) -> str | None:
-    seeds = _compat.shuffle_seeds(dataset)
-    if (0, 0) in seeds:
+    unseeded = _compat.unseeded_parts(dataset)
+    if "ShuffleDataset" in unseeded:
         return "`Dataset.shuffle` has no seed"
-    if chosen_seed in {seed for seed, _ in seeds}:
+    if unseeded:
+        return f"a {unseeded[0]} has no seed"
+    if _compat.is_unordered(dataset):
+        return "the dataset is asked for speed, and not for one order (`deterministic`)"
+    if chosen_seed in {seed for seed, _ in _compat.shuffle_seeds(dataset)}:
         return "the global seed, which `Dataset.shuffle` depends on, was not set"
     for name, attributes in _compat.operations_in(dataset):
         if name in _CALLS_PYTHON:
