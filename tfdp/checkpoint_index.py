@@ -349,7 +349,9 @@ def load_index(directory: str) -> Index:
     except (NotADirectoryError, IsADirectoryError) as error:
         raise ValueError(f"{directory!r} is not a directory.") from error
     except UnknownFormat as error:
-        raise UnknownFormat(f"The file {path!r} cannot be read: {error}.") from error
+        raise UnknownFormat(
+            f"The file {path!r} is damaged, or of a newer tfdp: {error}."
+        ) from error
     except ValueError as error:  # also bytes that are no text
         raise ValueError(f"The file {path!r} is damaged: {error}.") from error
 
