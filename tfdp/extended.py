@@ -18,6 +18,7 @@ from tfdp import _compat
 from tfdp.agreement import Agreement
 from tfdp.cluster import Topology
 from tfdp.collectives import LaunchOrder, ProcessGroup, positions_of, timing
+from tfdp.cross_device_ops import CrossDeviceOps
 from tfdp.options import CommunicationOptions
 from tfdp.reducer import Reducer
 from tfdp.routes import Router
@@ -94,11 +95,12 @@ class ReplicaExtended:
         self.reducer = Reducer(
             self.group, first_rank, self.options, self.agreement, self.router
         )
-        self._cross_device_ops = self.reducer.as_cross_device_ops(self._collective_keys)
+        self._cross_device_ops = CrossDeviceOps(self.reducer, self._collective_keys)
         self._collective_ops = self._cross_device_ops
-        self._host_cross_device_ops = Reducer(
-            self.host_group, rank, self.options, self.agreement
-        ).as_cross_device_ops(self._collective_keys)
+        self._host_cross_device_ops = CrossDeviceOps(
+            Reducer(self.host_group, rank, self.options, self.agreement),
+            self._collective_keys,
+        )
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         kwargs["aggregation"] = aggregation_of(kwargs)
