@@ -25,6 +25,7 @@ FLOORS = {
     "tfdp.devices": 1,
     "tfdp.agreement": 1,
     "tfdp.mailbox": 1,
+    "tfdp.places": 0,
     "tfdp.ownership": 1,
     "tfdp.rows": 1,
     "tfdp.schedules": 1,
@@ -36,6 +37,7 @@ FLOORS = {
     # Process groups and their primitives; what must be alike on all workers.
     "tfdp.collectives": 2,
     "tfdp.consistency": 2,
+    "tfdp.watch": 2,
     "tfdp.link_fit": 2,
     "tfdp.links_file": 2,
     "tfdp.prediction": 2,

@@ -150,8 +150,6 @@ class ProcessGroup:
         launch_order: A `LaunchOrder`, shared by all groups of these devices.
         size: Int, the number of replicas in the group, on all workers.
         backend: String, `"ring"` or `"nccl"`. Defaults to `"ring"`.
-        timeout_seconds: Float or `None`, after which a collective gives up.
-            Defaults to `None`, never.
         positions: Sequence with the position of each local replica, or `None`
             for a replica that is in another group. Defaults to `None`: one
             process has them all.
@@ -172,7 +170,6 @@ class ProcessGroup:
         launch_order: LaunchOrder,
         size: int,
         backend: str = "ring",
-        timeout_seconds: float | None = None,
         *,
         positions: Sequence[int | None] | None = None,
         nodes: Partition = (),
@@ -181,7 +178,6 @@ class ProcessGroup:
         self.launch_order = launch_order
         self.size = size
         self.backend = backend
-        self.timeout_seconds = timeout_seconds or 0.0
         self.nodes = nodes
         if place is None:
             self.key = launch_order.new_group_key()
@@ -268,7 +264,6 @@ class ProcessGroup:
                 self.launch_order,
                 len(part),
                 self.backend,
-                self.timeout_seconds,
                 positions=places,
                 place=place,
             )

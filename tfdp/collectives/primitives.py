@@ -308,13 +308,14 @@ def _arguments(
     channel: int,
     size: tf.Tensor | None = None,
 ) -> dict:
+    # No `timeout_seconds`: where a collective ends by it, TensorFlow may crash (seen
+    # with 2.21.0). `tfdp.watch` looks after the others.
     return {
         "group_size": group.size,
         "group_key": group.key,
         "instance_key": group.instance_keys.of_next(kind, tensor, replica, size),
         "ordering_token": [group.launch_order.token(replica, channel)],
         "communication_hint": group.backend,
-        "timeout_seconds": group.timeout_seconds,
     }
 
 

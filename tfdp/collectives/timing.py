@@ -189,7 +189,9 @@ def labelled(label: str) -> Iterator[None]:
     outer = getattr(_thread, "label", None)
     _thread.label = label
     try:
-        yield
+        # An error of TensorFlow names the operation.
+        with tf.name_scope(label.replace(" ", "_")):
+            yield
     finally:
         _thread.label = outer
 
