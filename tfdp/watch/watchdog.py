@@ -108,6 +108,7 @@ class Watchdog(threading.Thread):
             place = here.place.name
             if self._is_told():
                 raise self._error(place, bucket_in(str(error))) from error
+            self._pulse.words = _in_short(error)
             raise
         except WorkerLost:
             raise
@@ -151,9 +152,12 @@ class Watchdog(threading.Thread):
         verdict = self._verdict
         assert verdict is not None
         self._is_heard.set()
-        return WorkerLost(
-            message_of(verdict, self._addresses[verdict.rank], place, bucket)
-        )
+        return WorkerLost(self._message(verdict, place, bucket))
+
+    def _message(self, verdict: Verdict, place: str, bucket: str = "") -> str:
+        if verdict.rank == self._rank:
+            return f"The other workers have given this one up: {verdict.cause}."
+        return message_of(verdict, self._addresses[verdict.rank], place, bucket)
 
     def _look(self) -> None:
         """Knocks where it is silent, and decides."""
@@ -196,22 +200,23 @@ class Watchdog(threading.Thread):
         place = here.place.name
         _compat.abort_collectives(f"worker {verdict.rank} is lost")
         if place and not self._is_heard.wait(_GRACE_SECONDS):
-            text = message_of(verdict, self._addresses[verdict.rank], place)
             sys.stdout.flush()
+            text = self._message(verdict, place)
             print(f"tfdp: {text}", file=sys.stderr, flush=True)
             os._exit(EXIT_CODE)
 
     def _wait(self) -> None:
         """Says who has not come to where this worker waits, before it is an error."""
         place = here.place
-        if place.seconds < _WARN_AFTER_SECONDS or not place.name:
+        # Who waits in an agreement says so itself.
+        if place.seconds < _WARN_AFTER_SECONDS or not place.name or place.exchanges:
             return
         behind = self._sightings.behind(place)
         limit = self._patience_seconds
         if behind and limit is not None and place.seconds > limit:
             rank, other = next(iter(behind.items()))
             self._decide(Verdict(rank, _cause_of_delay(place, other)))
-        elif behind and self._warned_at != place.count and not place.exchanges:
+        elif behind and self._warned_at != place.count:
             self._say_who_is_behind(place, behind)
 
     def _say_who_is_behind(self, place: Place, behind: dict[int, Place]) -> None:
