@@ -29,6 +29,7 @@ def fit(
     keep: int = 3,
     delete_at_end: bool = True,
     units: int = 6,
+    stage: int = 1,
 ) -> dict[str, Any]:
     """Trains, and returns weights and history.
 
@@ -48,6 +49,7 @@ def fit(
         keep: As for the callback.
         delete_at_end: As for the callback.
         units: Int, of the hidden layer.
+        stage: Int, of the sharding.
     """
     import keras
     import tensorflow as tf
@@ -60,7 +62,7 @@ def fit(
     keras.utils.set_random_seed(5)
     with strategy.scope():
         model = _model(keras, units, learning_rate, dropout=0.3 * everything)
-    callbacks = _callbacks(keras, tfdp, everything)
+    callbacks = _callbacks(keras, tfdp, everything, stage)
     if directory is not None:
         callbacks.append(
             tfdp.callbacks.BackupAndRestore(
@@ -111,14 +113,14 @@ def _model(keras: Any, units: int, learning_rate: float, dropout: float) -> Any:
     return model
 
 
-def _callbacks(keras: Any, tfdp: Any, everything: bool) -> list:
+def _callbacks(keras: Any, tfdp: Any, everything: bool, stage: int) -> list:
     chosen = [tfdp.callbacks.GradientAccumulation(steps=2)]
     if not everything:
         return chosen
     return [
         *chosen,
         tfdp.callbacks.LossScaling(initial_scale=2.0**10, growth_steps=3),
-        tfdp.callbacks.ShardedOptimizer(),
+        tfdp.callbacks.ShardedOptimizer(stage=stage),
         tfdp.callbacks.LearningRateWarmup(steps=4),
         keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=1, min_delta=0.5),
         keras.callbacks.EarlyStopping(
@@ -148,9 +150,9 @@ def _killer(keras: Any, rank: int, *, step: int, at: int, number: int) -> Any:
 
 
 def _crash_in_save(number: int, rank: int) -> None:
-    from tfdp import checkpoint_files
+    from tfdp import checkpoint_writing
 
-    replace, count = checkpoint_files.replace_index, [0]
+    replace, count = checkpoint_writing.replace_index, [0]
 
     def replace_or_die(*arguments: Any) -> None:
         count[0] += 1
@@ -158,4 +160,4 @@ def _crash_in_save(number: int, rank: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         replace(*arguments)
 
-    checkpoint_files.replace_index = replace_or_die
+    checkpoint_writing.replace_index = replace_or_die

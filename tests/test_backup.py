@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,20 @@ KILLED = -signal.SIGKILL
 
 def train(layout: Layout, folder: Path, **arguments) -> Result:
     return run(layout, interrupted_fit.fit, folder, arguments)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Callable[..., Result]:
+    """Trains without a backup and without a disturbance, once for all tests."""
+    known: dict[str, Result] = {}
+
+    def once(layout: Layout, **arguments) -> Result:
+        key = f"{layout} {sorted(arguments.items())}"
+        if key not in known:
+            known[key] = train(layout, tmp_path_factory.mktemp("run"), **arguments)
+        return known[key]
+
+    return once
 
 
 def assert_same(found: Result, wanted: Result) -> None:
@@ -44,21 +59,18 @@ def killed_and_resumed(layout: Layout, folder: Path, seed: int, **arguments) -> 
     return train(layout, folder, directory=directory, **arguments)
 
 
-@pytest.mark.slow
-@pytest.mark.processes
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
+
 @pytest.mark.parametrize("layout", [ONE_PROCESS, TWO_WORKERS], ids=lambda x: x.name)
-def test_a_killed_run_ends_bit_for_bit_as_one_that_was_not(layout, tmp_path):
-    undisturbed = train(layout, tmp_path)
-    for seed, save_freq in ((1, 3), (2, "epoch")):
-        folder = tmp_path / f"{seed}"
-        folder.mkdir()
-        found = killed_and_resumed(layout, folder, seed, save_freq=save_freq)
-        assert_same(found, undisturbed)
-        assert not (folder / "backups").exists()
+def test_a_killed_run_ends_bit_for_bit_as_one_that_was_not(
+    layout, undisturbed, tmp_path
+):
+    found = killed_and_resumed(layout, tmp_path, seed=1, save_freq=3)
+    assert_same(found, undisturbed(layout))
+    assert not (tmp_path / "backups").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.usefixtures("full")
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("data", ["dataset", "arrays"])
@@ -66,19 +78,33 @@ def test_a_killed_run_ends_bit_for_bit_as_one_that_was_not(layout, tmp_path):
     "layout", [ONE_PROCESS, TWO_WORKERS, TWO_BY_TWO], ids=lambda x: x.name
 )
 def test_a_killed_run_goes_on_exactly_wherever_it_was_killed(
-    layout, data, seed, tmp_path
+    layout, data, seed, undisturbed, tmp_path
 ):
-    undisturbed = train(layout, tmp_path, data=data)
     save_freq = ("epoch", 1, 3, 7, 2, 5)[seed]
     found = killed_and_resumed(layout, tmp_path, seed, save_freq=save_freq, data=data)
-    assert_same(found, undisturbed)
+    assert_same(found, undisturbed(layout, data=data))
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("after", [Layout(2, 1), Layout(1, 3)], ids=lambda x: x.name)
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("layout", [ONE_PROCESS, TWO_WORKERS], ids=lambda x: x.name)
+def test_accumulated_gradients_that_are_sharded_go_on_too(
+    layout, undisturbed, tmp_path
+):
+    found = killed_and_resumed(layout, tmp_path, seed=2, save_freq=1, stage=2)
+    assert_same(found, undisturbed(layout, stage=2))
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        Layout(2, 1),
+        pytest.param(Layout(1, 3), marks=pytest.mark.usefixtures("full")),
+        pytest.param(Layout(1, 1), marks=pytest.mark.usefixtures("full")),
+    ],
+    ids=lambda x: x.name,
+)
 def test_a_run_goes_on_on_another_number_of_replicas_as_one_device_would(
-    after, tmp_path
+    after, undisturbed, tmp_path
 ):
     options = {"everything": False, "epochs": 21, "learning_rate": 0.01}
     directory = str(tmp_path / "backups")
@@ -88,7 +114,7 @@ def test_a_run_goes_on_on_another_number_of_replicas_as_one_device_would(
         Layout(1, 4), tmp_path, directory=directory, save_freq=7, kill=kill, **options
     )
     found = train(after, tmp_path, directory=directory, save_freq=1000, **options)
-    wanted = train(Layout(1, 1), tmp_path, **options)
+    wanted = undisturbed(Layout(1, 1), **options)
     assert found.weights is not None, found.output[-3000:]
     assert found.epochs == wanted.epochs
     for name, value in wanted.weights.items():
@@ -98,45 +124,44 @@ def test_a_run_goes_on_on_another_number_of_replicas_as_one_device_would(
         np.testing.assert_allclose(found.history[name], values, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_a_crash_between_the_parts_and_the_index_leaves_the_backup_before(tmp_path):
+@pytest.mark.usefixtures("full")
+def test_a_crash_between_the_parts_and_the_index_leaves_the_backup_before(
+    undisturbed, tmp_path
+):
     directory = str(tmp_path / "backups")
     options = {"directory": directory, "save_freq": 3}
     crashed = train(TWO_WORKERS, tmp_path, crash_in_save=3, **options)
     assert crashed.codes[0] == KILLED
-    found = sorted(
-        path.name for path in (tmp_path / "backups").glob("step-*/index.json")
-    )
-    assert len(found) == 2
-    again = train(TWO_WORKERS, tmp_path, **options)
-    assert_same(again, train(TWO_WORKERS, tmp_path))
+    assert len(list((tmp_path / "backups").glob("step-*/index.json"))) == 2
+    assert len(list((tmp_path / "backups").glob("step-*"))) == 3
+    assert_same(train(TWO_WORKERS, tmp_path, **options), undisturbed(TWO_WORKERS))
 
 
-@pytest.mark.slow
-@pytest.mark.processes
-def test_a_preempted_worker_lets_all_save_and_exit_with_a_code_of_its_own(tmp_path):
+def test_a_preempted_worker_lets_all_save_and_exit_with_a_code_of_its_own(
+    undisturbed, tmp_path
+):
     options = {"directory": str(tmp_path / "backups"), "save_freq": 1000}
     kill = {"step": 6, "at": 1, "number": int(signal.SIGTERM)}
     first = train(TWO_WORKERS, tmp_path, kill=kill, **options)
     assert first.codes == (PREEMPTED, PREEMPTED), first.output[-3000:]
     assert "the same command goes on" in first.output
-    again = train(TWO_WORKERS, tmp_path, **options)
-    assert_same(again, train(TWO_WORKERS, tmp_path))
+    assert_same(train(TWO_WORKERS, tmp_path, **options), undisturbed(TWO_WORKERS))
 
 
-@pytest.mark.slow
-@pytest.mark.processes
 def test_every_worker_raises_what_is_wrong_with_the_directory(tmp_path):
-    options = {"directory": str(tmp_path / "backups"), "delete_at_end": False}
-    first = train(TWO_WORKERS, tmp_path, epochs=1, everything=False, **options)
-    assert first.weights is not None, first.output[-3000:]
-    other = train(TWO_WORKERS, tmp_path, units=7, everything=False, **options)
+    options = {"everything": False, "epochs": 1}
+    file = tmp_path / "file"
+    file.write_text("")
+    blocked = train(TWO_WORKERS, tmp_path, directory=str(file / "below"), **options)
+    assert [answer["error"] for answer in blocked.answers] == ["OSError"] * 2
+    assert not any(answer.get("history") for answer in blocked.answers)
+
+
+@pytest.mark.usefixtures("full")
+def test_every_worker_refuses_a_backup_of_another_model(tmp_path):
+    options = {"directory": str(tmp_path / "backups"), "everything": False}
+    train(ONE_PROCESS, tmp_path, epochs=1, delete_at_end=False, **options)
+    other = train(TWO_WORKERS, tmp_path, units=7, **options)
     assert [answer["error"] for answer in other.answers] == ["ValueError"] * 2
     for answer in other.answers:
         assert "it is of another model" in answer["text"]
-    file = tmp_path / "file"
-    file.write_text("")
-    options["directory"] = str(file / "below")
-    blocked = train(TWO_WORKERS, tmp_path, everything=False, **options)
-    assert [answer["error"] for answer in blocked.answers] == ["OSError"] * 2

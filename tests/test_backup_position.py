@@ -145,8 +145,7 @@ REPEATABLE: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 # Each goes another way through the code; the others run with `--full`.
-TOLD_APART = ("shuffled", "repeated", "endless", "of unknown length")
-TOLD_APART += ("two steps at a time",)
+TOLD_APART = ("repeated", "endless", "of unknown length", "two steps at a time")
 
 
 @pytest.mark.parametrize("name", TOLD_APART)
@@ -181,6 +180,7 @@ def assert_same(found: tuple, wanted: tuple) -> None:
     assert found[1:] == wanted[1:]
 
 
+@pytest.mark.usefixtures("full")
 def test_a_run_that_is_cut_at_each_of_its_steps_goes_on(tmp_path):
     make = REPEATABLE["shuffled"]
     undisturbed = fit(make(), Cut())
@@ -300,7 +300,16 @@ UNREPEATABLE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", UNREPEATABLE)
+def full_but(*names: str) -> list:
+    """Some names each time, the others with `--full`."""
+    marks = pytest.mark.usefixtures("full")
+    return [
+        name if name in names else pytest.param(name, marks=marks)
+        for name in UNREPEATABLE
+    ]
+
+
+@pytest.mark.parametrize("name", full_but("shuffled", "generator", "PyDataset"))
 def test_data_that_cannot_be_repeated_is_named_and_its_epoch_begins_again(
     name, tmp_path
 ):
@@ -316,6 +325,7 @@ def test_data_that_cannot_be_repeated_is_named_and_its_epoch_begins_again(
     assert watch.seen[:STEPS] == [(1, step) for step in range(STEPS)]
 
 
+@pytest.mark.usefixtures("full")
 def test_a_py_dataset_in_order_goes_on_within_its_epoch(tmp_path):
     data = {"shuffle": False}
     undisturbed = fit({"x": Batches(), **data}, Cut())

@@ -22,15 +22,10 @@ import forks
 from commands import run_python
 from tfdp import checkpoint
 from tfdp import checkpoint_files as files
-from tfdp.checkpoint_index import (
-    INDEX_FILE,
-    Entry,
-    Extent,
-    Part,
-    check_complete,
-    load_index,
-    to_text,
-)
+from tfdp import checkpoint_reading as reading
+from tfdp import checkpoint_writing as writing
+from tfdp.checkpoint_index import Entry, Extent, Part, check_complete
+from tfdp.checkpoint_index_file import INDEX_FILE, load_index, to_text
 from tfdp.cli import main
 from tfdp.state_tensors import Piece, StateTensor
 
@@ -259,7 +254,7 @@ def test_a_worker_reads_only_the_files_that_it_needs(tmp_path, small_parts):
         StateTensor("a", (500,), "float64", (), (_piece(elements, 90, 90, 120),)),
         StateTensor("b", (500,), "float64", (), ()),
     ]
-    needed = {part.prefix for part in files.needed_parts(state, index)}
+    needed = {part.prefix for part in reading.needed_parts(state, index)}
     assert 0 < len(needed) < len(index.parts) / 4
     for path in folders(tmp_path)[0].iterdir():
         if path.name.split(".")[0] not in needed:
@@ -301,8 +296,8 @@ class Killed(BaseException):
 
 
 OPERATIONS = (
-    *((tf.raw_ops, "SaveV2"), (files, "_sync"), (files, "write_text")),
-    *((files, "sync_folder"), (os, "replace"), (os, "unlink"), (shutil, "rmtree")),
+    *((tf.raw_ops, "SaveV2"), (writing, "_sync"), (writing, "write_text")),
+    *((writing, "sync_folder"), (os, "replace"), (os, "unlink"), (shutil, "rmtree")),
 )
 
 
@@ -363,14 +358,14 @@ def test_when_one_worker_fails_all_say_so_and_the_previous_one_stays(
     tmp_path, small_parts, monkeypatch
 ):
     save(values(0), tmp_path)
-    write_parts = files.write_parts
+    write_parts = writing.write_parts
 
     def fails_on_the_second(state: Any, folder: str, worker: int) -> list[Part]:
         if worker == 1:
             raise OSError(28, "No space left on device", f"{folder}/worker-1-0")
         return write_parts(state, folder, worker)
 
-    monkeypatch.setattr(files, "write_parts", fails_on_the_second)
+    monkeypatch.setattr(writing, "write_parts", fails_on_the_second)
     replies = save(values(1), tmp_path, 3)
     monkeypatch.undo()
     assert [type(reply) for reply in replies] == [OSError] * 3

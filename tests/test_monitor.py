@@ -52,7 +52,7 @@ def collective(label: str, kind: str = "all_reduce", chain: int = 0) -> Collecti
 
 
 def reading(*rows: tuple[float, float], begin: float = 0.0, end: float = 10.0):
-    values = np.asarray(rows, "float64")
+    values = np.asarray([(*row, 0.0)[:3] for row in rows], "float64")
     return Reading(values, begin, end, end - begin, 1)
 
 

@@ -252,6 +252,14 @@ def delete_key_value(key: str) -> None:
     context.context().delete_config_key_value(key)
 
 
+def abort_collectives(text: str) -> None:
+    """Ends all collectives of this process with an error, now and from now on.
+
+    A collective that waits for a worker that stands still would never end.
+    """
+    context.context().abort_collective_ops(tf.errors.UNAVAILABLE, text)
+
+
 def random_state() -> str:
     """The state from which TensorFlow's unseeded operations take their seeds."""
     rng = getattr(context.context(), "_rng", None)  # set by set_random_seed

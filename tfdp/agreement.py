@@ -13,12 +13,16 @@ import itertools
 import json
 import time
 import warnings
+from collections.abc import Callable
 
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.places import here
 
 _WARN_AFTER_SECONDS = 10.0
+# How often a wait looks whether the other worker is still there, at first and later.
+_CHECK_SECONDS, _CHECK_AT_LEAST_SECONDS = 1.0, 3.0
 _PARTING_SECONDS = 5.0
 _instances = itertools.count()
 
@@ -43,6 +47,11 @@ class Agreement:
         self._calls = itertools.count()
         self._prefixes = itertools.count()
         self._last_call: str | None = None
+        # What looks after the worker that is waited for, and explains what the
+        # store raises: see `tfdp.watch`.
+        self.check: Callable[[int], None] = lambda rank: None
+        self.guard: Callable[[], contextlib.AbstractContextManager]
+        self.guard = contextlib.nullcontext
         if rank == 0 and num_workers > 1:
             atexit.register(self._wait_for_readers)
 
@@ -69,6 +78,12 @@ class Agreement:
         """
         if self.num_workers == 1:
             return [text]
+        with here.exchanging(topic), self.guard():
+            return self._exchange(topic, text, timeout_seconds)
+
+    def _exchange(
+        self, topic: str, text: str, timeout_seconds: float | None
+    ) -> list[str]:
         call = f"{self._prefix}/{next(self._calls)}"
         limit = timeout_seconds or self.timeout_seconds
         message = json.dumps({"topic": topic, "text": text})
@@ -140,11 +155,13 @@ class Agreement:
                     "same calls of Keras and tfdp.",
                     stacklevel=2,
                 )
-            step = _WARN_AFTER_SECONDS if limit is None else limit - waited
+            # TensorFlow remembers each wait until the key is there: few long ones.
+            step = min(_CHECK_SECONDS + waited / 5, _CHECK_AT_LEAST_SECONDS)
+            left = step if limit is None else limit - waited
             try:
-                return _compat.get_key_value(key, min(step, _WARN_AFTER_SECONDS))
+                return _compat.get_key_value(key, min(step, left))
             except tf.errors.DeadlineExceededError:
-                continue
+                self.check(rank)
 
     def _texts(self, topic: str, messages: list[str | None]) -> list[str]:
         missing = [rank for rank, text in enumerate(messages) if text is None]

@@ -18,8 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdp import checkpoint_files as files
+from tfdp import checkpoint_reading as reading
 from tfdp.checkpoint import save_state, together
-from tfdp.checkpoint_index import INDEX_FILE, Index, UnknownFormat, load_index
+from tfdp.checkpoint_index import Index
+from tfdp.checkpoint_index_file import INDEX_FILE, UnknownFormat, load_index
+from tfdp.checkpoint_writing import write_text
 from tfdp.run_state import Wanted
 from tfdp.state_tensors import StateTensor
 
@@ -140,7 +143,7 @@ class Backups:
 
         def read() -> None:
             wanted.state.forget()
-            files.read_parts(wanted.tensors, index, os.path.join(path, index.token))
+            reading.read_parts(wanted.tensors, index, os.path.join(path, index.token))
 
         aftermath = "The model may hold some of it; start the script again."
         together(self._agreement, path, "restored", aftermath, "its tensors", read)
@@ -165,7 +168,7 @@ class Backups:
             raise ValueError("there is a file of that name; give a directory")
         os.makedirs(self.directory, _MODE, exist_ok=True)
         probe = uuid.uuid4().hex
-        files.write_text(os.path.join(self.directory, _PROBE), probe)
+        write_text(os.path.join(self.directory, _PROBE), probe)
         return probe
 
     def _look_for(self, probe: str) -> None:
@@ -188,7 +191,7 @@ class Backups:
         try:
             index = load_index(path)
             wanted = plan(index)
-            parts = files.needed_parts(wanted.tensors, index)
+            parts = reading.needed_parts(wanted.tensors, index)
             files.verify(parts, os.path.join(path, index.token))
             found, text = (index, wanted), f"{index.token} {wanted.label}"
         except (WrongBackup, UnknownFormat) as error:

@@ -12,13 +12,10 @@ from typing import Any
 import keras
 
 from tfdp import checkpoint_files as files
-from tfdp.checkpoint_index import (
-    Index,
-    check_complete,
-    load_index,
-    to_text,
-    versions,
-)
+from tfdp import checkpoint_reading as reading
+from tfdp import checkpoint_writing as writing
+from tfdp.checkpoint_index import Index, check_complete
+from tfdp.checkpoint_index_file import load_index, to_text, versions
 from tfdp.checkpoint_pending import num_pending, pending_state_of, share_pending
 from tfdp.consistency import check_same_variables
 from tfdp.interchange import plain_optimizer
@@ -117,24 +114,24 @@ def save_state(
     check_same_variables(agreement, "checkpoint.save", entries, "saves")
     prepare()
     act = functools.partial(together, agreement, path, "saved", _INTACT)
-    token = act("the folder", lambda: files.new_folder(path) if rank == 0 else "")
+    token = act("the folder", lambda: writing.new_folder(path) if rank == 0 else "")
     token = agreement.exchange("checkpoint.save: the folder's name", token)[0]
     folder = os.path.join(path, token)
 
     def publish() -> None:
         if rank == 0:
-            parts = files.listed_parts(folder, agreement.num_workers)
+            parts = writing.listed_parts(folder, agreement.num_workers)
             check_complete(entries, parts)
             index = Index(token, entries, parts, versions(), serialize(), run)
-            files.replace_index(path, token, to_text(index))
-            files.remove_folders(path, keep=token)
+            writing.replace_index(path, token, to_text(index))
+            writing.remove_folders(path, keep=token)
 
     try:
-        act("the files", lambda: files.write_own(state, folder, rank))
+        act("the files", lambda: writing.write_own(state, folder, rank))
         act("the index", publish)
     except (OSError, ValueError):
         if rank == 0:
-            files.discard(path, token)
+            writing.discard(path, token)
         raise
 
 
@@ -150,7 +147,7 @@ def restore_state(
     def find() -> tuple[Index, list[StateTensor]]:
         index = load_index(path)
         wanted, left_out = _chosen(index, state, pending)
-        files.check_index(index, wanted, path, left_out)
+        reading.check_index(index, wanted, path, left_out)
         return index, wanted
 
     index, wanted = together(
@@ -164,10 +161,10 @@ def restore_state(
             f"Received: directory={path!r}"
         )
     folder = os.path.join(path, index.token)
-    load = functools.partial(files.read_parts, wanted, index, folder)
+    load = functools.partial(reading.read_parts, wanted, index, folder)
     together(agreement, path, "restored", _PARTLY_LOADED, "its tensors", load)
     restored = {tensor.name for tensor in wanted}
-    files.write_zeros(tensor for tensor in pending if tensor.name not in restored)
+    reading.write_zeros(tensor for tensor in pending if tensor.name not in restored)
 
 
 def _chosen(

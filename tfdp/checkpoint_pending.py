@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from tfdp import _compat
-from tfdp.interchange import Entry
+from tfdp.keras_view import Entry
 from tfdp.model_state import COUNTER, PENDING, Sharer, sharer_of
 from tfdp.ownership import strategy_of
 from tfdp.sharding import place

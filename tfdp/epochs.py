@@ -12,6 +12,7 @@ from tfdp.data import steps_per_batch
 from tfdp.data_position import SeededOrder
 from tfdp.iterators import ShareDataset
 from tfdp.ownership import is_ours
+from tfdp.places import here
 
 
 def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) -> None:
@@ -37,6 +38,19 @@ def _agree(strategy: Any, iterator: Any) -> None:
         is_settled = alike and _compat.holds_arrays(adapter)
         _settle(_compat.distributed_dataset(iterator), is_settled)
         _agree_on_shuffling(strategy, iterator, is_settled)
+
+
+def begin_epoch(original: Callable, iterator: Any) -> Any:
+    """Notes that a loop goes through its data, from the begin."""
+    here.epoch_begins()
+    return original(iterator)
+
+
+def next_step(original: Callable, iterator: Any) -> Any:
+    """Notes which step a loop has come to."""
+    step = original(iterator)
+    here.step_begins(step[0])
+    return step
 
 
 def _agree_on_shuffling(strategy: Any, iterator: Any, is_settled: bool) -> None:

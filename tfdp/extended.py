@@ -18,6 +18,7 @@ from tfdp import _compat
 from tfdp.agreement import Agreement
 from tfdp.cluster import Topology
 from tfdp.collectives import LaunchOrder, ProcessGroup, positions_of, timing
+from tfdp.cross_device_ops import CrossDeviceOps
 from tfdp.options import CommunicationOptions
 from tfdp.reducer import Reducer
 from tfdp.routes import Router
@@ -36,6 +37,7 @@ from tfdp.variables import (
     aggregation_of,
     class_mapping,
 )
+from tfdp.watch import Watchdog, watch
 
 # Channels let buckets overlap each other on CPUs. NCCL wants one order.
 _CPU_CHANNELS = 4
@@ -54,6 +56,10 @@ class ReplicaExtended:
     options: CommunicationOptions
     agreement: Agreement
     _collective_keys: Any
+
+    def explaining(self) -> contextlib.AbstractContextManager:
+        """Names the worker that is lost where TensorFlow only says that one is."""
+        return contextlib.nullcontext()
 
     def _use_merge_call(self) -> bool:
         return False
@@ -75,18 +81,16 @@ class ReplicaExtended:
         backend = _backend(self.options, devices)
         channels = 1 if backend == "nccl" else _CPU_CHANNELS
         order = LaunchOrder(devices, channels)
-        timeout = self.options.timeout_seconds
         self.group = ProcessGroup(
             order,
             len(all_devices),
             backend,
-            timeout,
             positions=positions[first_rank : first_rank + len(devices)],
             nodes=_nodes(topology, positions),
         )
         host = LaunchOrder([_host(devices[0])])
         # Metric states, statistics and the like are small and live on hosts.
-        self.host_group = ProcessGroup(host, len(hosts), "ring", timeout)
+        self.host_group = ProcessGroup(host, len(hosts), "ring")
         self.router = Router(self.options, topology, backend, tells=rank == 0)
         self.hosts = tuple(hosts)
         self.first_rank = first_rank
@@ -94,11 +98,12 @@ class ReplicaExtended:
         self.reducer = Reducer(
             self.group, first_rank, self.options, self.agreement, self.router
         )
-        self._cross_device_ops = self.reducer.as_cross_device_ops(self._collective_keys)
+        self._cross_device_ops = CrossDeviceOps(self.reducer, self._collective_keys)
         self._collective_ops = self._cross_device_ops
-        self._host_cross_device_ops = Reducer(
-            self.host_group, rank, self.options, self.agreement
-        ).as_cross_device_ops(self._collective_keys)
+        self._host_cross_device_ops = CrossDeviceOps(
+            Reducer(self.host_group, rank, self.options, self.agreement),
+            self._collective_keys,
+        )
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         kwargs["aggregation"] = aggregation_of(kwargs)
@@ -216,9 +221,18 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         self.agreement = Agreement(
             worker.rank, worker.num_workers, worker.timeout_seconds
         )
+        self._watchdog: Watchdog | None = None
+        if worker.cluster is not None:
+            addresses = worker.cluster.workers
+            self._watchdog = watch(self.agreement, addresses, worker.timeout_seconds)
         all_devices = check_workers_fit(self.agreement, self.worker_devices, options)
         hosts = worker.cluster.hosts if worker.cluster else ["localhost"]
         self._set_up_communication(worker.rank, hosts, all_devices)
+
+    def explaining(self) -> contextlib.AbstractContextManager:
+        """Names the worker that is lost where TensorFlow only says that one is."""
+        dog = self._watchdog
+        return contextlib.nullcontext() if dog is None else dog.explaining()
 
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str

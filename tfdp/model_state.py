@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from tfdp import _compat
-from tfdp.interchange import Entry
+from tfdp.keras_view import Entry
 from tfdp.ownership import strategy_of
 from tfdp.sharding import place, slot_names
 from tfdp.state_tensors import READ_ELEMENTS, Piece, StateTensor

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.collectives import timing
 
-# Names of the pairs of numbers, see `tfdp.collectives.timing.Mark`.
+# Names of what is noted, see `tfdp.collectives.timing.Mark`.
 TIMES = "times"  # of a replica: when its step began, when its loss was there
 BATCH = "batch"  # of a worker: samples of the global batch, steps so far
 NORM = "norm"  # of a replica: its part of the squared norm, at which step
@@ -30,17 +30,17 @@ def step_begins(data: list[tf.Tensor]) -> list[tf.Tensor]:
     """
     if not timing.is_timing():
         return data
-    pair = timing.mark(TIMES, _compat.local_replica_id_in_force())
+    notes = timing.mark(TIMES, _compat.local_replica_id_in_force())
     with tf.control_dependencies(data):
-        return [timing.stamp(pair, 0)]
+        return [timing.stamp(notes, 0)]
 
 
 def loss_is_ready(loss: tf.Tensor) -> None:
     """Notes when the forward pass of a replica is through."""
     if timing.is_timing() and _compat.in_replica_thread():
-        pair = timing.mark(TIMES, _compat.local_replica_id_in_force())
+        notes = timing.mark(TIMES, _compat.local_replica_id_in_force())
         with tf.control_dependencies([tf.convert_to_tensor(loss)]):
-            timing.stamp(pair, 1)
+            timing.stamp(notes, 1)
 
 
 def batch(samples: tf.Tensor | None) -> None:
@@ -52,12 +52,13 @@ def batch(samples: tf.Tensor | None) -> None:
     if not timing.is_active():
         return
     count = float("nan") if samples is None else samples
-    pair = timing.mark(BATCH, 0)
+    notes = timing.mark(BATCH, 0)
 
     def assign() -> Any:
-        return pair.assign(tf.stack([tf.cast(count, tf.float64), pair[1] + 1.0]))
+        samples = tf.cast(count, tf.float64)
+        return notes.assign(tf.stack([samples, notes[1] + 1.0, 0.0]))
 
-    timing.write(pair, assign)
+    timing.write(notes, assign)
 
 
 def squared_norm(compute: Callable[[], tf.Tensor], replica: int | None = None) -> None:
@@ -76,15 +77,15 @@ def squared_norm(compute: Callable[[], tf.Tensor], replica: int | None = None) -
     if replica is None:
         replica = _compat.local_replica_id_in_force()
     step = timing.mark(BATCH, 0)[1]
-    pair = timing.mark(NORM, replica)
+    notes = timing.mark(NORM, replica)
 
     def note() -> tf.Tensor:
         squares = tf.cast(compute(), tf.float64)
         # Another optimizer may have noted its part of the same step.
-        before = tf.where(tf.equal(pair[1], step), pair[0], 0.0)
-        pair.assign(tf.stack([before + squares, step]))
+        before = tf.where(tf.equal(notes[1], step), notes[0], 0.0)
+        notes.assign(tf.stack([before + squares, step, 0.0]))
         return tf.constant(True)
 
-    age = step - pair[1]
+    age = step - notes[1]
     is_due = tf.logical_or(tf.equal(age, 0.0), age >= float(min(wanted)))
     tf.cond(is_due, note, lambda: tf.constant(False))

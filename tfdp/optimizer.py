@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp import _compat, interchange, step, trainer
+from tfdp import _compat, keras_view, step, trainer
 from tfdp import optimizer_arguments as arguments
 from tfdp.features import Features
 from tfdp.layout import WholeVariables
@@ -77,7 +77,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             outer, optimizer = optimizer, optimizer.inner_optimizer
         arguments.check_strategy(_compat.strategy_of_optimizer(optimizer))
         arguments.bring_into_scope(optimizer)
-        own_steps = interchange.take_accumulation_steps(optimizer)
+        own_steps = keras_view.take_accumulation_steps(optimizer)
         steps = arguments.agreed_steps(accumulation_steps, own_steps)
         super().__init__(learning_rate=0.0, name=name)
         _compat.untrack(self, [self._learning_rate])
@@ -91,7 +91,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             self._make_variable,
             self._forget,
             steps,
-            scaling or (outer and interchange.scaling_of(outer)),
+            scaling or (outer and keras_view.scaling_of(outer)),
         )
         self._traces = Traces()
         if optimizer.built:
@@ -227,7 +227,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             A Keras optimizer: the wrapped one with `gradient_accumulation_steps`,
             in a `LossScaleOptimizer` where the loss is scaled.
         """
-        return interchange.plain_view(self, whole or WholeState())
+        return keras_view.plain_view(self, whole or WholeState())
 
     def get_config(self) -> dict:
         """The arguments of the constructor, as Keras serializes them."""
@@ -268,7 +268,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         if outer is not None and outer.built and scale is not None:
             scale.value.assign(outer.dynamic_scale.numpy())
             scale.good_steps.assign(outer.step_counter.numpy())
-        interchange.inherit(
+        keras_view.inherit(
             self.inner_optimizer,
             steps,
             self._features.accumulation,

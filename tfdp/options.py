@@ -53,9 +53,10 @@ class CommunicationOptions:
         links: `tfdp.Links`, latency and bandwidth inside and across nodes, or
             `None`: they are measured where a `fit` is long enough to repay it,
             and assumed otherwise. Defaults to `None`.
-        timeout_seconds: Float or `None`, how long workers wait for each other
-            at start-up and a collective for its peers. `None` waits for ever
-            and warns. Defaults to `None`.
+        timeout_seconds: Float or `None`, how long workers wait for one that does
+            not come, and for a sign of life of one that stands still. `None`
+            waits for ever and warns, and 60 seconds for a sign of life.
+            Defaults to `None`.
 
     Raises:
         ValueError: If a value is out of range or unknown.

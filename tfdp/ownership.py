@@ -23,6 +23,12 @@ def strategy_of(model: Any) -> Any:
     return strategy if is_ours(strategy) else None
 
 
+def num_replicas_of(optimizer: Any) -> int:
+    """On how many replicas an optimizer is updated: 1 without a strategy of tfdp's."""
+    strategy = _compat.strategy_of_optimizer(optimizer)
+    return strategy.num_replicas_in_sync if is_ours(strategy) else 1
+
+
 def in_force() -> bool:
     """Whether a tfdp strategy's scope is in force."""
     return tf.distribute.has_strategy() and is_ours(tf.distribute.get_strategy())

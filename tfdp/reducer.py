@@ -11,13 +11,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp import _compat, observe, shares
+from tfdp import observe, shares
 from tfdp.agreement import Agreement
 from tfdp.buckets import BucketPlan
 from tfdp.collectives import ProcessGroup, timing
 from tfdp.consistency import check_same_variables
 from tfdp.fusion import all_reduce_any_shape, all_reduce_buckets, make_plan
-from tfdp.gather import gather_rows
 from tfdp.gradient_noise import squared_norm
 from tfdp.options import CommunicationOptions
 from tfdp.reduced import Reduced, unbucketed
@@ -283,53 +282,6 @@ class Reducer:
             if wanted.issuperset(key) and all(m is not None for m in members):
                 found.append((members, trained.plan, trained.routes))
         return found
-
-    def as_cross_device_ops(self, collective_keys: Any) -> Any:
-        """This reducer behind the interface of tf.distribute."""
-        return _CrossDeviceOps(self, collective_keys)
-
-
-class _CrossDeviceOps(_compat.CollectiveAllReduce):
-    """Stock bookkeeping (regrouping, eager threads) around our collectives."""
-
-    def __init__(self, reducer: Reducer, collective_keys: Any) -> None:
-        group = reducer.group
-        super().__init__(
-            devices=group.devices,
-            group_size=group.size,
-            options=_compat.StockOptions(),
-            collective_keys=collective_keys,
-        )
-        self._reducer = reducer
-        self._launchers = [
-            _Launcher(reducer, replica) for replica in range(len(group.devices))
-        ]
-
-    def _all_reduce(
-        self, reduce_op: Any, value: Any, replica_id: int, options: Any
-    ) -> Any:
-        del options
-        return self._reducer.reduce(reduce_op, value, replica_id)
-
-    def __deepcopy__(self, memo: dict) -> _CrossDeviceOps:
-        # Copies of a strategy share its devices and so its launch order.
-        return self
-
-
-class _Launcher:
-    """What the stock gather asks for, on one replica."""
-
-    def __init__(self, reducer: Reducer, replica: int) -> None:
-        self._reducer = reducer
-        self._replica = replica
-
-    def can_order_nccl(self) -> bool:
-        return True
-
-    def all_gather(self, tensor: tf.Tensor, axis: Any, options: Any) -> tf.Tensor:
-        del options
-        rank = self._reducer.first_rank + self._replica
-        return gather_rows(tensor, axis, self._reducer.group, self._replica, rank)
 
 
 def _check_compressible(plan: BucketPlan) -> None:

@@ -18,7 +18,7 @@ from tfdp.checkpoint_pending import (
     own_sums_of,
     slices_of,
 )
-from tfdp.interchange import Entry
+from tfdp.keras_view import Entry
 from tfdp.model_state import COUNTER, PENDING, RUN, Sharer, sharer_of, state_of
 from tfdp.replica_state import OwnValues, clear, own_tensors, replicas_of
 from tfdp.state_tensors import StateTensor, renamed

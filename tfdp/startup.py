@@ -24,6 +24,7 @@ from tfdp.devices import resolve_devices, set_logical_cpus
 from tfdp.options import CommunicationOptions
 
 _DEFAULT_START_SECONDS = 3600.0
+_DEFAULT_HEARTBEAT_SECONDS = 60.0
 # The cluster that this process has a server for; TensorFlow allows one.
 _joined: list[Cluster] = []
 
@@ -95,7 +96,7 @@ def start_worker(
     missing = meet(cluster, options.timeout_seconds)
     if missing:
         raise TimeoutError(_not_started(cluster, missing, options.timeout_seconds))
-    _configure(cluster, options.timeout_seconds or _DEFAULT_START_SECONDS)
+    _configure(cluster, options.timeout_seconds)
     return worker
 
 
@@ -201,7 +202,10 @@ def worker_devices(worker: Worker) -> list[str]:
     return resolve_devices(worker.devices)
 
 
-def _configure(cluster: Cluster, start_seconds: float) -> None:
+def _configure(cluster: Cluster, timeout_seconds: float | None) -> None:
+    start_seconds = timeout_seconds or _DEFAULT_START_SECONDS
+    # `tfdp.watch` is first: it names the worker, and knows dead from slow.
+    heartbeat_seconds = 2 * (timeout_seconds or _DEFAULT_HEARTBEAT_SECONDS)
     jobs = json.loads(cluster.to_tf_config())["cluster"]
     jobs.pop("evaluator", None)
     leader = (
@@ -213,6 +217,7 @@ def _configure(cluster: Cluster, start_seconds: float) -> None:
         service_type="standalone",
         service_leader=leader,
         cluster_register_timeout_in_ms=int(start_seconds * 1000),
+        heartbeat_timeout_in_ms=int(heartbeat_seconds * 1000),
         coordinated_jobs=_compat.coordinated_jobs(
             {name: len(tasks) for name, tasks in jobs.items()}
         ),

@@ -35,6 +35,7 @@ from tfdp.collectives import timing
 from tfdp.data import check_batch_size
 from tfdp.logs import merge_logs
 from tfdp.ownership import is_ours, strategy_of
+from tfdp.places import here
 from tfdp.rows import first_tensor, num_rows, share_of_rank
 from tfdp.saving import save_atomically
 from tfdp.worker_callbacks import (
@@ -80,6 +81,9 @@ def install() -> None:
         _compat.replace(owner, name, functools.partial(_loop, name))
     for name in ("train_on_batch", "test_on_batch", "predict_on_batch"):
         _compat.replace(owner, name, _on_batch)
+    for name in ("train_function", "test_function", "predict_function"):
+        make = functools.partial(_make_function, name)
+        _compat.replace(owner, f"make_{name}", make)
     for name in ("save", "save_weights", "export"):
         _compat.replace(keras.Model, name, _save)
     _compat.replace(owner, "_maybe_symbolic_build", _symbolic_build)
@@ -92,6 +96,8 @@ def install() -> None:
         _compat.EpochIterator, "_enumerate_iterator", data_position.enumerate_batches
     )
     _compat.replace(_compat.BaseTrainer, "_get_metrics_result_or_logs", _epoch_logs)
+    _compat.replace(_compat.EpochIterator, "__iter__", epochs.begin_epoch)
+    _compat.replace(_compat.EpochIterator, "__next__", epochs.next_step)
     _compat.replace(_compat.keras_trainer, "reduce_per_replica", _reduce_per_replica)
 
 
@@ -199,15 +205,25 @@ def _looping(model: Any, *, whole_batches: bool = False) -> Iterator[None]:
 
 
 def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    strategy = strategy_of(model)
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     resuming = that_resume(bound.arguments.get("callbacks")) if name == "fit" else []
     position = data_position.Position() if resuming else None
     with data_position.following(position):
-        return _run_loop(name, original, model, bound)
+        if strategy is None:
+            return _run_loop(name, original, model, bound, strategy)
+        with here.looping(name), strategy.extended.explaining():
+            return _run_loop(name, original, model, bound, strategy)
 
 
-def _run_loop(name: str, original: Callable, model: Any, bound: Any) -> Any:
-    strategy, arguments = strategy_of(model), bound.arguments
+def _run_loop(
+    name: str,
+    original: Callable,
+    model: Any,
+    bound: inspect.BoundArguments,
+    strategy: Any,
+) -> Any:
+    arguments = bound.arguments
     if name == "fit":
         given = arguments.get("callbacks")
         _check_callbacks(strategy, given, arguments)
@@ -294,10 +310,32 @@ def _unrecorded() -> contextlib.AbstractContextManager:
 
 
 def _on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    if strategy_of(model) is None:
+    strategy = strategy_of(model)
+    if strategy is None:
         return original(model, *args, **kwargs)
-    with _looping(model, whole_batches=True), _unrecorded():
-        return original(model, *args, **kwargs)
+    name = original.__name__
+    with here.looping(name), strategy.extended.explaining():  # noqa: SIM117
+        with _looping(model, whole_batches=True), _unrecorded():
+            return original(model, *args, **kwargs)
+
+
+def _make_function(
+    name: str, original: Callable, model: Any, force: bool = False
+) -> Any:
+    """Notes when a step computes, and when callbacks do."""
+    before = getattr(model, name)
+    result = original(model, force)
+    function = getattr(model, name)
+    if strategy_of(model) is None or function is before:
+        return result
+
+    @functools.wraps(function)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        with here.computing():
+            return function(*args, **kwargs)
+
+    setattr(model, name, compute)
+    return result
 
 
 def _save(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -109,7 +110,9 @@ def accumulation_carries_leftovers_over_as_keras_does(env: Env) -> dict:
 
 def _num_traces(model: keras.Model) -> int:
     """How often the step of a model that was fit has been traced."""
-    cells = [cell.cell_contents for cell in model.train_function.__closure__]
+    cells = [
+        cell.cell_contents for cell in inspect.unwrap(model.train_function).__closure__
+    ]
     (step,) = [
         cell
         for cell in cells

@@ -83,7 +83,8 @@ def ready_made(env: Env) -> list[tuple[ProcessGroup, collections.abc.Callable]]:
 def algorithms_add_every_dtype_and_length(env: Env) -> dict:
     everything = [(d, n) for d in DTYPES for n in (1, 10)]
     everything += [("float32", n) for n in LENGTHS]
-    some = [(d, 10) for d in DTYPES] + [("float32", n) for n in (0, 1009)]
+    # Levels are made of the flat ones, which have been through every dtype.
+    some = [("float16", 10), ("int32", 10), ("float32", 0), ("float32", 1009)]
     for group, algorithm in ready_made(env):
         is_flat = algorithm in FLAT.values()
         wanted = everything if is_flat else some

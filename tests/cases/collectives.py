@@ -29,7 +29,7 @@ from tfdp.collectives import (
     padded_length,
     reduce_scatter,
 )
-from tfdp.collectives.groups import SIZES
+from tfdp.collectives.instance_keys import SIZES
 
 SETUPS = ("mirrored", "three_devices", "two_workers")
 REDUCED = ("float16", "float32", "float64", "int32", "int64", "bfloat16")

@@ -324,32 +324,18 @@ COVERING = {
     cell_name("schedule_free_adamw", "clipvalue", "float32"): ("mirrored",),
     cell_name("multi_optimizer", "everything", "float32"): ("mirrored",),
 }
-# The same with sharded state, each row and each column on some set-up: by row, the
-# column, dtype, what is sharded, and where.
+# The same with sharded state, each column on some set-up, each way of sharding on every
+# one: by row, the column, dtype, what is sharded, and where.
 _SHARDED = {
-    "adamw": ("no_option", "float32", "optimizer", "mirrored"),
     "adafactor": ("no_option", "float32", "gradients", "two_by_two"),
-    "nadam": ("accumulation", "float32", "gradients", "mirrored"),
-    "lamb": ("accumulation", "float64", "gradients", "two_workers"),
     "schedule_free_adamw": ("accumulation", "float32", "optimizer", "two_workers"),
-    "adam": ("global_clipnorm", "float64", "optimizer", "two_by_two"),
     "muon": ("global_clipnorm", "float32", "gradients", "two_workers"),
     "rmsprop": ("clipnorm", "float64", "optimizer", "mirrored"),
     "adagrad": ("clipvalue", "float32", "optimizer", "mirrored"),
-    "adadelta": ("clipvalue", "float32", "gradients", "two_by_two"),
     "ftrl": ("an_overflow_on_one_replica", "float32", "optimizer", "two_workers"),
-    "sgd_nesterov": (
-        "an_overflow_on_one_replica",
-        "float32",
-        "gradients",
-        "two_by_two",
-    ),
     "adamax": ("ema", "float32", "optimizer", "two_by_two"),
-    "lars": ("ema", "float32", "gradients", "two_workers"),
-    "lion": ("weight_decay", "float32", "optimizer", "mirrored"),
+    "lion": ("weight_decay", "float32", "gradients", "mirrored"),
     "sgd": ("a_partial_batch", "float32", "gradients", "two_by_two"),
-    "sgd_momentum": ("a_partial_batch", "float32", "optimizer", "mirrored"),
-    "loss_scale_optimizer": ("everything", "float32", "optimizer", "two_by_two"),
     "multi_optimizer": ("everything", "float64", "gradients", "two_workers"),
 }
 COVERING |= {

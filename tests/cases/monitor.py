@@ -213,6 +213,29 @@ def monitor_names_statistics(env: Env) -> dict:
     return {}
 
 
+@case(
+    "Monitor: rows of sparse gradients are in the bytes of the step that sends them",
+    setups=("two_workers",),
+    compare=False,
+)
+def monitor_counts_the_bytes_of_rows(env: Env) -> dict:
+    words, width = 4000, 16
+    with env.scope():
+        layers = [keras.layers.Embedding(words, width), keras.layers.Flatten()]
+        model = keras.Sequential([keras.Input((1,)), *layers, keras.layers.Dense(1)])
+    common.compiled(model, keras.optimizers.SGD(0.01))
+    x = np.arange(NUM_STEPS * ROWS).reshape(-1, 1) % words
+    monitor = tfdp.callbacks.CommunicationMonitor(env.tmp / "logs", every=EVERY)
+    with contextlib.redirect_stdout(io.StringIO()):
+        common.fit(model, x, x * 0.0, batch_size=ROWS, callbacks=[monitor])
+    if env.is_chief:
+        # To the other worker: half of the rows, each with its index.
+        expected = ROWS // 2 * (4 * width + 4)
+        for row in rows_of(env):
+            assert expected <= float(row["bytes_sent"]) < 1.1 * expected
+    return {}
+
+
 @case("Monitor: weights are those of training without one")
 def monitor_changes_no_weight(env: Env) -> dict:
     model = model_of(env)

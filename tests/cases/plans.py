@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
+import inspect
 import re
 
 import keras
@@ -104,7 +105,9 @@ def traced_step(model: keras.Model, data: tuple):
     x, y = data
     common.fit(model, x[:8], y[:8])
     # Keras wraps the function that takes the iterator in a plain one.
-    cells = [cell.cell_contents for cell in model.train_function.__closure__]
+    cells = [
+        cell.cell_contents for cell in inspect.unwrap(model.train_function).__closure__
+    ]
     (step,) = [
         cell
         for cell in cells

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from typing import Any
 
 from tfdp.bench import output
 from tfdp.bench.collectives import Row, Settings, measure, num_turns
-from tfdp.bench.machine import caption
+from tfdp.bench.collectives_plot import plot
 from tfdp.bench.sides import Side, started
 
 _COLUMNS = (
@@ -38,15 +39,15 @@ def run(settings: Settings, files: output.Files) -> int:
     if is_chief:
         console = output.new_console()
         console.print(f"collectives between {count} replicas")
-        output.show_about(console, content)
-        output.show_table(console, _COLUMNS, [_cells(row) for row in rows])
         found = [dataclasses.asdict(row) for row in rows]
         content |= {"num_replicas": count, "rows": found, "seconds": times}
-        if files.plot:
-            from tfdp.bench.collectives_plot import plot
-
-            plot(rows, count, caption(content), files.plot)
-        output.finish(console, content, files)
+        output.report(
+            console,
+            content,
+            files,
+            table=output.Table(_COLUMNS, [_cells(row) for row in rows]),
+            draw=functools.partial(plot, rows, count),
+        )
     return sum(row.num_wrong for row in rows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +18,7 @@ from tfdp.bench.compare_table import (
     cells,
     rows_of,
 )
-from tfdp.bench.machine import caption
-from tfdp.bench.models import Model, model_of_size
+from tfdp.bench.models import ModelSettings
 from tfdp.bench.peers import HOW_TO_GET_TORCH, torch_version
 from tfdp.bench.sides import Side, started
 from tfdp.bench.turns import alternate, steps_that_take
@@ -27,7 +27,7 @@ _BLOCK_SECONDS = 0.4
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(ModelSettings):
     """What is measured.
 
     Args:
@@ -45,11 +45,6 @@ class Settings:
     batch_size: int
     blocks: int
     torch_python: str
-
-    @property
-    def models(self) -> dict[str, Model]:
-        """The models by what they are called."""
-        return {f"{m:g}M": model_of_size(self.family, m) for m in self.millions}
 
 
 def run(settings: Settings, files: output.Files) -> None:
@@ -77,13 +72,14 @@ def run(settings: Settings, files: output.Files) -> None:
     ):
         rows, content["seconds_per_step"] = _measure(settings, sides, on_turn)
     content["rows"] = [dataclasses.asdict(row) for row in rows]
-    output.show_about(console, content)
-    output.show_table(console, COLUMNS, [cells(row) for row in rows])
-    for line in (*content["models"].values(), *_notes(settings, rows)):
-        console.print(line, soft_wrap=True)
-    if files.plot:
-        plot(rows, _title(settings), caption(content), files.plot)
-    output.finish(console, content, files)
+    output.report(
+        console,
+        content,
+        files,
+        table=output.Table(COLUMNS, [cells(row) for row in rows]),
+        notes=[*content["models"].values(), *_notes(settings, rows)],
+        draw=functools.partial(plot, rows, _title(settings)),
+    )
 
 
 def _sides(settings: Settings, *, has_torch: bool) -> dict[str, Side]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 FAMILIES = ("mlp", "transformer")
 # Inputs and classes of the MLP: those of handwritten digits.
@@ -98,3 +99,18 @@ def model_of_size(family: str, millions: float) -> Model:
             f"Received: {millions:g}"
         )
     return model
+
+
+class ModelSettings:
+    """Settings of a benchmark that say which models of a family are trained.
+
+    It adds no field, so that those of each benchmark stay in their own order.
+    """
+
+    family: str
+    millions: Sequence[float]
+
+    @property
+    def models(self) -> dict[str, Model]:
+        """The models by what they are called."""
+        return {f"{m:g}M": model_of_size(self.family, m) for m in self.millions}

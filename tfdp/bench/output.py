@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import rich.table
 from rich import box
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from tfdp.bench.machine import caption, describe, load
 
@@ -43,40 +43,6 @@ def new_console() -> Console:
     console = Console(highlight=False, markup=False)
     console.width = max(console.width, _LEAST_WIDTH)
     return console
-
-
-def show_about(console: Console, content: Mapping[str, Any]) -> None:
-    """Prints what a run was on, when it is over.
-
-    Args:
-        console: Console.
-        content: Mapping from `about`.
-    """
-    console.print(caption(content), soft_wrap=True)
-    console.print(
-        f"load average of a minute: {content['load_average_1_min']} at the start, "
-        f"{load()} at the end"
-    )
-
-
-def show_table(
-    console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]
-) -> None:
-    """Prints a table; columns of numbers are to the right.
-
-    Args:
-        console: Console.
-        columns: Sequence of strings, the headings.
-        rows: Sequence of rows of strings.
-    """
-    table = Table(box=box.SIMPLE)
-    for index, name in enumerate(columns):
-        cells = [row[index] for row in rows]
-        is_number = all(cell[:1].isdigit() or cell in ("", "-") for cell in cells)
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
 
 
 @contextlib.contextmanager
@@ -110,15 +76,62 @@ class Files:
     plot: Path | None
 
 
-def finish(console: Console, content: Mapping[str, Any], files: Files) -> None:
-    """Writes all that a run has found as JSON, and says where everything is.
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """What a benchmark prints.
+
+    Args:
+        columns: Sequence of strings, the headings.
+        rows: Sequence of rows of strings.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def report(
+    console: Console,
+    content: Mapping[str, Any],
+    files: Files,
+    *,
+    table: Table,
+    draw: Callable[[str, Path], None],
+    notes: Sequence[str] = (),
+) -> None:
+    """Prints, draws and writes what a run has found, when it is over.
 
     Args:
         console: Console.
-        content: Mapping, from `about` and more.
-        files: `Files`; the plot is there already.
+        content: Mapping, from `about` and more: all that goes into the JSON.
+        files: `Files` to write.
+        table: `Table`.
+        draw: Callable that is given the machine and the versions as a string, and
+            the path of the PNG file.
+        notes: Sequence of strings, what is said below the table. Defaults to none.
     """
+    console.print(caption(content), soft_wrap=True)
+    console.print(
+        f"load average of a minute: {content['load_average_1_min']} at the start, "
+        f"{load()} at the end"
+    )
+    console.print(_drawn(table))
+    for line in notes:
+        console.print(line, soft_wrap=True)
+    if files.plot:
+        draw(caption(content), files.plot)
     content = {**content, "load_average_1_min_at_end": load()}
     files.json.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
     written = ", ".join(str(path) for path in (files.json, files.plot) if path)
     console.print(f"Written: {written}", soft_wrap=True)
+
+
+def _drawn(table: Table) -> rich.table.Table:
+    """Columns of numbers are to the right."""
+    drawn = rich.table.Table(box=box.SIMPLE)
+    for index, name in enumerate(table.columns):
+        cells = [row[index] for row in table.rows]
+        is_number = all(cell[:1].isdigit() or cell in ("", "-") for cell in cells)
+        drawn.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    for row in table.rows:
+        drawn.add_row(*row)
+    return drawn

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdp.bench import output
-from tfdp.bench.machine import caption, num_cores
-from tfdp.bench.models import Model, model_of_size
+from tfdp.bench.machine import num_cores
+from tfdp.bench.models import ModelSettings
 from tfdp.bench.scaling import batch_of, efficiency
 from tfdp.bench.sides import Side, started
 from tfdp.bench.train_plot import plot
@@ -21,7 +22,7 @@ _BLOCK_SECONDS = 0.3
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(ModelSettings):
     """What is measured.
 
     Args:
@@ -42,11 +43,6 @@ class Settings:
     batch_size: int
     blocks: int
     placement: str
-
-    @property
-    def models(self) -> dict[str, Model]:
-        """The models by what they are called."""
-        return {f"{m:g}M": model_of_size(self.family, m) for m in self.millions}
 
     @property
     def counts(self) -> list[int]:
@@ -99,14 +95,14 @@ def run(settings: Settings, files: output.Files) -> None:
     ):
         rows, content["seconds_per_step"] = _measure(settings, sides, on_turn)
     content["rows"] = [dataclasses.asdict(row) for row in rows]
-    console = output.new_console()
-    output.show_about(console, content)
-    output.show_table(console, COLUMNS, [cells(row) for row in rows])
-    for line in (*content["models"].values(), *_notes(settings)):
-        console.print(line, soft_wrap=True)
-    if files.plot:
-        plot(rows, settings.family, caption(content), files.plot)
-    output.finish(console, content, files)
+    output.report(
+        output.new_console(),
+        content,
+        files,
+        table=output.Table(COLUMNS, [cells(row) for row in rows]),
+        notes=[*content["models"].values(), *_notes(settings)],
+        draw=functools.partial(plot, rows, settings.family),
+    )
 
 
 def _side(settings: Settings, count: int) -> Side:

@@ -12,7 +12,6 @@ from typing import Any
 import keras
 
 from tfdp import _compat, checkpoint, trainer
-from tfdp import checkpoint_files as files
 from tfdp.backups import Backups, WrongBackup
 from tfdp.callback_state import (
     decoded,
@@ -22,6 +21,7 @@ from tfdp.callback_state import (
     states_of,
 )
 from tfdp.checkpoint_index import Index
+from tfdp.checkpoint_reading import check_model
 from tfdp.data_position import Position
 from tfdp.optimizer_arguments import check_strategy
 from tfdp.preemption import PREEMPTED, Notice, Watch
@@ -241,7 +241,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         try:
             state = RunState(self.model, empty_arrays(run["callbacks"]))
             wanted = state.to_restore(index, run["facts"], with_metrics=in_epoch)
-            files.check_model(index, wanted.tensors, wanted.left_out)
+            check_model(index, wanted.tensors, wanted.left_out)
         except ValueError as error:
             raise WrongBackup(str(error)) from error
         return wanted

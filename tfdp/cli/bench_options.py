@@ -1,4 +1,4 @@
-"""Options that the benchmarks share: models, blocks, and what files are written."""
+"""Options that benchmarks share: models, batch, blocks, and what files are written."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tfdp.bench import arguments
 from tfdp.bench.models import FAMILIES
 from tfdp.bench.output import Files
 from tfdp.bench.plots import check_available
+from tfdp.cli import values
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -47,6 +48,18 @@ def models(function: _Function) -> _Function:
         callback=arguments.millions,
         help="Sizes of the models, in million parameters.",
     )(function)
+
+
+def batch(whose: str) -> Callable[[_Function], _Function]:
+    """The option that says how many samples each side takes in a step."""
+    return click.option(
+        "--batch",
+        metavar="B",
+        default="32",
+        show_default=True,
+        callback=values.count,
+        help=f"Samples of {whose}.",
+    )
 
 
 def files(function: _Function) -> _Function:

@@ -35,14 +35,7 @@ from tfdp.cli import values
     show_default=True,
     help="weak: every replica keeps its batch. strong: all share one global batch.",
 )
-@click.option(
-    "--batch",
-    metavar="B",
-    default="32",
-    show_default=True,
-    callback=values.count,
-    help="Samples of each replica; in strong scaling of each of the most replicas.",
-)
+@options.batch("each replica; in strong scaling of each of the most replicas")
 @click.option(
     "--placement",
     type=click.Choice(of_training.PLACEMENTS),
@@ -82,14 +75,7 @@ def train(**given: Any) -> None:
     help="Local worker processes of each side, of one thread each.",
 )
 @options.models
-@click.option(
-    "--batch",
-    metavar="B",
-    default="32",
-    show_default=True,
-    callback=values.count,
-    help="Samples of each worker.",
-)
+@options.batch("each worker")
 @click.option(
     "--torch-python",
     metavar="PATH",

@@ -10,8 +10,10 @@ from tfdp.cluster.address import split_address
 from tfdp.cluster.local_ports import free_ports
 from tfdp.cluster.nodes import topology_of
 from tfdp.cluster.ports import (
+    Answer,
     answers,
     check_port_free,
+    knock,
     meet,
     name_workers,
     unreachable,
@@ -20,11 +22,13 @@ from tfdp.cluster.spec import Cluster
 from tfdp.cluster.topology import Topology
 
 __all__ = [
+    "Answer",
     "Cluster",
     "Topology",
     "answers",
     "check_port_free",
     "free_ports",
+    "knock",
     "meet",
     "name_workers",
     "split_address",

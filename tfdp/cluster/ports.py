@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import socket
 import threading
@@ -186,15 +187,43 @@ def answers(address: str, timeout_seconds: float) -> bool:
     >>> answers("localhost:1", timeout_seconds=0.5)
     False
     """
+    return knock(address, timeout_seconds) is Answer.ACCEPTED
+
+
+class Answer(enum.Enum):
+    """What a TCP connection comes to."""
+
+    ACCEPTED = "somebody listens, or did until it was stopped"
+    REFUSED = "the host is there, and nobody listens"
+    NONE = "no answer in time, or no way to the host"
+
+
+def knock(address: str, timeout_seconds: float) -> Answer:
+    """Tries a TCP connection.
+
+    Args:
+        address: String, `"host:port"`.
+        timeout_seconds: Float, seconds to wait for it.
+
+    Returns:
+        `Answer`.
+
+    Example:
+    >>> knock("localhost:1", timeout_seconds=0.5).name
+    'REFUSED'
+    """
     try:
         with socket.create_connection(
             split_address(address), timeout=timeout_seconds
         ) as connection:
             # A port that nobody holds can be picked as the connection's own
             # source port: TCP then connects the socket to itself.
-            return connection.getsockname() != connection.getpeername()
+            is_itself = connection.getsockname() == connection.getpeername()
+            return Answer.REFUSED if is_itself else Answer.ACCEPTED
+    except ConnectionRefusedError:
+        return Answer.REFUSED
     except OSError:
-        return False
+        return Answer.NONE
 
 
 def _try_to_bind(port: int) -> None:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 
 from tfdp.collectives import timing
-from tfdp.collectives.groups import SIZES, ProcessGroup
+from tfdp.collectives.groups import ProcessGroup
+from tfdp.collectives.instance_keys import SIZES
 
 # How many pieces a ring sends at once. TensorFlow's default, one, costs the least
 # CPU time, and leaves the pipe idle between pieces when nothing else is under way.
@@ -307,13 +308,14 @@ def _arguments(
     channel: int,
     size: tf.Tensor | None = None,
 ) -> dict:
+    # No `timeout_seconds`: where a collective ends by it, TensorFlow may crash (seen
+    # with 2.21.0). `tfdp.watch` looks after the others.
     return {
         "group_size": group.size,
         "group_key": group.key,
-        "instance_key": group.instance_key(kind, tensor, replica, size),
+        "instance_key": group.instance_keys.of_next(kind, tensor, replica, size),
         "ordering_token": [group.launch_order.token(replica, channel)],
         "communication_hint": group.backend,
-        "timeout_seconds": group.timeout_seconds,
     }
 
 

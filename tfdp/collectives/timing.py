@@ -25,12 +25,15 @@ GRADIENTS, PARAMETERS, ROWS = "bucket", "parameters", "rows"
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One traced collective and the variable that holds its times."""
+    """One traced collective and the variable that holds its times.
+
+    `num_bytes` is -1 where only the step knows the length of the tensor.
+    """
 
     kind: str
     num_bytes: int
     replica: int
-    pair: tf.Variable  # [2], float64: begin and end, seconds
+    notes: tf.Variable  # [3], float64: begin and end in seconds, bytes
     label: str
     group_size: int
     # Collectives of one chain run one after the other.
@@ -60,7 +63,7 @@ class Mark:
 
     name: str
     replica: int
-    pair: tf.Variable  # [2], float64
+    notes: tf.Variable  # [3], float64; the third is not used
 
 
 Row = Collective | Mark
@@ -107,7 +110,7 @@ class Recorder:
     def intervals(self, replica: int = 0) -> list[tuple[Collective, float, float]]:
         """Begin and end of the last execution of each collective, in seconds."""
         rows = [c for c in self.collectives if c.replica == replica]
-        found = [(c, c.pair.numpy()) for c in rows]
+        found = [(c, c.notes.numpy()) for c in rows]
         return [(c, float(times[0]), float(times[1])) for c, times in found]
 
     def gather(self) -> None:
@@ -118,18 +121,18 @@ class Recorder:
         if not self.rows:
             return
         if self._table is None:
-            self._table = _new_variable(np.zeros([0, 2]), shape=[None, 2])
-        self._table.assign(tf.stack([row.pair.read_value() for row in self.rows]))
+            self._table = _new_variable(np.zeros([0, 3]), shape=[None, 3])
+        self._table.assign(tf.stack([row.notes.read_value() for row in self.rows]))
 
     def read(self) -> np.ndarray:
         """All that the last step noted.
 
         Returns:
-            Array of shape `[num_rows, 2]`, float64: the first rows of `rows`, up to
+            Array of shape `[num_rows, 3]`, float64: the first rows of `rows`, up to
             the last one that was known when the step was traced.
         """
         if self._table is None:
-            return np.zeros([0, 2])
+            return np.zeros([0, 3])
         # Without a function: that would wake other threads, and cost more.
         handle = self._table.handle
         return tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64).numpy()
@@ -186,7 +189,9 @@ def labelled(label: str) -> Iterator[None]:
     outer = getattr(_thread, "label", None)
     _thread.label = label
     try:
-        yield
+        # An error of TensorFlow names the operation.
+        with tf.name_scope(label.replace(" ", "_")):
+            yield
     finally:
         _thread.label = outer
 
@@ -200,16 +205,19 @@ def measured(
         yield lambda result: result
         return
 
-    count = tensor.shape.num_elements() or 0
+    count = tensor.shape.num_elements()
     label = getattr(_thread, "label", None) or kind
-    times = _new_variable([0.0, 0.0])
-    size = count * tensor.dtype.size
-    record = Collective(kind, size, replica, times, label, group_size, chain)
+    times = _new_variable([0.0] * 3)
+    num_bytes = -1 if count is None else count * tensor.dtype.size
+    record = Collective(kind, num_bytes, replica, times, label, group_size, chain)
     for recorder in _active:
         recorder.rows.append(record)
 
     with tf.control_dependencies([tensor]):
         begin = stamp(times, 0)
+        if count is None:
+            size = tf.size(tensor, tf.int64) * tensor.dtype.size
+            write(times, lambda: times[2].assign(tf.cast(size, tf.float64)))
 
     def done(result: tf.Tensor) -> tf.Tensor:
         with tf.control_dependencies([result]):
@@ -221,23 +229,23 @@ def measured(
 
 
 def mark(name: str, replica: int) -> tf.Variable:
-    """A pair of numbers that a traced step may write; all recorders read it."""
+    """Numbers that a traced step may write; all recorders read them."""
     for recorder in _active:
         for row in recorder.rows:
             if isinstance(row, Mark) and (row.name, row.replica) == (name, replica):
-                return row.pair
-    made = Mark(name, replica, _new_variable([0.0, 0.0]))
+                return row.notes
+    made = Mark(name, replica, _new_variable([0.0] * 3))
     for recorder in _active:
         recorder.rows.append(made)
-    return made.pair
+    return made.notes
 
 
-def stamp(pair: tf.Variable, index: int) -> tf.Tensor:
-    """Writes the time into one of two numbers."""
-    return write(pair, lambda: pair[index].assign(tf.timestamp()))
+def stamp(notes: tf.Variable, index: int) -> tf.Tensor:
+    """Writes the time into one of several numbers."""
+    return write(notes, lambda: notes[index].assign(tf.timestamp()))
 
 
-def write(pair: tf.Variable, assign: Callable[[], Any]) -> tf.Tensor:
+def write(notes: tf.Variable, assign: Callable[[], Any]) -> tf.Tensor:
     """Runs an assignment that is ordered by its own variable and nothing else.
 
     TensorFlow runs all operations with side effects in the order of the program,
@@ -248,7 +256,7 @@ def write(pair: tf.Variable, assign: Callable[[], Any]) -> tf.Tensor:
 
     def assign_and_read() -> tf.Tensor:
         assign()
-        return pair.read_value()
+        return notes.read_value()
 
     return tf.function(assign_and_read, autograph=False)()
 

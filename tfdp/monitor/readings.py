@@ -25,7 +25,7 @@ class Reading:
     """What was read when a step had ended.
 
     Args:
-        values: Array of shape `[num_rows, 2]`, see `Recorder.read`.
+        values: Array of shape `[num_rows, 3]`, see `Recorder.read`.
         begin: Float, when the step before had ended, seconds of the wall clock.
         end: Float, when this one had.
         seconds: Float, time between the two by a clock that is never set.
@@ -117,7 +117,7 @@ def replicas_of(reading: Reading, rows: Sequence[timing.Row]) -> list[Replica]:
     """
     times = {mark.replica: pair for mark, pair in _marks(reading, rows, observe.TIMES)}
     found = []
-    for replica, (begin, loss) in sorted(times.items()):
+    for replica, (begin, loss, _) in sorted(times.items()):
         since = reading.begin if reading.num_steps == 1 else begin
         own = _of_this_step(reading, rows, replica, since)
         ready: dict[str, float] = {}
@@ -135,11 +135,15 @@ def _of_this_step(
 ) -> list[Timed]:
     """What was not run in this step holds the times of an earlier one."""
     return [
-        (row, float(pair[0]), float(pair[1]))
-        for row, pair in zip(rows, reading.values, strict=False)
+        (_of_known_size(row, int(size)), float(begin), float(end))
+        for row, (begin, end, size) in zip(rows, reading.values, strict=False)
         if isinstance(row, timing.Collective)
-        if row.replica == replica and pair[0] >= since
+        if row.replica == replica and begin >= since
     ]
+
+
+def _of_known_size(row: timing.Collective, num_bytes: int) -> timing.Collective:
+    return row if row.num_bytes >= 0 else dataclasses.replace(row, num_bytes=num_bytes)
 
 
 def _marks(

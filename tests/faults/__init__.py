@@ -1,0 +1,1 @@
+"""Jobs of real worker processes in which something goes wrong on purpose."""

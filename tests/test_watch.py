@@ -1,0 +1,212 @@
+"""Who is lost, and who is behind: what follows from what was heard."""
+
+from __future__ import annotations
+
+import pytest
+
+from tfdp.cluster import Answer, free_ports, knock
+from tfdp.places import Here, Place
+from tfdp.watch import sightings as module
+from tfdp.watch.errors import Verdict, bucket_in, message_of
+from tfdp.watch.pulse import Pulse
+from tfdp.watch.sightings import Sightings
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_who_is_heard_of_is_not_suspected(clock: Clock):
+    known = Sightings([1, 2], limit_seconds=60)
+    clock.now += 2
+    known.heard(1)
+    clock.now += 2
+    assert known.suspects() == [2]
+    assert known.cause(2) == ""
+
+
+def test_a_port_that_refuses_twice_in_a_row_is_that_of_a_process_that_has_ended(
+    clock: Clock,
+):
+    known = Sightings([1], limit_seconds=60)
+    known.tried(1, refused=True, answers=False)
+    known.tried(1, refused=False, answers=True)
+    known.tried(1, refused=True, answers=False)
+    assert known.cause(1) == ""
+    known.tried(1, refused=True, answers=False)
+    assert "its process has ended" in known.cause(1)
+
+
+def test_who_stands_still_is_lost_at_the_limit_and_not_before(clock: Clock):
+    known = Sightings([1], limit_seconds=60)
+    known.heard(1, place=Place(7, "step 3 of epoch 1 of fit", 0.0))
+    clock.now += 59
+    assert known.cause(1) == ""
+    clock.now += 2
+    assert known.cause(1).startswith("no sign of life for 61 s")
+    assert known.cause(1).endswith("stands still at step 3 of epoch 1 of fit")
+    known.tried(1, refused=False, answers=False)
+    assert "its host does not answer" in known.cause(1)
+
+
+def test_who_has_left_in_good_order_is_lost_only_to_those_who_wait(clock: Clock):
+    known = Sightings([1], limit_seconds=60)
+    known.told(1, has_left=True, words="")
+    clock.now += 100
+    known.tried(1, refused=True, answers=False)
+    known.tried(1, refused=True, answers=False)
+    assert known.cause(1) == ""
+    assert known.cause_of_end(1) == "its script has ended"
+
+
+def test_the_error_that_ended_a_script_is_told(clock: Clock):
+    known = Sightings([1], limit_seconds=60)
+    known.told(1, has_left=False, words="ValueError: bad data")
+    assert known.cause(1) == ""  # it may have caught it
+    known.told(1, has_left=True, words="ValueError: bad data")
+    assert known.cause_of_end(1).endswith("after ValueError: bad data")
+
+
+def test_who_slept_itself_blames_nobody(clock: Clock):
+    known = Sightings([1], limit_seconds=60)
+    clock.now += 3600
+    known.forgive()
+    assert known.suspects() == []
+    assert known.cause(1) == ""
+
+
+def test_who_is_behind_is_told_by_the_count_of_places(clock: Clock):
+    known = Sightings([1, 2, 3], limit_seconds=60)
+    known.heard(1, place=Place(4, "step 4", 0.0))
+    known.heard(2, place=Place(5, "step 5", 0.0))
+    behind = known.behind(Place(5, "step 5", 11.0))
+    assert {rank: place.name for rank, place in behind.items()} == {1: "step 4"}
+
+
+def test_a_place_tells_loop_epoch_step_and_exchange():
+    here = Here()
+    assert here.place.name == ""
+    with here.looping("fit"):
+        assert here.place.name == "fit"
+        here.epoch_begins()
+        here.step_begins(0)
+        assert here.place.name == "the callbacks of step 1 of epoch 1 of fit"
+        with here.computing():
+            assert here.place.name == "step 1 of epoch 1 of fit"
+        with here.looping("evaluate"):
+            here.epoch_begins()
+            assert here.place.name == "evaluate"
+        with here.exchanging("a seed"):
+            assert here.place.exchanges
+            assert here.place.name.startswith("'a seed' in the callbacks of step 1")
+        here.epoch_begins()
+        assert here.place.name == "epoch 2 of fit"
+    assert here.place.name == ""
+
+
+def test_places_count_alike_for_the_same_calls():
+    first, second = Here(), Here()
+    for here in first, second:
+        with here.looping("fit"):
+            here.epoch_begins()
+            here.step_begins(0)
+            with here.computing():
+                pass
+    assert first.place.count == second.place.count > 0
+
+
+class Store:
+    """A key-value store in which, as in TensorFlow's, a key is written once."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+
+    def set(self, key: str, text: str) -> None:
+        assert key not in self.texts
+        self.texts[key] = text
+
+    def get(self, key: str, timeout_seconds: float) -> str:
+        del timeout_seconds
+        if key not in self.texts:
+            from tensorflow.errors import DeadlineExceededError
+
+            raise DeadlineExceededError(None, None, key)
+        return self.texts[key]
+
+
+class Agreement:
+    """What a pulse asks an agreement for."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def new_prefix(self) -> str:
+        return "own"
+
+
+def test_the_first_worker_tells_all_what_it_has_heard(monkeypatch: pytest.MonkeyPatch):
+    store = Store()
+    for name, function in (
+        ("set_key_value", store.set),
+        ("get_key_value", store.get),
+        ("delete_key_value", lambda key: store.texts.pop(key, None)),
+    ):
+        monkeypatch.setattr(f"tfdp.watch.pulse._compat.{name}", function)
+    known = {r: Sightings([o for o in range(3) if o != r], 60.0) for r in range(3)}
+    pulses = [Pulse(Agreement(rank), known[rank]) for rank in range(3)]
+    pulses[2].words = "ValueError: bad data"
+    for _ in range(2):
+        for pulse in (pulses[1], pulses[2], pulses[0]):
+            pulse._beat()
+    assert known[1].of(2).place is not None
+    assert known[1].of(2).words == "ValueError: bad data"
+    pulses[0].verdict = Verdict(2, "its process has ended")
+    pulses[0]._beat()
+    pulses[1]._beat()
+    assert pulses[1].verdict == pulses[0].verdict
+
+
+def test_a_beat_that_is_read_again_is_no_new_sign_of_life(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+):
+    known = Sightings([1], limit_seconds=60)
+    pulse = Pulse(Agreement(0), known)
+    place = {"count": 1, "name": "", "seconds": 0.0, "exchanges": False}
+    beat = {"count": 5, "place": place, "words": "", "has_left": False}
+    assert pulse._take(1, beat)
+    clock.now += 10
+    assert not pulse._take(1, beat)
+    assert known.suspects() == [1]
+
+
+def test_a_message_names_worker_address_place_and_bucket():
+    text = message_of(Verdict(3, "its process has ended"), "h:1", "step 2 of fit", "b")
+    assert text.startswith(
+        "Worker 3 (h:1) was lost at step 2 of fit, while b was reduced: its process "
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "bucket"),
+    [
+        ("[[{{node sgd/bucket_12/CollectiveReduceV2}}]]", "bucket 12"),
+        ("[[{{node adam/parameters_0_1/CollectiveGatherV2}}]]", "parameters 0"),
+        ("[[{{node sgd/CollectiveReduceV2}}]]", ""),
+        ("[[{{node bucket_3/Reshape}}]]", ""),
+    ],
+)
+def test_the_bucket_of_an_error_is_that_of_its_node(text: str, bucket: str):
+    assert bucket_in(text) == bucket
+
+
+def test_a_closed_port_refuses_and_an_unknown_host_does_not_answer():
+    (port,) = free_ports(1)
+    assert knock(f"127.0.0.1:{port}", 1.0) is Answer.REFUSED
+    assert knock("host.invalid:1", 0.5) is Answer.NONE
