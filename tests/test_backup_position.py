@@ -300,19 +300,20 @@ UNREPEATABLE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 }
 
 
-def full_but(*names: str) -> list:
-    """Some names each time, the others with `--full`."""
-    marks = pytest.mark.usefixtures("full")
-    return [
-        name if name in names else pytest.param(name, marks=marks)
-        for name in UNREPEATABLE
-    ]
-
-
-@pytest.mark.parametrize("name", full_but("shuffled", "generator", "PyDataset"))
+@pytest.mark.parametrize("name", ["shuffled", "generator", "PyDataset"])
 def test_data_that_cannot_be_repeated_is_named_and_its_epoch_begins_again(
     name, tmp_path
 ):
+    check_that_its_epoch_begins_again(name, tmp_path)
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("name", UNREPEATABLE)
+def test_any_data_that_cannot_be_repeated_is_named(name, tmp_path):
+    check_that_its_epoch_begins_again(name, tmp_path)
+
+
+def check_that_its_epoch_begins_again(name: str, tmp_path: Path) -> None:
     make, reason = UNREPEATABLE[name]
     with pytest.raises(PowerCut), pytest.warns(UserWarning, match=reason) as found:
         fit(make(), BackupAndRestore(tmp_path / "b", 1), Cut(STEPS + 3))
