@@ -725,3 +725,73 @@ def test_too_many_workers_for_the_ports_are_refused(monkeypatch):
     monkeypatch.setattr(local_ports, "_first_ephemeral_port", lambda: 10010)
     with pytest.raises(ValueError, match="-n 20"):
         local_ports.free_ports(20)
+
+
+def test_a_job_that_fails_is_started_again_and_the_history_is_kept(launcher):
+    launcher.script(
+        """
+        tries = len(list(pathlib.Path(".").glob(f"try-{RANK}-*")))
+        pathlib.Path(f"try-{RANK}-{tries}").touch()
+        if tries < 2 and RANK == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_for("try-1-2")
+        print("done", len(CONFIG["cluster"]["worker"]))
+        """
+    )
+    result = launcher.run(
+        *("-n", "2", "--max-restarts", "3", "--log-dir", "logs", "script.py")
+    )
+    assert result.returncode == 0
+    assert lines_of(result.stdout, 0)[-1] == "done 2"
+    history = (launcher.folder / "logs" / "restarts.log").read_text().splitlines()
+    assert len(history) == 2
+    assert "restart 1 of 3: worker 1 was killed by SIGKILL" in history[0]
+    assert "restart 2 of 3" in result.stdout
+    assert launcher.processes() == []
+
+
+def test_a_worker_that_fails_again_and_again_is_left_out(launcher):
+    launcher.script(
+        """
+        size = len(CONFIG["cluster"]["worker"])
+        if RANK == 2:
+            sys.exit(5)
+        wait_for("never" if size > 2 else ".")
+        print("done", size)
+        """
+    )
+    result = launcher.run(
+        *("-n", "3", "--max-restarts", "5", "--min-workers", "2", "script.py")
+    )
+    assert result.returncode == 0
+    assert lines_of(result.stdout, 0)[-1] == "done 2"
+    assert "2 workers (1 left out) start again" in result.stdout
+
+
+def test_after_the_last_restart_the_code_is_the_workers(launcher):
+    launcher.script("sys.exit(7)")
+    result = launcher.run("-n", "2", "--max-restarts", "1", "script.py")
+    assert result.returncode == 7
+    assert result.stdout.count("restart ") == 1
+
+
+def test_a_preempted_job_is_not_started_again_here(launcher):
+    launcher.script(f"sys.exit({PREEMPTED})")
+    result = launcher.run("-n", "2", "--max-restarts", "3", "script.py")
+    assert result.returncode == PREEMPTED
+    assert "restart " not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["-n", "2", "--min-workers", "3"], "Received: --min-workers 3, -n 2"),
+        (["-n", "2", "--min-workers", "0"], "at least 1. Received: 0"),
+        (["-n", "2", "--max-restarts", "-1"], "not negative. Received: -1"),
+    ],
+)
+def test_wrong_numbers_of_restarts_and_workers_are_named(launcher, arguments, text):
+    launcher.script("")
+    result = launcher.run(*arguments, "script.py")
+    assert result.returncode == 2
+    assert text in " ".join(result.stdout.split())

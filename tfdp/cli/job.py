@@ -102,6 +102,11 @@ class Job:
         self._selector.close()
         self._signals.close()
 
+    @property
+    def failed(self) -> Worker | None:
+        """The worker that failed first, or `None`."""
+        return self._failed
+
     def run(self) -> int:
         """Starts the workers and waits for their end.
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import importlib.util
 import os
 import pathlib
+import signal
 import sys
+import time
 
 import click
 
 from tfdp.cli import values
 from tfdp.cli.job import Job, JobOptions
 from tfdp.cli.launch import make_clusters, make_log_dir, num_cores, visible_gpus
+from tfdp.cli.restarts import JobEnd, RestartOptions, Restarts, note
 from tfdp.cli.screen import Screen
+from tfdp.cli.worker import shell_code
+from tfdp.cluster import Cluster
 
 
 def _seconds(
@@ -66,6 +71,20 @@ def _seconds(
     help="Seconds between asking workers to stop and killing them.",
 )
 @click.option(
+    "--max-restarts",
+    metavar="R",
+    default="0",
+    show_default=True,
+    callback=values.number_of_times,
+    help="How often the job is started again after a worker has failed.",
+)
+@click.option(
+    "--min-workers",
+    metavar="M",
+    callback=values.count,
+    help="Go on with as few workers, if one fails again and again. Default: all.",
+)
+@click.option(
     "-m",
     "is_module",
     is_flag=True,
@@ -79,6 +98,8 @@ def run(
     log_dir: str | None,
     timeout: float | None,
     grace: float,
+    max_restarts: int,
+    min_workers: int | None,
     is_module: bool,
     script: str,
     args: tuple[str, ...],
@@ -86,26 +107,69 @@ def run(
     """Runs SCRIPT in N worker processes on this machine.
 
     Sets TF_CONFIG for each, puts the worker in front of each line of its
-    output, and stops all when one fails.
+    output, and stops all when one fails. With --max-restarts it then starts all again:
+    let the script save as it goes, by `tfdp.callbacks.BackupAndRestore`.
     """
     _check_platform()
     _check_program(script, is_module)
+    if min_workers is not None and min_workers > num_workers:
+        raise click.UsageError(
+            "--min-workers must not be above -n. "
+            f"Received: --min-workers {min_workers}, -n {num_workers}"
+        )
     try:
-        clusters = make_clusters(num_workers, devices_per_worker)
+        make_clusters(num_workers, devices_per_worker)
         folder = make_log_dir(log_dir)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     command = [sys.executable, *(["-m"] if is_module else []), script, *args]
     screen = Screen()
     _announce(screen, num_workers, devices_per_worker, folder)
-    options = JobOptions(timeout_seconds=timeout, grace_seconds=grace)
+    restarts = Restarts(num_workers, RestartOptions(max_restarts, min_workers))
+    until = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = None if until is None else max(0.0, until - time.monotonic())
+        options = JobOptions(timeout_seconds=left, grace_seconds=grace)
+        clusters = make_clusters(restarts.num_workers, devices_per_worker)
+        end = _attempt(command, clusters, folder, screen, options)
+        pause = restarts.pause_after(end)
+        if pause is None:
+            break
+        line = restarts.describe(end, pause)
+        note(folder, line)
+        screen.message(f"tfdp: {line}", style="bold yellow")
+        _sleep(pause)
+    screen.close()
+    sys.exit(end.code)
+
+
+def _attempt(
+    command: list[str],
+    clusters: list[Cluster],
+    folder: pathlib.Path,
+    screen: Screen,
+    options: JobOptions,
+) -> JobEnd:
+    """Runs the workers once."""
+    begin = time.monotonic()
     try:
         with Job(command, clusters, folder, screen, options) as job:
             code = job.run()
+            failed = job.failed
     except OSError as error:
         raise click.ClickException(f"A worker could not be started: {error}") from error
-    screen.close()
-    sys.exit(code)
+    seconds = time.monotonic() - begin
+    # One that failed while the job was being stopped is no reason.
+    if failed is None or code != shell_code(failed.exit_code or 0):
+        return JobEnd(code, None, "", seconds)
+    return JobEnd(code, failed.rank, failed.describe_end(), seconds)
+
+
+def _sleep(seconds: float) -> None:
+    try:
+        time.sleep(seconds)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 def _announce(

@@ -22,6 +22,17 @@ def count(
     return int(value)
 
 
+def number_of_times(
+    context: click.Context, parameter: click.Parameter, value: str
+) -> int:
+    """A whole number that is not negative."""
+    if not value.isdecimal():
+        raise click.BadParameter(
+            f"it must be a whole number, not negative. Received: {value}"
+        )
+    return int(value)
+
+
 def positive(
     context: click.Context, parameter: click.Parameter, value: str | None
 ) -> float | None:
