@@ -280,6 +280,12 @@ def test_a_part_is_an_ordinary_checkpoint_of_tensorflow(tmp_path):
     assert reader.get_tensor("a/b:0").tolist() == list(range(6))
 
 
+def test_nobody_else_can_look_into_a_new_checkpoint(tmp_path):
+    save(values(), tmp_path / "new")
+    for path in (tmp_path / "new", *(tmp_path / "new").glob("data-*")):
+        assert path.stat().st_mode & 0o777 == 0o700
+
+
 def test_a_second_save_replaces_the_first_and_leaves_no_other_folder(tmp_path):
     (tmp_path / "data-mine").mkdir()  # not one of ours
     (tmp_path / "data-0123456789ab").mkdir()  # of a save that was killed

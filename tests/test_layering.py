@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {
     # Values that a user gives, the cluster, the private names of others.
     "tfdp.options": 0,
+    "tfdp.private_folder": 0,
     "tfdp.cluster": 0,
     "tfdp._compat": 0,
     "tfdp.links": 0,

@@ -636,6 +636,12 @@ def test_a_full_disk_does_not_end_the_training(launcher):
     assert (result.returncode, lines_of(result.stdout, 0)) == (0, ["goes on"])
 
 
+def test_nobody_else_can_look_into_the_folder_of_logs(launcher):
+    launcher.script("print('hello')")
+    launcher.run("-n", "1", "--log-dir", "logs", "script.py")
+    assert (launcher.folder / "logs").stat().st_mode & 0o777 == 0o700
+
+
 def test_a_tf_config_of_somebody_else_is_replaced_with_a_warning(launcher):
     launcher.environment["TF_CONFIG"] = '{"cluster": {"worker": ["other:1"]}}'
     launcher.script("print(len(CONFIG['cluster']['worker']))")

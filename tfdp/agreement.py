@@ -49,7 +49,7 @@ class Agreement:
         self._last_call: str | None = None
         # What looks after the worker that is waited for, and explains what the
         # store raises: see `tfdp.watch`.
-        self.check: Callable[[int], None] = lambda rank: None
+        self.check: Callable[[int, bool], None] = lambda rank, is_over: None
         self.guard: Callable[[], contextlib.AbstractContextManager]
         self.guard = contextlib.nullcontext
         if rank == 0 and num_workers > 1:
@@ -146,6 +146,7 @@ class Agreement:
         while True:
             waited = time.monotonic() - begin
             if limit is not None and waited >= limit:
+                self.check(rank, True)
                 raise TimeoutError(_missing(topic, [rank], limit))
             if waited >= _WARN_AFTER_SECONDS and not warned:
                 warned = True
@@ -161,7 +162,7 @@ class Agreement:
             try:
                 return _compat.get_key_value(key, min(step, left))
             except tf.errors.DeadlineExceededError:
-                self.check(rank)
+                self.check(rank, False)
 
     def _texts(self, topic: str, messages: list[str | None]) -> list[str]:
         missing = [rank for rank, text in enumerate(messages) if text is None]

@@ -23,6 +23,7 @@ from tfdp.checkpoint_index_file import (
     parts_from_json,
     parts_to_json,
 )
+from tfdp.private_folder import make_private_folder
 from tfdp.state_tensors import Piece, StateTensor
 
 _FILE_ENDINGS = (".index", ".data-00000-of-00001")
@@ -46,7 +47,8 @@ def new_folder(directory: str) -> str:
     if os.path.exists(directory) and not os.path.isdir(directory):
         raise ValueError("there is a file of that name; give a directory")
     token = f"data-{uuid.uuid4().hex[:12]}"
-    os.makedirs(os.path.join(directory, token))
+    make_private_folder(directory)
+    make_private_folder(os.path.join(directory, token), exist_ok=False)
     return token
 
 

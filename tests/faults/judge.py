@@ -61,7 +61,8 @@ def _problem_of_worker(
     if rank == fault.rank:
         return ""
     said = sentence_of(outcome, rank)
-    if f"orker {fault.rank} (127.0.0.1:" not in said:
+    names = f"orker {fault.rank} (127.0.0.1:", f": worker {fault.rank}: "
+    if not any(name in said for name in names):
         return f"worker {rank} with code {end.code} said {said or end.error!r}"
     seconds = seconds_of(outcome, rank)
     return "" if seconds <= limit_of(plan) else f"worker {rank} took {seconds:.1f} s"

@@ -18,7 +18,8 @@ _PACKAGES = ("tfdp", "tensorflow", "keras", "numpy")
 _TRUST = (
     "TensorFlow's server listens on all interfaces, also when the cluster names "
     "only localhost, and runs any graph that it is sent. It asks nobody who they "
-    "are: train on a trusted network only."
+    "are: train on a trusted network only. Close the workers' ports to everybody "
+    "else by a firewall, a NetworkPolicy of Kubernetes, or a network namespace."
 )
 
 

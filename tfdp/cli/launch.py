@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 
 from tfdp.cluster import Cluster, free_ports
+from tfdp.private_folder import make_private_folder
 
 
 def make_clusters(num_workers: int, devices_per_worker: int | None) -> list[Cluster]:
@@ -114,7 +115,7 @@ def make_log_dir(path: str | None) -> pathlib.Path:
     try:
         if path is not None:
             folder = pathlib.Path(path)
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(folder)
         else:
             folder = _make_new_folder(pathlib.Path("tfdp-logs"))
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -132,6 +133,6 @@ def _make_new_folder(parent: pathlib.Path) -> pathlib.Path:
     for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
         folder = parent / f"{name}{suffix}"
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
+            make_private_folder(folder, exist_ok=False)
             return folder
     raise FileExistsError(0, "too many jobs were started in one second")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from tfdp.private_folder import make_private_folder
+
 
 def problem_of_folder(folder: Path, argument: str) -> str:
     """Makes a folder and tries to write into it.
@@ -17,7 +19,7 @@ def problem_of_folder(folder: Path, argument: str) -> str:
         String, one sentence, or `""` if it can be written.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         with tempfile.TemporaryFile(dir=folder):
             return ""
     except OSError as error:

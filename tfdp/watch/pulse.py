@@ -71,26 +71,32 @@ class Pulse(threading.Thread):
 
     def _beat(self) -> None:
         self._count += 1
-        own = {
-            "count": self._count,
-            "place": dataclasses.asdict(here.place),
-            "words": self.words,
-            "has_left": self.has_left,
-        }
         if self._rank > 0:
-            self._publish(f"beat/{self._rank}", own)
+            self._publish(f"beat/{self._rank}", self._own())
             self._take_news(self._read("news"))
             return
         for rank in self._sightings.ranks():
             self._take(rank, self._read(f"beat/{rank}"))
-        verdict = self.verdict and dataclasses.asdict(self.verdict)
-        self._publish("news", {"own": own, "of": self._known(), "verdict": verdict})
+        self._publish("news", {"own": self._own(), "of": self._known()})
+
+    def _own(self) -> dict[str, Any]:
+        """What the others hear of this worker."""
+        return {
+            "count": self._count,
+            "place": dataclasses.asdict(here.place),
+            "words": self.words,
+            "has_left": self.has_left,
+            "verdict": self.verdict and dataclasses.asdict(self.verdict),
+        }
 
     def _take(self, rank: int, beat: dict[str, Any] | None, age: float = 0.0) -> bool:
         """Takes in another worker's beat; says whether it is a new one."""
         if beat is None or beat["count"] == self._heard.get(rank):
             return False
         self._heard[rank] = beat["count"]
+        # Before anything else: who leaves because of another one is not to blame.
+        if beat.get("verdict") and self.verdict is None:
+            self.verdict = Verdict(**beat["verdict"])
         self._sightings.heard(rank, age, Place(**beat["place"]))
         self._sightings.told(rank, has_left=beat["has_left"], words=beat["words"])
         return True
@@ -122,8 +128,6 @@ class Pulse(threading.Thread):
         for text, beat in news["of"].items():
             if int(text) != self._rank:
                 self._take(int(text), beat, beat["age"])
-        if news["verdict"] and self.verdict is None:
-            self.verdict = Verdict(**news["verdict"])
 
     def _publish(self, key: str, content: dict[str, Any]) -> None:
         """A key can be written once only, so that it is deleted before."""

@@ -114,9 +114,14 @@ class Sightings:
             return ""
         if known.refusals >= _REFUSALS:
             return self.cause_of_end(rank)
-        silent = time.monotonic() - known.heard
-        if silent < self.limit_seconds:
+        if time.monotonic() - known.heard < self.limit_seconds:
             return ""
+        return self.cause_of_silence(rank)
+
+    def cause_of_silence(self, rank: int) -> str:
+        """Why a worker is lost if it has been silent for too long."""
+        known = self.of(rank)
+        silent = time.monotonic() - known.heard
         at = f" at {known.place.name}" if known.place and known.place.name else ""
         what = (
             f"its process is there, but stands still{at}"

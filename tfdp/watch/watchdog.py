@@ -118,17 +118,23 @@ class Watchdog(threading.Thread):
             self._pulse.tell_now(_HURRY_SECONDS)
             raise
 
-    def check(self, rank: int) -> None:
+    def check(self, rank: int, is_over: bool) -> None:
         """Raises if another worker is lost.
 
         Args:
             rank: Int, the worker that this one waits for.
+            is_over: Bool, whether it has waited for as long as it would.
 
         Raises:
             WorkerLost: Naming it.
         """
-        if self._sightings.of(rank).has_left:
-            self._decide(Verdict(rank, self._sightings.cause_of_end(rank)))
+        known = self._sightings
+        if self._pulse.verdict is not None:
+            self._decide(self._pulse.verdict)
+        elif known.of(rank).has_left:
+            self._decide(Verdict(rank, known.cause_of_end(rank)))
+        elif is_over and rank in known.suspects():
+            self._decide(Verdict(rank, known.cause_of_silence(rank)))
         if self._verdict is not None:
             raise self._error(here.place.name)
 
