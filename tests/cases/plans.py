@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import contextlib
 import re
+import typing
 
 import keras
 import pytest
@@ -103,8 +104,13 @@ def traced_step(model: keras.Model, data: tuple):
     """The concrete function of the train step that a fit has traced."""
     x, y = data
     common.fit(model, x[:8], y[:8])
+    return step_of(model.train_function)
+
+
+def step_of(train_function: typing.Any):
+    """The one concrete function that a train function of Keras has been traced to."""
     # Keras wraps the function that takes the iterator in a plain one.
-    cells = [cell.cell_contents for cell in model.train_function.__closure__]
+    cells = [cell.cell_contents for cell in train_function.__closure__]
     (step,) = [
         cell
         for cell in cells

@@ -1,6 +1,7 @@
 """Callbacks for `model.fit`: each switches one thing on, or observes."""
 
 from tfdp.callbacks.communication_monitor import CommunicationMonitor
+from tfdp.callbacks.consistency_check import ConsistencyCheck
 from tfdp.callbacks.gradient_accumulation import GradientAccumulation
 from tfdp.callbacks.gradient_noise_scale import GradientNoiseScale
 from tfdp.callbacks.learning_rate_warmup import LearningRateWarmup
@@ -10,6 +11,7 @@ from tfdp.callbacks.timeline import Timeline
 
 __all__ = [
     "CommunicationMonitor",
+    "ConsistencyCheck",
     "GradientAccumulation",
     "GradientNoiseScale",
     "LearningRateWarmup",
