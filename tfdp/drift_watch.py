@@ -8,6 +8,7 @@ pass and travels with the logs, which are merged in each step anyway.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,16 +111,22 @@ class Watch:
         weights = [weight.value for weight in weights_alike(self.model)]
         numbers = []
         for replica, device in enumerate(self._extended.group.devices):
+            parts = [weight.values[replica] for weight in weights]
             with tf.device(device):
-                parts = [weight.values[replica].read_value() for weight in weights]
-                # Zero stands for no check.
-                numbers.append(combined(checksums(parts)) + 1)
+                numbers.append(
+                    _compat.as_one_operation(functools.partial(_number, parts))
+                )
         with tf.device(self._host):
             return tf.stack([tf.cast(number, _WIRE) for number in numbers])
 
     def _no_numbers(self) -> tf.Tensor:
         with tf.device(self._host):
             return tf.zeros([self._extended.num_local], _WIRE)
+
+
+def _number(parts: list[tf.Variable]) -> tf.Tensor:
+    """A number for the weights of one replica; zero stands for no check."""
+    return combined(checksums([part.read_value() for part in parts])) + 1
 
 
 _active: list[Watch] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import typing
 
 import keras
@@ -198,12 +199,10 @@ class Keep(keras.callbacks.Callback):
         self.function = self.model.train_function
 
 
-def kinds(step: typing.Any) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for function in step.graph._functions.values():
-        for node in function.cached_definition.node_def:
-            counts[node.op] = counts.get(node.op, 0) + 1
-    return counts
+def kinds(step: typing.Any) -> collections.Counter[str]:
+    """How many operations of each kind a step has, in all inner functions."""
+    library = step.graph.as_graph_def().library.function
+    return collections.Counter(node.op for f in library for node in f.node_def)
 
 
 @case(
