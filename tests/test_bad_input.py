@@ -232,6 +232,27 @@ def test_workers_that_disagree_on_options_are_refused_by_all(option: str, values
         assert f"worker 0 has {values[0]!r}, worker 1 has {values[1]!r}" in text
 
 
+def auto_strategy_of(**versions: str) -> int:
+    import keras
+
+    from tfdp import startup
+
+    keras.__version__ = versions.get("Keras", keras.__version__)
+    own = versions.get("tfdp", "1.0")
+    startup._own_version = lambda: own
+    return auto_strategy()
+
+
+@pytest.mark.parametrize("name", ["Keras", "tfdp"])
+def test_workers_with_different_versions_are_refused_by_all(name: str):
+    starts = [
+        Start(auto_strategy_of, text, {name: version})
+        for text, version in zip(cluster_configs(2), ("9.1", "9.2"), strict=True)
+    ]
+    for text in refused(*starts):
+        assert f"different {name} version: worker 0 has 9.1, worker 1 has 9.2" in text
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -57,6 +57,7 @@ def test_dataset_shuffled_with_other_seeds_on_two_workers_is_refused(clusters):
         ("another_order_on_two_workers", "left/kernel"),
         ("another_dtype_on_two_workers", "last/kernel"),
         ("another_layer_on_one_worker", "last/kernel"),
+        ("another_order_of_calls_on_two_workers", "right/"),
     ],
 )
 def test_different_models_on_two_workers_are_refused_by_both(clusters, name, variable):

@@ -35,6 +35,7 @@ FLOORS = {
     "tfdp.memory": 1,
     "tfdp.traits": 1,
     "tfdp.checkpoint_index": 1,
+    "tfdp.checksum": 1,
     "tfdp.preemption": 1,
     "tfdp.random_state": 1,
     "tfdp.callback_state": 1,
@@ -42,6 +43,7 @@ FLOORS = {
     # Process groups and their primitives; what must be alike on all workers.
     "tfdp.collectives": 2,
     "tfdp.consistency": 2,
+    "tfdp.drift": 2,
     "tfdp.watch": 2,
     "tfdp.link_fit": 2,
     "tfdp.links_file": 2,
@@ -58,6 +60,7 @@ FLOORS = {
     "tfdp.startup": 3,
     "tfdp.shares": 3,
     "tfdp.observe": 3,
+    "tfdp.drift_watch": 3,
     "tfdp.iterators": 3,
     "tfdp.whole_state": 3,
     "tfdp.checkpoint_reading": 3,

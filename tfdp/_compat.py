@@ -185,6 +185,18 @@ def root_graph() -> Any:
     return graph
 
 
+def as_one_operation(function: Callable) -> Any:
+    """Calls a function as one operation of the graph, which TensorFlow takes whole.
+
+    Where a branch is not taken, each of its operations is passed over by itself, which
+    takes time; a call that is not inlined is one.
+    """
+    if tf.executing_eagerly():
+        return function()
+    attributes = {"_noinline": True}
+    return tf.function(function, autograph=False, experimental_attributes=attributes)()
+
+
 def op_position(tensor: tf.Tensor) -> int:
     """When the operation that makes `tensor` was added to the graph."""
     return tensor.op._id

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfdp.agreement import Agreement
+from tfdp.buckets import BucketPlan
 
 _AUTO_NUMBER = re.compile(r"_\d+(?=/|:|$)")
 
@@ -39,6 +40,48 @@ def check_same_variables(
     tables = [json.loads(text) for text in texts]
     agreement.part()
     raise ValueError(_first_difference(tables, verb))
+
+
+def check_same_plan(agreement: Agreement, plan: BucketPlan) -> None:
+    """Raises on every worker if they would reduce gradients in other buckets.
+
+    Workers with the same variables could still call the layers in another order; then
+    the sums would be of gradients of different variables.
+
+    Args:
+        agreement: `Agreement` between the workers.
+        plan: `BucketPlan`, this worker's.
+
+    Raises:
+        ValueError: Naming the first gradient that is in another place.
+    """
+    topic = "the buckets of the first step"
+    same, _ = agreement.same(topic, plan.fingerprint)
+    if same:
+        return
+    order = [
+        [bucket, index, entry.name]
+        for bucket, members in enumerate(plan)
+        for index, entry in zip(members.indices, members.entries, strict=True)
+    ]
+    texts = agreement.exchange(f"{topic}: gradients", json.dumps(order))
+    agreement.part()
+    raise ValueError(_first_other_place([json.loads(text) for text in texts]))
+
+
+def _first_other_place(orders: list) -> str:
+    text = (
+        "Workers would reduce the gradients of a model in different orders. Call its "
+        "layers in the same order on every worker."
+    )
+    for rank, order in enumerate(orders[1:], start=1):
+        for position, (first, own) in enumerate(zip(orders[0], order, strict=False)):
+            if first[:2] != own[:2]:
+                return (
+                    f"{text} First difference, gradient {position}: that of "
+                    f"{first[2]!r} on worker 0, of {own[2]!r} on worker {rank}."
+                )
+    return text
 
 
 def _first_difference(tables: list, verb: str) -> str:

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdp import drift_watch
 from tfdp.collectives import timing
 from tfdp.state_merge import merge_states
 from tfdp.variables import MetricVariable
@@ -31,7 +32,7 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
     """
     with timing.labelled("logs"):
         if not isinstance(outputs, dict):
-            return _mean(strategy, outputs)
+            return _mean(strategy, model, outputs)
         return _merge(strategy, model, _flat(outputs))
 
 
@@ -43,11 +44,8 @@ def _merge(strategy: Any, model: Any, outputs: dict) -> dict:
 
     leaves = [_of_replicas(strategy, x) for x in tf.nest.flatten(raw)]
     kinds = [v.value.merge for v in variables] + ["sum"] * len(leaves)
-    merged = merge_states(
-        [*states, *([_as_number(x) for x in leaf] for leaf in leaves)],
-        kinds,
-        strategy.extended.host_group,
-    )
+    numbers = [[_as_number(x) for x in leaf] for leaf in leaves]
+    merged = _merged(strategy, model, [*states, *numbers], kinds)
     totals = merged[len(variables) :]
     means = [
         _restored(total / strategy.num_replicas_in_sync, leaf[0])
@@ -68,20 +66,32 @@ def _flat(logs: dict) -> dict:
     return flat
 
 
-def _mean(strategy: Any, outputs: Any) -> Any:
+def _mean(strategy: Any, model: Any, outputs: Any) -> Any:
     leaves = [_of_replicas(strategy, x) for x in tf.nest.flatten(outputs)]
+    numbers = [[_as_number(x) for x in leaf] for leaf in leaves]
+    totals = _merged(strategy, model, numbers, ["sum"] * len(leaves))
     if not leaves:
         return outputs
-    totals = merge_states(
-        [[_as_number(x) for x in leaf] for leaf in leaves],
-        ["sum"] * len(leaves),
-        strategy.extended.host_group,
-    )
     means = [
         _restored(total / strategy.num_replicas_in_sync, leaf[0])
         for total, leaf in zip(totals, leaves, strict=True)
     ]
     return tf.nest.pack_sequence_as(outputs, means)
+
+
+def _merged(
+    strategy: Any, model: Any, states: list, kinds: list[str]
+) -> list[tf.Tensor]:
+    """The states of all replicas as one; what watches the replicas travels along."""
+    watches = drift_watch.waiting(model)
+    merged = merge_states(
+        [*states, *(watch.rows for watch in watches)],
+        [*kinds, *["sum"] * len(watches)],
+        strategy.extended.host_group,
+    )
+    for watch, row in zip(watches, merged[len(states) :], strict=True):
+        watch.note(row)
+    return merged[: len(states)]
 
 
 def _metric_names(

@@ -15,7 +15,7 @@ from tfdp import observe, shares
 from tfdp.agreement import Agreement
 from tfdp.buckets import BucketPlan
 from tfdp.collectives import ProcessGroup, timing
-from tfdp.consistency import check_same_variables
+from tfdp.consistency import check_same_plan, check_same_variables
 from tfdp.fusion import all_reduce_any_shape, all_reduce_buckets, make_plan
 from tfdp.gradient_noise import squared_norm
 from tfdp.options import CommunicationOptions
@@ -187,6 +187,9 @@ class Reducer:
         plan = make_plan(tensors, names, self.options)
         routes = self.routes_of(plan, are_gradients=variables is not None)
         if variables is not None and replica == 0:
+            # Only once: not all workers trace again when a batch has another size.
+            if plan and not self.plan_of(variables):
+                check_same_plan(self._agreement, plan)
             self._remember(variables, plan, routes)
         algorithms = [route.all_reduce for route in routes]
         flats = all_reduce_buckets(

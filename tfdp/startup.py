@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdp import _compat
@@ -123,6 +125,12 @@ def joining(worker: Worker) -> Iterator[None]:
         ) from error
 
 
+def _own_version() -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("tfdp")
+    return "not installed"
+
+
 def _not_started(cluster: Cluster, ranks: list[int], limit: float | None) -> str:
     return (
         f"Waited {limit or _DEFAULT_START_SECONDS:.0f} s for "
@@ -150,7 +158,10 @@ def check_workers_fit(
     kinds = sorted({_compat.device_type(device) for device in devices})
     facts = {
         "devices per worker": f"{len(devices)} x {'/'.join(kinds)}",
+        # What a step is made of. Another Python computes the same.
         "TensorFlow version": tf.__version__,
+        "Keras version": keras.__version__,
+        "tfdp version": _own_version(),
     }
     for field in dataclasses.fields(options):
         # Each may wait as long as it likes.

@@ -22,6 +22,7 @@ import tensorflow as tf
 from tfdp import (
     _compat,
     data_position,
+    drift_watch,
     epochs,
     guards,
     interchange,
@@ -127,6 +128,7 @@ def prepare_run(
     parts = shares.shares_of(
         local, strategy.extended.host_group, strategy.num_replicas_in_sync, total
     )
+    drift_watch.step_begins(_loops[-1].model, local)
     observe.batch(parts[0].samples if parts else _own_samples(local[0]))
     if parts is None:
         return _after_its_data(fn), args, None
@@ -291,22 +293,28 @@ def _check_callbacks(strategy: Any, callbacks: Any, arguments: dict[str, Any]) -
 
 @contextlib.contextmanager
 def _recording(model: Any, *, is_fit: bool) -> Iterator[None]:
-    """In `fit` callbacks may record what is traced; nothing is left of it after."""
+    """In `fit` callbacks may add to what is traced; nothing is left of it after."""
     if not is_fit:
         with _unrecorded():
             yield
         return
-    before = timing.active()
+    recorders, watches = timing.active(), drift_watch.active()
     try:
         yield
     finally:
-        if timing.switch_back(before):
+        was_recorded = timing.switch_back(recorders)
+        if drift_watch.switch_back(watches) or was_recorded:
             model.train_function = None
 
 
-def _unrecorded() -> contextlib.AbstractContextManager:
+@contextlib.contextmanager
+def _unrecorded() -> Iterator[None]:
     """What a callback evaluates in the middle of a `fit` is no part of its steps."""
-    return timing.suspended() if len(_loops) > 1 else contextlib.nullcontext()
+    if len(_loops) > 1:
+        with timing.suspended(), drift_watch.suspended():
+            yield
+    else:
+        yield
 
 
 def _on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:

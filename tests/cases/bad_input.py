@@ -124,6 +124,27 @@ def another_dtype_on_two_workers(env: Env) -> dict:
     return _different(env, build)
 
 
+@case("Bad input: layers called in another order", setups=BOTH, compare=False)
+def another_order_of_calls_on_two_workers(env: Env) -> dict:
+    class Calls(keras.Model):
+        def __init__(self, rank):
+            super().__init__()
+            size = common.NUM_FEATURES
+            self.left = layers.Dense(size, name="left")
+            self.right = layers.Dense(size, name="right")
+            self.last = layers.Dense(1, name="last")
+            self.left.build((None, size))
+            self.right.build((None, size))
+            self.order = rank
+
+        def call(self, inputs):
+            both = [self.left, self.right]
+            first, second = both if self.order == 0 else both[::-1]
+            return self.last(second(first(inputs)))
+
+    return _different(env, Calls)
+
+
 @case("Bad input: a model with a layer more on one worker", setups=BOTH, compare=False)
 def another_layer_on_one_worker(env: Env) -> dict:
     def build(rank):

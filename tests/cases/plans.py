@@ -6,6 +6,7 @@ import collections.abc
 import contextlib
 import inspect
 import re
+import typing
 
 import keras
 import pytest
@@ -104,10 +105,14 @@ def traced_step(model: keras.Model, data: tuple):
     """The concrete function of the train step that a fit has traced."""
     x, y = data
     common.fit(model, x[:8], y[:8])
+    return step_of(model.train_function)
+
+
+def step_of(train_function: typing.Any):
+    """The one concrete function that a train function of Keras has been traced to."""
     # Keras wraps the function that takes the iterator in a plain one.
-    cells = [
-        cell.cell_contents for cell in inspect.unwrap(model.train_function).__closure__
-    ]
+    function = inspect.unwrap(train_function)
+    cells = [cell.cell_contents for cell in function.__closure__]
     (step,) = [
         cell
         for cell in cells

@@ -56,6 +56,7 @@ MODULES: tuple[str, ...] = (
     "offload",
     "sharded_corners",
     "monitor",
+    "drift",
 )
 
 

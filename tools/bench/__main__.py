@@ -16,6 +16,7 @@ from tools.bench import (
     accumulation,
     algorithms,
     all_reduce,
+    consistency,
     ddp,
     growth,
     hosts,
@@ -42,6 +43,7 @@ BENCHMARKS = {
     "sharding": sharding.run,
     "wrapping": wrapping.run,
     "monitor": monitor.run,
+    "consistency": consistency.run,
     "hosts": hosts.run,
     "hosts-step": hosts_step.run,
     "hosts-plan": algorithms.run_on_hosts,
@@ -62,7 +64,7 @@ def main() -> None:
         nargs="+",
         choices=["mlp", "transformer"],
         default=["mlp", "transformer"],
-        help="for `step` and `monitor`",
+        help="for `step`, `monitor` and `consistency`",
     )
     parser.add_argument(
         "--torch-python",

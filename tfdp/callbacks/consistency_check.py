@@ -1,0 +1,103 @@
+"""All replicas hold the same weights, or training stops and one is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfdp import trainer
+from tfdp.drift import check_weights, raise_difference
+from tfdp.drift_watch import Watch
+from tfdp.optimizer_arguments import check_strategy
+from tfdp.ownership import strategy_of
+
+
+class ConsistencyCheck(keras.callbacks.Callback):
+    """Stops training when a replica no longer has the weights of the others.
+
+    Data parallelism rests on replicas that are alike; one that computes wrongly, or
+    whose weights something has changed, spoils the training of all without a sign.
+    Every `every` steps, before the first and after the last, a checksum of the bits of
+    all weights is compared. A difference of a single bit ends `fit` on every worker,
+    with an error that names the replica in the minority (of two: both), the step, and
+    the first variable that differs.
+
+    The checksums are computed on the replicas' own devices and travel with the logs: no
+    further communication. With one replica there is nothing to compare.
+
+    Args:
+        every: Int, steps from one check to the next. With `steps_per_execution` the
+            last check of an execution counts. Defaults to 100.
+
+    Raises:
+        ValueError: If `every` is not positive; in `fit`, if the model's strategy is not
+            tfdp's.
+        RuntimeError: In `fit`, on every worker, if replicas differ.
+
+    Example:
+
+    >>> ConsistencyCheck(every=50).every
+    50
+
+    Source: Dixit et al. 2021, https://arxiv.org/abs/2102.11245, on processors that
+    compute wrongly.
+    """
+
+    def __init__(self, every: int = 100) -> None:
+        super().__init__()
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(
+                f"`every` must be an integer of at least 1. Received: every={every!r}"
+            )
+        trainer.install()
+        self.every = every
+        self._watch: Watch | None = None
+        self._step = 0
+        self._last_batch = -1
+
+    def set_model(self, model: Any) -> None:
+        """Checks the strategy; a step that was traced before is traced again."""
+        super().set_model(model)
+        check_strategy(model.distribute_strategy)
+        if model.distribute_strategy.num_replicas_in_sync > 1:
+            model.train_function = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Compares the weights, and lets steps be traced with checks."""
+        self._watch = None
+        self._step = 0
+        strategy = strategy_of(self.model)
+        if strategy is None or strategy.num_replicas_in_sync == 1:
+            return
+        self._check("before the first step")
+        self._watch = Watch(strategy, self.model, self.every)
+        self._watch.start()
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begins to count batches."""
+        self._last_batch = -1
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Looks at what came of a check, if there was one."""
+        before = self._step
+        self._step += batch - self._last_batch
+        self._last_batch = batch
+        if self._watch is None or self._step // self.every == before // self.every:
+            return
+        step, numbers = self._watch.read()
+        # Alike on all workers, since the logs' sum is.
+        if len({number for number in numbers if number}) > 1:
+            strategy = strategy_of(self.model)
+            raise_difference(strategy, self.model, f"at step {step} of `fit`", numbers)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Compares the weights that training has ended with."""
+        if self._watch is not None:
+            self._watch = None
+            self._check("after the last step")
+
+    def _check(self, when: str) -> None:
+        # Workers that are given other settings are at different calls.
+        topic = f"ConsistencyCheck(every={self.every})"
+        check_weights(strategy_of(self.model), self.model, topic, when)
