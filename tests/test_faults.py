@@ -32,11 +32,16 @@ def test_the_death_of_a_worker_in_training_is_named_on_all_others(rank: int):
         assert re.search("step [45] of epoch 1 of fit", said)
 
 
-@pytest.mark.parametrize("phase", ["start", "evaluation", "saving"])
-def test_the_death_of_a_worker_in_another_phase_is_named(phase: str):
-    step = 1 if phase == "start" else 2
-    timeout = 5.0 if phase == "start" else None
-    check(JobPlan(2, Fault("kill", phase, 1, step), timeout_seconds=timeout))
+def test_a_worker_that_dies_before_it_joins_is_named():
+    check(JobPlan(2, Fault("kill", "start", 1, step=1), timeout_seconds=5.0))
+
+
+def test_the_death_of_a_worker_that_saves_is_named():
+    check(JobPlan(2, Fault("kill", "saving", 1, step=2)))
+
+
+def test_the_death_of_a_worker_that_evaluates_is_named(full):
+    check(JobPlan(2, Fault("kill", "evaluation", 1, step=2)))
 
 
 def test_a_worker_in_its_own_callback_hears_of_a_death():
@@ -45,13 +50,20 @@ def test_a_worker_in_its_own_callback_hears_of_a_death():
     assert "epoch 1 of fit" in sentence_of(outcome, 0)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_that_stands_still_is_named_within_the_timeout(rank: int):
+def check_standing_still(rank: int) -> None:
     fault = Fault("stop", "training", rank, step=5)
     outcome = check(JobPlan(2, fault, timeout_seconds=6.0))
     said = sentence_of(outcome, 1 - rank)
     assert "no sign of life for" in said
     assert "stands still" in said
+
+
+def test_a_first_worker_that_stands_still_is_named_within_the_timeout():
+    check_standing_still(0)
+
+
+def test_another_worker_that_stands_still_is_named_within_the_timeout(full):
+    check_standing_still(1)
 
 
 def test_an_error_in_one_script_is_told_by_the_others():
