@@ -7,13 +7,13 @@ import numpy as np
 
 from cases import common
 from harness.env import Env
-from harness.registry import case
+from harness.registry import BOTH, case
 
 layers = keras.layers
 regularizers = keras.regularizers
 
 
-@case("Regularizers")
+@case("Regularizers", setups=BOTH)
 def regularizers_of_kernel_and_bias(env: Env) -> dict:
     def build():
         model = common.mlp(
@@ -25,7 +25,7 @@ def regularizers_of_kernel_and_bias(env: Env) -> dict:
     return common.train(env, build, *common.regression_data())
 
 
-@case("Activity regularizers")
+@case("Activity regularizers", setups=BOTH)
 def activity_regularizer(env: Env) -> dict:
     def build():
         model = common.mlp(activity_regularizer=regularizers.L2(0.1))
@@ -34,7 +34,7 @@ def activity_regularizer(env: Env) -> dict:
     return common.train(env, build, *common.regression_data())
 
 
-@case("Constraints")
+@case("Constraints", setups=BOTH)
 def constraints(env: Env) -> dict:
     def build():
         model = common.mlp(
@@ -54,7 +54,7 @@ class Penalty(layers.Layer):
         return inputs
 
 
-@case("`add_loss`")
+@case("`add_loss`", setups=BOTH)
 def add_loss(env: Env) -> dict:
     def build():
         model = keras.Sequential(
@@ -70,7 +70,7 @@ def add_loss(env: Env) -> dict:
     return common.train(env, build, *common.regression_data())
 
 
-@case('`reduction="sum"`')
+@case('`reduction="sum"`', setups=BOTH)
 def reduction_sum(env: Env) -> dict:
     def build():
         loss = keras.losses.MeanSquaredError(reduction="sum")
@@ -79,7 +79,7 @@ def reduction_sum(env: Env) -> dict:
     return common.train(env, build, *common.regression_data())
 
 
-@case("`sample_weight`")
+@case("`sample_weight`", setups=BOTH)
 def sample_weight(env: Env) -> dict:
     def build():
         return common.compiled(common.mlp(), weighted_metrics=["mae"])
@@ -90,7 +90,7 @@ def sample_weight(env: Env) -> dict:
     return common.train(env, build, dataset)
 
 
-@case("`class_weight`")
+@case("`class_weight`", setups=BOTH)
 def class_weight(env: Env) -> dict:
     def build():
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -101,7 +101,7 @@ def class_weight(env: Env) -> dict:
     return common.train(env, build, *data, class_weight=weight)
 
 
-@case("Wrong numbers: a loss function that returns a scalar mean")
+@case("Wrong numbers: a loss function that returns a scalar mean", setups=BOTH)
 def loss_that_returns_a_scalar(env: Env) -> dict:
     def mean_square(y_true, y_pred):
         return keras.ops.mean(keras.ops.square(y_true - y_pred))
@@ -112,7 +112,7 @@ def loss_that_returns_a_scalar(env: Env) -> dict:
     return common.train(env, build, *common.regression_data())
 
 
-@case("Wrong numbers: `mean_with_sample_weight`")
+@case("Wrong numbers: `mean_with_sample_weight`", setups=BOTH)
 def mean_with_sample_weight(env: Env) -> dict:
     def build():
         loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
@@ -122,7 +122,7 @@ def mean_with_sample_weight(env: Env) -> dict:
     return common.train(env, build, common.batched(*common.regression_data(), weight))
 
 
-@case("Wrong numbers: sequence loss with a mask")
+@case("Wrong numbers: sequence loss with a mask", setups=BOTH)
 def mask_that_reaches_the_loss(env: Env) -> dict:
     def build():
         model = keras.Sequential(
@@ -141,7 +141,7 @@ def mask_that_reaches_the_loss(env: Env) -> dict:
     return common.train(env, build, x, np.roll(x, -1, axis=1))
 
 
-@case("Losses that look at the mask but divide by the whole count")
+@case("Losses that look at the mask but divide by the whole count", setups=BOTH)
 def mask_in_a_loss_over_the_batch_size(env: Env) -> dict:
     def build():
         model = keras.Sequential(

@@ -44,7 +44,7 @@ def _register(name: str, optimizer, covers: str, **options) -> None:
     def function(env: Env) -> dict:
         return train_tokens(env, optimizer)
 
-    registry.register(name, function, covers, **options)
+    registry.register(name, function, covers, **{"setups": registry.BOTH, **options})
 
 
 EVERY = {

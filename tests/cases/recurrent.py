@@ -7,12 +7,12 @@ import numpy as np
 
 from cases import common
 from harness.env import Env
-from harness.registry import case
+from harness.registry import BOTH, case
 
 layers = keras.layers
 
 
-@case("Masked LSTM")
+@case("Masked LSTM", setups=BOTH)
 def masked_lstm(env: Env) -> dict:
     def build():
         model = keras.Sequential(
@@ -31,7 +31,7 @@ def masked_lstm(env: Env) -> dict:
     return common.train(env, build, x, x[:, 0, :1])
 
 
-@case("GRU")
+@case("GRU", setups=BOTH)
 def gru(env: Env) -> dict:
     def build():
         model = keras.Sequential(
@@ -44,7 +44,7 @@ def gru(env: Env) -> dict:
     return common.train(env, build, x, x[:, 0, :1])
 
 
-@case("Stateful RNN")
+@case("Stateful RNN", setups=BOTH)
 def stateful_rnn(env: Env) -> dict:
     # A layer that keeps state has a row of it for each sample of its replica.
     rows = common.BATCH_SIZE // env.num_replicas

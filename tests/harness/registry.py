@@ -112,6 +112,9 @@ _CASES: dict[str, Case] = {}
 ALL = tuple(setup.name for setup in DISTRIBUTED)
 # Enough to tell a local from a global fault: the default of a case.
 PAIR = ("mirrored", "two_workers")
+# Replicas beside each other and replicas on other workers at once: for what depends
+# on neither, and fails on one of the others only if it fails here.
+BOTH = ("two_by_two",)
 
 
 def register(
