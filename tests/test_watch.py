@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import threading
+
 import pytest
 
 from tfdp.cluster import Answer, free_ports, knock
@@ -151,14 +154,47 @@ class Agreement:
         return "own"
 
 
-def test_the_first_worker_tells_all_what_it_has_heard(monkeypatch: pytest.MonkeyPatch):
-    store = Store()
+def use(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, function in (
         ("set_key_value", store.set),
         ("get_key_value", store.get),
         ("delete_key_value", lambda key: store.texts.pop(key, None)),
     ):
         monkeypatch.setattr(f"tfdp.watch.pulse._compat.{name}", function)
+
+
+class SlowStore(Store):
+    """A store whose first write takes as long as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.goes_on = threading.Event(), threading.Event()
+
+    def set(self, key: str, text: str) -> None:
+        self.begun.set()
+        self.goes_on.wait(10.0)
+        super().set(key, text)
+
+
+def test_who_leaves_while_it_beats_says_so_in_another_beat(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    store = SlowStore()
+    use(store, monkeypatch)
+    pulse = Pulse(Agreement(0), Sightings([1], 60.0))
+    pulse.start()
+    assert store.begun.wait(10.0)
+    pulse.has_left = True
+    threading.Timer(0.1, store.goes_on.set).start()
+    pulse.tell_now(10.0)
+    assert json.loads(store.texts["own/news"])["own"]["has_left"]
+    pulse.join(10.0)
+    assert not pulse.is_alive()
+
+
+def test_the_first_worker_tells_all_what_it_has_heard(monkeypatch: pytest.MonkeyPatch):
+    store = Store()
+    use(store, monkeypatch)
     known = {r: Sightings([o for o in range(3) if o != r], 60.0) for r in range(3)}
     pulses = [Pulse(Agreement(rank), known[rank]) for rank in range(3)]
     pulses[2].words = "ValueError: bad data"

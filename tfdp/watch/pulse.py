@@ -47,17 +47,23 @@ class Pulse(threading.Thread):
         self._count = 0
         self._heard: dict[int, int] = {}
         self._wake = threading.Event()
-        self._told = threading.Event()
+        # Beats that are through; who waits for one waits for a later one to begin.
+        self._num_through = 0
+        self._turn = threading.Condition()
 
     def run(self) -> None:
-        """Beats until this worker leaves."""
-        while not self.has_left:
+        """Beats until this worker has said that it leaves."""
+        is_last = False
+        while not is_last:
             self._wake.wait(BEAT_SECONDS)
             self._wake.clear()
+            is_last = self.has_left
             # The first worker may not answer: the watchdog looks at that.
             with contextlib.suppress(tf.errors.OpError):
                 self._beat()
-            self._told.set()
+            with self._turn:
+                self._num_through = self._count
+                self._turn.notify_all()
 
     def tell_now(self, patience_seconds: float) -> None:
         """Beats at once, and waits until that is through, but not for ever.
@@ -65,12 +71,14 @@ class Pulse(threading.Thread):
         Args:
             patience_seconds: Float.
         """
-        self._told.clear()
-        self._wake.set()
-        self._told.wait(patience_seconds)
+        with self._turn:
+            wanted = self._count + 1
+            self._wake.set()
+            self._turn.wait_for(lambda: self._num_through >= wanted, patience_seconds)
 
     def _beat(self) -> None:
-        self._count += 1
+        with self._turn:
+            self._count += 1
         if self._rank > 0:
             self._publish(f"beat/{self._rank}", self._own())
             self._take_news(self._read("news"))
