@@ -16,6 +16,8 @@ FLOORS = {
     # Values that a user gives, the cluster, the private names of others.
     "tfdp.options": 0,
     "tfdp.private_folder": 0,
+    "tfdp.switched": 0,
+    "tfdp.loops": 0,
     "tfdp.cluster": 0,
     "tfdp._compat": 0,
     "tfdp.links": 0,
@@ -76,6 +78,7 @@ FLOORS = {
     "tfdp.layout": 3,
     # What the strategies and the trainer are made of.
     "tfdp.step": 4,
+    "tfdp.replica_step": 4,
     "tfdp.features": 4,
     "tfdp.traces": 4,
     "tfdp.optimizer_arguments": 4,

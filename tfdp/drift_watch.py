@@ -7,9 +7,7 @@ pass and travels with the logs, which are merged in each step anyway.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.checksum import checksums, combined
 from tfdp.drift import weights_alike
+from tfdp.switched import Switched
 
 # Sums of states travel in it; it holds every checksum, of 33 bits, exactly.
 _WIRE = tf.float64
@@ -49,7 +48,7 @@ class Watch:
 
     def start(self) -> None:
         """What is traced from now on is watched."""
-        _active.append(self)
+        watches.on(self)
 
     def read(self) -> tuple[int, list[float]]:
         """The last check: its step, and a number for the weights of each replica.
@@ -129,44 +128,23 @@ def _number(parts: list[tf.Variable]) -> tf.Tensor:
     return combined(checksums([part.read_value() for part in parts])) + 1
 
 
-_active: list[Watch] = []
+watches: Switched[Watch] = Switched()
 
 
 def step_begins(model: Any, batch: Any) -> None:
     """Called when a step of a model begins, with its data on the local replicas."""
-    if not _active:
+    if not watches:
         return
     data = tf.nest.flatten(batch, expand_composites=True)
     data = [item for item in data if tf.is_tensor(item)]
     # What is run without data, such as an optimizer's flush, is no step.
-    for watch in _active if data else ():
+    for watch in watches.active() if data else ():
         if watch.model is model:
             watch.step_begins(data)
 
 
 def waiting(model: Any) -> list[Watch]:
     """The watches for which the logs of a model's step take something along."""
-    return [watch for watch in _active if watch.model is model and watch.is_waiting]
-
-
-def active() -> list[Watch]:
-    """Those that are switched on."""
-    return list(_active)
-
-
-def switch_back(before: list[Watch]) -> bool:
-    """Stops those that were not in a list, and says whether there were any."""
-    started = [watch for watch in _active if watch not in before]
-    _active[:] = [watch for watch in _active if watch in before]
-    return bool(started)
-
-
-@contextlib.contextmanager
-def suspended() -> Iterator[None]:
-    """Watches nothing of what is traced inside."""
-    before = _active[:]
-    _active.clear()
-    try:
-        yield
-    finally:
-        _active[:] = before
+    return [
+        watch for watch in watches.active() if watch.model is model and watch.is_waiting
+    ]

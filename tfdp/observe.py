@@ -71,7 +71,9 @@ def squared_norm(compute: Callable[[], tf.Tensor], replica: int | None = None) -
     """
     if not timing.is_active():
         return
-    wanted = [r.norm_every for r in timing.active() if r.norm_every is not None]
+    wanted = [
+        r.norm_every for r in timing.recorders.active() if r.norm_every is not None
+    ]
     if not wanted:
         return
     if replica is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp import data, scope, trainer
+from tfdp import data, replica_step, scope, trainer
 from tfdp.cluster import Cluster
 from tfdp.devices import default_cpus, local_devices, resolve_devices
 from tfdp.extended import (
@@ -52,7 +52,7 @@ class _Strategy:
         Returns:
             What `fn` returns, one value per replica.
         """
-        fn, args, weights = trainer.prepare_run(self, fn, args)
+        fn, args, weights = replica_step.prepare_run(self, fn, args)
         with self.extended.step_scope(weights):
             result = super().run(fn, args, kwargs, options)  # type: ignore[misc]
         # Optimizers may have built their variables while being traced.

@@ -8,7 +8,6 @@ once for a model of no tfdp strategy.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import json
@@ -27,9 +26,8 @@ from tfdp import (
     guards,
     interchange,
     link_measure,
+    loops,
     numerics,
-    observe,
-    shares,
     updates,
 )
 from tfdp.collectives import timing
@@ -37,7 +35,6 @@ from tfdp.data import check_batch_size
 from tfdp.logs import merge_logs
 from tfdp.ownership import is_ours, strategy_of
 from tfdp.places import here
-from tfdp.rows import first_tensor, num_rows, share_of_rank
 from tfdp.saving import save_atomically
 from tfdp.worker_callbacks import (
     callbacks_of_worker,
@@ -51,23 +48,6 @@ from tfdp.worker_callbacks import (
     that_resume,
     with_care_of_optimizer,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Loop:
-    """A loop of Keras that is under way.
-
-    Args:
-        model: The Keras model.
-        whole_batches: Bool, whether the loop is given global batches, as
-            `train_on_batch` is, and not shares that are split already.
-    """
-
-    model: Any
-    whole_batches: bool
-
-
-_loops: list[Loop] = []
 
 
 @functools.cache
@@ -100,110 +80,6 @@ def install() -> None:
     _compat.replace(_compat.EpochIterator, "__iter__", epochs.begin_epoch)
     _compat.replace(_compat.EpochIterator, "__next__", epochs.next_step)
     _compat.replace(_compat.keras_trainer, "reduce_per_replica", _reduce_per_replica)
-
-
-def prepare_run(
-    strategy: Any, fn: Callable, args: tuple
-) -> tuple[Callable, tuple, list | None]:
-    """Prepares what Keras gives to `strategy.run`; leaves other calls alone.
-
-    Args:
-        strategy: A tfdp strategy.
-        fn: Callable, the replica function.
-        args: Tuple, its arguments.
-
-    Returns:
-        Tuple of function, arguments and the local replicas' shares of the
-        global batch, see `tfdp.shares`.
-    """
-    args, total = shares.uncounted(args)
-    if not _loops or strategy_of(_loops[-1].model) is not strategy:
-        return fn, args, None
-    if _loops[-1].whole_batches and strategy.num_replicas_in_sync > 1:
-        args = tuple(_split(strategy, argument) for argument in args)
-    local = [
-        _compat.select_replica(replica, args)
-        for replica in range(strategy.extended.num_local)
-    ]
-    parts = shares.shares_of(
-        local, strategy.extended.host_group, strategy.num_replicas_in_sync, total
-    )
-    drift_watch.step_begins(_loops[-1].model, local)
-    observe.batch(parts[0].samples if parts else _own_samples(local[0]))
-    if parts is None:
-        return _after_its_data(fn), args, None
-    weights = [part.weight for part in parts]
-    return _step_on_share(_after_its_data(fn), parts), args, weights
-
-
-def _step_on_share(fn: Callable, parts: list[shares.Share]) -> Callable:
-    """Lets each replica's loss count by its share of the global batch."""
-
-    @functools.wraps(fn)
-    def step(*args: Any) -> Any:
-        replica = _compat.local_replica_id(tf.distribute.get_replica_context())
-        with shares.share(parts[replica]):
-            return fn(*args)
-
-    return step
-
-
-def _after_its_data(fn: Callable) -> Callable:
-    """Starts a step only when its data is there.
-
-    At the end of the data the iterator fails while operations that do not wait
-    for it, such as the counter of iterations, would already have run.
-    """
-    if tf.executing_eagerly():
-        return fn
-
-    @functools.wraps(fn)
-    def step(*args: Any) -> Any:
-        data = [x for x in tf.nest.flatten(args) if tf.is_symbolic_tensor(x)]
-        with tf.control_dependencies(observe.step_begins(data)):
-            return fn(*args)
-
-    return step
-
-
-def _own_samples(batch: Any) -> tf.Tensor | None:
-    first = first_tensor(batch)
-    return None if first is None else num_rows(first)
-
-
-def _split(strategy: Any, batch: Any) -> Any:
-    """Gives each local replica its rows of a global batch."""
-    extended = strategy.extended
-    tensors = keras.tree.map_structure(
-        lambda x: None if x is None else _tensor(x), batch
-    )
-    return _compat.per_replica(
-        [
-            _share(
-                tensors, extended.first_rank + replica, strategy.num_replicas_in_sync
-            )
-            for replica in range(extended.num_local)
-        ]
-    )
-
-
-def _share(batch: Any, rank: int, num_replicas: int) -> Any:
-    return keras.tree.map_structure(
-        lambda x: None if x is None else share_of_rank(x, rank, num_replicas), batch
-    )
-
-
-def _tensor(value: Any) -> Any:
-    return value if tf.is_tensor(value) else tf.convert_to_tensor(value)
-
-
-@contextlib.contextmanager
-def _looping(model: Any, *, whole_batches: bool = False) -> Iterator[None]:
-    _loops.append(Loop(model, whole_batches))
-    try:
-        yield
-    finally:
-        _loops.pop()
 
 
 def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -249,7 +125,7 @@ def _run_loop(
         link_measure.learn_links(
             extended.router, extended.group, agreement, str(extended.hosts), steps
         )
-    with _looping(model), _recording(model, is_fit=name == "fit"):
+    with loops.looping(model), _recording(model, is_fit=name == "fit"):
         result = original(*bound.args, **bound.kwargs)
     if name == "fit":
         # The first worker's files are complete when the others go on.
@@ -298,20 +174,20 @@ def _recording(model: Any, *, is_fit: bool) -> Iterator[None]:
         with _unrecorded():
             yield
         return
-    recorders, watches = timing.active(), drift_watch.active()
+    recorders, watches = timing.recorders.active(), drift_watch.watches.active()
     try:
         yield
     finally:
-        was_recorded = timing.switch_back(recorders)
-        if drift_watch.switch_back(watches) or was_recorded:
+        was_recorded = timing.recorders.switch_back(recorders)
+        if drift_watch.watches.switch_back(watches) or was_recorded:
             model.train_function = None
 
 
 @contextlib.contextmanager
 def _unrecorded() -> Iterator[None]:
     """What a callback evaluates in the middle of a `fit` is no part of its steps."""
-    if len(_loops) > 1:
-        with timing.suspended(), drift_watch.suspended():
+    if loops.is_nested():
+        with timing.recorders.suspended(), drift_watch.watches.suspended():
             yield
     else:
         yield
@@ -323,7 +199,7 @@ def _on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
         return original(model, *args, **kwargs)
     name = original.__name__
     with here.looping(name), strategy.extended.explaining():  # noqa: SIM117
-        with _looping(model, whole_batches=True), _unrecorded():
+        with loops.looping(model, whole_batches=True), _unrecorded():
             return original(model, *args, **kwargs)
 
 
@@ -380,11 +256,12 @@ def _reduce_per_replica(
 
 def _reduced(original: Callable, values: Any, strategy: Any, reduction: Any) -> Any:
     is_alone = strategy.num_replicas_in_sync == 1
-    if not is_ours(strategy) or is_alone or not _loops:
+    loop = loops.current()
+    if not is_ours(strategy) or is_alone or loop is None:
         return original(values, strategy, reduction)
     if reduction == "concat":
         return _concatenated(original, values, strategy)
-    return merge_logs(strategy, _loops[-1].model, values)
+    return merge_logs(strategy, loop.model, values)
 
 
 def _concatenated(original: Callable, values: Any, strategy: Any) -> Any:

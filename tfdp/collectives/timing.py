@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.switched import Switched
 
 # What the labels of a bucket's collectives begin with, and that of sparse gradients.
 GRADIENTS, PARAMETERS, ROWS = "bucket", "parameters", "rows"
@@ -91,7 +92,7 @@ class Recorder:
         self._table: tf.Variable | None = None
 
     def __enter__(self) -> Recorder:
-        _active.append(self)
+        recorders.on(self)
         return self
 
     def __exit__(self, *unused_error: object) -> None:
@@ -99,8 +100,7 @@ class Recorder:
 
     def stop(self) -> None:
         """Records nothing that is traced from now on; again has no effect."""
-        if self in _active:
-            _active.remove(self)
+        recorders.off(self)
 
     @property
     def collectives(self) -> list[Collective]:
@@ -138,49 +138,25 @@ class Recorder:
         return tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64).numpy()
 
 
-_active: list[Recorder] = []
+recorders: Switched[Recorder] = Switched()
 _thread = threading.local()
 
 
 def is_active() -> bool:
     """Whether what is traced now is recorded."""
-    return bool(_active) and not tf.executing_eagerly()
+    return bool(recorders) and not tf.executing_eagerly()
 
 
 def is_timing() -> bool:
     """Whether the time of what is traced now is recorded."""
-    return is_active() and any(recorder.stamps for recorder in _active)
-
-
-def active() -> list[Recorder]:
-    """The recorders that are switched on."""
-    return list(_active)
-
-
-def switch_back(before: list[Recorder]) -> bool:
-    """Stops the recorders that were not in a list, and says whether there were any."""
-    started = [recorder for recorder in _active if recorder not in before]
-    for recorder in started:
-        recorder.stop()
-    return bool(started)
+    return is_active() and any(recorder.stamps for recorder in recorders.active())
 
 
 def gather() -> None:
     """Called at the end of a step that is traced, when all its rows are known."""
     if is_active():
-        for recorder in _active:
+        for recorder in recorders.active():
             recorder.gather()
-
-
-@contextlib.contextmanager
-def suspended() -> Iterator[None]:
-    """Records nothing of what is traced inside."""
-    before = _active[:]
-    _active.clear()
-    try:
-        yield
-    finally:
-        _active[:] = before
 
 
 @contextlib.contextmanager
@@ -210,7 +186,7 @@ def measured(
     times = _new_variable([0.0] * 3)
     num_bytes = -1 if count is None else count * tensor.dtype.size
     record = Collective(kind, num_bytes, replica, times, label, group_size, chain)
-    for recorder in _active:
+    for recorder in recorders.active():
         recorder.rows.append(record)
 
     with tf.control_dependencies([tensor]):
@@ -230,12 +206,12 @@ def measured(
 
 def mark(name: str, replica: int) -> tf.Variable:
     """Numbers that a traced step may write; all recorders read them."""
-    for recorder in _active:
+    for recorder in recorders.active():
         for row in recorder.rows:
             if isinstance(row, Mark) and (row.name, row.replica) == (name, replica):
                 return row.notes
     made = Mark(name, replica, _new_variable([0.0] * 3))
-    for recorder in _active:
+    for recorder in recorders.active():
         recorder.rows.append(made)
     return made.notes
 

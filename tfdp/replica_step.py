@@ -1,0 +1,110 @@
+"""What Keras hands to `strategy.run`: the step of a replica and its rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp import _compat, drift_watch, loops, observe, shares
+from tfdp.ownership import strategy_of
+from tfdp.rows import first_tensor, num_rows, share_of_rank
+
+
+def prepare_run(
+    strategy: Any, fn: Callable, args: tuple
+) -> tuple[Callable, tuple, list | None]:
+    """Prepares what Keras gives to `strategy.run`; leaves other calls alone.
+
+    Args:
+        strategy: A tfdp strategy.
+        fn: Callable, the replica function.
+        args: Tuple, its arguments.
+
+    Returns:
+        Tuple of function, arguments and the local replicas' shares of the
+        global batch, see `tfdp.shares`.
+    """
+    args, total = shares.uncounted(args)
+    loop = loops.current()
+    if loop is None or strategy_of(loop.model) is not strategy:
+        return fn, args, None
+    if loop.whole_batches and strategy.num_replicas_in_sync > 1:
+        args = tuple(_split(strategy, argument) for argument in args)
+    local = [
+        _compat.select_replica(replica, args)
+        for replica in range(strategy.extended.num_local)
+    ]
+    parts = shares.shares_of(
+        local, strategy.extended.host_group, strategy.num_replicas_in_sync, total
+    )
+    drift_watch.step_begins(loop.model, local)
+    observe.batch(parts[0].samples if parts else _own_samples(local[0]))
+    if parts is None:
+        return _after_its_data(fn), args, None
+    weights = [part.weight for part in parts]
+    return _step_on_share(_after_its_data(fn), parts), args, weights
+
+
+def _step_on_share(fn: Callable, parts: list[shares.Share]) -> Callable:
+    """Lets each replica's loss count by its share of the global batch."""
+
+    @functools.wraps(fn)
+    def step(*args: Any) -> Any:
+        replica = _compat.local_replica_id(tf.distribute.get_replica_context())
+        with shares.share(parts[replica]):
+            return fn(*args)
+
+    return step
+
+
+def _after_its_data(fn: Callable) -> Callable:
+    """Starts a step only when its data is there.
+
+    At the end of the data the iterator fails while operations that do not wait
+    for it, such as the counter of iterations, would already have run.
+    """
+    if tf.executing_eagerly():
+        return fn
+
+    @functools.wraps(fn)
+    def step(*args: Any) -> Any:
+        data = [x for x in tf.nest.flatten(args) if tf.is_symbolic_tensor(x)]
+        with tf.control_dependencies(observe.step_begins(data)):
+            return fn(*args)
+
+    return step
+
+
+def _own_samples(batch: Any) -> tf.Tensor | None:
+    first = first_tensor(batch)
+    return None if first is None else num_rows(first)
+
+
+def _split(strategy: Any, batch: Any) -> Any:
+    """Gives each local replica its rows of a global batch."""
+    extended = strategy.extended
+    tensors = keras.tree.map_structure(
+        lambda x: None if x is None else _tensor(x), batch
+    )
+    return _compat.per_replica(
+        [
+            _share(
+                tensors, extended.first_rank + replica, strategy.num_replicas_in_sync
+            )
+            for replica in range(extended.num_local)
+        ]
+    )
+
+
+def _share(batch: Any, rank: int, num_replicas: int) -> Any:
+    return keras.tree.map_structure(
+        lambda x: None if x is None else share_of_rank(x, rank, num_replicas), batch
+    )
+
+
+def _tensor(value: Any) -> Any:
+    return value if tf.is_tensor(value) else tf.convert_to_tensor(value)
