@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import random
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -270,6 +271,17 @@ def abort_collectives(text: str) -> None:
     A collective that waits for a worker that stands still would never end.
     """
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, text)
+
+
+def remove_generated_files() -> None:
+    """Removes the files of AutoGraph, as TensorFlow does when a process ends by itself.
+
+    Their names are those of `tensorflow.python.autograph.pyct.loader.load_source`.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("__autograph_generated_file"):
+            with contextlib.suppress(OSError, TypeError):
+                os.unlink(module.__file__ or "")
 
 
 def random_state() -> str:

@@ -24,6 +24,9 @@ _WARN_AFTER_SECONDS = 10.0
 # How often a wait looks whether the other worker is still there, at first and later.
 _CHECK_SECONDS, _CHECK_AT_LEAST_SECONDS = 1.0, 3.0
 _PARTING_SECONDS = 5.0
+# The first worker waits for the others as long, and may have come later: who waits for
+# its answer hears from it who is missing, and does not take it for the missing one.
+_ANSWER_SECONDS = 5.0
 _instances = itertools.count()
 
 
@@ -94,7 +97,8 @@ class Agreement:
             self._last_call = call
         else:
             _compat.set_key_value(f"{call}/{self.rank}", message)
-            answer = self._wait(f"{call}/all", topic, 0, limit)
+            patience = limit and limit + _ANSWER_SECONDS
+            answer = self._wait(f"{call}/all", topic, 0, patience)
             _compat.set_key_value(f"{call}/seen/{self.rank}", "")
         return self._texts(topic, json.loads(answer))
 

@@ -224,6 +224,7 @@ class Watchdog(threading.Thread):
             sys.stdout.flush()
             text = self._message(verdict, place)
             print(f"tfdp: {text}", file=sys.stderr, flush=True)
+            _compat.remove_generated_files()
             os._exit(EXIT_CODE)
 
     def _wait(self) -> None:
