@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat, loops
-from tfdp.iterators import ShareDataset
+from tfdp.iterators import Reading, ShareDataset
 from tfdp.rows import rows_of_ranks, shares_of_ranks
 
 _POLICY = tf.data.experimental.AutoShardPolicy
@@ -64,7 +64,7 @@ def _of_shares(
     if on_cpus and options is None:
         shares = shares_of_ranks(dataset, ranks, num_replicas)
         shares = shares.prefetch(_PREFETCHED_STEPS)
-        return ShareDataset(shares, strategy, asks)
+        return ShareDataset(shares, strategy, Reading(asks))
     local = rows_of_ranks(dataset, ranks, num_replicas)
     distributed = strategy.distribute_datasets_from_function(lambda _: local, options)
     return distributed if asks else _compat.without_partial_batches(distributed)

@@ -9,7 +9,7 @@ copies ahead of the step.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -18,6 +18,23 @@ from tfdp.end_of_data import goes_on, raise_end
 from tfdp.shares import CountedBatch
 
 _strategies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+
+class Reading(NamedTuple):
+    """How a `ShareDataset` is read, alike on all workers.
+
+    Args:
+        asks: Bool, whether workers may run out of data at different steps, so that
+            they have to ask each other at each.
+        counts: Bool, whether an element is a `CountedBatch`: for Keras's loops,
+            which hand a batch to `strategy.run` unopened. Defaults to `False`.
+        stops: Bool, whether the end of one worker's data is that of all, and not
+            the end of the longest. Defaults to `False`.
+    """
+
+    asks: bool
+    counts: bool = False
+    stops: bool = False
 
 
 class ShareDataset(_compat.DistributedDatasetsFromFunction):
@@ -29,42 +46,29 @@ class ShareDataset(_compat.DistributedDatasetsFromFunction):
         dataset: `tf.data.Dataset`, each element a tuple of the local shares and
             the rows of their global batch.
         strategy: A tfdp strategy.
-        asks: Bool, whether workers may run out of data at different steps, so
-            that they have to ask each other at each.
-        counts: Bool, whether an element is a `CountedBatch`: for Keras's loops,
-            which hand a batch to `strategy.run` unopened. Defaults to `False`.
-        stops: Bool, whether the end of one worker's data is that of all, and not
-            the end of the longest. Defaults to `False`.
+        reading: `Reading`.
     """
 
     def __init__(
-        self,
-        dataset: tf.data.Dataset,
-        strategy: Any,
-        asks: bool,
-        counts: bool = False,
-        stops: bool = False,
+        self, dataset: tf.data.Dataset, strategy: Any, reading: Reading
     ) -> None:
         self.dataset = dataset
         self.strategy = strategy
-        self.asks = asks
-        self.counts = counts
-        self.stops = stops
+        self.reading = reading
 
     def __iter__(self) -> ShareIterator:
-        return ShareIterator(
-            iter(self.dataset), self.strategy, self.asks, self.counts, self.stops
-        )
+        return ShareIterator(iter(self.dataset), self.strategy, self.reading)
 
     def for_loop(self, *, is_settled: bool, stops: bool) -> ShareDataset:
         """The same shares for a loop of Keras.
 
         Args:
             is_settled: Bool, whether all workers have equally many rows for sure.
-            stops: Bool, see `ShareDataset`.
+            stops: Bool, see `Reading`.
         """
-        asks = self.asks and not is_settled
-        return ShareDataset(self.dataset, self.strategy, asks, counts=True, stops=stops)
+        asks = self.reading.asks and not is_settled
+        reading = Reading(asks, counts=True, stops=stops)
+        return ShareDataset(self.dataset, self.strategy, reading)
 
     @property
     def element_spec(self) -> Any:
@@ -92,24 +96,13 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
     Args:
         iterator: `tf.data.Iterator` over elements of a `ShareDataset`.
         strategy: A tfdp strategy.
-        asks: Bool, see `ShareDataset`.
-        counts: Bool, see `ShareDataset`.
-        stops: Bool, see `ShareDataset`.
+        reading: `Reading`.
     """
 
-    def __init__(
-        self,
-        iterator: Any,
-        strategy: Any,
-        asks: bool,
-        counts: bool = False,
-        stops: bool = False,
-    ) -> None:
+    def __init__(self, iterator: Any, strategy: Any, reading: Reading) -> None:
         self._iterator = iterator
         self.strategy = strategy
-        self.asks = asks
-        self.counts = counts
-        self.stops = stops
+        self.reading = reading
 
     @property
     def element_spec(self) -> Any:
@@ -127,10 +120,10 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
 
     def get_next(self) -> Any:
         """The next shares; raises `tf.errors.OutOfRangeError` at the end."""
-        if not self.asks:
+        if not self.reading.asks:
             parts, num_rows = self._iterator.get_next()
             batch = _compat.per_replica(list(parts))
-            return CountedBatch(batch, num_rows) if self.counts else batch
+            return CountedBatch(batch, num_rows) if self.reading.counts else batch
         optional = self._iterator.get_next_as_optional()
 
         def value_or_empty() -> Any:
@@ -143,12 +136,13 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
     def get_next_as_optional(self) -> Any:
         """The next shares, or an empty optional at the end."""
         optional = self._iterator.get_next_as_optional()
-        has_value = self._goes_on(optional) if self.asks else optional.has_value()
+        asks = self.reading.asks
+        has_value = self._goes_on(optional) if asks else optional.has_value()
 
         def value() -> Any:
             parts, _ = (
                 tf.cond(optional.has_value(), optional.get_value, self._empty)
-                if self.asks
+                if asks
                 else optional.get_value()
             )
             return tf.experimental.Optional.from_value(_compat.per_replica(list(parts)))
@@ -159,7 +153,7 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
         return tf.cond(has_value, value, nothing)
 
     def _goes_on(self, optional: Any) -> tf.Tensor:
-        return goes_on(self.strategy, optional.has_value(), stops=self.stops)
+        return goes_on(self.strategy, optional.has_value(), stops=self.reading.stops)
 
     def _end(self) -> Any:
         with tf.control_dependencies([raise_end(self.strategy)]):
@@ -181,25 +175,15 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
 class _ShareSpec(tf.TypeSpec):
     """Lets a dataset of shares or its iterator be an argument of `tf.function`."""
 
-    __slots__ = ("_asks", "_counts", "_inner", "_stops", "_strategy_id")
+    __slots__ = ("_inner", "_reading", "_strategy_id")
 
-    def __init__(
-        self, inner: Any, strategy_id: int, asks: bool, counts: bool, stops: bool
-    ) -> None:
+    def __init__(self, inner: Any, strategy_id: int, reading: tuple) -> None:
         self._inner = inner
         self._strategy_id = strategy_id
-        self._asks = asks
-        self._counts = counts
-        self._stops = stops
+        self._reading = tuple(reading)
 
     def _serialize(self) -> tuple:
-        return (
-            self._inner,
-            self._strategy_id,
-            self._asks,
-            self._counts,
-            self._stops,
-        )
+        return (self._inner, self._strategy_id, self._reading)
 
     @property
     def _component_specs(self) -> Any:
@@ -210,9 +194,7 @@ class _ShareSpec(tf.TypeSpec):
 
     def _from_components(self, components: Any) -> Any:
         strategy = _strategies[self._strategy_id]
-        return self.value_type(
-            components, strategy, self._asks, self._counts, self._stops
-        )
+        return self.value_type(components, strategy, Reading(*self._reading))
 
 
 class ShareDatasetSpec(_ShareSpec):
@@ -239,7 +221,7 @@ def _spec_of(kind: type, value: Any) -> Any:
     # A spec is compared by plain values, so the strategy stands in a table.
     _strategies[id(value.strategy)] = value.strategy
     inner = _compat.type_spec_of(value.components)
-    return kind(inner, id(value.strategy), value.asks, value.counts, value.stops)
+    return kind(inner, id(value.strategy), value.reading)
 
 
 def _per_replica_spec(specs: tuple) -> Any:
