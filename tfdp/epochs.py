@@ -31,8 +31,12 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
             _compat.set_dataset_of_epoch(
                 iterator, SeededOrder(_new_seed(), lambda: _dataset(strategy, iterator))
             )
-        own = getattr(strategy.extended, "chosen_seed", None)
-        position.attach(iterator, own)
+        extended = strategy.extended
+        position.attach(
+            iterator,
+            getattr(extended, "chosen_seed", None),
+            getattr(extended, "agreement", None),
+        )
 
 
 def _agree(strategy: Any, iterator: Any, *, stops: bool) -> None:

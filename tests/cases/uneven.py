@@ -16,11 +16,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tfdp
 from cases import common
 from cases.sharding import Policy, with_policy
 from harness import registry
 from harness.env import Env
 from harness.registry import case
+from harness.results import flatten_results
 
 BATCH = common.BATCH_SIZE
 # Of two workers: 3 and 5 batches. A batch of 5 is split alike for 2 and 4 replicas.
@@ -176,7 +178,7 @@ def join_of_known_and_unknown_lengths(env: Env) -> dict:
 
 
 @case(
-    "`stop`: all end with the first that has no data, known lengths; validation does not",
+    "`stop`: all end with the first that has no data, known lengths; not validation",
     setups=("two_workers", "two_by_two"),
     full_setups=(),
 )
@@ -307,3 +309,60 @@ def _per_replica(env: Env, how: str) -> tf.data.Dataset:
     known = tf.data.experimental.assert_cardinality(len(parts))
     dataset = dataset.apply(known)
     return dataset if env.rank == 0 else dataset.repeat()
+
+
+class Interrupted(Exception):
+    """Stands for a job that is stopped from outside."""
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Raises on every worker after a number of steps, and notes all that there were."""
+
+    def __init__(self, after: int | None = None):
+        super().__init__()
+        self.after = after
+        self.seen: list[tuple[int, int]] = []
+        self.epoch = 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append((self.epoch, batch))
+        if len(self.seen) == self.after:
+            raise Interrupted
+
+
+@case(
+    "`stop`: a run that is interrupted goes on within an epoch that ends early",
+    compare=False,
+    setups=("two_workers",),
+    full_setups=("two_by_two",),
+)
+def backup_within_an_epoch_that_stops(env: Env) -> dict:
+    """Workers shuffle data of their own by seeds of their own, in epochs of 6 steps."""
+
+    def fit(*callbacks: keras.callbacks.Callback) -> dict:
+        x, y = data_of(env.rank)
+        rows = tf.data.Dataset.from_tensor_slices((x, y))
+        dataset = rows.shuffle(64, seed=env.rank + 1).batch(BATCH)
+        dataset = of_unknown_length(with_policy(dataset, Policy.OFF))
+        return train(env, dataset, epochs=3, callbacks=list(callbacks))
+
+    def backup() -> keras.callbacks.Callback:
+        return tfdp.callbacks.BackupAndRestore(str(env.tmp / "backup"), save_freq=4)
+
+    with uneven(env, "stop") as caught:
+        whole, first, second = Interrupt(), Interrupt(after=9), Interrupt()
+        expected = fit(whole)
+        with contextlib.suppress(Interrupted):
+            fit(backup(), first)
+        assert len(first.seen) == 9
+        env.wait_for_all("interrupted")
+        results = fit(backup(), second)
+        assert not [w for w in caught if "position in the data" in str(w.message)]
+    assert len(whole.seen) == 3 * 2 * SHORTEST
+    assert first.seen[:8] + second.seen == whole.seen
+    for name, value in flatten_results(expected).items():
+        np.testing.assert_array_equal(flatten_results(results)[name], value, name)
+    return results
