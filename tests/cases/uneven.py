@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import tfdp
 from cases import common
-from cases.sharding import Policy, with_policy
+from cases.sharding import NUM, Policy, counted_model, files_of, parse, with_policy
 from harness import registry
 from harness.env import Env
 from harness.registry import case
@@ -134,11 +134,10 @@ def train(env: Env, *data: typing.Any, **options: typing.Any) -> dict:
     """Builds, fits twice over the data, and returns all that may differ."""
     keras.backend.clear_session()  # models of one name
     keras.utils.set_random_seed(1234)
-    steps_per_execution = options.pop("steps_per_execution", 1)
+    names = "steps_per_execution", "run_eagerly"
+    how = {name: options.pop(name) for name in names if name in options}
     with env.scope():
-        model = common.compiled(
-            common.mlp(), metrics=["mae"], steps_per_execution=steps_per_execution
-        )
+        model = common.compiled(common.mlp(), metrics=["mae"], **how)
     history = common.fit(model, *data, **{"epochs": 2} | options)
     return {"history": history, "weights": env.weights(model)}
 
@@ -172,8 +171,12 @@ def join_of_known_and_unknown_lengths(env: Env) -> dict:
             (text,) = set(told(caught))
             assert "3 on worker 0, 5 on worker 1 batches" in text, text
             data = of_unknown_length(data)
-        options = {"steps_per_execution": 2, "epochs": 2}
-        results["unknown"] = train(env, data, **options)
+        results["unknown"] = train(env, data, steps_per_execution=2)
+        # As many batches on both, but of other sizes: each sample counts alike.
+        alike = (of_one_device("join", num_rows=(21, 24)),)
+        if not env.is_reference:
+            alike = data_of(env.rank, (21, 24)[env.rank])
+        results["rows"] = counted(env, SHORTEST, *alike)
     return results
 
 
@@ -208,6 +211,20 @@ def stop_at_the_shortest_of_known_lengths(env: Env) -> dict:
     return results
 
 
+class Listed(keras.utils.PyDataset):
+    """Batches of which Keras knows the number, and the dataset it makes does not."""
+
+    def __init__(self, batches: Batches):
+        super().__init__()
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return self.batches[index]
+
+
 @case(
     "`stop`: all end with the first that has no data, unknown lengths",
     setups=("two_workers",),
@@ -217,38 +234,53 @@ def stop_at_the_shortest_of_unknown_lengths(env: Env) -> dict:
     results = {}
     with uneven(env, "stop") as caught:
         reference = of_one_device("stop")
-        for name in "dataset", "generator", "in pairs", "eager":
-            data = reference
-            if not env.is_reference:
-                data = of_unknown_length(dataset_of(env))
-            if name == "generator" and not env.is_reference:
-                data = (batch for batch in batches_of(env.rank))
-            options = {"epochs": 1 if name == "generator" else 2}
-            if name == "in pairs":
-                options["steps_per_execution"] = 2
-            results[name] = train(env, data, **options)
+        dataset = reference
+        if not env.is_reference:
+            dataset = of_unknown_length(dataset_of(env))
+        results["dataset"] = train(env, dataset)
+        results["in pairs"] = train(env, dataset, steps_per_execution=2)
         assert not told(caught)
+        data = reference
+        if not env.is_reference:
+            data = (batch for batch in batches_of(env.rank))
+        results["generator"] = train(env, data, epochs=1)
+        data = reference if env.is_reference else Listed(batches_of(env.rank))
+        results["py dataset"] = counted(env, SHORTEST, data)
+        assert len(told(caught)) == (not env.is_reference)
     return results
 
 
 @case(
-    "`join` and `stop` in TensorFlow's own iterators: sharding OFF, data by function",
+    "Sharding OFF, different cardinality: crash where it is known, or a hang",
     setups=("two_workers",),
     full_setups=("two_by_two",),
 )
-def uneven_data_in_iterators_of_tensorflow(env: Env) -> dict:
+def uneven_data_that_is_not_sharded(env: Env) -> dict:
     results = {}
     for how in "join", "stop":
-        steps = 2 * (SHORTEST if how == "stop" else LONGEST)
+        data = of_one_device(how, Policy.OFF)
+        if not env.is_reference:
+            data = dataset_of(env, Policy.OFF)
         with uneven(env, how) as caught:
-            data = of_one_device(how, Policy.OFF)
-            if not env.is_reference:
-                data = dataset_of(env, Policy.OFF)
-            results[f"known {how}"] = counted(env, steps, data)
-            if not env.is_reference:
-                data = of_unknown_length(data)
-            results[f"unknown {how}"] = train(env, data, steps_per_execution=2)
+            steps = 2 * (SHORTEST if how == "stop" else LONGEST)
+            results[how] = counted(env, steps, data)
             assert len(told(caught)) == (how == "stop" and not env.is_reference)
+    return results
+
+
+@case(
+    "Sharding OFF, different cardinality that nobody knows, `steps_per_execution`",
+    setups=("two_workers",),
+    full_setups=("two_by_two",),
+)
+def uneven_data_of_unknown_length_that_is_not_sharded(env: Env) -> dict:
+    results = {}
+    for how in "join", "stop":
+        data = of_one_device(how, Policy.OFF)
+        if not env.is_reference:
+            data = of_unknown_length(dataset_of(env, Policy.OFF))
+        with uneven(env, how):
+            results[how] = train(env, data, steps_per_execution=2)
     return results
 
 
@@ -258,31 +290,28 @@ def uneven_data_in_iterators_of_tensorflow(env: Env) -> dict:
     full_setups=("two_by_two",),
 )
 def endless_data_on_one_worker(env: Env) -> dict:
-    """The other one has 3 batches; an epoch of 8 steps goes on with empty ones."""
+    """The other one has 3 batches; an epoch of 8 steps goes on with empty ones.
+
+    Datasets that were distributed before are read by TensorFlow's own iterators.
+    """
     results = {}
-    for how in "stop", "join":
+    for how, kind in ("stop", "options"), ("join", "function"):
         data = _with_an_endless_worker(env, how, 8)
-        kinds = ["keras"] if env.is_reference else ["keras", "options", "function"]
-        for kind in kinds:
-            with uneven(env, how):
-                dataset = data
-                if kind == "options":
-                    options = tf.distribute.InputOptions()
-                    dataset = env.strategy.experimental_distribute_dataset(
-                        data, options
-                    )
-                elif kind == "function":
-                    dataset = env.strategy.distribute_datasets_from_function(
-                        lambda context, how=how: _per_replica(env, how)
-                    )
-                found = train(env, dataset, steps_per_epoch=8, epochs=1)
-            results[how] = results.get(how, found)
-            pairs = zip(
-                found["weights"].values(), results[how]["weights"].values(), strict=True
-            )
-            for weight, first in pairs:
-                np.testing.assert_allclose(weight, first, 1e-5, 1e-6, err_msg=kind)
+        with uneven(env, how):
+            results[how] = train(env, data, steps_per_epoch=8, epochs=1)
+            results[kind] = results[how]
+            if not env.is_reference:
+                again = _distributed(env, kind, data)
+                results[kind] = train(env, again, steps_per_epoch=8, epochs=1)
     return results
+
+
+def _distributed(env: Env, kind: str, data: tf.data.Dataset) -> typing.Any:
+    strategy = env.distribution
+    if kind == "options":
+        options = tf.distribute.InputOptions()
+        return strategy.experimental_distribute_dataset(data, options)
+    return strategy.distribute_datasets_from_function(lambda _: _per_replica(env))
 
 
 def _with_an_endless_worker(env: Env, how: str, num_steps: int) -> tf.data.Dataset:
@@ -294,7 +323,7 @@ def _with_an_endless_worker(env: Env, how: str, num_steps: int) -> tf.data.Datas
     return dataset if env.rank == 0 else dataset.repeat()
 
 
-def _per_replica(env: Env, how: str) -> tf.data.Dataset:
+def _per_replica(env: Env) -> tf.data.Dataset:
     """The same rows for the replicas of a worker as tfdp would cut them."""
     devices = env.setup.devices_per_worker
     num_rows = None if env.rank == 0 else 16
@@ -309,6 +338,44 @@ def _per_replica(env: Env, how: str) -> tf.data.Dataset:
     known = tf.data.experimental.assert_cardinality(len(parts))
     dataset = dataset.apply(known)
     return dataset if env.rank == 0 else dataset.repeat()
+
+
+@case(
+    "Sharding by FILE, files of different sizes",
+    compare=False,
+    setups=("two_workers",),
+    full_setups=("two_by_two",),
+)
+def files_of_different_sizes(env: Env) -> dict:
+    """The first worker reads 21 samples of two files, the second one 11 of one."""
+    dataset = tf.data.TFRecordDataset(files_of(env, 3)).map(parse).batch(BATCH)
+    results = {}
+    for how in "stop", "join":
+        with uneven(env, how):
+            history = common.fit(counted_model(env), with_policy(dataset, Policy.FILE))
+        # With "stop" three steps of four samples of the first worker.
+        expected = np.ones(NUM)
+        if how == "stop":
+            expected[23:] = 0
+        results[how] = history
+        np.testing.assert_array_equal(history["seen"][0], expected, how)
+    return results
+
+
+@case(
+    "`stop` with models that run eagerly, and with two devices",
+    setups=(),
+    full_setups=("two_workers", "two_by_two"),
+)
+def stop_eagerly(env: Env) -> dict:
+    results = {}
+    with uneven(env, "stop"):
+        for policy in Policy.AUTO, Policy.OFF:
+            data = of_one_device("stop", policy)
+            if not env.is_reference:
+                data = of_unknown_length(dataset_of(env, policy))
+            results[policy.name] = train(env, data, run_eagerly=True)
+    return results
 
 
 class Interrupted(Exception):
