@@ -13,7 +13,7 @@ import forks
 from forks import Start, cluster_configs
 from harness.pool import ClusterPool
 from harness.registry import Case
-from tfdp.balance import EQUAL, Balance, next_weights
+from tfdp.balance import EQUAL, Balance, Search, next_weights
 from tfdp.rows import share_of_rank
 from tfdp.weighted_rows import rows_by_weight, shares_by_weight
 
@@ -101,11 +101,11 @@ def test_ragged_and_sparse_tensors_scalars_and_none_are_divided_too():
 
 def settled(cost: list[float], fixed: list[float], num_rows: int = 256) -> list[float]:
     """What a step takes each worker after some rounds, with such a cost of a row."""
-    weights = (EQUAL,) * len(cost)
+    weights, search = (EQUAL,) * len(cost), Search()
     for _ in range(16):
         count = rows(num_rows, list(weights))
         seconds = [f + c * n for f, c, n in zip(fixed, cost, count, strict=True)]
-        weights = next_weights(weights, count, [round(1e6 * s) for s in seconds])
+        weights = search.next(weights, count, [round(1e6 * s) for s in seconds])
     return seconds
 
 
@@ -124,6 +124,36 @@ def test_a_worker_that_is_slow_whatever_it_gets_keeps_a_row_and_harms_nobody():
 def test_weights_go_half_of_the_way_at_most():
     assert next_weights([EQUAL] * 2, [100, 100], [10, 10_000]) == (1499, 501)
     assert min(next_weights([1, 1999], [1, 255], [10_000, 1])) == 1
+
+
+def test_a_move_that_made_the_step_longer_is_taken_back_and_tried_later():
+    search, equal = Search(), (EQUAL, EQUAL)
+
+    def told(weights: tuple[int, ...], *milliseconds: int) -> tuple[int, ...]:
+        return search.next(weights, rows(100, list(weights)), milliseconds)
+
+    # Worker 1 seems slow, but with fewer rows nothing is won.
+    moved = told(equal, 100, 150)
+    assert moved[0] > EQUAL > moved[1]
+    assert told(moved, 170, 140) == equal
+    assert told(equal, 100, 150) == equal  # waits once
+    moved = told(equal, 100, 150)
+    assert told(moved, 170, 140) == equal
+    for _ in range(2):
+        assert told(equal, 100, 150) == equal  # waits twice
+    # Now it helps, and so it goes on.
+    moved = told(equal, 100, 150)
+    further = told(moved, 110, 135)
+    assert further[1] < moved[1]
+    # What is a little longer may be noise.
+    assert told(further, 139, 110)[1] > further[1]
+
+
+def test_hosts_that_all_became_slower_are_measured_anew():
+    search, equal = Search(), (EQUAL, EQUAL)
+    moved = search.next(equal, [50, 50], [100, 150])
+    assert search.next(equal, [50, 50], [300, 450]) == moved
+    assert search.next(moved, [60, 40], [330, 400])[1] < moved[1]
 
 
 def test_small_differences_move_nothing():

@@ -8,7 +8,7 @@ import math
 import statistics
 from typing import Any
 
-from tfdp.balance import Balance, next_weights
+from tfdp.balance import Balance
 from tfdp.monitor.meters import meter_for
 from tfdp.monitor.readings import Reading
 from tfdp.monitor.timed_steps import TimedSteps
@@ -73,7 +73,7 @@ class Rebalance(TimedSteps):
         times = [microseconds for microseconds, _ in found]
         num_rows = found[0][1]
         before = self._balance.rows(num_rows)
-        self._balance.set(next_weights(self._balance.of_workers, before, times))
+        self._balance.follow(num_rows, times)
         after = self._balance.rows(num_rows)
         if agreement.rank == 0 and after != before:
             took = ", ".join(f"{time / 1000:.1f}" for time in times)
