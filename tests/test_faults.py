@@ -12,7 +12,14 @@ import pytest
 from faults import campaign, lives
 from faults.beds import why_not
 from faults.damage import WAYS
-from faults.judge import EXIT_KILLED, EXIT_LOST, problem_of, sentence_of
+from faults.judge import (
+    DEATH_SECONDS,
+    EXIT_KILLED,
+    EXIT_LOST,
+    problem_of,
+    seconds_of,
+    sentence_of,
+)
 from faults.lives import Outcome
 from faults.plan import CUTS, POINTS, Fault, JobPlan
 
@@ -111,6 +118,29 @@ def test_an_error_in_one_script_is_told_by_the_others():
     assert outcome.first.ends[1].error == "ArithmeticError: the script's own error"
     said = sentence_of(outcome.first, 0)
     assert "ArithmeticError: the script's own error" in said
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop", "raise"])
+def test_in_a_loop_of_the_users_own_the_last_line_names_the_lost_worker(
+    kind: str, request: pytest.FixtureRequest
+):
+    if kind == "stop":
+        request.getfixturevalue("full")
+    timeout = 6.0 if kind == "stop" else None
+    fault = Fault(kind, "training", 1, step=5)
+    plan = JobPlan(2, fault, timeout_seconds=timeout, has_own_loop=True)
+    life = lives.run(plan, goes_on=False).first
+    end = life.ends[0]
+    said = [line for line in end.log.splitlines() if line.startswith("tfdp: Worker 1 ")]
+    assert len(said) == 1, end.log
+    assert "while bucket 0 was reduced: " in said[0]
+    assert {
+        "kill": "its process has ended (its port refuses connections)",
+        "stop": "stands still",
+        "raise": "its script has ended, after ArithmeticError: the script's own error",
+    }[kind] in said[0]
+    assert end.error.startswith("UnavailableError: ")
+    assert seconds_of(life, 0) <= DEATH_SECONDS + (timeout or 0.0)
 
 
 def test_a_slow_worker_is_waited_for_and_named(undisturbed: Undisturbed):

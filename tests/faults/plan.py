@@ -81,6 +81,7 @@ class JobPlan:
         busy_rank: Int or `None`, a worker whose callbacks take long at the step of
             the fault, so that it is in no collective.
         hosts: Tuple of int, the host of each worker, 0 or 1; empty if all are on one.
+        has_own_loop: Bool, whether it trains in a loop of its own instead of `fit`.
     """
 
     num_workers: int
@@ -89,6 +90,7 @@ class JobPlan:
     epochs: int = 3
     busy_rank: int | None = None
     hosts: tuple[int, ...] = ()
+    has_own_loop: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

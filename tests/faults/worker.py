@@ -33,10 +33,14 @@ def run(plan: JobPlan, rank: int, setting: Setting) -> None:
     """
     _settle(rank, setting)
     note = functools.partial(_note, setting.notes, rank)
+    train = _train_by_hand if plan.has_own_loop else _train
     try:
-        note("finished", _train(plan, rank, setting, note))
+        note("finished", train(plan, rank, setting, note))
     except BaseException as caught:
         note("error", f"{type(caught).__name__}: {caught}")
+        if isinstance(caught, Exception):
+            # Called for a script, but not for a process that was forked.
+            sys.excepthook(type(caught), caught, caught.__traceback__)
         raise
     finally:
         # At the end of a script, but not of a process that was forked.
@@ -116,6 +120,31 @@ def _train(plan: JobPlan, rank: int, setting: Setting, note: Any) -> str:
         callbacks=[Steps(), backup],
     )
     return json.dumps({"history": history.history, "hash": _hash_of(model)})
+
+
+def _train_by_hand(plan: JobPlan, rank: int, setting: Setting, note: Any) -> str:
+    import tensorflow as tf
+
+    import tfdp
+
+    trigger = Trigger(plan, rank, setting, note)
+    options = tfdp.CommunicationOptions(timeout_seconds=plan.timeout_seconds)
+    strategy = tfdp.MultiWorkerMirroredStrategy(communication=options)
+    with strategy.scope():
+        total = tf.Variable(0.0)
+
+    def add() -> None:
+        context = tf.distribute.get_replica_context()
+        total.assign_add(context.all_reduce("sum", tf.ones([])))
+
+    @tf.function
+    def step() -> None:
+        strategy.run(add)
+
+    for _ in range(plan.epochs * STEPS_PER_EPOCH):
+        trigger.reach("training")
+        step()
+    return json.dumps({"total": float(total.numpy())})
 
 
 def _hash_of(model: Any) -> str:

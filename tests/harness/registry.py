@@ -22,6 +22,7 @@ MODULES: tuple[str, ...] = (
     "randomness",
     "inputs",
     "batches",
+    "uneven",
     "steps",
     "loops",
     "metrics",
@@ -57,6 +58,7 @@ MODULES: tuple[str, ...] = (
     "sharded_corners",
     "monitor",
     "drift",
+    "rebalance",
 )
 
 

@@ -85,6 +85,11 @@ def _seconds(
     help="Go on with as few workers, if one fails again and again. Default: all.",
 )
 @click.option(
+    "--rebalance",
+    is_flag=True,
+    help="Workers get rows of each batch by their measured speed.",
+)
+@click.option(
     "-m",
     "is_module",
     is_flag=True,
@@ -100,6 +105,7 @@ def run(
     grace: float,
     max_restarts: int,
     min_workers: int | None,
+    rebalance: bool,
     is_module: bool,
     script: str,
     args: tuple[str, ...],
@@ -125,12 +131,16 @@ def run(
     command = [sys.executable, *(["-m"] if is_module else []), script, *args]
     screen = Screen()
     _announce(screen, num_workers, devices_per_worker, folder)
+    if rebalance and num_workers == 1:
+        screen.message("tfdp: warning: --rebalance has no effect with one worker")
     restarts = Restarts(num_workers, RestartOptions(max_restarts, min_workers))
     until = None if timeout is None else time.monotonic() + timeout
     while True:
         left = None if until is None else max(0.0, until - time.monotonic())
         options = JobOptions(timeout_seconds=left, grace_seconds=grace)
-        clusters = make_clusters(restarts.num_workers, devices_per_worker)
+        clusters = make_clusters(
+            restarts.num_workers, devices_per_worker, rebalance=rebalance
+        )
         end = _attempt(command, clusters, folder, screen, options)
         pause = restarts.pause_after(end)
         if pause is None:
