@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Callable
 
 import pytest
 
@@ -23,31 +22,22 @@ from faults.judge import (
 from faults.lives import Outcome
 from faults.plan import CUTS, POINTS, Fault, JobPlan
 
-Undisturbed = Callable[[tuple[int, ...]], dict]
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict:
+    """The result of two workers to which nothing happens; two add up in one way only."""
+    outcome = lives.run(JobPlan(2))
+    assert outcome.left == outcome.first.left == ""
+    for end in outcome.first.ends:
+        assert end.code == 0, end.log
+        assert "tfdp:" not in end.log
+        saved = [text for _, event, text in end.events if event == "backup"]
+        assert saved == ["7", "14", "21", "28"]
+    return outcome.first.ends[0].result
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> Undisturbed:
-    """The result of two workers to which nothing happens, by their hosts."""
-    known: dict[tuple[int, ...], dict] = {}
-
-    def result(hosts: tuple[int, ...] = ()) -> dict:
-        if hosts not in known:
-            outcome = lives.run(JobPlan(2, hosts=hosts))
-            assert outcome.left == outcome.first.left == ""
-            for end in outcome.first.ends:
-                assert end.code == 0, end.log
-                assert "tfdp:" not in end.log
-                saved = [text for _, event, text in end.events if event == "backup"]
-                assert saved == ["7", "14", "21", "28"]
-            known[hosts] = outcome.first.ends[0].result
-        return known[hosts]
-
-    return result
-
-
-@pytest.fixture(scope="module")
-def damaged(undisturbed: Undisturbed) -> tuple[JobPlan, Outcome]:
+def damaged(undisturbed: dict) -> tuple[JobPlan, Outcome]:
     """A job that was killed, whose newest backup was damaged, and that went on."""
     plan = JobPlan(2, Fault("damage", "newest", 1, step=17, way="flip"))
     return plan, lives.run(plan)
@@ -153,9 +143,9 @@ def test_in_a_loop_of_the_users_own_the_last_line_names_the_lost_worker(
     assert seconds_of(life, 0) <= DEATH_SECONDS + (timeout or 0.0)
 
 
-def test_a_slow_worker_is_waited_for_and_named(undisturbed: Undisturbed):
+def test_a_slow_worker_is_waited_for_and_named(undisturbed: dict):
     fault = Fault("sleep", "training", 1, step=5, seconds=12.0)
-    outcome = check(JobPlan(2, fault), undisturbed(()))
+    outcome = check(JobPlan(2, fault), undisturbed)
     said = outcome.first.ends[0].log
     assert "tfdp: waiting at step 5 of epoch 1 of fit" in said
     assert "for worker 1 (127.0.0.1:" in said
@@ -163,13 +153,12 @@ def test_a_slow_worker_is_waited_for_and_named(undisturbed: Undisturbed):
 
 
 def test_workers_that_are_cut_off_name_each_other_and_go_on_once_joined(
-    undisturbed: Undisturbed,
+    undisturbed: dict,
 ):
     needs("cut")
-    hosts = (0, 1)
     fault = Fault("cut", "training", 1, step=12, way="silent")
-    plan = JobPlan(2, fault, timeout_seconds=5.0, hosts=hosts)
-    outcome = check(plan, undisturbed(hosts))
+    plan = JobPlan(2, fault, timeout_seconds=5.0, hosts=(0, 1))
+    outcome = check(plan, undisturbed)
     for rank in range(2):
         said = sentence_of(outcome.first, rank)
         assert "its host does not answer: it is off, or cut off from the network" in (
@@ -178,38 +167,36 @@ def test_workers_that_are_cut_off_name_each_other_and_go_on_once_joined(
 
 
 def test_a_disk_that_is_full_ends_all_with_one_error_and_leaves_the_backup_before(
-    undisturbed: Undisturbed,
+    undisturbed: dict,
 ):
     needs("full")
     fault = Fault("full", "backup", 1, step=2, point="files", num_pages=1)
-    outcome = check(JobPlan(2, fault), undisturbed(()))
+    outcome = check(JobPlan(2, fault), undisturbed)
     assert len({end.error for end in outcome.first.ends}) == 1
 
 
 def test_a_run_whose_newest_backup_was_damaged_goes_on_from_the_one_before(
-    damaged: tuple[JobPlan, Outcome], undisturbed: Undisturbed
+    damaged: tuple[JobPlan, Outcome], undisturbed: dict
 ):
     plan, outcome = damaged
-    assert problem_of(plan, outcome, undisturbed(())) == ""
+    assert problem_of(plan, outcome, undisturbed) == ""
     assert outcome.damaged == ["step-14"]
 
 
-def test_a_run_of_which_all_backups_were_damaged_says_so(
-    undisturbed: Undisturbed, full: None
-):
+def test_a_run_of_which_all_backups_were_damaged_says_so(undisturbed: dict, full: None):
     fault = Fault("damage", "every", 1, step=17, way="truncate")
-    outcome = check(JobPlan(2, fault), undisturbed(()))
+    outcome = check(JobPlan(2, fault), undisturbed)
     assert outcome.damaged == ["step-7", "step-14"]
 
 
 @pytest.mark.parametrize("point", POINTS[2:])
 def test_a_first_worker_that_dies_at_the_index_of_a_backup_loses_nothing(
-    point: str, undisturbed: Undisturbed, request: pytest.FixtureRequest
+    point: str, undisturbed: dict, request: pytest.FixtureRequest
 ):
     if point != "index":
         request.getfixturevalue("full")
     fault = Fault("crash", "backup", 0, step=2, point=point)
-    check(JobPlan(2, fault), undisturbed(()))
+    check(JobPlan(2, fault), undisturbed)
 
 
 def test_a_campaign_of_200_has_each_kind_in_each_phase_five_times():
@@ -225,7 +212,7 @@ def test_a_campaign_of_200_has_each_kind_in_each_phase_five_times():
 
 
 def test_the_judge_wants_bits_names_times_and_codes(
-    damaged: tuple[JobPlan, Outcome], undisturbed: Undisturbed
+    damaged: tuple[JobPlan, Outcome], undisturbed: dict
 ):
     plan, outcome = damaged
 
@@ -235,15 +222,15 @@ def test_the_judge_wants_bits_names_times_and_codes(
         ends[rank] = dataclasses.replace(ends[rank], **changes)
         life = dataclasses.replace(life, ends=ends)
         changed = dataclasses.replace(outcome, **{part: life})
-        return problem_of(plan, changed, undisturbed(()))
+        return problem_of(plan, changed, undisturbed)
 
     error = outcome.first.ends[0].error
     assert "said" in told("first", 0, error=error.replace("Worker 1", "Worker 0"))
     assert "took" in told("first", 0, error_seconds=10.1)
     assert "worker 1 itself: code 0" in told("first", 1, code=0)
     assert "started again: worker 1: code 1" in told("second", 1, code=1)
-    off = {**undisturbed(()), "hash": "0"}
+    off = {**undisturbed, "hash": "0"}
     assert "started again: worker 0: code 0" in told("second", 0, result=off)
     assert "does not name" in told("second", 1, log="")
     left = dataclasses.replace(outcome, left="what was saved is lost")
-    assert problem_of(plan, left, undisturbed(())) == "what was saved is lost"
+    assert problem_of(plan, left, undisturbed) == "what was saved is lost"
