@@ -25,7 +25,7 @@ from faults.plan import CUTS, POINTS, Fault, JobPlan
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict:
-    """The result of two workers to which nothing happens; two add up in one way only."""
+    """The result of two workers to which nothing happens, on one host or two."""
     outcome = lives.run(JobPlan(2))
     assert outcome.left == outcome.first.left == ""
     for end in outcome.first.ends:
