@@ -34,12 +34,13 @@ def test_restarts_and_repeated_steps_are_counted_also_across_an_early_death():
         Attempt(2, 20.0, None, 0),
         Attempt(2, 30.0, (51, 38.0), 60),
         Attempt(2, 50.0, (61, 56.0), 90),
+        Attempt(3, 80.0, (91, 87.0), 95),  # nobody was killed: it has grown
     ]
     kills = [Kill(18.0, 0), Kill(27.0, 1), Kill(48.0, 0)]
     found = figures_of(attempts, kills)
-    assert found.restart_seconds == [8.0, 6.0]
+    assert found.restart_seconds == [8.0, 6.0, 7.0]
     assert found.kill_seconds == [11.0, 8.0]
-    assert found.repeated == [7, 0]
+    assert found.repeated == [7, 0, 0]
 
 
 def test_loss_curves_of_different_length_are_infinitely_apart():
@@ -52,8 +53,9 @@ def test_loss_curves_of_different_length_are_infinitely_apart():
 @pytest.mark.processes
 @pytest.mark.usefixtures("full")
 def test_a_job_whose_workers_are_killed_ends_with_the_same_bits(tmp_path: Path):
-    storm = Plan(2, 6, 0.1, save_freq=10, every=(15.0, 25.0), steps_per_epoch=60)
-    calm = Plan(2, 6, steps_per_epoch=60)
+    length = {"epochs": 8, "steps_per_epoch": 60}
+    times = {"every": (25.0, 35.0), "most_kills": 2, "step_seconds": 0.1}
+    storm, calm = Plan(2, save_freq=10, **length, **times), Plan(2, **length)
     killed, undisturbed = run(storm, tmp_path / "storm"), run(calm, tmp_path / "calm")
     assert killed.code == undisturbed.code == 0, killed.output + undisturbed.output
     assert killed.kills

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ class Figures:
     Args:
         restart_seconds: List of floats, from the start of the processes to the end of
             their first step, without attempts that were killed before.
-        kill_seconds: List of floats, the same from the kill before on.
+        kill_seconds: List of floats, the same from the kill of the attempt before on.
         repeated: List of ints, steps that an attempt had to make again.
     """
 
@@ -95,12 +96,12 @@ def figures_of(attempts: Sequence[Attempt], kills: Sequence[Kill]) -> Figures:
     """
     found = Figures([], [], [])
     reached = attempts[0].last if attempts else 0
-    for attempt in attempts[1:]:
+    for previous, attempt in itertools.pairwise(attempts):
         if attempt.first is None:
             continue
         step, at = attempt.first
         found.restart_seconds.append(at - attempt.start)
-        before = [kill.at for kill in kills if kill.at < attempt.start]
+        before = [k.at for k in kills if previous.start < k.at < attempt.start]
         if before:
             found.kill_seconds.append(at - max(before))
         found.repeated.append(reached + 1 - step)

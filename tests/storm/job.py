@@ -19,6 +19,8 @@ from storm.figures import Attempt, Kill, read_attempts
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("train.py")
 POLL_SECONDS = 0.1
+# A worker that is killed again is back by then, and not long enough to be stable.
+AGAIN_SECONDS = 6.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,9 @@ class Plan:
         every: Two floats, the least and the most seconds between two kills, or `None`
             for none.
         seed: Int, of who is killed when.
+        most_kills: Int or `None` for no limit.
+        kills_again: Bool, whether every other worker that was killed is killed once
+            more when it is back, so that the launcher leaves it out.
         options: Tuple of strings, further options of `tfdp run`.
         dropout: Float.
         steps_per_epoch: Int.
@@ -44,6 +49,8 @@ class Plan:
     save_freq: int = 0
     every: tuple[float, float] | None = None
     seed: int = 1
+    most_kills: int | None = None
+    kills_again: bool = False
     options: tuple[str, ...] = ()
     dropout: float = 0.1
     steps_per_epoch: int = 120
@@ -138,23 +145,27 @@ def _kill_again_and_again(plan: Plan, launcher: subprocess.Popen) -> list[Kill]:
     """Kills a random worker now and then, until the launcher ends."""
     draw = random.Random(plan.seed)
     kills: list[Kill] = []
-    last = time.time()
-    pause = draw.uniform(*plan.every) if plan.every else float("inf")
+    if plan.every is None:
+        launcher.wait()
+        return kills
+    last, pause = time.time(), draw.uniform(*plan.every)
     while launcher.poll() is None:
         time.sleep(POLL_SECONDS)
-        if time.time() - last < pause:
+        if time.time() - last < pause or len(kills) == plan.most_kills:
             continue
         workers = _workers(launcher.pid)
         # Between two attempts there is nobody.
         if not workers:
             continue
         rank = draw.choice(sorted(workers))
+        if plan.kills_again and len(kills) % 3 == 2:
+            rank = kills[-1].rank
         with contextlib.suppress(psutil.Error):
             workers[rank].kill()
             last = time.time()
             kills.append(Kill(last, rank))
-            assert plan.every is not None
-            pause = draw.uniform(*plan.every)
+            is_next_again = plan.kills_again and len(kills) % 3 == 2
+            pause = AGAIN_SECONDS if is_next_again else draw.uniform(*plan.every)
     return kills
 
 

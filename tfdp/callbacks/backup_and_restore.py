@@ -210,9 +210,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._notice.is_answered = True
         if self._agreement.rank == 0:
             print(
-                "tfdp: SIGTERM received. Training is saved at step "
-                f"{self._total} in {self.directory}; the same command goes on from "
-                f"there. Exit code {PREEMPTED}.",
+                f"tfdp: training was to stop, and is saved at step {self._total} in "
+                f"{self.directory}; the same command goes on from there. Exit code "
+                f"{PREEMPTED}.",
                 file=sys.stderr,
                 flush=True,
             )
