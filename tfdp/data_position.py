@@ -16,9 +16,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.repeatable import difficulty_of, draws_at_the_start
+from tfdp.batch_change import BatchChange, moved
+from tfdp.repeatable import batch_dependence_of, difficulty_of, draws_at_the_start
 
 _followed: list[Position | None] = []
+_NUM_BATCHES = "the number of batches"
 
 
 class Position:
@@ -97,15 +99,47 @@ class Position:
             "description": self._description,
         }
 
-    def difference_to(self, snapshot: dict[str, Any]) -> str | None:
-        """Why the data is not that of a snapshot, or `None`."""
+    def difference_to(
+        self, snapshot: dict[str, Any], change: BatchChange | None = None
+    ) -> str | None:
+        """Why the data is not that of a snapshot, or `None`.
+
+        Args:
+            snapshot: Dict, what `snapshot` returned.
+            change: `BatchChange`, if batches have another size now. Defaults to
+                `None`.
+        """
         for name, value in snapshot["description"].items():
-            if self._description.get(name) != value:
-                now = self._description.get(name)
+            now = self._description.get(name)
+            is_alike = now == value
+            if change is not None and name == _NUM_BATCHES:
+                is_alike = change.fits(value, now)
+            if not is_alike:
                 return f"{name} was {value} and is {now}"
         if (snapshot["order"] is None) != (self._order is None):
             return "arrays are shuffled with another seed"
-        return self.difficulty
+        return self.difficulty or (None if change is None else self._dependence())
+
+    def moved(
+        self, snapshot: dict[str, Any], num_batches: int, change: BatchChange
+    ) -> tuple[dict[str, Any], int]:
+        """A snapshot, and the batches since, in batches of the size of now."""
+        return moved(
+            snapshot,
+            num_batches,
+            change,
+            keeps_iterator=self.iterator.steps_per_epoch is not None,
+            group=self.iterator.steps_per_execution,
+        )
+
+    def _dependence(self) -> str | None:
+        """Why the order of the samples is another one with other batches."""
+        adapter = self.iterator.data_adapter
+        if self.iterator.steps_per_epoch and adapter.num_batches is not None:
+            return "the size of its batches has changed, and epochs end in its midst"
+        shuffles = getattr(adapter, "_shuffle", False)
+        source = _compat.source_of(adapter)
+        return batch_dependence_of(source, shuffles_batches=shuffles == "batch")
 
     def go_to(self, snapshot: dict[str, Any], num_batches: int) -> None:
         """Goes where the data stood, so that the next epoch goes on there.
@@ -180,7 +214,7 @@ class Position:
         uses_global = self._order is None and _compat.shuffles_arrays(adapter)
         return {
             "the kind of the data": type(source).__name__.strip("_"),
-            "the number of batches": adapter.num_batches,
+            _NUM_BATCHES: adapter.num_batches,
             "the seeds of `Dataset.shuffle`": [list(pair) for pair in seeds],
             "the global seed": _compat.global_seed() if uses_global else None,
         }

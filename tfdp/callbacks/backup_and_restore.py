@@ -13,6 +13,7 @@ import keras
 
 from tfdp import _compat, checkpoint, trainer
 from tfdp.backups import Backups, WrongBackup
+from tfdp.batch_change import BatchChange, Batches, change_for_replicas
 from tfdp.callback_state import (
     decoded,
     empty_arrays,
@@ -20,17 +21,21 @@ from tfdp.callback_state import (
     set_states,
     states_of,
 )
+from tfdp.callbacks import rates
 from tfdp.checkpoint_index import Index
 from tfdp.checkpoint_reading import check_model
 from tfdp.data_position import Position
 from tfdp.optimizer_arguments import check_strategy
 from tfdp.preemption import PREEMPTED, Notice, Watch
 from tfdp.random_state import random_states, set_random_states
+from tfdp.replica_state import replicas_of
 from tfdp.run_state import RunState, Wanted
 from tfdp.traits import innermost
 
 # Of what a backup holds beside tensors; a newer tfdp may know more.
 _FORMAT = 1
+# Of the identity of a run, what may change with the number of replicas.
+_OF_BATCHES = ("batch_size", "steps_per_epoch")
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -59,6 +64,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         delete_at_end: Bool, whether the backups are deleted when `fit` is through, as
             Keras does, so that the script trains anew when it is run again. Where
             they are kept, it goes on after the last epoch. Defaults to `True`.
+        batch: String, what stays the same on another number of replicas: the
+            `"global"` batch, and with it the training; or the batch of each replica,
+            `"per_replica"`. Then the batch size is to be that of each replica times
+            their number, the learning rate is multiplied by as much as that changes,
+            and the position in the data is kept up to a part of a batch, whose samples
+            are seen twice. Defaults to `"global"`.
 
     Raises:
         ValueError: If an argument is none of these; on every worker, in `fit`, if the
@@ -89,16 +100,19 @@ class BackupAndRestore(keras.callbacks.Callback):
         keep: int = 3,
         *,
         delete_at_end: bool = True,
+        batch: str = "global",
     ) -> None:
         super().__init__()
         trainer.install()
-        _check_arguments(directory, save_freq, keep)
+        _check_arguments(directory, save_freq, keep, batch)
         self.directory = os.fspath(directory)
         self.save_freq = save_freq
         self.keep = keep
         self.delete_at_end = delete_at_end
+        self.batch = batch
         self._others: list[Any] = []
         self._resumed: tuple[Index, Wanted] | None = None
+        self._change: BatchChange | None = None
 
     def set_model(self, model: Any) -> None:
         """Checks the strategy."""
@@ -140,9 +154,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         index, wanted = self._resumed
         self._resumed = None
         self._load(index, wanted)
-        self._begin = index.run["data"]
-        self._last_batch = index.run["batches"] - 1
-        self._position.go_to(self._begin, index.run["batches"])
+        self._begin, batches = self._place_of(index.run)
+        self._last_batch = batches - 1
+        self._position.go_to(self._begin, batches)
         self._position.last_logs = decoded(index.run["logs"])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -193,6 +207,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             "logs": encoded(logs or {}),
             "callbacks": states,
             "random": self._random_states(),
+            "rates": rates.factors_of(self.model),
             "data": self._begin if batches else self._position.snapshot(),
         }
         tensors = state.to_save(in_epoch=batches > 0)
@@ -230,14 +245,15 @@ class BackupAndRestore(keras.callbacks.Callback):
             raise WrongBackup(
                 f"it was made by tfdp {made_by}, which is newer than this"
             )
+        change = self._change_since(run)
         for name, now in self._identity().items():
             then = run["identity"].get(name)
-            if then != now:
+            if then != now and not (change and name in _OF_BATCHES):
                 raise WrongBackup(
                     f"it is of another run, in which `{name}` was {then!r} and not "
                     f"{now!r}"
                 )
-        in_epoch = run["batches"] > 0 and self._difference_to(run) is None
+        in_epoch = run["batches"] > 0 and self._difference_to(run, change) is None
         try:
             state = RunState(self.model, empty_arrays(run["callbacks"]))
             wanted = state.to_restore(index, run["facts"], with_metrics=in_epoch)
@@ -247,16 +263,17 @@ class BackupAndRestore(keras.callbacks.Callback):
         return wanted
 
     def _go_back_to(self, index: Index, wanted: Wanted) -> None:
-        run, difference = index.run, self._difference_to(index.run)
+        run, self._change = index.run, self._change_since(index.run)
+        difference = self._difference_to(run, self._change)
         self._total = run["steps"]
         if difference is None and run["batches"]:
             self._resumed = index, wanted
         else:
             self._load(index, wanted)
             if difference is None:
-                self._position.go_to(run["data"], 0)
+                self._position.go_to(*self._place_of(run))
             else:
-                self._position.begin_anew(run["data"])
+                self._position.begin_anew(self._place_of(run)[0])
         if run["batches"] or self.save_freq != "epoch":
             self._warn_of(difference)
         epochs = self.params.get("epochs", run["epoch"] + 1)
@@ -272,9 +289,49 @@ class BackupAndRestore(keras.callbacks.Callback):
         states = run["random"]
         is_own = len(states) == self._agreement.num_workers
         set_random_states(states[self._agreement.rank if is_own else 0])
+        rates.restore_factors(self.model, run.get("rates"))
+        if self._change is not None:
+            self._scale_rate(self._change, run)
 
-    def _difference_to(self, run: dict[str, Any]) -> str | None:
-        return self._position.difference_to(run["data"])
+    def _scale_rate(self, change: BatchChange, run: dict[str, Any]) -> None:
+        """A larger batch bears a larger rate, in proportion."""
+        is_scaled = rates.scale_rates(self.model, change.ratio, run.get("rates"))
+        done = f"multiplied by {change.ratio:g}" if is_scaled else "the script's own"
+        if self._agreement.rank == 0:
+            print(
+                f"tfdp: training goes on with batches of {change.now} samples, after "
+                f"{change.before}, for as many more or fewer replicas; the learning "
+                f"rate is {done}.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _place_of(self, run: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """Where the data goes on: as its epoch began, and how many batches since."""
+        if self._change is None:
+            return run["data"], run["batches"]
+        return self._position.moved(run["data"], run["batches"], self._change)
+
+    def _change_since(self, run: dict[str, Any]) -> BatchChange | None:
+        """How the batch has changed with the replicas, where it may."""
+        if self.batch == "global":
+            return None
+        counts = run["facts"]["replicas"], replicas_of(self.model).count
+        both = [
+            Batches(count, identity["batch_size"], identity["steps_per_epoch"])
+            for count, identity in zip(
+                counts, (run["identity"], self._identity()), strict=True
+            )
+        ]
+        try:
+            return change_for_replicas(*both)
+        except ValueError as error:
+            raise WrongBackup(str(error)) from error
+
+    def _difference_to(
+        self, run: dict[str, Any], change: BatchChange | None
+    ) -> str | None:
+        return self._position.difference_to(run["data"], change)
 
     def _warn_of(self, difficulty: str | None) -> None:
         if difficulty is not None:
@@ -301,7 +358,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             _compat.build_symbolically(self.model, spec)
 
 
-def _check_arguments(directory: Any, save_freq: Any, keep: Any) -> None:
+def _check_arguments(directory: Any, save_freq: Any, keep: Any, batch: Any) -> None:
     if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
         raise ValueError(
             "`directory` must be the path of a directory. "
@@ -320,6 +377,10 @@ def _check_arguments(directory: Any, save_freq: Any, keep: Any) -> None:
     if not _is_count(keep):
         raise ValueError(
             f"`keep` must be an integer of at least 1. Received: keep={keep!r}"
+        )
+    if batch not in ("global", "per_replica"):
+        raise ValueError(
+            f'`batch` must be "global" or "per_replica". Received: batch={batch!r}'
         )
 
 
