@@ -32,6 +32,7 @@ def fit(
     stage: int = 1,
     per_replica: int | None = None,
     schedule: bool = False,
+    micro_batch: int = BATCH_SIZE,
 ) -> dict[str, Any]:
     """Trains, and returns weights and history.
 
@@ -56,6 +57,8 @@ def fit(
         per_replica: Int, samples of each replica's batch, which it keeps on another
             number of replicas; or `None` for a global batch.
         schedule: Bool, whether the learning rate is a schedule.
+        micro_batch: Int, samples of a batch, of which as many make an update as have
+            two batches of `BATCH_SIZE`.
     """
     import keras
     import tensorflow as tf
@@ -71,7 +74,8 @@ def fit(
         if schedule:
             rate = keras.optimizers.schedules.InverseTimeDecay(learning_rate, 4, 0.5)
         model = _model(keras, units, rate, dropout=0.3 * everything)
-    callbacks = _callbacks(keras, tfdp, everything, stage)
+    steps = 2 * BATCH_SIZE // micro_batch
+    callbacks = _callbacks(keras, tfdp, everything, stage, steps)
     if directory is not None:
         callbacks.append(
             tfdp.callbacks.BackupAndRestore(
@@ -87,7 +91,7 @@ def fit(
     if crash_in_save is not None:
         _crash_in_save(crash_in_save, rank)
     x, y = arrays()
-    batch_size = BATCH_SIZE
+    batch_size = micro_batch
     if per_replica is not None:
         batch_size = per_replica * strategy.num_replicas_in_sync
     options: dict[str, Any] = {"x": x, "y": y, "batch_size": batch_size}
@@ -200,8 +204,8 @@ def _model(keras: Any, units: int, learning_rate: Any, dropout: float) -> Any:
     return model
 
 
-def _callbacks(keras: Any, tfdp: Any, everything: bool, stage: int) -> list:
-    chosen = [tfdp.callbacks.GradientAccumulation(steps=2)]
+def _callbacks(keras: Any, tfdp: Any, everything: bool, stage: int, steps: int) -> list:
+    chosen = [tfdp.callbacks.GradientAccumulation(steps=steps)]
     if not everything:
         return chosen
     return [

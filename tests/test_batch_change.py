@@ -12,7 +12,13 @@ import tensorflow as tf
 
 import interrupted_fit
 from interrupted import Layout, run
-from tfdp.batch_change import BatchChange, Batches, change_for_replicas, moved
+from tfdp.batch_change import (
+    BatchChange,
+    Batches,
+    change_for_replicas,
+    change_for_updates,
+    moved,
+)
 from tfdp.callbacks import BackupAndRestore, rates
 from tfdp.repeatable import batch_dependence_of
 
@@ -63,6 +69,20 @@ def test_as_many_replicas_change_nothing():
     change = change_for_replicas(Batches(4, 32, 9), Batches(2, 16, 18))
     assert change == BatchChange(32, 16)
     assert change_for_replicas(Batches(4, 32, 9), Batches(2, 16, 19)) == change
+
+
+def test_updates_of_as_many_samples_may_accumulate_more_or_fewer_batches():
+    then = Batches(4, 64, 9, accumulated=2)
+    assert change_for_updates(then, Batches(2, 64, 9, 2), 1, 5) is None
+    assert change_for_updates(then, Batches(2, 32, 18, 2), 1, 5) is None  # refused
+    change = change_for_updates(then, Batches(2, 32, 18, 4), 1, 5)
+    assert change == BatchChange(64, 32, keeps_updates=True)
+    assert change.ratio == 1.0
+    assert change.can_carry(1)
+    more = Batches(8, 128, 4, 1)
+    assert not change_for_updates(then, more, 1, 5).can_carry(1)
+    with pytest.raises(ValueError, match="1 batches of 64 samples wait in it"):
+        change_for_updates(then, more, 1, 0)
 
 
 def test_what_depends_on_the_size_of_batches_is_named():
@@ -217,6 +237,37 @@ def test_half_the_replicas_go_on_as_one_device_with_half_batch_and_rate(tmp_path
 def test_twice_the_replicas_go_on_as_one_device_that_sees_a_few_samples_twice(tmp_path):
     # Twelve samples of the second epoch are one and a half batches of eight.
     check((ONE, TWO), tmp_path, step=13, first=8, schedule=True, data="dataset")
+
+
+def check_updates(layouts, micro_batches, step: int, folder: Path) -> None:
+    """Another number of micro-batches for an update, in the midst of one."""
+    options = {"epochs": EPOCHS, "everything": False, "learning_rate": RATE}
+    wanted = run(ONE, interrupted_fit.fit, folder, options)
+    options |= {"directory": str(folder / "backups"), "save_freq": step}
+    kill = {"step": step + 1, "at": 0, "number": int(signal.SIGKILL)}
+    first, second = (options | {"micro_batch": size} for size in micro_batches)
+    run(layouts[0], interrupted_fit.fit, folder, {**first, "kill": kill})
+    found = run(layouts[1], interrupted_fit.fit, folder, second)
+    assert found.weights is not None, found.output[-3000:]
+    for name, value in wanted.weights.items():
+        error = np.abs(found.weights[name] - value).max()
+        assert error <= 1e-5 * max(np.abs(value).max(), 1e-3), (name, error)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_half_the_replicas_accumulate_twice_the_batches_as_one_device_would(tmp_path):
+    # Of two batches of eight that make an update one is done: two of four of four.
+    check_updates((TWO, ONE), (8, 4), 7, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("step", [13, 14])
+def test_twice_the_replicas_accumulate_half_the_batches(step, tmp_path):
+    # One batch of four is half of one of eight: that update begins again. Two are one.
+    check_updates((ONE, TWO), (4, 8), step, tmp_path)
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ class BatchChange:
     Args:
         before: Int, samples of a batch in the run that was interrupted.
         now: Int, samples of a batch in the one that goes on.
+        keeps_updates: Bool, whether an update has as many samples as before, since it
+            accumulates fewer or more batches. Defaults to `False`.
 
     Example:
 
@@ -27,11 +29,16 @@ class BatchChange:
 
     before: int
     now: int
+    keeps_updates: bool = False
 
     @property
     def ratio(self) -> float:
-        """Float, by how much a batch has grown."""
-        return self.now / self.before
+        """Float, by how much the batch of an update has grown."""
+        return 1.0 if self.keeps_updates else self.now / self.before
+
+    def can_carry(self, num_batches: int) -> bool:
+        """Whether batches that wait for an update are a number of those of now."""
+        return num_batches * self.before % self.now == 0
 
     def whole(self, num_batches: int) -> int:
         """How many batches of now are in as many as before, without a part."""
@@ -59,11 +66,13 @@ class Batches:
         replicas: Int, how many share one.
         batch_size: Int, samples of a global batch, or `None` if the data does not say.
         steps_per_epoch: Int, what `fit` was given, or `None`.
+        accumulated: Int, batches of an update. Defaults to 1.
     """
 
     replicas: int
     batch_size: int | None
     steps_per_epoch: int | None
+    accumulated: int = 1
 
 
 def change_for_replicas(then: Batches, now: Batches) -> BatchChange | None:
@@ -82,7 +91,7 @@ def change_for_replicas(then: Batches, now: Batches) -> BatchChange | None:
     Example:
 
     >>> change_for_replicas(Batches(4, 128, None), Batches(3, 96, None))
-    BatchChange(before=128, now=96)
+    BatchChange(before=128, now=96, keeps_updates=False)
     """
     if then.replicas == now.replicas:
         return None
@@ -100,6 +109,44 @@ def change_for_replicas(then: Batches, now: Batches) -> BatchChange | None:
         )
     change = BatchChange(then.batch_size, now.batch_size)
     _check_epochs(then, now, change)
+    return change
+
+
+def change_for_updates(
+    then: Batches, now: Batches, waiting: int, num_batches: int
+) -> BatchChange | None:
+    """The change that keeps the samples of an update, by accumulating more or less.
+
+    Args:
+        then: `Batches` of the run that was interrupted.
+        now: `Batches` of the run that goes on.
+        waiting: Int, batches of then that wait for an update.
+        num_batches: Int, batches of then since its epoch began.
+
+    Returns:
+        `BatchChange`, or `None` if it is not of that kind.
+
+    Raises:
+        ValueError: If what waits cannot be carried over.
+
+    Example:
+
+    >>> change_for_updates(Batches(4, 128, None, 1), Batches(2, 64, None, 2), 0, 9)
+    BatchChange(before=128, now=64, keeps_updates=True)
+    """
+    if None in (then.batch_size, now.batch_size) or then.batch_size == now.batch_size:
+        return None
+    assert then.batch_size is not None
+    assert now.batch_size is not None
+    if then.batch_size * then.accumulated != now.batch_size * now.accumulated:
+        return None
+    change = BatchChange(then.batch_size, now.batch_size, keeps_updates=True)
+    _check_epochs(then, now, change)
+    if waiting > num_batches and not change.can_carry(waiting):
+        raise ValueError(
+            f"{waiting} batches of {change.before} samples wait in it for an update, "
+            f"from the epoch before too, and cannot be made of batches of {change.now}"
+        )
     return change
 
 

@@ -13,7 +13,7 @@ import keras
 
 from tfdp import _compat, checkpoint, trainer
 from tfdp.backups import Backups, WrongBackup
-from tfdp.batch_change import BatchChange, Batches, change_for_replicas
+from tfdp.batch_change import BatchChange
 from tfdp.callback_state import (
     decoded,
     empty_arrays,
@@ -21,21 +21,17 @@ from tfdp.callback_state import (
     set_states,
     states_of,
 )
-from tfdp.callbacks import rates
+from tfdp.callbacks.run_batches import RunBatches
 from tfdp.checkpoint_index import Index
 from tfdp.checkpoint_reading import check_model
 from tfdp.data_position import Position
 from tfdp.optimizer_arguments import check_strategy
 from tfdp.preemption import PREEMPTED, Notice, Watch
 from tfdp.random_state import random_states, set_random_states
-from tfdp.replica_state import replicas_of
 from tfdp.run_state import RunState, Wanted
-from tfdp.traits import innermost
 
 # Of what a backup holds beside tensors; a newer tfdp may know more.
 _FORMAT = 1
-# Of the identity of a run, what may change with the number of replicas.
-_OF_BATCHES = ("batch_size", "steps_per_epoch")
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -130,6 +126,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         """Looks for a backup; one from between two epochs is loaded."""
         self._agreement = checkpoint.agreement_of(self.model)
         self._backups = Backups(self.directory, self.keep, self._agreement)
+        self._batches = RunBatches(self.model, self._position, self.batch)
         self._notice = Notice()
         self._watch = Watch(self._notice, self._agreement)
         self._epoch, self._last_batch, self._total = 0, -1, 0
@@ -154,7 +151,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         index, wanted = self._resumed
         self._resumed = None
         self._load(index, wanted)
-        self._begin, batches = self._place_of(index.run)
+        self._begin, batches = self._batches.place_of(index.run, self._change)
         self._last_batch = batches - 1
         self._position.go_to(self._begin, batches)
         self._position.last_logs = decoded(index.run["logs"])
@@ -198,7 +195,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         state = RunState(self.model, arrays)
         run = {
             "format": _FORMAT,
-            "identity": self._identity(),
+            **self._batches.facts(epoch),
             "facts": state.facts(),
             "epoch": epoch,
             "batches": batches,
@@ -207,7 +204,6 @@ class BackupAndRestore(keras.callbacks.Callback):
             "logs": encoded(logs or {}),
             "callbacks": states,
             "random": self._random_states(),
-            "rates": rates.factors_of(self.model),
             "data": self._begin if batches else self._position.snapshot(),
         }
         tensors = state.to_save(in_epoch=batches > 0)
@@ -245,14 +241,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             raise WrongBackup(
                 f"it was made by tfdp {made_by}, which is newer than this"
             )
-        change = self._change_since(run)
-        for name, now in self._identity().items():
-            then = run["identity"].get(name)
-            if then != now and not (change and name in _OF_BATCHES):
-                raise WrongBackup(
-                    f"it is of another run, in which `{name}` was {then!r} and not "
-                    f"{now!r}"
-                )
+        change = self._batches.change_since(run)
         in_epoch = run["batches"] > 0 and self._difference_to(run, change) is None
         try:
             state = RunState(self.model, empty_arrays(run["callbacks"]))
@@ -263,17 +252,18 @@ class BackupAndRestore(keras.callbacks.Callback):
         return wanted
 
     def _go_back_to(self, index: Index, wanted: Wanted) -> None:
-        run, self._change = index.run, self._change_since(index.run)
+        run, self._change = index.run, self._batches.change_since(index.run)
         difference = self._difference_to(run, self._change)
         self._total = run["steps"]
         if difference is None and run["batches"]:
             self._resumed = index, wanted
         else:
             self._load(index, wanted)
+            data, batches = self._batches.place_of(run, self._change)
             if difference is None:
-                self._position.go_to(*self._place_of(run))
+                self._position.go_to(data, batches)
             else:
-                self._position.begin_anew(self._place_of(run)[0])
+                self._position.begin_anew(data)
         if run["batches"] or self.save_freq != "epoch":
             self._warn_of(difference)
         epochs = self.params.get("epochs", run["epoch"] + 1)
@@ -289,44 +279,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         states = run["random"]
         is_own = len(states) == self._agreement.num_workers
         set_random_states(states[self._agreement.rank if is_own else 0])
-        rates.restore_factors(self.model, run.get("rates"))
-        if self._change is not None:
-            self._scale_rate(self._change, run)
-
-    def _scale_rate(self, change: BatchChange, run: dict[str, Any]) -> None:
-        """A larger batch bears a larger rate, in proportion."""
-        is_scaled = rates.scale_rates(self.model, change.ratio, run.get("rates"))
-        done = f"multiplied by {change.ratio:g}" if is_scaled else "the script's own"
-        if self._agreement.rank == 0:
-            print(
-                f"tfdp: training goes on with batches of {change.now} samples, after "
-                f"{change.before}, for as many more or fewer replicas; the learning "
-                f"rate is {done}.",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def _place_of(self, run: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """Where the data goes on: as its epoch began, and how many batches since."""
-        if self._change is None:
-            return run["data"], run["batches"]
-        return self._position.moved(run["data"], run["batches"], self._change)
-
-    def _change_since(self, run: dict[str, Any]) -> BatchChange | None:
-        """How the batch has changed with the replicas, where it may."""
-        if self.batch == "global":
-            return None
-        counts = run["facts"]["replicas"], replicas_of(self.model).count
-        both = [
-            Batches(count, identity["batch_size"], identity["steps_per_epoch"])
-            for count, identity in zip(
-                counts, (run["identity"], self._identity()), strict=True
-            )
-        ]
-        try:
-            return change_for_replicas(*both)
-        except ValueError as error:
-            raise WrongBackup(str(error)) from error
+        said = self._batches.adapt(run, self._change, wanted)
+        if said is not None and self._agreement.rank == 0:
+            print(f"tfdp: {said}", file=sys.stderr, flush=True)
 
     def _difference_to(
         self, run: dict[str, Any], change: BatchChange | None
@@ -340,13 +295,6 @@ class BackupAndRestore(keras.callbacks.Callback):
                 "that is interrupted within an epoch begins that epoch again.",
                 stacklevel=2,
             )
-
-    def _identity(self) -> dict[str, Any]:
-        """What has to be the same in the run that goes on."""
-        optimizer: Any = self.model.optimizer
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        names = [] if inner is None else [type(p).__name__ for p in innermost(inner)]
-        return {"optimizer": names, **self._position.identity()}
 
     def _build_what_is_saved(self) -> None:
         """Without a strategy Keras builds metrics and optimizer in the first step."""
