@@ -64,3 +64,23 @@ def test_a_job_whose_workers_are_killed_ends_with_the_same_bits(tmp_path: Path):
     assert killed.hash == undisturbed.hash
     repeated = figures_of(killed.attempts, killed.kills).repeated
     assert all(0 <= steps <= storm.save_freq for steps in repeated)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.usefixtures("full")
+def test_a_job_that_goes_on_with_fewer_workers_and_grows_has_the_same_losses(
+    tmp_path: Path,
+):
+    same = {"epochs": 10, "steps_per_epoch": 60, "dropout": 0.0}
+    times = {"every": (25.0, 30.0), "most_kills": 3, "step_seconds": 0.1}
+    options = ("--min-workers", "2", "--grow-after", "15")
+    storm = Plan(3, save_freq=10, options=options, kills_again=True, **same, **times)
+    killed = run(storm, tmp_path / "storm")
+    undisturbed = run(Plan(1, **same), tmp_path / "calm")
+    assert killed.code == undisturbed.code == 0, killed.output + undisturbed.output
+    sizes = [attempt.num_workers for attempt in killed.attempts]
+    assert " growth: " in killed.history, killed.history
+    assert {2, 3} <= set(sizes)
+    # Rounding that grows for 300 updates; one device is the judge.
+    assert killed.losses == pytest.approx(undisturbed.losses, rel=1e-3)

@@ -158,7 +158,8 @@ def _kill_again_and_again(plan: Plan, launcher: subprocess.Popen) -> list[Kill]:
         if not workers:
             continue
         rank = draw.choice(sorted(workers))
-        if plan.kills_again and len(kills) % 3 == 2:
+        is_again = plan.kills_again and len(kills) % 3 == 2
+        if is_again and kills[-1].rank in workers:
             rank = kills[-1].rank
         with contextlib.suppress(psutil.Error):
             workers[rank].kill()
