@@ -160,7 +160,7 @@ def test_worker_that_never_starts_is_named_by_all_the_others(action: Callable):
         assert len(re.findall(r"worker \d \(", text)) == 1, "only the silent one"
 
 
-def test_worker_that_never_starts_ends_the_script_of_the_others():
+def test_worker_that_never_starts_ends_the_script_of_the_others(full):
     script = (
         "import tfdp\n"
         f"tfdp.auto_strategy(communication=tfdp.CommunicationOptions("
@@ -220,6 +220,7 @@ def test_workers_with_different_numbers_of_devices_are_refused_by_all():
         ("bucket_mb", (25.0, 8.0)),
         ("algorithm", ("ring", "hierarchical")),
         ("compression", ("bf16", None)),
+        ("uneven", ("join", "stop")),
     ],
 )
 def test_workers_that_disagree_on_options_are_refused_by_all(option: str, values):
@@ -347,7 +348,8 @@ def test_nccl_without_gpus_is_refused_by_every_worker():
 
 
 @pytest.mark.parametrize(
-    "options", [{"bucket_mb": 0}, {"algorithm": "star"}, {"backend": "mpi"}]
+    "options",
+    [{"bucket_mb": 0}, {"algorithm": "star"}, {"backend": "mpi"}, {"uneven": "pad"}],
 )
 def test_wrong_options_are_refused_by_every_worker(options: dict):
     for text in refused(

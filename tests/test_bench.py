@@ -356,7 +356,7 @@ def test_collectives_between_two_workers_are_right_and_all_is_written(tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_comparison_goes_on_without_torch_and_says_how_to_get_it(tmp_path):
+def test_a_comparison_goes_on_without_torch_and_says_how_to_get_it(full, tmp_path):
     output, content = run_bench(
         *(tmp_path, "compare", "-n", "2", "--models", "0.05", "--blocks", "2"),
         *("--torch-python", str(tmp_path / "python")),

@@ -46,6 +46,8 @@ class Own(keras.Model):
 own = Own()
 own.build((None, 3))
 own.save(folder / "own.keras")
+code = keras.Sequential([keras.Input((3,)), keras.layers.Lambda(lambda x: x + 1)])
+code.save(folder / "code.keras")
 (folder / "text.keras").write_text("no model")
 zipfile.ZipFile(folder / "zip.keras", "w").writestr("config.json", "{}")
 """
@@ -153,6 +155,7 @@ def test_the_table_says_what_it_predicts_and_what_it_assumes(models):
         ("text.keras", "The file is not a saved Keras model"),
         ("zip.keras", "Keras cannot load the model ("),
         ("own.keras", "(Could not locate class 'Own'); for one with classes of its"),
+        ("code.keras", "`Lambda` layer whose `function` is a Python lambda)"),
         ("nothing.keras", "The model has no variables to train."),
     ],
 )

@@ -14,6 +14,7 @@ CASE_MODULES = (
     "randomness",
     "inputs",
     "batches",
+    "uneven",
     "steps",
     "loops",
     "metrics",

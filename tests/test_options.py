@@ -28,11 +28,12 @@ def test_timeout_that_is_no_positive_number_is_refused(value: object):
 
 
 @pytest.mark.parametrize("value", ["star", "", "Ring", None, 1, ["ring"]])
-@pytest.mark.parametrize("name", ["algorithm", "backend"])
+@pytest.mark.parametrize("name", ["algorithm", "backend", "uneven"])
 def test_unknown_name_is_refused_and_the_known_ones_listed(name: str, value: object):
     with pytest.raises(ValueError, match="must be one of") as caught:
         CommunicationOptions(**{name: value})
-    assert '"ring"' in str(caught.value)
+    known = '"join", "stop"' if name == "uneven" else '"ring"'
+    assert known in str(caught.value)
     assert str(caught.value).endswith(f"Received: {name}={value!r}")
 
 
@@ -99,6 +100,7 @@ def test_defaults_are_those_that_are_documented():
         "nodes": None,
         "links": None,
         "timeout_seconds": None,
+        "uneven": "join",
     }
 
 

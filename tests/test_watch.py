@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import pathlib
 import threading
 
 import pytest
+import tensorflow as tf
 
+from tfdp import _compat
 from tfdp.cluster import Answer, free_ports, knock
 from tfdp.places import Here, Place
 from tfdp.watch import sightings as module
@@ -247,3 +251,12 @@ def test_a_closed_port_refuses_and_an_unknown_host_does_not_answer():
     (port,) = free_ports(1)
     assert knock(f"127.0.0.1:{port}", 1.0) is Answer.REFUSED
     assert knock("host.invalid:1", 0.5) is Answer.NONE
+
+
+def test_a_process_that_ends_itself_leaves_no_generated_file():
+    converted = tf.autograph.to_graph(lambda x: x + 1)
+    path = pathlib.Path(inspect.getfile(converted))
+    assert path.exists()
+    _compat.remove_generated_files()
+    assert not path.exists()
+    _compat.remove_generated_files()  # what is gone is no error

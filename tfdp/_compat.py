@@ -7,9 +7,11 @@ Each name says why it is needed. Checked on TensorFlow 2.21.0 with Keras
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 import random
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -272,6 +274,17 @@ def abort_collectives(text: str) -> None:
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, text)
 
 
+def remove_generated_files() -> None:
+    """Removes the files of AutoGraph, as TensorFlow does when a process ends by itself.
+
+    Their names are those of `tensorflow.python.autograph.pyct.loader.load_source`.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("__autograph_generated_file"):
+            with contextlib.suppress(OSError, TypeError):
+                os.unlink(module.__file__ or "")
+
+
 def random_state() -> str:
     """The state from which TensorFlow's unseeded operations take their seeds."""
     rng = getattr(context.context(), "_rng", None)  # set by set_random_seed
@@ -386,6 +399,57 @@ def without_partial_batches(dataset: Any) -> Any:
     return dataset
 
 
+def asks_for_more(dataset: Any) -> bool:
+    """Whether workers ask each other for more data, in a dataset of TensorFlow's."""
+    return dataset._enable_get_next_as_optional
+
+
+def that_asks(dataset: Any) -> Any:
+    """A copy of a distributed dataset of TensorFlow's whose workers ask for more data.
+
+    A worker with an endless dataset does not ask, while one whose data ends does.
+    """
+    changed = copy.copy(dataset)
+    changed._enable_get_next_as_optional = True
+    changed._cardinality = tf.data.UNKNOWN_CARDINALITY
+    return changed
+
+
+def strategy_of_iterator(iterator: Any) -> Any:
+    """The strategy of a distributed iterator of TensorFlow's."""
+    return iterator._strategy
+
+
+def optionals_of_replicas(iterator: Any) -> list[list]:
+    """The next element of each local replica, or none, without asking other workers.
+
+    Returns:
+        List of lists of optionals, one list for each device that reads.
+    """
+    devices = iterator._input_workers.worker_devices
+    found = []
+    for device, local in zip(devices, iterator._iterators, strict=True):
+        with ops.device(device):
+            found.append(local.get_next_as_optional_list())
+    return found
+
+
+def any_has_value(optionals: list[list]) -> tf.Tensor:
+    """Whether one of the optionals of `optionals_of_replicas` has a value."""
+    with ops.device("/device:CPU:0"):
+        flat = [part.has_value() for parts in optionals for part in parts]
+        return tf.reduce_any(tf.stack(flat))
+
+
+def values_or_empty(iterator: Any, optionals: list[list]) -> Any:
+    """The values of `optionals_of_replicas` as one batch, empty where there is none."""
+    workers = iterator._input_workers
+    found = input_lib._get_value_or_dummy(workers, optionals, produce_dummy=True)
+    if getattr(iterator, "_replica_order", None) is not None:
+        found = iterator._reorder_replicas(found)
+    return input_lib._create_per_replica(found, iterator._strategy)
+
+
 def select_replica(replica: int, structure: Any) -> Any:
     """What one local replica gets of a nest of distributed values."""
     return distribute_utils.select_replica(replica, structure)
@@ -423,6 +487,11 @@ def local_element_spec(dataset: Any) -> Any:
 def distributed_dataset(epoch_iterator: Any) -> Any:
     """The distributed dataset behind one of Keras's epoch iterators."""
     return epoch_iterator._distributed_dataset
+
+
+def set_distributed_dataset(epoch_iterator: Any, dataset: Any) -> None:
+    """Lets an epoch iterator of Keras read another distributed dataset."""
+    epoch_iterator._distributed_dataset = dataset
 
 
 def holds_arrays(adapter: Any) -> bool:

@@ -24,6 +24,11 @@ _WARN_AFTER_SECONDS = 10.0
 # How often a wait looks whether the other worker is still there, at first and later.
 _CHECK_SECONDS, _CHECK_AT_LEAST_SECONDS = 1.0, 3.0
 _PARTING_SECONDS = 5.0
+# Long enough for a worker on a machine that does many other things.
+_READING_SECONDS = 30.0
+# The first worker waits for the others as long, and may have come later: who waits for
+# its answer hears from it who is missing, and does not take it for the missing one.
+_ANSWER_SECONDS = 5.0
 _instances = itertools.count()
 
 
@@ -94,7 +99,8 @@ class Agreement:
             self._last_call = call
         else:
             _compat.set_key_value(f"{call}/{self.rank}", message)
-            answer = self._wait(f"{call}/all", topic, 0, limit)
+            patience = limit and limit + _ANSWER_SECONDS
+            answer = self._wait(f"{call}/all", topic, 0, patience)
             _compat.set_key_value(f"{call}/seen/{self.rank}", "")
         return self._texts(topic, json.loads(answer))
 
@@ -134,11 +140,12 @@ class Agreement:
         """Lets the others read the last answer before the store ends with us."""
         if self._last_call is None:
             return
-        end = time.monotonic() + _PARTING_SECONDS
+        end = time.monotonic() + _READING_SECONDS
+        # Who is lost reads nothing: the wait ends with an error.
         with contextlib.suppress(Exception):
             for rank in range(1, self.num_workers):
                 left = max(end - time.monotonic(), 0.01)
-                _compat.get_key_value(f"{self._last_call}/seen/{rank}", left)
+                self._wait(f"{self._last_call}/seen/{rank}", "the end", rank, left)
 
     def _wait(self, key: str, topic: str, rank: int, limit: float | None) -> str:
         begin = time.monotonic()

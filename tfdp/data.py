@@ -16,8 +16,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp import _compat
-from tfdp.iterators import ShareDataset
+from tfdp import _compat, loops
+from tfdp.iterators import Reading, ShareDataset
 from tfdp.rows import rows_of_ranks, shares_of_ranks
 
 _POLICY = tf.data.experimental.AutoShardPolicy
@@ -51,7 +51,7 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
         _check_workers_read_alike(extended.agreement, dataset)
     first = extended.first_rank
     ranks = list(range(first, first + extended.num_local))
-    asks = _lengths_differ(extended.agreement, dataset)
+    asks = _lengths_differ(strategy, dataset)
     return _of_shares(strategy, dataset, ranks, options, asks=asks)
 
 
@@ -64,7 +64,7 @@ def _of_shares(
     if on_cpus and options is None:
         shares = shares_of_ranks(dataset, ranks, num_replicas)
         shares = shares.prefetch(_PREFETCHED_STEPS)
-        return ShareDataset(shares, strategy, asks)
+        return ShareDataset(shares, strategy, Reading(asks))
     local = rows_of_ranks(dataset, ranks, num_replicas)
     distributed = strategy.distribute_datasets_from_function(lambda _: local, options)
     return distributed if asks else _compat.without_partial_batches(distributed)
@@ -132,13 +132,25 @@ def _check_workers_read_alike(agreement: Any, dataset: tf.data.Dataset) -> None:
         )
 
 
-def _lengths_differ(agreement: Any, dataset: Any) -> bool:
+def ends_with_the_first(strategy: Any) -> bool:
+    """Whether the data that is asked for ends for all when one worker's does.
+
+    Only that which a `fit` trains on: all other samples count, each by itself.
+    """
+    loop = loops.current()
+    is_for_training = loop is not None and loop.awaits_training_data
+    return is_for_training and strategy.extended.options.uneven == "stop"
+
+
+def _lengths_differ(strategy: Any, dataset: Any) -> bool:
     """Whether some workers may run out of data before others."""
+    agreement = strategy.extended.agreement
     if agreement.num_workers == 1:
         return False
     length = int(dataset.cardinality().numpy())
     same, texts = agreement.same("a dataset's length", str(length))
-    if not same:
+    # What is left out when all end together is said where it is known.
+    if not same and not ends_with_the_first(strategy):
         lengths = ", ".join(f"{text} on worker {r}" for r, text in enumerate(texts))
         warnings.warn(
             "Workers have datasets of different length; each should read the same "
@@ -149,13 +161,28 @@ def _lengths_differ(agreement: Any, dataset: Any) -> bool:
     return not same or length == tf.data.UNKNOWN_CARDINALITY
 
 
-def steps_per_batch(strategy: Any, dataset: Any) -> int:
-    """Steps that one batch of a dataset makes, see `AutoShardPolicy.OFF`."""
-    num_workers = strategy.extended.agreement.num_workers
-    if num_workers == 1 or not isinstance(dataset, tf.data.Dataset):
-        return 1
-    policy = dataset.options().experimental_distribute.auto_shard_policy
-    return num_workers if policy == _POLICY.OFF else 1
+def steps_per_batch(strategy: Any, source: Any) -> float:
+    """Steps for which one batch lasts of what several workers read.
+
+    With `AutoShardPolicy.OFF` more than one. Of what a user distributed by a function
+    each replica is given a batch.
+    """
+    if isinstance(source, tf.data.Dataset):
+        policy = source.options().experimental_distribute.auto_shard_policy
+        num_workers = strategy.extended.agreement.num_workers
+        return num_workers if policy == _POLICY.OFF else 1
+    by_replica = isinstance(source, _compat.DistributedDatasetsFromFunction)
+    if by_replica and not isinstance(source, ShareDataset):
+        return 1 / strategy.extended.num_local
+    return 1
+
+
+def is_endless(source: Any) -> bool:
+    """Whether what Keras reads is a dataset that never ends."""
+    cardinality = getattr(source, "cardinality", None)
+    if callable(cardinality):
+        cardinality = cardinality()
+    return cardinality is not None and int(cardinality) == tf.data.INFINITE_CARDINALITY
 
 
 def _distribute_own_shards(

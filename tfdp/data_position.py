@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.agreement import Agreement
 from tfdp.batch_change import BatchChange, moved
 from tfdp.repeatable import batch_dependence_of, difficulty_of, draws_at_the_start
 
@@ -30,11 +32,14 @@ class Position:
         after: `contextlib.ExitStack`, closed when `fit` ends, however it ends.
         last_logs: Dict or `None`, the logs of the last batch before the run was
             interrupted, while the epoch it was in goes on.
+        difficulty: String or `None`, what keeps the position from being restored.
     """
 
     def __init__(self) -> None:
         self.after = contextlib.ExitStack()
         self.last_logs: dict[str, Any] | None = None
+        self.difficulty: str | None = None
+        self._dependence: str | None = None
         self.iterator: Any = None
         self._make: Callable = iter
         self._order: SeededOrder | None = None
@@ -43,29 +48,48 @@ class Position:
         self._skipped = 0
         self._chosen_seed: int | None = None
 
-    def attach(self, iterator: Any, chosen_seed: int | None = None) -> None:
+    def attach(
+        self,
+        iterator: Any,
+        chosen_seed: int | None = None,
+        agreement: Agreement | None = None,
+    ) -> None:
         """Begins to count what an epoch iterator of Keras gives.
 
         Args:
             iterator: `TFEpochIterator`, not begun yet.
             chosen_seed: Int, the global seed that workers took for want of one of the
                 user's, another one in each run; or `None`. Defaults to `None`.
+            agreement: `Agreement` between workers, each of which may read data of its
+                own, or `None` for one worker. Defaults to `None`.
         """
         self.iterator = iterator
         self._chosen_seed = chosen_seed
         self._make = _compat.dataset_maker(iterator)
         self._order = self._make if isinstance(self._make, SeededOrder) else None
         _compat.set_dataset_of_epoch(iterator, self._counted)
-        self._description = self._describe()
+        facts = {
+            "description": self._describe(),
+            "difficulty": self._own_difficulty(),
+            "dependence": self._own_dependence(),
+            "batch size": self._batch_size(),
+        }
+        told = [json.dumps(facts)]
+        if agreement is not None:
+            told = agreement.exchange("the position in the data", told[0])
+        of_all = [json.loads(text) for text in told]
+        self._descriptions = [item["description"] for item in of_all]
+        # What is difficult for one worker has to be given up by all.
+        self.difficulty = _first(item["difficulty"] for item in of_all)
+        self._dependence = _first(item["dependence"] for item in of_all)
+        self._first_batch_size = of_all[0]["batch size"]
 
     @property
     def dataset(self) -> Any:
         """What Keras iterates over in an epoch, a distributed dataset."""
         return _compat.distributed_dataset(self.iterator)
 
-    @property
-    def difficulty(self) -> str | None:
-        """What keeps the position from being restored, or `None`."""
+    def _own_difficulty(self) -> str | None:
         adapter = self.iterator.data_adapter
         source = _compat.source_of(adapter)
         shuffles = getattr(adapter, "_shuffle", getattr(adapter, "shuffle", False))
@@ -78,17 +102,19 @@ class Position:
 
     def identity(self) -> dict[str, Any]:
         """What has to be the same in the run that is resumed, by argument of `fit`."""
-        dataset = _compat.source_of(self.iterator.data_adapter)
-        is_dataset = isinstance(dataset, tf.data.Dataset)
-        batch_size = getattr(self.iterator.data_adapter, "batch_size", None)
-        if batch_size is None and is_dataset:
-            found = _compat.dataset_batch_size(dataset)
-            batch_size = found if found > 0 else None
         return {
-            "batch_size": batch_size,
+            "batch_size": self._first_batch_size,
             "steps_per_epoch": self.iterator.steps_per_epoch,
             "steps_per_execution": self.iterator.steps_per_execution,
         }
+
+    def _batch_size(self) -> int | None:
+        dataset = _compat.source_of(self.iterator.data_adapter)
+        batch_size = getattr(self.iterator.data_adapter, "batch_size", None)
+        if batch_size is None and isinstance(dataset, tf.data.Dataset):
+            found = _compat.dataset_batch_size(dataset)
+            batch_size = found if found > 0 else None
+        return batch_size
 
     def snapshot(self) -> dict[str, Any]:
         """Where the data stands between two epochs, as JSON can hold it."""
@@ -96,7 +122,7 @@ class Position:
             **_compat.epoch_progress(self.iterator),
             "taken": list(self._taken),
             "order": None if self._order is None else self._order.first,
-            "description": self._description,
+            "description": _one_if_alike(self._descriptions),
         }
 
     def difference_to(
@@ -109,16 +135,12 @@ class Position:
             change: `BatchChange`, if batches have another size now. Defaults to
                 `None`.
         """
-        for name, value in snapshot["description"].items():
-            now = self._description.get(name)
-            is_alike = now == value
-            if change is not None and name == _NUM_BATCHES:
-                is_alike = change.fits(value, now)
-            if not is_alike:
-                return f"{name} was {value} and is {now}"
+        difference = _difference(snapshot["description"], self._descriptions, change)
+        if difference is not None:
+            return difference
         if (snapshot["order"] is None) != (self._order is None):
             return "arrays are shuffled with another seed"
-        return self.difficulty or (None if change is None else self._dependence())
+        return self.difficulty or (None if change is None else self._dependence)
 
     def moved(
         self, snapshot: dict[str, Any], num_batches: int, change: BatchChange
@@ -132,7 +154,7 @@ class Position:
             group=self.iterator.steps_per_execution,
         )
 
-    def _dependence(self) -> str | None:
+    def _own_dependence(self) -> str | None:
         """Why the order of the samples is another one with other batches."""
         adapter = self.iterator.data_adapter
         if self.iterator.steps_per_epoch and adapter.num_batches is not None:
@@ -267,6 +289,33 @@ def enumerate_batches(original: Callable, iterator: Any) -> Iterator:
     if position is None or position.iterator is not iterator:
         return batches
     return position.enumerate(batches)
+
+
+def _one_if_alike(descriptions: list[dict]) -> Any:
+    """What workers read: a dict, or a list of dicts if they read different data."""
+    alike = all(other == descriptions[0] for other in descriptions)
+    return descriptions[0] if alike else descriptions
+
+
+def _difference(then: Any, now: list[dict], change: BatchChange | None) -> str | None:
+    """How what workers read differs from what `_one_if_alike` returned, if it does."""
+    if isinstance(then, dict):
+        then = [then] * len(now)
+    if len(then) != len(now):
+        return f"{len(then)} workers had data of their own, and there are {len(now)}"
+    for before, after in zip(then, now, strict=True):
+        for name, value in before.items():
+            is_alike = after.get(name) == value
+            if change is not None and name == _NUM_BATCHES:
+                is_alike = change.fits(value, after.get(name))
+            if not is_alike:
+                return f"{name} was {value} and is {after.get(name)}"
+    return None
+
+
+def _first(found: Iterable[str | None]) -> str | None:
+    """The first that is there."""
+    return next((item for item in found if item is not None), None)
 
 
 def _skip(iterator: Any, count: int) -> None:

@@ -2,42 +2,56 @@
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-from tfdp import _compat, data_position
-from tfdp.data import steps_per_batch
+from tfdp import _compat, data_position, loops
+from tfdp.data import ends_with_the_first, is_endless, steps_per_batch
 from tfdp.data_position import SeededOrder
+from tfdp.end_of_data import CommonEndDataset
 from tfdp.iterators import ShareDataset
+from tfdp.lengths import ENDLESS, Length, agreed_steps, left_out
 from tfdp.ownership import is_ours
 from tfdp.places import here
 
 
 def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) -> None:
     """Makes Keras's epoch iterator, alike on all workers."""
-    original(iterator, *args, **kwargs)
     strategy: Any = kwargs.get("distribute_strategy", args[0] if args else None)
-    _agree(strategy, iterator)
+    original(iterator, *args, **kwargs)
+    if is_ours(strategy) and strategy.extended.agreement.num_workers > 1:
+        _agree(strategy, iterator, stops=ends_with_the_first(strategy))
+    loops.data_is_read()
     position = data_position.current()
     if position is not None and position.iterator is None:
         if _compat.shuffles_arrays(iterator.data_adapter) and not _has_order(iterator):
             _compat.set_dataset_of_epoch(
                 iterator, SeededOrder(_new_seed(), lambda: _dataset(strategy, iterator))
             )
-        own = getattr(strategy.extended, "chosen_seed", None)
-        position.attach(iterator, own)
+        extended = strategy.extended
+        position.attach(
+            iterator,
+            getattr(extended, "chosen_seed", None),
+            getattr(extended, "agreement", None),
+        )
 
 
-def _agree(strategy: Any, iterator: Any) -> None:
-    if is_ours(strategy) and strategy.extended.agreement.num_workers > 1:
-        adapter = iterator.data_adapter
-        alike = _agree_on_length(strategy, iterator)
-        # Of arrays all know the number of batches, though the dataset does not.
-        is_settled = alike and _compat.holds_arrays(adapter)
-        _settle(_compat.distributed_dataset(iterator), is_settled)
-        _agree_on_shuffling(strategy, iterator, is_settled)
+def _agree(strategy: Any, iterator: Any, *, stops: bool) -> None:
+    lengths = _exchange_lengths(strategy, iterator.data_adapter)
+    if stops:
+        _tell_what_is_left_out(strategy.extended, lengths)
+    _count_alike(iterator, agreed_steps(lengths, stops=stops))
+
+    def of_loop(dataset: Any) -> Any:
+        return _of_loop(dataset, lengths, stops=stops)
+
+    _compat.set_distributed_dataset(
+        iterator, of_loop(_compat.distributed_dataset(iterator))
+    )
+    _agree_on_shuffling(strategy, iterator, of_loop)
 
 
 def begin_epoch(original: Callable, iterator: Any) -> Any:
@@ -53,7 +67,7 @@ def next_step(original: Callable, iterator: Any) -> Any:
     return step
 
 
-def _agree_on_shuffling(strategy: Any, iterator: Any, is_settled: bool) -> None:
+def _agree_on_shuffling(strategy: Any, iterator: Any, of_loop: Callable) -> None:
     """Lets all workers shuffle the user's arrays alike.
 
     Workers that were seeded alike already do. Otherwise all take the first
@@ -76,7 +90,7 @@ def _agree_on_shuffling(strategy: Any, iterator: Any, is_settled: bool) -> None:
     first = int(extended.agreement.exchange("a seed", str(_new_seed()))[0])
 
     def of_epoch() -> Any:
-        return _settle(_dataset(strategy, iterator), is_settled)
+        return of_loop(_dataset(strategy, iterator))
 
     _compat.set_dataset_of_epoch(iterator, SeededOrder(first, of_epoch))
 
@@ -98,40 +112,67 @@ def _dataset(strategy: Any, iterator: Any) -> Any:
     return strategy.experimental_distribute_dataset(dataset)
 
 
-def _agree_on_length(strategy: Any, iterator: Any) -> bool:
-    """Lets every worker count the same number of steps in an epoch.
+def _exchange_lengths(strategy: Any, adapter: Any) -> list[Length]:
+    """What each worker knows of the length of its data."""
+    rows = None
+    if _compat.holds_arrays(adapter):
+        rows = int(adapter.batch_size), int(adapter.partial_batch_size or 0)
+    source = _compat.source_of(adapter)
+    steps, each = adapter.num_batches, steps_per_batch(strategy, source)
+    if steps is not None:
+        steps = math.ceil(steps * each)
+    elif is_endless(source):
+        steps = ENDLESS
+    own = Length(steps, each, rows).to_json()
+    texts = strategy.extended.agreement.exchange("the number of batches", own)
+    return [Length.from_json(text) for text in texts]
 
-    Returns:
-        Bool, whether all know the same number by themselves.
-    """
-    adapter = iterator.data_adapter
-    own = adapter.num_batches
-    factor = steps_per_batch(strategy, getattr(adapter, "_dataset", None))
-    texts = strategy.extended.agreement.exchange(
-        "the number of batches", "" if own is None else str(own * factor)
+
+def _tell_what_is_left_out(extended: Any, lengths: list[Length]) -> None:
+    """Warns of batches that are left out, the first time."""
+    missed = left_out(lengths)
+    if not missed:
+        return
+    given = ", ".join(f"{length} on worker {r}" for r, length in enumerate(lengths))
+    if given in extended.told_of_lengths:
+        return
+    extended.told_of_lengths.add(given)
+    warnings.warn(
+        f'Workers have different numbers of batches: {given}. With `uneven="stop"` '
+        "each pass of `fit` over the data ends for all of them with the shortest. "
+        f"Left out are {missed}.",
+        stacklevel=2,
     )
-    unknown = "" in texts
-    if len(set(texts)) == 1 and factor == 1:
-        return not unknown
-    agreed = None if unknown else max(int(text) for text in texts)
-    iterator.data_adapter = _WithLength(adapter, agreed)
-    iterator.reset()
-    return False
 
 
-def _settle(dataset: Any, is_settled: bool) -> Any:
-    """Lets each batch tell the rows of its global batch, and asks nobody for more.
+def _count_alike(iterator: Any, steps: int | None) -> None:
+    """Lets every worker count the same number of steps in an epoch."""
+    adapter = iterator.data_adapter
+    if adapter.num_batches != steps:
+        iterator.data_adapter = _WithLength(adapter, steps)
+        iterator.reset()
+
+
+def _of_loop(dataset: Any, lengths: list[Length], *, stops: bool) -> Any:
+    """The data of a loop, which ends for all workers at the same step.
 
     Args:
         dataset: A distributed dataset.
-        is_settled: Bool, whether all workers have equally many batches for sure.
+        lengths: List of `Length`, of all workers.
+        stops: Bool, whether the end of one worker's data is that of all.
 
     Returns:
-        The same dataset.
+        A distributed dataset.
     """
+    # Of arrays all know how many rows there are, though the dataset does not.
+    is_settled = len(set(lengths)) == 1 and lengths[0].rows is not None
     if isinstance(dataset, ShareDataset):
-        dataset.counts = True
-        dataset.asks = dataset.asks and not is_settled
+        return dataset.for_loop(is_settled=is_settled, stops=stops)
+    num_endless = sum(length.is_endless for length in lengths)
+    if 0 < num_endless < len(lengths):
+        dataset = _compat.that_asks(dataset)
+    if stops and not is_settled and _compat.asks_for_more(dataset):
+        return CommonEndDataset(dataset)
     return dataset
 
 

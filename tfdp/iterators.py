@@ -9,15 +9,32 @@ copies ahead of the step.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.collectives import all_reduce
+from tfdp.end_of_data import goes_on, raise_end
 from tfdp.shares import CountedBatch
 
 _strategies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+
+class Reading(NamedTuple):
+    """How a `ShareDataset` is read, alike on all workers.
+
+    Args:
+        asks: Bool, whether workers may run out of data at different steps, so that
+            they have to ask each other at each.
+        counts: Bool, whether an element is a `CountedBatch`: for Keras's loops,
+            which hand a batch to `strategy.run` unopened. Defaults to `False`.
+        stops: Bool, whether the end of one worker's data is that of all, and not
+            the end of the longest. Defaults to `False`.
+    """
+
+    asks: bool
+    counts: bool = False
+    stops: bool = False
 
 
 class ShareDataset(_compat.DistributedDatasetsFromFunction):
@@ -29,19 +46,29 @@ class ShareDataset(_compat.DistributedDatasetsFromFunction):
         dataset: `tf.data.Dataset`, each element a tuple of the local shares and
             the rows of their global batch.
         strategy: A tfdp strategy.
-        asks: Bool, whether workers may run out of data at different steps, so
-            that they have to ask each other at each.
+        reading: `Reading`.
     """
 
-    def __init__(self, dataset: tf.data.Dataset, strategy: Any, asks: bool) -> None:
+    def __init__(
+        self, dataset: tf.data.Dataset, strategy: Any, reading: Reading
+    ) -> None:
         self.dataset = dataset
         self.strategy = strategy
-        self.asks = asks
-        # Set for Keras's loops, which hand a batch to `strategy.run` unopened.
-        self.counts = False
+        self.reading = reading
 
     def __iter__(self) -> ShareIterator:
-        return ShareIterator(iter(self.dataset), self.strategy, self.asks, self.counts)
+        return ShareIterator(iter(self.dataset), self.strategy, self.reading)
+
+    def for_loop(self, *, is_settled: bool, stops: bool) -> ShareDataset:
+        """The same shares for a loop of Keras.
+
+        Args:
+            is_settled: Bool, whether all workers have equally many rows for sure.
+            stops: Bool, see `Reading`.
+        """
+        asks = self.reading.asks and not is_settled
+        reading = Reading(asks, counts=True, stops=stops)
+        return ShareDataset(self.dataset, self.strategy, reading)
 
     @property
     def element_spec(self) -> Any:
@@ -69,17 +96,13 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
     Args:
         iterator: `tf.data.Iterator` over elements of a `ShareDataset`.
         strategy: A tfdp strategy.
-        asks: Bool, see `ShareDataset`.
-        counts: Bool, whether an element is a `CountedBatch`.
+        reading: `Reading`.
     """
 
-    def __init__(
-        self, iterator: Any, strategy: Any, asks: bool, counts: bool = False
-    ) -> None:
+    def __init__(self, iterator: Any, strategy: Any, reading: Reading) -> None:
         self._iterator = iterator
         self.strategy = strategy
-        self.asks = asks
-        self.counts = counts
+        self.reading = reading
 
     @property
     def element_spec(self) -> Any:
@@ -97,31 +120,29 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
 
     def get_next(self) -> Any:
         """The next shares; raises `tf.errors.OutOfRangeError` at the end."""
-        if not self.asks:
+        if not self.reading.asks:
             parts, num_rows = self._iterator.get_next()
             batch = _compat.per_replica(list(parts))
-            return CountedBatch(batch, num_rows) if self.counts else batch
+            return CountedBatch(batch, num_rows) if self.reading.counts else batch
         optional = self._iterator.get_next_as_optional()
 
         def value_or_empty() -> Any:
             return tf.cond(optional.has_value(), optional.get_value, self._empty)
 
-        # Asking the local iterator once more raises the error of its end. Workers
-        # that run out of data alone know the rows of no common batch.
-        parts, _ = tf.cond(
-            self._anybody_has(optional), value_or_empty, self._iterator.get_next
-        )
+        # Workers that run out of data alone know the rows of no common batch.
+        parts, _ = tf.cond(self._goes_on(optional), value_or_empty, self._end)
         return _compat.per_replica(list(parts))
 
     def get_next_as_optional(self) -> Any:
         """The next shares, or an empty optional at the end."""
         optional = self._iterator.get_next_as_optional()
-        has_value = self._anybody_has(optional) if self.asks else optional.has_value()
+        asks = self.reading.asks
+        has_value = self._goes_on(optional) if asks else optional.has_value()
 
         def value() -> Any:
             parts, _ = (
                 tf.cond(optional.has_value(), optional.get_value, self._empty)
-                if self.asks
+                if asks
                 else optional.get_value()
             )
             return tf.experimental.Optional.from_value(_compat.per_replica(list(parts)))
@@ -131,11 +152,12 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
 
         return tf.cond(has_value, value, nothing)
 
-    def _anybody_has(self, optional: Any) -> tf.Tensor:
-        group = self.strategy.extended.host_group
-        with tf.device(group.devices[0]):
-            own = tf.cast(optional.has_value(), tf.int32)[tf.newaxis]
-            return all_reduce(own, group, 0)[0] > 0
+    def _goes_on(self, optional: Any) -> tf.Tensor:
+        return goes_on(self.strategy, optional.has_value(), stops=self.reading.stops)
+
+    def _end(self) -> Any:
+        with tf.control_dependencies([raise_end(self.strategy)]):
+            return self._empty()
 
     def _empty(self) -> Any:
         return tf.nest.map_structure(_no_rows, self._iterator.element_spec)
@@ -153,16 +175,15 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
 class _ShareSpec(tf.TypeSpec):
     """Lets a dataset of shares or its iterator be an argument of `tf.function`."""
 
-    __slots__ = ("_asks", "_counts", "_inner", "_strategy_id")
+    __slots__ = ("_inner", "_reading", "_strategy_id")
 
-    def __init__(self, inner: Any, strategy_id: int, asks: bool, counts: bool) -> None:
+    def __init__(self, inner: Any, strategy_id: int, reading: tuple) -> None:
         self._inner = inner
         self._strategy_id = strategy_id
-        self._asks = asks
-        self._counts = counts
+        self._reading = tuple(reading)
 
     def _serialize(self) -> tuple:
-        return (self._inner, self._strategy_id, self._asks, self._counts)
+        return (self._inner, self._strategy_id, self._reading)
 
     @property
     def _component_specs(self) -> Any:
@@ -173,9 +194,7 @@ class _ShareSpec(tf.TypeSpec):
 
     def _from_components(self, components: Any) -> Any:
         strategy = _strategies[self._strategy_id]
-        value = self.value_type(components, strategy, self._asks)
-        value.counts = self._counts
-        return value
+        return self.value_type(components, strategy, Reading(*self._reading))
 
 
 class ShareDatasetSpec(_ShareSpec):
@@ -202,7 +221,7 @@ def _spec_of(kind: type, value: Any) -> Any:
     # A spec is compared by plain values, so the strategy stands in a table.
     _strategies[id(value.strategy)] = value.strategy
     inner = _compat.type_spec_of(value.components)
-    return kind(inner, id(value.strategy), value.asks, value.counts)
+    return kind(inner, id(value.strategy), value.reading)
 
 
 def _per_replica_spec(specs: tuple) -> Any:

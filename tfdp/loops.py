@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Loop:
     """A loop of Keras that is under way.
 
@@ -16,10 +16,13 @@ class Loop:
         model: The Keras model.
         whole_batches: Bool, whether the loop is given global batches, as
             `train_on_batch` is, and not shares that are split already.
+        awaits_training_data: Bool, whether the next data that it reads is for
+            training: a `fit` reads that first, and may validate later.
     """
 
     model: Any
     whole_batches: bool
+    awaits_training_data: bool = False
 
 
 _loops: list[Loop] = []
@@ -30,20 +33,29 @@ def current() -> Loop | None:
     return _loops[-1] if _loops else None
 
 
+def data_is_read() -> None:
+    """Notes that a loop has been given data, a `fit` that which it trains on."""
+    for loop in _loops[-1:]:
+        loop.awaits_training_data = False
+
+
 def is_nested() -> bool:
     """Whether a callback of one loop runs another one."""
     return len(_loops) > 1
 
 
 @contextlib.contextmanager
-def looping(model: Any, *, whole_batches: bool = False) -> Iterator[None]:
+def looping(
+    model: Any, *, whole_batches: bool = False, is_fit: bool = False
+) -> Iterator[None]:
     """While a loop runs.
 
     Args:
         model: The Keras model.
         whole_batches: Bool, see `Loop`. Defaults to `False`.
+        is_fit: Bool, whether it is a `fit`. Defaults to `False`.
     """
-    _loops.append(Loop(model, whole_batches))
+    _loops.append(Loop(model, whole_batches, awaits_training_data=is_fit))
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ from tfdp.links import Links
 FLAT_ALGORITHMS = ("ring", "tree", "halving_doubling")
 ALGORITHMS = ("auto", *FLAT_ALGORITHMS, "hierarchical")
 BACKENDS = ("auto", "nccl", "ring")
+UNEVEN = ("join", "stop")
 WIRE_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 _LEVELS = ("inner", "outer")
 
@@ -57,6 +58,13 @@ class CommunicationOptions:
             not come, and for a sign of life of one that stands still. `None`
             waits for ever and warns, and 60 seconds for a sign of life.
             Defaults to `None`.
+        uneven: String, what `fit` does where some workers have more batches than
+            others. `"join"`: an epoch goes on until the last worker is through;
+            those without data add nothing, and every sample counts alike.
+            `"stop"`: it ends for all workers as soon as one has no batch left, and
+            what the others still have is left out. Validation, `evaluate`,
+            `predict` and loops of your own always go on to the end, since there
+            every sample counts. Defaults to `"join"`.
 
     Raises:
         ValueError: If a value is out of range or unknown.
@@ -81,6 +89,7 @@ class CommunicationOptions:
     nodes: Sequence[str] | None = None
     links: Links | None = None
     timeout_seconds: float | None = None
+    uneven: str = "join"
 
     def __post_init__(self) -> None:
         for field in ("bucket_mb", "first_bucket_mb"):
@@ -91,6 +100,7 @@ class CommunicationOptions:
             )
         _check_levels("algorithm", self.algorithm, ALGORITHMS, FLAT_ALGORITHMS)
         _check_one_of("backend", self.backend, BACKENDS)
+        _check_one_of("uneven", self.uneven, UNEVEN)
         if self.compression is not None:
             _check_levels("compression", self.compression, tuple(WIRE_DTYPES))
         _check_nodes(self.node_size, self.nodes)

@@ -17,6 +17,7 @@ from tfdp.agreement import Agreement
 from tfdp.cluster import (
     Cluster,
     Topology,
+    guarded,
     meet,
     name_workers,
     topology_of,
@@ -25,8 +26,10 @@ from tfdp.cluster import (
 from tfdp.devices import resolve_devices, set_logical_cpus
 from tfdp.options import CommunicationOptions
 
-_DEFAULT_START_SECONDS = 3600.0
 _DEFAULT_HEARTBEAT_SECONDS = 60.0
+# All have met a second ago, but to get at many GPUs takes a while.
+_DEFAULT_JOIN_SECONDS = 300.0
+_JOIN_SLACK_SECONDS = 5.0
 # The cluster that this process has a server for; TensorFlow allows one.
 _joined: list[Cluster] = []
 
@@ -97,6 +100,7 @@ def start_worker(
         set_logical_cpus(cluster.devices_per_worker)
     missing = meet(cluster, options.timeout_seconds)
     if missing:
+        assert options.timeout_seconds is not None  # else it waits for ever
         raise TimeoutError(_not_started(cluster, missing, options.timeout_seconds))
     _configure(cluster, options.timeout_seconds)
     return worker
@@ -111,7 +115,8 @@ def has_joined(worker: Worker) -> bool:
 def joining(worker: Worker) -> Iterator[None]:
     """Turns TensorFlow's errors of start-up into one clear sentence."""
     try:
-        yield
+        with _guarded(worker):
+            yield
         if worker.cluster is not None:
             _joined[:] = [worker.cluster]
     except (tf.errors.OpError, RuntimeError) as error:
@@ -120,9 +125,23 @@ def joining(worker: Worker) -> Iterator[None]:
         silent = unreachable(worker.cluster, timeout_seconds=1.0)
         if not silent:
             raise
-        raise TimeoutError(
-            _not_started(worker.cluster, silent, worker.timeout_seconds)
-        ) from error
+        limit = worker.timeout_seconds or _DEFAULT_JOIN_SECONDS
+        raise TimeoutError(_gone(worker.cluster, silent, limit)) from error
+
+
+def _guarded(worker: Worker) -> contextlib.AbstractContextManager:
+    """Ends this process where TensorFlow would wait for ever to join."""
+    cluster = worker.cluster
+    if cluster is None or has_joined(worker):
+        return contextlib.nullcontext()
+    others = [
+        f"{rank}={address}"
+        for rank, address in enumerate(cluster.workers)
+        if rank != cluster.rank
+    ]
+    limit = worker.timeout_seconds or _DEFAULT_JOIN_SECONDS
+    # What TensorFlow can say itself comes first.
+    return guarded(others, limit + _JOIN_SLACK_SECONDS)
 
 
 def _own_version() -> str:
@@ -131,11 +150,19 @@ def _own_version() -> str:
     return "not installed"
 
 
-def _not_started(cluster: Cluster, ranks: list[int], limit: float | None) -> str:
+def _not_started(cluster: Cluster, ranks: list[int], limit: float) -> str:
     return (
-        f"Waited {limit or _DEFAULT_START_SECONDS:.0f} s for "
+        f"Waited {limit:.0f} s for "
         f"{name_workers(cluster, ranks)}, which did not start. Start every worker of "
         "TF_CONFIG, and check that they reach each other's ports."
+    )
+
+
+def _gone(cluster: Cluster, ranks: list[int], limit: float) -> str:
+    return (
+        f"{name_workers(cluster, ranks)} was there when all workers met, and did not "
+        f"join the cluster within {limit:.0f} s: see the end of its output, and start "
+        "all workers again."
     )
 
 
@@ -214,7 +241,7 @@ def worker_devices(worker: Worker) -> list[str]:
 
 
 def _configure(cluster: Cluster, timeout_seconds: float | None) -> None:
-    start_seconds = timeout_seconds or _DEFAULT_START_SECONDS
+    join_seconds = timeout_seconds or _DEFAULT_JOIN_SECONDS
     # `tfdp.watch` is first: it names the worker, and knows dead from slow.
     heartbeat_seconds = 2 * (timeout_seconds or _DEFAULT_HEARTBEAT_SECONDS)
     jobs = json.loads(cluster.to_tf_config())["cluster"]
@@ -227,7 +254,7 @@ def _configure(cluster: Cluster, timeout_seconds: float | None) -> None:
     _compat.configure_coordination_service(
         service_type="standalone",
         service_leader=leader,
-        cluster_register_timeout_in_ms=int(start_seconds * 1000),
+        cluster_register_timeout_in_ms=int(join_seconds * 1000),
         heartbeat_timeout_in_ms=int(heartbeat_seconds * 1000),
         coordinated_jobs=_compat.coordinated_jobs(
             {name: len(tasks) for name, tasks in jobs.items()}

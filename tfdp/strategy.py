@@ -64,6 +64,10 @@ class _Strategy:
     ) -> Any:
         """Splits every global batch of a dataset between the replicas.
 
+        Where workers have different numbers of batches, a loop of your own goes on
+        until the last is through, whatever `CommunicationOptions.uneven` says; those
+        without data get batches of no rows.
+
         Args:
             dataset: `tf.data.Dataset`, batched by the global batch size, the
                 same on every worker.

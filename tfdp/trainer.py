@@ -125,7 +125,8 @@ def _run_loop(
         link_measure.learn_links(
             extended.router, extended.group, agreement, str(extended.hosts), steps
         )
-    with loops.looping(model), _recording(model, is_fit=name == "fit"):
+    is_fit = name == "fit"
+    with loops.looping(model, is_fit=is_fit), _recording(model, is_fit=is_fit):
         result = original(*bound.args, **bound.kwargs)
     if name == "fit":
         # The first worker's files are complete when the others go on.

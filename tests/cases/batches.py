@@ -6,7 +6,6 @@ import functools
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from cases import common
 from harness.env import Env
@@ -104,29 +103,4 @@ def batch_normalization_survives_a_tiny_batch(env: Env) -> dict:
         for path, value in weights.items():
             assert np.isfinite(value).all(), f"{path}, synchronized={synchronized}"
         results[f"synchronized={synchronized}"] = weights
-    return results
-
-
-@case(
-    "Workers with different cardinality: crash where it is known, or a hang",
-    compare=False,
-    setups=("two_workers",),
-)
-def workers_with_different_cardinality_end_together(env: Env) -> dict:
-    """Each worker has a dataset of its own: the epoch ends for all at once."""
-    results = {}
-    for kind in "unknown", "known":
-        model = common.build_in_scope(env, _build)
-        data = common.regression_data(16 + 8 * env.rank)
-        dataset = common.batched(*data, batch_size=4)
-        options = tf.data.Options()
-        options.experimental_distribute.auto_shard_policy = (
-            tf.data.experimental.AutoShardPolicy.OFF
-        )
-        dataset = dataset.with_options(options)
-        if kind == "unknown":
-            dataset = dataset.filter(lambda *_: True)
-        history = common.fit(model, dataset, epochs=2)
-        assert np.isfinite(history["loss"]).all()
-        results[kind] = {"history": history, "weights": env.weights(model)}
     return results

@@ -29,7 +29,7 @@ class TimesSeen(keras.metrics.Metric):
         return self.seen + 0.0
 
 
-def _counted(env: Env) -> keras.Model:
+def counted_model(env: Env) -> keras.Model:
     with env.scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         return common.compiled(model, keras.optimizers.SGD(1e-6), metrics=[TimesSeen()])
@@ -65,10 +65,10 @@ def with_policy(dataset: tf.data.Dataset, policy: Policy) -> tf.data.Dataset:
 @case("`shuffle=True`, `Dataset.shuffle` with one seed: the batches of one device")
 def shuffled_data_gives_the_batches_of_one_device(env: Env) -> dict:
     seen = Seen()
-    common.fit(_counted(env), _ids(), _ids(), shuffle=True, callbacks=[seen])
+    common.fit(counted_model(env), _ids(), _ids(), shuffle=True, callbacks=[seen])
     dataset = tf.data.Dataset.from_tensor_slices((_ids(), _ids()))
     dataset = dataset.shuffle(NUM, seed=3).batch(common.BATCH_SIZE)
-    common.fit(_counted(env), dataset, epochs=2, callbacks=[seen])
+    common.fit(counted_model(env), dataset, epochs=2, callbacks=[seen])
     return {"seen": seen.batches}
 
 
@@ -79,11 +79,11 @@ def shuffled_data_gives_the_batches_of_one_device(env: Env) -> dict:
     setups=("two_workers",),
 )
 def shuffling_without_seeds_gives_each_sample_once(env: Env) -> dict:
-    arrays = common.fit(_counted(env), _ids(), _ids(), shuffle=True, epochs=2)
+    arrays = common.fit(counted_model(env), _ids(), _ids(), shuffle=True, epochs=2)
     _assert_each_once(arrays)
     dataset = tf.data.Dataset.from_tensor_slices((_ids(), _ids()))
     dataset = dataset.shuffle(NUM).batch(common.BATCH_SIZE)
-    shuffled = common.fit(_counted(env), dataset, epochs=2)
+    shuffled = common.fit(counted_model(env), dataset, epochs=2)
     _assert_each_once(shuffled)
     return {"arrays": arrays, "dataset": shuffled}
 
@@ -95,12 +95,12 @@ def shuffling_without_seeds_gives_each_sample_once(env: Env) -> dict:
 )
 def shuffled_arrays_of_other_seeds_give_each_sample_once(env: Env) -> dict:
     keras.utils.set_random_seed(100 + env.rank)
-    history = common.fit(_counted(env), _ids(), _ids(), shuffle=True, epochs=2)
+    history = common.fit(counted_model(env), _ids(), _ids(), shuffle=True, epochs=2)
     _assert_each_once(history)
     return history
 
 
-def _files(env: Env, count: int) -> list[str]:
+def files_of(env: Env, count: int) -> list[str]:
     """Writes the samples to files; every worker asks for the same ones."""
     paths = [str(env.tmp / f"{index}.tfrecord") for index in range(count)]
     if env.is_chief:
@@ -112,7 +112,7 @@ def _files(env: Env, count: int) -> list[str]:
     return paths
 
 
-def _parse(record: tf.Tensor) -> tuple:
+def parse(record: tf.Tensor) -> tuple:
     row = tf.ensure_shape(tf.io.parse_tensor(record, tf.float32), (1,))
     return row, row
 
@@ -121,18 +121,18 @@ def _parse(record: tf.Tensor) -> tuple:
 def one_file_for_all_workers(env: Env) -> dict:
     results = {}
     for policy in Policy.FILE, Policy.AUTO:
-        dataset = tf.data.TFRecordDataset(_files(env, 1)).map(_parse)
+        dataset = tf.data.TFRecordDataset(files_of(env, 1)).map(parse)
         dataset = with_policy(dataset.batch(common.BATCH_SIZE), policy)
-        results[policy.name] = common.fit(_counted(env), dataset)
+        results[policy.name] = common.fit(counted_model(env), dataset)
         _assert_each_once(results[policy.name])
     return results
 
 
 @case("FILE sharding with a file per worker", compare=False)
 def a_file_per_worker(env: Env) -> dict:
-    dataset = tf.data.TFRecordDataset(_files(env, 2)).map(_parse)
+    dataset = tf.data.TFRecordDataset(files_of(env, 2)).map(parse)
     dataset = with_policy(dataset.batch(common.BATCH_SIZE), Policy.FILE)
-    history = common.fit(_counted(env), dataset)
+    history = common.fit(counted_model(env), dataset)
     _assert_each_once(history)
     return history
 
@@ -145,7 +145,7 @@ def a_file_per_worker(env: Env) -> dict:
 def sharding_off_with_the_same_data_everywhere(env: Env) -> dict:
     """Each worker reads all that it was given: no row is left out."""
     dataset = with_policy(common.batched(_ids(), _ids()), Policy.OFF)
-    history = common.fit(_counted(env), dataset)
+    history = common.fit(counted_model(env), dataset)
     for seen in history["seen"]:
         np.testing.assert_array_equal(seen, np.full(NUM, env.setup.num_workers))
     return history
@@ -159,7 +159,7 @@ def sharding_off_with_the_same_data_everywhere(env: Env) -> dict:
 def sharding_off_with_own_data_on_each_worker(env: Env) -> dict:
     rows = _ids()[env.rank :: env.setup.num_workers]
     dataset = with_policy(common.batched(rows, rows), Policy.OFF)
-    history = common.fit(_counted(env), dataset)
+    history = common.fit(counted_model(env), dataset)
     _assert_each_once(history)
     with env.scope():
         inputs = keras.Input((1,))

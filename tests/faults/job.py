@@ -1,26 +1,23 @@
-"""Starts a job, lets its fault happen, and says how each worker ended."""
+"""Runs the workers of a job once, and says how each of them ended."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import multiprocessing
-import os
-import signal
-import tempfile
 import time
 from pathlib import Path
 
-import psutil
-
-from faults import worker
-from faults.plan import JobPlan
-from harness.cluster import free_ports
-from tfdp import checkpoint_files as files
-from tfdp.checkpoint_index_file import load_index
+from faults import leftovers, worker
+from faults.leftovers import Event, read_events
+from faults.plan import JobPlan, Setting
 
 POLL_SECONDS = 0.05
+# Workers that were forked start in seconds; a busy machine takes its time.
+START_SECONDS = 60.0
+# So long a process may take to be gone once its worker has ended.
+_GONE_SECONDS = 2.0
+_KILLED = -9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +29,8 @@ class End:
         seconds: Float, from the fault (without one: from the start) to the end.
         error: String, what its script got, or `""`.
         error_seconds: Float or `None`, from the fault to that.
-        result: List of float, losses by epoch, or `None`.
-        num_saved: Int, checkpoints that its script saw as saved.
+        result: Dict, its history and a hash of its weights, or `None`.
+        events: List of `Event`, what it has noted.
         log: String, what it printed.
     """
 
@@ -41,25 +38,24 @@ class End:
     seconds: float
     error: str
     error_seconds: float | None
-    result: list[float] | None
-    num_saved: int
+    result: dict | None
+    events: list[Event]
     log: str
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
-    """How a job ended, and what it left behind.
+class Life:
+    """How the workers of a job ended, and what they have left running.
 
     Args:
         ends: List of `End`, by rank.
-        ports: List of int, on which its workers listened.
-        problem_of_checkpoint: String, what is wrong with what was reported saved, or
-            `""`.
+        addresses: Tuple of strings, by rank.
+        left: String, what they have left behind, or `""`.
     """
 
     ends: list[End]
-    ports: list[int]
-    problem_of_checkpoint: str
+    addresses: tuple[str, ...]
+    left: str
 
 
 def context() -> multiprocessing.context.ForkServerContext:
@@ -69,34 +65,38 @@ def context() -> multiprocessing.context.ForkServerContext:
     return made
 
 
-def run(plan: JobPlan, deadline_seconds: float) -> Outcome:
-    """Runs a job to its end, and leaves no process of it behind.
+def run(plan: JobPlan, setting: Setting, deadline_seconds: float) -> Life:
+    """Runs the workers to their end, and leaves no process of them behind.
 
     Args:
         plan: `JobPlan`.
+        setting: `Setting`.
         deadline_seconds: Float, from the fault on; without one, from the start.
 
     Returns:
-        `Outcome`.
+        `Life`.
     """
-    with tempfile.TemporaryDirectory(prefix="tfdp-fault-") as folder:
-        ports = free_ports(plan.num_workers)
-        processes = [
-            context().Process(target=worker.run, args=(plan, rank, ports, folder))
-            for rank in range(plan.num_workers)
-        ]
+    processes = [
+        context().Process(target=worker.run, args=(plan, rank, setting))
+        for rank in range(plan.num_workers)
+    ]
+    for process in processes:
+        process.start()
+    sessions = {process.pid for process in processes}
+    try:
+        ends = _watch(plan, processes, setting.notes, deadline_seconds)
+        left = _problem_of_processes(sessions - _still_there(processes))
+        left = left or _problem_of_temporary_files(ends, setting.notes)
+    finally:
+        leftovers.kill_all(sessions)
         for process in processes:
-            process.start()
-        try:
-            ends = _watch(plan, processes, folder, deadline_seconds)
-        finally:
-            for process in processes:
-                _kill(process.pid)
-                process.join()
-        return Outcome(ends, ports, _problem_of_checkpoint(ends, folder))
+            process.kill()
+            process.join()
+    left = left or leftovers.problem_of_ports(setting.addresses)
+    return Life(ends, setting.addresses, left)
 
 
-def _watch(plan, processes, folder: str, deadline_seconds: float) -> list[End]:
+def _watch(plan, processes, notes: str, deadline_seconds: float) -> list[End]:
     begin = time.time()
     ended: dict[int, float] = {}
     fault = None
@@ -105,19 +105,40 @@ def _watch(plan, processes, folder: str, deadline_seconds: float) -> list[End]:
             if rank not in ended and not process.is_alive():
                 ended[rank] = time.time()
         if fault is None:
-            fault = _time_of_fault(plan, folder)
+            fault = _time_of_fault(plan, notes)
         stopped = _stopped_rank(plan) if fault else None
         if all(rank in ended or rank == stopped for rank in range(len(processes))):
             break
-        # Workers that were forked start in seconds; a busy machine takes its time.
-        since = fault or begin + 60.0
+        since = fault or begin + START_SECONDS
         if time.time() > since + deadline_seconds:
             break
         time.sleep(POLL_SECONDS)
     return [
-        _end(process, folder, rank, fault or begin, ended.get(rank))
+        _end(process, notes, rank, fault or begin, ended.get(rank))
         for rank, process in enumerate(processes)
     ]
+
+
+def _still_there(processes) -> set[int]:
+    """The workers that have not ended: one that stands still never does."""
+    return {process.pid for process in processes if process.is_alive()}
+
+
+def _problem_of_processes(sessions: set[int]) -> str:
+    deadline = time.monotonic() + _GONE_SECONDS
+    while found := leftovers.processes_of(sessions):
+        if time.monotonic() > deadline:
+            return f"processes are left: {found}"
+        time.sleep(POLL_SECONDS)
+    return ""
+
+
+def _problem_of_temporary_files(ends: list[End], notes: str) -> str:
+    for rank, end in enumerate(ends):
+        folder, was_killed = Path(notes, f"{rank}.tmp"), end.code in (None, _KILLED)
+        if found := leftovers.problem_of_temporary_files(folder, was_killed=was_killed):
+            return f"worker {rank}: {found}"
+    return ""
 
 
 def _stopped_rank(plan: JobPlan) -> int | None:
@@ -126,50 +147,24 @@ def _stopped_rank(plan: JobPlan) -> int | None:
     return fault.rank if fault is not None and fault.kind == "stop" else None
 
 
-def _time_of_fault(plan: JobPlan, folder: str) -> float | None:
+def _time_of_fault(plan: JobPlan, notes: str) -> float | None:
     if plan.fault is None:
         return None
-    events = _events(folder, plan.fault.rank)
+    events = read_events(notes, plan.fault.rank)
     return next((at for at, event, _ in events if event == "fault"), None)
 
 
-def _events(folder: str, rank: int) -> list[tuple[float, str, str]]:
-    path = Path(folder, f"{rank}.events")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [tuple(json.loads(line)) for line in lines if line.endswith("]")]
-
-
-def _end(process, folder: str, rank: int, since: float, ended: float | None) -> End:
-    events = _events(folder, rank)
+def _end(process, notes: str, rank: int, since: float, ended: float | None) -> End:
+    events = read_events(notes, rank)
     of = {event: (at, text) for at, event, text in events}
     error_at, error = of.get("error", (None, ""))
-    log = Path(folder, f"{rank}.log")
+    log = Path(notes, f"{rank}.log")
     return End(
         code=process.exitcode,
         seconds=(ended or time.time()) - since,
         error=error,
         error_seconds=None if error_at is None else error_at - since,
         result=json.loads(of["finished"][1]) if "finished" in of else None,
-        num_saved=sum(event == "saved" for _, event, _ in events),
+        events=events,
         log=log.read_text(errors="replace") if log.exists() else "",
     )
-
-
-def _problem_of_checkpoint(ends: list[End], folder: str) -> str:
-    """What was reported saved has to be there, whole."""
-    if not any(end.num_saved for end in ends):
-        return ""
-    directory = Path(folder, "checkpoint")
-    try:
-        index = load_index(str(directory))
-        files.verify(index.parts, str(directory / index.token))
-    except (OSError, ValueError) as error:
-        return f"what was saved is lost: {error}"
-    return ""
-
-
-def _kill(pid: int | None) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-        for child in psutil.Process(pid).children(recursive=True):
-            child.kill()
-        os.kill(pid or 0, signal.SIGKILL)

@@ -1,79 +1,140 @@
-"""Whether a job that met a fault ended as promised."""
+"""Whether a job that met a fault ended as promised, and went on as promised."""
 
 from __future__ import annotations
 
-import socket
-
-from faults.job import Outcome
+from faults.job import End, Life
+from faults.lives import Outcome
 from faults.plan import Fault, JobPlan
 
 EXIT_LOST, EXIT_KILLED = 69, -9
 DEATH_SECONDS = 10.0
+# A disk that is full before training is found when `fit` begins.
+_BEGIN_SECONDS = 30.0
+# How the worker itself ends that meets a fault: its exit code.
+_OWN_CODES = {
+    "kill": EXIT_KILLED,
+    "crash": EXIT_KILLED,
+    "damage": EXIT_KILLED,
+    "stop": None,
+    "raise": 1,
+    "exit": 7,
+}
 
 
-def problem_of(plan: JobPlan, outcome: Outcome, undisturbed: list[float]) -> str:
+def problem_of(plan: JobPlan, outcome: Outcome, undisturbed: dict) -> str:
     """What is wrong with the end of a job, or `""`.
 
     Args:
         plan: `JobPlan` with a fault.
         outcome: `Outcome`.
-        undisturbed: List of float, losses by epoch of a job without a fault.
+        undisturbed: Dict, the result of a worker of a job without a fault.
     """
     fault = plan.fault
     assert fault is not None
     problems = [
-        _problem_of_worker(plan, fault, outcome, rank, undisturbed)
+        _problem_of_worker(plan, fault, outcome.first, rank, undisturbed)
         for rank in range(plan.num_workers)
     ]
-    problems += [_problem_of_ports(outcome), outcome.problem_of_checkpoint]
+    problems += [outcome.first.left, outcome.left]
+    if outcome.second is not None:
+        again = problem_of_second(fault, outcome, undisturbed)
+        problems += [outcome.second.left, again and f"started again: {again}"]
     return "; ".join(problem for problem in problems if problem)
 
 
-def sentence_of(outcome: Outcome, rank: int) -> str:
+def problem_of_second(fault: Fault, outcome: Outcome, undisturbed: dict) -> str:
+    """What is wrong with how a job went on once it was started again, or `""`."""
+    assert outcome.second is not None
+    if fault.kind == "damage" and fault.phase == "every":
+        return _problem_of_refusal(outcome)
+    for rank, end in enumerate(outcome.second.ends):
+        if not _is_right(end, undisturbed):
+            return f"worker {rank}: {_told(end)}"
+        wanted = [f"{name}: " for name in outcome.damaged]
+        if wanted and not all(
+            text in end.log for text in ["newer ones are damaged", *wanted]
+        ):
+            return f"worker {rank} does not name {wanted}"
+    return ""
+
+
+def sentence_of(life: Life, rank: int) -> str:
     """The one sentence with which a worker that could not go on has ended."""
-    end = outcome.ends[rank]
+    end = life.ends[rank]
     if end.code == EXIT_LOST:
         said = [x[6:] for x in end.log.splitlines() if x.startswith("tfdp: Worker ")]
         return said[0] if len(said) == 1 else ""
     return end.error.partition(": ")[2] if end.code == 1 else ""
 
 
-def seconds_of(outcome: Outcome, rank: int) -> float:
+def seconds_of(life: Life, rank: int) -> float:
     """From the fault to the error, or to the end where the process was ended."""
-    end = outcome.ends[rank]
+    end = life.ends[rank]
     return end.seconds if end.error_seconds is None else end.error_seconds
+
+
+def judged_ranks(plan: JobPlan) -> list[int]:
+    """The workers that have to end with an error because of the fault."""
+    fault = plan.fault
+    assert fault is not None
+    hits_all = fault.kind in ("cut", "full")
+    return [r for r in range(plan.num_workers) if hits_all or r != fault.rank]
 
 
 def limit_of(plan: JobPlan) -> float:
     """Within how many seconds of the fault the others have to have their error."""
-    assert plan.fault is not None
-    waits = plan.fault.kind == "stop" or plan.fault.phase == "start"
+    fault = plan.fault
+    assert fault is not None
+    if fault.kind == "full" and fault.phase == "start":
+        return _BEGIN_SECONDS
+    waits = fault.kind in ("stop", "cut") or fault.phase == "start"
     return DEATH_SECONDS + (plan.timeout_seconds or 60.0 if waits else 0.0)
 
 
 def _problem_of_worker(
-    plan: JobPlan, fault: Fault, outcome: Outcome, rank: int, undisturbed: list[float]
+    plan: JobPlan, fault: Fault, life: Life, rank: int, undisturbed: dict
 ) -> str:
-    end = outcome.ends[rank]
+    end = life.ends[rank]
     if fault.kind == "sleep":
-        is_right = end.code == 0 and end.result == undisturbed
-        return "" if is_right else f"worker {rank}: {end.code}, {end.result}"
-    if rank == fault.rank:
-        return ""
-    said = sentence_of(outcome, rank)
-    names = f"orker {fault.rank} (127.0.0.1:", f": worker {fault.rank}: "
-    if not any(name in said for name in names):
+        return "" if _is_right(end, undisturbed) else f"worker {rank}: {_told(end)}"
+    if rank not in judged_ranks(plan):
+        wanted = _OWN_CODES[fault.kind]
+        return "" if end.code == wanted else f"worker {rank} itself: {_told(end)}"
+    said = sentence_of(life, rank)
+    if not any(name in said for name in _names(plan, fault, life, rank)):
         return f"worker {rank} with code {end.code} said {said or end.error!r}"
-    seconds = seconds_of(outcome, rank)
+    seconds = seconds_of(life, rank)
     return "" if seconds <= limit_of(plan) else f"worker {rank} took {seconds:.1f} s"
 
 
-def _problem_of_ports(outcome: Outcome) -> str:
-    for port in outcome.ports:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError as error:
-                return f"port {port} is still taken: {error}"
+def _names(plan: JobPlan, fault: Fault, life: Life, rank: int) -> list[str]:
+    """What an error has to say, one of it."""
+    if fault.kind == "full":
+        is_clear = life.ends[rank].error.startswith("OSError: ")
+        return ["No space left on device"] if is_clear else []
+    culprits = [fault.rank]
+    if fault.kind == "cut":
+        own = plan.hosts[rank]
+        culprits = [r for r, host in enumerate(plan.hosts) if host != own]
+    names = [f"orker {r} ({life.addresses[r]})" for r in culprits]
+    return names + [f": worker {r}: " for r in culprits]
+
+
+def _is_right(end: End, undisturbed: dict) -> bool:
+    return end.code == 0 and end.result == undisturbed
+
+
+def _problem_of_refusal(outcome: Outcome) -> str:
+    """Where no backup is whole every worker says so, and goes on from none."""
+    assert outcome.second is not None
+    for rank, end in enumerate(outcome.second.ends):
+        wanted = ["ValueError: No backup in ", *(f"{n}: " for n in outcome.damaged)]
+        if end.code != 1 or not all(text in end.error for text in wanted):
+            return f"worker {rank}: {_told(end)}"
     return ""
+
+
+def _told(end: End) -> str:
+    """A short account for the table."""
+    last = end.log.strip().splitlines()[-1:] or [""]
+    return f"code {end.code}, {end.result or end.error or last[0]!r}"

@@ -4,8 +4,35 @@ from __future__ import annotations
 
 import dataclasses
 
-KINDS = ("kill", "stop", "raise", "exit", "sleep")
-PHASES = ("start", "training", "evaluation", "saving", "callback")
+KINDS = (
+    "kill",
+    "stop",
+    "cut",
+    "raise",
+    "exit",
+    "sleep",
+    "full",
+    "crash",
+    "damage",
+)
+# Where a worker meets its fault; `newest` and `every` say what is damaged between two
+# lives of a job, whose first one is killed while it trains.
+PHASES = (
+    "start",
+    "training",
+    "evaluation",
+    "saving",
+    "backup",
+    "callback",
+    "newest",
+    "every",
+)
+# Of a save: before the worker's own files, after them; on the first worker before the
+# new index is written, when it is written but not in place, and when it is.
+POINTS = ("files", "parts", "listed", "index", "renamed")
+# Packets are lost without a word, or the link is down.
+CUTS = ("silent", "plug")
+STEPS_PER_EPOCH = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +46,10 @@ class Fault:
         step: Int, step of training, counted from 1, at which it happens; or which
             evaluation or save.
         seconds: Float, how long a `sleep` lasts.
+        point: String of `POINTS`, where in a save it happens.
+        way: String, how a file is damaged (`faults.damage.WAYS`) or the network is
+            cut (`CUTS`).
+        num_pages: Int, how much room there is left where a disk is `full`.
     """
 
     kind: str
@@ -26,6 +57,16 @@ class Fault:
     rank: int
     step: int = 5
     seconds: float = 0.0
+    point: str = "parts"
+    way: str = ""
+    num_pages: int = 0
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The phase and the point at which the worker meets it."""
+        if self.kind == "damage":
+            return "training", ""
+        return self.phase, self.point if self.phase in ("saving", "backup") else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +77,11 @@ class JobPlan:
         num_workers: Int.
         fault: `Fault` or `None`.
         timeout_seconds: Float or `None`, of `CommunicationOptions`.
-        epochs: Int, of ten steps each.
+        epochs: Int, of `STEPS_PER_EPOCH`.
         busy_rank: Int or `None`, a worker whose callbacks take long at the step of
             the fault, so that it is in no collective.
+        hosts: Tuple of int, the host of each worker, 0 or 1; empty if all are on one.
+        has_own_loop: Bool, whether it trains in a loop of its own instead of `fit`.
     """
 
     num_workers: int
@@ -46,3 +89,24 @@ class JobPlan:
     timeout_seconds: float | None = None
     epochs: int = 3
     busy_rank: int | None = None
+    hosts: tuple[int, ...] = ()
+    has_own_loop: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Where the workers of a job find each other, their files and their faults.
+
+    Args:
+        addresses: Tuple of strings, `"host:port"` by rank.
+        notes: String, a folder for what workers print and note.
+        state: String, a folder for what they save, as they see it.
+        namespaces: Tuple by rank of tuples of path and type, which a worker enters.
+        cut_commands: Tuple of tuples of strings, which cut the network.
+    """
+
+    addresses: tuple[str, ...]
+    notes: str
+    state: str
+    namespaces: tuple[tuple[tuple[str, int], ...], ...]
+    cut_commands: tuple[tuple[str, ...], ...] = ()

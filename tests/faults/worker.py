@@ -3,103 +3,95 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
+import ctypes
+import functools
+import hashlib
 import json
 import os
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from typing import Any
 
-from faults.plan import Fault, JobPlan
+from faults.faulty import Saves, Trigger
+from faults.plan import STEPS_PER_EPOCH, JobPlan, Setting
 
-BATCH, STEPS, BUSY_SECONDS = 16, 10, 30.0
+BATCH = 16
+# Odd, so that backups fall into epochs and onto their ends.
+SAVE_FREQ = 7
+_PR_SET_PDEATHSIG = 1
 
 
-def run(plan: JobPlan, rank: int, ports: list[int], folder: str) -> None:
+def run(plan: JobPlan, rank: int, setting: Setting) -> None:
     """The body of a worker process.
 
     Args:
         plan: `JobPlan`.
         rank: Int.
-        ports: List of int, by rank.
-        folder: String, shared by the workers of the job.
+        setting: `Setting`.
     """
-    log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ["TF_CONFIG"] = json.dumps(
-        {
-            "cluster": {"worker": [f"127.0.0.1:{port}" for port in ports]},
-            "task": {"type": "worker", "index": rank},
-        }
-    )
-    error = ""
+    _settle(rank, setting)
+    note = functools.partial(_note, setting.notes, rank)
+    train = _train_by_hand if plan.has_own_loop else _train
     try:
-        result = _train(plan, rank, folder)
-        note(folder, rank, "finished", result)
+        note("finished", train(plan, rank, setting, note))
     except BaseException as caught:
-        error = f"{type(caught).__name__}: {caught}"
-        note(folder, rank, "error", error)
+        note("error", f"{type(caught).__name__}: {caught}")
+        if isinstance(caught, Exception):
+            # Called for a script, but not for a process that was forked.
+            sys.excepthook(type(caught), caught, caught.__traceback__)
         raise
     finally:
         # At the end of a script, but not of a process that was forked.
         atexit._run_exitfuncs()
 
 
-def note(folder: str, rank: int, event: str, text: str = "") -> None:
+def _settle(rank: int, setting: Setting) -> None:
+    """Makes this process one of its own: what it leaves behind can be found."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    log = os.open(f"{setting.notes}/{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    for path, kind in setting.namespaces[rank]:
+        with open(path) as file:
+            if libc.setns(file.fileno(), kind):
+                raise OSError(ctypes.get_errno(), f"setns {path}")
+    os.environ["TMPDIR"] = f"{setting.notes}/{rank}.tmp"
+    tempfile.tempdir = None
+    sys.dont_write_bytecode = True  # of what AutoGraph generates, beside it
+    os.environ["TF_CONFIG"] = json.dumps(
+        {
+            "cluster": {"worker": list(setting.addresses)},
+            "task": {"type": "worker", "index": rank},
+        }
+    )
+
+
+def _note(folder: str, rank: int, event: str, text: str = "") -> None:
     """Appends a line that the parent reads."""
     line = json.dumps([time.time(), event, text])
     with open(f"{folder}/{rank}.events", "a") as file:
         file.write(line + "\n")
 
 
-class Trigger:
-    """Lets the fault of a plan happen on its worker."""
-
-    def __init__(self, plan: JobPlan, rank: int, folder: str) -> None:
-        self._plan = plan
-        self._rank = rank
-        self._folder = folder
-        self._counts: dict[str, int] = {}
-
-    def reach(self, phase: str) -> None:
-        """Called where something may happen; counts."""
-        count = self._counts[phase] = self._counts.get(phase, 0) + 1
-        fault = self._plan.fault
-        if fault is None or fault.phase != phase or fault.step != count:
-            return
-        if fault.rank == self._rank:
-            note(self._folder, self._rank, "fault", fault.kind)
-            _let_happen(fault)
-        elif self._rank == self._plan.busy_rank:
-            time.sleep(BUSY_SECONDS)
-
-
-def _let_happen(fault: Fault) -> None:
-    if fault.kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fault.kind == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if fault.kind == "raise":
-        raise ArithmeticError("the script's own error")
-    if fault.kind == "exit":
-        sys.exit(7)
-    time.sleep(fault.seconds)
-
-
-def _train(plan: JobPlan, rank: int, folder: str) -> str:
+def _train(plan: JobPlan, rank: int, setting: Setting, note: Any) -> str:
     import keras
     import numpy as np
 
     import tfdp
 
-    trigger = Trigger(plan, rank, folder)
+    trigger = Trigger(plan, rank, setting, note)
+    saves = Saves(trigger, note, setting.state)
+    saves.install()
     trigger.reach("start")
     options = tfdp.CommunicationOptions(timeout_seconds=plan.timeout_seconds)
     strategy = tfdp.MultiWorkerMirroredStrategy(communication=options)
     keras.utils.set_random_seed(1)
-    x = np.random.default_rng(0).normal(size=(BATCH * STEPS, 8)).astype("float32")
+    num_rows = BATCH * STEPS_PER_EPOCH
+    x = np.random.default_rng(0).normal(size=(num_rows, 8)).astype("float32")
     y = x.sum(axis=1, keepdims=True)
     with strategy.scope():
         layers = [keras.layers.Dense(16, "relu"), keras.layers.Dense(1)]
@@ -115,11 +107,9 @@ def _train(plan: JobPlan, rank: int, folder: str) -> str:
 
         def on_epoch_end(self, epoch, logs=None):
             trigger.reach("callback")
-            with _trigger_while_saving(trigger):
-                tfdp.checkpoint.save(self.model, f"{folder}/checkpoint")
-            note(folder, rank, "saved", str(epoch))
+            saves.save(self.model)
 
-    note(folder, rank, "started")
+    backup = tfdp.callbacks.BackupAndRestore(f"{setting.state}/backup", SAVE_FREQ)
     history = model.fit(
         x,
         y,
@@ -127,25 +117,39 @@ def _train(plan: JobPlan, rank: int, folder: str) -> str:
         epochs=plan.epochs,
         verbose=0,
         validation_data=(x[: 4 * BATCH], y[: 4 * BATCH]),
-        callbacks=[Steps()],
+        callbacks=[Steps(), backup],
     )
-    return json.dumps(history.history["loss"])
+    return json.dumps({"history": history.history, "hash": _hash_of(model)})
 
 
-@contextlib.contextmanager
-def _trigger_while_saving(trigger: Trigger) -> Iterator[None]:
-    """The fault happens between the files and their index."""
-    from tfdp import checkpoint_writing as writing
+def _train_by_hand(plan: JobPlan, rank: int, setting: Setting, note: Any) -> str:
+    import tensorflow as tf
 
-    original = writing.write_own
+    import tfdp
 
-    def write_own(*args, **kwargs):
-        result = original(*args, **kwargs)
-        trigger.reach("saving")
-        return result
+    trigger = Trigger(plan, rank, setting, note)
+    options = tfdp.CommunicationOptions(timeout_seconds=plan.timeout_seconds)
+    strategy = tfdp.MultiWorkerMirroredStrategy(communication=options)
+    with strategy.scope():
+        total = tf.Variable(0.0)
 
-    writing.write_own = write_own
-    try:
-        yield
-    finally:
-        writing.write_own = original
+    def add() -> None:
+        context = tf.distribute.get_replica_context()
+        total.assign_add(context.all_reduce("sum", tf.ones([])))
+
+    @tf.function
+    def step() -> None:
+        strategy.run(add)
+
+    for _ in range(plan.epochs * STEPS_PER_EPOCH):
+        trigger.reach("training")
+        step()
+    return json.dumps({"total": float(total.numpy())})
+
+
+def _hash_of(model: Any) -> str:
+    """Of the bits of the weights and of the optimizer's state."""
+    found = hashlib.sha256()
+    for variable in [*model.weights, *model.optimizer.variables]:
+        found.update(variable.numpy().tobytes())
+    return found.hexdigest()

@@ -22,6 +22,7 @@ MODULES: tuple[str, ...] = (
     "randomness",
     "inputs",
     "batches",
+    "uneven",
     "steps",
     "loops",
     "metrics",

@@ -7,6 +7,7 @@ milliseconds.
 from __future__ import annotations
 
 from tfdp.cluster.address import split_address
+from tfdp.cluster.join_guard import guarded
 from tfdp.cluster.local_ports import free_ports
 from tfdp.cluster.nodes import topology_of
 from tfdp.cluster.ports import (
@@ -28,6 +29,7 @@ __all__ = [
     "answers",
     "check_port_free",
     "free_ports",
+    "guarded",
     "knock",
     "meet",
     "name_workers",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Sequence
+from types import TracebackType
 
 from tfdp.agreement import Agreement
 from tfdp.watch.errors import WorkerLost
@@ -34,6 +36,20 @@ def watch(
         watchdog.start()
         atexit.register(watchdog.leave)
         _watchdogs.append(watchdog)
+        _explain_uncaught(watchdog)
     agreement.check = _watchdogs[0].check
     agreement.guard = _watchdogs[0].explaining
     return _watchdogs[0]
+
+
+def _explain_uncaught(watchdog: Watchdog) -> None:
+    """Lets the watchdog speak after the traceback that a script ends with."""
+    before = sys.excepthook
+
+    def show(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        before(kind, error, trace)
+        watchdog.explain_end(error)
+
+    sys.excepthook = show

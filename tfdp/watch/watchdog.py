@@ -118,6 +118,19 @@ class Watchdog(threading.Thread):
             self._pulse.tell_now(_HURRY_SECONDS)
             raise
 
+    def explain_end(self, error: BaseException) -> None:
+        """Says which worker is lost, if an error that nobody has caught is due to it.
+
+        Args:
+            error: What ends the script: in a loop of the user's own, TensorFlow's.
+        """
+        if isinstance(error, _ERRORS_OF_OTHERS):
+            if self._is_told():
+                text = self._error(here.place.name, bucket_in(str(error)))
+                print(f"tfdp: {text}", file=sys.stderr, flush=True)
+        elif isinstance(error, Exception) and not isinstance(error, WorkerLost):
+            self._pulse.words = _in_short(error)
+
     def check(self, rank: int, is_over: bool) -> None:
         """Raises if another worker is lost.
 
@@ -175,10 +188,9 @@ class Watchdog(threading.Thread):
             self._decide(self._pulse.verdict)
         for rank in watched:
             cause = self._sightings.cause(rank)
-            if is_hurried:
+            if is_hurried or self._sightings.of(rank).words:
                 cause = cause or self._sightings.cause_of_end(rank)
-            # Who is in no common call may find out later, and perhaps never needs to.
-            if cause and (here.place.name or is_hurried):
+            if cause:
                 self._decide(Verdict(rank, cause))
 
     def _knock(self, ranks: list[int]) -> None:
@@ -203,12 +215,16 @@ class Watchdog(threading.Thread):
         """Lets the others know, and the main thread come out."""
         if self._rank == 0:
             self._pulse.tell_now(_GRACE_SECONDS / 2)
-        place = here.place.name
         _compat.abort_collectives(f"worker {verdict.rank} is lost")
-        if place and not self._is_heard.wait(_GRACE_SECONDS):
+        # A loop of the user's own gets TensorFlow's error in its next collective, and
+        # a script that has none may come to its end.
+        while not (place := here.place.name):
+            time.sleep(_HURRY_SECONDS)
+        if not self._is_heard.wait(_GRACE_SECONDS):
             sys.stdout.flush()
             text = self._message(verdict, place)
             print(f"tfdp: {text}", file=sys.stderr, flush=True)
+            _compat.remove_generated_files()
             os._exit(EXIT_CODE)
 
     def _wait(self) -> None:

@@ -17,7 +17,15 @@ SKIPPED = 5
 
 
 class Clock(keras.callbacks.Callback):
-    """Takes the time after each step."""
+    """Takes the time after each step.
+
+    Args:
+        skipped: Int, steps at the begin that are not timed.
+    """
+
+    def __init__(self, skipped: int) -> None:
+        super().__init__()
+        self._skipped = skipped
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Forgets the `fit` before."""
@@ -30,16 +38,19 @@ class Clock(keras.callbacks.Callback):
     @property
     def seconds(self) -> float:
         """Float, a step: the mean, which includes what happens now and then."""
-        timed = self.times[SKIPPED:]
+        timed = self.times[self._skipped :]
         return (timed[-1] - timed[0]) / (len(timed) - 1)
 
 
-def block_of(strategy: Any, name: str) -> Callable[..., dict[str, float]]:
+def block_of(
+    strategy: Any, name: str, skipped: int = SKIPPED
+) -> Callable[..., dict[str, float]]:
     """Makes a model, and a function that fits it for a block.
 
     Args:
         strategy: A `tf.distribute` strategy.
         name: String, the model, see `tools.bench.models`.
+        skipped: Int, steps at the begin that are not timed. Defaults to `SKIPPED`.
 
     Returns:
         Callable that takes the number of steps and callbacks, and returns
@@ -54,7 +65,7 @@ def block_of(strategy: Any, name: str) -> Callable[..., dict[str, float]]:
     x, y = make_batch(MODELS[name], batch)
 
     def block(steps: int, *callbacks: Any) -> dict[str, float]:
-        clock = Clock()
+        clock = Clock(skipped)
         # Both arms trace their step anew.
         model.train_function = None
         data = (np.concatenate([part] * steps) for part in (x, y))

@@ -1,0 +1,141 @@
+"""What a worker's fault does to it, at the moment when it is to happen."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from faults.plan import Fault, JobPlan, Setting
+
+BUSY_SECONDS = 30.0
+FILLER = "filler"
+_PAGE_BYTES = 4096
+
+
+class Trigger:
+    """Lets the fault of a plan happen on its worker.
+
+    Args:
+        plan: `JobPlan`.
+        rank: Int.
+        setting: `Setting`.
+        note: Callable, called with an event before the fault happens.
+    """
+
+    def __init__(self, plan: JobPlan, rank: int, setting: Setting, note) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._setting = setting
+        self._note = note
+        self._counts: dict[tuple[str, str], int] = {}
+
+    def reach(self, phase: str, point: str = "") -> None:
+        """Called where something may happen; counts."""
+        count = self._counts[phase, point] = self._counts.get((phase, point), 0) + 1
+        fault = self._plan.fault
+        if fault is None or fault.place != (phase, point) or fault.step != count:
+            return
+        if fault.rank == self._rank:
+            self._note("fault", fault.kind)
+            _let_happen(fault, self._setting)
+        elif self._rank == self._plan.busy_rank:
+            time.sleep(BUSY_SECONDS)
+
+
+def _let_happen(fault: Fault, setting: Setting) -> None:
+    if fault.kind in ("kill", "crash", "damage"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault.kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault.kind == "raise":
+        raise ArithmeticError("the script's own error")
+    if fault.kind == "exit":
+        sys.exit(7)
+    if fault.kind == "full":
+        _fill(Path(setting.state, FILLER), fault.num_pages)
+    if fault.kind == "cut":
+        for command in setting.cut_commands:
+            subprocess.run(command, check=True)
+    time.sleep(fault.seconds)
+
+
+def _fill(path: Path, num_pages: int) -> None:
+    """Takes all the room of a small disk but a few pages."""
+    zeros = bytes(_PAGE_BYTES)
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(zeros) == _PAGE_BYTES:
+            pass
+    size = path.stat().st_size
+    os.truncate(path, max(0, size - size % _PAGE_BYTES - num_pages * _PAGE_BYTES))
+
+
+class Saves:
+    """Lets faults happen within a save, and notes what was reported saved.
+
+    Args:
+        trigger: `Trigger`.
+        note: Callable, called with an event and a text.
+        state: String, the folder in which checkpoints are.
+    """
+
+    def __init__(self, trigger: Trigger, note, state: str) -> None:
+        self._trigger = trigger
+        self._note = note
+        self._checkpoint = f"{state}/checkpoint"
+        self._phase = ""
+
+    def save(self, model) -> None:
+        """Saves a checkpoint, and notes which one it is."""
+        import tfdp
+        from tfdp.checkpoint_index_file import load_index
+
+        with self._within("saving"):
+            tfdp.checkpoint.save(model, self._checkpoint)
+        self._note("saved", load_index(self._checkpoint).token)
+
+    def install(self) -> None:
+        """Changes tfdp's functions in this process, which has this job only."""
+        from tfdp import checkpoint_writing as writing
+        from tfdp.backups import Backups
+
+        write_own, write_text = writing.write_own, writing.write_text
+        replace_index, save = writing.replace_index, Backups.save
+
+        def noted_save(backups, step, *args):
+            with self._within("backup"):
+                save(backups, step, *args)
+            self._note("backup", str(step))
+
+        def noted_write_own(*args):
+            self._trigger.reach(self._phase, "files")
+            result = write_own(*args)
+            self._trigger.reach(self._phase, "parts")
+            return result
+
+        def noted_write_text(path, text):
+            write_text(path, text)
+            if os.path.basename(path) == writing.INDEX_FILE:
+                self._trigger.reach(self._phase, "index")
+
+        def noted_replace_index(*args):
+            self._trigger.reach(self._phase, "listed")
+            replace_index(*args)
+            self._trigger.reach(self._phase, "renamed")
+
+        Backups.save = noted_save
+        writing.write_own = noted_write_own
+        writing.write_text = noted_write_text
+        writing.replace_index = noted_replace_index
+
+    @contextlib.contextmanager
+    def _within(self, phase: str):
+        self._phase = phase
+        try:
+            yield
+        finally:
+            self._phase = ""

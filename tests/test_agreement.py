@@ -1,0 +1,72 @@
+"""Workers exchange texts, and who is missing is named by all alike."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import tensorflow as tf
+
+from tfdp import agreement as module
+from tfdp.agreement import Agreement
+
+
+class Store:
+    """The key-value store of the coordination service, in one process."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def set_key_value(self, key: str, value: str) -> None:
+        with self._changed:
+            self._known[key] = value
+            self._changed.notify_all()
+
+    def get_key_value(self, key: str, timeout_seconds: float) -> str:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._known, timeout_seconds):
+                raise tf.errors.DeadlineExceededError(None, None, key)
+            return self._known[key]
+
+    def delete_key_value(self, key: str) -> None:
+        with self._changed:
+            self._known.pop(key, None)
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> list[Agreement]:
+    """Three workers of one cluster."""
+    store = Store()
+    for name in ("set_key_value", "get_key_value", "delete_key_value"):
+        monkeypatch.setattr(module._compat, name, getattr(store, name))
+    monkeypatch.setattr(module.atexit, "register", lambda function: None)
+    made = [Agreement(rank, 3, timeout_seconds=0.6) for rank in range(3)]
+    for worker in made:
+        worker._prefix = "cluster"
+    return made
+
+
+def exchange(worker: Agreement, after_seconds: float = 0.0) -> list[str]:
+    time.sleep(after_seconds)
+    return worker.exchange("topic", f"from {worker.rank}")
+
+
+def test_all_get_the_texts_of_all(workers: list[Agreement]):
+    with ThreadPoolExecutor(3) as pool:
+        texts = list(pool.map(exchange, workers))
+    assert texts == [["from 0", "from 1", "from 2"]] * 3
+
+
+def test_who_waits_for_the_first_worker_names_the_one_that_it_waits_for(
+    workers: list[Agreement],
+):
+    with ThreadPoolExecutor(2) as pool:
+        # It has waited for as long as it would before the first worker has.
+        last = pool.submit(exchange, workers[2])
+        first = pool.submit(exchange, workers[0], 0.3)
+        for waiting in (first, last):
+            with pytest.raises(TimeoutError, match="s for worker 1 at 'topic'"):
+                waiting.result()

@@ -1,0 +1,89 @@
+"""Ends a worker that joins its cluster for ever, from a process of its own.
+
+TensorFlow joins in native code with the interpreter locked, and has no limit for some
+of its waits: when another worker dies in that moment, no thread and no signal handler
+of Python's runs any more. Run as a script, by its path, this file is the guard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+_KNOCK_SECONDS = 1.0
+
+
+@contextlib.contextmanager
+def guarded(others: Sequence[str], limit_seconds: float) -> Iterator[None]:
+    """Kills this process if it does not come out of the block in time.
+
+    Args:
+        others: Sequence of strings, `"rank=host:port"` of the other workers.
+        limit_seconds: Float.
+    """
+    # Nothing of the user's is imported, so that it starts in a moment.
+    script = [sys.executable, "-I", "-S", __file__]
+    arguments = [str(os.getpid()), str(limit_seconds), *others]
+    guard = subprocess.Popen([*script, *arguments], stdin=subprocess.PIPE)
+    try:
+        yield
+    finally:
+        # The end of the pipe ends the guard, also if this process is killed.
+        guard.communicate()
+
+
+def explain(others: Sequence[str], limit_seconds: float) -> str:
+    """Says who is to blame, as far as can be seen.
+
+    Args:
+        others: Sequence of strings, `"rank=host:port"`.
+        limit_seconds: Float, how long this worker has waited.
+
+    Returns:
+        String.
+
+    Example:
+
+    >>> explain(["1=localhost:1"], 60.0)
+    'Waited 60 s to join the cluster: worker 1 (localhost:1) does not answer. ...'
+    """
+    pairs = [other.split("=", 1) for other in others]
+    gone = [f"worker {r} ({place})" for r, place in pairs if not _answers(place)]
+    cause = f"{', '.join(gone)} does not answer" if gone else "one of them stands still"
+    return (
+        f"Waited {limit_seconds:.0f} s to join the cluster: {cause}. All workers were "
+        "there before: see the end of their output, and start all of them again."
+    )
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        place = (host.strip("[]"), int(port))
+        socket.create_connection(place, timeout=_KNOCK_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def main() -> None:
+    """Waits for the worker to have joined, or for the limit."""
+    # Ctrl-C is for the worker; while that one cannot hear it, this one stays.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    worker, limit, others = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    has_joined, _, _ = select.select([sys.stdin], [], [], limit)
+    if has_joined:
+        return
+    print(f"tfdp: {explain(others, limit)}", file=sys.stderr, flush=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

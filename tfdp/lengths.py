@@ -1,0 +1,103 @@
+"""How many steps of data each worker has, and after how many an epoch ends for all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+
+ENDLESS = math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Length:
+    """What one worker knows of its data.
+
+    Args:
+        steps: Int, `ENDLESS`, or `None` where nobody knows before the end.
+        steps_per_batch: Float, for how many steps one batch of it lasts.
+        rows: Tuple of ints, the rows of a batch and of the last one of arrays, or
+            `None` for other data.
+
+    Example:
+
+    >>> Length.from_json(Length(12, 1, (8, 4)).to_json())
+    Length(steps=12, steps_per_batch=1, rows=(8, 4))
+    """
+
+    steps: float | None
+    steps_per_batch: float = 1
+    rows: tuple[int, int] | None = None
+
+    def to_json(self) -> str:
+        """String, for the other workers."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Length:
+        """A `Length` that another worker has told."""
+        values = json.loads(text)
+        rows = values.pop("rows")
+        return cls(**values, rows=None if rows is None else tuple(rows))
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether it never ends."""
+        return self.steps == ENDLESS
+
+    def __str__(self) -> str:
+        return _batches(self.steps, self.steps_per_batch)
+
+
+def agreed_steps(lengths: Sequence[Length], *, stops: bool) -> int | None:
+    """After how many steps an epoch ends for all workers.
+
+    Args:
+        lengths: Sequence of `Length`, one for each worker.
+        stops: Bool, whether the first worker without data ends it, or the last.
+
+    Returns:
+        Int, or `None` where it is not known before, or never ends.
+
+    Example:
+
+    >>> lengths = [Length(4), Length(6), Length(ENDLESS)]
+    >>> agreed_steps(lengths, stops=True), agreed_steps(lengths, stops=False)
+    (4, None)
+    """
+    known = [length.steps for length in lengths if length.steps is not None]
+    if len(known) < len(lengths):
+        return None
+    steps = min(known) if stops else max(known)
+    return None if steps == ENDLESS else int(steps)
+
+
+def left_out(lengths: Sequence[Length]) -> str:
+    """What workers have more than the one that has least, or an empty string.
+
+    Args:
+        lengths: Sequence of `Length`, one for each worker.
+
+    Example:
+
+    >>> left_out([Length(4), Length(6), Length(4), Length(ENDLESS)])
+    '2 of worker 1, endlessly many of worker 3'
+    """
+    steps = agreed_steps(lengths, stops=True)
+    if steps is None:
+        return ""
+    more = [
+        (rank, length.steps - steps, length.steps_per_batch)
+        for rank, length in enumerate(lengths)
+        if length.steps is not None and length.steps > steps
+    ]
+    return ", ".join(f"{_batches(n, each)} of worker {rank}" for rank, n, each in more)
+
+
+def _batches(steps: float | None, steps_per_batch: float) -> str:
+    if steps is None:
+        return "an unknown number"
+    if steps == ENDLESS:
+        return "endlessly many"
+    return f"{steps / steps_per_batch:g}"
