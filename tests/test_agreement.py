@@ -17,6 +17,7 @@ class Store:
     """The key-value store of the coordination service, in one process."""
 
     def __init__(self) -> None:
+        self.is_leaving = False
         self._known: dict[str, str] = {}
         self._changed = threading.Condition()
 
@@ -24,6 +25,8 @@ class Store:
         with self._changed:
             self._known[key] = value
             self._changed.notify_all()
+        if self.is_leaving and "/seen/" in key:
+            raise tf.errors.UnavailableError(None, None, "Socket closed")
 
     def get_key_value(self, key: str, timeout_seconds: float) -> str:
         with self._changed:
@@ -37,11 +40,17 @@ class Store:
 
 
 @pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch) -> list[Agreement]:
-    """Three workers of one cluster."""
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    """The store of a cluster."""
     store = Store()
     for name in ("set_key_value", "get_key_value", "delete_key_value"):
         monkeypatch.setattr(module._compat, name, getattr(store, name))
+    return store
+
+
+@pytest.fixture
+def workers(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[Agreement]:
+    """Three workers of one cluster."""
     monkeypatch.setattr(module.atexit, "register", lambda function: None)
     made = [Agreement(rank, 3, timeout_seconds=0.6) for rank in range(3)]
     for worker in made:
@@ -55,6 +64,15 @@ def exchange(worker: Agreement, after_seconds: float = 0.0) -> list[str]:
 
 
 def test_all_get_the_texts_of_all(workers: list[Agreement]):
+    with ThreadPoolExecutor(3) as pool:
+        texts = list(pool.map(exchange, workers))
+    assert texts == [["from 0", "from 1", "from 2"]] * 3
+
+
+def test_a_first_worker_that_ends_once_all_have_its_answer_is_no_error(
+    workers: list[Agreement], store: Store
+):
+    store.is_leaving = True
     with ThreadPoolExecutor(3) as pool:
         texts = list(pool.map(exchange, workers))
     assert texts == [["from 0", "from 1", "from 2"]] * 3

@@ -153,6 +153,45 @@ def test_a_worker_is_slow_if_it_costs_much_or_again_and_again():
     assert find_straggler([merge({0: window()}, 3)], hosts) is None
 
 
+def notices_of(folder: Path, epochs: list[list[float]]) -> list[str]:
+    """What a board says when worker 1 is slower by so many seconds in each window."""
+    board = Board(folder, ["a", "b"], histogram=False)
+    for epoch, excesses in enumerate(epochs):
+        for excess in excesses:
+            own, slow = (
+                dataclasses.replace(window(1.0 + e), epoch=epoch) for e in (0, excess)
+            )
+            board.take(merge({0: own, 1: slow}, 2))
+    board.end_epoch()
+    board.close()
+    return [notice.partition(":")[0] for notice in board.notices]
+
+
+def test_a_worker_that_stays_slow_is_named_once_in_each_epoch(tmp_path: Path):
+    slow = "worker 1 on b takes 500 ms longer than the others for its own part"
+    said = notices_of(tmp_path, [[0.5] * 4, [0.0, 0.5, 0.5], [0.5, 0.0, 0.5, 0.0]])
+    for epoch, notice in enumerate(said, start=1):
+        assert notice == f"in epoch {epoch} {slow} of each step"
+    assert len(said) == 3
+
+
+def test_a_worker_that_was_slow_in_one_window_is_not_named(tmp_path: Path):
+    assert notices_of(tmp_path, [[0.0, 3.0], [3.0, 0.0, 0.0], [0.0], [3.0]]) == []
+    assert notices_of(tmp_path, [[0.1] * 4, [0.0] * 4]) == []
+
+
+def test_epochs_of_one_window_name_a_worker_from_the_second_on(tmp_path: Path):
+    said = notices_of(tmp_path, [[0.5], [0.5], [0.5], [0.0]])
+    assert [notice.split()[2] for notice in said] == ["2", "3"]
+
+
+def test_a_worker_that_waits_for_its_data_is_told_so():
+    assert "temperature" in Straggler(1, "b", 0.05, 0.01).remedy
+    assert "input pipeline" in Straggler(1, "b", 0.05, 0.04).remedy
+    for seconds in (0.01, 0.04):
+        assert "tfdp run --rebalance" in Straggler(1, "b", 0.05, seconds).remedy
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_clocks_are_aligned_whoever_arrives_late(seed: int):
     rng = random.Random(seed)

@@ -177,6 +177,17 @@ def test_devices_per_worker_travel_in_tf_config(launcher, option):
     assert lines_of(result.stdout, 0) == lines_of(result.stdout, 1) == ["3"]
 
 
+def test_rebalance_travels_in_tf_config_and_says_where_it_has_no_effect(launcher):
+    launcher.script("print(CONFIG['tfdp'].get('rebalance'))")
+    for arguments, expected in ((["--rebalance"], "True"), ([], "None")):
+        result = launcher.run("-n", "2", *arguments, "script.py")
+        assert lines_of(result.stdout, 0) == lines_of(result.stdout, 1) == [expected]
+        assert "no effect" not in result.stdout
+    result = launcher.run("-n", "1", "--rebalance", "script.py")
+    assert result.returncode == 0
+    assert "--rebalance has no effect with one worker" in result.stdout
+
+
 def test_cores_are_divided_among_workers(launcher):
     launcher.script(
         "print(os.environ['TF_NUM_INTRAOP_THREADS'], os.environ['OMP_NUM_THREADS'])"

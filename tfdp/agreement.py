@@ -101,7 +101,9 @@ class Agreement:
             _compat.set_key_value(f"{call}/{self.rank}", message)
             patience = limit and limit + _ANSWER_SECONDS
             answer = self._wait(f"{call}/all", topic, 0, patience)
-            _compat.set_key_value(f"{call}/seen/{self.rank}", "")
+            # The store may end with the first worker before it has confirmed this.
+            with contextlib.suppress(tf.errors.OpError):
+                _compat.set_key_value(f"{call}/seen/{self.rank}", "")
         return self._texts(topic, json.loads(answer))
 
     def same(self, topic: str, text: str) -> tuple[bool, list[str]]:

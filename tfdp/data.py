@@ -17,11 +17,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat, loops
-from tfdp.iterators import Reading, ShareDataset
+from tfdp.iterators import PREFETCHED_STEPS, Reading, ShareDataset
 from tfdp.rows import rows_of_ranks, shares_of_ranks
 
 _POLICY = tf.data.experimental.AutoShardPolicy
-_PREFETCHED_STEPS = 2
 
 
 def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
@@ -60,11 +59,12 @@ def _of_shares(
 ) -> Any:
     """The distributed dataset of the local replicas' shares."""
     num_replicas = strategy.num_replicas_in_sync
-    on_cpus = strategy.extended.group.backend != "nccl" and not _has_gpus(strategy)
-    if on_cpus and options is None:
+    extended = strategy.extended
+    on_cpus = extended.group.backend != "nccl" and not _has_gpus(strategy)
+    if (on_cpus or extended.balance is not None) and options is None:
         shares = shares_of_ranks(dataset, ranks, num_replicas)
-        shares = shares.prefetch(_PREFETCHED_STEPS)
-        return ShareDataset(shares, strategy, Reading(asks))
+        shares = shares.prefetch(PREFETCHED_STEPS)
+        return ShareDataset(shares, strategy, Reading(asks), batches=dataset)
     local = rows_of_ranks(dataset, ranks, num_replicas)
     distributed = strategy.distribute_datasets_from_function(lambda _: local, options)
     return distributed if asks else _compat.without_partial_batches(distributed)

@@ -12,7 +12,7 @@ from tfdp import _compat, data_position, loops
 from tfdp.data import ends_with_the_first, is_endless, steps_per_batch
 from tfdp.data_position import SeededOrder
 from tfdp.end_of_data import CommonEndDataset
-from tfdp.iterators import ShareDataset
+from tfdp.iterators import Reading, ShareDataset
 from tfdp.lengths import ENDLESS, Length, agreed_steps, left_out
 from tfdp.ownership import is_ours
 from tfdp.places import here
@@ -23,7 +23,12 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
     strategy: Any = kwargs.get("distribute_strategy", args[0] if args else None)
     original(iterator, *args, **kwargs)
     if is_ours(strategy) and strategy.extended.agreement.num_workers > 1:
-        _agree(strategy, iterator, stops=ends_with_the_first(strategy))
+        _agree(
+            strategy,
+            iterator,
+            stops=ends_with_the_first(strategy),
+            by_weight=_is_divided_by_weight(strategy, iterator),
+        )
     loops.data_is_read()
     position = data_position.current()
     if position is not None and position.iterator is None:
@@ -39,14 +44,32 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
         )
 
 
-def _agree(strategy: Any, iterator: Any, *, stops: bool) -> None:
+def _is_divided_by_weight(strategy: Any, iterator: Any) -> bool:
+    """Whether the rows of each batch follow the speed of the workers."""
+    loop = loops.current()
+    is_for_training = loop is not None and loop.awaits_training_data
+    if strategy.extended.balance is None or not is_for_training:
+        return False
+    dataset = _compat.distributed_dataset(iterator)
+    if isinstance(dataset, ShareDataset) and dataset.batches is not None:
+        return True
+    warnings.warn(
+        "`--rebalance` has no effect on this data: it is divided among workers by "
+        "the dataset's own sharding, and not by tfdp. Batches of all workers, with "
+        "`AutoShardPolicy.AUTO` or `DATA`, can be rebalanced.",
+        stacklevel=2,
+    )
+    return False
+
+
+def _agree(strategy: Any, iterator: Any, *, stops: bool, by_weight: bool) -> None:
     lengths = _exchange_lengths(strategy, iterator.data_adapter)
     if stops:
         _tell_what_is_left_out(strategy.extended, lengths)
     _count_alike(iterator, agreed_steps(lengths, stops=stops))
 
     def of_loop(dataset: Any) -> Any:
-        return _of_loop(dataset, lengths, stops=stops)
+        return _of_loop(dataset, lengths, stops=stops, by_weight=by_weight)
 
     _compat.set_distributed_dataset(
         iterator, of_loop(_compat.distributed_dataset(iterator))
@@ -153,13 +176,16 @@ def _count_alike(iterator: Any, steps: int | None) -> None:
         iterator.reset()
 
 
-def _of_loop(dataset: Any, lengths: list[Length], *, stops: bool) -> Any:
+def _of_loop(
+    dataset: Any, lengths: list[Length], *, stops: bool, by_weight: bool
+) -> Any:
     """The data of a loop, which ends for all workers at the same step.
 
     Args:
         dataset: A distributed dataset.
         lengths: List of `Length`, of all workers.
         stops: Bool, whether the end of one worker's data is that of all.
+        by_weight: Bool, see `tfdp.iterators.Reading`.
 
     Returns:
         A distributed dataset.
@@ -167,7 +193,8 @@ def _of_loop(dataset: Any, lengths: list[Length], *, stops: bool) -> Any:
     # Of arrays all know how many rows there are, though the dataset does not.
     is_settled = len(set(lengths)) == 1 and lengths[0].rows is not None
     if isinstance(dataset, ShareDataset):
-        return dataset.for_loop(is_settled=is_settled, stops=stops)
+        asks = dataset.reading.asks and not is_settled
+        return dataset.read(Reading(asks, True, stops, by_weight))
     num_endless = sum(length.is_endless for length in lengths)
     if 0 < num_endless < len(lengths):
         dataset = _compat.that_asks(dataset)

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.agreement import Agreement
+from tfdp.balance import Balance
 from tfdp.cluster import Topology
 from tfdp.collectives import LaunchOrder, ProcessGroup, positions_of, timing
 from tfdp.cross_device_ops import CrossDeviceOps
@@ -55,6 +56,8 @@ class ReplicaExtended:
 
     options: CommunicationOptions
     agreement: Agreement
+    # By which rows follow the workers' speed, see `tfdp run --rebalance`.
+    balance: Balance | None = None
     _collective_keys: Any
 
     def explaining(self) -> contextlib.AbstractContextManager:
@@ -227,7 +230,11 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         if worker.cluster is not None:
             addresses = worker.cluster.workers
             self._watchdog = watch(self.agreement, addresses, worker.timeout_seconds)
-        all_devices = check_workers_fit(self.agreement, self.worker_devices, options)
+        all_devices = check_workers_fit(
+            self.agreement, self.worker_devices, options, rebalances=worker.rebalances
+        )
+        if worker.rebalances:
+            self.balance = Balance(worker.num_workers, len(self.worker_devices))
         hosts = worker.cluster.hosts if worker.cluster else ["localhost"]
         self._set_up_communication(worker.rank, hosts, all_devices)
 

@@ -15,7 +15,11 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.end_of_data import goes_on, raise_end
+from tfdp.rows import shares_of_ranks
 from tfdp.shares import CountedBatch
+from tfdp.weighted_rows import shares_by_weight
+
+PREFETCHED_STEPS = 2
 
 _strategies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
@@ -30,11 +34,16 @@ class Reading(NamedTuple):
             which hand a batch to `strategy.run` unopened. Defaults to `False`.
         stops: Bool, whether the end of one worker's data is that of all, and not
             the end of the longest. Defaults to `False`.
+        by_weight: Bool, whether elements are whole batches, which each step divides
+            by the weights that the strategy has at that moment. A pipeline reads
+            ahead, on each worker as far as it happens to: workers would divide one
+            batch by different weights. Defaults to `False`.
     """
 
     asks: bool
     counts: bool = False
     stops: bool = False
+    by_weight: bool = False
 
 
 class ShareDataset(_compat.DistributedDatasetsFromFunction):
@@ -47,33 +56,40 @@ class ShareDataset(_compat.DistributedDatasetsFromFunction):
             the rows of their global batch.
         strategy: A tfdp strategy.
         reading: `Reading`.
+        batches: `tf.data.Dataset` of the global batches themselves, or `None`.
+            Defaults to `None`.
     """
 
     def __init__(
-        self, dataset: tf.data.Dataset, strategy: Any, reading: Reading
+        self,
+        dataset: tf.data.Dataset,
+        strategy: Any,
+        reading: Reading,
+        batches: tf.data.Dataset | None = None,
     ) -> None:
         self.dataset = dataset
         self.strategy = strategy
         self.reading = reading
+        self.batches = batches
 
     def __iter__(self) -> ShareIterator:
         return ShareIterator(iter(self.dataset), self.strategy, self.reading)
 
-    def for_loop(self, *, is_settled: bool, stops: bool) -> ShareDataset:
-        """The same shares for a loop of Keras.
+    def read(self, reading: Reading) -> ShareDataset:
+        """The same batches, read in another way.
 
         Args:
-            is_settled: Bool, whether all workers have equally many rows for sure.
-            stops: Bool, see `Reading`.
+            reading: `Reading`; by weight only where there are `batches`.
         """
-        asks = self.reading.asks and not is_settled
-        reading = Reading(asks, counts=True, stops=stops)
-        return ShareDataset(self.dataset, self.strategy, reading)
+        dataset = self.dataset
+        if reading.by_weight:
+            dataset = shares_of_ranks(self.batches, [0], 1).prefetch(PREFETCHED_STEPS)
+        return ShareDataset(dataset, self.strategy, reading, self.batches)
 
     @property
     def element_spec(self) -> Any:
         """The spec of an element, per replica where there are several."""
-        return _per_replica_spec(self.dataset.element_spec[0])
+        return _element_spec(self, self.dataset)
 
     @property
     def cardinality(self) -> Any:
@@ -107,7 +123,7 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
     @property
     def element_spec(self) -> Any:
         """The spec of an element, per replica where there are several."""
-        return _per_replica_spec(self._iterator.element_spec[0])
+        return _element_spec(self, self._iterator)
 
     def __iter__(self) -> ShareIterator:
         return self
@@ -122,7 +138,7 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
         """The next shares; raises `tf.errors.OutOfRangeError` at the end."""
         if not self.reading.asks:
             parts, num_rows = self._iterator.get_next()
-            batch = _compat.per_replica(list(parts))
+            batch = self._per_replica(parts)
             return CountedBatch(batch, num_rows) if self.reading.counts else batch
         optional = self._iterator.get_next_as_optional()
 
@@ -131,7 +147,7 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
 
         # Workers that run out of data alone know the rows of no common batch.
         parts, _ = tf.cond(self._goes_on(optional), value_or_empty, self._end)
-        return _compat.per_replica(list(parts))
+        return self._per_replica(parts)
 
     def get_next_as_optional(self) -> Any:
         """The next shares, or an empty optional at the end."""
@@ -145,12 +161,21 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
                 if asks
                 else optional.get_value()
             )
-            return tf.experimental.Optional.from_value(_compat.per_replica(list(parts)))
+            return tf.experimental.Optional.from_value(self._per_replica(parts))
 
         def nothing() -> Any:
             return tf.experimental.Optional.empty(self.element_spec)
 
         return tf.cond(has_value, value, nothing)
+
+    def _per_replica(self, parts: tuple) -> Any:
+        """The local replicas' shares; the parts are them, or one whole batch."""
+        if self.reading.by_weight:
+            extended = self.strategy.extended
+            first, weights = extended.first_rank, extended.balance.weights
+            ranks = list(range(first, first + extended.num_local))
+            parts = shares_by_weight(parts[0], ranks, weights.read_value())
+        return _compat.per_replica(list(parts))
 
     def _goes_on(self, optional: Any) -> tf.Tensor:
         return goes_on(self.strategy, optional.has_value(), stops=self.reading.stops)
@@ -222,6 +247,26 @@ def _spec_of(kind: type, value: Any) -> Any:
     _strategies[id(value.strategy)] = value.strategy
     inner = _compat.type_spec_of(value.components)
     return kind(inner, id(value.strategy), value.reading)
+
+
+def _element_spec(value: Any, source: Any) -> Any:
+    """The spec of what a `ShareDataset` or `ShareIterator` gives from a source."""
+    parts = source.element_spec[0]
+    if value.reading.by_weight:
+        any_rows = tf.nest.map_structure(_of_any_rows, parts[0])
+        parts = (any_rows,) * value.strategy.extended.num_local
+    return _per_replica_spec(parts)
+
+
+def _of_any_rows(spec: Any) -> Any:
+    """The spec of some of the rows of a tensor."""
+    if not getattr(getattr(spec, "shape", None), "rank", None):
+        return spec
+    shape = [None, *spec.shape[1:]]
+    if isinstance(spec, tf.RaggedTensorSpec):
+        kinds = spec.ragged_rank, spec.row_splits_dtype
+        return tf.RaggedTensorSpec(shape, spec.dtype, *kinds)
+    return type(spec)(shape, spec.dtype)
 
 
 def _per_replica_spec(specs: tuple) -> Any:

@@ -78,24 +78,47 @@ def share_of_rank(batch: Any, rank: int, num_replicas: int) -> Any:
     """
 
     def take(tensor: Any) -> Any:
-        if tensor is None or tensor.shape.rank == 0:
+        if not has_rows(tensor):
             return tensor
-        if isinstance(tensor, tf.SparseTensor):
-            begin, size = _share(tensor.dense_shape[0], rank, num_replicas)
-            rest = tf.cast(tensor.dense_shape[1:], tf.int64)
-            start = tf.concat([[begin], tf.zeros_like(rest)], 0)
-            return tf.sparse.slice(tensor, start, tf.concat([[size], rest], 0))
-        if isinstance(tensor, tf.RaggedTensor):
-            begin, size = _share(tensor.nrows(), rank, num_replicas)
-            return tensor[begin : begin + size]
-        begin, size = _share(tf.shape(tensor, tf.int64)[0], rank, num_replicas)
-        rows = tensor[begin : begin + size]
+        begin, size = _share(count_of(tensor), rank, num_replicas)
+        rows = take_rows(tensor, begin, size)
+        if isinstance(tensor, (tf.SparseTensor, tf.RaggedTensor)):
+            return rows
         rows.set_shape([_static_share(tensor, rank, num_replicas), *tensor.shape[1:]])
         # A slice shares the memory of the batch, which may be the user's own
         # array; operations that work in place would overwrite it.
         return tf.raw_ops.DeepCopy(x=rows) if _can_copy(rows) else rows
 
     return tf.nest.map_structure(take, batch)
+
+
+def has_rows(tensor: Any) -> bool:
+    """Whether a leaf of a batch is divided between replicas; scalars are not."""
+    return tensor is not None and tensor.shape.rank != 0
+
+
+def count_of(tensor: Any) -> tf.Tensor:
+    """Scalar int64 tensor, the rows of a tensor, ragged or sparse ones too."""
+    if isinstance(tensor, tf.SparseTensor):
+        return tensor.dense_shape[0]
+    if isinstance(tensor, tf.RaggedTensor):
+        return tensor.nrows()
+    return tf.shape(tensor, tf.int64)[0]
+
+
+def take_rows(tensor: Any, begin: tf.Tensor, size: tf.Tensor) -> Any:
+    """Some rows of a tensor, ragged or sparse ones too.
+
+    Args:
+        tensor: The tensor.
+        begin: Scalar int64 tensor, the first row.
+        size: Scalar int64 tensor, how many.
+    """
+    if isinstance(tensor, tf.SparseTensor):
+        rest = tf.cast(tensor.dense_shape[1:], tf.int64)
+        start = tf.concat([[begin], tf.zeros_like(rest)], 0)
+        return tf.sparse.slice(tensor, start, tf.concat([[size], rest], 0))
+    return tensor[begin : begin + size]
 
 
 def first_tensor(batch: Any) -> Any:

@@ -60,6 +60,11 @@ class Worker:
         """Index of this worker, the chief's is 0."""
         return self.cluster.rank if self.cluster else 0
 
+    @property
+    def rebalances(self) -> bool:
+        """Whether rows follow the workers' speed."""
+        return self.cluster is not None and self.cluster.rebalance
+
 
 def start_worker(
     resolver: Any, devices: Sequence[str] | None, options: CommunicationOptions
@@ -167,7 +172,11 @@ def _gone(cluster: Cluster, ranks: list[int], limit: float) -> str:
 
 
 def check_workers_fit(
-    agreement: Agreement, devices: Sequence[str], options: CommunicationOptions
+    agreement: Agreement,
+    devices: Sequence[str],
+    options: CommunicationOptions,
+    *,
+    rebalances: bool = False,
 ) -> list[str]:
     """Compares device counts, versions and options before anything else.
 
@@ -175,6 +184,7 @@ def check_workers_fit(
         agreement: `Agreement`.
         devices: Sequence of strings, full names of the local devices.
         options: `CommunicationOptions`.
+        rebalances: Bool, whether rows follow the workers' speed. Defaults to `False`.
 
     Returns:
         List of strings, the devices of all workers in the order of ranks.
@@ -189,6 +199,7 @@ def check_workers_fit(
         "TensorFlow version": tf.__version__,
         "Keras version": keras.__version__,
         "tfdp version": _own_version(),
+        "settings of `rebalance`": str(rebalances).lower(),
     }
     for field in dataclasses.fields(options):
         # Each may wait as long as it likes.

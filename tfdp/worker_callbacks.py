@@ -10,6 +10,7 @@ import keras
 from tfdp import _compat
 from tfdp.link_measure import num_steps_of
 from tfdp.ownership import is_ours
+from tfdp.rebalancing import Rebalance
 from tfdp.scope import broadcast_variables
 from tfdp.traits import innermost
 
@@ -65,6 +66,8 @@ def callbacks_of_worker(
         chosen.append(
             StopEachBatchTogether(strategy) if each_batch else StopTogether(strategy)
         )
+        if strategy.extended.balance is not None:
+            chosen.append(Rebalance(strategy, strategy.extended.balance))
     return chosen
 
 

@@ -41,12 +41,15 @@ def model_of(env: Env, optimizer: typing.Any = None) -> keras.Model:
         return common.compiled(model, optimizer or keras.optimizers.SGD(0.05))
 
 
-def monitored(env: Env, model: keras.Model, *callbacks: typing.Any) -> str:
+def monitored(
+    env: Env, model: keras.Model, *callbacks: typing.Any, epochs: int = 1
+) -> str:
     """Fits with a monitor and returns what it prints."""
     monitor = tfdp.callbacks.CommunicationMonitor(env.tmp / "logs", every=EVERY)
+    given = [monitor, *callbacks]
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
-        common.fit(model, *data(), batch_size=ROWS, callbacks=[monitor, *callbacks])
+        common.fit(model, *data(), batch_size=ROWS, callbacks=given, epochs=epochs)
     return shown.getvalue()
 
 
@@ -290,6 +293,38 @@ def monitor_names_a_slow_worker(env: Env) -> dict:
         assert [row["straggler"] for row in rows_of(env)][-1] == "1"
         assert "orker 1" in told["advice"]
         assert "worker 1" in said
+    return {}
+
+
+@case(
+    "Monitor: a worker that stays slow is named once in each epoch, and no other",
+    setups=("two_workers",),
+    full_setups=(),
+    compare=False,
+    side_by_side=False,
+)
+def monitor_names_a_slow_worker_once_an_epoch(env: Env) -> dict:
+    """Slow for three epochs, then never, then in one of three windows."""
+
+    class Slow(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_begin(self, batch, logs=None):
+            is_slow = self.epoch < 3 or (self.epoch == 4 and batch // EVERY == 1)
+            # All sleep a little, beside which what else the machine does is little.
+            time.sleep(0.05 + (0.05 if is_slow and env.rank == 1 else 0.0))
+
+    model = model_of(env)
+    said = monitored(env, model, Slow(), epochs=5)
+    told = [line for line in said.splitlines() if line.startswith("CommunicationMon")]
+    if env.is_chief:
+        assert [line.split()[3] for line in told] == ["1", "2", "3"], said
+        for line in told:
+            assert " worker 1 on " in line
+            assert "tfdp run --rebalance" in line
+    else:
+        assert not said
     return {}
 
 

@@ -70,7 +70,14 @@ class ClusterPool:
         tmp = self._new_folder()
         for name in names:
             self._cluster(name)
-        started = [self._send(case, name, tmp) for name in names]
+        started: list[Cluster] = []
+        try:
+            started.extend(self._send(case, name, tmp) for name in names)
+        except BaseException:
+            # Answers that nobody collects would be taken for those to the next case.
+            for cluster in started:
+                cluster.close()
+            raise
         for name, cluster in zip(names, started, strict=True):
             self._outcomes[case.name, name] = self._collect(case, cluster)
 

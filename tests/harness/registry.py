@@ -58,6 +58,7 @@ MODULES: tuple[str, ...] = (
     "sharded_corners",
     "monitor",
     "drift",
+    "rebalance",
 )
 
 

@@ -53,7 +53,8 @@ class CommunicationMonitor(MeasuringCallback):
     the gradient, loss scale and skipped steps, each worker's step time and how long
     it waits for the others. They go to TensorBoard (tags `communication/...`), to
     `communication.csv` and, at the end of `fit`, to `communication.json`; a table
-    and one sentence of advice are printed.
+    and one sentence of advice are printed. A worker that the others wait for again
+    and again is named once an epoch, with what to do about it.
 
     On CPUs time stamps inside the graph tell; on GPUs, whose kernels run after
     their launch, the device's own profile of one step an epoch does.
@@ -163,12 +164,7 @@ class CommunicationMonitor(MeasuringCallback):
             self._recent.append(reading)
         if self.step // self.every > (self.step - num_steps) // self.every:
             self._report()
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Says which worker is slow, once an epoch."""
-        super().on_epoch_end(epoch, logs)
-        if self._board is not None and self._board.straggler is not None:
-            print(f"\nCommunicationMonitor: {self._board.straggler}.")
+        self._speak()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Writes what is left, and on the first worker the summary."""
@@ -176,6 +172,9 @@ class CommunicationMonitor(MeasuringCallback):
             return
         self._report()
         self._reporter.close()
+        if self._board is not None:
+            self._board.end_epoch()
+        self._speak()
         self.meter = None
         error = self._reporter.error
         self._reporter = None
@@ -193,6 +192,11 @@ class CommunicationMonitor(MeasuringCallback):
                 f"`CommunicationMonitor` could not write all of its reports: {error}",
                 stacklevel=2,
             )
+
+    def _speak(self) -> None:
+        """Prints what the thread has found of the epochs that are over."""
+        while self._board is not None and self._board.notices:
+            print(f"\nCommunicationMonitor: {self._board.notices.popleft()}")
 
     def _report(self) -> None:
         """Hands the window to the thread that computes and writes."""

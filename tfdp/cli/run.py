@@ -91,6 +91,11 @@ def _seconds(
     help="Go on with as few workers, if one fails again and again. Default: all.",
 )
 @click.option(
+    "--rebalance",
+    is_flag=True,
+    help="Workers get rows of each batch by their measured speed.",
+)
+@click.option(
     "--grow-after",
     metavar="S",
     callback=_seconds,
@@ -113,6 +118,7 @@ def run(
     grace: float,
     max_restarts: int,
     min_workers: int | None,
+    rebalance: bool,
     grow_after: float | None,
     is_module: bool,
     script: str,
@@ -135,6 +141,8 @@ def run(
     command = [sys.executable, *(["-m"] if is_module else []), script, *args]
     screen = Screen()
     _announce(screen, num_workers, devices_per_worker, folder)
+    if rebalance and num_workers == 1:
+        screen.message("tfdp: warning: --rebalance has no effect with one worker")
     restarts = Restarts(num_workers, again)
     until = None if timeout is None else time.monotonic() + timeout
     while True:
@@ -144,7 +152,9 @@ def run(
             save_after_seconds=restarts.grow_after_seconds,
             slots=[Slot(index, num_workers) for index in restarts.slots],
         )
-        clusters = make_clusters(len(restarts.slots), devices_per_worker)
+        clusters = make_clusters(
+            len(restarts.slots), devices_per_worker, rebalance=rebalance
+        )
         end = _attempt(command, clusters, folder, screen, options)
         following = restarts.after(end)
         if following is None:

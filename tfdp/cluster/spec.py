@@ -28,6 +28,8 @@ class Cluster:
             in training. Defaults to `()`.
         has_chief: Bool, whether `workers[0]` is a `chief` task. Set by itself
             when `task_type` is `"chief"`. Defaults to `False`.
+        rebalance: Bool, whether rows of a batch follow the workers' speed, from the
+            `tfdp` key of `TF_CONFIG`. Defaults to `False`.
 
     Raises:
         ValueError: If an address is malformed or appears twice, or if the
@@ -47,6 +49,7 @@ class Cluster:
     devices_per_worker: int | None = None
     evaluators: tuple[str, ...] = ()
     has_chief: bool = False
+    rebalance: bool = False
 
     def __post_init__(self) -> None:
         tf_config.check_job_name(self.task_type)
@@ -57,6 +60,7 @@ class Cluster:
         _check_addresses(self.workers + self.evaluators)
         _check_index(self)
         _check_devices_per_worker(self.devices_per_worker)
+        _check_rebalance(self.rebalance)
 
     @classmethod
     def from_tf_config(cls, text: str) -> Cluster | None:
@@ -129,8 +133,13 @@ class Cluster:
             "cluster": {name: tasks for name, tasks in jobs.items() if tasks},
             "task": {"type": self.task_type, "index": self.task_index},
         }
+        settings: dict[str, Any] = {}
         if self.devices_per_worker is not None:
-            config["tfdp"] = {"devices_per_worker": self.devices_per_worker}
+            settings["devices_per_worker"] = self.devices_per_worker
+        if self.rebalance:
+            settings["rebalance"] = True
+        if settings:
+            config["tfdp"] = settings
         return json.dumps(config)
 
     @property
@@ -219,4 +228,12 @@ def _check_devices_per_worker(devices: object) -> None:
         raise ValueError(
             "devices_per_worker (in the 'tfdp' key of TF_CONFIG) must be an int of "
             f"at least 1. Received: devices_per_worker={devices!r}"
+        )
+
+
+def _check_rebalance(rebalance: object) -> None:
+    if not isinstance(rebalance, bool):
+        raise ValueError(
+            "rebalance (in the 'tfdp' key of TF_CONFIG) must be true or false. "
+            f"Received: rebalance={rebalance!r}"
         )

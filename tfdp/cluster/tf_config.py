@@ -28,6 +28,7 @@ def parse(text: str) -> dict[str, Any] | None:
     if not any(jobs.values()):
         return None
     task_type, task_index = _read_task(config)
+    settings = _read_tfdp_key(config)
     if task_type == "chief" and not jobs["chief"]:
         raise ValueError(
             "This task of TF_CONFIG is the chief, but its cluster has none. Add a "
@@ -37,7 +38,8 @@ def parse(text: str) -> dict[str, Any] | None:
         "workers": jobs["chief"] + jobs["worker"],
         "task_type": task_type,
         "task_index": task_index,
-        "devices_per_worker": _read_tfdp_key(config).get("devices_per_worker"),
+        "devices_per_worker": settings.get("devices_per_worker"),
+        "rebalance": settings.get("rebalance", False),
         "evaluators": jobs["evaluator"],
         "has_chief": bool(jobs["chief"]),
     }

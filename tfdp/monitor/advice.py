@@ -59,10 +59,7 @@ def advise(
     waits = totals["input_seconds"] / step
     exposed = totals["exposed_seconds"] / step
     if straggler is not None:
-        return (
-            f"{_sentence(str(straggler))}: look at what else runs on that machine, "
-            "and at how it gets its data."
-        )
+        return f"{_sentence(str(straggler))}: {straggler.remedy}."
     if waits > max(exposed, _MUCH_INPUT):
         return (
             f"{waits:.0%} of the step passes before it has its data: prefetch, cache, "

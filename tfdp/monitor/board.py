@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +11,18 @@ from typing import Any
 from tfdp.monitor import columns
 from tfdp.monitor.advice import Facts, advise
 from tfdp.monitor.sinks import CsvFile, TensorBoardFile, has_tensorboard, write_json
-from tfdp.monitor.stragglers import Straggler, find_straggler
+from tfdp.monitor.stragglers import (
+    Excess,
+    excess_of,
+    find_straggler,
+    persistent_straggler,
+)
 from tfdp.monitor.summary import summary_table
 from tfdp.monitor.windows import Row, Totals
 
 _NAME = "communication"
+# Of so many windows it is known at the end who was slow; a run may have millions.
+_KEPT_WINDOWS = 10_000
 
 
 class Board:
@@ -37,7 +45,8 @@ class Board:
         number: int = 1,
     ) -> None:
         self.totals = Totals()
-        self.straggler: Straggler | None = None
+        # What is to be said of epochs that are over; another thread may say it.
+        self.notices: collections.deque[str] = collections.deque()
         self._folder = folder
         self._name = _NAME if number == 1 else f"{_NAME}-{number}"
         self._hosts = hosts
@@ -45,27 +54,48 @@ class Board:
         # What the collectives of a step are for, known when one has been traced.
         self.labels: Sequence[str] = ()
         self._before: Row | None = None
-        self._slow_steps: dict[int, int] = {}
+        self._windows = _no_windows()
+        self._windows_of_epoch = _no_windows()
+        self._last_of_epoch_before: Excess | None = None
         self._csv: CsvFile | None = None
         self._events: TensorBoardFile | None = None
 
     def take(self, row: Row) -> None:
-        """Writes a row."""
+        """Writes a row; the first one of an epoch ends the epoch before."""
+        if self._before is not None and row.epoch != self._before.epoch:
+            self.end_epoch()
         recent = [row] if self._before is None else [self._before, row]
-        self.straggler = find_straggler(recent, self._hosts)
-        if self.straggler is not None:
-            rank = self.straggler.rank
-            self._slow_steps[rank] = self._slow_steps.get(rank, 0) + row.num_steps
+        straggler = find_straggler(recent, self._hosts)
         self._before = row
+        excess = excess_of(row)
+        if excess is not None:
+            self._windows.append(excess)
+            self._windows_of_epoch.append(excess)
         if self._csv is None:
             self._open()
         assert self._csv is not None
-        rank_or_none = None if self.straggler is None else self.straggler.rank
-        values = columns.values_of(row, rank_or_none)
+        rank = None if straggler is None else straggler.rank
+        values = columns.values_of(row, rank)
         self._csv.add(values)
         if self._events is not None:
             self._write_events(row, values)
         self.totals.add(row)
+
+    def end_epoch(self) -> None:
+        """Says in `notices` which worker was slow in the windows of the epoch."""
+        windows, self._windows_of_epoch = self._windows_of_epoch, _no_windows()
+        if not windows or self._before is None:
+            return
+        last = windows[-1]
+        if len(windows) == 1 and self._last_of_epoch_before is not None:
+            # A short epoch: who is slow in it is slow again if it was before.
+            windows.appendleft(self._last_of_epoch_before)
+        self._last_of_epoch_before = last
+        straggler = persistent_straggler(windows, self._hosts)
+        if straggler is not None:
+            self.notices.append(
+                f"in epoch {self._before.epoch + 1} {straggler}: {straggler.remedy}."
+            )
 
     def close(self) -> None:
         """Closes the files."""
@@ -83,7 +113,7 @@ class Board:
         Returns:
             String, a table and one sentence of advice.
         """
-        straggler = self._persistent_straggler()
+        straggler = persistent_straggler(self._windows, self._hosts)
         values = self.totals.values
         advice = advise(values, facts, straggler)
         hosts = dict(enumerate(self._hosts))
@@ -126,12 +156,6 @@ class Board:
             histograms["communication/buckets_seconds"] = list(row.buckets.values())
         self._events.add(row.step, scalars, histograms)
 
-    def _persistent_straggler(self) -> Straggler | None:
-        """A worker that was slow in at least half of the steps."""
-        for rank, steps in self._slow_steps.items():
-            if 2 * steps >= self.totals.num_steps:
-                own = {r: w["compute_seconds"] for r, w in self.totals.workers.items()}
-                others = [value for key, value in own.items() if key != rank]
-                excess = own[rank] - sum(others) / len(others)
-                return Straggler(rank, self._hosts[rank], excess)
-        return None
+
+def _no_windows() -> collections.deque[Excess]:
+    return collections.deque(maxlen=_KEPT_WINDOWS)

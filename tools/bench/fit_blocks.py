@@ -43,7 +43,7 @@ class Clock(keras.callbacks.Callback):
 
 
 def block_of(
-    strategy: Any, name: str, skipped: int = SKIPPED
+    strategy: Any, name: str, skipped: int = SKIPPED, first: Any = None
 ) -> Callable[..., dict[str, float]]:
     """Makes a model, and a function that fits it for a block.
 
@@ -51,6 +51,7 @@ def block_of(
         strategy: A `tf.distribute` strategy.
         name: String, the model, see `tools.bench.models`.
         skipped: Int, steps at the begin that are not timed. Defaults to `SKIPPED`.
+        first: Keras layer in front of it, or `None`. Defaults to `None`.
 
     Returns:
         Callable that takes the number of steps and callbacks, and returns
@@ -59,6 +60,9 @@ def block_of(
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = build(MODELS[name])
+        if first is not None:
+            inputs = keras.Input(model.input_shape[1:])
+            model = keras.Model(inputs, model(first(inputs)))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(1e-3), loss=loss)
     batch = 32 * strategy.num_replicas_in_sync

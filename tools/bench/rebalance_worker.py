@@ -1,0 +1,63 @@
+"""One worker that trains by Keras `fit`, with rows by speed or without."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from tfdp.bench.channel import serve, take_over_output
+from tfdp.bench.training import make_strategy
+
+
+def slow_layer(seconds: float) -> Any:
+    """A layer that takes so long for each row, without loading the machine."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    class SlowByRows(keras.layers.Layer):
+        """Sleeps in proportion to the rows that it is given."""
+
+        def call(self, x: Any) -> Any:
+            def sleep(rows: Any) -> Any:
+                time.sleep(seconds * int(rows))
+                return np.int32(0)
+
+            slept = tf.numpy_function(sleep, [tf.shape(x)[0]], tf.int32)
+            with tf.control_dependencies([slept]):
+                return tf.identity(x)
+
+    return SlowByRows()
+
+
+def main() -> None:
+    take_over_output()
+    setup = json.loads(sys.argv[1])
+    strategy = make_strategy(setup)
+
+    from tfdp.balance import Balance
+    from tools.bench.fit_blocks import block_of
+
+    extended = strategy.extended
+    is_slow = setup["rank"] == 1 and setup["delay_ms"]
+    first = slow_layer(setup["delay_ms"] / 1000) if is_slow else None
+    block = block_of(strategy, setup["model"], first=first)
+    balance = Balance(len(setup["addresses"]), extended.num_local)
+
+    def with_balance(chosen: Balance | None, steps: int) -> dict[str, float]:
+        # What the launcher's option has the strategy make; it keeps what it learns.
+        extended.balance = chosen
+        return {**block(steps), "rows": balance.rows(64)[1]}
+
+    serve(
+        {
+            "off": lambda steps: with_balance(None, steps),
+            "on": lambda steps: with_balance(balance, steps),
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()
