@@ -13,10 +13,12 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.cluster import Answer, free_ports, knock
 from tfdp.places import Here, Place
+from tfdp.preemption import PREEMPTED
 from tfdp.watch import sightings as module
 from tfdp.watch.errors import Verdict, bucket_in, message_of
 from tfdp.watch.pulse import Pulse
 from tfdp.watch.sightings import Sightings
+from tfdp.watch.watchdog import Watchdog
 
 
 class Clock:
@@ -260,3 +262,21 @@ def test_a_process_that_ends_itself_leaves_no_generated_file():
     _compat.remove_generated_files()
     assert not path.exists()
     _compat.remove_generated_files()  # what is gone is no error
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ArithmeticError("one"), "ArithmeticError: one"),
+        (SystemExit(7), "SystemExit: 7"),
+        (SystemExit(PREEMPTED), ""),
+    ],
+)
+def test_what_ends_a_loop_of_keras_is_told_unless_it_ends_all_of_them(
+    error: BaseException, words: str, monkeypatch: pytest.MonkeyPatch
+):
+    watchdog = Watchdog(Agreement(0), ["a:1", "b:1"])
+    monkeypatch.setattr(watchdog._pulse, "tell_now", lambda seconds: None)
+    with pytest.raises(type(error)), watchdog.explaining():
+        raise error
+    assert watchdog._pulse.words == words

@@ -16,6 +16,7 @@ from tfdp import _compat
 from tfdp.agreement import Agreement
 from tfdp.cluster import Answer, knock
 from tfdp.places import Place, here
+from tfdp.preemption import PREEMPTED
 from tfdp.watch.errors import EXIT_CODE, Verdict, WorkerLost, bucket_in, message_of
 from tfdp.watch.pulse import Pulse
 from tfdp.watch.sightings import Sightings
@@ -112,7 +113,9 @@ class Watchdog(threading.Thread):
             raise
         except WorkerLost:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and error.code == PREEMPTED:
+                raise  # as all do
             # If it ends the script, the others hear of it.
             self._pulse.words = _in_short(error)
             self._pulse.tell_now(_HURRY_SECONDS)
@@ -264,6 +267,6 @@ def _cause_of_delay(place: Place, other: Place) -> str:
     )
 
 
-def _in_short(error: Exception) -> str:
+def _in_short(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
