@@ -269,6 +269,7 @@ def test_a_process_that_ends_itself_leaves_no_generated_file():
     [
         (ArithmeticError("one"), "ArithmeticError: one"),
         (SystemExit(7), "SystemExit: 7"),
+        (KeyboardInterrupt(), "KeyboardInterrupt: "),
         (SystemExit(PREEMPTED), ""),
     ],
 )

@@ -113,7 +113,7 @@ class Watchdog(threading.Thread):
             raise
         except WorkerLost:
             raise
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             if isinstance(error, SystemExit) and error.code == PREEMPTED:
                 raise  # as all do
             # If it ends the script, the others hear of it.
