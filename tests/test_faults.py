@@ -97,6 +97,16 @@ def test_a_worker_in_its_own_callback_hears_of_a_death():
     assert "epoch 1 of fit" in sentence_of(outcome.first, 0)
 
 
+@pytest.mark.parametrize("kind", ["exit", "raise"])
+def test_who_comes_to_a_collective_after_another_script_has_ended_hears_of_it(
+    kind: str, request: pytest.FixtureRequest
+):
+    if kind == "raise":
+        request.getfixturevalue("full")
+    outcome = check(JobPlan(2, Fault(kind, "evaluation", 1, step=1), busy_rank=0))
+    assert "its script has ended, after " in sentence_of(outcome.first, 0)
+
+
 def check_standing_still(rank: int) -> None:
     fault = Fault("stop", "training", rank, step=5)
     outcome = check(JobPlan(2, fault, timeout_seconds=6.0))
