@@ -30,6 +30,9 @@ def fit(
     delete_at_end: bool = True,
     units: int = 6,
     stage: int = 1,
+    per_replica: int | None = None,
+    schedule: bool = False,
+    micro_batch: int = BATCH_SIZE,
 ) -> dict[str, Any]:
     """Trains, and returns weights and history.
 
@@ -42,7 +45,8 @@ def fit(
         kill: Dict with a step, a rank and a signal, or `None`.
         crash_in_save: Int, the save in which the first worker is killed after the
             parts are written and before the index is, or `None`.
-        data: String: `"dataset"` with a seed, `"arrays"` that are shuffled.
+        data: String: `"dataset"` with a seed, `"arrays"` that are shuffled, or the
+            dataset again and again, `"endless"`.
         everything: Bool, whether everything is switched on that has a state, or only
             what is exact on any number of replicas.
         learning_rate: Float.
@@ -50,6 +54,11 @@ def fit(
         delete_at_end: As for the callback.
         units: Int, of the hidden layer.
         stage: Int, of the sharding.
+        per_replica: Int, samples of each replica's batch, which it keeps on another
+            number of replicas; or `None` for a global batch.
+        schedule: Bool, whether the learning rate is a schedule.
+        micro_batch: Int, samples of a batch, of which as many make an update as have
+            two batches of `BATCH_SIZE`.
     """
     import keras
     import tensorflow as tf
@@ -61,23 +70,37 @@ def fit(
     strategy = _strategy(layout, tfdp)
     keras.utils.set_random_seed(5)
     with strategy.scope():
-        model = _model(keras, units, learning_rate, dropout=0.3 * everything)
-    callbacks = _callbacks(keras, tfdp, everything, stage)
+        rate: Any = learning_rate
+        if schedule:
+            rate = keras.optimizers.schedules.InverseTimeDecay(learning_rate, 4, 0.5)
+        model = _model(keras, units, rate, dropout=0.3 * everything)
+    steps = 2 * BATCH_SIZE // micro_batch
+    callbacks = _callbacks(keras, tfdp, everything, stage, steps)
     if directory is not None:
         callbacks.append(
             tfdp.callbacks.BackupAndRestore(
-                directory, save_freq, keep, delete_at_end=delete_at_end
+                directory,
+                save_freq,
+                keep,
+                delete_at_end=delete_at_end,
+                batch="global" if per_replica is None else "per_replica",
             )
         )
     if kill is not None:
         callbacks.append(_killer(keras, rank, **kill))
     if crash_in_save is not None:
         _crash_in_save(crash_in_save, rank)
-    x, y = _arrays()
-    options: dict[str, Any] = {"x": x, "y": y, "batch_size": BATCH_SIZE}
+    x, y = arrays()
+    batch_size = micro_batch
+    if per_replica is not None:
+        batch_size = per_replica * strategy.num_replicas_in_sync
+    options: dict[str, Any] = {"x": x, "y": y, "batch_size": batch_size}
     if data == "dataset":
-        dataset = tf.data.Dataset.from_tensor_slices((x, y))
-        options = {"x": dataset.shuffle(NUM_SAMPLES, seed=3).batch(BATCH_SIZE)}
+        options = {"x": samples(tf).batch(batch_size)}
+    if data == "endless":
+        options["x"] = samples(tf).repeat().batch(batch_size)
+        del options["y"], options["batch_size"]
+        options["steps_per_epoch"] = NUM_SAMPLES // batch_size
     history = model.fit(
         **options,
         epochs=epochs,
@@ -92,6 +115,74 @@ def fit(
     }
 
 
+def by_hand(
+    layout: Layout,
+    rank: int,
+    *,
+    plan: list[tuple[float, list[list[int]]]],
+) -> dict[str, Any]:
+    """The same training on one device, in plain TensorFlow, without tfdp.
+
+    Args:
+        layout: Not used.
+        rank: Not used.
+        plan: List of pairs of a learning rate and the micro-batches of an update, by
+            the numbers of their samples.
+    """
+    import keras
+    import tensorflow as tf
+
+    del layout, rank
+    keras.utils.set_random_seed(5)
+    model = _model(keras, 6, 0.0, dropout=0.0)
+    optimizer, weights = model.optimizer, model.trainable_variables
+    x, y = arrays()
+    for rate, batches in plan:
+        totals = [0.0] * len(weights)
+        for batch in batches:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x[batch]) - y[batch]) ** 2)
+            gradients = tape.gradient(loss, weights)
+            pairs = zip(totals, gradients, strict=True)
+            totals = [total + gradient for total, gradient in pairs]
+        optimizer.learning_rate = rate
+        optimizer.apply([total / len(batches) for total in totals], weights)
+    return {"weights": {str(i): w for i, w in enumerate(model.get_weights())}}
+
+
+def order_of_samples(
+    layout: Layout, rank: int, *, epochs: int, data: str
+) -> dict[str, Any]:
+    """The numbers of the samples, epoch by epoch, in which Keras's `fit` takes them."""
+    import keras
+    import tensorflow as tf
+
+    del layout, rank
+    keras.utils.set_random_seed(5)  # what `shuffle` draws depends on it, too
+    x, _ = arrays()
+    seen: list[int] = []
+
+    class Recorder(keras.Model):
+        def train_step(self, data: Any) -> dict[str, float]:
+            row = data[0].numpy()
+            seen.append(int(np.argmin(np.abs(x - row).sum(axis=1))))
+            return {"loss": 0.0}
+
+    recorder = Recorder()
+    recorder.compile(run_eagerly=True)
+    dataset, steps = samples(tf).batch(1), None
+    if data == "endless":
+        dataset, steps = samples(tf).repeat().batch(1), NUM_SAMPLES
+    recorder.fit(dataset, epochs=epochs, steps_per_epoch=steps, verbose=0)
+    return {"orders": np.reshape(seen, (epochs, NUM_SAMPLES)).tolist()}
+
+
+def samples(tf: Any) -> Any:
+    """Shuffled samples, in an order that can be repeated."""
+    dataset = tf.data.Dataset.from_tensor_slices(arrays())
+    return dataset.shuffle(NUM_SAMPLES, seed=3)
+
+
 def _strategy(layout: Layout, tfdp: Any) -> Any:
     if layout.num_workers > 1:
         return tfdp.MultiWorkerMirroredStrategy()
@@ -101,7 +192,7 @@ def _strategy(layout: Layout, tfdp: Any) -> Any:
     return tfdp.MirroredStrategy([f"/cpu:{i}" for i in range(layout.devices)])
 
 
-def _model(keras: Any, units: int, learning_rate: float, dropout: float) -> Any:
+def _model(keras: Any, units: int, learning_rate: Any, dropout: float) -> Any:
     layers = [
         keras.Input((4,)),
         keras.layers.Dense(units, activation="tanh"),
@@ -113,8 +204,8 @@ def _model(keras: Any, units: int, learning_rate: float, dropout: float) -> Any:
     return model
 
 
-def _callbacks(keras: Any, tfdp: Any, everything: bool, stage: int) -> list:
-    chosen = [tfdp.callbacks.GradientAccumulation(steps=2)]
+def _callbacks(keras: Any, tfdp: Any, everything: bool, stage: int, steps: int) -> list:
+    chosen = [tfdp.callbacks.GradientAccumulation(steps=steps)]
     if not everything:
         return chosen
     return [
@@ -129,7 +220,8 @@ def _callbacks(keras: Any, tfdp: Any, everything: bool, stage: int) -> list:
     ]
 
 
-def _arrays() -> tuple[np.ndarray, np.ndarray]:
+def arrays() -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets."""
     draw = np.random.default_rng(0)
     x = draw.normal(size=(NUM_SAMPLES, 4)).astype("float32")
     return x, (np.sin(x[:, :1]) + 0.5 * x[:, 1:2]).astype("float32")

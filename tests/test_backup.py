@@ -12,7 +12,7 @@ import pytest
 
 import interrupted_fit
 from interrupted import Layout, Result, run
-from tfdp.preemption import PREEMPTED
+from tfdp.preemption import PREEMPTED, SAVE_SIGNAL
 
 ONE_PROCESS, TWO_WORKERS, TWO_BY_TWO = Layout(1, 2), Layout(2, 1), Layout(2, 2)
 KILLED = -signal.SIGKILL
@@ -135,11 +135,12 @@ def test_a_crash_between_the_parts_and_the_index_leaves_the_backup_before(
     assert_same(train(TWO_WORKERS, tmp_path, **options), undisturbed(TWO_WORKERS))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, SAVE_SIGNAL], ids=["term", "save"])
 def test_a_preempted_worker_lets_all_save_and_exit_with_a_code_of_its_own(
-    undisturbed, tmp_path
+    number, undisturbed, tmp_path
 ):
     options = {"directory": str(tmp_path / "backups"), "save_freq": 1000}
-    kill = {"step": 6, "at": 1, "number": int(signal.SIGTERM)}
+    kill = {"step": 6, "at": 1, "number": int(number)}
     first = train(TWO_WORKERS, tmp_path, kill=kill, **options)
     assert first.codes == (PREEMPTED, PREEMPTED), first.output[-3000:]
     assert "the same command goes on" in first.output

@@ -13,6 +13,7 @@ import yaml
 
 from commands import ROOT
 from tfdp.cluster import Cluster
+from tfdp.preemption import PREEMPTED
 
 FOLDER = ROOT / "examples" / "cluster"
 
@@ -182,19 +183,60 @@ def test_the_tasks_of_the_slurm_script_are_one_cluster():
     assert [cluster.rank for cluster in clusters] == list(range(nodes * tasks))
 
 
-def test_the_slurm_script_hands_the_users_arguments_to_srun(tmp_path):
-    program = tmp_path / "srun"
-    program.write_text('#!/bin/sh\nprintf "%s\\n" "$OMP_NUM_THREADS" "$@"\n', "utf-8")
-    program.chmod(0o755)
-    done = subprocess.run(
+def run_slurm_script(folder: Path, code: int, restarts: int | None = None):
+    """Runs the batch script with commands of Slurm that show what they are given."""
+    for name, end in (("srun", code), ("scontrol", 0)):
+        program = folder / name
+        show = f'#!/bin/sh\nprintf "%s\\n" {name} "$OMP_NUM_THREADS" "$@"\nexit {end}\n'
+        program.write_text(show, "utf-8")
+        program.chmod(0o755)
+    count = {} if restarts is None else {"SLURM_RESTART_COUNT": str(restarts)}
+    return subprocess.run(
         ["bash", str(FOLDER / "slurm.sbatch"), "train.py", "--name", "two words"],
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "8"},
+        env={
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "SLURM_CPUS_PER_TASK": "8",
+            "SLURM_JOB_ID": "41",
+            **count,
+        },
         capture_output=True,
         text=True,
         timeout=60,
     )
+
+
+def test_the_slurm_script_hands_the_users_arguments_to_srun(tmp_path):
+    done = run_slurm_script(tmp_path, code=0)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "8"
+    assert lines[:2] == ["srun", "8"]
     assert "--kill-on-bad-exit=1" in lines
     assert lines[-4:] == ["python", "train.py", "--name", "two words"]
+
+
+@pytest.mark.parametrize("restarts", [None, 4])
+def test_slurm_starts_a_job_again_whose_workers_have_failed_or_saved(
+    restarts, tmp_path
+):
+    done = run_slurm_script(tmp_path, PREEMPTED, restarts)
+    assert done.returncode == PREEMPTED
+    assert done.stdout.splitlines()[-4:] == ["scontrol", "8", "requeue", "41"]
+
+
+def test_slurm_starts_a_job_again_five_times_only(tmp_path):
+    done = run_slurm_script(tmp_path, code=1, restarts=5)
+    assert done.returncode == 1
+    assert "scontrol" not in done.stdout
+
+
+def test_the_jobset_of_the_docs_starts_all_again_and_does_not_count_a_preemption():
+    page = (ROOT / "docs" / "launching.md").read_text("utf-8")
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)
+    spec = yaml.safe_load(text)["spec"]
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    (workers,) = spec["replicatedJobs"]
+    job = workers["template"]["spec"]
+    assert job["backoffLimit"] == 0
+    codes = [rule.get("onExitCodes") for rule in job["podFailurePolicy"]["rules"]]
+    assert codes[0] == {"operator": "In", "values": [PREEMPTED]}

@@ -59,7 +59,11 @@ def needs(kind: str) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_the_death_of_a_worker_in_training_is_named_on_all_others(rank: int):
+def test_the_death_of_a_worker_in_training_is_named_on_all_others(
+    rank: int, request: pytest.FixtureRequest
+):
+    if rank:
+        request.getfixturevalue("full")
     outcome = check(JobPlan(3, Fault("kill", "training", rank, step=5)))
     assert outcome.first.ends[rank].code == EXIT_KILLED
     for other in {0, 1, 2} - {rank}:
@@ -124,7 +128,7 @@ def test_an_error_in_one_script_is_told_by_the_others():
 def test_in_a_loop_of_the_users_own_the_last_line_names_the_lost_worker(
     kind: str, request: pytest.FixtureRequest
 ):
-    if kind == "stop":
+    if kind != "kill":
         request.getfixturevalue("full")
     timeout = 6.0 if kind == "stop" else None
     fault = Fault(kind, "training", 1, step=5)

@@ -25,7 +25,7 @@ from tfdp.cli import launch, worker
 from tfdp.cli.lines import LineReader
 from tfdp.cli.screen import Screen
 from tfdp.cluster import Cluster, local_ports
-from tfdp.preemption import PREEMPTED
+from tfdp.preemption import PREEMPTED, SAVE_SIGNAL
 
 pytestmark = pytest.mark.processes
 
@@ -203,19 +203,28 @@ def test_the_users_own_number_of_threads_stands(launcher):
     assert lines_of(launcher.run("-n", "2", "script.py").stdout, 0) == ["7"]
 
 
-def test_gpus_are_shared_out_among_workers():
-    def gpus(rank, environ, count=2):
-        workers = tuple(f"127.0.0.1:{port}" for port in range(1, count + 1))
-        cluster = Cluster(workers, task_index=rank)
-        environment = launch.worker_environment(cluster, "job", environ)
-        return environment.get("CUDA_VISIBLE_DEVICES")
+def gpus_of(slot: int, environ: dict, count: int = 2, num_workers: int = 2):
+    workers = tuple(f"127.0.0.1:{port}" for port in range(1, num_workers + 1))
+    place = launch.Slot(slot, count)
+    environment = launch.worker_environment(Cluster(workers), place, "job", environ)
+    return environment.get("CUDA_VISIBLE_DEVICES")
 
+
+def test_gpus_are_shared_out_among_workers():
     chosen = {"CUDA_VISIBLE_DEVICES": "4,5, 6,7"}
-    assert [gpus(rank, chosen) for rank in range(2)] == ["4,5", "6,7"]
-    assert gpus(1, chosen, count=3) == "5"
-    assert gpus(0, chosen, count=1) == "4,5, 6,7"
-    assert gpus(0, {"CUDA_VISIBLE_DEVICES": ""}) == ""
-    assert gpus(1, {"CUDA_VISIBLE_DEVICES": "0"}) == "0"
+    assert [gpus_of(rank, chosen) for rank in range(2)] == ["4,5", "6,7"]
+    assert gpus_of(1, chosen, count=3) == "5"
+    assert gpus_of(0, chosen, count=1) == "4,5, 6,7"
+    assert gpus_of(0, {"CUDA_VISIBLE_DEVICES": ""}) == ""
+    assert gpus_of(1, {"CUDA_VISIBLE_DEVICES": "0"}) == "0"
+
+
+def test_who_is_left_out_takes_its_gpus_along():
+    chosen = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    # Of four slots that with GPU 1 is left out, or all but that with GPU 3.
+    left = [gpus_of(slot, chosen, 4, num_workers=3) for slot in (0, 2, 3)]
+    assert left == ["0", "2", "3"]
+    assert gpus_of(3, chosen, 4, num_workers=1) == "3"
 
 
 def test_output_is_unbuffered_prefixed_and_logged_for_each_worker(launcher):
@@ -782,7 +791,7 @@ def test_a_worker_that_fails_again_and_again_is_left_out(launcher):
     )
     assert result.returncode == 0
     assert lines_of(result.stdout, 0)[-1] == "done 2"
-    assert "2 workers (1 left out) start again" in result.stdout
+    assert "2 workers (without slot 2) start again" in result.stdout
 
 
 def test_after_the_last_restart_the_code_is_the_workers(launcher):
@@ -799,9 +808,76 @@ def test_a_preempted_job_is_not_started_again_here(launcher):
     assert "restart " not in result.stdout
 
 
+GROWS = ("-n", "3", "--max-restarts", "2", "--min-workers", "2", "--grow-after", "1")
+# A worker of three that fails twice; then all train until they are told what to do.
+LEFT_OUT_ONCE = """
+size = len(CONFIG["cluster"]["worker"])
+tries = len(list(pathlib.Path(".").glob(f"try-{RANK}-of-{size}-*")))
+pathlib.Path(f"try-{RANK}-of-{size}-{tries}").touch()
+if size == 3 and RANK == 1 and tries < 2:
+    sys.exit(5)
+if size == 3 and RANK != 1:
+    wait_for("try-1-of-3-2")
+"""
+
+
+def test_a_job_that_lost_a_worker_saves_when_asked_and_goes_on_with_all(launcher):
+    launcher.script(
+        LEFT_OUT_ONCE
+        + f"""
+if size == 2:
+    def save(*_):
+        sys.exit({PREEMPTED})
+    signal.signal(signal.{SAVE_SIGNAL.name}, save)
+    time.sleep(600)
+print("done", size)
+"""
+    )
+    result = launcher.run(*GROWS, "--log-dir", "logs", "script.py")
+    assert result.returncode == 0, result.stdout
+    assert lines_of(result.stdout, 2)[-1] == "done 3"
+    history = (launcher.folder / "logs" / "restarts.log").read_text().splitlines()
+    assert [line.split(" ")[2] for line in history] == ["restart", "restart", "growth:"]
+    assert "2 workers (without slot 1) start again" in history[1]
+    assert "3 workers start again" in history[2]
+    assert launcher.processes() == []
+
+
+def test_a_job_that_does_not_save_when_asked_is_never_stopped(launcher):
+    launcher.script(LEFT_OUT_ONCE + "time.sleep(3.0)\nprint('done', size)\n")
+    result = launcher.run(*GROWS, "script.py")
+    assert result.returncode == 0, result.stdout
+    assert lines_of(result.stdout, 0)[-1] == "done 2"
+    assert "growth" not in result.stdout
+
+
+def test_the_worker_that_others_name_as_lost_is_the_one_that_failed(launcher):
+    from tfdp.watch.errors import Verdict, message_of  # imports TensorFlow
+
+    said = message_of(Verdict(2, "no sign of life for 60 s"), "127.0.0.1:9", "step 3")
+    launcher.script(
+        f"""
+        size = len(CONFIG["cluster"]["worker"])
+        if size == 3 and RANK == 0:
+            print({said!r})
+            sys.exit(1)
+        if size == 3:
+            time.sleep(600)
+        print("done", size)
+        """
+    )
+    result = launcher.run(
+        *("-n", "3", "--max-restarts", "2", "--min-workers", "2", "script.py")
+    )
+    assert result.returncode == 0, result.stdout
+    assert "worker 2 was lost, as worker 0 says, after" in result.stdout
+    assert "2 workers (without slot 2) start again" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (["-n", "2", "--grow-after", "5"], "never fewer workers"),
         (["-n", "2", "--min-workers", "3"], "Received: --min-workers 3, -n 2"),
         (["-n", "2", "--min-workers", "0"], "at least 1. Received: 0"),
         (["-n", "2", "--max-restarts", "-1"], "not negative. Received: -1"),

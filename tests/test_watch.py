@@ -269,6 +269,7 @@ def test_a_process_that_ends_itself_leaves_no_generated_file():
     [
         (ArithmeticError("one"), "ArithmeticError: one"),
         (SystemExit(7), "SystemExit: 7"),
+        (KeyboardInterrupt(), "KeyboardInterrupt: "),
         (SystemExit(PREEMPTED), ""),
     ],
 )
@@ -280,3 +281,13 @@ def test_what_ends_a_loop_of_keras_is_told_unless_it_ends_all_of_them(
     with pytest.raises(type(error)), watchdog.explaining():
         raise error
     assert watchdog._pulse.words == words
+
+
+@pytest.mark.parametrize(
+    ("timeout_seconds", "silent_seconds"), [(None, 54.0), (600.0, 594.0), (8.0, 6.0)]
+)
+def test_who_stands_still_is_given_up_in_time_for_all_to_end_within_the_timeout(
+    timeout_seconds: float | None, silent_seconds: float
+):
+    watchdog = Watchdog(Agreement(0), ["a:1", "b:1"], timeout_seconds)
+    assert watchdog._sightings.limit_seconds == silent_seconds

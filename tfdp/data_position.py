@@ -11,16 +11,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.agreement import Agreement
-from tfdp.repeatable import difficulty_of, draws_at_the_start
+from tfdp.batch_change import BatchChange, moved
+from tfdp.repeatable import batch_dependence_of, difficulty_of, draws_at_the_start
 
 _followed: list[Position | None] = []
+_NUM_BATCHES = "the number of batches"
 
 
 class Position:
@@ -37,6 +39,7 @@ class Position:
         self.after = contextlib.ExitStack()
         self.last_logs: dict[str, Any] | None = None
         self.difficulty: str | None = None
+        self._dependence: str | None = None
         self.iterator: Any = None
         self._make: Callable = iter
         self._order: SeededOrder | None = None
@@ -65,16 +68,21 @@ class Position:
         self._make = _compat.dataset_maker(iterator)
         self._order = self._make if isinstance(self._make, SeededOrder) else None
         _compat.set_dataset_of_epoch(iterator, self._counted)
-        facts = [self._describe(), self._own_difficulty(), self._batch_size()]
+        facts = {
+            "description": self._describe(),
+            "difficulty": self._own_difficulty(),
+            "dependence": self._own_dependence(),
+            "batch size": self._batch_size(),
+        }
         told = [json.dumps(facts)]
         if agreement is not None:
             told = agreement.exchange("the position in the data", told[0])
-        facts_of_all = [json.loads(text) for text in told]
-        self._descriptions = [description for description, _, _ in facts_of_all]
-        difficulties = [found for _, found, _ in facts_of_all if found is not None]
+        of_all = [json.loads(text) for text in told]
+        self._descriptions = [item["description"] for item in of_all]
         # What is difficult for one worker has to be given up by all.
-        self.difficulty = difficulties[0] if difficulties else None
-        self._first_batch_size = facts_of_all[0][2]
+        self.difficulty = _first(item["difficulty"] for item in of_all)
+        self._dependence = _first(item["dependence"] for item in of_all)
+        self._first_batch_size = of_all[0]["batch size"]
 
     @property
     def dataset(self) -> Any:
@@ -117,14 +125,43 @@ class Position:
             "description": _one_if_alike(self._descriptions),
         }
 
-    def difference_to(self, snapshot: dict[str, Any]) -> str | None:
-        """Why the data is not that of a snapshot, or `None`."""
-        difference = _difference(snapshot["description"], self._descriptions)
+    def difference_to(
+        self, snapshot: dict[str, Any], change: BatchChange | None = None
+    ) -> str | None:
+        """Why the data is not that of a snapshot, or `None`.
+
+        Args:
+            snapshot: Dict, what `snapshot` returned.
+            change: `BatchChange`, if batches have another size now. Defaults to
+                `None`.
+        """
+        difference = _difference(snapshot["description"], self._descriptions, change)
         if difference is not None:
             return difference
         if (snapshot["order"] is None) != (self._order is None):
             return "arrays are shuffled with another seed"
-        return self.difficulty
+        return self.difficulty or (None if change is None else self._dependence)
+
+    def moved(
+        self, snapshot: dict[str, Any], num_batches: int, change: BatchChange
+    ) -> tuple[dict[str, Any], int]:
+        """A snapshot, and the batches since, in batches of the size of now."""
+        return moved(
+            snapshot,
+            num_batches,
+            change,
+            keeps_iterator=self.iterator.steps_per_epoch is not None,
+            group=self.iterator.steps_per_execution,
+        )
+
+    def _own_dependence(self) -> str | None:
+        """Why the order of the samples is another one with other batches."""
+        adapter = self.iterator.data_adapter
+        if self.iterator.steps_per_epoch and adapter.num_batches is not None:
+            return "the size of its batches has changed, and epochs end in its midst"
+        shuffles = getattr(adapter, "_shuffle", False)
+        source = _compat.source_of(adapter)
+        return batch_dependence_of(source, shuffles_batches=shuffles == "batch")
 
     def go_to(self, snapshot: dict[str, Any], num_batches: int) -> None:
         """Goes where the data stood, so that the next epoch goes on there.
@@ -199,7 +236,7 @@ class Position:
         uses_global = self._order is None and _compat.shuffles_arrays(adapter)
         return {
             "the kind of the data": type(source).__name__.strip("_"),
-            "the number of batches": adapter.num_batches,
+            _NUM_BATCHES: adapter.num_batches,
             "the seeds of `Dataset.shuffle`": [list(pair) for pair in seeds],
             "the global seed": _compat.global_seed() if uses_global else None,
         }
@@ -260,7 +297,7 @@ def _one_if_alike(descriptions: list[dict]) -> Any:
     return descriptions[0] if alike else descriptions
 
 
-def _difference(then: Any, now: list[dict]) -> str | None:
+def _difference(then: Any, now: list[dict], change: BatchChange | None) -> str | None:
     """How what workers read differs from what `_one_if_alike` returned, if it does."""
     if isinstance(then, dict):
         then = [then] * len(now)
@@ -268,9 +305,17 @@ def _difference(then: Any, now: list[dict]) -> str | None:
         return f"{len(then)} workers had data of their own, and there are {len(now)}"
     for before, after in zip(then, now, strict=True):
         for name, value in before.items():
-            if after.get(name) != value:
+            is_alike = after.get(name) == value
+            if change is not None and name == _NUM_BATCHES:
+                is_alike = change.fits(value, after.get(name))
+            if not is_alike:
                 return f"{name} was {value} and is {after.get(name)}"
     return None
+
+
+def _first(found: Iterable[str | None]) -> str | None:
+    """The first that is there."""
+    return next((item for item in found if item is not None), None)
 
 
 def _skip(iterator: Any, count: int) -> None:

@@ -97,6 +97,18 @@ class OptimizerSettings:
     def warmup(self, options: WarmupOptions | None) -> None:
         self._features.set_warmup(options)
 
+    def recount(self, count: int, factor: float) -> None:
+        """Lets what waits for an update be other micro-batches, outside a step.
+
+        Args:
+            count: Int, how many.
+            factor: Float, of their sums.
+        """
+        accumulation = self._features.accumulation
+        if accumulation is not None:
+            accumulation.rescale(factor)
+            accumulation.count.assign(count)
+
     def measure_noise(self, smoothing: float) -> None:
         """Measures the gradient noise scale at each update from now on.
 

@@ -1,4 +1,4 @@
-"""SIGTERM as a notice that the machine is to be taken away: save, then exit."""
+"""Signals as a notice that training is to end: save, then exit."""
 
 from __future__ import annotations
 
@@ -11,42 +11,51 @@ from typing import Any
 # The exit code of a worker that has saved its training and is to be started again:
 # EX_TEMPFAIL of sysexits.h.
 PREEMPTED = 75
+# How `tfdp run` asks workers to save and to end, so that more of them can go on. Who
+# does not listen is not disturbed by it, as it would be by SIGTERM.
+SAVE_SIGNAL = getattr(signal, "SIGURG", signal.SIGTERM)
+_SIGNALS = tuple({signal.SIGTERM, SAVE_SIGNAL})
 # How long workers train between two looks at each other's notices.
 _LOOK_SECONDS = 1.0
 
 
 class Notice:
-    """Notes SIGTERM while it listens, so that a step can end first.
+    """Notes SIGTERM, and `SAVE_SIGNAL`, while it listens, so that a step can end first.
 
     Python tells only its main thread of signals; in any other it notes nothing.
     """
 
     def __init__(self) -> None:
-        self.is_given = False
         self.is_answered = False
-        self._listens = False
-        self._before: Any = None
+        self._given: set[int] = set()
+        self._before: dict[int, Any] = {}
+
+    @property
+    def is_given(self) -> bool:
+        """Whether one of the signals came."""
+        return bool(self._given)
 
     def listen(self) -> None:
-        """Takes the signal's handler over."""
+        """Takes the signals' handlers over."""
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and not self._listens:
-            self._before = signal.signal(signal.SIGTERM, self._note)
-            self._listens = True
+        if is_main and not self._before:
+            for number in _SIGNALS:
+                self._before[number] = signal.signal(number, self._note)
 
     def stop(self) -> None:
-        """Gives the handler back."""
-        if self._listens:
+        """Gives the handlers back."""
+        if not self._before:
+            return
+        for number, handler in self._before.items():
             # None: it was set by other means than Python's, which cannot set it back.
-            before = signal.SIG_DFL if self._before is None else self._before
-            signal.signal(signal.SIGTERM, before)
-            self._listens = False
-            if self.is_given and not self.is_answered:
-                signal.raise_signal(signal.SIGTERM)  # it came when all was done
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
+        if signal.SIGTERM in self._given and not self.is_answered:
+            signal.raise_signal(signal.SIGTERM)  # it came when all was done
 
     def _note(self, number: int, frame: Any) -> None:
-        del number, frame
-        self.is_given = True
+        del frame
+        self._given.add(number)
 
 
 class Watch:

@@ -22,6 +22,12 @@ _BEGINS_ITS_INPUTS = (
     *("FilterDataset", "ShuffleDataset", "OptionsDataset", "ZipDataset"),
     *("TensorDataset", "TensorSliceDataset", "RangeDataset", "RebatchDataset"),
 )
+# What may come after the batches are made, if samples stay where they are.
+_KEEPS_BATCHES = (
+    *("MapDataset", "ParallelMapDataset", "PrefetchDataset", "OptionsDataset"),
+    *("CacheDataset", "ModelDataset"),
+)
+_MAKES_BATCHES = ("BatchDataset", "ParallelBatchDataset", "PaddedBatchDataset")
 
 
 def difficulty_of(
@@ -55,6 +61,28 @@ def draws_at_the_start(dataset: Any) -> bool:
     """
     kinds = _compat.kinds_of_parts(dataset)
     return all(kind in _BEGINS_ITS_INPUTS for kind in kinds)
+
+
+def batch_dependence_of(source: Any, *, shuffles_batches: bool) -> str | None:
+    """Why samples come in another order where batches have another size.
+
+    Args:
+        source: What Keras's data adapter reads.
+        shuffles_batches: Bool, whether arrays are shuffled in batches.
+
+    Returns:
+        String, or `None` if they come in the same order.
+    """
+    if shuffles_batches:
+        return "the size of its batches has changed, and arrays are shuffled in batches"
+    if not isinstance(source, tf.data.Dataset):
+        return None
+    for kind in _compat.kinds_of_parts(source):
+        if kind in _MAKES_BATCHES:
+            return None
+        if kind not in _KEEPS_BATCHES:
+            return f"the size of its batches has changed, and a {kind} comes after them"
+    return None
 
 
 def _difficulty_of_dataset(

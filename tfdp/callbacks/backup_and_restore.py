@@ -13,6 +13,7 @@ import keras
 
 from tfdp import _compat, checkpoint, trainer
 from tfdp.backups import Backups, WrongBackup
+from tfdp.batch_change import BatchChange
 from tfdp.callback_state import (
     decoded,
     empty_arrays,
@@ -20,6 +21,7 @@ from tfdp.callback_state import (
     set_states,
     states_of,
 )
+from tfdp.callbacks.run_batches import RunBatches
 from tfdp.checkpoint_index import Index
 from tfdp.checkpoint_reading import check_model
 from tfdp.data_position import Position
@@ -27,7 +29,6 @@ from tfdp.optimizer_arguments import check_strategy
 from tfdp.preemption import PREEMPTED, Notice, Watch
 from tfdp.random_state import random_states, set_random_states
 from tfdp.run_state import RunState, Wanted
-from tfdp.traits import innermost
 
 # Of what a backup holds beside tensors; a newer tfdp may know more.
 _FORMAT = 1
@@ -59,6 +60,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         delete_at_end: Bool, whether the backups are deleted when `fit` is through, as
             Keras does, so that the script trains anew when it is run again. Where
             they are kept, it goes on after the last epoch. Defaults to `True`.
+        batch: String, what stays the same on another number of replicas: the
+            `"global"` batch, and with it the training; or the batch of each replica,
+            `"per_replica"`. Then the batch size is to be that of each replica times
+            their number, the learning rate is multiplied by as much as that changes,
+            and the position in the data is kept up to a part of a batch, whose samples
+            are seen twice. Defaults to `"global"`.
 
     Raises:
         ValueError: If an argument is none of these; on every worker, in `fit`, if the
@@ -89,16 +96,19 @@ class BackupAndRestore(keras.callbacks.Callback):
         keep: int = 3,
         *,
         delete_at_end: bool = True,
+        batch: str = "global",
     ) -> None:
         super().__init__()
         trainer.install()
-        _check_arguments(directory, save_freq, keep)
+        _check_arguments(directory, save_freq, keep, batch)
         self.directory = os.fspath(directory)
         self.save_freq = save_freq
         self.keep = keep
         self.delete_at_end = delete_at_end
+        self.batch = batch
         self._others: list[Any] = []
         self._resumed: tuple[Index, Wanted] | None = None
+        self._change: BatchChange | None = None
 
     def set_model(self, model: Any) -> None:
         """Checks the strategy."""
@@ -116,6 +126,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         """Looks for a backup; one from between two epochs is loaded."""
         self._agreement = checkpoint.agreement_of(self.model)
         self._backups = Backups(self.directory, self.keep, self._agreement)
+        self._batches = RunBatches(self.model, self._position, self.batch)
         self._notice = Notice()
         self._watch = Watch(self._notice, self._agreement)
         self._epoch, self._last_batch, self._total = 0, -1, 0
@@ -140,9 +151,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         index, wanted = self._resumed
         self._resumed = None
         self._load(index, wanted)
-        self._begin = index.run["data"]
-        self._last_batch = index.run["batches"] - 1
-        self._position.go_to(self._begin, index.run["batches"])
+        self._begin, batches = self._batches.place_of(index.run, self._change)
+        self._last_batch = batches - 1
+        self._position.go_to(self._begin, batches)
         self._position.last_logs = decoded(index.run["logs"])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -184,7 +195,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         state = RunState(self.model, arrays)
         run = {
             "format": _FORMAT,
-            "identity": self._identity(),
+            **self._batches.facts(epoch),
             "facts": state.facts(),
             "epoch": epoch,
             "batches": batches,
@@ -210,9 +221,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._notice.is_answered = True
         if self._agreement.rank == 0:
             print(
-                "tfdp: SIGTERM received. Training is saved at step "
-                f"{self._total} in {self.directory}; the same command goes on from "
-                f"there. Exit code {PREEMPTED}.",
+                f"tfdp: training was to stop, and is saved at step {self._total} in "
+                f"{self.directory}; the same command goes on from there. Exit code "
+                f"{PREEMPTED}.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -230,14 +241,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             raise WrongBackup(
                 f"it was made by tfdp {made_by}, which is newer than this"
             )
-        for name, now in self._identity().items():
-            then = run["identity"].get(name)
-            if then != now:
-                raise WrongBackup(
-                    f"it is of another run, in which `{name}` was {then!r} and not "
-                    f"{now!r}"
-                )
-        in_epoch = run["batches"] > 0 and self._difference_to(run) is None
+        change = self._batches.change_since(run)
+        in_epoch = run["batches"] > 0 and self._difference_to(run, change) is None
         try:
             state = RunState(self.model, empty_arrays(run["callbacks"]))
             wanted = state.to_restore(index, run["facts"], with_metrics=in_epoch)
@@ -247,16 +252,18 @@ class BackupAndRestore(keras.callbacks.Callback):
         return wanted
 
     def _go_back_to(self, index: Index, wanted: Wanted) -> None:
-        run, difference = index.run, self._difference_to(index.run)
+        run, self._change = index.run, self._batches.change_since(index.run)
+        difference = self._difference_to(run, self._change)
         self._total = run["steps"]
         if difference is None and run["batches"]:
             self._resumed = index, wanted
         else:
             self._load(index, wanted)
+            data, batches = self._batches.place_of(run, self._change)
             if difference is None:
-                self._position.go_to(run["data"], 0)
+                self._position.go_to(data, batches)
             else:
-                self._position.begin_anew(run["data"])
+                self._position.begin_anew(data)
         if run["batches"] or self.save_freq != "epoch":
             self._warn_of(difference)
         epochs = self.params.get("epochs", run["epoch"] + 1)
@@ -272,9 +279,14 @@ class BackupAndRestore(keras.callbacks.Callback):
         states = run["random"]
         is_own = len(states) == self._agreement.num_workers
         set_random_states(states[self._agreement.rank if is_own else 0])
+        said = self._batches.adapt(run, self._change, wanted)
+        if said is not None and self._agreement.rank == 0:
+            print(f"tfdp: {said}", file=sys.stderr, flush=True)
 
-    def _difference_to(self, run: dict[str, Any]) -> str | None:
-        return self._position.difference_to(run["data"])
+    def _difference_to(
+        self, run: dict[str, Any], change: BatchChange | None
+    ) -> str | None:
+        return self._position.difference_to(run["data"], change)
 
     def _warn_of(self, difficulty: str | None) -> None:
         if difficulty is not None:
@@ -283,13 +295,6 @@ class BackupAndRestore(keras.callbacks.Callback):
                 "that is interrupted within an epoch begins that epoch again.",
                 stacklevel=2,
             )
-
-    def _identity(self) -> dict[str, Any]:
-        """What has to be the same in the run that goes on."""
-        optimizer: Any = self.model.optimizer
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        names = [] if inner is None else [type(p).__name__ for p in innermost(inner)]
-        return {"optimizer": names, **self._position.identity()}
 
     def _build_what_is_saved(self) -> None:
         """Without a strategy Keras builds metrics and optimizer in the first step."""
@@ -301,7 +306,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             _compat.build_symbolically(self.model, spec)
 
 
-def _check_arguments(directory: Any, save_freq: Any, keep: Any) -> None:
+def _check_arguments(directory: Any, save_freq: Any, keep: Any, batch: Any) -> None:
     if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
         raise ValueError(
             "`directory` must be the path of a directory. "
@@ -320,6 +325,10 @@ def _check_arguments(directory: Any, save_freq: Any, keep: Any) -> None:
     if not _is_count(keep):
         raise ValueError(
             f"`keep` must be an integer of at least 1. Received: keep={keep!r}"
+        )
+    if batch not in ("global", "per_replica"):
+        raise ValueError(
+            f'`batch` must be "global" or "per_replica". Received: batch={batch!r}'
         )
 
 

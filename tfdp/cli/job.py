@@ -15,32 +15,41 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from tfdp.cli import guard
-from tfdp.cli.launch import worker_environment
+from tfdp.cli.launch import Slot, worker_environment
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
 from tfdp.cli.worker import Worker, shell_code, signal_name
 from tfdp.cluster import Cluster
-from tfdp.preemption import PREEMPTED
+from tfdp.preemption import PREEMPTED, SAVE_SIGNAL
 
 TIMED_OUT = 124
 _TURN_SECONDS = 0.1
 # One Ctrl-C may come twice, from the terminal and from a parent process.
 _SAME_SIGNAL_SECONDS = 0.5
+# Workers that are not in `fit` do not hear that they are asked to save.
+_ASK_AGAIN_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
 class JobOptions:
-    """How long a job may take.
+    """How long a job may take, and with what.
 
     Args:
         timeout_seconds: Float, for the whole job, or `None` for no limit.
             Defaults to `None`.
         grace_seconds: Float, between asking the workers to stop and killing
             them. Defaults to `5.0`.
+        save_after_seconds: Float, after which workers are asked to save their
+            training and to end, or `None` for never. Those whose script does not
+            save when it is asked go on undisturbed. Defaults to `None`.
+        slots: Sequence of `Slot`, by rank, or `None` for one for each worker.
+            Defaults to `None`.
     """
 
     timeout_seconds: float | None = None
     grace_seconds: float = 5.0
+    save_after_seconds: float | None = None
+    slots: Sequence[Slot] | None = None
 
 
 class Job:
@@ -70,10 +79,14 @@ class Job:
         self._log_dir = log_dir
         self._screen = screen
         self._options = options
+        self._slots = options.slots or [
+            Slot(rank, len(clusters)) for rank in range(len(clusters))
+        ]
         self._id = uuid.uuid4().hex
         self._workers: list[Worker] = []
         self._failed: Worker | None = None
         self._is_stopping = False
+        self._asked_at: float | None = None
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> Job:
@@ -107,6 +120,29 @@ class Job:
         """The worker that failed first, or `None`."""
         return self._failed
 
+    @property
+    def lost(self) -> Worker | None:
+        """The worker that those who failed have named as lost, or `None`.
+
+        Who stands still does not end, and of two that end at about the same time
+        either may be seen first.
+        """
+        found, seen = self._failed, []
+        while found is not None and found not in seen:
+            seen.append(found)
+            rank = found.lost_rank
+            if rank is None or rank >= len(self._workers):
+                break
+            found = self._workers[rank]
+        return found if found is not self._failed else None
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether the workers have saved and ended because they were asked to."""
+        failed = self._failed
+        is_saved = failed is not None and failed.exit_code == PREEMPTED
+        return is_saved and self._asked_at is not None
+
     def run(self) -> int:
         """Starts the workers and waits for their end.
 
@@ -136,9 +172,21 @@ class Job:
                 return self._end_by_signal(self._signals.received[0])
             if self._failed:
                 return self._end_by_failure(self._failed)
-            if limit is not None and time.monotonic() - start >= limit:
+            elapsed = time.monotonic() - start
+            if limit is not None and elapsed >= limit:
                 return self._end_by_timeout(limit)
+            self._ask_to_save(elapsed)
         return 0
+
+    def _ask_to_save(self, elapsed: float) -> None:
+        """Asks when it is time, and again while nobody has done it."""
+        after = self._options.save_after_seconds
+        if after is None or elapsed < after:
+            return
+        if self._asked_at is None or elapsed - self._asked_at >= _ASK_AGAIN_SECONDS:
+            self._asked_at = elapsed
+            for worker in self._running():
+                worker.send(SAVE_SIGNAL)
 
     def _running(self) -> list[Worker]:
         return [worker for worker in self._workers if worker.is_running]
@@ -148,7 +196,7 @@ class Job:
         worker = Worker(
             rank,
             self._command,
-            worker_environment(cluster, self._id),
+            worker_environment(cluster, self._slots[rank], self._id),
             self._log_dir / f"worker-{rank}.log",
         )
         self._workers.append(worker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -12,6 +13,19 @@ from collections.abc import Mapping
 
 from tfdp.cluster import Cluster, free_ports
 from tfdp.private_folder import make_private_folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """The place of a worker on this machine, with a share of its GPUs of its own.
+
+    Args:
+        index: Int.
+        count: Int, of all slots, also of those that are left out at the moment.
+    """
+
+    index: int
+    count: int
 
 
 def make_clusters(
@@ -40,12 +54,13 @@ def make_clusters(
 
 
 def worker_environment(
-    cluster: Cluster, job: str, environ: Mapping[str, str] = os.environ
+    cluster: Cluster, slot: Slot, job: str, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Makes the environment of one worker.
 
     Args:
         cluster: The `Cluster` as this worker sees it.
+        slot: The worker's `Slot`.
         job: String, the job's id, by which its processes are found again.
         environ: The user's environment; what it says about threads stands.
             Defaults to `os.environ`.
@@ -65,7 +80,7 @@ def worker_environment(
     return {
         **defaults,
         **environ,
-        **_own_gpus(cluster, environ),
+        **_own_gpus(slot, environ),
         "TF_CONFIG": json.dumps(config),
         "PYTHONUNBUFFERED": "1",
     }
@@ -97,13 +112,16 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
     return []
 
 
-def _own_gpus(cluster: Cluster, environ: Mapping[str, str]) -> dict[str, str]:
-    """Shares the GPUs out: NCCL refuses two workers on one."""
+def _own_gpus(slot: Slot, environ: Mapping[str, str]) -> dict[str, str]:
+    """Shares the GPUs out: NCCL refuses two workers on one.
+
+    A share goes with the slot, so that who is left out takes its GPUs along.
+    """
     gpus = visible_gpus(environ)
-    share = len(gpus) // cluster.num_workers
-    if share == 0 or cluster.num_workers == 1:
+    share = len(gpus) // slot.count
+    if share == 0 or slot.count == 1:
         return {}
-    own = gpus[cluster.rank * share : (cluster.rank + 1) * share]
+    own = gpus[slot.index * share : (slot.index + 1) * share]
     return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
 
 

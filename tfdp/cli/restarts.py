@@ -1,4 +1,4 @@
-"""When a job that failed is started again, and with how many workers."""
+"""When a job that failed is started again, and with which workers."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ class RestartOptions:
         max_restarts: Int. Defaults to 0, never.
         min_workers: Int, with how many workers it still makes sense, or `None` for
             all of them. Defaults to `None`.
+        grow_after_seconds: Float, for how long it trains with fewer workers before all
+            are tried again; 0 for ever. Doubled each time that this fails. Defaults
+            to 600.0.
     """
 
     max_restarts: int = 0
     min_workers: int | None = None
+    grow_after_seconds: float = 600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,85 +44,162 @@ class JobEnd:
             stopped or is done.
         reason: String, how that worker ended.
         seconds: Float, how long the attempt lasted.
+        saved_to_grow: Bool, whether it was asked to save and end, so that it can go on
+            with more workers, and did. Defaults to `False`.
     """
 
     code: int
     failed_rank: int | None
     reason: str
     seconds: float
+    saved_to_grow: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Next:
+    """The attempt that follows.
+
+    Args:
+        pause_seconds: Float, how long to wait before.
+        line: String, for the screen and for the history.
+    """
+
+    pause_seconds: float
+    line: str
 
 
 class Restarts:
     """Decides what follows the end of an attempt.
 
-    The batch size of Keras is that of all replicas, so that with fewer workers each
-    one's share grows and the training stays the same.
+    Workers have slots, each with its share of the machine. The one that is left out
+    is that whose worker failed again and again. The batch size of Keras is that of all
+    replicas, so that with fewer workers each one's share grows and the training stays
+    the same.
 
     Args:
         num_workers: Int, that were asked for.
         options: `RestartOptions`.
 
+    Attributes:
+        slots: Tuple of ints, the slot of each worker of the next attempt, by rank.
+        count: Int, restarts so far, of those that are limited.
+
     Example:
 
     >>> restarts = Restarts(4, RestartOptions(max_restarts=5, min_workers=2))
-    >>> killed = JobEnd(137, failed_rank=3, reason="was killed", seconds=5.0)
-    >>> restarts.pause_after(killed), restarts.num_workers
-    (1.0, 4)
-    >>> restarts.pause_after(killed), restarts.num_workers  # again, and at once
-    (2.0, 3)
+    >>> killed = JobEnd(137, failed_rank=2, reason="was killed", seconds=5.0)
+    >>> restarts.after(killed).pause_seconds, restarts.slots
+    (1.0, (0, 1, 2, 3))
+    >>> restarts.after(killed).pause_seconds, restarts.slots  # again, and at once
+    (2.0, (0, 1, 3))
     """
 
     def __init__(self, num_workers: int, options: RestartOptions) -> None:
         self.count = 0
-        self.num_workers = num_workers
-        self._asked_for = num_workers
+        self.slots = tuple(range(num_workers))
+        self._all = self.slots
         self._options = options
-        self._failed_rank: int | None = None
+        self._least = options.min_workers or num_workers
+        self._failed_slot: int | None = None
         self._in_a_row = 0
         self._pause = _FIRST_PAUSE_SECONDS
+        self._wait = options.grow_after_seconds
+        # Slots that were left out and are tried again.
+        self._on_trial: frozenset[int] = frozenset()
 
-    def pause_after(self, end: JobEnd) -> float | None:
-        """How long to wait before the next attempt; sets `num_workers` for it.
+    @property
+    def grow_after_seconds(self) -> float | None:
+        """How long the next attempt trains before all are tried; `None` for ever."""
+        return self._wait if self._wait and self.slots != self._all else None
+
+    def after(self, end: JobEnd) -> Next | None:
+        """What follows an attempt; sets `slots` for it.
 
         Args:
             end: `JobEnd`.
 
         Returns:
-            Float, seconds, or `None` if there is none: the job is done, was stopped
-            or preempted, or has failed too often.
+            `Next`, or `None` if nothing does: the job is done, was stopped or
+            preempted, or has failed too often.
         """
-        is_over = end.failed_rank is None or end.code in (0, PREEMPTED)
-        if is_over or self.count >= self._options.max_restarts:
+        if end.saved_to_grow:
+            return self._grow(end)
+        if end.failed_rank is None or end.code in (0, PREEMPTED):
+            return None
+        failed = self.slots[end.failed_rank]
+        is_stable = end.seconds >= _STABLE_SECONDS
+        can_lose_one = len(self.slots) > self._least
+        if failed in self._on_trial and not is_stable and can_lose_one:
+            return self._end_trial(end, failed)
+        if self.count >= self._options.max_restarts:
             return None
         self.count += 1
-        if end.seconds >= _STABLE_SECONDS:
-            # What was left out may be well again.
-            self.num_workers = self._asked_for
-            self._failed_rank, self._pause = None, _FIRST_PAUSE_SECONDS
+        if is_stable:
+            self._begin_afresh()
         pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
-        is_same = end.failed_rank == self._failed_rank
-        self._in_a_row = self._in_a_row + 1 if is_same else 1
-        self._failed_rank = end.failed_rank
-        least = self._options.min_workers or self._asked_for
-        if self._in_a_row >= _TOLERATED and self.num_workers > least:
-            self.num_workers -= 1
-            self._failed_rank, self._in_a_row = None, 0
-        return pause
-
-    def describe(self, end: JobEnd, pause: float) -> str:
-        """The line for the screen and for the history.
-
-        Args:
-            end: `JobEnd`.
-            pause: Float, what `pause_after` returned.
-        """
-        fewer = self._asked_for - self.num_workers
-        left_out = f" ({fewer} left out)" if fewer else ""
-        return (
-            f"restart {self.count} of {self._options.max_restarts}: worker "
-            f"{end.failed_rank} {end.reason} after {end.seconds:.0f} s; "
-            f"{self.num_workers} workers{left_out} start again in {pause:g} s"
+        self._blame(failed)
+        return Next(
+            pause,
+            f"restart {self.count} of {self._options.max_restarts}: {_cause(end)}; "
+            f"{self._who()} start again in {pause:g} s",
         )
+
+    def _grow(self, end: JobEnd) -> Next:
+        """All are tried again. That is no failure, and so not counted."""
+        fewer = len(self.slots)
+        self._bring_back()
+        return Next(
+            0.0,
+            f"growth: training is saved after {end.seconds:.0f} s with {fewer} "
+            f"workers; {self._who()} start again",
+        )
+
+    def _end_trial(self, end: JobEnd, failed: int) -> Next:
+        """Who was brought back and failed at once goes, and waits for longer.
+
+        It was the launcher's own attempt, and not counted: else a device that stays
+        broken would use all restarts up.
+        """
+        self._leave_out(failed)
+        self._wait *= 2
+        return Next(
+            _FIRST_PAUSE_SECONDS,
+            f"trial failed: {_cause(end)}; {self._who()} start again in "
+            f"{_FIRST_PAUSE_SECONDS:g} s",
+        )
+
+    def _begin_afresh(self) -> None:
+        """After a stable run: what was left out may be well again."""
+        if self._on_trial:
+            self._wait = self._options.grow_after_seconds
+        self._failed_slot, self._pause = None, _FIRST_PAUSE_SECONDS
+        self._bring_back()
+
+    def _bring_back(self) -> None:
+        self._on_trial = frozenset(self._all) - frozenset(self.slots)
+        self.slots = self._all
+
+    def _blame(self, failed: int) -> None:
+        """Leaves a slot out whose worker failed first too often in a row."""
+        self._in_a_row = self._in_a_row + 1 if failed == self._failed_slot else 1
+        self._failed_slot = failed
+        if self._in_a_row >= _TOLERATED and len(self.slots) > self._least:
+            self._leave_out(failed)
+            self._failed_slot, self._in_a_row = None, 0
+
+    def _leave_out(self, slot: int) -> None:
+        self.slots = tuple(other for other in self.slots if other != slot)
+        self._on_trial -= {slot}
+
+    def _who(self) -> str:
+        left_out = sorted(set(self._all) - set(self.slots))
+        names = ", ".join(map(str, left_out))
+        without = f" (without slot {names})" if left_out else ""
+        return f"{len(self.slots)} workers{without}"
+
+
+def _cause(end: JobEnd) -> str:
+    return f"worker {end.failed_rank} {end.reason} after {end.seconds:.0f} s"
 
 
 def note(folder: pathlib.Path, line: str) -> None:

@@ -13,7 +13,13 @@ import click
 
 from tfdp.cli import values
 from tfdp.cli.job import Job, JobOptions
-from tfdp.cli.launch import make_clusters, make_log_dir, num_cores, visible_gpus
+from tfdp.cli.launch import (
+    Slot,
+    make_clusters,
+    make_log_dir,
+    num_cores,
+    visible_gpus,
+)
 from tfdp.cli.restarts import JobEnd, RestartOptions, Restarts, note
 from tfdp.cli.screen import Screen
 from tfdp.cli.worker import shell_code
@@ -90,6 +96,13 @@ def _seconds(
     help="Workers get rows of each batch by their measured speed.",
 )
 @click.option(
+    "--grow-after",
+    metavar="S",
+    callback=_seconds,
+    help="Seconds with fewer workers after which all are tried again, where the script "
+    "saves when asked; 0: never. Default: 600.",
+)
+@click.option(
     "-m",
     "is_module",
     is_flag=True,
@@ -106,6 +119,7 @@ def run(
     max_restarts: int,
     min_workers: int | None,
     rebalance: bool,
+    grow_after: float | None,
     is_module: bool,
     script: str,
     args: tuple[str, ...],
@@ -118,11 +132,7 @@ def run(
     """
     _check_platform()
     _check_program(script, is_module)
-    if min_workers is not None and min_workers > num_workers:
-        raise click.UsageError(
-            "--min-workers must not be above -n. "
-            f"Received: --min-workers {min_workers}, -n {num_workers}"
-        )
+    again = _restart_options(num_workers, max_restarts, min_workers, grow_after)
     try:
         make_clusters(num_workers, devices_per_worker)
         folder = make_log_dir(log_dir)
@@ -133,24 +143,49 @@ def run(
     _announce(screen, num_workers, devices_per_worker, folder)
     if rebalance and num_workers == 1:
         screen.message("tfdp: warning: --rebalance has no effect with one worker")
-    restarts = Restarts(num_workers, RestartOptions(max_restarts, min_workers))
+    restarts = Restarts(num_workers, again)
     until = None if timeout is None else time.monotonic() + timeout
     while True:
-        left = None if until is None else max(0.0, until - time.monotonic())
-        options = JobOptions(timeout_seconds=left, grace_seconds=grace)
+        options = JobOptions(
+            timeout_seconds=until and max(0.0, until - time.monotonic()),
+            grace_seconds=grace,
+            save_after_seconds=restarts.grow_after_seconds,
+            slots=[Slot(index, num_workers) for index in restarts.slots],
+        )
         clusters = make_clusters(
-            restarts.num_workers, devices_per_worker, rebalance=rebalance
+            len(restarts.slots), devices_per_worker, rebalance=rebalance
         )
         end = _attempt(command, clusters, folder, screen, options)
-        pause = restarts.pause_after(end)
-        if pause is None:
+        following = restarts.after(end)
+        if following is None:
             break
-        line = restarts.describe(end, pause)
-        note(folder, line)
-        screen.message(f"tfdp: {line}", style="bold yellow")
-        _sleep(pause)
+        note(folder, following.line)
+        screen.message(f"tfdp: {following.line}", style="bold yellow")
+        _sleep(following.pause_seconds)
     screen.close()
     sys.exit(end.code)
+
+
+def _restart_options(
+    num_workers: int,
+    max_restarts: int,
+    min_workers: int | None,
+    grow_after: float | None,
+) -> RestartOptions:
+    if min_workers is not None and min_workers > num_workers:
+        raise click.UsageError(
+            "--min-workers must not be above -n. "
+            f"Received: --min-workers {min_workers}, -n {num_workers}"
+        )
+    if grow_after is None:
+        return RestartOptions(max_restarts, min_workers)
+    if min_workers in (None, num_workers) or not max_restarts:
+        raise click.UsageError(
+            "--grow-after needs --max-restarts, and --min-workers below -n: there are "
+            f"never fewer workers. Received: --max-restarts {max_restarts}, "
+            f"--min-workers {min_workers}, -n {num_workers}"
+        )
+    return RestartOptions(max_restarts, min_workers, grow_after)
 
 
 def _attempt(
@@ -165,14 +200,17 @@ def _attempt(
     try:
         with Job(command, clusters, folder, screen, options) as job:
             code = job.run()
-            failed = job.failed
+            failed, lost, has_saved = job.failed, job.lost, job.has_saved
     except OSError as error:
         raise click.ClickException(f"A worker could not be started: {error}") from error
     seconds = time.monotonic() - begin
     # One that failed while the job was being stopped is no reason.
     if failed is None or code != shell_code(failed.exit_code or 0):
         return JobEnd(code, None, "", seconds)
-    return JobEnd(code, failed.rank, failed.describe_end(), seconds)
+    if lost is not None:
+        reason = f"was lost, as worker {failed.rank} says,"
+        return JobEnd(code, lost.rank, reason, seconds)
+    return JobEnd(code, failed.rank, failed.describe_end(), seconds, has_saved)
 
 
 def _sleep(seconds: float) -> None:

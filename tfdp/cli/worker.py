@@ -6,6 +6,7 @@ import collections
 import contextlib
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import time
@@ -20,6 +21,8 @@ _CHUNK_BYTES = 1 << 16
 # What a worker wrote before it ended is in the pipe, which holds no more than
 # this. What its own children go on writing there must not keep us reading.
 _MAX_PIPE_BYTES = 1 << 20
+# As `tfdp.watch.errors.message_of` says it; to import that is to import TensorFlow.
+_LOST = re.compile(r"\bWorker (\d+) \([^()\s]+\) was lost\b")
 
 
 class Worker:
@@ -85,6 +88,12 @@ class Worker:
     def unfinished(self) -> str:
         """String, the line that the worker is drawing."""
         return self._reader.unfinished
+
+    @property
+    def lost_rank(self) -> int | None:
+        """Int, which other worker its last lines say was lost, or `None`."""
+        found = [match for line in self.tail for match in _LOST.findall(line)]
+        return int(found[-1]) if found else None
 
     def fileno(self) -> int:
         """Returns the descriptor of the worker's output, for a selector."""

@@ -27,6 +27,8 @@ _LOOK_SECONDS, _HURRY_SECONDS, _KNOCK_SECONDS = 1.0, 0.2, 2.0
 _PATIENCE_SECONDS = 8.0
 # How long the main thread has to come out of what it does.
 _GRACE_SECONDS = 4.0
+# To look, and to come out of it: what is left of a limit when a worker is given up.
+_LAST_SECONDS = _LOOK_SECONDS + _GRACE_SECONDS + 1.0
 _WARN_AFTER_SECONDS = 10.0
 _PARTING_SECONDS = 1.2
 # Who looks again only after so long was stopped, and has heard of nobody.
@@ -52,8 +54,8 @@ class Watchdog(threading.Thread):
     Args:
         agreement: `Agreement` between the workers.
         addresses: Sequence of strings, `"host:port"` by rank.
-        limit_seconds: Float or `None`, after which a worker that gives no sign of
-            life is lost. Defaults to `None`, 60 seconds.
+        limit_seconds: Float or `None`, after which all have ended if a worker gives
+            no sign of life. Defaults to `None`, 60 seconds.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Watchdog(threading.Thread):
         others = [r for r in range(len(addresses)) if r != agreement.rank]
         self._addresses = addresses
         self._rank = agreement.rank
-        self._sightings = Sightings(others, limit)
+        self._sightings = Sightings(others, limit - min(_LAST_SECONDS, limit / 4))
         self._pulse = Pulse(agreement, self._sightings)
         self._verdict: Verdict | None = None
         # Set while an error of TensorFlow waits for the name of who is lost.
@@ -113,7 +115,7 @@ class Watchdog(threading.Thread):
             raise
         except WorkerLost:
             raise
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             if isinstance(error, SystemExit) and error.code == PREEMPTED:
                 raise  # as all do
             # If it ends the script, the others hear of it.

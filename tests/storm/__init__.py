@@ -1,0 +1,1 @@
+"""Training whose workers are killed again and again, and what that came to."""

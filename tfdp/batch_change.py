@@ -1,0 +1,191 @@
+"""A run that goes on with batches of another size: what has to fit, and where.
+
+Positions are carried over in samples, and rounded down to a batch of the new size: a
+few samples may be seen twice, and none is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchChange:
+    """Global batches of another size, because there are more replicas or fewer.
+
+    Args:
+        before: Int, samples of a batch in the run that was interrupted.
+        now: Int, samples of a batch in the one that goes on.
+        keeps_updates: Bool, whether an update has as many samples as before, since it
+            accumulates fewer or more batches. Defaults to `False`.
+
+    Example:
+
+    >>> change = BatchChange(before=24, now=16)
+    >>> change.whole(5), change.most(5)  # of 120 samples
+    (7, 8)
+    """
+
+    before: int
+    now: int
+    keeps_updates: bool = False
+
+    @property
+    def ratio(self) -> float:
+        """Float, by how much the batch of an update has grown."""
+        return 1.0 if self.keeps_updates else self.now / self.before
+
+    def can_carry(self, num_batches: int) -> bool:
+        """Whether batches that wait for an update are a number of those of now."""
+        return num_batches * self.before % self.now == 0
+
+    def whole(self, num_batches: int) -> int:
+        """How many batches of now are in as many as before, without a part."""
+        return num_batches * self.before // self.now
+
+    def most(self, num_batches: int) -> int:
+        """The same, with a part."""
+        return -(-num_batches * self.before // self.now)
+
+    def fits(self, before: int | None, now: int | None) -> bool:
+        """Whether two numbers of batches can be of as many samples."""
+        if before is None or now is None:
+            return before == now
+        # The last batch of either may have any size, or be left out.
+        return (before - 1) * self.before < (now + 1) * self.now and (
+            now - 1
+        ) * self.now < (before + 1) * self.before
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """The batches of a run.
+
+    Args:
+        replicas: Int, how many share one.
+        batch_size: Int, samples of a global batch, or `None` if the data does not say.
+        steps_per_epoch: Int, what `fit` was given, or `None`.
+        accumulated: Int, batches of an update. Defaults to 1.
+    """
+
+    replicas: int
+    batch_size: int | None
+    steps_per_epoch: int | None
+    accumulated: int = 1
+
+
+def change_for_replicas(then: Batches, now: Batches) -> BatchChange | None:
+    """The change that keeps the batch of each replica.
+
+    Args:
+        then: `Batches` of the run that was interrupted.
+        now: `Batches` of the run that goes on.
+
+    Returns:
+        `BatchChange`, or `None` for as many replicas: nothing may change then.
+
+    Raises:
+        ValueError: If the batches of now are not those that the replicas need.
+
+    Example:
+
+    >>> change_for_replicas(Batches(4, 128, None), Batches(3, 96, None))
+    BatchChange(before=128, now=96, keeps_updates=False)
+    """
+    if then.replicas == now.replicas:
+        return None
+    if then.batch_size is None or now.batch_size is None:
+        raise ValueError(
+            f"it is of {then.replicas} replicas and not {now.replicas}, and the data "
+            "does not tell the size of its batches, which has to change with them"
+        )
+    if now.batch_size * then.replicas != then.batch_size * now.replicas:
+        needed = then.batch_size * now.replicas / then.replicas
+        raise ValueError(
+            f"it is of {then.replicas} replicas with a batch size of "
+            f"{then.batch_size}, so that {now.replicas} replicas need {needed:g}, and "
+            f"not {now.batch_size}"
+        )
+    change = BatchChange(then.batch_size, now.batch_size)
+    _check_epochs(then, now, change)
+    return change
+
+
+def change_for_updates(
+    then: Batches, now: Batches, waiting: int, num_batches: int
+) -> BatchChange | None:
+    """The change that keeps the samples of an update, by accumulating more or less.
+
+    Args:
+        then: `Batches` of the run that was interrupted.
+        now: `Batches` of the run that goes on.
+        waiting: Int, batches of then that wait for an update.
+        num_batches: Int, batches of then since its epoch began.
+
+    Returns:
+        `BatchChange`, or `None` if it is not of that kind.
+
+    Raises:
+        ValueError: If what waits cannot be carried over.
+
+    Example:
+
+    >>> change_for_updates(Batches(4, 128, None, 1), Batches(2, 64, None, 2), 0, 9)
+    BatchChange(before=128, now=64, keeps_updates=True)
+    """
+    if None in (then.batch_size, now.batch_size) or then.batch_size == now.batch_size:
+        return None
+    assert then.batch_size is not None
+    assert now.batch_size is not None
+    if then.batch_size * then.accumulated != now.batch_size * now.accumulated:
+        return None
+    change = BatchChange(then.batch_size, now.batch_size, keeps_updates=True)
+    _check_epochs(then, now, change)
+    if waiting > num_batches and not change.can_carry(waiting):
+        raise ValueError(
+            f"{waiting} batches of {change.before} samples wait in it for an update, "
+            f"from the epoch before too, and cannot be made of batches of {change.now}"
+        )
+    return change
+
+
+def _check_epochs(then: Batches, now: Batches, change: BatchChange) -> None:
+    if not change.fits(then.steps_per_epoch, now.steps_per_epoch):
+        raise ValueError(
+            "an epoch has to stay as many samples: `steps_per_epoch` was "
+            f"{then.steps_per_epoch} with batches of {change.before}, and is "
+            f"{now.steps_per_epoch} with batches of {change.now}"
+        )
+
+
+def moved(
+    snapshot: dict[str, Any],
+    num_batches: int,
+    change: BatchChange,
+    *,
+    keeps_iterator: bool,
+    group: int,
+) -> tuple[dict[str, Any], int]:
+    """A position in the data, in batches of another size.
+
+    Args:
+        snapshot: Dict, what `Position.snapshot` returned when the epoch began.
+        num_batches: Int, batches that were taken since.
+        change: `BatchChange`.
+        keeps_iterator: Bool, whether one iterator goes through all epochs.
+        group: Int, batches that are taken at a time.
+
+    Returns:
+        Tuple of a snapshot and a number of batches.
+    """
+    taken = list(snapshot["taken"])
+    # Those of epochs that are over were read to their end.
+    fresh = [change.most(count) for count in taken]
+    begun = 0
+    if keeps_iterator and taken:
+        begun = fresh[-1] = change.whole(taken[-1])
+        num_batches += taken[-1]
+    since = change.whole(num_batches) - begun
+    progress = {"steps_seen": begun, "num_batches": None, "taken": fresh}
+    return {**snapshot, **progress}, since - since % group

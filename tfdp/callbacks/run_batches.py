@@ -1,0 +1,157 @@
+"""The batches of a run beside those of a backup: what may differ, and what follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfdp.backups import WrongBackup
+from tfdp.batch_change import (
+    BatchChange,
+    Batches,
+    change_for_replicas,
+    change_for_updates,
+)
+from tfdp.callbacks import rates
+from tfdp.data_position import Position
+from tfdp.replica_state import replicas_of
+from tfdp.run_state import Wanted
+from tfdp.schedules import steps_at_epoch
+from tfdp.traits import innermost
+
+# Of the identity of a run, what may change with the number of replicas.
+_OF_BATCHES = ("batch_size", "steps_per_epoch")
+
+
+class RunBatches:
+    """What a run has to have in common with a backup to go on from it.
+
+    Args:
+        model: Compiled Keras model, in `fit`.
+        position: `Position` of its data.
+        kept: String, `"global"` or `"per_replica"`: the batch that stays the same on
+            another number of replicas.
+    """
+
+    def __init__(self, model: Any, position: Position, kept: str) -> None:
+        self._model = model
+        self._position = position
+        self._kept = kept
+
+    def facts(self, epoch: int) -> dict[str, Any]:
+        """What a backup tells of them.
+
+        Args:
+            epoch: Int, the epoch to go on with.
+        """
+        return {
+            "identity": self._identity(),
+            "rates": rates.factors_of(self._model),
+            "accumulation": {
+                "steps": self._accumulation_steps(epoch),
+                "waiting": getattr(self._model.optimizer, "accumulated_steps", 0),
+            },
+        }
+
+    def change_since(self, run: dict[str, Any]) -> BatchChange | None:
+        """How the batch is another one than in a backup, where it may be.
+
+        Args:
+            run: Dict, what the backup tells.
+
+        Returns:
+            `BatchChange` or `None`.
+
+        Raises:
+            WrongBackup: If the backup is not of this run.
+        """
+        change = self._change(run)
+        for name, now in self._identity().items():
+            then = run["identity"].get(name)
+            if then != now and not (change and name in _OF_BATCHES):
+                raise WrongBackup(
+                    f"it is of another run, in which `{name}` was {then!r} and not "
+                    f"{now!r}"
+                )
+        return change
+
+    def place_of(
+        self, run: dict[str, Any], change: BatchChange | None
+    ) -> tuple[dict[str, Any], int]:
+        """Where the data goes on: as its epoch began, and how many batches since."""
+        batches = run["batches"]
+        if change is None:
+            return run["data"], batches
+        if change.keeps_updates and batches:
+            waiting = run["accumulation"]["waiting"]
+            # Else they are taken again, and make the update from its begin.
+            batches -= 0 if change.can_carry(waiting) else waiting
+        return self._position.moved(run["data"], batches, change)
+
+    def adapt(
+        self, run: dict[str, Any], change: BatchChange | None, wanted: Wanted
+    ) -> str | None:
+        """Brings what was restored in line with the batches of now.
+
+        Returns:
+            String, what was done, for people; or `None`.
+        """
+        rates.restore_factors(self._model, run.get("rates"))
+        if change is None:
+            return None
+        if not change.keeps_updates:
+            return self._scale_rates(change, run.get("rates"))
+        waiting = run["accumulation"]["waiting"]
+        if change.can_carry(waiting):
+            # Each of them is a mean over its samples.
+            ratio = change.before / change.now
+            self._model.optimizer.recount(change.whole(waiting), ratio)
+        else:
+            wanted.state.forget()
+        return (
+            f"training goes on with batches of {change.now} samples, after "
+            f"{change.before}, and as many samples for an update as before."
+        )
+
+    def _scale_rates(self, change: BatchChange, saved: dict[str, Any] | None) -> str:
+        """A larger batch bears a larger rate, in proportion."""
+        is_scaled = rates.scale_rates(self._model, change.ratio, saved)
+        done = f"multiplied by {change.ratio:g}" if is_scaled else "the script's own"
+        return (
+            f"training goes on with batches of {change.now} samples, after "
+            f"{change.before}, for as many more or fewer replicas; the learning rate "
+            f"is {done}."
+        )
+
+    def _change(self, run: dict[str, Any]) -> BatchChange | None:
+        accumulation = run.get("accumulation", {"steps": 1, "waiting": 0})
+        then = Batches(
+            run["facts"]["replicas"],
+            run["identity"]["batch_size"],
+            run["identity"]["steps_per_epoch"],
+            accumulation["steps"],
+        )
+        identity = self._identity()
+        now = Batches(
+            replicas_of(self._model).count,
+            identity["batch_size"],
+            identity["steps_per_epoch"],
+            self._accumulation_steps(run["epoch"]),
+        )
+        try:
+            if self._kept == "per_replica":
+                return change_for_replicas(then, now)
+            waiting = accumulation["waiting"]
+            return change_for_updates(then, now, waiting, run["batches"])
+        except ValueError as error:
+            raise WrongBackup(str(error)) from error
+
+    def _identity(self) -> dict[str, Any]:
+        """What has to be the same in the run that goes on."""
+        optimizer: Any = self._model.optimizer
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        names = [] if inner is None else [type(p).__name__ for p in innermost(inner)]
+        return {"optimizer": names, **self._position.identity()}
+
+    def _accumulation_steps(self, epoch: int) -> int:
+        plan = getattr(self._model.optimizer, "accumulation_plan", 1)
+        return steps_at_epoch(plan, epoch)
