@@ -137,8 +137,10 @@ def test_a_crash_between_the_parts_and_the_index_leaves_the_backup_before(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, SAVE_SIGNAL], ids=["term", "save"])
 def test_a_preempted_worker_lets_all_save_and_exit_with_a_code_of_its_own(
-    number, undisturbed, tmp_path
+    number, undisturbed, tmp_path, request
 ):
+    if number != signal.SIGTERM:
+        request.getfixturevalue("full")
     options = {"directory": str(tmp_path / "backups"), "save_freq": 1000}
     kill = {"step": 6, "at": 1, "number": int(number)}
     first = train(TWO_WORKERS, tmp_path, kill=kill, **options)

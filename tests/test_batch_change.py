@@ -234,7 +234,9 @@ def test_half_the_replicas_go_on_as_one_device_with_half_batch_and_rate(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_twice_the_replicas_go_on_as_one_device_that_sees_a_few_samples_twice(tmp_path):
+def test_twice_the_replicas_go_on_as_one_device_that_sees_a_few_samples_twice(
+    full, tmp_path
+):
     # Twelve samples of the second epoch are one and a half batches of eight.
     check((ONE, TWO), tmp_path, step=13, first=8, schedule=True, data="dataset")
 

@@ -64,11 +64,15 @@ EVERY = {
     "muon": functools.partial(optimizers.Muon, 0.01),
 }
 
+# One of each kind of update; all are in the matrix of `cases.exactness` as well.
+ALWAYS = ("sgd_with_momentum", "adam", "adafactor", "ftrl", "lion", "muon")
+
 for _name, _optimizer in EVERY.items():
     _register(
         f"optimizer_{_name}",
         _optimizer,
         "Plain training with every optimizer; Embedding with every optimizer",
+        setups=registry.BOTH if _name in ALWAYS else (),
         tol=5e-5 if _name == "ftrl" else 1e-5,
     )
 

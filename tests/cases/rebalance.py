@@ -228,6 +228,10 @@ KINDS: dict[str, tuple] = {
 }
 
 
+# The other kinds of data run with `--full`.
+ALWAYS = ("steps_per_execution", "accumulation")
+
+
 def _register(name: str, kind: tuple) -> None:
     make, compile_options, fit_options, accumulation = kind
 
@@ -249,8 +253,8 @@ def _register(name: str, kind: tuple) -> None:
         f"rebalanced_{name}",
         function,
         f"Rebalance: weights that change, with {name.replace('_', ' ')}",
-        setups=("two_by_two",),
-        full_setups=("two_workers",),
+        setups=("two_by_two",) if name in ALWAYS else (),
+        full_setups=("two_workers",) if name in ALWAYS else MULTI,
     )
 
 

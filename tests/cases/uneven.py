@@ -270,8 +270,8 @@ def uneven_data_that_is_not_sharded(env: Env) -> dict:
 
 @case(
     "Sharding OFF, different cardinality that nobody knows, `steps_per_execution`",
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=(),
+    full_setups=("two_workers", "two_by_two"),
 )
 def uneven_data_of_unknown_length_that_is_not_sharded(env: Env) -> dict:
     results = {}
@@ -286,8 +286,8 @@ def uneven_data_of_unknown_length_that_is_not_sharded(env: Env) -> dict:
 
 @case(
     "`stop` where workers were given distributed datasets, one of them endless",
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=(),
+    full_setups=("two_workers", "two_by_two"),
 )
 def endless_data_on_one_worker(env: Env) -> dict:
     """The other one has 3 batches; an epoch of 8 steps goes on with empty ones.
