@@ -20,6 +20,22 @@ print("joined", flush=True)
 sys.stdin.read()
 """
 
+# A process that is forked meanwhile keeps what it inherits open.
+FORKED = """
+import os, signal, time
+from tfdp.cluster import guarded
+
+with guarded(["0=localhost:1"], 10.0):
+    child = os.fork()
+    if not child:
+        os.closerange(0, 3)
+        time.sleep(60)
+try:
+    print("joined")
+finally:
+    os.kill(child, signal.SIGKILL)
+"""
+
 
 def start(limit_seconds: float, *others: str) -> subprocess.Popen:
     return subprocess.Popen(
@@ -71,3 +87,10 @@ def test_the_guard_of_a_worker_that_is_killed_ends_too():
         (guard,) = psutil.Process(worker.pid).children()
         worker.kill()
         assert psutil.wait_procs([guard], timeout=10)[0] == [guard]
+
+
+def test_a_process_that_was_forked_while_joining_does_not_keep_the_guard_waiting():
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=30
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "joined\n", "")

@@ -34,7 +34,9 @@ def guarded(others: Sequence[str], limit_seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        # The end of the pipe ends the guard, also if this process is killed.
+        # By hand: a process that was forked meanwhile has the pipe as well, whose end
+        # is for a worker that is killed.
+        guard.kill()
         guard.communicate()
 
 
@@ -78,8 +80,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker, limit, others = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     has_joined, _, _ = select.select([sys.stdin], [], [], limit)
-    if has_joined:
-        return
+    if has_joined or os.getppid() != worker:
+        return  # it has ended
     print(f"tfdp: {explain(others, limit)}", file=sys.stderr, flush=True)
     with contextlib.suppress(ProcessLookupError):
         os.kill(worker, signal.SIGKILL)
