@@ -291,3 +291,20 @@ def test_who_stands_still_is_given_up_in_time_for_all_to_end_within_the_timeout(
 ):
     watchdog = Watchdog(Agreement(0), ["a:1", "b:1"], timeout_seconds)
     assert watchdog._sightings.limit_seconds == silent_seconds
+
+
+def test_an_error_that_has_waited_for_a_name_once_does_not_wait_again_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    watchdog = Watchdog(Agreement(0), ["a:1", "b:1"])
+    waits = []
+    monkeypatch.setattr(watchdog, "_is_told", lambda: bool(waits.append(1)))
+    error = tf.errors.InternalError(None, None, "of this worker")
+    with pytest.raises(tf.errors.InternalError), watchdog.explaining():
+        raise error
+    watchdog.explain_end(error)
+    assert len(waits) == 1
+    # In a loop of the user's own nothing has looked at it before.
+    watchdog.explain_end(tf.errors.InternalError(None, None, "another one"))
+    assert len(waits) == 2
+    assert watchdog._pulse.words == "InternalError: another one"

@@ -129,12 +129,15 @@ class Watchdog(threading.Thread):
         Args:
             error: What ends the script: in a loop of the user's own, TensorFlow's.
         """
-        if isinstance(error, _ERRORS_OF_OTHERS):
-            if self._is_told():
-                text = self._error(here.place.name, bucket_in(str(error)))
-                print(f"tfdp: {text}", file=sys.stderr, flush=True)
-        elif isinstance(error, Exception) and not isinstance(error, WorkerLost):
-            self._pulse.words = _in_short(error)
+        is_own = isinstance(error, Exception) and not isinstance(error, WorkerLost)
+        words = _in_short(error)
+        if not is_own or words == self._pulse.words:
+            return  # `explaining` has looked at it: the others hear of it now
+        if isinstance(error, _ERRORS_OF_OTHERS) and self._is_told():
+            text = self._error(here.place.name, bucket_in(str(error)))
+            print(f"tfdp: {text}", file=sys.stderr, flush=True)
+        else:
+            self._pulse.words = words
 
     def check(self, rank: int, is_over: bool) -> None:
         """Raises if another worker is lost.
