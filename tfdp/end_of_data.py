@@ -67,23 +67,19 @@ class CommonEndDataset:
         return self._dataset.element_spec
 
 
-class CommonEndIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor):
-    """Iterates over a `CommonEndDataset`, also inside `tf.function`.
+class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor):
+    """What iterators of tfdp have in common: Python's protocol around `get_next`.
 
     Args:
-        iterator: Iterator of TensorFlow's over a distributed dataset.
+        iterator: The iterator of this worker, which is made of tensors.
+        strategy: A tfdp strategy.
     """
 
-    def __init__(self, iterator: Any) -> None:
+    def __init__(self, iterator: Any, strategy: Any) -> None:
         self._iterator = iterator
-        self._strategy = _compat.strategy_of_iterator(iterator)
+        self.strategy = strategy
 
-    @property
-    def element_spec(self) -> Any:
-        """The spec of an element, per replica where there are several."""
-        return self._iterator.element_spec
-
-    def __iter__(self) -> CommonEndIterator:
+    def __iter__(self) -> Any:
         return self
 
     def __next__(self) -> Any:
@@ -91,6 +87,27 @@ class CommonEndIterator(_compat.DistributedIteratorInterface, _compat.CompositeT
             return self.get_next()
         except tf.errors.OutOfRangeError as error:
             raise StopIteration from error
+
+    @property
+    def components(self) -> Any:
+        """The iterator of this worker, which is made of tensors."""
+        return self._iterator
+
+
+class CommonEndIterator(StepIterator):
+    """Iterates over a `CommonEndDataset`, also inside `tf.function`.
+
+    Args:
+        iterator: Iterator of TensorFlow's over a distributed dataset.
+    """
+
+    def __init__(self, iterator: Any) -> None:
+        super().__init__(iterator, _compat.strategy_of_iterator(iterator))
+
+    @property
+    def element_spec(self) -> Any:
+        """The spec of an element, per replica where there are several."""
+        return self._iterator.element_spec
 
     def get_next(self) -> Any:
         """The next batches; raises `tf.errors.OutOfRangeError` at the end."""
@@ -100,7 +117,7 @@ class CommonEndIterator(_compat.DistributedIteratorInterface, _compat.CompositeT
             return _compat.values_or_empty(self._iterator, optionals)
 
         def end() -> Any:
-            with tf.control_dependencies([raise_end(self._strategy)]):
+            with tf.control_dependencies([raise_end(self.strategy)]):
                 return values()
 
         return tf.cond(self._all_have(optionals), values, end)
@@ -120,12 +137,7 @@ class CommonEndIterator(_compat.DistributedIteratorInterface, _compat.CompositeT
 
     def _all_have(self, optionals: list) -> tf.Tensor:
         # The last batches of a worker may be fewer than its replicas.
-        return goes_on(self._strategy, _compat.any_has_value(optionals), stops=True)
-
-    @property
-    def components(self) -> Any:
-        """The iterator of TensorFlow's, which is made of tensors."""
-        return self._iterator
+        return goes_on(self.strategy, _compat.any_has_value(optionals), stops=True)
 
     @property
     def _type_spec(self) -> tf.TypeSpec:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.end_of_data import goes_on, raise_end
+from tfdp.end_of_data import StepIterator, goes_on, raise_end
 from tfdp.rows import shares_of_ranks
 from tfdp.shares import CountedBatch
 from tfdp.weighted_rows import shares_by_weight
@@ -106,7 +106,7 @@ class ShareDataset(_compat.DistributedDatasetsFromFunction):
         return _spec_of(ShareDatasetSpec, self)
 
 
-class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor):
+class ShareIterator(StepIterator):
     """Iterates over a `ShareDataset`, also inside `tf.function`.
 
     Args:
@@ -116,23 +116,13 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
     """
 
     def __init__(self, iterator: Any, strategy: Any, reading: Reading) -> None:
-        self._iterator = iterator
-        self.strategy = strategy
+        super().__init__(iterator, strategy)
         self.reading = reading
 
     @property
     def element_spec(self) -> Any:
         """The spec of an element, per replica where there are several."""
         return _element_spec(self, self._iterator)
-
-    def __iter__(self) -> ShareIterator:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return self.get_next()
-        except tf.errors.OutOfRangeError as error:
-            raise StopIteration from error
 
     def get_next(self) -> Any:
         """The next shares; raises `tf.errors.OutOfRangeError` at the end."""
@@ -186,11 +176,6 @@ class ShareIterator(_compat.DistributedIteratorInterface, _compat.CompositeTenso
 
     def _empty(self) -> Any:
         return tf.nest.map_structure(_no_rows, self._iterator.element_spec)
-
-    @property
-    def components(self) -> Any:
-        """The iterator of this worker, which is made of tensors."""
-        return self._iterator
 
     @property
     def _type_spec(self) -> tf.TypeSpec:
