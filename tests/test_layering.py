@@ -45,6 +45,7 @@ FLOORS = {
     "tfdp.random_state": 1,
     "tfdp.callback_state": 1,
     "tfdp.repeatable": 1,
+    "tfdp.seeded_order": 1,
     "tfdp.batch_change": 1,
     # Process groups and their primitives; what must be alike on all workers.
     "tfdp.collectives": 2,

@@ -20,6 +20,7 @@ from tfdp import _compat
 from tfdp.agreement import Agreement
 from tfdp.batch_change import BatchChange, moved
 from tfdp.repeatable import batch_dependence_of, difficulty_of, draws_at_the_start
+from tfdp.seeded_order import SeededOrder
 
 _followed: list[Position | None] = []
 _NUM_BATCHES = "the number of batches"
@@ -240,29 +241,6 @@ class Position:
             "the seeds of `Dataset.shuffle`": [list(pair) for pair in seeds],
             "the global seed": _compat.global_seed() if uses_global else None,
         }
-
-
-class SeededOrder:
-    """Makes a dataset of shuffled arrays for each epoch, in an order of its own.
-
-    TensorFlow repeats the permutation of a seeded dataset, and gives one without a
-    seed another permutation that nobody can repeat.
-
-    Args:
-        first: Int, the seed of the first epoch.
-        make: Callable that returns the dataset.
-    """
-
-    def __init__(self, first: int, make: Callable) -> None:
-        self.first = first
-        self.epoch = 0
-        self._make = make
-
-    def __call__(self) -> Any:
-        with _compat.temporary_seed(self.first + self.epoch):
-            dataset = self._make()
-        self.epoch += 1
-        return dataset
 
 
 @contextlib.contextmanager

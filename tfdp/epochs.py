@@ -10,12 +10,12 @@ from typing import Any
 
 from tfdp import _compat, data_position, loops
 from tfdp.data import ends_with_the_first, is_endless, steps_per_batch
-from tfdp.data_position import SeededOrder
 from tfdp.end_of_data import CommonEndDataset
 from tfdp.iterators import Reading, ShareDataset
 from tfdp.lengths import ENDLESS, Length, agreed_steps, left_out
 from tfdp.ownership import is_ours
 from tfdp.places import here
+from tfdp.seeded_order import SeededOrder
 
 
 def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) -> None:
