@@ -204,11 +204,6 @@ def op_position(tensor: tf.Tensor) -> int:
     return tensor.op._id
 
 
-def in_tf_function() -> bool:
-    """Whether a `tf.function` is being traced."""
-    return bool(ops.inside_function())
-
-
 def in_replica_thread() -> bool:
     """Whether this thread runs one replica's part of `strategy.run`."""
     context_ = tf.distribute.get_replica_context()
