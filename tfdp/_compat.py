@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import tree as keras_tree
-from keras.src.backend.common import global_state
+from keras.src.backend.common import global_state, symbolic_scope
 from keras.src.backend.tensorflow import image as keras_image
 from keras.src.backend.tensorflow import nn as _keras_nn
 from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
@@ -48,7 +48,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.eager import context
 from tensorflow.python.framework import device as device_lib
-from tensorflow.python.framework import ops
+from tensorflow.python.framework import ops, smart_cond
 from tensorflow.python.ops import resource_variable_ops, stateful_random_ops
 from tensorflow.python.trackable import data_structures
 from tensorflow.python.types import distribute as distribute_types
@@ -199,9 +199,28 @@ def as_one_operation(function: Callable) -> Any:
     return tf.function(function, autograph=False, experimental_attributes=attributes)()
 
 
+def op_age(op: tf.Operation) -> int:
+    """When an operation was added to its graph: after what it is made of."""
+    return op._id
+
+
 def op_position(tensor: tf.Tensor) -> int:
     """When the operation that makes `tensor` was added to the graph."""
-    return tensor.op._id
+    return op_age(tensor.op)
+
+
+def is_built_symbolically() -> bool:
+    """Whether Keras only asks for shapes, as when it builds a model from a batch."""
+    return symbolic_scope.in_symbolic_scope()
+
+
+def constant_value(tensor: tf.Tensor) -> Any:
+    """The value of a tensor that is known while a graph is traced, or `None`.
+
+    `tf.get_static_value` looks through fewer operations: not through a slice of a
+    shape, say.
+    """
+    return smart_cond.smart_constant_value(tensor)
 
 
 def in_replica_thread() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,13 @@ class _Strategy:
             initial values.
         """
         return scope.SynchronizedScope(self, super().scope())  # type: ignore[misc]
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas, on all workers, whose gradients are added up."""
+        reader = inspect.currentframe().f_back.f_globals.get("__name__", "")  # type: ignore[union-attr]
+        replica_step.note_count_read(self, reader)
+        return super().num_replicas_in_sync  # type: ignore[misc]
 
     def run(
         self,
