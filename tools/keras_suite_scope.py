@@ -51,8 +51,8 @@ def prepare(*, with_strategy: bool) -> None:
     """Readies this process for Keras's tests.
 
     Args:
-        with_strategy: Bool, whether each test runs in the scope of a
-            `tf.distribute.MirroredStrategy` over two CPUs that is made for it.
+        with_strategy: Bool, whether the tests run in the scope of a
+            `tf.distribute.MirroredStrategy` over two CPUs, one for all of them.
     """
     import tensorflow as tf
 
@@ -73,10 +73,12 @@ def _enter_scope_in_each_test() -> None:
     from keras.src import testing  # noqa: TID251
 
     original = testing.TestCase.setUp
+    # One, since stock ones in a process collide: tensorflow issue 61314.
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
     def set_up(test: Any) -> None:
         original(test)
-        scope = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope()
+        scope = strategy.scope()
         scope.__enter__()
 
         def leave() -> None:
