@@ -32,6 +32,7 @@ from keras.src.losses import loss as _keras_loss
 from keras.src.optimizers import base_optimizer as keras_base_optimizer
 from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
+from keras.src.trainers import compile_utils
 from keras.src.trainers import trainer as keras_base_trainer
 from tensorflow.core.function.polymorphism import function_type
 from tensorflow.python.data.experimental.ops import distribute as data_distribute
@@ -81,6 +82,7 @@ EpochIterator = keras_trainer.TFEpochIterator
 # division of a loss by the number of replicas.
 keras_nn = _keras_nn
 keras_loss = _keras_loss
+CompileLoss = compile_utils.CompileLoss
 # Modules that hold `draw_seed`, from which Dropout and its like take seeds.
 KERAS_RANDOM_MODULES = (keras_random, keras_image)
 # What writes and reads files, with the model as the first argument.
@@ -607,6 +609,12 @@ def build_symbolically(model: Any, data_batch: Any) -> None:
     """Builds model, metrics and optimizer from the shapes of a batch."""
     with model.distribute_strategy.scope():
         model._symbolic_build(data_batch=data_batch)
+
+
+def overridden(model: Any, names: tuple[str, ...]) -> list[str]:
+    """Which of Keras's functions the class of a model has of its own."""
+    kind = type(model)
+    return [n for n in names if getattr(kind, n) is not getattr(TensorFlowTrainer, n)]
 
 
 def strategy_of(model: Any) -> Any:
