@@ -48,7 +48,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.eager import context
 from tensorflow.python.framework import device as device_lib
-from tensorflow.python.framework import ops
+from tensorflow.python.framework import none_tensor, ops
 from tensorflow.python.ops import resource_variable_ops, stateful_random_ops
 from tensorflow.python.trackable import data_structures
 from tensorflow.python.types import distribute as distribute_types
@@ -65,6 +65,8 @@ MirroredVariable = values.MirroredVariable
 SyncOnReadVariable = values.SyncOnReadVariable
 PerReplica = values.PerReplica
 PerReplicaSpec = values.PerReplicaSpec
+# What stands for a None in the spec of a dataset's element.
+NoneTensorSpec = none_tensor.NoneTensorSpec
 # What Keras and AutoGraph take for distributed input, and what `tf.function`
 # takes for an argument that is made of tensors.
 DistributedDatasetsFromFunction = input_lib.DistributedDatasetsFromFunction
@@ -468,13 +470,14 @@ def local_dataset(distributed: Any) -> tf.data.Dataset:
 def local_element_spec(dataset: Any) -> Any:
     """The spec of the first local replica's share of a distributed dataset.
 
-    None where an element has an empty optional, as Keras's generators have.
+    None where an element has it, or an empty optional, as Keras's generators do.
     """
 
     def first(spec: Any) -> Any:
         if isinstance(spec, values.PerReplicaSpec):
             spec = spec._value_specs[0]
-        return None if isinstance(spec, tf.OptionalSpec) else spec
+        is_none = isinstance(spec, (tf.OptionalSpec, NoneTensorSpec))
+        return None if is_none else spec
 
     return keras_tree.map_structure(first, dataset.element_spec)
 
@@ -588,6 +591,14 @@ def build_symbolically(model: Any, data_batch: Any) -> None:
     """Builds model, metrics and optimizer from the shapes of a batch."""
     with model.distribute_strategy.scope():
         model._symbolic_build(data_batch=data_batch)
+
+
+def has_own_step(model: Any) -> bool:
+    """Whether a model has a step of its own to train or to test, not Keras's."""
+    names = ("train_step", "test_step")
+    return any(
+        getattr(type(model), n) is not getattr(TensorFlowTrainer, n) for n in names
+    )
 
 
 def strategy_of(model: Any) -> Any:
