@@ -21,6 +21,10 @@ from tfdp.rows import (
 )
 
 _PARTS = ("x", "y", "sample_weight")
+_NO_FEATURES = (
+    "The data holds no features: `x` must be an array, a dataset, or a structure with "
+    "at least one array."
+)
 _OTHER_STRUCTURE = "All batches of a generator must have the same structure."
 # What TensorFlow makes of an error in a graph of its data, and of one in Python.
 _IN_GRAPH = re.compile(re.escape(UNEQUAL_ROWS) + r" Received: (.*) with\] \[([\d ]+)\]")
@@ -74,8 +78,8 @@ def check_element(model: Any, spec: Any) -> None:
     Raises:
         ValueError: If so, unless the model has a step of its own.
     """
-    x, y, _ = keras.utils.unpack_x_y_sample_weight(spec)
-    _check_features(model, x, y)
+    parts = spec if isinstance(spec, tuple) else (spec,)
+    _check_features(model, *(*parts, None)[:2])
 
 
 def of_one_structure(data: Any) -> Any:
@@ -119,6 +123,7 @@ def _sentence(text: str) -> str | None:
         return found.group()
     if found := _IN_GRAPH.search(text):
         names, rows = found.groups()
+        names = names.replace("\\", "")  # TensorFlow escapes quotes
         return unequal_rows(names.split(BETWEEN_NAMES), [int(n) for n in rows.split()])
     return None
 
@@ -128,6 +133,8 @@ def _checked(batches: types.GeneratorType) -> Iterator[Any]:
     for number, batch in enumerate(batches, start=1):
         structure = _described(batch)
         first = first or structure
+        if _is_empty(batch):
+            raise ValueError(f"{_NO_FEATURES} Received: a batch of {structure}")
         if structure != first:
             raise ValueError(
                 f"{_OTHER_STRUCTURE} Received: batch {number} of {structure}, after "
@@ -156,10 +163,7 @@ def _described(batch: Any) -> str:
 def _check_features(model: Any, x: Any, y: Any) -> None:
     if not _is_empty(x) or (not _is_empty(y) and _compat.has_own_step(model)):
         return
-    raise ValueError(
-        "The data holds no features: `x` must be an array, a dataset, or a structure "
-        f"with at least one array. Received: x={x!r}"
-    )
+    raise ValueError(f"{_NO_FEATURES} Received: x={x!r}")
 
 
 def _is_empty(data: Any) -> bool:

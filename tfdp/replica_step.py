@@ -34,6 +34,7 @@ def prepare_run(
         return fn, args, None
     if loop.whole_batches and strategy.num_replicas_in_sync > 1:
         args = tuple(_split(strategy, argument) for argument in args)
+    args = keras.tree.map_structure(_none_for_optional, args)
     local = [
         _compat.select_replica(replica, args)
         for replica in range(strategy.extended.num_local)
@@ -47,6 +48,12 @@ def prepare_run(
         return _after_its_data(fn), args, None
     weights = [part.weight for part in parts]
     return _step_on_share(_after_its_data(fn), parts), args, weights
+
+
+def _none_for_optional(part: Any) -> Any:
+    """`None` where a generator has it; Keras does so for what one replica gets."""
+    first = part.values[0] if isinstance(part, _compat.PerReplica) else part
+    return None if isinstance(first, tf.experimental.Optional) else part
 
 
 def _step_on_share(fn: Callable, parts: list[shares.Share]) -> Callable:
