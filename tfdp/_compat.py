@@ -367,7 +367,10 @@ def device_type(device: str) -> str:
 
 def dataset_batch_size(dataset: tf.data.Dataset) -> int:
     """The batch size of a dataset, or -1 where it has none that shows."""
-    return int(data_distribute.compute_batch_size(dataset))
+    try:
+        return int(data_distribute.compute_batch_size(dataset))
+    except IndexError:  # TensorFlow asks scalars for their rows
+        return -1
 
 
 def dataset_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
@@ -460,6 +463,11 @@ def per_replica(local_values: list, *, always_wrap: bool = False) -> Any:
 def type_spec_of(value: Any) -> Any:
     """The spec of a value that is made of tensors."""
     return value._type_spec
+
+
+def empty_optional(spec: Any) -> Any:
+    """An optional of a spec that holds nothing."""
+    return tf.experimental.Optional.empty(spec._element_spec)
 
 
 def local_dataset(distributed: Any) -> tf.data.Dataset:

@@ -272,7 +272,7 @@ def _no_rows(spec: Any) -> Any:
     if isinstance(spec, _compat.NoneTensorSpec):
         return None
     if isinstance(spec, tf.OptionalSpec):
-        return tf.experimental.Optional.empty(spec.element_spec)
+        return _compat.empty_optional(spec)
     if isinstance(spec, tf.SparseTensorSpec):
         shape = [0, *(size or 0 for size in spec.shape[1:])]
         indices = tf.zeros([0, len(shape)], tf.int64)
