@@ -21,14 +21,11 @@ from tfdp.rows import (
 )
 
 _PARTS = ("x", "y", "sample_weight")
-_NO_FEATURES = (
-    "The data holds no features: `x` must be an array, a dataset, or a structure with "
-    "at least one array."
-)
-_OTHER_STRUCTURE = "All batches of a generator must have the same structure."
 # What TensorFlow makes of an error in a graph of its data, and of one in Python.
 _IN_GRAPH = re.compile(re.escape(UNEQUAL_ROWS) + r" Received: (.*) with\] \[([\d ]+)\]")
-_IN_PYTHON = re.compile(re.escape(_OTHER_STRUCTURE) + r" Received: .*")
+_IN_PYTHON = re.compile(
+    r"All batches of a generator must have the same structure\. Received: .*"
+)
 
 
 def check_arrays(model: Any, arguments: dict[str, Any]) -> None:
@@ -133,13 +130,13 @@ def _checked(batches: types.GeneratorType) -> Iterator[Any]:
     for number, batch in enumerate(batches, start=1):
         structure = _described(batch)
         first = first or structure
-        if _is_empty(batch):
-            raise ValueError(f"{_NO_FEATURES} Received: a batch of {structure}")
         if structure != first:
             raise ValueError(
-                f"{_OTHER_STRUCTURE} Received: batch {number} of {structure}, after "
-                f"{first}"
+                "All batches of a generator must have the same structure. Received: "
+                f"batch {number} of {structure}, after {first}"
             )
+        if _is_empty(batch):
+            raise _without_features("batch", batch)
         yield batch
 
 
@@ -163,7 +160,14 @@ def _described(batch: Any) -> str:
 def _check_features(model: Any, x: Any, y: Any) -> None:
     if not _is_empty(x) or (not _is_empty(y) and _compat.has_own_step(model)):
         return
-    raise ValueError(f"{_NO_FEATURES} Received: x={x!r}")
+    raise _without_features("x", x)
+
+
+def _without_features(name: str, data: Any) -> ValueError:
+    return ValueError(
+        "The data holds no features: `x` must be an array, a dataset, or a structure "
+        f"with at least one array. Received: {name}={data!r}"
+    )
 
 
 def _is_empty(data: Any) -> bool:
