@@ -13,6 +13,7 @@ CASE_MODULES = (
     "normalization",
     "randomness",
     "inputs",
+    "structures",
     "batches",
     "uneven",
     "steps",

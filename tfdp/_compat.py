@@ -49,7 +49,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.eager import context
 from tensorflow.python.framework import device as device_lib
-from tensorflow.python.framework import ops, smart_cond
+from tensorflow.python.framework import none_tensor, ops, smart_cond
 from tensorflow.python.ops import resource_variable_ops, stateful_random_ops
 from tensorflow.python.trackable import data_structures
 from tensorflow.python.types import distribute as distribute_types
@@ -66,6 +66,8 @@ MirroredVariable = values.MirroredVariable
 SyncOnReadVariable = values.SyncOnReadVariable
 PerReplica = values.PerReplica
 PerReplicaSpec = values.PerReplicaSpec
+# What stands for a None in the spec of a dataset's element.
+NoneTensorSpec = none_tensor.NoneTensorSpec
 # What Keras and AutoGraph take for distributed input, and what `tf.function`
 # takes for an argument that is made of tensors.
 DistributedDatasetsFromFunction = input_lib.DistributedDatasetsFromFunction
@@ -386,7 +388,10 @@ def device_type(device: str) -> str:
 
 def dataset_batch_size(dataset: tf.data.Dataset) -> int:
     """The batch size of a dataset, or -1 where it has none that shows."""
-    return int(data_distribute.compute_batch_size(dataset))
+    try:
+        return int(data_distribute.compute_batch_size(dataset))
+    except IndexError:  # TensorFlow asks scalars for their rows
+        return -1
 
 
 def dataset_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
@@ -481,6 +486,11 @@ def type_spec_of(value: Any) -> Any:
     return value._type_spec
 
 
+def empty_optional(spec: Any) -> Any:
+    """An optional of a spec that holds nothing."""
+    return tf.experimental.Optional.empty(spec._element_spec)
+
+
 def local_dataset(distributed: Any) -> tf.data.Dataset:
     """The dataset that this worker reads for a distributed one."""
     return distributed._cloned_datasets[0]
@@ -489,13 +499,14 @@ def local_dataset(distributed: Any) -> tf.data.Dataset:
 def local_element_spec(dataset: Any) -> Any:
     """The spec of the first local replica's share of a distributed dataset.
 
-    None where an element has an empty optional, as Keras's generators have.
+    None where an element has it, or an empty optional, as Keras's generators do.
     """
 
     def first(spec: Any) -> Any:
         if isinstance(spec, values.PerReplicaSpec):
             spec = spec._value_specs[0]
-        return None if isinstance(spec, tf.OptionalSpec) else spec
+        is_none = isinstance(spec, (tf.OptionalSpec, NoneTensorSpec))
+        return None if is_none else spec
 
     return keras_tree.map_structure(first, dataset.element_spec)
 

@@ -83,7 +83,8 @@ class ShareDataset(_compat.DistributedDatasetsFromFunction):
         """
         dataset = self.dataset
         if reading.by_weight:
-            dataset = shares_of_ranks(self.batches, [0], 1).prefetch(PREFETCHED_STEPS)
+            whole = shares_of_ranks(self.batches, [0], 1, checks=True)
+            dataset = whole.prefetch(PREFETCHED_STEPS)
         return ShareDataset(dataset, self.strategy, reading, self.batches)
 
     @property
@@ -257,11 +258,21 @@ def _of_any_rows(spec: Any) -> Any:
 def _per_replica_spec(specs: tuple) -> Any:
     if len(specs) == 1:
         return specs[0]
-    return tf.nest.map_structure(lambda *own: _compat.PerReplicaSpec(*own), *specs)
+
+    def of_replicas(*own: Any) -> Any:
+        # None is the same object for all replicas, and stays it.
+        is_none = isinstance(own[0], _compat.NoneTensorSpec)
+        return own[0] if is_none else _compat.PerReplicaSpec(*own)
+
+    return tf.nest.map_structure(of_replicas, *specs)
 
 
 def _no_rows(spec: Any) -> Any:
     """An empty batch of a spec, for a worker that has run out of data."""
+    if isinstance(spec, _compat.NoneTensorSpec):
+        return None
+    if isinstance(spec, tf.OptionalSpec):
+        return _compat.empty_optional(spec)
     if isinstance(spec, tf.SparseTensorSpec):
         shape = [0, *(size or 0 for size in spec.shape[1:])]
         indices = tf.zeros([0, len(shape)], tf.int64)

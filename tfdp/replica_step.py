@@ -39,6 +39,7 @@ def prepare_run(
         return fn, args, None
     if loop.whole_batches and strategy.num_replicas_in_sync > 1:
         args = tuple(_split(strategy, argument) for argument in args)
+    args = keras.tree.map_structure(_none_for_optional, args)
     local = [
         _compat.select_replica(replica, args)
         for replica in range(strategy.extended.num_local)
@@ -55,6 +56,12 @@ def prepare_run(
     if tf.executing_eagerly():
         _tell_of_eager_steps(strategy, loop.model)
     return _step_on_share(strategy, _after_its_data(fn), parts), args, weights
+
+
+def _none_for_optional(part: Any) -> Any:
+    """`None` where a generator has it; Keras does so for what one replica gets."""
+    first = part.values[0] if isinstance(part, _compat.PerReplica) else part
+    return None if isinstance(first, tf.experimental.Optional) else part
 
 
 def _step_on_share(strategy: Any, fn: Callable, parts: list[shares.Share]) -> Callable:

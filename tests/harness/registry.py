@@ -21,6 +21,7 @@ MODULES: tuple[str, ...] = (
     "normalization",
     "randomness",
     "inputs",
+    "structures",
     "batches",
     "uneven",
     "steps",
