@@ -597,6 +597,17 @@ def operations_in(dataset: tf.data.Dataset) -> Iterator[tuple[str, Any]]:
                 yield node.op, node.attr
 
 
+def without_automatic_prefetch(
+    dataset: tf.data.Dataset,
+) -> tuple[tf.data.Dataset, bool]:
+    """A dataset without a last `prefetch(AUTOTUNE)`, and whether it had one."""
+    if type(dataset).__name__ != "_PrefetchDataset":
+        return dataset, False
+    if tf.get_static_value(dataset._buffer_size) != tf.data.AUTOTUNE:
+        return dataset, False
+    return dataset._input_dataset, True
+
+
 def kinds_of_parts(dataset: tf.data.Dataset) -> list[str]:
     """The class names of a dataset and all that it is made of, from the last on."""
     return [type(part).__name__.strip("_") for part in dataset_inputs(dataset)]

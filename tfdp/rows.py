@@ -28,7 +28,8 @@ def shares_of_ranks(
     def shares(*batch: Any) -> Any:
         element = batch[0] if len(batch) == 1 else batch
         parts = tuple(share_of_rank(element, rank, num_replicas) for rank in ranks)
-        return parts, num_rows(first_tensor(element))
+        # Stateful, so that TensorFlow keeps from parallel calls, which read ahead.
+        return parts, tf.raw_ops.DeepCopy(x=num_rows(first_tensor(element)))
 
     return dataset.map(shares)
 
