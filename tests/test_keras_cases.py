@@ -9,6 +9,8 @@ CASE_MODULES = (
     "optimizers",
     "clipping",
     "losses",
+    "scalar_losses",
+    "several_outputs",
     "recurrent",
     "normalization",
     "randomness",

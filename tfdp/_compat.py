@@ -34,6 +34,7 @@ from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
 from keras.src.trainers import compile_utils
 from keras.src.trainers import trainer as keras_base_trainer
+from keras.src.utils import rng_utils
 from tensorflow.core.function.polymorphism import function_type
 from tensorflow.python.data.experimental.ops import distribute as data_distribute
 from tensorflow.python.distribute import (
@@ -49,7 +50,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.eager import context
 from tensorflow.python.framework import device as device_lib
-from tensorflow.python.framework import none_tensor, ops, smart_cond
+from tensorflow.python.framework import none_tensor, ops, random_seed, smart_cond
 from tensorflow.python.ops import resource_variable_ops, stateful_random_ops
 from tensorflow.python.trackable import data_structures
 from tensorflow.python.types import distribute as distribute_types
@@ -327,12 +328,41 @@ def global_seed() -> int | None:
     return context.global_seed()
 
 
+# The global seed of this process that stands in for one of the user's, if any.
+_stand_in: list[int] = []
+
+
+def stand_in_seed() -> int | None:
+    """The seed of `set_stand_in_seed` that was set last, or `None`."""
+    return _stand_in[-1] if _stand_in else None
+
+
+def set_stand_in_seed(seed: int) -> None:
+    """Sets a global seed that changes only what has no seed of its own.
+
+    With a global seed TensorFlow takes both, so that operations with a seed would
+    draw other numbers than where the user has set no global one.
+    """
+    replace(random_seed, "get_seed", _seeds_of_operation)
+    _stand_in[:] = [seed]
+    tf.random.set_seed(seed)
+
+
+def _seeds_of_operation(original: Callable, op_seed: Any) -> Any:
+    seeds = original(op_seed)
+    if op_seed is not None and seeds[0] == stand_in_seed():
+        return random_seed.DEFAULT_GRAPH_SEED, seeds[1]
+    return seeds
+
+
 def tensorflow_random_state() -> dict[str, Any]:
     """TensorFlow's global seed and what it draws the seeds of operations from."""
     rng = getattr(context.context(), "_rng", None)  # set by set_random_seed
     generator = getattr(stateful_random_ops, "global_generator", None)
+    seed = context.global_seed()
     return {
-        "seed": context.global_seed(),
+        "seed": seed,
+        "stands_in": seed is not None and seed == stand_in_seed(),
         "rng": None if rng is None else rng.getstate(),
         "generator": None if generator is None else generator.state.numpy().tolist(),
     }
@@ -341,6 +371,8 @@ def tensorflow_random_state() -> dict[str, Any]:
 def set_tensorflow_random_state(state: dict[str, Any]) -> None:
     """Sets what `tensorflow_random_state` returned, also after JSON."""
     eager = context.context()
+    if state.get("stands_in"):
+        set_stand_in_seed(state["seed"])
     vars(eager)["_seed"] = state["seed"]
     if state["rng"] is not None:
         version, words, gauss = state["rng"]
@@ -350,6 +382,17 @@ def set_tensorflow_random_state(state: dict[str, Any]) -> None:
     if state["generator"] is not None:
         generator = tf.random.get_global_generator()
         generator.state.assign(tf.constant(state["generator"], generator.state.dtype))
+
+
+def keras_global_seed() -> int | None:
+    """The seed of `keras.utils.set_random_seed`, or `None`."""
+    return rng_utils.get_random_seed()
+
+
+def set_keras_global_seed(seed: int) -> None:
+    """What `keras.utils.set_random_seed` does to Keras's own generator."""
+    global_state.set_global_attribute(rng_utils.GLOBAL_RANDOM_SEED, seed)
+    global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
 
 
 def keras_seed_state() -> list[int] | None:
@@ -584,6 +627,17 @@ def operations_in(dataset: tf.data.Dataset) -> Iterator[tuple[str, Any]]:
             libraries = [nested.node_def for nested in graph.library.function]
             for node in itertools.chain(graph.node, *libraries):
                 yield node.op, node.attr
+
+
+def without_automatic_prefetch(
+    dataset: tf.data.Dataset,
+) -> tuple[tf.data.Dataset, bool]:
+    """A dataset without a last `prefetch(AUTOTUNE)`, and whether it had one."""
+    if type(dataset).__name__ != "_PrefetchDataset":
+        return dataset, False
+    if tf.get_static_value(dataset._buffer_size) != tf.data.AUTOTUNE:
+        return dataset, False
+    return dataset._input_dataset, True
 
 
 def kinds_of_parts(dataset: tf.data.Dataset) -> list[str]:

@@ -21,6 +21,9 @@ from tfdp.weighted_rows import shares_by_weight
 
 PREFETCHED_STEPS = 2
 
+# The operation of `Dataset.from_generator`.
+_GENERATOR = "GeneratorDataset"
+
 _strategies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 
@@ -44,6 +47,33 @@ class Reading(NamedTuple):
     counts: bool = False
     stops: bool = False
     by_weight: bool = False
+
+
+def shares_read_ahead(
+    batches: tf.data.Dataset,
+    ranks: list[int],
+    num_replicas: int,
+    *,
+    checks: bool | None = None,
+) -> tf.data.Dataset:
+    """What `shares_of_ranks` returns, read ahead of the step.
+
+    What a Python generator has given is gone for whoever reads it next. Of one no
+    more is drawn than on one device, and by all workers as much: one batch ahead
+    where Keras or the user prefetches, none where nobody does.
+
+    Args:
+        batches: `tf.data.Dataset` of global batches.
+        ranks: List of ints.
+        num_replicas: Int, on all workers.
+        checks: Bool or `None`, see `shares_of_ranks`. Defaults to `None`.
+    """
+    num_ahead = PREFETCHED_STEPS
+    if any(name == _GENERATOR for name, _ in _compat.operations_in(batches)):
+        batches, is_ahead = _compat.without_automatic_prefetch(batches)
+        num_ahead = int(is_ahead)
+    shares = shares_of_ranks(batches, ranks, num_replicas, checks=checks)
+    return shares.prefetch(num_ahead) if num_ahead else shares
 
 
 class ShareDataset(_compat.DistributedDatasetsFromFunction):
@@ -83,8 +113,7 @@ class ShareDataset(_compat.DistributedDatasetsFromFunction):
         """
         dataset = self.dataset
         if reading.by_weight:
-            whole = shares_of_ranks(self.batches, [0], 1, checks=True)
-            dataset = whole.prefetch(PREFETCHED_STEPS)
+            dataset = shares_read_ahead(self.batches, [0], 1, checks=True)
         return ShareDataset(dataset, self.strategy, reading, self.batches)
 
     @property

@@ -30,6 +30,8 @@ def install() -> None:
     _compat.replace(tf.nn, "scale_regularization_loss", _scale_regularization)
     for metric in (keras.metrics.Mean, keras.metrics.Sum):
         _compat.replace(metric, "update_state", _update_by_rows)
+    layer = keras.layers.BatchNormalization
+    _compat.replace(layer, "_moments", _moments_of_masked)
     for name in ("conv", "depthwise_conv", "separable_conv"):
         _compat.replace(_compat.keras_nn, name, _convolve)
     _compat.replace(_compat.keras_loss, "reduce_values", _reduce_values)
@@ -46,6 +48,16 @@ def _moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
     if context is None:
         return original(x, axes, keepdims)
     return synchronized_moments(context, x, axes, keepdims)
+
+
+def _moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) -> Any:
+    """Keras takes them over the replica's own samples, also if synchronized."""
+    context = replica_context()
+    if context is None or mask is None or not layer.synchronized:
+        return original(layer, inputs, mask)
+    kept = [axis % inputs.shape.rank for axis in layer.input_spec.axes]
+    axes = [axis for axis in range(inputs.shape.rank) if axis not in kept]
+    return synchronized_masked_moments(context, inputs, mask, axes)
 
 
 def _convolve(original: Callable, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -236,4 +248,33 @@ def synchronized_moments(context: Any, x: Any, axes: Any, keepdims: bool) -> Any
     variance = tf.maximum(mean_of_squares - tf.square(mean), 0.0)
     if keepdims:
         return mean, variance
+    return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
+
+
+def synchronized_masked_moments(context: Any, x: Any, mask: Any, axes: Any) -> Any:
+    """Mean and variance over the samples of the global batch that a mask keeps.
+
+    In two passes, as Keras does: the mean first, then the squares around it.
+
+    Args:
+        context: The replica context.
+        x: Tensor, the local share of the batch.
+        mask: Bool tensor without the last axis of `x`, true for what counts.
+        axes: Sequence of ints, the axes to reduce.
+
+    Returns:
+        Tuple of two tensors.
+    """
+    reduce_op = tf.distribute.ReduceOp.SUM
+    kept = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(x))
+    zeros = tf.zeros_like(x)
+    total = tf.reduce_sum(tf.where(kept, x, zeros), axis=axes, keepdims=True)
+    count = tf.reduce_sum(tf.cast(kept, x.dtype), axis=axes, keepdims=True)
+    total, count = context.all_reduce(reduce_op, [total, count])
+    # Keras's own guard against a mask that keeps nothing.
+    count += keras.config.epsilon()
+    mean = total / count
+    around_mean = tf.square(tf.where(kept, x - mean, zeros))
+    squares = tf.reduce_sum(around_mean, axis=axes, keepdims=True)
+    variance = context.all_reduce(reduce_op, squares) / count
     return tf.squeeze(mean, axes), tf.squeeze(variance, axes)

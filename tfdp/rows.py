@@ -55,7 +55,8 @@ def shares_of_ranks(
         if checks:
             _assert_rows(element)
         parts = tuple(share_of_rank(element, rank, num_replicas) for rank in ranks)
-        return parts, num_rows(first_tensor(element))
+        # Stateful, so that TensorFlow keeps from parallel calls, which read ahead.
+        return parts, tf.raw_ops.DeepCopy(x=num_rows(first_tensor(element)))
 
     return dataset.map(shares)
 

@@ -17,6 +17,8 @@ MODULES: tuple[str, ...] = (
     "optimizers",
     "clipping",
     "losses",
+    "scalar_losses",
+    "several_outputs",
     "recurrent",
     "normalization",
     "randomness",
