@@ -81,7 +81,7 @@ def _step_on_share(strategy: Any, fn: Callable, parts: list[shares.Share]) -> Ca
                 may_divide=strategy.extended.user_counts_replicas,
             )
             share = dataclasses.replace(share, forms=forms)
-        with shares.share(share):
+        with shares.share(dataclasses.replace(share, weighted=set())):
             return keras.tree.map_structure(loss_terms.as_row_mean, fn(*args))
 
     return step
