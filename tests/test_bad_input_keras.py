@@ -63,3 +63,36 @@ def test_dataset_shuffled_with_other_seeds_on_two_workers_is_refused(clusters):
 def test_different_models_on_two_workers_are_refused_by_both(clusters, name, variable):
     for text in _errors(clusters, name, "two_workers"):
         assert variable in text
+
+
+ROWS = "All parts of a batch must have the same number of rows"
+FEATURES = "The data holds no features"
+SENTENCES = {
+    "arrays": (ROWS, "x['a'] with 8 rows, x['b'] with 6, y with 8"),
+    "arrays of predict": (ROWS, "x['a'] with 8 rows, x['b'] with 6"),
+    "a batch": (ROWS, "x[0] with 8 rows, y with 7"),
+    "a dataset": (ROWS, "batch[0] with 8 rows, batch[1] with 1"),
+    "unknown rows": (ROWS, "batch[0]['a'] with 8 rows, batch[1] with 7"),
+    "no list": (FEATURES, "Received: x=[]"),
+    "no dict": (FEATURES, "Received: x={}"),
+    "no tuple": (FEATURES, "Received: x=()"),
+    "None": (FEATURES, "Received: x=None"),
+    "None in a dataset": (FEATURES, "Received: x=None"),
+    "a scalar": ("`x[1]` must have the samples", "Received: the scalar 3.0"),
+    "a generator": (
+        "All batches of a generator must have the same structure",
+        "batch 3 of ({'b': array}, array), after ({'a': array}, array)",
+    ),
+}
+
+
+@pytest.mark.parametrize("setup_name", ["mirrored", "two_workers"])
+def test_structures_that_do_not_fit_are_refused_by_every_worker(clusters, setup_name):
+    case = load_cases(("bad_input",))["structures_that_do_not_fit"]
+    for results in clusters.run(case, setup_name, group=GROUP):
+        for name, (begin, end) in SENTENCES.items():
+            text = str(results[f"local/{name}/text"])
+            assert results[f"local/{name}/type"] == "ValueError", (name, text)
+            assert text.startswith(begin), (name, text)
+            assert text.endswith(end), (name, text)
+            assert results[f"local/{name}/seconds"] < WITHIN_SECONDS, name

@@ -58,6 +58,7 @@ FLOORS = {
     "tfdp.prediction": 2,
     "tfdp.checkpoint_files": 2,
     "tfdp.data_position": 2,
+    "tfdp.data_checks": 2,
     "tfdp.replica_state": 2,
     "tfdp.checkpoint_index_file": 2,
     # Ways to use the primitives, each for one kind of value.

@@ -32,7 +32,9 @@ from keras.src.losses import loss as _keras_loss
 from keras.src.optimizers import base_optimizer as keras_base_optimizer
 from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
+from keras.src.trainers import compile_utils
 from keras.src.trainers import trainer as keras_base_trainer
+from keras.src.utils import rng_utils
 from tensorflow.core.function.polymorphism import function_type
 from tensorflow.python.data.experimental.ops import distribute as data_distribute
 from tensorflow.python.distribute import (
@@ -48,7 +50,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.eager import context
 from tensorflow.python.framework import device as device_lib
-from tensorflow.python.framework import ops, smart_cond
+from tensorflow.python.framework import none_tensor, ops, random_seed, smart_cond
 from tensorflow.python.ops import resource_variable_ops, stateful_random_ops
 from tensorflow.python.trackable import data_structures
 from tensorflow.python.types import distribute as distribute_types
@@ -65,6 +67,8 @@ MirroredVariable = values.MirroredVariable
 SyncOnReadVariable = values.SyncOnReadVariable
 PerReplica = values.PerReplica
 PerReplicaSpec = values.PerReplicaSpec
+# What stands for a None in the spec of a dataset's element.
+NoneTensorSpec = none_tensor.NoneTensorSpec
 # What Keras and AutoGraph take for distributed input, and what `tf.function`
 # takes for an argument that is made of tensors.
 DistributedDatasetsFromFunction = input_lib.DistributedDatasetsFromFunction
@@ -81,6 +85,7 @@ EpochIterator = keras_trainer.TFEpochIterator
 # division of a loss by the number of replicas.
 keras_nn = _keras_nn
 keras_loss = _keras_loss
+CompileLoss = compile_utils.CompileLoss
 # Modules that hold `draw_seed`, from which Dropout and its like take seeds.
 KERAS_RANDOM_MODULES = (keras_random, keras_image)
 # What writes and reads files, with the model as the first argument.
@@ -323,12 +328,41 @@ def global_seed() -> int | None:
     return context.global_seed()
 
 
+# The global seed of this process that stands in for one of the user's, if any.
+_stand_in: list[int] = []
+
+
+def stand_in_seed() -> int | None:
+    """The seed of `set_stand_in_seed` that was set last, or `None`."""
+    return _stand_in[-1] if _stand_in else None
+
+
+def set_stand_in_seed(seed: int) -> None:
+    """Sets a global seed that changes only what has no seed of its own.
+
+    With a global seed TensorFlow takes both, so that operations with a seed would
+    draw other numbers than where the user has set no global one.
+    """
+    replace(random_seed, "get_seed", _seeds_of_operation)
+    _stand_in[:] = [seed]
+    tf.random.set_seed(seed)
+
+
+def _seeds_of_operation(original: Callable, op_seed: Any) -> Any:
+    seeds = original(op_seed)
+    if op_seed is not None and seeds[0] == stand_in_seed():
+        return random_seed.DEFAULT_GRAPH_SEED, seeds[1]
+    return seeds
+
+
 def tensorflow_random_state() -> dict[str, Any]:
     """TensorFlow's global seed and what it draws the seeds of operations from."""
     rng = getattr(context.context(), "_rng", None)  # set by set_random_seed
     generator = getattr(stateful_random_ops, "global_generator", None)
+    seed = context.global_seed()
     return {
-        "seed": context.global_seed(),
+        "seed": seed,
+        "stands_in": seed is not None and seed == stand_in_seed(),
         "rng": None if rng is None else rng.getstate(),
         "generator": None if generator is None else generator.state.numpy().tolist(),
     }
@@ -337,6 +371,8 @@ def tensorflow_random_state() -> dict[str, Any]:
 def set_tensorflow_random_state(state: dict[str, Any]) -> None:
     """Sets what `tensorflow_random_state` returned, also after JSON."""
     eager = context.context()
+    if state.get("stands_in"):
+        set_stand_in_seed(state["seed"])
     vars(eager)["_seed"] = state["seed"]
     if state["rng"] is not None:
         version, words, gauss = state["rng"]
@@ -346,6 +382,17 @@ def set_tensorflow_random_state(state: dict[str, Any]) -> None:
     if state["generator"] is not None:
         generator = tf.random.get_global_generator()
         generator.state.assign(tf.constant(state["generator"], generator.state.dtype))
+
+
+def keras_global_seed() -> int | None:
+    """The seed of `keras.utils.set_random_seed`, or `None`."""
+    return rng_utils.get_random_seed()
+
+
+def set_keras_global_seed(seed: int) -> None:
+    """What `keras.utils.set_random_seed` does to Keras's own generator."""
+    global_state.set_global_attribute(rng_utils.GLOBAL_RANDOM_SEED, seed)
+    global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
 
 
 def keras_seed_state() -> list[int] | None:
@@ -384,7 +431,10 @@ def device_type(device: str) -> str:
 
 def dataset_batch_size(dataset: tf.data.Dataset) -> int:
     """The batch size of a dataset, or -1 where it has none that shows."""
-    return int(data_distribute.compute_batch_size(dataset))
+    try:
+        return int(data_distribute.compute_batch_size(dataset))
+    except IndexError:  # TensorFlow asks scalars for their rows
+        return -1
 
 
 def dataset_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
@@ -479,6 +529,11 @@ def type_spec_of(value: Any) -> Any:
     return value._type_spec
 
 
+def empty_optional(spec: Any) -> Any:
+    """An optional of a spec that holds nothing."""
+    return tf.experimental.Optional.empty(spec._element_spec)
+
+
 def local_dataset(distributed: Any) -> tf.data.Dataset:
     """The dataset that this worker reads for a distributed one."""
     return distributed._cloned_datasets[0]
@@ -487,13 +542,14 @@ def local_dataset(distributed: Any) -> tf.data.Dataset:
 def local_element_spec(dataset: Any) -> Any:
     """The spec of the first local replica's share of a distributed dataset.
 
-    None where an element has an empty optional, as Keras's generators have.
+    None where an element has it, or an empty optional, as Keras's generators do.
     """
 
     def first(spec: Any) -> Any:
         if isinstance(spec, values.PerReplicaSpec):
             spec = spec._value_specs[0]
-        return None if isinstance(spec, tf.OptionalSpec) else spec
+        is_none = isinstance(spec, (tf.OptionalSpec, NoneTensorSpec))
+        return None if is_none else spec
 
     return keras_tree.map_structure(first, dataset.element_spec)
 
@@ -573,6 +629,17 @@ def operations_in(dataset: tf.data.Dataset) -> Iterator[tuple[str, Any]]:
                 yield node.op, node.attr
 
 
+def without_automatic_prefetch(
+    dataset: tf.data.Dataset,
+) -> tuple[tf.data.Dataset, bool]:
+    """A dataset without a last `prefetch(AUTOTUNE)`, and whether it had one."""
+    if type(dataset).__name__ != "_PrefetchDataset":
+        return dataset, False
+    if tf.get_static_value(dataset._buffer_size) != tf.data.AUTOTUNE:
+        return dataset, False
+    return dataset._input_dataset, True
+
+
 def kinds_of_parts(dataset: tf.data.Dataset) -> list[str]:
     """The class names of a dataset and all that it is made of, from the last on."""
     return [type(part).__name__.strip("_") for part in dataset_inputs(dataset)]
@@ -607,6 +674,12 @@ def build_symbolically(model: Any, data_batch: Any) -> None:
     """Builds model, metrics and optimizer from the shapes of a batch."""
     with model.distribute_strategy.scope():
         model._symbolic_build(data_batch=data_batch)
+
+
+def overridden(model: Any, names: tuple[str, ...]) -> list[str]:
+    """Which of Keras's functions the class of a model has of its own."""
+    kind = type(model)
+    return [n for n in names if getattr(kind, n) is not getattr(TensorFlowTrainer, n)]
 
 
 def strategy_of(model: Any) -> Any:

@@ -17,8 +17,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat, loops
-from tfdp.iterators import PREFETCHED_STEPS, Reading, ShareDataset
-from tfdp.rows import rows_of_ranks, shares_of_ranks
+from tfdp.iterators import Reading, ShareDataset, shares_read_ahead
+from tfdp.rows import rows_of_ranks
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 
@@ -62,8 +62,7 @@ def _of_shares(
     extended = strategy.extended
     on_cpus = extended.group.backend != "nccl" and not _has_gpus(strategy)
     if (on_cpus or extended.balance is not None) and options is None:
-        shares = shares_of_ranks(dataset, ranks, num_replicas)
-        shares = shares.prefetch(PREFETCHED_STEPS)
+        shares = shares_read_ahead(dataset, ranks, num_replicas)
         return ShareDataset(shares, strategy, Reading(asks), batches=dataset)
     local = rows_of_ranks(dataset, ranks, num_replicas)
     distributed = strategy.distribute_datasets_from_function(lambda _: local, options)

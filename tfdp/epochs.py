@@ -39,7 +39,7 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
         extended = strategy.extended
         position.attach(
             iterator,
-            getattr(extended, "chosen_seed", None),
+            _compat.stand_in_seed(),
             getattr(extended, "agreement", None),
         )
 
@@ -101,7 +101,7 @@ def _agree_on_shuffling(strategy: Any, iterator: Any, of_loop: Callable) -> None
         return
     extended = strategy.extended
     same, _ = extended.agreement.same("shuffling", _compat.random_state())
-    if same and _compat.global_seed() != extended.chosen_seed:
+    if same and _compat.global_seed() != _compat.stand_in_seed():
         return  # the user's own seed, as on one device
     if not same:
         warnings.warn(

@@ -217,8 +217,6 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         self.options = options
         self.worker = worker
         self.new_variables: list[Any] = []
-        # The random seed that tfdp had to choose for all workers, if any.
-        self.chosen_seed: int | None = None
         # Of which lengths of the workers' data a user has been told.
         self.told_of_lengths: set[str] = set()
         self._std_server_started = has_joined(worker)

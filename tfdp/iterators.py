@@ -21,6 +21,9 @@ from tfdp.weighted_rows import shares_by_weight
 
 PREFETCHED_STEPS = 2
 
+# The operation of `Dataset.from_generator`.
+_GENERATOR = "GeneratorDataset"
+
 _strategies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 
@@ -44,6 +47,33 @@ class Reading(NamedTuple):
     counts: bool = False
     stops: bool = False
     by_weight: bool = False
+
+
+def shares_read_ahead(
+    batches: tf.data.Dataset,
+    ranks: list[int],
+    num_replicas: int,
+    *,
+    checks: bool | None = None,
+) -> tf.data.Dataset:
+    """What `shares_of_ranks` returns, read ahead of the step.
+
+    What a Python generator has given is gone for whoever reads it next. Of one no
+    more is drawn than on one device, and by all workers as much: one batch ahead
+    where Keras or the user prefetches, none where nobody does.
+
+    Args:
+        batches: `tf.data.Dataset` of global batches.
+        ranks: List of ints.
+        num_replicas: Int, on all workers.
+        checks: Bool or `None`, see `shares_of_ranks`. Defaults to `None`.
+    """
+    num_ahead = PREFETCHED_STEPS
+    if any(name == _GENERATOR for name, _ in _compat.operations_in(batches)):
+        batches, is_ahead = _compat.without_automatic_prefetch(batches)
+        num_ahead = int(is_ahead)
+    shares = shares_of_ranks(batches, ranks, num_replicas, checks=checks)
+    return shares.prefetch(num_ahead) if num_ahead else shares
 
 
 class ShareDataset(_compat.DistributedDatasetsFromFunction):
@@ -83,7 +113,7 @@ class ShareDataset(_compat.DistributedDatasetsFromFunction):
         """
         dataset = self.dataset
         if reading.by_weight:
-            dataset = shares_of_ranks(self.batches, [0], 1).prefetch(PREFETCHED_STEPS)
+            dataset = shares_read_ahead(self.batches, [0], 1, checks=True)
         return ShareDataset(dataset, self.strategy, reading, self.batches)
 
     @property
@@ -257,11 +287,21 @@ def _of_any_rows(spec: Any) -> Any:
 def _per_replica_spec(specs: tuple) -> Any:
     if len(specs) == 1:
         return specs[0]
-    return tf.nest.map_structure(lambda *own: _compat.PerReplicaSpec(*own), *specs)
+
+    def of_replicas(*own: Any) -> Any:
+        # None is the same object for all replicas, and stays it.
+        is_none = isinstance(own[0], _compat.NoneTensorSpec)
+        return own[0] if is_none else _compat.PerReplicaSpec(*own)
+
+    return tf.nest.map_structure(of_replicas, *specs)
 
 
 def _no_rows(spec: Any) -> Any:
     """An empty batch of a spec, for a worker that has run out of data."""
+    if isinstance(spec, _compat.NoneTensorSpec):
+        return None
+    if isinstance(spec, tf.OptionalSpec):
+        return _compat.empty_optional(spec)
     if isinstance(spec, tf.SparseTensorSpec):
         shape = [0, *(size or 0 for size in spec.shape[1:])]
         indices = tf.zeros([0, len(shape)], tf.int64)

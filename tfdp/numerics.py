@@ -6,6 +6,7 @@ first, and hands over to it where no tfdp strategy is in force.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from tfdp.ownership import in_force, replica_context
 
 # An odd number far from the increments of the counter beside it.
 _SEED_STRIDE = 1_000_003
+# Each replica is traced in its own thread.
+_thread = threading.local()
 
 
 def install() -> None:
@@ -27,9 +30,12 @@ def install() -> None:
     _compat.replace(tf.nn, "scale_regularization_loss", _scale_regularization)
     for metric in (keras.metrics.Mean, keras.metrics.Sum):
         _compat.replace(metric, "update_state", _update_by_rows)
+    layer = keras.layers.BatchNormalization
+    _compat.replace(layer, "_moments", _moments_of_masked)
     for name in ("conv", "depthwise_conv", "separable_conv"):
         _compat.replace(_compat.keras_nn, name, _convolve)
     _compat.replace(_compat.keras_loss, "reduce_values", _reduce_values)
+    _compat.replace(_compat.CompileLoss, "__call__", _compiled_loss)
     _compat.replace(_compat.keras_loss, "apply_mask", _apply_mask)
     _compat.replace(_compat.keras_loss, "scale_loss_for_distribution", _scale_loss)
     _compat.replace(_compat.keras_loss, "unscale_loss_for_distribution", _unscale_loss)
@@ -42,6 +48,16 @@ def _moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
     if context is None:
         return original(x, axes, keepdims)
     return synchronized_moments(context, x, axes, keepdims)
+
+
+def _moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) -> Any:
+    """Keras takes them over the replica's own samples, also if synchronized."""
+    context = replica_context()
+    if context is None or mask is None or not layer.synchronized:
+        return original(layer, inputs, mask)
+    kept = [axis % inputs.shape.rank for axis in layer.input_spec.axes]
+    axes = [axis for axis in range(inputs.shape.rank) if axis not in kept]
+    return synchronized_masked_moments(context, inputs, mask, axes)
 
 
 def _convolve(original: Callable, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,6 +101,8 @@ def _reduce_values(
         result = result * _global_mean_correction(sample_weight, result.dtype)
     is_mean = reduction not in (None, "none", "sum")
     is_scalar = tuple(values.shape) == ()
+    if reduction == "sum" and not is_scalar and _is_compiled():
+        return _as_mean(result)
     if in_force() and is_mean and is_scalar:
         # A loss function that takes the mean itself: Keras returns such a value
         # before it divides by the number of replicas.
@@ -92,6 +110,29 @@ def _reduce_values(
     if is_mean and not is_scalar:
         loss_terms.note_mean(result, values)
     return result
+
+
+def _compiled_loss(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """The losses of `compile`, of which nothing else is computed than their sum."""
+    _thread.is_compiled = True
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _thread.is_compiled = False
+
+
+def _is_compiled() -> bool:
+    return getattr(_thread, "is_compiled", False)
+
+
+def _as_mean(total: Any) -> Any:
+    """A sum over a replica's rows as the mean whose weighted sum is that of all."""
+    weight = shares.current()
+    if weight is None:
+        return total
+    mean = tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
+    loss_terms.note_mean(mean)
+    return mean
 
 
 def _apply_mask(
@@ -143,10 +184,7 @@ def _average_loss(
         per_example_loss = tf.convert_to_tensor(per_example_loss)
         global_batch_size = tf.shape(per_example_loss)[0]
         return original(per_example_loss, sample_weight, global_batch_size)
-    part = original(per_example_loss, sample_weight, global_batch_size)
-    mean = tf.math.divide_no_nan(part, tf.cast(weight, part.dtype))
-    loss_terms.note_mean(mean)
-    return mean
+    return _as_mean(original(per_example_loss, sample_weight, global_batch_size))
 
 
 def _scale_regularization(original: Callable, regularization_loss: Any) -> Any:
@@ -210,4 +248,33 @@ def synchronized_moments(context: Any, x: Any, axes: Any, keepdims: bool) -> Any
     variance = tf.maximum(mean_of_squares - tf.square(mean), 0.0)
     if keepdims:
         return mean, variance
+    return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
+
+
+def synchronized_masked_moments(context: Any, x: Any, mask: Any, axes: Any) -> Any:
+    """Mean and variance over the samples of the global batch that a mask keeps.
+
+    In two passes, as Keras does: the mean first, then the squares around it.
+
+    Args:
+        context: The replica context.
+        x: Tensor, the local share of the batch.
+        mask: Bool tensor without the last axis of `x`, true for what counts.
+        axes: Sequence of ints, the axes to reduce.
+
+    Returns:
+        Tuple of two tensors.
+    """
+    reduce_op = tf.distribute.ReduceOp.SUM
+    kept = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(x))
+    zeros = tf.zeros_like(x)
+    total = tf.reduce_sum(tf.where(kept, x, zeros), axis=axes, keepdims=True)
+    count = tf.reduce_sum(tf.cast(kept, x.dtype), axis=axes, keepdims=True)
+    total, count = context.all_reduce(reduce_op, [total, count])
+    # Keras's own guard against a mask that keeps nothing.
+    count += keras.config.epsilon()
+    mean = total / count
+    around_mean = tf.square(tf.where(kept, x - mean, zeros))
+    squares = tf.reduce_sum(around_mean, axis=axes, keepdims=True)
+    variance = context.all_reduce(reduce_op, squares) / count
     return tf.squeeze(mean, axes), tf.squeeze(variance, axes)

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp import _compat, keras_view, step, trainer
+from tfdp import _compat, keras_view, shares, step, trainer
 from tfdp import optimizer_arguments as arguments
 from tfdp.features import Features
 from tfdp.layout import WholeVariables
@@ -139,6 +139,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             loss = tf.convert_to_tensor(loss)
             if loss.dtype.size < tf.float32.size:
                 loss = tf.cast(loss, tf.float32)
+            loss = shares.weigh_loss(loss, [self])
             loss = loss * tf.cast(scale, loss.dtype)
         return self.inner_optimizer.scale_loss(loss)
 
@@ -312,6 +313,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             variables=variables,
             positions=[_compat.index_in(self, variable) for variable in variables],
             reducer=reducer,
+            weight=shares.weight_for(self),
             layout=WholeVariables(reducer) if sharded is None else sharded,
             rates=[self._rate(part) for part in parts],
             growths=[self._growth(part) for part in parts],

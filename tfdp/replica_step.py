@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import tensorflow as tf
 
 from tfdp import _compat, drift_watch, loops, loss_terms, observe, shares
 from tfdp.ownership import strategy_of
-from tfdp.row_forms import Forms
+from tfdp.row_forms.forms import Forms
 from tfdp.rows import first_tensor, num_rows, share_of_rank
 
 _LIBRARIES = ("keras", "tensorflow", "tfdp")
@@ -38,6 +39,7 @@ def prepare_run(
         return fn, args, None
     if loop.whole_batches and strategy.num_replicas_in_sync > 1:
         args = tuple(_split(strategy, argument) for argument in args)
+    args = keras.tree.map_structure(_none_for_optional, args)
     local = [
         _compat.select_replica(replica, args)
         for replica in range(strategy.extended.num_local)
@@ -51,7 +53,15 @@ def prepare_run(
         return _after_its_data(fn), args, None
     weights = [part.weight for part in parts]
     loop.weights = weights
+    if tf.executing_eagerly():
+        _tell_of_eager_steps(strategy, loop.model)
     return _step_on_share(strategy, _after_its_data(fn), parts), args, weights
+
+
+def _none_for_optional(part: Any) -> Any:
+    """`None` where a generator has it; Keras does so for what one replica gets."""
+    first = part.values[0] if isinstance(part, _compat.PerReplica) else part
+    return None if isinstance(first, tf.experimental.Optional) else part
 
 
 def _step_on_share(strategy: Any, fn: Callable, parts: list[shares.Share]) -> Callable:
@@ -63,14 +73,38 @@ def _step_on_share(strategy: Any, fn: Callable, parts: list[shares.Share]) -> Ca
         replica = _compat.local_replica_id(tf.distribute.get_replica_context())
         share = parts[replica]
         if not tf.executing_eagerly():
-            batch = [x for x in tf.nest.flatten(args) if tf.is_symbolic_tensor(x)]
-            forms = Forms(batch, strategy.num_replicas_in_sync, told)
-            forms.may_divide = strategy.extended.user_counts_replicas
+            batch = [x for x in tf.nest.flatten(args) if _is_traced(x)]
+            forms = Forms(
+                batch,
+                strategy.num_replicas_in_sync,
+                told,
+                may_divide=strategy.extended.user_counts_replicas,
+            )
             share = dataclasses.replace(share, forms=forms)
-        with shares.share(share):
+        with shares.share(dataclasses.replace(share, weighted=set())):
             return keras.tree.map_structure(loss_terms.as_row_mean, fn(*args))
 
     return step
+
+
+def _tell_of_eager_steps(strategy: Any, model: Any) -> None:
+    """Warns, once for a strategy, where no graph tells what a user's loss is."""
+    names = _compat.overridden(model, ("train_step", "test_step", "compute_loss"))
+    told = strategy.extended.told_of_losses
+    if not names or "eager" in told:
+        return
+    told.add("eager")
+    warnings.warn(
+        f"With `run_eagerly=True` a loss that `{type(model).__name__}.{names[0]}` "
+        "computes is taken for a mean over the rows of a replica. Sums over rows, and "
+        "divisions by the number of replicas, are recognized only without it.",
+        stacklevel=2,
+    )
+
+
+def _is_traced(value: Any) -> bool:
+    composite = isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
+    return composite or tf.is_symbolic_tensor(value)
 
 
 def note_count_read(strategy: Any, reader: str) -> None:

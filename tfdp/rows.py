@@ -7,11 +7,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import tensorflow as tf
+
+UNEQUAL_ROWS = (
+    "All parts of a batch must have the same number of rows, of which each replica "
+    "gets some."
+)
+# Between the names of parts in the error of a graph, which tells their rows after it.
+BETWEEN_NAMES = " | "
 
 
 def shares_of_ranks(
-    dataset: tf.data.Dataset, ranks: list[int], num_replicas: int
+    dataset: tf.data.Dataset,
+    ranks: list[int],
+    num_replicas: int,
+    *,
+    checks: bool | None = None,
 ) -> tf.data.Dataset:
     """Turns each global batch into the given ranks' shares, and counts its rows.
 
@@ -19,17 +31,32 @@ def shares_of_ranks(
         dataset: `tf.data.Dataset` of global batches.
         ranks: List of ints.
         num_replicas: Int, on all workers.
+        checks: Bool, whether the parts of a batch have to have equally many rows.
+            Defaults to `None`: where there are several replicas.
 
     Returns:
         `tf.data.Dataset` of pairs, as long as `dataset`: a tuple of shares, and
         the rows of the global batch, a float32 scalar.
-    """
 
-    def shares(*batch: Any) -> Any:
-        # tf.data gives a tuple's members one by one, also where it has but one.
-        element = batch if type(dataset.element_spec) is tuple else batch[0]
+    Raises:
+        ValueError: If the parts of a batch are known to differ in their rows. If
+            only a batch itself shows it, `tf.errors.InvalidArgumentError` when it
+            is read.
+    """
+    if checks is None:
+        checks = num_replicas > 1
+    if checks:
+        check_parts(parts_with_rows(dataset.element_spec))
+    is_tuple = type(dataset.element_spec) is tuple
+
+    def shares(*arguments: Any) -> Any:
+        # A tuple arrives as several arguments, one of one part as one.
+        element = arguments if is_tuple else arguments[0]
+        if checks:
+            _assert_rows(element)
         parts = tuple(share_of_rank(element, rank, num_replicas) for rank in ranks)
-        return parts, num_rows(first_tensor(element))
+        # Stateful, so that TensorFlow keeps from parallel calls, which read ahead.
+        return parts, tf.raw_ops.DeepCopy(x=num_rows(first_tensor(element)))
 
     return dataset.map(shares)
 
@@ -96,8 +123,74 @@ def share_of_rank(batch: Any, rank: int, num_replicas: int) -> Any:
 
 
 def has_rows(tensor: Any) -> bool:
-    """Whether a leaf of a batch is divided between replicas; scalars are not."""
-    return tensor is not None and tensor.shape.rank != 0
+    """Whether a leaf of a batch is divided between replicas.
+
+    Scalars are not, nor is what stands for `None`.
+    """
+    shape = getattr(tensor, "shape", None)
+    return shape is not None and tf.TensorShape(shape).rank != 0
+
+
+def check_parts(parts: dict[str, Any]) -> None:
+    """Raises if parts of a batch have different numbers of rows, as far as known.
+
+    Args:
+        parts: Dict of arrays, tensors or their specs, by name.
+
+    Raises:
+        ValueError: If they differ, with the rows of each part.
+
+    Example:
+
+    >>> check_parts({"x": tf.zeros([8, 3]), "y": tf.zeros([6])})
+    Traceback (most recent call last):
+    ...
+    ValueError: All parts of a batch must have the same number of rows, of which \
+each replica gets some. Received: x with 8 rows, y with 6
+    """
+    rows = {name: tf.TensorShape(part.shape)[0] for name, part in parts.items()}
+    known = {name: size for name, size in rows.items() if size is not None}
+    if len(set(known.values())) > 1:
+        raise ValueError(unequal_rows(list(known), list(known.values())))
+
+
+def unequal_rows(names: list[str], rows: list[int]) -> str:
+    """The sentence for parts of a batch that differ in their rows."""
+    (first, most), *others = zip(names, rows, strict=True)
+    unit = "row" if most == 1 else "rows"
+    told = [f"{first} with {most} {unit}", *(f"{n} with {r}" for n, r in others)]
+    return f"{UNEQUAL_ROWS} Received: {', '.join(told)}"
+
+
+def parts_with_rows(batch: Any, name: str = "batch") -> dict[str, Any]:
+    """The leaves of a batch that are divided between replicas, by name.
+
+    Args:
+        batch: Nest of arrays, tensors or their specs.
+        name: String, what to call it. Defaults to `"batch"`.
+
+    Example:
+
+    >>> list(parts_with_rows(({"a": tf.zeros([8, 3])}, None, tf.zeros([8]))))
+    ["batch[0]['a']", 'batch[2]']
+    """
+    return {
+        name + "".join(f"[{step!r}]" for step in path): leaf
+        for path, leaf in keras.tree.flatten_with_path(batch)
+        if has_rows(leaf)
+    }
+
+
+def _assert_rows(batch: Any) -> None:
+    """Fails in a graph if parts have different numbers of rows, unless all is known."""
+    parts = parts_with_rows(batch)
+    static = {part.shape[0] for part in parts.values()}
+    if len(parts) < 2 or (len(static) == 1 and None not in static):
+        return
+    counts = tf.stack([count_of(part) for part in parts.values()])  # [num_parts]
+    text = f"{UNEQUAL_ROWS} Received: {BETWEEN_NAMES.join(parts)} with"
+    are_equal = tf.reduce_all(counts == counts[0])
+    tf.debugging.Assert(are_equal, [text, counts], summarize=len(parts))
 
 
 def count_of(tensor: Any) -> tf.Tensor:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -121,25 +120,41 @@ def agree_on_seed(strategy: Any) -> None:
     """Lets all workers draw the same random numbers from here on.
 
     Initial weights and the order in which datasets are shuffled come from the
-    global seeds. Workers that have seeded alike keep what they have; otherwise
-    all take a seed of the first worker's.
+    global generators. Each that workers have seeded alike stays as it is; of the
+    others all take a seed of the first worker's.
     """
     agreement = strategy.extended.agreement
     if agreement.num_workers == 1:
         return
-    own = {
-        # Drawn from the operating system: the user's generators stay untouched.
-        "seed": random.SystemRandom().getrandbits(31),
-        "state": _random_state(),
-        "set": _compat.global_seed() is not None,
-    }
+    # Drawn from the operating system: the user's generators stay untouched.
+    own = {"seed": random.SystemRandom().getrandbits(30), "states": _random_states()}
     facts = [json.loads(t) for t in agreement.exchange("random seed", json.dumps(own))]
-    alike = all(f["set"] for f in facts) and len({f["state"] for f in facts}) == 1
-    if not alike:
-        strategy.extended.chosen_seed = facts[0]["seed"]
-        keras.utils.set_random_seed(facts[0]["seed"])
+    for name, set_seed in _SET_SEED.items():
+        states = {fact["states"][name] for fact in facts}
+        if len(states) > 1 or states == {_UNSEEDED}:
+            set_seed(facts[0]["seed"])
 
 
-def _random_state() -> str:
-    state = repr((random.getstate(), np.random.get_state(), _compat.random_state()))
-    return hashlib.sha256(state.encode()).hexdigest()
+_SET_SEED: dict[str, Callable] = {
+    "python": random.seed,
+    "numpy": np.random.seed,
+    "tensorflow": _compat.set_stand_in_seed,
+    "keras": _compat.set_keras_global_seed,
+}
+_UNSEEDED = "unseeded"
+
+
+def _random_states() -> dict[str, str]:
+    """A hash of the state of each generator in `_SET_SEED`."""
+    has_seed = _compat.global_seed() is not None
+    # Without one Keras draws from Python's generator.
+    keras_state = (_compat.keras_global_seed(), _compat.keras_seed_state())
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "tensorflow": _compat.random_state(),
+        "keras": keras_state,
+    }
+    hashes = {n: hashlib.sha256(repr(s).encode()) for n, s in states.items()}
+    texts = {name: value.hexdigest() for name, value in hashes.items()}
+    return texts if has_seed else {**texts, "tensorflow": _UNSEEDED}

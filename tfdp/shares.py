@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfdp.collectives import ProcessGroup, all_reduce
-from tfdp.row_forms import Forms
+from tfdp.row_forms.forms import Forms
 from tfdp.rows import first_tensor, num_rows
 
 _thread = threading.local()
@@ -33,11 +33,13 @@ class Share:
         samples: Scalar float32 tensor, the samples of all replicas, or `None`
             where that is unknown.
         forms: `Forms` of the tensors of the step, or `None` while none is traced.
+        weighted: Set of the `id`s of optimizers whose loss has the weight already.
     """
 
     weight: tf.Tensor
     samples: tf.Tensor | None
     forms: Forms | None = None
+    weighted: set[int] = dataclasses.field(default_factory=set)
 
 
 def shares_of(
@@ -119,6 +121,44 @@ def current() -> tf.Tensor | None:
     """The weight of the replica that runs in this thread, float64, or `None`."""
     found = _in_force()
     return None if found is None else found.weight
+
+
+def weigh_loss(loss: tf.Tensor, optimizers: Iterable[Any]) -> tf.Tensor:
+    """Multiplies a loss that is scaled by the weight of the replica.
+
+    In half precision the backward pass then overflows where that of one device does:
+    a mean over fewer rows has larger gradients.
+
+    Args:
+        loss: Scalar tensor.
+        optimizers: Iterable of the optimizers that its gradients are for.
+
+    Returns:
+        Scalar tensor like `loss`.
+    """
+    found = _in_force()
+    if found is None:
+        return loss
+    found.weighted.update(map(id, optimizers))
+    return loss * tf.cast(found.weight, loss.dtype)
+
+
+def weight_for(optimizer: Any) -> tf.Tensor | None:
+    """By what the gradients of this thread's replica are multiplied.
+
+    Args:
+        optimizer: The optimizer that they are given to.
+
+    Returns:
+        Scalar float64 tensor: the weight, or only whether it is above zero where the
+        loss was multiplied by it; or `None` where nothing is weighted.
+    """
+    found = _in_force()
+    if found is None:
+        return None
+    if id(optimizer) in found.weighted:
+        return tf.cast(found.weight > 0, tf.float64)
+    return found.weight
 
 
 def forms() -> Forms | None:

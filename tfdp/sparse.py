@@ -9,6 +9,9 @@ gradient, as SGD is.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import tensorflow as tf
 
 from tfdp.collectives import ProcessGroup, all_gather, padded_length
@@ -37,6 +40,11 @@ def reduce_indexed_slices(
     """
     if group.size == 1:
         return slices
+    if not may_sum and occur_once(slices.indices):
+        summed = reduce_indexed_slices(slices, group, replica, may_sum=True)
+        with tf.device(group.devices[replica]):
+            indices, values = _sum_duplicates(summed.indices, summed.values)
+        return tf.IndexedSlices(values, indices, slices.dense_shape)
     with tf.device(group.devices[replica]):
         indices, values = slices.indices, slices.values
         if may_sum:
@@ -60,6 +68,69 @@ def reduce_indexed_slices(
         rows_are_fewer = group.size * tf.reduce_max(counts) <= 2 * table_rows
         indices, values = tf.cond(rows_are_fewer, gathered, dense)
         return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def occur_once(indices: tf.Tensor) -> bool:
+    """Whether each index is there once, in whatever batch, by how they are made.
+
+    Indices that Python knows are those of positions in a sample, or of the samples
+    of a batch of known size, which come again in each sample.
+
+    Args:
+        indices: Integer tensor, symbolic; of an eager one nothing is known.
+    """
+    source = _source(indices)
+    if not tf.is_symbolic_tensor(source):
+        is_known = source is not indices and source is not None
+        return is_known and _has_no_duplicates(source)
+    if source.op.type in _GIVES_EACH_ONCE:
+        return source.value_index == 0
+    value = tf.get_static_value(source)
+    return value is not None and _has_no_duplicates(value)
+
+
+# The first result of these holds nothing twice.
+_GIVES_EACH_ONCE = ("Range", "Unique", "UniqueV2")
+# Their result holds elements of their first input, none of them more often.
+_KEEPS_ELEMENTS = (
+    *("Reshape", "Identity", "Cast", "ExpandDims", "Squeeze"),
+    *("StridedSlice", "Slice"),
+)
+
+
+def _source(tensor: Any) -> Any:
+    """What a tensor holds elements of, all or some, in another shape or type."""
+    while tf.is_symbolic_tensor(tensor):
+        op = tensor.op
+        if op.type in _KEEPS_ELEMENTS:
+            tensor = op.inputs[0]
+        elif _wraps_negative(op):
+            tensor = op.inputs[2]
+        elif op.type == "Placeholder":
+            outer = [o for o, i in _captures(tensor.graph) if i is tensor]
+            if not outer:
+                return tensor
+            tensor = outer[0]
+        else:
+            return tensor
+    return tensor
+
+
+def _wraps_negative(op: Any) -> bool:
+    """Whether an operation is the end of Keras's `where(i < 0, i + size, i)`."""
+    if op.type != "SelectV2":
+        return False
+    wrapped = op.inputs[1].op
+    return wrapped.type == "AddV2" and wrapped.inputs[0] is op.inputs[2]
+
+
+def _captures(graph: Any) -> Any:
+    return getattr(graph, "captures", ())
+
+
+def _has_no_duplicates(values: Any) -> bool:
+    flat = np.asarray(values).ravel()
+    return len(np.unique(flat)) == flat.size
 
 
 def _sum_duplicates(

@@ -37,6 +37,8 @@ class Step:
         variables: List of Keras variables that have gradients.
         positions: List of ints, their positions among all trained variables.
         reducer: `GradientReducer`, sums what is no gradient over the replicas.
+        weight: Scalar tensor by which this replica's gradients count, see
+            `tfdp.shares`, or `None` for one.
         layout: `StateLayout`, where gradients, variables and slots lie.
         rates: List of scalar tensors, the learning rate of each part, or `None`
             for the optimizer's own.
@@ -55,6 +57,7 @@ class Step:
     variables: list[Any]
     positions: list[int]
     reducer: GradientReducer
+    weight: tf.Tensor | None
     layout: StateLayout
     rates: list[Any]
     growths: list[Any]
@@ -75,10 +78,13 @@ def take_step(step: Step, gradients: Sequence[Any]) -> None:
     """
     accumulation = step.accumulation
     if accumulation is None:
-        sums = _reduce(step, gradients, shares.current())
+        sums = _reduce(step, gradients, step.weight)
         _finish(step, *_update_all(step, sums, None, gradients))
         return
-    gradients = _weighted(dense(gradients))
+    gradients = dense(gradients)
+    if step.weight is not None:
+        # Each micro-batch has its own rows.
+        gradients = [weighted(item, step.weight) for item in gradients]
     made, kept = tf.cond(
         accumulation.completes(),
         lambda: _close_and_update(step, accumulation, gradients),
@@ -175,8 +181,10 @@ def _measure_noise(
     replicas = step.reducer.num_replicas
     factor = tf.constant(1.0, tf.float64) if divisor is None else divisor
     if count is not None:
-        # What was accumulated counts by rows already, the other replicas' less.
+        # What was accumulated has the weights of its micro-batches.
         samples, factor = samples * tf.cast(count, tf.float32), factor / replicas
+    elif step.scale is not None:
+        factor *= weight  # the loss was multiplied by it
     own = squared_norm(gradients) / tf.square(tf.cast(factor, tf.float32))
     own = tf.math.multiply_no_nan(own, tf.cast(weight > 0, tf.float32))
     small = step.reducer.sum([own])[0] / replicas
@@ -253,11 +261,3 @@ def _cond(predicate: Any, action: Callable) -> None:
         return tf.constant(True)
 
     tf.cond(predicate, act, lambda: tf.constant(False))
-
-
-def _weighted(gradients: list) -> list:
-    """The gradients of a micro-batch by its rows: each one has its own weights."""
-    weight = shares.current()
-    if weight is None:
-        return gradients
-    return [weighted(gradient, weight) for gradient in gradients]

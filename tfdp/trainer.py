@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfdp import (
     _compat,
+    data_checks,
     data_position,
     drift_watch,
     epochs,
@@ -90,8 +91,9 @@ def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) 
     with data_position.following(position):
         if strategy is None:
             return _run_loop(name, original, model, bound, strategy)
-        with here.looping(name), strategy.extended.explaining():
-            return _run_loop(name, original, model, bound, strategy)
+        with here.looping(name), strategy.extended.explaining():  # noqa: SIM117
+            with data_checks.in_plain_words():
+                return _run_loop(name, original, model, bound, strategy)
 
 
 def _run_loop(
@@ -111,6 +113,7 @@ def _run_loop(
         _choose_callbacks(arguments, arguments.get("callbacks"), is_fit=name == "fit")
         return original(*bound.args, **bound.kwargs)
     agreement = strategy.extended.agreement
+    _check_data(model, arguments)
     if name != "predict":
         check_batch_size(strategy, arguments.get("batch_size"), "`batch_size`")
     if agreement.rank > 0 and agreement.num_workers > 1:
@@ -132,6 +135,14 @@ def _run_loop(
         # The first worker's files are complete when the others go on.
         agreement.exchange("the end of fit")
     return result
+
+
+def _check_data(model: Any, arguments: dict[str, Any]) -> None:
+    """Raises what is wrong with the data, or lets a generator say so later."""
+    data_checks.check_arrays(model, arguments)
+    for key in ("x", "validation_data"):
+        if key in arguments:
+            arguments[key] = data_checks.of_one_structure(arguments[key])
 
 
 def _choose_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -> None:
@@ -199,7 +210,9 @@ def _on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
     if strategy is None:
         return original(model, *args, **kwargs)
     name = original.__name__
-    with here.looping(name), strategy.extended.explaining():  # noqa: SIM117
+    given = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    with here.looping(name), strategy.extended.explaining():
+        data_checks.check_batch(strategy, model, given)
         with loops.looping(model, whole_batches=True), _unrecorded():
             return original(model, *args, **kwargs)
 
@@ -252,6 +265,7 @@ def _symbolic_build(
     if strategy_of(model) is None or iterator is None:
         return original(model, iterator=iterator, data_batch=data_batch)
     spec = _compat.local_element_spec(_compat.distributed_dataset(iterator))
+    data_checks.check_element(model, spec)
     shapes = [s.shape for s in tf.nest.flatten(spec) if s is not None]
     if any(shape.rank is None for shape in shapes):
         return original(model, iterator=iterator)

@@ -20,7 +20,7 @@ from tfdp import _compat, shares
 from tfdp.fusion import weighted
 from tfdp.ownership import in_own_step, replica_context
 from tfdp.reducer import gradients_of
-from tfdp.traits import clips, is_linear
+from tfdp.traits import clips, innermost, is_linear
 
 # What one replica's update knows: each replica is traced in its own thread.
 _thread = threading.local()
@@ -35,17 +35,23 @@ def install() -> None:
     _compat.replace(tensorflow, "_backend_update_step", _update_step)
     _compat.replace(tensorflow, "_all_reduce_sum_gradients", _all_reduce_sum)
     _compat.replace(keras.optimizers.LossScaleOptimizer, "check_finite", _check_finite)
+    _compat.replace(keras.optimizers.LossScaleOptimizer, "scale_loss", _scale_loss)
 
 
 def _apply_gradients(
     original: Callable, optimizer: Any, grads: Any, variables: Any
 ) -> Any:
     _thread.variables = variables
-    weight = shares.current()
+    weight = shares.weight_for(optimizer)
     if weight is not None and not in_own_step():
         # Before anything is added up: each micro-batch has its own weights.
         grads = [weighted(gradient, weight) for gradient in grads]
     return original(optimizer, grads, variables)
+
+
+def _scale_loss(original: Callable, optimizer: Any, loss: Any) -> Any:
+    inner = innermost(optimizer.inner_optimizer)
+    return original(optimizer, shares.weigh_loss(tf.convert_to_tensor(loss), inner))
 
 
 def _clip_gradients(original: Callable, optimizer: Any, grads: Any) -> Any:

@@ -70,7 +70,8 @@ def shares_by_weight(batch: Any, ranks: list[int], weights: tf.Tensor) -> tuple:
 
     def take(tensor: Any, rank: int) -> Any:
         if not has_rows(tensor):
-            return tensor
+            # One object for all replicas would not be a value of each.
+            return tf.identity(tensor) if isinstance(tensor, tf.Tensor) else tensor
         rows = rows_by_weight(count_of(tensor), weights)
         return take_rows(tensor, tf.reduce_sum(rows[:rank]), rows[rank])
 

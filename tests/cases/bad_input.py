@@ -6,6 +6,7 @@ import time
 import typing
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from cases import common
@@ -154,3 +155,76 @@ def another_layer_on_one_worker(env: Env) -> dict:
         )
 
     return _different(env, build)
+
+
+def _ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, "float32")
+
+
+def _of_unknown_rows(*batches: tuple) -> tf.data.Dataset:
+    spec = tf.nest.map_structure(
+        lambda x: tf.TensorSpec([None, *x.shape[1:]], x.dtype), batches[0]
+    )
+    return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+
+
+def _of_equal_rows_at_first() -> tf.data.Dataset:
+    good = ({"a": _ones(8, 6)}, _ones(8, 1))
+    return _of_unknown_rows(good, good, ({"a": _ones(8, 6)}, _ones(7, 1)))
+
+
+def _changing() -> typing.Iterator:
+    for key in "aab":
+        yield {key: _ones(8, 6)}, _ones(8, 1)
+
+
+class First(keras.Model):
+    """Looks at the first of its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = layers.Dense(1)
+
+    def call(self, inputs):
+        return self.last(keras.tree.flatten(inputs)[0])
+
+
+# How each is given to a model: the name of a method, and the arguments.
+BAD_STRUCTURES: dict[str, typing.Callable] = {
+    "arrays": lambda: ("fit", {"a": _ones(8, 6), "b": _ones(6, 1)}, _ones(8, 1)),
+    "arrays of predict": lambda: ("predict", {"a": _ones(8, 6), "b": _ones(6, 1)}),
+    "a batch": lambda: ("train_on_batch", [_ones(8, 6)], _ones(7, 1)),
+    "a dataset": lambda: (
+        "fit",
+        tf.data.Dataset.from_tensors((_ones(8, 6), _ones(1, 1))),
+    ),
+    "unknown rows": lambda: ("fit", _of_equal_rows_at_first()),
+    "no list": lambda: ("fit", []),
+    "no dict": lambda: ("predict", {}),
+    "no tuple": lambda: ("train_on_batch", ()),
+    "None": lambda: ("evaluate", None, _ones(8, 1)),
+    "None in a dataset": lambda: (
+        "fit",
+        tf.data.Dataset.from_tensors((None, _ones(8, 1))),
+    ),
+    "a scalar": lambda: ("fit", [_ones(8, 6), np.float32(3)], _ones(8, 1)),
+    "a generator": lambda: ("fit", _changing()),
+}
+
+
+@case(
+    "Bad input: structures whose parts do not fit together",
+    compare=False,
+    deadline_seconds=90.0,
+)
+def structures_that_do_not_fit(env: Env) -> dict:
+    found = {}
+    for name, make in BAD_STRUCTURES.items():
+        with env.scope():
+            model = common.compiled(First())
+        method, *data = make()
+        options = {} if method == "train_on_batch" else {"verbose": 0}
+        call = getattr(model, method)
+        raised = _raised(lambda call=call, data=data, o=options: call(*data, **o))
+        found[name] = raised["local"]
+    return {"local": found}

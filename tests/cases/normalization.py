@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from cases import common
+from cases.exactness import precision
+from cases.plans import collectives
 from harness import registry
 from harness.env import Env
 from harness.registry import case
@@ -37,6 +40,54 @@ def synchronized_batch_normalization(env: Env) -> dict:
         "weights": env.weights(model),
         "predict": model.predict(x, batch_size=common.BATCH_SIZE, verbose=0),
     }
+
+
+def _masked() -> keras.Model:
+    """Padding reaches the normalization as a mask; values lie far from zero."""
+    inputs = keras.Input((common.LENGTH,), dtype="int32")
+    h = layers.Embedding(
+        common.NUM_TOKENS,
+        4,
+        mask_zero=True,
+        embeddings_initializer=keras.initializers.RandomUniform(4.0, 6.0, seed=1),
+    )(inputs)
+    h = layers.BatchNormalization(synchronized=True, momentum=0.8)(h)
+    h = layers.LSTM(4)(h)
+    return keras.Model(inputs, layers.Dense(1)(h))
+
+
+def _train_masked(env: Env, dtype: str) -> dict:
+    # The last batch has one sample, so that only the first replica has any; and
+    # the first half of the first batch is all padding.
+    x, y = common.token_data(2 * common.BATCH_SIZE + 1)
+    x[: common.BATCH_SIZE // 2] = 0
+    with precision(dtype):
+        return common.train(
+            env, lambda: common.compiled(_masked()), x, y.astype(dtype), epochs=3
+        )
+
+
+@case("Wrong numbers: synchronized BatchNormalization with a mask")
+def synchronized_batch_normalization_with_a_mask(env: Env) -> dict:
+    results = _train_masked(env, "float32")
+    if not env.is_reference:
+        _check_collectives_of_masked(env)
+    return results
+
+
+@case("Synchronized BatchNormalization with a mask, float64", tol=1e-9)
+def synchronized_batch_normalization_with_a_mask_in_float64(env: Env) -> dict:
+    return _train_masked(env, "float64")
+
+
+def _check_collectives_of_masked(env: Env) -> None:
+    """One collective for sum and count, one for the squares around the mean."""
+    key, local = env.strategy.extended.group.key, env.setup.devices_per_worker
+    model = common.build_in_scope(env, _masked)
+    x = tf.constant(common.tokens(4))
+    forward = tf.function(lambda: env.strategy.run(lambda: model(x, training=True)))
+    found = collectives(forward.get_concrete_function(), "CollectiveReduceV2", key)
+    assert found == 2 * local, found
 
 
 @case(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -9,6 +11,8 @@ import tensorflow as tf
 from cases import common
 from harness.env import Env
 from harness.registry import case
+from tfdp import _compat, scope
+from tfdp.random_state import random_states, set_random_states
 
 Policy = tf.data.experimental.AutoShardPolicy
 NUM = 32
@@ -86,6 +90,64 @@ def shuffling_without_seeds_gives_each_sample_once(env: Env) -> dict:
     shuffled = common.fit(counted_model(env), dataset, epochs=2)
     _assert_each_once(shuffled)
     return {"arrays": arrays, "dataset": shuffled}
+
+
+def _orders(dataset: tf.data.Dataset) -> list[list[int]]:
+    """The order in which samples come, in two epochs."""
+    return [[int(row) for row in dataset.as_numpy_iterator()] for _ in range(2)]
+
+
+@case(
+    "Operations with seeds, no global seed set: the numbers of one device",
+    compare=False,
+    fresh=True,
+    setups=("two_workers",),
+)
+def seeds_of_operations_give_the_numbers_of_one_device(env: Env) -> dict:
+    ids = tf.data.Dataset.range(NUM)
+
+    def seeded() -> list:
+        noise = ids.take(3).map(lambda _: 1e6 * tf.random.uniform([], seed=2))
+        again = ids.shuffle(NUM, seed=1, reshuffle_each_iteration=False)
+        return [_orders(d) for d in (ids.shuffle(NUM, seed=1), again, noise)]
+
+    found, (first, second) = seeded(), _orders(ids.shuffle(NUM))
+    assert first != second
+    data = tf.data.Dataset.from_tensor_slices((_ids(), _ids()))
+    seen = Seen()
+    model = counted_model(env)
+    data = data.shuffle(NUM, seed=1).batch(common.BATCH_SIZE)
+    common.fit(model, data, callbacks=[seen])
+    state = random_states()
+    before = _compat.tensorflow_random_state()
+    _compat.set_tensorflow_random_state({"seed": None, "rng": None, "generator": None})
+    expected = seeded()
+    assert found == expected, "the order of one device"
+    batch = expected[0][0][: common.BATCH_SIZE]
+    np.testing.assert_array_equal(np.flatnonzero(seen.batches[0]), sorted(batch))
+    # As in another process, with a seed of its own, that goes on with this run.
+    _compat.set_stand_in_seed(before["seed"] + 1)
+    set_random_states(state)
+    assert seeded() == expected
+    return {
+        "unseeded": np.array([first, second, *_orders(ids.shuffle(NUM))]),
+        "weights": env.weights(model),
+        "dropout": keras.layers.Dropout(0.5)(tf.ones((1, NUM)), training=True),
+    }
+
+
+@case(
+    "Generators that the user has seeded, each by itself",
+    compare=False,
+    setups=("two_workers",),
+)
+def generators_seeded_by_the_user_stay_as_they_are(env: Env) -> dict:
+    random.seed(env.rank)
+    np.random.seed(5)
+    scope.agree_on_seed(env.strategy)
+    drawn = np.random.random(3)
+    np.testing.assert_array_equal(drawn, np.random.RandomState(5).random(3))
+    return {"python": random.random(), "keras": keras.random.uniform((2,))}
 
 
 @case(

@@ -11,6 +11,8 @@ import tensorflow as tf
 
 from cases import common
 from cases.collectives import each_replica, new_group
+from cases.exactness import precision
+from harness import registry
 from harness.env import Env
 from harness.registry import case
 from tfdp.collectives.timing import Recorder
@@ -222,3 +224,87 @@ def embedding_with_sgd(env: Env) -> dict:
     assert set(np.flatnonzero(changed)) <= set(np.unique(x)), "only rows touched"
     assert changed.any()
     return {"history": history, "weights": after}
+
+
+class Positions(keras.layers.Layer):
+    """Adds what depends on the place of a token, in every way that there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = "static", "dynamic", "captured", "tiled", "first"
+        self.tables = {
+            kind: keras.layers.Embedding(160, 4, name=kind) for kind in kinds
+        }
+        for table in self.tables.values():
+            table.build(None)
+        # Too long for TensorFlow to put it into the graph as a constant.
+        self.places = tf.range(150)
+
+    def call(self, inputs: typing.Any) -> typing.Any:
+        shape = tf.shape(inputs)
+        places = {
+            "static": keras.ops.arange(common.LENGTH)[None],
+            "dynamic": tf.range(shape[1]),
+            # On one device as many rows as there are tokens, or samples.
+            "tiled": tf.tile(tf.range(shape[1])[None], [shape[0], 1]),
+            "first": tf.zeros([shape[0], 1], tf.int32),
+        }
+        captured = self.tables["captured"](self.places)[: common.LENGTH]
+        found = [self.tables[kind](place) for kind, place in places.items()]
+        return inputs + captured + tf.add_n([f + tf.zeros_like(inputs) for f in found])
+
+
+def positional() -> tuple:
+    """Tokens and their places: rows that come once, and rows that come often."""
+    inputs = keras.Input((None,), dtype="int32")
+    h = Positions()(keras.layers.Embedding(common.NUM_TOKENS, 4)(inputs))
+    h = keras.layers.Dense(4, activation="tanh")(h)
+    h = keras.layers.GlobalAveragePooling1D()(h)
+    return keras.Model(inputs, keras.layers.Dense(1)(h)), common.tokens(17)
+
+
+def of_features() -> tuple:
+    """Sparse features, none at all in some samples."""
+    inputs = keras.Input((20,), sparse=True)
+    h = keras.layers.Dense(4, activation="tanh")(inputs)
+    x = np.random.default_rng(0).normal(size=(17, 20))
+    x[np.random.default_rng(1).random(x.shape) < 0.8] = 0
+    x[3] = 0
+    return keras.Model(inputs, keras.layers.Dense(1)(h)), x
+
+
+def rows_that_come_once(env: Env, dtype: str) -> dict:
+    """History and weights, with optimizers that look at each row by itself."""
+    results = {}
+    y = common.targets(common.features(17)).astype(dtype)
+    pairs = [(positional, keras.optimizers.Lamb), (of_features, keras.optimizers.Adam)]
+    for build, kind in pairs:
+        with precision(dtype), env.scope():
+            model, x = build()
+            common.compiled(model, kind(0.01))
+            if build is of_features:
+                x = tf.sparse.from_dense(x.astype(dtype))
+            # The last of three batches leaves one replica without samples.
+            history = common.fit(model, x, y, epochs=2)
+        results[build.__name__] = {"history": history, "weights": env.weights(model)}
+    return results
+
+
+@case(
+    "sparse: rows that one device has once are added up",
+    setups=registry.PAIR,
+    deadline_seconds=90.0,
+)
+def rows_that_one_device_has_once(env: Env) -> dict:
+    return rows_that_come_once(env, "float32")
+
+
+@case(
+    "sparse: rows that one device has once are added up, float64",
+    setups=registry.PAIR,
+    tol=1e-9,
+    deadline_seconds=90.0,
+    skip={"*/history/*": "metrics are float32"},
+)
+def rows_that_one_device_has_once_in_float64(env: Env) -> dict:
+    return rows_that_come_once(env, "float64")

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections.abc import Iterator
+
 import keras
+import numpy as np
+import tensorflow as tf
 
 from cases import common
 from harness import registry
@@ -73,3 +79,75 @@ def second_fit_with_a_frozen_layer(env: Env) -> dict:
         common.compiled(model, keras.optimizers.SGD(0.05))
     second = common.fit(model, *data, epochs=1)
     return {"first": first, "second": second, "weights": env.weights(model)}
+
+
+class Numbered:
+    """Endless batches whose targets are their number, and how many were drawn."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def __iter__(self) -> Iterator[tuple]:
+        for number in itertools.count():
+            self.drawn = number + 1
+            rows = np.full((common.BATCH_SIZE, 1), number / 100, "float32")
+            yield common.features(common.BATCH_SIZE, number), rows
+
+    def dataset(self) -> tf.data.Dataset:
+        """A dataset that goes on where the last one to read it has stopped."""
+        batches = iter(self)
+        spec = tuple(
+            tf.TensorSpec((None, width), tf.float32)
+            for width in (common.NUM_FEATURES, 1)
+        )
+        return tf.data.Dataset.from_generator(
+            lambda: batches, output_signature=spec
+        ).prefetch(tf.data.AUTOTUNE)
+
+
+class Slow(keras.callbacks.Callback):
+    """Lets a pipeline read ahead as far as it wants to, before each batch is over."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        time.sleep(0.02)
+
+    on_test_batch_end = on_train_batch_end
+    on_predict_batch_end = on_train_batch_end
+
+
+@case("Generators that go on: nothing is drawn that one device leaves")
+def generators_are_read_as_far_as_on_one_device(env: Env) -> dict:
+    model = common.build_in_scope(env, _build)
+    calls = {
+        "fit": lambda data: (
+            model.fit(
+                data, epochs=2, steps_per_epoch=3, verbose=0, callbacks=[Slow()]
+            ).history
+        ),
+        "evaluate": lambda data: model.evaluate(
+            data, steps=3, verbose=0, callbacks=[Slow()]
+        ),
+        "predict": lambda data: model.predict(
+            data, steps=3, verbose=0, callbacks=[Slow()]
+        ),
+    }
+    results: dict = {}
+    training, held_out = Numbered(), Numbered()
+    results["validated"] = model.fit(
+        iter(training),
+        steps_per_epoch=3,
+        epochs=3,
+        validation_data=iter(held_out),
+        validation_steps=3,
+        verbose=0,
+        callbacks=[Slow()],
+    ).history
+    results["drawn"] = [training.drawn, held_out.drawn]
+    for name, call in calls.items():
+        for kind in "generator", "dataset":
+            batches = Numbered()
+            data = iter(batches) if kind == "generator" else batches.dataset()
+            first, drawn = call(data), batches.drawn
+            found = [first, drawn, call(data), batches.drawn]
+            results[f"{name} {kind}"] = dict(enumerate(found))
+    return results | {"weights": env.weights(model)}
