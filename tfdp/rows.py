@@ -110,9 +110,11 @@ def share_of_rank(batch: Any, rank: int, num_replicas: int) -> Any:
             return tensor
         begin, size = _share(count_of(tensor), rank, num_replicas)
         rows = take_rows(tensor, begin, size)
-        if isinstance(tensor, (tf.SparseTensor, tf.RaggedTensor)):
+        if isinstance(tensor, tf.RaggedTensor):
             return rows
         rows.set_shape([_static_share(tensor, rank, num_replicas), *tensor.shape[1:]])
+        if isinstance(tensor, tf.SparseTensor):
+            return rows
         # A slice shares the memory of the batch, which may be the user's own
         # array; operations that work in place would overwrite it.
         return tf.raw_ops.DeepCopy(x=rows) if _can_copy(rows) else rows
@@ -211,7 +213,10 @@ def take_rows(tensor: Any, begin: tf.Tensor, size: tf.Tensor) -> Any:
     if isinstance(tensor, tf.SparseTensor):
         rest = tf.cast(tensor.dense_shape[1:], tf.int64)
         start = tf.concat([[begin], tf.zeros_like(rest)], 0)
-        return tf.sparse.slice(tensor, start, tf.concat([[size], rest], 0))
+        rows = tf.sparse.slice(tensor, start, tf.concat([[size], rest], 0))
+        # The slice forgets the length of every axis, from which Keras builds layers.
+        rows.set_shape([None, *tensor.shape[1:]])
+        return rows
     return tensor[begin : begin + size]
 
 

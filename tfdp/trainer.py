@@ -221,6 +221,8 @@ def _make_function(
     name: str, original: Callable, model: Any, force: bool = False
 ) -> Any:
     """Notes when a step computes, and when callbacks do."""
+    if strategy_of(model) is not None:
+        _leave_out_xla(model)
     before = getattr(model, name)
     result = original(model, force)
     function = getattr(model, name)
@@ -234,6 +236,17 @@ def _make_function(
 
     setattr(model, name, compute)
     return result
+
+
+def _leave_out_xla(model: Any) -> None:
+    """Warns where XLA was asked for, in `compile` or by the model's attribute."""
+    if model.jit_compile and not model.run_eagerly:
+        warnings.warn(
+            "`jit_compile=True` is left out: XLA cannot compile the collectives of "
+            "a step on all devices. Training goes on without it.",
+            stacklevel=3,
+        )
+        model.jit_compile = False
 
 
 def _save(
@@ -296,13 +309,6 @@ def _compile(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
         guards.check_no_strategy_in_force(model, "compile")
         return original(model, *args, **kwargs)
     bound = inspect.signature(original).bind(model, *args, **kwargs)
-    if bound.arguments.get("jit_compile") is True:
-        warnings.warn(
-            "`jit_compile=True` is left out: XLA cannot compile the collectives of "
-            "a step on all devices. Training goes on without it.",
-            stacklevel=2,
-        )
-        bound.arguments["jit_compile"] = False
     with strategy.scope():
         guards.move_into_scope(strategy, bound.arguments)
         result = original(*bound.args, **bound.kwargs)

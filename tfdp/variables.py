@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
@@ -14,7 +15,17 @@ _MERGE_OPS = {"Maximum": "max", "Minimum": "min"}
 _STATISTICS = ("moving_mean", "moving_variance")
 
 
-class MirroredVariable(_compat.MirroredVariable):
+class _Array:
+    """Mixin of variables: NumPy reads a scalar, too, where a strategy is in force."""
+
+    numpy: Any
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy  # What `numpy` returns is one already.
+        return np.asarray(self.numpy(), dtype=dtype)
+
+
+class MirroredVariable(_Array, _compat.MirroredVariable):
     """A variable with a copy on every replica.
 
     It adds what Keras asks of a variable and stock mirrored ones lack:
@@ -46,7 +57,7 @@ class StatisticVariable(MirroredVariable):
         return super()._update_replica(update_fn, value, **kwargs)
 
 
-class MetricVariable(_compat.SyncOnReadVariable):
+class MetricVariable(_Array, _compat.SyncOnReadVariable):
     """Part of a metric's state: each replica has its own, a read merges them.
 
     States merge by sum, as in stock, unless the metric itself combines them by
@@ -67,7 +78,22 @@ class MetricVariable(_compat.SyncOnReadVariable):
             for component in self.values:
                 component.assign(value)
             return self
+        elif not in_replica and self.dtype.is_integer:
+            return self._assign_parts(tf.convert_to_tensor(value, self.dtype))
         return super().assign(value, *args, **kwargs)
+
+    def _assign_parts(self, total: tf.Tensor) -> Any:
+        """Divides whole numbers between the replicas, the first takes the rest.
+
+        Stock drops it: 1 on two replicas would be read as 0.
+        """
+        num_replicas = self.distribute_strategy.num_replicas_in_sync
+        first_rank = self.distribute_strategy.extended.first_rank
+        part = total // num_replicas
+        for rank, component in enumerate(self.values, first_rank):
+            rest = total - num_replicas * part if rank == 0 else 0
+            component.assign(part + rest)
+        return self
 
     def _get_cross_replica(self) -> Any:
         extended = self.distribute_strategy.extended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keras
+import numpy as np
 
 from cases import common
 from harness import registry
@@ -145,3 +146,18 @@ def metric_held_by_a_layer(env: Env) -> dict:
         return common.compiled(model)
 
     return common.train(env, build, *common.regression_data())
+
+
+@case("Wrong numbers: whole numbers as a state; scalars are no arrays to NumPy")
+def whole_numbers_as_a_state(env: Env) -> dict:
+    with env.scope():
+        # One row of nine is nobody's half.
+        metric = metrics.MeanIoU(num_classes=2)
+        metric.update_state([0, 0, 1, 1, 1, 0, 1, 0, 1], [0, 1, 1, 1, 0, 0, 1, 0, 0])
+        result = metric.result()
+        mean = metrics.Mean()
+        mean.update_state([1.0, 2.0])
+        total = np.array(mean.total.value)
+    state = np.array(metric.total_cm)
+    np.testing.assert_array_equal(state, [[3, 1], [2, 3]])
+    return {"result": result, "state": state, "total": total}

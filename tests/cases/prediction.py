@@ -62,3 +62,27 @@ def predict_with_several_steps_per_execution(env: Env) -> dict:
     }
     np.testing.assert_array_equal(found["all"]["same"], rows)
     return found
+
+
+class Difference(keras.Model):
+    """Has a pair of arrays as its one input."""
+
+    def call(self, inputs):
+        left, right = inputs
+        return left - right
+
+
+@case("`predict` of a pair of arrays: it is the input, not input and target")
+def predict_of_a_pair(env: Env) -> dict:
+    with env.scope():
+        model = Difference()
+    rows = np.arange(9, dtype="float32")[:, None]
+    pair = (3 * rows, rows)
+    found = {
+        "arrays": model.predict(pair, batch_size=4, verbose=0),
+        "dataset": model.predict(common.batched((pair,), batch_size=4), verbose=0),
+        "batch": model.predict_on_batch(pair),
+    }
+    for output in found.values():
+        np.testing.assert_array_equal(output, 2 * rows)
+    return found

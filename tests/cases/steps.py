@@ -78,7 +78,9 @@ def iterations_on_unknown_cardinality(env: Env) -> dict:
 @case("`jit_compile=True` on CPU: goes on, with one warning", deadline_seconds=120)
 def jit_compile(env: Env) -> dict:
     with env.scope():
-        model = common.compiled(common.mlp(), jit_compile=True)
+        model = common.compiled(common.mlp())
+        # The model's attribute is what `compile(jit_compile=True)` sets.
+        model.jit_compile = True
     history = common.fit(model, *common.regression_data())
     x, _ = common.regression_data()
     return {
