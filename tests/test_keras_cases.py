@@ -22,6 +22,7 @@ CASE_MODULES = (
     "validation",
     "prediction",
     "saving",
+    "guides",
     "sharding",
 )
 

@@ -590,6 +590,15 @@ def build_symbolically(model: Any, data_batch: Any) -> None:
         model._symbolic_build(data_batch=data_batch)
 
 
+def has_own_step(model: Any) -> bool:
+    """Whether a model has another `train_step` or `test_step` than Keras's."""
+    return any(
+        getattr(getattr(model, name), "__func__", None)
+        is not getattr(TensorFlowTrainer, name)
+        for name in ("train_step", "test_step")
+    )
+
+
 def strategy_of(model: Any) -> Any:
     """The strategy in whose scope a model was made, or `None`."""
     return getattr(model, "_distribute_strategy", None)

@@ -242,7 +242,13 @@ def _symbolic_build(
     shapes = [s.shape for s in tf.nest.flatten(spec) if s is not None]
     if any(shape.rank is None for shape in shapes):
         return original(model, iterator=iterator)
-    return _compat.build_symbolically(model, spec)
+    try:
+        return _compat.build_symbolically(model, spec)
+    except Exception:
+        # A step of the user's own need not use `call`, which may not even exist; what
+        # it does use is built when it is traced, as on one device.
+        if not _compat.has_own_step(model):
+            raise
 
 
 def _reduce_per_replica(

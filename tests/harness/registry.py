@@ -30,6 +30,7 @@ MODULES: tuple[str, ...] = (
     "validation",
     "prediction",
     "saving",
+    "guides",
     "sharding",
     "bad_input",
     "algorithms",
