@@ -20,6 +20,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src import backend as keras_backend
 from keras.src import tree as keras_tree
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import image as keras_image
@@ -590,13 +591,37 @@ def build_symbolically(model: Any, data_batch: Any) -> None:
         model._symbolic_build(data_batch=data_batch)
 
 
+def build_by_steps(model: Any, data_batch: Any) -> None:
+    """Builds the layers that steps of the user's own call, where any is unbuilt.
+
+    Replicas that build them while the step is traced, each in its thread, would
+    initialize them in a branch of the step, where its collectives hang.
+    """
+    layers = model._flatten_layers(include_self=False)
+    if all(layer.built for layer in layers):
+        return
+    batch = keras.tree.map_structure(
+        lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), data_batch
+    )
+    # An optimizer has no replica to update here, and its error is no news; the
+    # variables that were asked for so far are made at the end all the same.
+    for name in _own_steps(model):
+        with model.distribute_strategy.scope(), contextlib.suppress(Exception):
+            keras_backend.compute_output_spec(getattr(model, name), batch)
+
+
 def has_own_step(model: Any) -> bool:
     """Whether a model has another `train_step` or `test_step` than Keras's."""
-    return any(
-        getattr(getattr(model, name), "__func__", None)
-        is not getattr(TensorFlowTrainer, name)
+    return bool(_own_steps(model))
+
+
+def _own_steps(model: Any) -> list[str]:
+    return [
+        name
         for name in ("train_step", "test_step")
-    )
+        if getattr(getattr(model, name), "__func__", None)
+        is not getattr(TensorFlowTrainer, name)
+    ]
 
 
 def strategy_of(model: Any) -> Any:

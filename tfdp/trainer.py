@@ -245,10 +245,10 @@ def _symbolic_build(
     try:
         return _compat.build_symbolically(model, spec)
     except Exception:
-        # A step of the user's own need not use `call`, which may not even exist; what
-        # it does use is built when it is traced, as on one device.
+        # A step of the user's own need not use `call`, which may not even exist.
         if not _compat.has_own_step(model):
             raise
+    _compat.build_by_steps(model, spec)
 
 
 def _reduce_per_replica(

@@ -638,7 +638,7 @@ class Distilled(keras.Model):
     def call(self, x):
         return self.student(x)
 
-    def compute_loss(self, x=None, y=None, y_pred=None, **_):
+    def compute_loss(self, x=None, y=None, y_pred=None, *_, **__):
         soft, alpha = 3.0, 0.2
         wanted = ops.softmax(self.teacher(x, training=False) / soft, axis=1)
         found = ops.softmax(y_pred / soft, axis=1)
