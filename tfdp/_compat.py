@@ -200,9 +200,14 @@ def as_one_operation(function: Callable) -> Any:
     return tf.function(function, autograph=False, experimental_attributes=attributes)()
 
 
+def op_age(op: tf.Operation) -> int:
+    """When an operation was added to its graph: after what it is made of."""
+    return op._id
+
+
 def op_position(tensor: tf.Tensor) -> int:
     """When the operation that makes `tensor` was added to the graph."""
-    return tensor.op._id
+    return op_age(tensor.op)
 
 
 def in_replica_thread() -> bool:

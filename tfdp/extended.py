@@ -56,6 +56,8 @@ class ReplicaExtended:
 
     options: CommunicationOptions
     agreement: Agreement
+    # Which sentences about losses a user has read.
+    told_of_losses: set[str]
     # By which rows follow the workers' speed, see `tfdp run --rebalance`.
     balance: Balance | None = None
     _collective_keys: Any
@@ -79,6 +81,7 @@ class ReplicaExtended:
         """
         devices = self.worker_devices  # type: ignore[attr-defined]
         first_rank = rank * len(devices)
+        self.told_of_losses = set()
         topology = agreed_topology(self.agreement, hosts, len(devices), self.options)
         positions = positions_of(all_devices)
         backend = _backend(self.options, devices)

@@ -77,7 +77,7 @@ def all_reduce_buckets(
     plan: BucketPlan,
     group: ProcessGroup,
     replica: int,
-    valid: tf.Tensor | None = None,
+    weight: tf.Tensor | None = None,
     algorithms: Sequence[Callable[..., tf.Tensor]] | None = None,
 ) -> list[tf.Tensor]:
     """Sums tensors over the group by one all-reduce for each bucket.
@@ -87,8 +87,8 @@ def all_reduce_buckets(
         plan: `BucketPlan`.
         group: `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
-        valid: Scalar bool tensor, whether this replica has anything to add, or
-            `None` if it has for sure. Defaults to `None`.
+        weight: Scalar tensor by which this replica's tensors count, see `weighted`,
+            or `None` for one. Defaults to `None`.
         algorithms: Sequence of callables such as `tfdp.collectives.ring`, one
             for each bucket, or `None` for the ring. Defaults to `None`.
 
@@ -99,8 +99,8 @@ def all_reduce_buckets(
     with tf.device(group.devices[replica]):
         for channel, bucket in enumerate(plan):
             flat = pack([tensors[index] for index in bucket.indices])
-            if valid is not None:
-                flat = zeros_unless(valid, flat)
+            if weight is not None:
+                flat = weighted(flat, weight)
             is_alone = 2 * bucket.num_bytes > plan.num_bytes
             algorithm = all_reduce if algorithms is None else algorithms[channel]
             with timing.labelled(f"{timing.GRADIENTS} {channel}"):
@@ -111,14 +111,28 @@ def all_reduce_buckets(
     return flats
 
 
-def zeros_unless(valid: tf.Tensor, flat: tf.Tensor) -> tf.Tensor:
-    """Zeros for a replica without samples, whose means are 0 / 0.
+def weighted(gradient: Any, weight: tf.Tensor) -> Any:
+    """Multiplies a gradient by the weight of its replica, before it is summed.
 
-    A conditional passes the buffer on, where a product would copy it (and
-    leave NaN as it is).
+    The gradients of a replica without rows are 0 / 0: a weight of zero makes them
+    zeros.
+
+    Args:
+        gradient: Tensor or `tf.IndexedSlices`.
+        weight: Scalar float64 tensor, see `tfdp.shares`.
+
+    Returns:
+        The same kind of gradient.
     """
-    result = tf.cond(valid, lambda: flat, lambda: tf.zeros_like(flat))
-    return tf.ensure_shape(result, flat.shape)
+    if isinstance(gradient, tf.IndexedSlices):
+        values = weighted(gradient.values, weight)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    gradient = tf.convert_to_tensor(gradient)
+    if gradient.dtype.size < tf.float32.size:
+        # A third, say, in half precision would scale everything by 1.002.
+        wide = weighted(tf.cast(gradient, tf.float32), weight)
+        return tf.cast(wide, gradient.dtype)
+    return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
 
 
 def all_reduce_any_shape(

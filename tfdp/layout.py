@@ -46,7 +46,7 @@ class StateLayout(Protocol):
         variables: list,
         *,
         may_sum: bool,
-        valid: tf.Tensor | None,
+        weight: tf.Tensor | None,
     ) -> Any:
         """Sums the gradients of a part over all replicas; returns `Sums`."""
 
@@ -120,12 +120,12 @@ class WholeVariables:
         variables: list,
         *,
         may_sum: bool,
-        valid: tf.Tensor | None,
+        weight: tf.Tensor | None,
     ) -> Reduced:
         """By an all-reduce of each bucket."""
         del part
         return self._reducer.reduce_gradients(
-            gradients, variables, may_sum=may_sum, valid=valid
+            gradients, variables, may_sum=may_sum, weight=weight
         )
 
     def examine(

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp import drift_watch
+from tfdp import drift_watch, loops
 from tfdp.collectives import timing
 from tfdp.state_merge import merge_states
 from tfdp.variables import MetricVariable
@@ -20,7 +20,7 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
 
     Metrics are computed again from the merged states of all replicas, so that
     AUC or precision are right too. Any other number that a custom step returns
-    is averaged over the replicas.
+    is averaged over the replicas, each by its rows.
 
     Args:
         strategy: A tfdp strategy.
@@ -44,13 +44,10 @@ def _merge(strategy: Any, model: Any, outputs: dict) -> dict:
 
     leaves = [_of_replicas(strategy, x) for x in tf.nest.flatten(raw)]
     kinds = [v.value.merge for v in variables] + ["sum"] * len(leaves)
-    numbers = [[_as_number(x) for x in leaf] for leaf in leaves]
+    numbers = [_by_rows(leaf) for leaf in leaves]
     merged = _merged(strategy, model, [*states, *numbers], kinds)
     totals = merged[len(variables) :]
-    means = [
-        _restored(total / strategy.num_replicas_in_sync, leaf[0])
-        for total, leaf in zip(totals, leaves, strict=True)
-    ]
+    means = [_restored(t, leaf[0]) for t, leaf in zip(totals, leaves, strict=True)]
     logs = dict(tf.nest.pack_sequence_as(raw, means))
     if names:
         results = _results(model, variables, merged[: len(variables)])
@@ -68,14 +65,11 @@ def _flat(logs: dict) -> dict:
 
 def _mean(strategy: Any, model: Any, outputs: Any) -> Any:
     leaves = [_of_replicas(strategy, x) for x in tf.nest.flatten(outputs)]
-    numbers = [[_as_number(x) for x in leaf] for leaf in leaves]
+    numbers = [_by_rows(leaf) for leaf in leaves]
     totals = _merged(strategy, model, numbers, ["sum"] * len(leaves))
     if not leaves:
         return outputs
-    means = [
-        _restored(total / strategy.num_replicas_in_sync, leaf[0])
-        for total, leaf in zip(totals, leaves, strict=True)
-    ]
+    means = [_restored(t, leaf[0]) for t, leaf in zip(totals, leaves, strict=True)]
     return tf.nest.pack_sequence_as(outputs, means)
 
 
@@ -167,9 +161,19 @@ def _is_state(variable: Any) -> bool:
     )
 
 
+def _by_rows(of_replicas: list) -> list[tf.Tensor]:
+    """The parts of a mean, in which each local replica counts by its rows."""
+    loop = loops.current()
+    weights = loop.weights if loop is not None else None
+    assert weights is not None  # with one replica nothing is merged
+    return [
+        tf.math.multiply_no_nan(_as_number(value), tf.cast(weight, tf.float64))
+        for value, weight in zip(of_replicas, weights, strict=True)
+    ]
+
+
 def _as_number(value: Any) -> tf.Tensor:
-    tensor = tf.convert_to_tensor(value)
-    return tensor if tensor.dtype.is_floating else tf.cast(tensor, tf.float64)
+    return tf.cast(tf.convert_to_tensor(value), tf.float64)
 
 
 def _restored(mean: tf.Tensor, like: Any) -> tf.Tensor:

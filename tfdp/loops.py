@@ -18,11 +18,14 @@ class Loop:
             `train_on_batch` is, and not shares that are split already.
         awaits_training_data: Bool, whether the next data that it reads is for
             training: a `fit` reads that first, and may validate later.
+        weights: List of scalar tensors, the local replicas' parts of the batch of the
+            step that is under way, or `None` with one replica.
     """
 
     model: Any
     whole_batches: bool
     awaits_training_data: bool = False
+    weights: list | None = None
 
 
 _loops: list[Loop] = []

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from tfdp import _compat, observe, shares
+from tfdp import _compat, loss_terms, observe, shares
 from tfdp.ownership import in_force, replica_context
 
 # An odd number far from the increments of the counter beside it.
@@ -21,6 +22,11 @@ _SEED_STRIDE = 1_000_003
 def install() -> None:
     """Puts the functions in place; again has no effect."""
     _compat.replace(_compat.keras_nn, "_compute_moments_sync", _moments)
+    _compat.replace(tf.GradientTape, "gradient", loss_terms.gradient)
+    _compat.replace(tf.nn, "compute_average_loss", _average_loss)
+    _compat.replace(tf.nn, "scale_regularization_loss", _scale_regularization)
+    for metric in (keras.metrics.Mean, keras.metrics.Sum):
+        _compat.replace(metric, "update_state", _update_by_rows)
     for name in ("conv", "depthwise_conv", "separable_conv"):
         _compat.replace(_compat.keras_nn, name, _convolve)
     _compat.replace(_compat.keras_loss, "reduce_values", _reduce_values)
@@ -76,13 +82,16 @@ def _reduce_values(
 ) -> Any:
     result = original(values, sample_weight, reduction)
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
-        return result * _global_mean_correction(sample_weight, result.dtype)
+        result = result * _global_mean_correction(sample_weight, result.dtype)
     is_mean = reduction not in (None, "none", "sum")
-    if not in_force() or not is_mean or tuple(values.shape) != ():
-        return result
-    # A loss function that takes the mean itself: Keras returns such a value
-    # before it divides by the number of replicas.
-    return _compat.keras_loss.scale_loss_for_distribution(result)
+    is_scalar = tuple(values.shape) == ()
+    if in_force() and is_mean and is_scalar:
+        # A loss function that takes the mean itself: Keras returns such a value
+        # before it divides by the number of replicas.
+        return _compat.keras_loss.scale_loss_for_distribution(result)
+    if is_mean and not is_scalar:
+        loss_terms.note_mean(result, values)
+    return result
 
 
 def _apply_mask(
@@ -111,18 +120,56 @@ def _global_mean_correction(weights: Any, dtype: Any) -> Any:
 
 
 def _scale_loss(original: Callable, value: Any) -> Any:
-    share = shares.current()
-    if share is None or not in_force():
-        return original(value)
-    return value * tf.cast(share, value.dtype)
+    """Leaves a loss the mean over the replica's rows: its gradients are weighted."""
+    return original(value) if shares.current() is None else value
 
 
 def _unscale_loss(original: Callable, value: Any) -> Any:
     observe.loss_is_ready(value)
-    share = shares.current()
-    if share is None or not in_force():
-        return original(value)
-    return tf.math.divide_no_nan(value, tf.cast(share, value.dtype))
+    return original(value) if shares.current() is None else value
+
+
+def _average_loss(
+    original: Callable,
+    per_example_loss: Any,
+    sample_weight: Any = None,
+    global_batch_size: Any = None,
+) -> Any:
+    """`tf.nn.compute_average_loss`, which divides by the rows of all replicas."""
+    weight = shares.current()
+    if weight is None:
+        return original(per_example_loss, sample_weight, global_batch_size)
+    if global_batch_size is None:
+        per_example_loss = tf.convert_to_tensor(per_example_loss)
+        global_batch_size = tf.shape(per_example_loss)[0]
+        return original(per_example_loss, sample_weight, global_batch_size)
+    part = original(per_example_loss, sample_weight, global_batch_size)
+    mean = tf.math.divide_no_nan(part, tf.cast(weight, part.dtype))
+    loss_terms.note_mean(mean)
+    return mean
+
+
+def _scale_regularization(original: Callable, regularization_loss: Any) -> Any:
+    """`tf.nn.scale_regularization_loss`, which divides by the number of replicas."""
+    if shares.current() is None:
+        return original(regularization_loss)
+    return tf.reduce_sum(regularization_loss)
+
+
+def _update_by_rows(
+    original: Callable, metric: Any, values: Any, sample_weight: Any = None
+) -> Any:
+    """Lets a number that speaks of a whole batch count once, not on each replica."""
+    weight = shares.current()
+    if weight is None or values is None or keras.ops.ndim(values) > 0:
+        return original(metric, values, sample_weight)
+    dtype = metric.dtype
+    values = tf.cast(loss_terms.as_row_mean(tf.convert_to_tensor(values)), dtype)
+    if sample_weight is None:
+        sample_weight = tf.cast(weight, dtype)
+    # The mean of no rows is 0 / 0.
+    values = tf.where(weight > 0, values, tf.zeros_like(values))
+    return original(metric, values, sample_weight)
 
 
 def _draw_seed(original: Callable, seed: Any) -> Any:

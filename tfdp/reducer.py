@@ -11,12 +11,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp import observe, shares
+from tfdp import observe
 from tfdp.agreement import Agreement
 from tfdp.buckets import BucketPlan
 from tfdp.collectives import ProcessGroup, timing
 from tfdp.consistency import check_same_plan, check_same_variables
-from tfdp.fusion import all_reduce_any_shape, all_reduce_buckets, make_plan
+from tfdp.fusion import (
+    all_reduce_any_shape,
+    all_reduce_buckets,
+    make_plan,
+    weighted,
+)
 from tfdp.gradient_noise import squared_norm
 from tfdp.options import CommunicationOptions
 from tfdp.reduced import Reduced, unbucketed
@@ -97,13 +102,12 @@ class Reducer:
         flat = tf.nest.flatten(value, expand_composites=False)
         variables = getattr(_described, "variables", None)
         if variables:
-            share = shares.current()
             reduced = self.reduce_gradients(
                 flat,
                 variables,
                 replica,
                 may_sum=_described.is_linear,
-                valid=None if share is None else share > 0,
+                weight=None,  # `updates` has weighted them
             )
             observe.squared_norm(lambda: self._own_squares(reduced), replica)
         else:
@@ -120,7 +124,7 @@ class Reducer:
         replica: int,
         *,
         may_sum: bool,
-        valid: tf.Tensor | None,
+        weight: tf.Tensor | None,
     ) -> Reduced:
         """Sums the gradients of variables over all replicas, bucket by bucket.
 
@@ -131,14 +135,14 @@ class Reducer:
             replica: Int, index of the calling replica among the local ones.
             may_sum: Bool, whether rows of one index may be added up, see
                 `tfdp.sparse`.
-            valid: Scalar bool tensor, whether this replica has anything to
-                add, or `None` if it has for sure.
+            weight: Scalar tensor by which this replica's gradients count, or
+                `None` for one.
 
         Returns:
             `Reduced`, alike on all replicas.
         """
         self._check(variables, replica)
-        return self._reduce(gradients, variables, replica, may_sum, valid)
+        return self._reduce(gradients, variables, replica, may_sum, weight)
 
     def _reduce(
         self,
@@ -146,7 +150,7 @@ class Reducer:
         variables: list[Any] | None,
         replica: int,
         may_sum: bool = False,
-        valid: tf.Tensor | None = None,
+        weight: tf.Tensor | None = None,
     ) -> Reduced:
         flat = [
             item if _is_sparse(item) else tf.convert_to_tensor(item) for item in flat
@@ -154,10 +158,15 @@ class Reducer:
         if self.group.size == 1:
             return unbucketed(flat)
         dense = [index for index, item in enumerate(flat) if not _is_sparse(item)]
-        flats, buckets = self._reduce_dense(flat, dense, variables, replica, valid)
+        flats, buckets = self._reduce_dense(flat, dense, variables, replica, weight)
         with timing.labelled(timing.ROWS):
             sparse = {
-                index: reduce_indexed_slices(item, self.group, replica, may_sum=may_sum)
+                index: reduce_indexed_slices(
+                    item if weight is None else weighted(item, weight),
+                    self.group,
+                    replica,
+                    may_sum=may_sum,
+                )
                 for index, item in enumerate(flat)
                 if _is_sparse(item)
             }
@@ -169,7 +178,7 @@ class Reducer:
         dense: list[int],
         variables: list[Any] | None,
         replica: int,
-        valid: tf.Tensor | None,
+        weight: tf.Tensor | None,
     ) -> tuple[list[tf.Tensor], list[tuple[int, ...]]]:
         tensors = [flat[index] for index in dense]
         if variables is not None:
@@ -193,7 +202,7 @@ class Reducer:
             self._remember(variables, plan, routes)
         algorithms = [route.all_reduce for route in routes]
         flats = all_reduce_buckets(
-            tensors, plan, self.group, replica, valid, algorithms
+            tensors, plan, self.group, replica, weight, algorithms
         )
         return flats, [tuple(dense[i] for i in bucket.indices) for bucket in plan]
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.fusion import weighted
 from tfdp.reduced import Reduced, unbucketed
 from tfdp.reducer import Reducer, gradients_of
 
@@ -24,7 +25,7 @@ class GradientReducer(Protocol):
         variables: list[Any],
         *,
         may_sum: bool,
-        valid: tf.Tensor | None,
+        weight: tf.Tensor | None,
     ) -> Reduced:
         """Sums gradients over all replicas, see `Reducer.reduce_gradients`."""
 
@@ -48,10 +49,10 @@ class LocalReducer:
         variables: list[Any],
         *,
         may_sum: bool,
-        valid: tf.Tensor | None,
+        weight: tf.Tensor | None,
     ) -> Reduced:
         """Leaves gradients as they are."""
-        del variables, may_sum, valid
+        del variables, may_sum, weight
         return unbucketed(gradients)
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -85,11 +86,13 @@ class ReplicaReducer:
         variables: list[Any],
         *,
         may_sum: bool,
-        valid: tf.Tensor | None,
+        weight: tf.Tensor | None,
     ) -> Reduced:
         """Sums gradients over all replicas, see `Reducer.reduce_gradients`."""
         if tf.executing_eagerly():
             # Eager replicas run one after the other and have to meet first.
+            if weight is not None:
+                gradients = [weighted(gradient, weight) for gradient in gradients]
             with gradients_of(variables, is_linear=may_sum):
                 sums = self._context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
             return unbucketed(list(sums))
@@ -98,7 +101,7 @@ class ReplicaReducer:
             variables,
             _compat.local_replica_id(self._context),
             may_sum=may_sum,
-            valid=valid,
+            weight=weight,
         )
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +10,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp import _compat, drift_watch, loops, observe, shares
+from tfdp import _compat, drift_watch, loops, loss_terms, observe, shares
 from tfdp.ownership import strategy_of
+from tfdp.row_forms import Forms
 from tfdp.rows import first_tensor, num_rows, share_of_rank
+
+
+_LIBRARIES = ("keras", "tensorflow", "tfdp")
 
 
 def prepare_run(
@@ -46,19 +51,37 @@ def prepare_run(
     if parts is None:
         return _after_its_data(fn), args, None
     weights = [part.weight for part in parts]
-    return _step_on_share(_after_its_data(fn), parts), args, weights
+    loop.weights = weights
+    return _step_on_share(strategy, _after_its_data(fn), parts), args, weights
 
 
-def _step_on_share(fn: Callable, parts: list[shares.Share]) -> Callable:
-    """Lets each replica's loss count by its share of the global batch."""
+def _step_on_share(strategy: Any, fn: Callable, parts: list[shares.Share]) -> Callable:
+    """Lets each replica's gradients and logs count by its part of the batch."""
+    told = strategy.extended.told_of_losses
 
     @functools.wraps(fn)
     def step(*args: Any) -> Any:
         replica = _compat.local_replica_id(tf.distribute.get_replica_context())
-        with shares.share(parts[replica]):
-            return fn(*args)
+        share = parts[replica]
+        if not tf.executing_eagerly():
+            batch = [x for x in tf.nest.flatten(args) if tf.is_symbolic_tensor(x)]
+            forms = Forms(batch, strategy.num_replicas_in_sync, told)
+            share = dataclasses.replace(share, forms=forms)
+        with shares.share(share):
+            return keras.tree.map_structure(loss_terms.as_row_mean, fn(*args))
 
     return step
+
+
+def note_count_read(reader: str) -> None:
+    """Notes that a step asks for the number of replicas: it may divide by it.
+
+    Args:
+        reader: String, the name of the module that asks.
+    """
+    forms = shares.forms()
+    if forms is not None and reader.partition(".")[0] not in _LIBRARIES:
+        forms.counts_replicas = True
 
 
 def _after_its_data(fn: Callable) -> Callable:

@@ -1,9 +1,9 @@
-"""Each replica's part of the global batch, by which its loss counts.
+"""Each replica's part of the global batch, by which its gradients and logs count.
 
-Keras divides the mean of a replica by the number of replicas, which is the
-mean over the global batch only while all hold equally many samples. With n_i
-of n samples a replica counts n_i / n. The weight goes into the loss, where it
-costs nothing; the gradient follows.
+Inside Keras's loops the loss of a replica is the mean over its own rows, as on one
+device. With n_i of n rows its gradients, and the numbers that its step returns, are
+multiplied by n_i / n before they are summed: Li et al. 2020, https://arxiv.org/abs/
+2006.15704, average in the same way, with equal n_i.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp.collectives import ProcessGroup, all_reduce
+from tfdp.row_forms import Forms
 from tfdp.rows import first_tensor, num_rows
 
 _thread = threading.local()
@@ -31,10 +32,12 @@ class Share:
             float32 would be all that a float64 model is exact to.
         samples: Scalar float32 tensor, the samples of all replicas, or `None`
             where that is unknown.
+        forms: `Forms` of the tensors of the step, or `None` while none is traced.
     """
 
     weight: tf.Tensor
     samples: tf.Tensor | None
+    forms: Forms | None = None
 
 
 def shares_of(
@@ -113,9 +116,15 @@ def share(value: Share | None) -> Iterator[None]:
 
 
 def current() -> tf.Tensor | None:
-    """The weight of the replica that runs in this thread, or `None`."""
+    """The weight of the replica that runs in this thread, float64, or `None`."""
     found = _in_force()
     return None if found is None else found.weight
+
+
+def forms() -> Forms | None:
+    """How the tensors of this thread's step depend on rows; `None` in eager mode."""
+    found = _in_force()
+    return None if found is None else found.forms
 
 
 def num_samples() -> tf.Tensor | None:

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdp import _compat, observe, shares
 from tfdp.accumulate import Accumulation, dense
-from tfdp.fusion import zeros_unless
+from tfdp.fusion import weighted
 from tfdp.gradient_noise import GradientNoise, squared_norm
 from tfdp.layout import Findings, SlicedLayout, StateLayout
 from tfdp.loss_scale import LossScale
@@ -75,12 +75,10 @@ def take_step(step: Step, gradients: Sequence[Any]) -> None:
     """
     accumulation = step.accumulation
     if accumulation is None:
-        share = shares.current()
-        valid = None if share is None else share > 0
-        sums = _reduce(step, gradients, valid)
+        sums = _reduce(step, gradients, shares.current())
         _finish(step, *_update_all(step, sums, None, gradients))
         return
-    gradients = _without_empty_share(dense(gradients))
+    gradients = _weighted(dense(gradients))
     made, kept = tf.cond(
         accumulation.completes(),
         lambda: _close_and_update(step, accumulation, gradients),
@@ -118,7 +116,7 @@ def _close_and_update(
     return _update_all(step, sums, count, None)
 
 
-def _reduce(step: Step, gradients: Sequence[Any], valid: tf.Tensor | None) -> list:
+def _reduce(step: Step, gradients: Sequence[Any], weight: tf.Tensor | None) -> list:
     """The gradients of each part, summed over all replicas."""
     return [
         step.layout.reduce(  # 2
@@ -126,7 +124,7 @@ def _reduce(step: Step, gradients: Sequence[Any], valid: tf.Tensor | None) -> li
             part.of(gradients),
             part.of(step.variables),
             may_sum=is_linear(part.optimizer),
-            valid=valid,
+            weight=weight,
         )
         for part in step.parts
     ]
@@ -174,12 +172,13 @@ def _measure_noise(
     samples, weight = shares.num_samples(), shares.current()
     if samples is None or weight is None:
         return
-    if count is not None:
-        samples, weight = samples * tf.cast(count, tf.float32), None
     replicas = step.reducer.num_replicas
-    part = tf.constant(1.0 / replicas, tf.float64) if weight is None else weight
-    factor = part if divisor is None else part * divisor
+    factor = tf.constant(1.0, tf.float64) if divisor is None else divisor
+    if count is not None:
+        # What was accumulated counts by rows already, the other replicas' less.
+        samples, factor = samples * tf.cast(count, tf.float32), factor / replicas
     own = squared_norm(gradients) / tf.square(tf.cast(factor, tf.float32))
+    own = tf.math.multiply_no_nan(own, tf.cast(weight > 0, tf.float32))
     small = step.reducer.sum([own])[0] / replicas
     noise.update(small, findings.squared_norm(), replicas, samples)
 
@@ -256,9 +255,9 @@ def _cond(predicate: Any, action: Callable) -> None:
     tf.cond(predicate, act, lambda: tf.constant(False))
 
 
-def _without_empty_share(gradients: list) -> list:
-    """Zeros for a replica without samples, whose means are 0 / 0."""
-    share = shares.current()
-    if share is None:
+def _weighted(gradients: list) -> list:
+    """The gradients of a micro-batch by its rows: each one has its own weights."""
+    weight = shares.current()
+    if weight is None:
         return gradients
-    return [zeros_unless(share > 0, gradient) for gradient in gradients]
+    return [weighted(gradient, weight) for gradient in gradients]

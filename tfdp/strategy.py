@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,6 +34,12 @@ class _Strategy:
             initial values.
         """
         return scope.SynchronizedScope(self, super().scope())  # type: ignore[misc]
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas, on all workers, whose gradients are added up."""
+        replica_step.note_count_read(sys._getframe(1).f_globals.get("__name__", ""))
+        return super().num_replicas_in_sync  # type: ignore[misc]
 
     def run(
         self,

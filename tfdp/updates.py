@@ -16,7 +16,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp import _compat
+from tfdp import _compat, shares
+from tfdp.fusion import weighted
 from tfdp.ownership import in_own_step, replica_context
 from tfdp.reducer import gradients_of
 from tfdp.traits import clips, is_linear
@@ -40,6 +41,10 @@ def _apply_gradients(
     original: Callable, optimizer: Any, grads: Any, variables: Any
 ) -> Any:
     _thread.variables = variables
+    weight = shares.current()
+    if weight is not None and not in_own_step():
+        # Before anything is added up: each micro-batch has its own weights.
+        grads = [weighted(gradient, weight) for gradient in grads]
     return original(optimizer, grads, variables)
 
 
@@ -80,9 +85,12 @@ def _all_reduce_sum(original: Callable, optimizer: Any, grads_and_vars: Any) -> 
 
 def _check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
     finite = original(optimizer, grads)
-    context = replica_context()
+    context, weight = replica_context(), shares.current()
     if context is None:
         return finite
+    if weight is not None:
+        # A replica without rows has means of 0 / 0, and adds nothing.
+        finite = tf.logical_or(finite, tf.equal(weight, 0))
     # Replicas that disagree would take different branches, of which only one
     # has collectives.
     overflows = context.all_reduce(

@@ -8,7 +8,7 @@ from typing import Protocol
 import tensorflow as tf
 
 from tfdp.collectives import timing
-from tfdp.fusion import zeros_unless
+from tfdp.fusion import weighted
 from tfdp.sharding.groups import ShardGroups, Wires
 from tfdp.sharding.rows import pack_row, pack_rows, unpack_rows
 from tfdp.shards import Segment, ShardPlan
@@ -26,15 +26,15 @@ class Exchange(Protocol):
         self,
         plan: ShardPlan,
         tensors: Mapping[int, tf.Tensor],
-        valid: tf.Tensor | None,
+        weight: tf.Tensor | None,
     ) -> Slices:
         """Sums tensors over all replicas and keeps the own slice of each bucket.
 
         Args:
             plan: `ShardPlan`.
             tensors: Dict from position to tensor, the same ones on all replicas.
-            valid: Scalar bool tensor, whether this replica has anything to add,
-                or `None` if it has for sure.
+            weight: Scalar tensor by which this replica's tensors count, or `None`
+                for one.
 
         Returns:
             List with a tensor of shape `[slice_size]` for each bucket, or `None`
@@ -82,7 +82,7 @@ class CollectiveExchange:
         self,
         plan: ShardPlan,
         tensors: Mapping[int, tf.Tensor],
-        valid: tf.Tensor | None,
+        weight: tf.Tensor | None,
     ) -> Slices:
         """See `Exchange`."""
         slices: Slices = []
@@ -92,8 +92,8 @@ class CollectiveExchange:
                 slices.append(None)
                 continue
             flat = pack_rows(bucket, tensors, tensors[given[0]].dtype)
-            if valid is not None:
-                flat = zeros_unless(valid, flat)
+            if weight is not None:
+                flat = weighted(flat, weight)
             with timing.labelled(f"{timing.GRADIENTS} {channel}"):
                 piece = self._groups.scatter(
                     flat, self._replica, channel=channel, wires=self._wires_of(flat)
@@ -150,12 +150,12 @@ class SummingExchange:
         self,
         plan: ShardPlan,
         tensors: Mapping[int, tf.Tensor],
-        valid: tf.Tensor | None,
+        weight: tf.Tensor | None,
     ) -> Slices:
         """See `Exchange`."""
         indices = list(tensors)
         given = [
-            tensors[index] if valid is None else zeros_unless(valid, tensors[index])
+            tensors[index] if weight is None else weighted(tensors[index], weight)
             for index in indices
         ]
         sums = dict(zip(indices, self._total(given), strict=True))

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.fusion import weighted
 from tfdp.ownership import own_step
 from tfdp.sharding.exchange import Exchange
 from tfdp.sharding.findings import ShardedFindings, own_squares
@@ -45,7 +46,7 @@ class ShardedState:
         variables: list,
         *,
         may_sum: bool,
-        valid: tf.Tensor | None,
+        weight: tf.Tensor | None,
     ) -> ShardedSums:
         """By a reduce-scatter of each bucket; rows of sparse gradients go to all."""
         own = self._part(part)
@@ -64,9 +65,12 @@ class ShardedState:
             )
             if position not in sparse
         }
-        slices = self._exchange_of(own).scatter(own.plan, dense, valid)
+        slices = self._exchange_of(own).scatter(own.plan, dense, weight)
         rows = self._reducer.gather_rows(
-            [gradient for gradient, _ in sparse.values()],
+            [
+                gradient if weight is None else weighted(gradient, weight)
+                for gradient, _ in sparse.values()
+            ],
             [variable for _, variable in sparse.values()],
             may_sum=may_sum,
         )
