@@ -248,7 +248,7 @@ def _symbolic_build(
         # A step of the user's own need not use `call`, which may not even exist.
         if not _compat.has_own_step(model):
             raise
-    _compat.build_by_steps(model, spec)
+    return _compat.build_by_steps(model, spec)
 
 
 def _reduce_per_replica(
