@@ -343,10 +343,6 @@ class AverageLoss(OwnLoss):
         per_row = losses.mean_squared_error(y, y_pred)
         return tf.nn.compute_average_loss(per_row, **self.options)
 
-    def train_step(self, data):
-        super().train_step(data)
-        return {}
-
 
 class AverageLossOfTheBatch(AverageLoss):
     """The same, told the size of the global batch."""
