@@ -12,6 +12,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "all_gather": "tfdp.differentiable_gather",
     "CommunicationOptions": "tfdp.options",
     "DistributedOptimizer": "tfdp.optimizer",
     "Link": "tfdp.links",
@@ -32,6 +33,7 @@ __all__ = [
     "Links",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
+    "all_gather",
     "auto_strategy",
     "callbacks",
     "checkpoint",

@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src import tree as keras_tree
-from keras.src.backend.common import global_state
+from keras.src.backend.common import global_state, symbolic_scope
 from keras.src.backend.tensorflow import image as keras_image
 from keras.src.backend.tensorflow import nn as _keras_nn
 from keras.src.backend.tensorflow import optimizer as keras_tf_optimizer
@@ -49,7 +49,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.eager import context
 from tensorflow.python.framework import device as device_lib
-from tensorflow.python.framework import ops
+from tensorflow.python.framework import ops, smart_cond
 from tensorflow.python.ops import resource_variable_ops, stateful_random_ops
 from tensorflow.python.trackable import data_structures
 from tensorflow.python.types import distribute as distribute_types
@@ -208,6 +208,20 @@ def op_age(op: tf.Operation) -> int:
 def op_position(tensor: tf.Tensor) -> int:
     """When the operation that makes `tensor` was added to the graph."""
     return op_age(tensor.op)
+
+
+def is_built_symbolically() -> bool:
+    """Whether Keras only asks for shapes, as when it builds a model from a batch."""
+    return symbolic_scope.in_symbolic_scope()
+
+
+def constant_value(tensor: tf.Tensor) -> Any:
+    """The value of a tensor that is known while a graph is traced, or `None`.
+
+    `tf.get_static_value` looks through fewer operations: not through a slice of a
+    shape, say.
+    """
+    return smart_cond.smart_constant_value(tensor)
 
 
 def in_replica_thread() -> bool:

@@ -56,8 +56,10 @@ class ReplicaExtended:
 
     options: CommunicationOptions
     agreement: Agreement
-    # Which sentences about losses a user has read.
+    # Which sentences about losses a user has read, and whether the script has asked
+    # for the number of replicas.
     told_of_losses: set[str]
+    user_counts_replicas = False
     # By which rows follow the workers' speed, see `tfdp run --rebalance`.
     balance: Balance | None = None
     _collective_keys: Any

@@ -37,6 +37,26 @@ def gather_rows(
     """
     with tf.device(group.devices[replica]):
         rows, restore = _axis_first(tensor, axis)
+        joined, _ = gather_first_axis(rows, group, replica, rank)
+        return restore(joined)
+
+
+def gather_first_axis(
+    rows: tf.Tensor, group: ProcessGroup, replica: int, rank: int
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Concatenates tensors of unequal length along the first axis.
+
+    Args:
+        rows: Tensor whose other dimensions agree on every replica.
+        group: `ProcessGroup`.
+        replica: Int, index of the calling replica among the local ones.
+        rank: Int, index of the calling replica among all of them.
+
+    Returns:
+        Tuple of the concatenation, ordered by rank, and of the number of elements
+        that each rank has in it, `[group.size]`, int32.
+    """
+    with tf.device(group.devices[replica]):
         row_shape = tf.shape(rows)[1:]
         flat = tf.reshape(tf.cast(rows, _WIRE_DTYPES.get(rows.dtype, rows.dtype)), [-1])
         # TensorFlow orders the members of a group by device name, in which
@@ -56,7 +76,7 @@ def gather_rows(
         joined = tf.cast(joined, rows.dtype)
         if rows.shape.rank is not None:
             joined = tf.ensure_shape(joined, [None, *rows.shape[1:]])
-        return restore(joined)
+        return joined, tf.gather(counts, by_rank)
 
 
 def _axis_first(tensor: tf.Tensor, axis: Any) -> tuple:

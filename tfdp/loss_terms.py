@@ -105,9 +105,7 @@ def _has_variables(sources: Any) -> bool:
     return any(isinstance(source, kinds) for source in tf.nest.flatten(sources))
 
 
-def _terms(
-    forms: Forms, tensor: Any, *, is_log: bool = False
-) -> list[tuple[Any, Any]]:
+def _terms(forms: Forms, tensor: Any, *, is_log: bool = False) -> list[tuple[Any, Any]]:
     """The terms of a loss, each with the factor that makes it a mean, or `None`.
 
     Args:
@@ -123,6 +121,7 @@ def _terms(
         form = forms.of(term)
         if not is_log:
             _tell_what_mixes(forms, term, form)
+            _tell_of_division(forms, term)
         extra = not is_log and form.kind is Kind.ROWS
         form = dataclasses.replace(
             form, degree=form.degree + extra, by_hand=form.by_hand + by_hand
@@ -197,3 +196,21 @@ def _tell_what_mixes(forms: Forms, term: Any, form: Form) -> None:
         "over rows.",
         stacklevel=2,
     )
+
+
+def _tell_of_division(forms: Forms, term: Any) -> None:
+    """Warns, once for a strategy, of a loss divided by what may be the replicas."""
+    while term.op.type in ("Cast", "Identity"):
+        term = term.op.inputs[0]
+    is_quotient = term.op.type in ("DivNoNan", "RealDiv")
+    if not forms.may_divide or forms.counts_replicas or not is_quotient:
+        return
+    is_count = forms.power_of_count(term.op.inputs[1]) == 1
+    if is_count and forms.first_time("division"):
+        warnings.warn(
+            f"A loss is divided by {forms.num_replicas}, which is the number of "
+            "replicas. In `fit` and the like each replica's loss counts by its rows "
+            "already: if that is what the division is for, leave it out, or read "
+            "`strategy.num_replicas_in_sync` within the step, where tfdp sees it.",
+            stacklevel=2,
+        )

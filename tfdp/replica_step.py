@@ -15,7 +15,6 @@ from tfdp.ownership import strategy_of
 from tfdp.row_forms import Forms
 from tfdp.rows import first_tensor, num_rows, share_of_rank
 
-
 _LIBRARIES = ("keras", "tensorflow", "tfdp")
 
 
@@ -66,6 +65,7 @@ def _step_on_share(strategy: Any, fn: Callable, parts: list[shares.Share]) -> Ca
         if not tf.executing_eagerly():
             batch = [x for x in tf.nest.flatten(args) if tf.is_symbolic_tensor(x)]
             forms = Forms(batch, strategy.num_replicas_in_sync, told)
+            forms.may_divide = strategy.extended.user_counts_replicas
             share = dataclasses.replace(share, forms=forms)
         with shares.share(share):
             return keras.tree.map_structure(loss_terms.as_row_mean, fn(*args))
@@ -73,14 +73,18 @@ def _step_on_share(strategy: Any, fn: Callable, parts: list[shares.Share]) -> Ca
     return step
 
 
-def note_count_read(reader: str) -> None:
-    """Notes that a step asks for the number of replicas: it may divide by it.
+def note_count_read(strategy: Any, reader: str) -> None:
+    """Notes that a user asks for the number of replicas: a loss may be divided by it.
 
     Args:
+        strategy: A tfdp strategy.
         reader: String, the name of the module that asks.
     """
+    if reader.partition(".")[0] in _LIBRARIES:
+        return
+    strategy.extended.user_counts_replicas = True
     forms = shares.forms()
-    if forms is not None and reader.partition(".")[0] not in _LIBRARIES:
+    if forms is not None:
         forms.counts_replicas = True
 
 

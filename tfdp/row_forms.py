@@ -132,11 +132,15 @@ class Forms:
         self.num_replicas = num_replicas
         self.told = set() if told is None else told
         self.counts_replicas = False
+        self.may_divide = False
         self._found: dict[tuple[int, str], Form] = {}
         self._captured: dict[int, dict[str, Any]] = {}
+        # The rows of a batch of static shape.
+        self._num_rows: frozenset[int] = frozenset()
         for tensor in batch:
             rows = tensor.shape[0] if tensor.shape.rank else None
             counts = frozenset() if rows is None else frozenset([rows])
+            self._num_rows |= counts
             self.set(tensor, dataclasses.replace(ROWS, counts=counts))
 
     def set(self, tensor: Any, form: Form) -> None:
@@ -179,6 +183,8 @@ class Forms:
         rule = _RULES.get(op.type, _other)
         if op.type == "Placeholder":
             forms: Any = self._of_captured(op)
+        elif "Random" in op.type and self._num_rows and _are_constant(inputs):
+            forms = [self._of_noise(output) for output in op.outputs]
         elif all(form.is_constant for form in inputs):
             forms = CONSTANT
         else:
@@ -188,6 +194,13 @@ class Forms:
         for output, form in zip(op.outputs, forms, strict=True):
             if _key(output) not in self._found:
                 self.set(output, form)
+
+    def _of_noise(self, output: Any) -> Form:
+        """The form of random numbers: one for each row where there are as many."""
+        is_batch = bool(output.shape.rank) and output.shape[0] in self._num_rows
+        return (
+            dataclasses.replace(ROWS, counts=self._num_rows) if is_batch else CONSTANT
+        )
 
     def _of_captured(self, op: Any) -> Form:
         """The form of what a branch or an inner function takes from outside."""
@@ -207,8 +220,10 @@ class Forms:
         Returns:
             1, -1 or 0.
         """
-        if not self.counts_replicas:
-            return 0
+        return self.power_of_count(tensor) if self.counts_replicas else 0
+
+    def power_of_count(self, tensor: Any) -> int:
+        """What power of the number of replicas a constant happens to be: 1, -1, 0."""
         value = _static(tensor)
         if value is None or value.shape != ():
             return 0
@@ -271,7 +286,8 @@ def _scaled(forms: Forms, op: Any, inputs: list[Form], sign: int) -> Form:
     if second.kind is not Kind.COUNT:
         return _elementwise(forms, op, inputs)
     if first.kind is not Kind.SHAPE:
-        second = _as_count(second, first, factor, sign, forms)
+        rank = op.outputs[0].shape.rank
+        second = _as_count(second, first, factor, sign, forms, rank)
         if first.kind is Kind.TERMS and second.degree:
             return UNKNOWN
         degree = first.degree + sign * second.degree
@@ -282,13 +298,15 @@ def _scaled(forms: Forms, op: Any, inputs: list[Form], sign: int) -> Form:
 
 
 def _as_count(
-    second: Form, first: Form, factor: Any, sign: int, forms: Forms
+    second: Form, first: Form, factor: Any, sign: int, forms: Forms, rank: int | None
 ) -> Form:
     """What a constant factor means: rows of a static batch, or replicas."""
     if not second.is_constant:
         return second
     value = _static(factor)
-    if value is not None and value.shape == () and first.degree > 0:
+    # One number for each row, as losses are before they are added up.
+    is_column = first.kind is Kind.ROWS and len(first.counts) > 0 and rank == 1
+    if value is not None and value.shape == () and (first.degree > 0 or is_column):
         number = float(value) if sign < 0 else 1.0 / (float(value) or float("inf"))
         if any(abs(number - count) < 1e-6 * count for count in first.counts):
             return Form(Kind.COUNT, sign * -1 if sign > 0 else 1)
@@ -421,7 +439,13 @@ def _pack(forms: Forms, op: Any, inputs: list[Form]) -> Form:
 
 def _concat(forms: Forms, op: Any, inputs: list[Form]) -> Form:
     kinds = {form.kind for form in inputs}
-    if not kinds & {Kind.SHAPE} or op.outputs[0].shape.rank != 1:
+    if Kind.ROWS in kinds:
+        # Batches one after the other are a batch of more rows.
+        rows = next(form for form in inputs if form.kind is Kind.ROWS)
+        length = op.outputs[0].shape[0] if rows.axis == 0 else None
+        counts = rows.counts | (frozenset() if length is None else {length})
+        return dataclasses.replace(rows, counts=counts)
+    if Kind.SHAPE not in kinds or op.outputs[0].shape.rank != 1:
         return _other(forms, op, inputs)
     before = 0
     for tensor, form in zip(op.inputs, inputs, strict=True):
@@ -633,4 +657,4 @@ def _key(tensor: Any) -> tuple[int, str]:
 
 def _static(tensor: Any) -> Any:
     """The value of a tensor that is known while tracing, or `None`."""
-    return tf.get_static_value(tensor)
+    return _compat.constant_value(tensor)

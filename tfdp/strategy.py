@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,7 +38,8 @@ class _Strategy:
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas, on all workers, whose gradients are added up."""
-        replica_step.note_count_read(sys._getframe(1).f_globals.get("__name__", ""))
+        reader = inspect.currentframe().f_back.f_globals.get("__name__", "")  # type: ignore[union-attr]
+        replica_step.note_count_read(self, reader)
         return super().num_replicas_in_sync  # type: ignore[misc]
 
     def run(
