@@ -511,7 +511,7 @@ class Autoencoder(keras.Model):
                 layers.Dense(common.NUM_FEATURES, activation="sigmoid"),
             ]
         )
-        names = ("loss", "reconstruction_loss", "divergence")
+        names = ("total_loss", "reconstruction_loss", "divergence")
         self.trackers = [keras.metrics.Mean(name=name) for name in names]
 
     @property
@@ -533,7 +533,12 @@ class Autoencoder(keras.Model):
         values = (total, reconstruction, divergence)
         for tracker, value in zip(self.trackers, values, strict=True):
             tracker.update_state(value)
-        return {m.name: m.result() for m in self.metrics}
+        # The first by another name than its own.
+        names = ("loss", "reconstruction_loss", "divergence")
+        return {
+            name: tracker.result()
+            for name, tracker in zip(names, self.trackers, strict=True)
+        }
 
 
 @case("A VAE: reconstruction, divergence and their trackers", setups=BOTH)
