@@ -48,8 +48,8 @@ from tensorflow.python.distribute import (
     values,
 )
 from tensorflow.python.eager import context
+from tensorflow.python.framework import auto_control_deps, ops, smart_cond
 from tensorflow.python.framework import device as device_lib
-from tensorflow.python.framework import ops, smart_cond
 from tensorflow.python.ops import resource_variable_ops, stateful_random_ops
 from tensorflow.python.trackable import data_structures
 from tensorflow.python.types import distribute as distribute_types
@@ -608,6 +608,38 @@ def build_symbolically(model: Any, data_batch: Any) -> None:
     """Builds model, metrics and optimizer from the shapes of a batch."""
     with model.distribute_strategy.scope():
         model._symbolic_build(data_batch=data_batch)
+
+
+@contextlib.contextmanager
+def ordered_by_itself() -> Iterator[None]:
+    """Side effects that a replica traces wait for its own, not for another's.
+
+    TensorFlow runs operations with side effects and no resource, such as `Assert`, in
+    the order in which they are traced. Replicas are traced one after the other: the
+    first of the second would wait for the last of the first, and that one may wait for
+    a collective in which the second has still to take part.
+    """
+    graph = ops.get_default_graph()
+    manager = graph.experimental_acd_manager
+    first = len(graph.get_operations())
+    yield
+    if manager is None:
+        return
+    previous = None
+    for op in graph.get_operations()[first:]:
+        if not _is_ordered_by_tracing(op):
+            continue
+        manager.run_independently(op)
+        if previous is not None:
+            op._add_control_input(previous)
+        previous = op
+
+
+def _is_ordered_by_tracing(op: Any) -> bool:
+    uses_a_resource = any(tensor.dtype == tf.resource for tensor in op.inputs)
+    is_in_a_branch = op._control_flow_context is not None
+    is_plain = not uses_a_resource and not is_in_a_branch
+    return is_plain and auto_control_deps.op_is_stateful(op)
 
 
 def build_by_steps(model: Any, data_batch: Any) -> None:

@@ -771,6 +771,39 @@ class Captions(keras.Model):
         return {"loss": loss}
 
 
+class OneUpdateForEachTarget(keras.Model):
+    """Two updates in a step, each with a loss that checks shapes as the graph runs.
+
+    TensorFlow runs such checks in the order in which they are traced.
+    """
+
+    def train_step(self, data):
+        x, y = data
+        total = 0.0
+        for targets in (y, tf.roll(y, 1, axis=1)):
+            with tf.GradientTape() as tape:
+                per_word = losses.sparse_categorical_crossentropy(
+                    targets, self(x, training=True), from_logits=True
+                )
+                loss = tf.reduce_mean(per_word)
+            _apply(self, tape, loss)
+            total += loss
+        return {"loss": total}
+
+
+@case("Two updates in a step, with checks that wait for the first", setups=BOTH)
+def step_with_two_updates_and_checks(env: Env) -> dict:
+    def build():
+        ids = keras.Input((common.LENGTH,), dtype="int32")
+        embedded = layers.Embedding(common.NUM_TOKENS, 4)(ids)
+        model = OneUpdateForEachTarget(ids, layers.Dense(common.NUM_TOKENS)(embedded))
+        model.compile(optimizer=_sgd())
+        return model
+
+    x = common.tokens(NUM_ROWS)
+    return _train(env, build, x, x)
+
+
 @case("A masked mean by hand, as many words in each share", setups=MIRRORED)
 def masked_mean_by_hand(env: Env) -> dict:
     def build():
