@@ -6,7 +6,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfdp.row_forms import Form, Forms, Kind
+from tfdp.row_forms.form import Form, Kind
+from tfdp.row_forms.forms import Forms
 
 ops = keras.ops
 crossentropy = keras.losses.sparse_categorical_crossentropy
@@ -52,6 +53,7 @@ MEANS = {
             x[..., None],
         )
     ),
+    "a factor before the rows": lambda x: tf.reduce_mean(0.5 * x * tf.sin(x)),
     "einsum": lambda x: tf.reduce_mean(tf.einsum("bi,ij->bj", x, WEIGHTS)),
     "labels": lambda x: tf.reduce_mean(crossentropy(tf.ones_like(x[:, 0]), x)),
 }

@@ -33,6 +33,7 @@ from keras.src.losses import loss as _keras_loss
 from keras.src.optimizers import base_optimizer as keras_base_optimizer
 from keras.src.random import seed_generator
 from keras.src.saving import saving_lib
+from keras.src.trainers import compile_utils
 from keras.src.trainers import trainer as keras_base_trainer
 from tensorflow.core.function.polymorphism import function_type
 from tensorflow.python.data.experimental.ops import distribute as data_distribute
@@ -82,6 +83,7 @@ EpochIterator = keras_trainer.TFEpochIterator
 # division of a loss by the number of replicas.
 keras_nn = _keras_nn
 keras_loss = _keras_loss
+CompileLoss = compile_utils.CompileLoss
 # Modules that hold `draw_seed`, from which Dropout and its like take seeds.
 KERAS_RANDOM_MODULES = (keras_random, keras_image)
 # What writes and reads files, with the model as the first argument.
@@ -645,8 +647,8 @@ def _is_ordered_by_tracing(op: Any) -> bool:
 def build_by_steps(model: Any, data_batch: Any) -> None:
     """Builds the layers that steps of the user's own call, where any is unbuilt.
 
-    Replicas that build them while the step is traced, each in its thread, would
-    initialize them in a branch of the step, where its collectives hang.
+    Else replicas would build them while the step is traced, each in its thread, and
+    TensorFlow would initialize them in a branch of the step.
     """
     layers = model._flatten_layers(include_self=False)
     if all(layer.built for layer in layers):
@@ -673,6 +675,12 @@ def _own_steps(model: Any) -> list[str]:
         if getattr(getattr(model, name), "__func__", None)
         is not getattr(TensorFlowTrainer, name)
     ]
+
+
+def overridden(model: Any, names: tuple[str, ...]) -> list[str]:
+    """Which of Keras's functions the class of a model has of its own."""
+    kind = type(model)
+    return [n for n in names if getattr(kind, n) is not getattr(TensorFlowTrainer, n)]
 
 
 def strategy_of(model: Any) -> Any:

@@ -17,7 +17,8 @@ import keras
 import tensorflow as tf
 
 from tfdp import shares
-from tfdp.row_forms import MEAN, PAIRS, Form, Forms, Kind
+from tfdp.row_forms.form import MEAN, PAIRS, Form, Kind
+from tfdp.row_forms.forms import Forms
 
 _MIXES = {
     Kind.PAIRS: "compares rows of a batch with each other",

@@ -6,6 +6,7 @@ first, and hands over to it where no tfdp strategy is in force.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from tfdp.ownership import in_force, replica_context
 
 # An odd number far from the increments of the counter beside it.
 _SEED_STRIDE = 1_000_003
+# Each replica is traced in its own thread.
+_thread = threading.local()
 
 
 def install() -> None:
@@ -30,6 +33,7 @@ def install() -> None:
     for name in ("conv", "depthwise_conv", "separable_conv"):
         _compat.replace(_compat.keras_nn, name, _convolve)
     _compat.replace(_compat.keras_loss, "reduce_values", _reduce_values)
+    _compat.replace(_compat.CompileLoss, "__call__", _compiled_loss)
     _compat.replace(_compat.keras_loss, "apply_mask", _apply_mask)
     _compat.replace(_compat.keras_loss, "scale_loss_for_distribution", _scale_loss)
     _compat.replace(_compat.keras_loss, "unscale_loss_for_distribution", _unscale_loss)
@@ -85,6 +89,8 @@ def _reduce_values(
         result = result * _global_mean_correction(sample_weight, result.dtype)
     is_mean = reduction not in (None, "none", "sum")
     is_scalar = tuple(values.shape) == ()
+    if reduction == "sum" and not is_scalar and _is_compiled():
+        return _as_mean(result)
     if in_force() and is_mean and is_scalar:
         # A loss function that takes the mean itself: Keras returns such a value
         # before it divides by the number of replicas.
@@ -92,6 +98,29 @@ def _reduce_values(
     if is_mean and not is_scalar:
         loss_terms.note_mean(result, values)
     return result
+
+
+def _compiled_loss(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """The losses of `compile`, of which nothing else is computed than their sum."""
+    _thread.is_compiled = True
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _thread.is_compiled = False
+
+
+def _is_compiled() -> bool:
+    return getattr(_thread, "is_compiled", False)
+
+
+def _as_mean(total: Any) -> Any:
+    """A sum over a replica's rows as the mean whose weighted sum is that of all."""
+    weight = shares.current()
+    if weight is None:
+        return total
+    mean = tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
+    loss_terms.note_mean(mean)
+    return mean
 
 
 def _apply_mask(
@@ -143,10 +172,7 @@ def _average_loss(
         per_example_loss = tf.convert_to_tensor(per_example_loss)
         global_batch_size = tf.shape(per_example_loss)[0]
         return original(per_example_loss, sample_weight, global_batch_size)
-    part = original(per_example_loss, sample_weight, global_batch_size)
-    mean = tf.math.divide_no_nan(part, tf.cast(weight, part.dtype))
-    loss_terms.note_mean(mean)
-    return mean
+    return _as_mean(original(per_example_loss, sample_weight, global_batch_size))
 
 
 def _scale_regularization(original: Callable, regularization_loss: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import tensorflow as tf
 
 from tfdp import _compat, drift_watch, loops, loss_terms, observe, shares
 from tfdp.ownership import strategy_of
-from tfdp.row_forms import Forms
+from tfdp.row_forms.forms import Forms
 from tfdp.rows import first_tensor, num_rows, share_of_rank
 
 _LIBRARIES = ("keras", "tensorflow", "tfdp")
@@ -51,6 +52,8 @@ def prepare_run(
         return _after_its_data(fn), args, None
     weights = [part.weight for part in parts]
     loop.weights = weights
+    if tf.executing_eagerly():
+        _tell_of_eager_steps(strategy, loop.model)
     return _step_on_share(strategy, _after_its_data(fn), parts), args, weights
 
 
@@ -64,13 +67,32 @@ def _step_on_share(strategy: Any, fn: Callable, parts: list[shares.Share]) -> Ca
         share = parts[replica]
         if not tf.executing_eagerly():
             batch = [x for x in tf.nest.flatten(args) if tf.is_symbolic_tensor(x)]
-            forms = Forms(batch, strategy.num_replicas_in_sync, told)
-            forms.may_divide = strategy.extended.user_counts_replicas
+            forms = Forms(
+                batch,
+                strategy.num_replicas_in_sync,
+                told,
+                may_divide=strategy.extended.user_counts_replicas,
+            )
             share = dataclasses.replace(share, forms=forms)
         with shares.share(share):
             return keras.tree.map_structure(loss_terms.as_row_mean, fn(*args))
 
     return step
+
+
+def _tell_of_eager_steps(strategy: Any, model: Any) -> None:
+    """Warns, once for a strategy, where no graph tells what a user's loss is."""
+    names = _compat.overridden(model, ("train_step", "test_step", "compute_loss"))
+    told = strategy.extended.told_of_losses
+    if not names or "eager" in told:
+        return
+    told.add("eager")
+    warnings.warn(
+        f"With `run_eagerly=True` a loss that `{type(model).__name__}.{names[0]}` "
+        "computes is taken for a mean over the rows of a replica. Sums over rows, and "
+        "divisions by the number of replicas, are recognized only without it.",
+        stacklevel=2,
+    )
 
 
 def note_count_read(strategy: Any, reader: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp.collectives import ProcessGroup, all_reduce
-from tfdp.row_forms import Forms
+from tfdp.row_forms.forms import Forms
 from tfdp.rows import first_tensor, num_rows
 
 _thread = threading.local()

@@ -1,0 +1,141 @@
+"""The forms of the tensors of a step, found when they are asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.row_forms.form import CONSTANT, ROWS, Form, are_constant
+from tfdp.row_forms.others import other
+from tfdp.row_forms.rules import RULES
+
+
+class Forms:
+    """The forms of the tensors of a replica's step while it is traced.
+
+    Args:
+        batch: Iterable of tensors with rows along their first axis.
+        num_replicas: Int.
+        told: Set of strings, what a user has been told of, or `None`. Defaults to
+            `None`.
+        may_divide: Bool, whether the user's script has asked for the number of
+            replicas. Defaults to `False`.
+    """
+
+    def __init__(
+        self,
+        batch: Iterable[Any],
+        num_replicas: int,
+        told: set[str] | None = None,
+        *,
+        may_divide: bool = False,
+    ) -> None:
+        self.num_replicas = num_replicas
+        self.may_divide = may_divide
+        # Whether the step itself asks for the number of replicas: then a factor of
+        # that size is it.
+        self.counts_replicas = False
+        self._told = set() if told is None else told
+        self._found: dict[tuple[int, str], Form] = {}
+        self._captured: dict[int, dict[str, Any]] = {}
+        # The numbers of rows, where the shapes of the batch are static.
+        self._num_rows: frozenset[int] = frozenset()
+        for tensor in batch:
+            rows = tensor.shape[0] if tensor.shape.rank else None
+            counts = frozenset() if rows is None else frozenset([rows])
+            self._num_rows |= counts
+            self.set(tensor, dataclasses.replace(ROWS, counts=counts))
+
+    def set(self, tensor: Any, form: Form) -> None:
+        """States the form of a tensor, whatever its operation is."""
+        self._found[_key(tensor)] = form
+
+    def of(self, tensor: Any) -> Form:
+        """The form of a symbolic tensor; of anything else a constant's.
+
+        Args:
+            tensor: Tensor of the graph that is traced.
+        """
+        if not tf.is_symbolic_tensor(tensor):
+            return CONSTANT
+        if _key(tensor) not in self._found:
+            for op in self._ancestors(tensor):
+                self._apply_rule(op)
+        return self._found[_key(tensor)]
+
+    def power_by_hand(self, constant: Any) -> int:
+        """What power of the number of replicas a factor of a user's is.
+
+        Args:
+            constant: Tensor.
+
+        Returns:
+            1, -1, or 0 where it is none.
+        """
+        return self.power_of_count(constant) if self.counts_replicas else 0
+
+    def power_of_count(self, constant: Any) -> int:
+        """What power of the number of replicas a factor happens to be: 1, -1 or 0."""
+        value = _compat.constant_value(constant)
+        if value is None or value.shape != ():
+            return 0
+        if abs(float(value) - self.num_replicas) < 1e-6:
+            return 1
+        return -1 if abs(float(value) * self.num_replicas - 1.0) < 1e-6 else 0
+
+    def first_time(self, subject: str) -> bool:
+        """Whether a user has not been told of a subject yet; it is noted."""
+        is_new = subject not in self._told
+        self._told.add(subject)
+        return is_new
+
+    def _ancestors(self, tensor: Any) -> list:
+        """The operations that a tensor is made of and that have no form, in order."""
+        seen: dict[int, Any] = {}
+        queue = [tensor.op]
+        while queue:
+            op = queue.pop()
+            if id(op) in seen:
+                continue
+            seen[id(op)] = op
+            queue += [x.op for x in op.inputs if _key(x) not in self._found]
+        return sorted(seen.values(), key=_compat.op_age)
+
+    def _apply_rule(self, op: Any) -> None:
+        inputs = [self._found[_key(tensor)] for tensor in op.inputs]
+        if op.type == "Placeholder":
+            forms: Any = self._of_captured(op)
+        elif not are_constant(inputs):
+            forms = RULES.get(op.type, other)(op, inputs, self.power_by_hand)
+        elif "Random" in op.type and self._num_rows:
+            forms = [self._of_noise(output) for output in op.outputs]
+        else:
+            forms = CONSTANT
+        if isinstance(forms, Form):
+            forms = [forms] * len(op.outputs)
+        for output, form in zip(op.outputs, forms, strict=True):
+            self._found.setdefault(_key(output), form)
+
+    def _of_noise(self, output: Any) -> Form:
+        """The form of random numbers: one for each row where there are as many."""
+        is_batch = bool(output.shape.rank) and output.shape[0] in self._num_rows
+        return (
+            dataclasses.replace(ROWS, counts=self._num_rows) if is_batch else CONSTANT
+        )
+
+    def _of_captured(self, op: Any) -> Form:
+        """The form of what a branch or an inner function takes from outside."""
+        graph = op.graph
+        if id(graph) not in self._captured:
+            pairs = getattr(graph, "captures", ())
+            self._captured[id(graph)] = {own.name: outer for outer, own in pairs}
+        outer = self._captured[id(graph)].get(op.outputs[0].name)
+        return CONSTANT if outer is None else self.of(outer)
+
+
+def _key(tensor: Any) -> tuple[int, str]:
+    return id(tensor.graph), tensor.name
