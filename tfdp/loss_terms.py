@@ -32,12 +32,12 @@ def gradient(
     target: Any,
     sources: Any,
     output_gradients: Any = None,
-    **options: Any,
+    unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
 ) -> Any:
     """Takes the place of `tf.GradientTape.gradient`: gradients as of row means."""
     forms = shares.forms()
     if forms is None or not _has_variables(sources):
-        return original(tape, target, sources, output_gradients, **options)
+        return original(tape, target, sources, output_gradients, unconnected_gradients)
     targets, factors = [], []
     given = _given(target, output_gradients)
     for tensor, outer in given:
@@ -45,12 +45,12 @@ def gradient(
             targets.append(term)
             factors.append(_times(outer, factor, term))
     if all(factor is None for factor in factors):
-        return original(tape, targets, sources, **options)
+        return original(tape, targets, sources, None, unconnected_gradients)
     seeds = [
         tf.ones_like(term) if factor is None else factor
         for term, factor in zip(targets, factors, strict=True)
     ]
-    return original(tape, targets, sources, seeds, **options)
+    return original(tape, targets, sources, seeds, unconnected_gradients)
 
 
 def as_row_mean(value: Any) -> Any:
@@ -177,10 +177,10 @@ def _linear_inputs(forms: Forms, op: Any) -> list[tuple[Any, Any, int]]:
         first, second = inputs
         if forms.of(second).kind is Kind.TERMS:
             first, second = second, first
-        return [(first, second, forms.power_by_hand(second))]
+        return [(first, second, min(0, forms.power_by_hand(second)))]
     if op.type in ("RealDiv", "DivNoNan"):
         reciprocal = tf.math.reciprocal_no_nan(inputs[1])
-        return [(inputs[0], reciprocal, -forms.power_by_hand(inputs[1]))]
+        return [(inputs[0], reciprocal, min(0, -forms.power_by_hand(inputs[1])))]
     if op.type == "Mean":
         return [(inputs[0], 1.0 / inputs[0].shape.num_elements(), 0)]
     return [(inputs[0], None, 0)]

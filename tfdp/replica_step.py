@@ -66,7 +66,7 @@ def _step_on_share(strategy: Any, fn: Callable, parts: list[shares.Share]) -> Ca
         replica = _compat.local_replica_id(tf.distribute.get_replica_context())
         share = parts[replica]
         if not tf.executing_eagerly():
-            batch = [x for x in tf.nest.flatten(args) if tf.is_symbolic_tensor(x)]
+            batch = [x for x in tf.nest.flatten(args) if _is_traced(x)]
             forms = Forms(
                 batch,
                 strategy.num_replicas_in_sync,
@@ -93,6 +93,11 @@ def _tell_of_eager_steps(strategy: Any, model: Any) -> None:
         "divisions by the number of replicas, are recognized only without it.",
         stacklevel=2,
     )
+
+
+def _is_traced(value: Any) -> bool:
+    composite = isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
+    return composite or tf.is_symbolic_tensor(value)
 
 
 def note_count_read(strategy: Any, reader: str) -> None:

@@ -74,7 +74,11 @@ def _scaled(op: Any, inputs: list[Form], power_by_hand: PowerByHand, sign: int) 
     if _means_num_rows(op, scaled, factor, constant, sign):
         factor = Form(Kind.COUNT, -sign)
     elif factor.is_constant:
-        factor = dataclasses.replace(factor, by_hand=power_by_hand(constant))
+        power = power_by_hand(constant)
+        # A loss is divided by the number of replicas; what is multiplied by it are
+        # the rows of a replica.
+        if scaled.kind is Kind.COUNT or sign * power < 0:
+            factor = dataclasses.replace(factor, by_hand=power)
     if scaled.kind is Kind.TERMS:
         return UNKNOWN if factor.degree else scaled
     result = dataclasses.replace(

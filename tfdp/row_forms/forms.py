@@ -9,7 +9,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.row_forms.form import CONSTANT, ROWS, Form, are_constant
+from tfdp.row_forms.form import (
+    CONSTANT,
+    ROWS,
+    ROWS_SOMEWHERE,
+    Form,
+    Kind,
+    are_constant,
+)
 from tfdp.row_forms.others import other
 from tfdp.row_forms.rules import RULES
 
@@ -18,7 +25,8 @@ class Forms:
     """The forms of the tensors of a replica's step while it is traced.
 
     Args:
-        batch: Iterable of tensors with rows along their first axis.
+        batch: Iterable of tensors with rows along their first axis, ragged and sparse
+            ones too; scalars have none.
         num_replicas: Int.
         told: Set of strings, what a user has been told of, or `None`. Defaults to
             `None`.
@@ -45,6 +53,17 @@ class Forms:
         # The numbers of rows, where the shapes of the batch are static.
         self._num_rows: frozenset[int] = frozenset()
         for tensor in batch:
+            self._set_rows(tensor)
+
+    def _set_rows(self, tensor: Any) -> None:
+        if isinstance(tensor, tf.SparseTensor):
+            self.set(tensor.values, ROWS)
+            self.set(tensor.indices, ROWS_SOMEWHERE)
+            self.set(tensor.dense_shape, Form(Kind.SHAPE, 1, 0))
+        elif isinstance(tensor, tf.RaggedTensor):
+            for part in (tensor.flat_values, *tensor.nested_row_splits):
+                self.set(part, ROWS)
+        elif tensor.shape.rank != 0:
             rows = tensor.shape[0] if tensor.shape.rank else None
             counts = frozenset() if rows is None else frozenset([rows])
             self._num_rows |= counts
