@@ -25,6 +25,7 @@ CASE_MODULES = (
     "validation",
     "prediction",
     "saving",
+    "guides",
     "sharding",
 )
 

@@ -20,6 +20,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src import backend as keras_backend
 from keras.src import tree as keras_tree
 from keras.src.backend.common import global_state, symbolic_scope
 from keras.src.backend.tensorflow import image as keras_image
@@ -50,7 +51,13 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.eager import context
 from tensorflow.python.framework import device as device_lib
-from tensorflow.python.framework import none_tensor, ops, random_seed, smart_cond
+from tensorflow.python.framework import (
+    auto_control_deps,
+    none_tensor,
+    ops,
+    random_seed,
+    smart_cond,
+)
 from tensorflow.python.ops import resource_variable_ops, stateful_random_ops
 from tensorflow.python.trackable import data_structures
 from tensorflow.python.types import distribute as distribute_types
@@ -81,6 +88,7 @@ TFOptimizer = keras_tf_optimizer.TFOptimizer
 BaseOptimizer = keras_base_optimizer.BaseOptimizer
 BaseTrainer = keras_base_trainer.Trainer
 EpochIterator = keras_trainer.TFEpochIterator
+OWN_STEPS = ("train_step", "test_step")
 # Modules with the moments of synchronized BatchNormalization, and with the
 # division of a loss by the number of replicas.
 keras_nn = _keras_nn
@@ -676,10 +684,65 @@ def build_symbolically(model: Any, data_batch: Any) -> None:
         model._symbolic_build(data_batch=data_batch)
 
 
-def overridden(model: Any, names: tuple[str, ...]) -> list[str]:
-    """Which of Keras's functions the class of a model has of its own."""
-    kind = type(model)
-    return [n for n in names if getattr(kind, n) is not getattr(TensorFlowTrainer, n)]
+@contextlib.contextmanager
+def ordered_by_itself() -> Iterator[None]:
+    """Side effects that a replica traces wait for its own, not for another's.
+
+    TensorFlow runs operations with side effects and no resource, such as `Assert`, in
+    the order in which they are traced. Replicas are traced one after the other: the
+    first of the second would wait for the last of the first, and that one may wait for
+    a collective in which the second has still to take part.
+    """
+    graph = ops.get_default_graph()
+    manager = graph.experimental_acd_manager
+    first = len(graph.get_operations())
+    yield
+    if manager is None:
+        return
+    previous = None
+    for op in graph.get_operations()[first:]:
+        if not _is_ordered_by_tracing(op):
+            continue
+        manager.run_independently(op)
+        if previous is not None:
+            op._add_control_input(previous)
+        previous = op
+
+
+def _is_ordered_by_tracing(op: Any) -> bool:
+    uses_a_resource = any(tensor.dtype == tf.resource for tensor in op.inputs)
+    is_in_a_branch = op._control_flow_context is not None
+    is_plain = not uses_a_resource and not is_in_a_branch
+    return is_plain and auto_control_deps.op_is_stateful(op)
+
+
+def build_by_steps(model: Any, data_batch: Any) -> None:
+    """Builds the layers that steps of the user's own call, where any is unbuilt.
+
+    Else replicas would build them while the step is traced, each in its thread, and
+    TensorFlow would initialize them in a branch of the step.
+    """
+    layers = model._flatten_layers(include_self=False)
+    if all(layer.built for layer in layers):
+        return
+    batch = keras.tree.map_structure(
+        lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), data_batch
+    )
+    # An optimizer has no replica to update here, and its error is no news; the
+    # variables that were asked for so far are made at the end all the same.
+    for name in overridden(model):
+        with model.distribute_strategy.scope(), contextlib.suppress(Exception):
+            keras_backend.compute_output_spec(getattr(model, name), batch)
+
+
+def overridden(model: Any, names: tuple[str, ...] = OWN_STEPS) -> list[str]:
+    """Which of Keras's functions a model, or its class, has of its own."""
+    return [
+        name
+        for name in names
+        if getattr(getattr(model, name), "__func__", None)
+        is not getattr(TensorFlowTrainer, name)
+    ]
 
 
 def strategy_of(model: Any) -> Any:

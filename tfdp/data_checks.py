@@ -158,9 +158,7 @@ def _described(batch: Any) -> str:
 
 
 def _check_features(model: Any, x: Any, y: Any) -> None:
-    if not _is_empty(x) or (
-        not _is_empty(y) and _compat.overridden(model, ("train_step", "test_step"))
-    ):
+    if not _is_empty(x) or (not _is_empty(y) and _compat.overridden(model)):
         return
     raise _without_features("x", x)
 

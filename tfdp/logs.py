@@ -51,7 +51,7 @@ def _merge(strategy: Any, model: Any, outputs: dict) -> dict:
     logs = dict(tf.nest.pack_sequence_as(raw, means))
     if names:
         results = _results(model, variables, merged[: len(variables)])
-        logs.update({name: results[name] for name in names})
+        logs.update({name: results[own] for name, own in names.items()})
     return {name: logs[name] for name in outputs}
 
 
@@ -94,20 +94,24 @@ def _metric_names(
     outputs: dict,
     variables: Sequence[Any],
     states: Sequence[Sequence[tf.Tensor]],
-) -> set[str]:
+) -> dict[str, str]:
     """The logs that are results of the model's metrics, not values of its own.
 
     A custom step may return a plain loss under the name of a metric that it
-    never updates. In a traced step the graph tells the two apart, in an eager
-    one the value does.
+    never updates, or a metric's result under another name. In a traced step the
+    graph tells which is which, in an eager one the value does, under its own name.
+
+    Returns:
+        Dict from the name of a log to that of the metric.
     """
     if not variables:
-        return set()
+        return {}
     own = _results(model, variables, [state[0] for state in states])
     handles = [part.handle for v in variables for part in v.value.values]
-    names = set()
+    names = {}
     for name, value in outputs.items():
         if name not in own:
+            names.update(_renamed(strategy, name, value, own))
             continue
         first = [_of_replicas(strategy, x)[0] for x in tf.nest.flatten(value)]
         if tf.executing_eagerly():
@@ -117,8 +121,36 @@ def _metric_names(
         else:
             is_metric = all(_reads(tensor, handles) for tensor in first)
         if is_metric:
-            names.add(name)
+            names[name] = name
     return names
+
+
+def _renamed(strategy: Any, name: str, value: Any, own: dict) -> dict[str, str]:
+    """The metric whose result a log is under another name, if it is one."""
+    first = _of_replicas(strategy, value)[0]
+    if not tf.is_symbolic_tensor(first):
+        return {}
+    formula = _formula(first)
+    found = [
+        metric
+        for metric, result in own.items()
+        if tf.is_symbolic_tensor(result) and _formula(result) == formula
+    ]
+    return {name: found[0]} if found else {}
+
+
+def _formula(tensor: Any) -> Any:
+    """By what operations a traced tensor is computed from variables."""
+    op = tensor.op
+    if op.type == "Identity":
+        return _formula(op.inputs[0])
+    if op.type == "Const":
+        return str(tf.get_static_value(tensor))
+    if op.type == "ReadVariableOp":
+        return op.inputs[0].name
+    if op.type not in ("Cast", "DivNoNan", "RealDiv", "Sqrt"):
+        return op.name
+    return (op.type, *(_formula(source) for source in op.inputs))
 
 
 def _of_replicas(strategy: Any, value: Any) -> list:

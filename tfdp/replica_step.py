@@ -134,7 +134,8 @@ def _after_its_data(fn: Callable) -> Callable:
     @functools.wraps(fn)
     def step(*args: Any) -> Any:
         data = [x for x in tf.nest.flatten(args) if tf.is_symbolic_tensor(x)]
-        with tf.control_dependencies(observe.step_begins(data)):
+        begins = observe.step_begins(data)
+        with tf.control_dependencies(begins), _compat.ordered_by_itself():
             return fn(*args)
 
     return step

@@ -269,7 +269,13 @@ def _symbolic_build(
     shapes = [s.shape for s in tf.nest.flatten(spec) if s is not None]
     if any(shape.rank is None for shape in shapes):
         return original(model, iterator=iterator)
-    return _compat.build_symbolically(model, spec)
+    try:
+        return _compat.build_symbolically(model, spec)
+    except Exception:
+        # A step of the user's own need not use `call`, which may not even exist.
+        if not _compat.overridden(model):
+            raise
+    return _compat.build_by_steps(model, spec)
 
 
 def _reduce_per_replica(

@@ -33,6 +33,7 @@ MODULES: tuple[str, ...] = (
     "validation",
     "prediction",
     "saving",
+    "guides",
     "sharding",
     "bad_input",
     "algorithms",
