@@ -50,7 +50,6 @@ from tensorflow.python.distribute import (
     values,
 )
 from tensorflow.python.eager import context
-from tensorflow.python.framework import device as device_lib
 from tensorflow.python.framework import (
     auto_control_deps,
     none_tensor,
@@ -58,6 +57,7 @@ from tensorflow.python.framework import (
     random_seed,
     smart_cond,
 )
+from tensorflow.python.framework import device as device_lib
 from tensorflow.python.ops import resource_variable_ops, stateful_random_ops
 from tensorflow.python.trackable import data_structures
 from tensorflow.python.types import distribute as distribute_types

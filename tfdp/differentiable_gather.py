@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfdp import _compat, shares
 from tfdp.gather import gather_first_axis
 from tfdp.ownership import in_force, replica_context
+from tfdp.row_forms.form import CONSTANT
 
 
 def all_gather(value: Any) -> tf.Tensor:
@@ -88,7 +89,12 @@ def _gathered(value: tf.Tensor, context: Any) -> tf.Tensor:
 
         return joined, gradient
 
-    return gather(value)
+    result = gather(value)
+    forms = shares.forms()
+    if forms is not None:
+        # The same on every replica, and so no rows of this one.
+        forms.set(result, CONSTANT)
+    return result
 
 
 def _exchange(rows: tf.Tensor, context: Any) -> tuple[tf.Tensor, tf.Tensor]:
