@@ -86,6 +86,7 @@ FLOORS = {
     "tfdp.layout": 3,
     # What the strategies and the trainer are made of.
     "tfdp.step": 4,
+    "tfdp.global_statistics": 4,
     "tfdp.loss_terms": 4,
     "tfdp.differentiable_gather": 4,
     "tfdp.replica_step": 4,
@@ -164,6 +165,8 @@ SIDEWAYS = {
     ("tfdp.keras_view", "tfdp.sharding"): "a view has sharded state whole",
     ("tfdp.step", "tfdp.replica_reducer"): "the path calls the reducer",
     ("tfdp.replica_step", "tfdp.loss_terms"): "what a step returns is by rows",
+    ("tfdp.loss_terms", "tfdp.global_statistics"): "some losses are functions of sums",
+    ("tfdp.differentiable_gather", "tfdp.loss_terms"): "gathered rows are no rows here",
     ("tfdp.replica_reducer", "tfdp.reducer"): "one replica's view of the reducer",
     ("tfdp.optimizer", "tfdp.optimizer_sharding"): "one class in three files",
     ("tfdp.optimizer_sharding", "tfdp.optimizer_settings"): "one class in three files",

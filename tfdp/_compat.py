@@ -217,6 +217,25 @@ def op_age(op: tf.Operation) -> int:
     return op._id
 
 
+def is_pure(op: tf.Operation) -> bool:
+    """Whether an operation has no state, no effect and no function inside."""
+    has_function = any(value.HasField("func") for value in op.node_def.attr.values())
+    return not has_function and not auto_control_deps.op_is_stateful(op)
+
+
+def copy_of_operation(op: tf.Operation, inputs: list) -> list:
+    """The outputs of an operation like another one, on other inputs."""
+    attributes = {
+        name: value
+        for name, value in op.node_def.attr.items()
+        if not name.startswith("_")
+    }
+    graph = ops.get_default_graph()
+    dtypes = [output.dtype for output in op.outputs]
+    copy = graph.create_op(op.type, inputs, dtypes, attrs=attributes, op_def=op.op_def)
+    return list(copy.outputs)
+
+
 def op_position(tensor: tf.Tensor) -> int:
     """When the operation that makes `tensor` was added to the graph."""
     return op_age(tensor.op)

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp import _compat, shares
+from tfdp import _compat, loss_terms, shares
 from tfdp.gather import gather_first_axis
 from tfdp.ownership import in_force, replica_context
 from tfdp.row_forms.form import CONSTANT
@@ -90,10 +90,8 @@ def _gathered(value: tf.Tensor, context: Any) -> tf.Tensor:
         return joined, gradient
 
     result = gather(value)
-    forms = shares.forms()
-    if forms is not None:
-        # The same on every replica, and so no rows of this one.
-        forms.set(result, CONSTANT)
+    # The same on every replica, and so no rows of this one.
+    loss_terms.note(result, CONSTANT)
     return result
 
 

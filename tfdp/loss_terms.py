@@ -17,12 +17,15 @@ import keras
 import tensorflow as tf
 
 from tfdp import shares
+from tfdp.global_statistics import global_statistic
 from tfdp.row_forms.form import MEAN, PAIRS, Form, Kind
 from tfdp.row_forms.forms import Forms
 
+# A log is worth less communication than a loss.
+_MOST_ELEMENTS_OF_LOG = 1024
 _MIXES = {
-    Kind.PAIRS: "compares rows of a batch with each other",
-    Kind.STATISTIC: "is no mean over the rows of a batch, but a function of such",
+    Kind.PAIRS: "compares rows of a batch with each other or with their mean",
+    Kind.STATISTIC: "depends on single rows of a batch, by their maximum or the like",
 }
 
 
@@ -66,10 +69,46 @@ def as_row_mean(value: Any) -> Any:
     if forms is None or not tf.is_symbolic_tensor(value) or value.shape.rank != 0:
         return value
     number = tf.cast(value, tf.float64) if value.dtype.is_integer else value
+    if forms.of(number).kind is Kind.STATISTIC and number.dtype.is_floating:
+        found = global_statistic(forms, number, _mean_of, _MOST_ELEMENTS_OF_LOG)
+        if found is not None:
+            return found.value
+    mean = _mean_of(number)
+    return value if mean is number else mean
+
+
+def _mean_of(number: Any) -> Any:
+    """`as_row_mean` of a floating tensor that is linear in means and sums."""
+    forms = shares.forms()
+    assert forms is not None
     terms = _terms(forms, number, is_log=True)
     if all(factor is None for _, factor in terms):
-        return value
+        return number
     return tf.add_n([t if factor is None else t * factor for t, factor in terms])
+
+
+def _parts_of_statistic(
+    forms: Forms, term: Any, coefficient: Any
+) -> list[tuple[Any, Any]]:
+    """The terms of a function of means and sums, each with what its gradient counts."""
+    found = global_statistic(forms, term, _mean_of)
+    if found is None:
+        return []
+    parts = []
+    for value, derivative in zip(found.inputs, found.derivatives, strict=True):
+        outer = derivative
+        if coefficient is not None:
+            outer *= tf.cast(coefficient, outer.dtype)
+        for part, factor in _terms(forms, value, is_log=True):
+            parts.append((part, outer if factor is None else outer * factor))
+    return parts
+
+
+def note(tensor: Any, form: Form) -> None:
+    """States the form of a tensor of this thread's step, whatever it is made by."""
+    forms = shares.forms()
+    if forms is not None and tf.is_symbolic_tensor(tensor):
+        forms.set(tensor, form)
 
 
 def note_mean(loss: Any, values: Any = None) -> None:
@@ -80,9 +119,9 @@ def note_mean(loss: Any, values: Any = None) -> None:
         values: The entries that it is a mean of, or `None`. Defaults to `None`.
     """
     forms = shares.forms()
-    if forms is not None and tf.is_symbolic_tensor(loss):
+    if forms is not None:
         compares = values is not None and forms.of(values).kind is Kind.PAIRS
-        forms.set(loss, PAIRS if compares else MEAN)
+        note(loss, PAIRS if compares else MEAN)
 
 
 def _given(target: Any, output_gradients: Any) -> list[tuple[Any, Any]]:
@@ -120,6 +159,11 @@ def _terms(forms: Forms, tensor: Any, *, is_log: bool = False) -> list[tuple[Any
     found = []
     for term, coefficient, by_hand in _split(forms, tensor):
         form = forms.of(term)
+        if form.kind is Kind.STATISTIC and not is_log:
+            parts = _parts_of_statistic(forms, term, coefficient)
+            if parts:
+                found += parts
+                continue
         if not is_log:
             _tell_what_mixes(forms, term, form)
             _tell_of_division(forms, term)
@@ -190,11 +234,11 @@ def _tell_what_mixes(forms: Forms, term: Any, form: Form) -> None:
     """Warns, once for a strategy, of a loss that cannot be that of one device."""
     if form.kind not in _MIXES or not forms.first_time(form.kind.name):
         return
+    name = forms.origin(term).name
     warnings.warn(
-        f"A loss {_MIXES[form.kind]} (operation {term.op.name!r}), so that replicas "
-        "that each see their own rows do not get that of one device. Compare with "
-        "the rows of all replicas, by `tfdp.all_gather`, or let the loss be a mean "
-        "over rows.",
+        f"A loss {_MIXES[form.kind]} (operation {name!r}), so that replicas that each "
+        "see their own rows do not get that of one device. Compute it from the rows "
+        "of all replicas, by `tfdp.all_gather`, or let it be a mean over rows.",
         stacklevel=2,
     )
 

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdp import _compat, loss_terms, observe, shares
 from tfdp.ownership import in_force, replica_context
+from tfdp.row_forms.form import CONSTANT, ROWS
 
 # An odd number far from the increments of the counter beside it.
 _SEED_STRIDE = 1_000_003
@@ -54,7 +55,11 @@ def _moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) -
     """Keras takes them over the replica's own samples, also if synchronized."""
     context = replica_context()
     if context is None or mask is None or not layer.synchronized:
-        return original(layer, inputs, mask)
+        moments = original(layer, inputs, mask)
+        for moment in moments:
+            # Where they are the replica's own, that is what the layer is told to do.
+            loss_terms.note(moment, CONSTANT)
+        return moments
     kept = [axis % inputs.shape.rank for axis in layer.input_spec.axes]
     axes = [axis for axis in range(inputs.shape.rank) if axis not in kept]
     return synchronized_masked_moments(context, inputs, mask, axes)
@@ -141,7 +146,9 @@ def _apply_mask(
     weights = original(sample_weight, mask, dtype, reduction)
     if mask is None or reduction not in ("mean", "sum_over_batch_size"):
         return weights
-    return weights * _global_mean_correction(mask, dtype)
+    weights = weights * _global_mean_correction(mask, dtype)
+    loss_terms.note(weights, ROWS)
+    return weights
 
 
 def _global_mean_correction(weights: Any, dtype: Any) -> Any:

@@ -20,6 +20,7 @@ from tfdp.row_forms.form import (
 
 SUMS = ("Add", "AddN", "AddV2", "Sub")
 QUOTIENTS = ("DivNoNan", "RealDiv")
+_OF_ALL_ROWS = (Kind.STATISTIC, Kind.TERMS, Kind.TOTAL)
 
 
 def linear(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
@@ -128,6 +129,11 @@ def _of_entries(op: Any, inputs: list[Form]) -> Form:
     ]
     if len({form.axis for form in rows} - {None}) > 1:
         return PAIRS
+    # Less their mean, say; a length that is counted over rows changes no number.
+    is_number = op.outputs[0].dtype.is_floating
+    for tensor, form in zip(op.inputs, inputs, strict=True):
+        if is_number and tensor.dtype.is_floating and form.kind in _OF_ALL_ROWS:
+            return PAIRS
     if any(form.degree for form in rows):
         is_linear = op.type in (*SUMS, "Mul", *QUOTIENTS)
         return rows[0] if is_linear and len(rows) == 1 else UNKNOWN

@@ -16,7 +16,7 @@ class Kind(enum.Enum):
     ROWS = "one entry for each row, along an axis"
     TOTAL = "linear in sums over rows"
     STATISTIC = "another function of sums over rows"
-    PAIRS = "entries that compare rows with each other"
+    PAIRS = "entries that compare rows with each other, or with a mean of theirs"
     TERMS = "a sum of totals of different degree"
     UNKNOWN = "depends on the rows in a way that no rule covers"
 

@@ -86,6 +86,12 @@ class Forms:
                 self._apply_rule(op)
         return self._found[_key(tensor)]
 
+    def origin(self, tensor: Any) -> Any:
+        """The first operation to which a tensor owes its kind of form."""
+        kind = self.of(tensor).kind
+        sources = [x for x in tensor.op.inputs if self.of(x).kind is kind]
+        return self.origin(sources[0]) if sources else tensor.op
+
     def power_by_hand(self, constant: Any) -> int:
         """What power of the number of replicas a factor of a user's is.
 

@@ -62,7 +62,8 @@ def entry(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
     return NUM_ROWS if form.axis == int(index) else CONSTANT
 
 
-def positions(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form:
-    """`tf.range` of the number of rows."""
-    del op, inputs, power_by_hand
-    return ROWS
+def positions(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
+    """`tf.range`: of the number of rows one number for each."""
+    if any(form.kind is Kind.COUNT and form.degree for form in inputs):
+        return ROWS
+    return other(op, inputs, power_by_hand)
