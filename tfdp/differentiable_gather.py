@@ -36,10 +36,11 @@ def all_gather(value: Any) -> tf.Tensor:
 
     Example:
 
-    >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> import tfdp
+    >>> strategy = tfdp.MirroredStrategy(["CPU:0", "CPU:1"])
     >>> def step():
     ...     rank = tf.distribute.get_replica_context().replica_id_in_sync_group
-    ...     return all_gather(tf.fill([rank + 1], rank))
+    ...     return tfdp.all_gather(tf.fill([rank + 1], rank))
     >>> results = strategy.run(tf.function(step))
     >>> [result.numpy().tolist() for result in strategy.experimental_local_results(results)]
     [[0, 1, 1], [0, 1, 1]]

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdp import _compat, loss_terms, observe, shares
 from tfdp.ownership import in_force, replica_context
+from tfdp.reducer import is_reducing_gradients
 from tfdp.row_forms.form import CONSTANT, ROWS
 
 # An odd number far from the increments of the counter beside it.
@@ -31,6 +32,7 @@ def install() -> None:
     _compat.replace(tf.nn, "scale_regularization_loss", _scale_regularization)
     for metric in (keras.metrics.Mean, keras.metrics.Sum):
         _compat.replace(metric, "update_state", _update_by_rows)
+    _compat.replace(tf.distribute.ReplicaContext, "all_reduce", _all_reduce)
     layer = keras.layers.BatchNormalization
     _compat.replace(layer, "_moments", _moments_of_masked)
     for name in ("conv", "depthwise_conv", "separable_conv"):
@@ -42,6 +44,34 @@ def install() -> None:
     _compat.replace(_compat.keras_loss, "unscale_loss_for_distribution", _unscale_loss)
     for module in _compat.KERAS_RANDOM_MODULES:
         _compat.replace(module, "draw_seed", _draw_seed)
+
+
+def _all_reduce(
+    original: Callable, context: Any, reduce_op: Any, value: Any, options: Any = None
+) -> Any:
+    """Passes gradients back so that each replica's loss counts by its rows.
+
+    What replicas have together, such as synchronized moments, carries the gradients of
+    all their losses to each replica, whose optimizer multiplies them by its own weight.
+    """
+    weight, flat = shares.current(), tf.nest.flatten(value)
+    is_plain = all(tf.is_tensor(x) and x.dtype.is_floating for x in flat)
+    if weight is None or is_reducing_gradients() or not is_plain:
+        return original(context, reduce_op, value, options)
+
+    @tf.custom_gradient
+    def reduce(*tensors: tf.Tensor) -> Any:
+        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            parts = [x * tf.cast(weight, x.dtype) for x in upstream]
+            totals = original(context, reduce_op, parts, options)
+            return [tf.math.divide_no_nan(t, tf.cast(weight, t.dtype)) for t in totals]
+
+        return tuple(original(context, reduce_op, list(tensors), options)), gradient
+
+    results = reduce(*flat)
+    for result in results:
+        loss_terms.note(result, CONSTANT)
+    return tf.nest.pack_sequence_as(value, results)
 
 
 def _moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:

@@ -33,20 +33,30 @@ _described = threading.local()
 
 
 @contextlib.contextmanager
-def gradients_of(variables: Sequence[Any], *, is_linear: bool) -> Iterator[None]:
+def gradients_of(
+    variables: Sequence[Any], *, is_linear: bool, weight: tf.Tensor | None = None
+) -> Iterator[None]:
     """Tells the reducer whose gradients the next all-reduce of a thread has.
 
     Args:
         variables: Sequence of Keras variables.
         is_linear: Bool, whether the optimizer is linear in the gradient.
+        weight: Scalar tensor by which this replica's gradients count, or `None` for
+            one. Defaults to `None`.
     """
     _described.variables = list(variables)
     _described.is_linear = is_linear
+    _described.weight = weight
     try:
         yield
     finally:
-        _described.variables = None
+        _described.variables = _described.weight = None
         _described.is_linear = False
+
+
+def is_reducing_gradients() -> bool:
+    """Whether the next all-reduce of this thread has the gradients of variables."""
+    return bool(getattr(_described, "variables", None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +117,7 @@ class Reducer:
                 variables,
                 replica,
                 may_sum=_described.is_linear,
-                weight=None,  # `updates` has weighted them
+                weight=_described.weight,
             )
             observe.squared_norm(lambda: self._own_squares(reduced), replica)
         else:

@@ -42,10 +42,15 @@ def _apply_gradients(
     original: Callable, optimizer: Any, grads: Any, variables: Any
 ) -> Any:
     _thread.variables = variables
-    weight = shares.weight_for(optimizer)
-    if weight is not None and not in_own_step():
+    weight = None if in_own_step() else shares.weight_for(optimizer)
+    sums_up = optimizer.gradient_accumulation_steps or tf.executing_eagerly()
+    if weight is not None and sums_up:
         # Before anything is added up: each micro-batch has its own weights.
         grads = [weighted(gradient, weight) for gradient in grads]
+        weight = None
+    # Else the reducer multiplies whole buckets by it: they are filled in the order in
+    # which the backward pass makes the gradients.
+    _thread.weight = weight
     return original(optimizer, grads, variables)
 
 
@@ -106,4 +111,8 @@ def _check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
 
 
 def _described(optimizer: Any, variables: list[Any]) -> Any:
-    return gradients_of(variables, is_linear=is_linear(optimizer))
+    return gradients_of(
+        variables,
+        is_linear=is_linear(optimizer),
+        weight=getattr(_thread, "weight", None),
+    )
