@@ -29,16 +29,15 @@ def reduction(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form:
     if not form.has_rows:
         keeps = is_linear or form.kind in (Kind.PAIRS, Kind.UNKNOWN, Kind.COUNT)
         return form if keeps else STATISTIC
-    is_scalar = op.outputs[0].shape.rank == 0
-    axes, rank = _compat.constant_value(op.inputs[1]), op.inputs[0].shape.rank
-    if not is_scalar and (form.axis is None or rank is None or axes is None):
-        return ROWS_SOMEWHERE
-    if not is_scalar:
+    if op.outputs[0].shape.rank != 0:
+        axes, rank = _compat.constant_value(op.inputs[1]), op.inputs[0].shape.rank
+        if form.axis is None or rank is None or axes is None:
+            return ROWS_SOMEWHERE
         reduced = {int(axis) % rank for axis in axes.reshape(-1)}
+        before = [axis for axis in reduced if axis < form.axis]
         if form.axis not in reduced:
             keeps_axes = op.node_def.attr["keep_dims"].b
-            before = 0 if keeps_axes else sum(axis < form.axis for axis in reduced)
-            return form.with_axis(form.axis - before)
+            return form.with_axis(form.axis - (0 if keeps_axes else len(before)))
     return _total(op, form) if is_linear else STATISTIC
 
 
