@@ -31,6 +31,9 @@ MEANS = {
     "sum by size": lambda x: tf.math.divide_no_nan(
         tf.reduce_sum(x), tf.cast(tf.size(x), tf.float32)
     ),
+    "squares of a layer by rows": lambda x: (
+        tf.reduce_sum(tf.square(x @ WEIGHTS)) / num_rows(x)
+    ),
     "rows by number, added": lambda x: tf.reduce_sum(summed(x) / num_rows(x)),
     "scaled": lambda x: 3.0 - 0.5 * tf.reduce_mean(x),
     "sum of means": lambda x: ops.sum([tf.reduce_mean(x), tf.reduce_mean(x @ WEIGHTS)]),

@@ -43,8 +43,10 @@ def reduction(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form:
 
 def _total(op: Any, form: Form) -> Form:
     """The sum or the mean over rows."""
-    size = op.inputs[0].shape.num_elements()
-    counts = form.counts if size is None else form.counts | {size}
+    shape = op.inputs[0].shape
+    rows = None if form.axis is None or shape.rank is None else shape[form.axis]
+    sizes = (shape.num_elements(), rows)
+    counts = form.counts | {size for size in sizes if size is not None}
     degree = form.degree + (op.type == "Sum")
     return Form(Kind.TOTAL, degree, None, form.by_hand, counts)
 
