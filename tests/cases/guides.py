@@ -804,7 +804,7 @@ def step_with_two_updates_and_checks(env: Env) -> dict:
     return _train(env, build, x, x)
 
 
-@case("A masked mean by hand, as many words in each share", setups=MIRRORED)
+@case("A masked mean by hand, with other numbers of words in each share", setups=BOTH)
 def masked_mean_by_hand(env: Env) -> dict:
     def build():
         ids = keras.Input((common.LENGTH,), dtype="int32")
@@ -813,6 +813,33 @@ def masked_mean_by_hand(env: Env) -> dict:
         model.compile(optimizer=_sgd())
         return model
 
-    x = common.tokens(EVEN)
-    x[:, :3], x[:, 3:] = np.maximum(x[:, :3], 1), 0
+    x = common.tokens(NUM_ROWS)
+    x[:, 0] = np.maximum(x[:, 0], 1)
+    x[::2, 2:] = 0
     return _train(env, build, x, x)
+
+
+class FunctionsOfSums(OwnLoss):
+    """What is no mean over rows, but computed from means and sums over them."""
+
+    def own_loss(self, y, y_pred):
+        root = tf.sqrt(tf.reduce_mean(tf.square(y - y_pred)))
+        overlap = 2.0 * tf.reduce_sum(y * y_pred) + 1.0
+        dice = 1.0 - overlap / (tf.reduce_sum(y * y) + tf.reduce_sum(y_pred**2) + 1.0)
+        rows = tf.cast(tf.shape(y)[0], tf.float32)
+        covariance = tf.matmul(y, y_pred, transpose_a=True) / rows
+        return root + 0.5 * dice + 0.1 * tf.reduce_sum(tf.square(covariance))
+
+    def test_step(self, data):
+        x, y = data
+        return {"loss": self.own_loss(y, self(x, training=False))}
+
+
+@case("A root of a mean, a quotient of sums, a cross-correlation", setups=registry.ALL)
+def loss_that_is_a_function_of_sums(env: Env) -> dict:
+    def build():
+        model = _functional(FunctionsOfSums)
+        model.compile(optimizer=_sgd())
+        return model
+
+    return _train(env, build, *_regression(), evaluates=True)

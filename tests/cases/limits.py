@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -62,13 +64,6 @@ class OfKeras(keras.Model):
         return {metric.name: metric.result() for metric in metrics}
 
 
-class Unscaled(OfKeras):
-    """The wrong way: the mean of the replica's samples."""
-
-    def loss_of(self, x, y, y_pred):
-        return tf.reduce_mean(tf.square(y - y_pred))
-
-
 def _train(env: Env, model_class: type, **options) -> dict:
     def build():
         optimizer = keras.optimizers.SGD(0.05)
@@ -83,20 +78,56 @@ def train_step_that_lets_keras_compute_the_loss(env: Env) -> dict:
     return _train(env, OfKeras)
 
 
-@case("Limits: an unscaled loss counts as often as there are replicas", compare=False)
-def unscaled_loss_counts_once_for_each_replica(env: Env) -> dict:
-    x, y = common.regression_data(common.BATCH_SIZE)
-    moved = []
-    for model_class in (OfKeras, Unscaled):
-        keras.utils.set_random_seed(1)
-        with env.scope():
-            optimizer = keras.optimizers.SGD(0.05)
-            model = common.compiled(model_class(), optimizer, metrics=["mae"])
-            model(x)
-        before = model.dense.kernel.numpy()
-        common.fit(model, x, y)
-        moved.append(model.dense.kernel.numpy() - before)
-    np.testing.assert_allclose(moved[1], env.num_replicas * moved[0], rtol=1e-4)
+class BetweenRows(OfKeras):
+    """Rows compared with each other: a replica has only its own."""
+
+    def loss_of(self, x, y, y_pred):
+        return tf.reduce_mean(tf.matmul(y_pred, y, transpose_b=True))
+
+
+class LargestRow(OfKeras):
+    def loss_of(self, x, y, y_pred):
+        return tf.reduce_max(tf.square(y - y_pred))
+
+
+class DividedByANumber(OfKeras):
+    """The number of replicas, asked for outside of the step."""
+
+    num_replicas = 1
+
+    def loss_of(self, x, y, y_pred):
+        return tf.reduce_mean(tf.square(y - y_pred)) / self.num_replicas
+
+
+@case("Limits: a sentence about each loss that cannot be right", compare=False)
+def losses_that_cannot_be_right_are_told(env: Env) -> dict:
+    told = {
+        BetweenRows: "compares rows of a batch with each other",
+        LargestRow: "depends on single rows of a batch",
+        DividedByANumber: "is the number of replicas",
+    }
+    DividedByANumber.num_replicas = env.strategy.num_replicas_in_sync
+    for model_class, sentence in told.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _train(env, model_class)
+        sentences = [str(warning.message) for warning in caught]
+        assert sum(sentence in text for text in sentences) == 1, sentences
+    return {}
+
+
+@case("Limits: an eager step of own", compare=False)
+def eager_steps_are_told(env: Env) -> dict:
+    def build():
+        model = OfKeras()
+        optimizer = keras.optimizers.SGD(0.05)
+        model.compile(optimizer, loss="mse", metrics=["mae"], run_eagerly=True)
+        return model
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        common.train(env, build, *common.regression_data(8))
+    assert sum("`OfKeras.train_step`" in str(w.message) for w in caught) == 1
     return {}
 
 
