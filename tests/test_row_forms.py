@@ -23,6 +23,9 @@ def num_rows(x):
 
 
 MEANS = {
+    "mean in a function in a function": tf.function(
+        lambda x: tf.function(tf.reduce_mean)(x * WEIGHTS[0])
+    ),
     "mean": tf.reduce_mean,
     "mean of sums": lambda x: tf.reduce_mean(summed(x)),
     "keras mean": lambda x: ops.mean(ops.square(x)),
@@ -61,6 +64,10 @@ MEANS = {
     "labels": lambda x: tf.reduce_mean(crossentropy(tf.ones_like(x[:, 0]), x)),
 }
 SUMS = {
+    "sum in a function": tf.function(tf.reduce_sum),
+    "sum in either branch": lambda x: tf.cond(
+        x[0, 0] > 0, lambda: tf.reduce_sum(x), lambda: tf.reduce_sum(x * x)
+    ),
     "sum": tf.reduce_sum,
     "keras sum": lambda x: ops.sum(ops.abs(x)),
     "sum over a constant": lambda x: tf.reduce_sum(x) / 64.0,
@@ -106,6 +113,12 @@ EXPECTED = {
     **{name: (f, Form(Kind.TERMS)) for name, f in TERMS.items()},
     "penalty of weights": (lambda x: tf.nn.l2_loss(WEIGHTS), Form(Kind.COUNT)),
     "number of rows": (num_rows, Form(Kind.COUNT, 1)),
+    "another form in each branch": (
+        lambda x: tf.cond(
+            x[0, 0] > 0, lambda: tf.reduce_sum(x), lambda: tf.reduce_mean(x)
+        ),
+        Form(Kind.UNKNOWN),
+    ),
 }
 
 

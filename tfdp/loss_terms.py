@@ -20,13 +20,12 @@ from tfdp import shares
 from tfdp.global_statistics import global_statistic
 from tfdp.row_forms.form import MEAN, PAIRS, Form, Kind
 from tfdp.row_forms.forms import Forms
+from tfdp.row_forms.rules import CALLS, LOOPS
 
 # A log is worth less communication than a loss.
 _MOST_ELEMENTS_OF_LOG = 1024
-_MIXES = {
-    Kind.PAIRS: "compares rows of a batch with each other or with their mean",
-    Kind.STATISTIC: "depends on single rows of a batch, by their maximum or the like",
-}
+# What a loss may be made in, where its terms cannot be told apart.
+_OPAQUE = (*CALLS, *LOOPS)
 
 
 def gradient(
@@ -197,7 +196,7 @@ def _split(forms: Forms, tensor: Any) -> list[tuple[Any, Any, int]]:
         List of tuples: a term, its coefficient or `None`, and what power of the
         number of replicas is in that by hand.
     """
-    if forms.of(tensor).kind is not Kind.TERMS:
+    if forms.of(tensor).kind is not Kind.TERMS or tensor.op.type in _OPAQUE:
         return [(tensor, None, 0)]
     found = []
     for source, outer, by_hand in _linear_inputs(forms, tensor.op):
@@ -232,15 +231,38 @@ def _linear_inputs(forms: Forms, op: Any) -> list[tuple[Any, Any, int]]:
 
 def _tell_what_mixes(forms: Forms, term: Any, form: Form) -> None:
     """Warns, once for a strategy, of a loss that cannot be that of one device."""
-    if form.kind not in _MIXES or not forms.first_time(form.kind.name):
+    if form.kind in (Kind.COUNT, Kind.ROWS, Kind.TOTAL):
         return
-    name = forms.origin(term).name
-    warnings.warn(
-        f"A loss {_MIXES[form.kind]} (operation {name!r}), so that replicas that each "
-        "see their own rows do not get that of one device. Compute it from the rows "
-        "of all replicas, by `tfdp.all_gather`, or let it be a mean over rows.",
-        stacklevel=2,
-    )
+    origin = forms.origin(term)
+    if origin.type in _OPAQUE and form.kind is not Kind.PAIRS:
+        _tell_of_function(forms, origin.name)
+    elif form.kind is Kind.PAIRS and forms.first_time("pairs"):
+        warnings.warn(
+            "A loss compares rows of a batch with each other or with their mean "
+            f"(operation {origin.name!r}), so that replicas that each see their own "
+            "rows do not get that of one device. Compute it from the rows of all "
+            "replicas, by `tfdp.all_gather`.",
+            stacklevel=2,
+        )
+    elif form.kind is Kind.STATISTIC and forms.first_time("statistic"):
+        warnings.warn(
+            "A loss depends on single rows of a batch, by their maximum or the like "
+            f"(operation {origin.name!r}), so that replicas that each see their own "
+            "rows do not get that of one device. Compute it from the rows of all "
+            "replicas, by `tfdp.all_gather`.",
+            stacklevel=2,
+        )
+
+
+def _tell_of_function(forms: Forms, name: str) -> None:
+    """Warns, once for a strategy, of a loss whose terms nobody sees."""
+    if forms.first_time("function"):
+        warnings.warn(
+            "A loss is made inside a function, a branch or a loop (operation "
+            f"{name!r}) in a way that tfdp cannot take apart, and is taken for a mean "
+            "over rows. If it is no mean, compute it outside, in the step itself.",
+            stacklevel=2,
+        )
 
 
 def _tell_of_division(forms: Forms, term: Any) -> None:

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdp import _compat, drift_watch, loops, loss_terms, observe, shares
 from tfdp.ownership import strategy_of
+from tfdp.row_forms.form import CONSTANT
 from tfdp.row_forms.forms import Forms
 from tfdp.rows import first_tensor, num_rows, share_of_rank
 
@@ -80,6 +81,9 @@ def _step_on_share(strategy: Any, fn: Callable, parts: list[shares.Share]) -> Ca
                 told,
                 may_divide=strategy.extended.user_counts_replicas,
             )
+            if tf.is_symbolic_tensor(share.weight):
+                # A factor of the loss that keeps its form.
+                forms.set(share.weight, CONSTANT)
             share = dataclasses.replace(share, forms=forms)
         with shares.share(dataclasses.replace(share, weighted=set())):
             return keras.tree.map_structure(loss_terms.as_row_mean, fn(*args))

@@ -13,12 +13,13 @@ from tfdp.row_forms.form import (
     CONSTANT,
     ROWS,
     ROWS_SOMEWHERE,
+    UNKNOWN,
     Form,
     Kind,
     are_constant,
 )
 from tfdp.row_forms.others import other
-from tfdp.row_forms.rules import RULES
+from tfdp.row_forms.rules import CALLS, RULES
 
 
 class Forms:
@@ -134,6 +135,8 @@ class Forms:
         inputs = [self._found[_key(tensor)] for tensor in op.inputs]
         if op.type == "Placeholder":
             forms: Any = self._of_captured(op)
+        elif op.type in CALLS and not are_constant(inputs):
+            forms = self._of_call(op, inputs)
         elif not are_constant(inputs):
             forms = RULES.get(op.type, other)(op, inputs, self.power_by_hand)
         elif "Random" in op.type and self._num_rows:
@@ -144,6 +147,25 @@ class Forms:
             forms = [forms] * len(op.outputs)
         for output, form in zip(op.outputs, forms, strict=True):
             self._found.setdefault(_key(output), form)
+
+    def _of_call(self, op: Any, inputs: list[Form]) -> Any:
+        """The forms of what a function, or either branch of a conditional, returns."""
+        graphs = _compat.called_graphs(op)
+        if not all(_fits(graph, op) for graph in graphs):
+            return RULES[op.type](op, inputs, self.power_by_hand)
+        given = inputs[1:] if "If" in op.type else inputs
+        num_outputs = len(op.outputs)
+        found = [self._of_outputs(graph, given)[:num_outputs] for graph in graphs]
+        return [_in_common(forms) for forms in zip(*found, strict=True)]
+
+    def _of_outputs(self, graph: Any, inputs: list[Form]) -> list[Form]:
+        """The forms of the outputs of a function that is called with such inputs."""
+        nested = Forms((), self.num_replicas)
+        nested.counts_replicas = self.counts_replicas
+        nested._num_rows = self._num_rows
+        for tensor, form in zip(graph.inputs, inputs, strict=True):
+            nested.set(tensor, form)
+        return [nested.of(output) for output in graph.outputs]
 
     def _of_noise(self, output: Any) -> Form:
         """The form of random numbers: one for each row where there are as many."""
@@ -160,6 +182,24 @@ class Forms:
             self._captured[id(graph)] = {own.name: outer for outer, own in pairs}
         outer = self._captured[id(graph)].get(op.outputs[0].name)
         return CONSTANT if outer is None else self.of(outer)
+
+
+def _fits(graph: Any, op: Any) -> bool:
+    """Whether an operation's inputs and outputs are those of what it calls."""
+    # A function of which a gradient is taken gets more outputs later on.
+    num_inputs = len(op.inputs) - ("If" in op.type)
+    is_known = graph is not None and len(graph.inputs) == num_inputs
+    return is_known and len(graph.outputs) >= len(op.outputs)
+
+
+def _in_common(forms: tuple[Form, ...]) -> Form:
+    """The form of what is one of several tensors."""
+    varying = [form for form in forms if not form.is_constant] or [forms[0]]
+    alike = {(form.kind, form.degree, form.by_hand) for form in varying}
+    if len(alike) > 1:
+        return UNKNOWN
+    axes = {form.axis for form in varying}
+    return varying[0] if len(axes) == 1 else varying[0].with_axis(None)
 
 
 def _key(tensor: Any) -> tuple[int, str]:

@@ -18,7 +18,7 @@ from tfdp.row_forms.form import (
 
 
 def call(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> list[Form]:
-    """A function, a branch or a loop, which is not looked into."""
+    """A loop, or a function without a graph, which is not looked into."""
     del inputs, power_by_hand
     return [
         UNKNOWN if output.shape.rank == 0 else ROWS_SOMEWHERE for output in op.outputs

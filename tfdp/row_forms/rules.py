@@ -18,16 +18,9 @@ _LINEAR = (
     "StopGradient",
 )
 _REDUCTIONS = ("All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum")
-_CALLS = (
-    "Case",
-    "If",
-    "PartitionedCall",
-    "StatefulPartitionedCall",
-    "StatelessCase",
-    "StatelessIf",
-    "StatelessWhile",
-    "While",
-)
+# Functions and conditionals, see `Forms`, and what is not looked into.
+CALLS = ("If", "PartitionedCall", "StatefulPartitionedCall", "StatelessIf")
+LOOPS = ("Case", "StatelessCase", "StatelessWhile", "While")
 _ELEMENTWISE = (
     "Equal",
     "FloorDiv",
@@ -74,5 +67,5 @@ RULES: dict[str, Rule] = {
     "BatchMatMulV2": contractions.matmul,
     "BatchMatMulV3": contractions.matmul,
     "Einsum": contractions.einsum,
-    **dict.fromkeys(_CALLS, others.call),
+    **dict.fromkeys((*CALLS, *LOOPS), others.call),
 }
