@@ -98,7 +98,9 @@ def _operations(forms: Forms, tensor: tf.Tensor) -> tuple[list, list] | None:
         form = forms.of(value)
         if form.is_constant:
             continue
-        if form.kind in _LINEAR and value.dtype.is_floating:
+        # The terms of a larger tensor may be of other shapes.
+        is_whole = form.kind is not Kind.TERMS or value.shape.rank == 0
+        if form.kind in _LINEAR and value.dtype.is_floating and is_whole:
             inputs[value.ref()] = value
         elif form.kind is Kind.STATISTIC and _compat.is_pure(value.op):
             operations[value.op.name] = value.op
