@@ -56,9 +56,9 @@ class ReplicaExtended:
 
     options: CommunicationOptions
     agreement: Agreement
-    # Which sentences about losses a user has read, and whether the script has asked
-    # for the number of replicas.
-    told_of_losses: set[str]
+    # Which sentences about the losses of a model a user has read, and whether the
+    # script has asked for the number of replicas.
+    told_of_losses: weakref.WeakKeyDictionary[Any, set[str]]
     user_counts_replicas = False
     # By which rows follow the workers' speed, see `tfdp run --rebalance`.
     balance: Balance | None = None
@@ -83,7 +83,7 @@ class ReplicaExtended:
         """
         devices = self.worker_devices  # type: ignore[attr-defined]
         first_rank = rank * len(devices)
-        self.told_of_losses = set()
+        self.told_of_losses = weakref.WeakKeyDictionary()
         topology = agreed_topology(self.agreement, hosts, len(devices), self.options)
         positions = positions_of(all_devices)
         backend = _backend(self.options, devices)

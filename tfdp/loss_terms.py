@@ -230,7 +230,7 @@ def _linear_inputs(forms: Forms, op: Any) -> list[tuple[Any, Any, int]]:
 
 
 def _tell_what_mixes(forms: Forms, term: Any, form: Form) -> None:
-    """Warns, once for a strategy, of a loss that cannot be that of one device."""
+    """Warns, once for a model, of a loss that cannot be that of one device."""
     if form.kind in (Kind.COUNT, Kind.ROWS, Kind.TOTAL):
         return
     origin = forms.origin(term)
@@ -255,7 +255,7 @@ def _tell_what_mixes(forms: Forms, term: Any, form: Form) -> None:
 
 
 def _tell_of_function(forms: Forms, name: str) -> None:
-    """Warns, once for a strategy, of a loss whose terms nobody sees."""
+    """Warns, once for a model, of a loss whose terms nobody sees."""
     if forms.first_time("function"):
         warnings.warn(
             "A loss is made inside a function, a branch or a loop (operation "
@@ -266,7 +266,7 @@ def _tell_of_function(forms: Forms, name: str) -> None:
 
 
 def _tell_of_division(forms: Forms, term: Any) -> None:
-    """Warns, once for a strategy, of a loss divided by what may be the replicas."""
+    """Warns, once for a model, of a loss divided by what may be the replicas."""
     while term.op.type in ("Cast", "Identity"):
         term = term.op.inputs[0]
     is_quotient = term.op.type in ("DivNoNan", "RealDiv")

@@ -54,9 +54,10 @@ def prepare_run(
         return _after_its_data(fn), args, None
     weights = [part.weight for part in parts]
     loop.weights = weights
+    told = strategy.extended.told_of_losses.setdefault(loop.model, set())
     if tf.executing_eagerly():
-        _tell_of_eager_steps(strategy, loop.model)
-    return _step_on_share(strategy, _after_its_data(fn), parts), args, weights
+        _tell_of_eager_steps(told, loop.model)
+    return _step_on_share(strategy, _after_its_data(fn), parts, told), args, weights
 
 
 def _none_for_optional(part: Any) -> Any:
@@ -65,9 +66,10 @@ def _none_for_optional(part: Any) -> Any:
     return None if isinstance(first, tf.experimental.Optional) else part
 
 
-def _step_on_share(strategy: Any, fn: Callable, parts: list[shares.Share]) -> Callable:
+def _step_on_share(
+    strategy: Any, fn: Callable, parts: list[shares.Share], told: set[str]
+) -> Callable:
     """Lets each replica's gradients and logs count by its part of the batch."""
-    told = strategy.extended.told_of_losses
 
     @functools.wraps(fn)
     def step(*args: Any) -> Any:
@@ -91,10 +93,9 @@ def _step_on_share(strategy: Any, fn: Callable, parts: list[shares.Share]) -> Ca
     return step
 
 
-def _tell_of_eager_steps(strategy: Any, model: Any) -> None:
-    """Warns, once for a strategy, where no graph tells what a user's loss is."""
+def _tell_of_eager_steps(told: set[str], model: Any) -> None:
+    """Warns, once for a model, where no graph tells what a user's loss is."""
     names = _compat.overridden(model, ("train_step", "test_step", "compute_loss"))
-    told = strategy.extended.told_of_losses
     if not names or "eager" in told:
         return
     told.add("eager")
