@@ -68,7 +68,6 @@ def all_gather(value: Any) -> tf.Tensor:
 
 
 def _gathered(value: tf.Tensor, context: Any) -> tf.Tensor:
-    weight = shares.current()
     rank = context.replica_id_in_sync_group
 
     @tf.custom_gradient
@@ -77,6 +76,7 @@ def _gathered(value: tf.Tensor, context: Any) -> tf.Tensor:
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             """The sum of what all replicas have for these rows."""
+            weight = shares.weight_of_upstream()
             if weight is not None:
                 upstream *= tf.cast(weight, upstream.dtype)
             total = context.all_reduce(tf.distribute.ReduceOp.SUM, upstream)

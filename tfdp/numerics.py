@@ -54,14 +54,17 @@ def _all_reduce(
     What replicas have together, such as synchronized moments, carries the gradients of
     all their losses to each replica, whose optimizer multiplies them by its own weight.
     """
-    weight, flat = shares.current(), tf.nest.flatten(value)
+    flat = tf.nest.flatten(value)
     is_plain = all(tf.is_tensor(x) and x.dtype.is_floating for x in flat)
-    if weight is None or is_reducing_gradients() or not is_plain:
+    if shares.current() is None or is_reducing_gradients() or not is_plain:
         return original(context, reduce_op, value, options)
 
     @tf.custom_gradient
     def reduce(*tensors: tf.Tensor) -> Any:
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            weight = shares.weight_of_upstream()
+            if weight is None:
+                return original(context, reduce_op, list(upstream), options)
             parts = [x * tf.cast(weight, x.dtype) for x in upstream]
             totals = original(context, reduce_op, parts, options)
             return [tf.math.divide_no_nan(t, tf.cast(weight, t.dtype)) for t in totals]

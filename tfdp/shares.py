@@ -161,6 +161,16 @@ def weight_for(optimizer: Any) -> tf.Tensor | None:
     return found.weight
 
 
+def weight_of_upstream() -> tf.Tensor | None:
+    """By what gradients that go to other replicas are still to be multiplied.
+
+    Returns:
+        Scalar float64 tensor, or `None` where the loss has the weight already.
+    """
+    found = _in_force()
+    return None if found is None or found.weighted else found.weight
+
+
 def forms() -> Forms | None:
     """How the tensors of this thread's step depend on rows; `None` in eager mode."""
     found = _in_force()
