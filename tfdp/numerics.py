@@ -55,7 +55,7 @@ def _all_reduce(
     all their losses to each replica, whose optimizer multiplies them by its own weight.
     """
     flat = tf.nest.flatten(value)
-    is_plain = all(tf.is_tensor(x) and x.dtype.is_floating for x in flat)
+    is_plain = all(isinstance(x, tf.Tensor) and x.dtype.is_floating for x in flat)
     if shares.current() is None or is_reducing_gradients() or not is_plain:
         return original(context, reduce_op, value, options)
 

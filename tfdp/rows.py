@@ -112,9 +112,14 @@ def share_of_rank(batch: Any, rank: int, num_replicas: int) -> Any:
         rows = take_rows(tensor, begin, size)
         if isinstance(tensor, tf.RaggedTensor):
             return rows
-        rows.set_shape([_static_share(tensor, rank, num_replicas), *tensor.shape[1:]])
+        shape = [_static_share(tensor, num_replicas), *tensor.shape[1:]]
+        rows.set_shape(shape)
         if isinstance(tensor, tf.SparseTensor):
             return rows
+        if shape[0] is None:
+            # Replicas that knew different numbers could trace different steps, of
+            # which only some have a collective.
+            rows = tf.compat.v1.placeholder_with_default(rows, shape)
         # A slice shares the memory of the batch, which may be the user's own
         # array; operations that work in place would overwrite it.
         return tf.raw_ops.DeepCopy(x=rows) if _can_copy(rows) else rows
@@ -244,11 +249,10 @@ def _share(num_rows: Any, rank: int, num_replicas: int) -> tuple[Any, Any]:
     return begin, least + tf.cast(rank < extra, tf.int64)
 
 
-def _static_share(tensor: tf.Tensor, rank: int, num_replicas: int) -> int | None:
+def _static_share(tensor: tf.Tensor, num_replicas: int) -> int | None:
+    """The rows of a replica, where they are known and the same for all of them."""
     rows = tensor.shape[0]
-    if rows is None:
-        return None
-    return rows // num_replicas + (rank < rows % num_replicas)
+    return None if rows is None or rows % num_replicas else rows // num_replicas
 
 
 def _can_copy(tensor: tf.Tensor) -> bool:

@@ -90,8 +90,11 @@ class Forms:
     def origin(self, tensor: Any) -> Any:
         """The first operation to which a tensor owes its kind of form."""
         kind = self.of(tensor).kind
-        sources = [x for x in tensor.op.inputs if self.of(x).kind is kind]
-        return self.origin(sources[0]) if sources else tensor.op
+        while True:
+            sources = [x for x in tensor.op.inputs if self.of(x).kind is kind]
+            if not sources:
+                return tensor.op
+            tensor = sources[0]
 
     def power_by_hand(self, constant: Any) -> int:
         """What power of the number of replicas a factor of a user's is.
