@@ -791,32 +791,29 @@ class OneUpdateForEachTarget(keras.Model):
         return {"loss": total}
 
 
-@case("Two updates in a step, with checks that wait for the first", setups=BOTH)
-def step_with_two_updates_and_checks(env: Env) -> dict:
+def _tokens_model(kind: type) -> Callable[[], keras.Model]:
     def build():
         ids = keras.Input((common.LENGTH,), dtype="int32")
         embedded = layers.Embedding(common.NUM_TOKENS, 4)(ids)
-        model = OneUpdateForEachTarget(ids, layers.Dense(common.NUM_TOKENS)(embedded))
+        model = kind(ids, layers.Dense(common.NUM_TOKENS)(embedded))
         model.compile(optimizer=_sgd())
         return model
 
+    return build
+
+
+@case("Two updates in a step, with checks that wait for the first", setups=BOTH)
+def step_with_two_updates_and_checks(env: Env) -> dict:
     x = common.tokens(NUM_ROWS)
-    return _train(env, build, x, x)
+    return _train(env, _tokens_model(OneUpdateForEachTarget), x, x)
 
 
 @case("A masked mean by hand, with other numbers of words in each share", setups=BOTH)
 def masked_mean_by_hand(env: Env) -> dict:
-    def build():
-        ids = keras.Input((common.LENGTH,), dtype="int32")
-        embedded = layers.Embedding(common.NUM_TOKENS, 4)(ids)
-        model = Captions(ids, layers.Dense(common.NUM_TOKENS)(embedded))
-        model.compile(optimizer=_sgd())
-        return model
-
     x = common.tokens(NUM_ROWS)
     x[:, 0] = np.maximum(x[:, 0], 1)
     x[::2, 2:] = 0
-    return _train(env, build, x, x)
+    return _train(env, _tokens_model(Captions), x, x)
 
 
 class FunctionsOfSums(OwnLoss):
