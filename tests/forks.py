@@ -107,7 +107,7 @@ def _load() -> None:
         KERAS_BACKEND="tensorflow",
         PYTHONPATH=os.pathsep.join([str(ROOT / "tests"), str(ROOT)]),
     ):
-        context.set_forkserver_preload(["tfdp.strategy"])
+        context.set_forkserver_preload(["tfdp.strategy.strategy"])
         first = context.Process(target=_nothing, daemon=True)
         first.start()
     first.join(LOADING_SECONDS)

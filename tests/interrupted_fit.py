@@ -242,9 +242,9 @@ def _killer(keras: Any, rank: int, *, step: int, at: int, number: int) -> Any:
 
 
 def _crash_in_save(number: int, rank: int) -> None:
-    from tfdp import checkpoint_writing
+    from tfdp.checkpoint import writer
 
-    replace, count = checkpoint_writing.replace_index, [0]
+    replace, count = writer.replace_index, [0]
 
     def replace_or_die(*arguments: Any) -> None:
         count[0] += 1
@@ -252,4 +252,4 @@ def _crash_in_save(number: int, rank: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         replace(*arguments)
 
-    checkpoint_writing.replace_index = replace_or_die
+    writer.replace_index = replace_or_die

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import tensorflow as tf
 
-from tfdp import agreement as module
-from tfdp.agreement import Agreement
+from tfdp.coordination import exchange as module
+from tfdp.coordination.exchange import Agreement
 
 
 class Store:

@@ -12,7 +12,7 @@ import pytest
 
 import interrupted_fit
 from interrupted import Layout, Result, run
-from tfdp.preemption import PREEMPTED, SAVE_SIGNAL
+from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 
 ONE_PROCESS, TWO_WORKERS, TWO_BY_TWO = Layout(1, 2), Layout(2, 1), Layout(2, 2)
 KILLED = -signal.SIGKILL

@@ -25,11 +25,11 @@ from test_backup_position import (
     build,
     fit,
 )
-from tfdp import checkpoint_index_file, checkpoint_writing, replica_state
-from tfdp.callback_state import decoded, encoded
 from tfdp.callbacks import BackupAndRestore
-from tfdp.preemption import PREEMPTED, Notice, Watch
-from tfdp.random_state import random_states, set_random_states
+from tfdp.checkpoint import index_file, replica_state, writer
+from tfdp.checkpoint.callback_state import decoded, encoded
+from tfdp.checkpoint.random_state import random_states, set_random_states
+from tfdp.coordination.preemption import PREEMPTED, Notice, Watch
 
 PLAIN = {"shuffle": False}
 
@@ -59,7 +59,7 @@ def change_index(folder: Path, **content: Any) -> None:
     body = json.loads((folder / "index.json").read_text())
     body["format"] = content.pop("format", body["format"])
     body["content"].update(content)
-    body["checksum"] = checkpoint_index_file._checksum(body["content"])
+    body["checksum"] = index_file._checksum(body["content"])
     (folder / "index.json").write_text(json.dumps(body))
 
 
@@ -132,7 +132,7 @@ def test_a_full_disk_ends_training_and_leaves_the_backups(tmp_path, monkeypatch)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_writing, "write_parts", full)
+        patch.setattr(writer, "write_parts", full)
         with pytest.raises(OSError, match="No space left"):
             fit(arrays(**PLAIN), BackupAndRestore(tmp_path, 1))
     assert "step-2" in names(tmp_path)
@@ -171,7 +171,7 @@ def test_a_backup_that_is_none_or_is_newer_is_refused(change, message, tmp_path)
 
 def test_a_backup_of_a_newer_tfdp_is_refused_and_its_version_named(tmp_path):
     cut_run(tmp_path)
-    run = checkpoint_index_file.load_index(str(tmp_path / "step-7")).run
+    run = index_file.load_index(str(tmp_path / "step-7")).run
     change_index(
         tmp_path / "step-7", run={**run, "format": 2}, versions={"tfdp": "9.1"}
     )

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp import _compat, epochs
+from tfdp import _compat
 from tfdp.callbacks import BackupAndRestore
+from tfdp.data import epochs
 
 NUM_SAMPLES, BATCH_SIZE, EPOCHS = 20, 4, 3
 STEPS = NUM_SAMPLES // BATCH_SIZE
@@ -355,7 +356,7 @@ def test_data_of_another_length_begins_its_epoch_again(tmp_path):
 
 
 def test_the_order_of_a_dataset_that_depends_on_a_seed_nobody_set_is_named():
-    from tfdp.repeatable import difficulty_of
+    from tfdp.data.repeatable import difficulty_of
 
     tf.random.set_seed(123)
     dataset = rows().shuffle(20, seed=1).batch(4)

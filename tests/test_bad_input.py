@@ -236,11 +236,11 @@ def test_workers_that_disagree_on_options_are_refused_by_all(option: str, values
 def auto_strategy_of(**versions: str) -> int:
     import keras
 
-    from tfdp import startup
+    from tfdp.coordination import join
 
     keras.__version__ = versions.get("Keras", keras.__version__)
     own = versions.get("tfdp", "1.0")
-    startup._own_version = lambda: own
+    join._own_version = lambda: own
     return auto_strategy()
 
 

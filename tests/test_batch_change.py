@@ -12,15 +12,15 @@ import tensorflow as tf
 
 import interrupted_fit
 from interrupted import Layout, run
-from tfdp.batch_change import (
+from tfdp.callbacks import BackupAndRestore, rates
+from tfdp.data.batch_change import (
     BatchChange,
     Batches,
     change_for_replicas,
     change_for_updates,
     moved,
 )
-from tfdp.callbacks import BackupAndRestore, rates
-from tfdp.repeatable import batch_dependence_of
+from tfdp.data.repeatable import batch_dependence_of
 
 ONE, TWO = Layout(1, 1), Layout(1, 2)
 RATE, EPOCHS, PER_REPLICA = 0.02, 4, 4

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from tfdp.buckets import BucketPlan, Entry, effective_bucket_bytes, plan_buckets
-from tfdp.fusion import bucket_bytes_of
 from tfdp.options import CommunicationOptions
+from tfdp.plans.buckets import BucketPlan, Entry, effective_bucket_bytes, plan_buckets
+from tfdp.reduction.fusion import bucket_bytes_of
 
 SIZES = {"float16": 2, "float32": 4, "float64": 8}
 

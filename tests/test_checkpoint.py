@@ -21,13 +21,13 @@ import tensorflow as tf
 import forks
 from commands import run_python
 from tfdp import checkpoint
-from tfdp import checkpoint_files as files
-from tfdp import checkpoint_reading as reading
-from tfdp import checkpoint_writing as writing
-from tfdp.checkpoint_index import Entry, Extent, Part, check_complete
-from tfdp.checkpoint_index_file import INDEX_FILE, load_index, to_text
+from tfdp.checkpoint import files
+from tfdp.checkpoint import reader as reading
+from tfdp.checkpoint import writer as writing
+from tfdp.checkpoint.index import Entry, Extent, Part, check_complete
+from tfdp.checkpoint.index_file import INDEX_FILE, load_index, to_text
 from tfdp.cli import main
-from tfdp.state_tensors import Piece, StateTensor
+from tfdp.sharding.state_tensors import Piece, StateTensor
 
 COUNTS = (1, 2, 3, 4, 8)
 DTYPES = (
@@ -390,7 +390,7 @@ FULL_DISK = """
 import resource, signal, sys
 import numpy as np, tensorflow as tf
 from tfdp import checkpoint
-from tfdp.state_tensors import Piece, StateTensor
+from tfdp.sharding.state_tensors import Piece, StateTensor
 directory = sys.argv[1]
 def state(value):
     elements = np.full(10**6, value, "float32")

@@ -13,13 +13,13 @@ import time
 import pytest
 
 from commands import run_python
-from tfdp.buckets import Bucket, BucketPlan, Entry
 from tfdp.cli import forecast, main, plan
 from tfdp.cluster import Topology
-from tfdp.cost_model import Algorithm, predict_seconds
 from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.options import CommunicationOptions
-from tfdp.routes import Route, Router
+from tfdp.plans.buckets import Bucket, BucketPlan, Entry
+from tfdp.plans.cost_model import Algorithm, predict_seconds
+from tfdp.reduction.selection import Route, Router
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DEADLINE_SECONDS = 120

@@ -13,7 +13,7 @@ import yaml
 
 from commands import ROOT
 from tfdp.cluster import Cluster
-from tfdp.preemption import PREEMPTED
+from tfdp.coordination.preemption import PREEMPTED
 
 FOLDER = ROOT / "examples" / "cluster"
 

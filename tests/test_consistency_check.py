@@ -10,8 +10,8 @@ import tensorflow as tf
 import tfdp
 from harness.pool import ClusterPool
 from harness.registry import Case
-from tfdp.checksum import MODULUS, checksums, combined
-from tfdp.drift import describe_difference, outliers
+from tfdp.replicas.checksum import MODULUS, checksums, combined
+from tfdp.replicas.drift import describe_difference, outliers
 
 CASE_MODULES = ("drift",)
 DTYPES = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"] + [

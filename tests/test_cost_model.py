@@ -13,17 +13,12 @@ import pytest
 
 from commands import ROOT
 from tfdp.cluster import Topology
-from tfdp.cost_model import (
-    Algorithm,
-    candidates_for,
-    choose,
-    predict_seconds,
-)
-from tfdp.link_fit import Sample, fit_links
 from tfdp.links import DEFAULT_LINKS, Link, Links
-from tfdp.links_file import links_path, load_links, store_links
-from tfdp.prediction import BucketPrediction, StepPrediction
-from tfdp.traffic import exchanges_of, link_bytes
+from tfdp.plans.cost_model import Algorithm, candidates_for, choose, predict_seconds
+from tfdp.plans.prediction import BucketPrediction, StepPrediction
+from tfdp.plans.traffic import exchanges_of, link_bytes
+from tfdp.reduction.link_cache import links_path, load_links, store_links
+from tfdp.reduction.link_fit import Sample, fit_links
 
 RING, TREE, HALVING = (Algorithm(n) for n in ("ring", "tree", "halving_doubling"))
 HIERARCHICAL = Algorithm("hierarchical")

@@ -10,10 +10,11 @@ import tensorflow as tf
 import tfdp
 from harness.pool import ClusterPool
 from harness.registry import Case
-from tfdp import fused_update, traits
-from tfdp.loss_scale import LossScaling
-from tfdp.reduced import Reduced, unbucketed
-from tfdp.views import FlatView
+from tfdp.base import param_groups
+from tfdp.reduction.reduced_gradients import Reduced, unbucketed
+from tfdp.step import grouped_update
+from tfdp.step.flat_params import FlatView
+from tfdp.step.loss_scale import LossScaling
 
 CASE_MODULES = (
     "accumulation",
@@ -24,7 +25,7 @@ CASE_MODULES = (
     "weighting",
 )
 optimizers = keras.optimizers
-ELEMENTWISE = sorted(traits._ELEMENTWISE, key=lambda kind: kind.__name__)
+ELEMENTWISE = sorted(param_groups._ELEMENTWISE, key=lambda kind: kind.__name__)
 
 
 def test_optimizer(clusters: ClusterPool, case: Case, setup_name: str):
@@ -71,7 +72,7 @@ def test_small_variables_of_one_dtype_are_updated_together():
     single, double = variables(), variables("float64")
     chosen = [single[0], double[0], single[1], double[1], single[2]]
     optimizer = built(optimizers.Adam(), chosen)
-    groups = fused_update.plan_groups(optimizer, gradients(chosen, 0), chosen)
+    groups = grouped_update.plan_groups(optimizer, gradients(chosen, 0), chosen)
     assert groups == [[0, 2, 4], [1, 3]]
 
 
@@ -80,33 +81,33 @@ def test_variables_excluded_from_weight_decay_are_a_group_of_their_own():
     optimizer = optimizers.AdamW(weight_decay=0.1)
     optimizer.exclude_from_weight_decay(var_names=["v1", "v4"])
     built(optimizer, chosen)
-    groups = fused_update.plan_groups(optimizer, gradients(chosen, 0), chosen)
+    groups = grouped_update.plan_groups(optimizer, gradients(chosen, 0), chosen)
     assert groups == [[0, 2, 3], [1, 4]]
 
 
 def test_large_and_sparse_and_single_variables_are_updated_one_by_one():
     chosen = variables()
-    most = fused_update.LARGEST_ELEMENTS
+    most = grouped_update.LARGEST_ELEMENTS
     chosen.append(keras.Variable(np.zeros([2, most // 2], "float32")))
     chosen.append(keras.Variable(np.zeros([most + 1], "float32")))
     chosen.append(keras.Variable(np.zeros([3], "float64")))
     given = gradients(chosen, 0)
     given[0] = tf.IndexedSlices(tf.ones([1, 4]), tf.constant([1]), tf.constant([3, 4]))
     optimizer = built(optimizers.SGD(momentum=0.9), chosen)
-    assert fused_update.plan_groups(optimizer, given, chosen) == [[1, 2, 3, 4, 5]]
+    assert grouped_update.plan_groups(optimizer, given, chosen) == [[1, 2, 3, 4, 5]]
 
 
 def test_plain_sgd_has_one_kernel_for_each_variable_and_needs_no_groups():
     chosen = variables()
     optimizer = built(optimizers.SGD(), chosen)
-    assert fused_update.plan_groups(optimizer, gradients(chosen, 0), chosen) == []
+    assert grouped_update.plan_groups(optimizer, gradients(chosen, 0), chosen) == []
 
 
 def test_groups_are_small_enough_for_the_cache(monkeypatch):
-    monkeypatch.setattr(fused_update, "LARGEST_GROUP", 12)
+    monkeypatch.setattr(grouped_update, "LARGEST_GROUP", 12)
     chosen = [keras.Variable(np.zeros([n], "float32")) for n in (5, 7, 1, 12, 4, 4)]
     optimizer = built(optimizers.SGD(momentum=0.9), chosen)
-    groups = fused_update.plan_groups(optimizer, gradients(chosen, 0), chosen)
+    groups = grouped_update.plan_groups(optimizer, gradients(chosen, 0), chosen)
     assert groups == [[0, 1], [4, 5]]
 
 
@@ -128,12 +129,12 @@ def test_number_of_updates_is_read_once_for_all_variables():
 
 
 def test_groups_hold_no_more_than_their_room():
-    size, most = fused_update.LARGEST_ELEMENTS, fused_update.LARGEST_GROUP
+    size, most = grouped_update.LARGEST_ELEMENTS, grouped_update.LARGEST_GROUP
     chosen = [
         keras.Variable(np.zeros([size], "float32")) for _ in range(2 * most // size + 2)
     ]
     given = [tf.zeros([size])] * len(chosen)
-    groups = fused_update.plan_groups(
+    groups = grouped_update.plan_groups(
         built(optimizers.SGD(momentum=0.9), chosen), given, chosen
     )
     assert [index for group in groups for index in group] == list(range(len(chosen)))
@@ -146,8 +147,8 @@ def test_groups_hold_no_more_than_their_room():
 def test_what_is_not_known_to_be_elementwise_is_never_grouped(kind):
     chosen = variables()
     optimizer = built(kind(0.1), chosen)
-    assert not traits.is_elementwise(optimizer)
-    assert fused_update.plan_groups(optimizer, gradients(chosen, 0), chosen) == []
+    assert not param_groups.is_elementwise(optimizer)
+    assert grouped_update.plan_groups(optimizer, gradients(chosen, 0), chosen) == []
 
 
 OPTIONS = {"Adam": {"amsgrad": True}, "RMSprop": {"centered": True, "momentum": 0.9}}

@@ -24,13 +24,13 @@ QUOTE = re.compile(r"^\| (?P<ticks>`+)(?P<text>.+?)(?P=ticks) \|", re.M)
 NOT_ON_THE_PAGE = (
     "tfdp/__init__.py",
     "tfdp/bench/",
-    "tfdp/buckets.py",
+    "tfdp/plans/buckets.py",
     "tfdp/cli/",
     "tfdp/cluster/topology.py",
     "tfdp/collectives/",
-    "tfdp/cost_model.py",
-    "tfdp/link_fit.py",
-    "tfdp/traffic.py",
+    "tfdp/plans/cost_model.py",
+    "tfdp/reduction/link_fit.py",
+    "tfdp/plans/traffic.py",
 )
 
 

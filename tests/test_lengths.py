@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfdp.lengths import ENDLESS, Length, agreed_steps, left_out
+from tfdp.data.lengths import ENDLESS, Length, agreed_steps, left_out
 
 
 @pytest.mark.parametrize(

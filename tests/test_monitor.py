@@ -17,7 +17,7 @@ import tensorflow as tf
 import tfdp
 from harness.pool import ClusterPool
 from harness.registry import Case, load_cases
-from tfdp import observe
+from tfdp.collectives import step_events
 from tfdp.collectives.timing import Collective, Mark
 from tfdp.monitor.advice import Facts, advise
 from tfdp.monitor.board import Board
@@ -56,7 +56,7 @@ def reading(*rows: tuple[float, float], begin: float = 0.0, end: float = 10.0):
     return Reading(values, begin, end, end - begin, 1)
 
 
-MARKS = [Mark(observe.BATCH, 0, None), Mark(observe.TIMES, 0, None)]
+MARKS = [Mark(step_events.BATCH, 0, None), Mark(step_events.TIMES, 0, None)]
 BATCH_OF_64 = (64.0, 1.0)
 
 

@@ -7,9 +7,9 @@ import pytest
 import tfdp
 from harness.pool import ClusterPool
 from harness.registry import Case
-from tfdp.buckets import Entry
-from tfdp.memory import sharded_memory, whole_memory
-from tfdp.shards import plan_slices, plan_whole
+from tfdp.plans.buckets import Entry
+from tfdp.plans.memory import sharded_memory, whole_memory
+from tfdp.plans.shards import plan_slices, plan_whole
 
 CASE_MODULES = ("offload",)
 ENTRIES = [

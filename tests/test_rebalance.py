@@ -13,9 +13,9 @@ import forks
 from forks import Start, cluster_configs
 from harness.pool import ClusterPool
 from harness.registry import Case
-from tfdp.balance import EQUAL, Balance, Search, next_weights
-from tfdp.rows import share_of_rank
-from tfdp.weighted_rows import rows_by_weight, shares_by_weight
+from tfdp.data.balance import EQUAL, Balance, Search, next_weights
+from tfdp.data.rows import share_of_rank
+from tfdp.data.weighted_rows import rows_by_weight, shares_by_weight
 
 CASE_MODULES = ("rebalance",)
 DEADLINE_SECONDS = 90.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tfdp.cli.restarts import JobEnd, RestartOptions, Restarts
-from tfdp.preemption import PREEMPTED
+from tfdp.coordination.preemption import PREEMPTED
 
 
 def end(rank: int | None = 0, code: int = 1, seconds: float = 5.0) -> JobEnd:

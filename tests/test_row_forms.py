@@ -6,8 +6,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfdp.row_forms.form import Form, Kind
-from tfdp.row_forms.forms import Forms
+from tfdp.losses.row_forms.form import Form, Kind
+from tfdp.losses.row_forms.forms import Forms
 
 ops = keras.ops
 crossentropy = keras.losses.sparse_categorical_crossentropy

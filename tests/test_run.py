@@ -25,7 +25,7 @@ from tfdp.cli import launch, worker
 from tfdp.cli.lines import LineReader
 from tfdp.cli.screen import Screen
 from tfdp.cluster import Cluster, local_ports
-from tfdp.preemption import PREEMPTED, SAVE_SIGNAL
+from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 
 pytestmark = pytest.mark.processes
 
@@ -852,7 +852,7 @@ def test_a_job_that_does_not_save_when_asked_is_never_stopped(full, launcher):
 
 
 def test_the_worker_that_others_name_as_lost_is_the_one_that_failed(launcher):
-    from tfdp.watch.errors import Verdict, message_of  # imports TensorFlow
+    from tfdp.coordination.watch.errors import Verdict, message_of  # imports TensorFlow
 
     said = message_of(Verdict(2, "no sign of life for 60 s"), "127.0.0.1:9", "step 3")
     launcher.script(

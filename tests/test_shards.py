@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from tfdp.buckets import Entry
-from tfdp.shards import ShardPlan, plan_slices, plan_whole
+from tfdp.plans.buckets import Entry
+from tfdp.plans.shards import ShardPlan, plan_slices, plan_whole
 
 SIZES = {"float16": 2, "float32": 4, "float64": 8}
 OWNERS = range(1, 10)

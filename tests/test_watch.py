@@ -12,13 +12,13 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.cluster import Answer, free_ports, knock
-from tfdp.places import Here, Place
-from tfdp.preemption import PREEMPTED
-from tfdp.watch import sightings as module
-from tfdp.watch.errors import Verdict, bucket_in, message_of
-from tfdp.watch.pulse import Pulse
-from tfdp.watch.sightings import Sightings
-from tfdp.watch.watchdog import Watchdog
+from tfdp.coordination.preemption import PREEMPTED
+from tfdp.coordination.progress import Here, Place
+from tfdp.coordination.watch import failure_detector as module
+from tfdp.coordination.watch.errors import Verdict, bucket_in, message_of
+from tfdp.coordination.watch.failure_detector import Sightings
+from tfdp.coordination.watch.heartbeat import Pulse
+from tfdp.coordination.watch.watchdog import Watchdog
 
 
 class Clock:
@@ -166,7 +166,9 @@ def use(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         ("get_key_value", store.get),
         ("delete_key_value", lambda key: store.texts.pop(key, None)),
     ):
-        monkeypatch.setattr(f"tfdp.watch.pulse._compat.{name}", function)
+        monkeypatch.setattr(
+            f"tfdp.coordination.watch.heartbeat._compat.{name}", function
+        )
 
 
 class SlowStore(Store):

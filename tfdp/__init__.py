@@ -12,18 +12,18 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "all_gather": "tfdp.differentiable_gather",
+    "all_gather": "tfdp.losses.all_gather",
     "CommunicationOptions": "tfdp.options",
-    "DistributedOptimizer": "tfdp.optimizer",
+    "DistributedOptimizer": "tfdp.optimizer.distributed",
     "Link": "tfdp.links",
     "Links": "tfdp.links",
-    "MirroredStrategy": "tfdp.strategy",
-    "MultiWorkerMirroredStrategy": "tfdp.strategy",
-    "auto_strategy": "tfdp.strategy",
+    "MirroredStrategy": "tfdp.strategy.strategy",
+    "MultiWorkerMirroredStrategy": "tfdp.strategy.strategy",
+    "auto_strategy": "tfdp.strategy.strategy",
     "callbacks": "tfdp.callbacks",
     "checkpoint": "tfdp.checkpoint",
     "optimizers": "tfdp.optimizers",
-    "scale_learning_rate": "tfdp.schedules",
+    "scale_learning_rate": "tfdp.plans.schedules",
     "testing": "tfdp.testing",
 }
 __all__ = [

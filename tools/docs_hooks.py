@@ -2,7 +2,7 @@
 
 `mkdocs.yml` names this file as a hook of MkDocs and as an extension of Griffe,
 which reads the docstrings. Pages link to files of the repository as they do on
-GitHub (`../tfdp/step.py`); each such file becomes a page under `source/`, so that
+GitHub (`../tfdp/step/path.py`); each such file becomes a page under `source/`, so that
 the site is whole by itself and a dead link ends the build.
 """
 

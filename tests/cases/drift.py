@@ -14,7 +14,7 @@ from cases import common
 from cases.plans import collectives, step_of, traced_step
 from harness.env import Env
 from harness.registry import case
-from tfdp import drift_watch
+from tfdp.replicas import drift_probe
 
 layers = keras.layers
 KINDS = ("CollectiveReduceV2", "CollectiveGatherV2", "CollectiveAllToAllV2")
@@ -29,7 +29,7 @@ class Seen(keras.callbacks.Callback):
         self.checks: dict[int, list[float]] = {}
 
     def on_train_batch_end(self, batch, logs=None):
-        for watch in drift_watch.watches.active():
+        for watch in drift_probe.watches.active():
             step, numbers = watch.read()
             self.checks[step] = numbers
 
@@ -57,7 +57,7 @@ def checked(model: keras.Model, every: int, *data: typing.Any, **options) -> See
     check = tfdp.callbacks.ConsistencyCheck(every=every)
     callbacks = [*options.pop("callbacks", ()), seen, check]
     common.fit(model, *data, callbacks=callbacks, **options)
-    assert not drift_watch.watches.active()
+    assert not drift_probe.watches.active()
     return seen
 
 
@@ -137,7 +137,7 @@ def raised(model: keras.Model, every: int, *callbacks: typing.Any, **options) ->
     data = common.regression_data()
     with pytest.raises(RuntimeError) as caught:
         common.fit(model, *data, callbacks=[*callbacks, check], **options)
-    assert not drift_watch.watches.active()
+    assert not drift_probe.watches.active()
     return str(caught.value)
 
 

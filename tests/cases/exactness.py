@@ -246,8 +246,8 @@ def _optimizer(
         )
     if env.is_reference:
         return optimizer
-    from tfdp.loss_scale import LossScaling
-    from tfdp.optimizer import DistributedOptimizer
+    from tfdp.optimizer.distributed import DistributedOptimizer
+    from tfdp.step.loss_scale import LossScaling
 
     loss_scale = None
     if scaling and not row.scaling:

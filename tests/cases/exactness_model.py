@@ -147,7 +147,7 @@ def _read_shards(
 
     Of what several replicas hold, all must hold the same.
     """
-    from tfdp.whole_state import collect
+    from tfdp.sharding.full_state import collect
 
     part = shards.parts.get(id(optimizer))
     tensors = shards.state(part) if part else []

@@ -38,8 +38,8 @@ def loses_the_division_by_n(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def clips_before_it_reduces(env: Env, column: Any) -> Iterator[None]:
     """Each replica clips its own gradients, as stock does."""
-    from tfdp.layout import WholeVariables
-    from tfdp.ownership import own_step
+    from tfdp.base.ownership import own_step
+    from tfdp.step.state_layout import WholeVariables
 
     clipping = keras.optimizers.SGD(**column.options)
 
@@ -59,7 +59,7 @@ def clips_before_it_reduces(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def looks_for_overflow_on_one_replica(env: Env, column: Any) -> Iterator[None]:
     """The first replica's own gradients decide for all, as in stock."""
-    from tfdp.reduced import Reduced
+    from tfdp.reduction.reduced_gradients import Reduced
 
     def after(reduced: Any, gradients: list) -> Any:
         values = [getattr(item, "values", item) for item in gradients]
@@ -83,7 +83,7 @@ def looks_for_overflow_on_one_replica(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def updates_one_micro_batch_early(env: Env, column: Any) -> Iterator[None]:
     """The number of micro-batches is off by one."""
-    from tfdp.accumulate import Accumulation
+    from tfdp.step.accumulation import Accumulation
 
     def completes(accumulation: Any) -> tf.Tensor:
         return accumulation.count + 2 >= accumulation.steps
@@ -105,7 +105,7 @@ def decays_what_is_excluded(env: Env, column: Any) -> Iterator[None]:
 def averages_before_it_updates(env: Env, column: Any) -> Iterator[None]:
     """The moving averages are one update behind."""
     from tfdp import _compat
-    from tfdp.layout import WholeVariables
+    from tfdp.step.state_layout import WholeVariables
 
     average, update = _compat.update_moving_average, WholeVariables.update
 
@@ -123,24 +123,24 @@ def averages_before_it_updates(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def weighs_all_replicas_alike(env: Env, column: Any) -> Iterator[None]:
     """A replica with fewer samples counts as much as the others."""
-    from tfdp import shares
+    from tfdp.data import batch_weights
 
-    shares_of = shares.shares_of
+    shares_of = batch_weights.weigh_batches
 
     def alike(*arguments: Any) -> list:
         weight = tf.constant(1.0 / env.num_replicas)
         parts = shares_of(*arguments)
         return [dataclasses.replace(part, weight=weight) for part in parts]
 
-    with mock.patch.object(shares, "shares_of", alike):
+    with mock.patch.object(batch_weights, "weigh_batches", alike):
         yield
 
 
 @contextlib.contextmanager
 def clips_before_it_unscales(env: Env, column: Any) -> Iterator[None]:
     """The limit is held against gradients that are multiplied by the loss scale."""
-    from tfdp.layout import WholeVariables
-    from tfdp.reduced import Reduced
+    from tfdp.reduction.reduced_gradients import Reduced
+    from tfdp.step.state_layout import WholeVariables
 
     clip = WholeVariables.clip
 
@@ -162,7 +162,7 @@ def clips_before_it_unscales(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def updates_with_the_slice_of_another_owner(env: Env, column: Any) -> Iterator[None]:
     """Slices of summed gradients go to the neighbours of their owners."""
-    from tfdp.sharding.groups import ShardGroups
+    from tfdp.sharding.shard_groups import ShardGroups
 
     scatter = ShardGroups.scatter
 
@@ -179,7 +179,7 @@ def updates_with_the_slice_of_another_owner(env: Env, column: Any) -> Iterator[N
 @contextlib.contextmanager
 def takes_norms_of_its_own_slices(env: Env, column: Any) -> Iterator[None]:
     """Each replica clips by the norm of what it owns."""
-    from tfdp.sharding.exchange import CollectiveExchange
+    from tfdp.sharding.shard_collectives import CollectiveExchange
 
     with mock.patch.object(CollectiveExchange, "sum", lambda exchange, own: own):
         yield
@@ -188,9 +188,9 @@ def takes_norms_of_its_own_slices(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def does_not_gather_averages(env: Env, column: Any) -> Iterator[None]:
     """Each replica takes the averages that it owns for those of all owners."""
-    from tfdp.sharding.exchange import CollectiveExchange
-    from tfdp.sharding.layout import ShardedState
-    from tfdp.sharding.rows import unpack_rows
+    from tfdp.sharding.packing import unpack_rows
+    from tfdp.sharding.shard_collectives import CollectiveExchange
+    from tfdp.sharding.sharded_layout import ShardedState
 
     gather, overwrite = CollectiveExchange.gather, ShardedState.overwrite_with_average
 
@@ -217,7 +217,7 @@ def _around_reduction(
     after: Callable[[Any, list], Any] = lambda reduced, gradients: reduced,
 ) -> Iterator[None]:
     """Does something to a replica's gradients, or to their sums."""
-    from tfdp.replica_reducer import ReplicaReducer
+    from tfdp.reduction.replica_reducer import ReplicaReducer
 
     reduce = ReplicaReducer.reduce_gradients
 

@@ -19,7 +19,7 @@ from cases.plans import traced_step
 from harness import registry
 from harness.env import Env
 from harness.registry import case
-from tfdp.balance import Balance
+from tfdp.data.balance import Balance
 
 layers = keras.layers
 BATCH = 16

@@ -15,17 +15,17 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-import tfdp.link_measure as link_measure
+import tfdp.reduction.link_measure as link_measure
 from cases import common
 from cases.plans import traced_step
 from harness import registry
 from harness.env import Env
 from harness.registry import case
 from tfdp.cluster import Topology
-from tfdp.extended import _nodes
-from tfdp.fusion import make_plan
-from tfdp.link_measure import LONG_RUN_STEPS, learn_links, num_steps_of
-from tfdp.routes import Router
+from tfdp.reduction.fusion import make_plan
+from tfdp.reduction.link_measure import LONG_RUN_STEPS, learn_links, num_steps_of
+from tfdp.reduction.selection import Router
+from tfdp.strategy.extended import _nodes
 
 SETUPS = ("mirrored", "two_by_two")
 # So slow that any byte that is saved is worth it.

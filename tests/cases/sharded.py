@@ -15,7 +15,7 @@ from cases import accumulation, common, loss_scaling
 from cases.accumulation import MIRRORED, Make, Switches, adamw, sgd, trained
 from harness import registry
 from harness.env import Env
-from tfdp.loss_scale import LossScaling
+from tfdp.step.loss_scale import LossScaling
 
 case = registry.case
 layers, optimizers = keras.layers, keras.optimizers

@@ -11,8 +11,9 @@ import tensorflow as tf
 from cases import common
 from harness.env import Env
 from harness.registry import case
-from tfdp import _compat, scope
-from tfdp.random_state import random_states, set_random_states
+from tfdp import _compat
+from tfdp.checkpoint.random_state import random_states, set_random_states
+from tfdp.replicas import initial_values
 
 Policy = tf.data.experimental.AutoShardPolicy
 NUM = 32
@@ -144,7 +145,7 @@ def seeds_of_operations_give_the_numbers_of_one_device(env: Env) -> dict:
 def generators_seeded_by_the_user_stay_as_they_are(env: Env) -> dict:
     random.seed(env.rank)
     np.random.seed(5)
-    scope.agree_on_seed(env.strategy)
+    initial_values.agree_on_seed(env.strategy)
     drawn = np.random.random(3)
     np.testing.assert_array_equal(drawn, np.random.RandomState(5).random(3))
     return {"python": random.random(), "keras": keras.random.uniform((2,))}

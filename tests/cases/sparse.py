@@ -16,7 +16,7 @@ from harness import registry
 from harness.env import Env
 from harness.registry import case
 from tfdp.collectives.timing import Recorder
-from tfdp.sparse import reduce_indexed_slices
+from tfdp.reduction.sparse import reduce_indexed_slices
 
 SETUPS = ("three_devices", "two_workers")
 WIDTH = 3

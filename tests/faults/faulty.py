@@ -92,7 +92,7 @@ class Saves:
     def save(self, model) -> None:
         """Saves a checkpoint, and notes which one it is."""
         import tfdp
-        from tfdp.checkpoint_index_file import load_index
+        from tfdp.checkpoint.index_file import load_index
 
         with self._within("saving"):
             tfdp.checkpoint.save(model, self._checkpoint)
@@ -100,8 +100,8 @@ class Saves:
 
     def install(self) -> None:
         """Changes tfdp's functions in this process, which has this job only."""
-        from tfdp import checkpoint_writing as writing
-        from tfdp.backups import Backups
+        from tfdp.checkpoint import writer as writing
+        from tfdp.checkpoint.backups import Backups
 
         write_own, write_text = writing.write_own, writing.write_text
         replace_index, save = writing.replace_index, Backups.save

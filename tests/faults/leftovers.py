@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 
 from faults.damage import backups, step_of
-from tfdp import checkpoint_files as files
-from tfdp.checkpoint_index_file import load_index
+from tfdp.checkpoint import files
+from tfdp.checkpoint.index_file import load_index
 
 Event = tuple[float, str, str]
 _CHECKPOINT = r"(/index\.json|/data-[0-9a-f]{12}(/.*)?)?"

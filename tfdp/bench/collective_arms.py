@@ -13,8 +13,8 @@ from tfdp.bench.collectives import NO_ALGORITHM
 from tfdp.bench.correctness import expected, input_of, num_wrong
 from tfdp.bench.training import timed
 from tfdp.collectives import ProcessGroup, all_gather, broadcast, reduce_scatter
-from tfdp.routes import Route
-from tfdp.traffic import Algorithm
+from tfdp.plans.traffic import Algorithm
+from tfdp.reduction.selection import Route
 
 _CHECK = "check "
 

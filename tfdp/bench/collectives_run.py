@@ -72,7 +72,7 @@ def _measure_here(settings: Settings) -> Found:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from tfdp.bench.collective_arms import CollectiveArms, Here
     from tfdp.options import CommunicationOptions
-    from tfdp.strategy import auto_strategy
+    from tfdp.strategy.strategy import auto_strategy
 
     options = CommunicationOptions(node_size=settings.node_size)
     strategy: Any = auto_strategy(communication=options)

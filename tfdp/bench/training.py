@@ -16,7 +16,7 @@ from tfdp.bench.keras_models import build, make_batch
 from tfdp.bench.models import Model
 from tfdp.cluster import Cluster
 from tfdp.options import CommunicationOptions
-from tfdp.strategy import MultiWorkerMirroredStrategy, auto_strategy
+from tfdp.strategy.strategy import MultiWorkerMirroredStrategy, auto_strategy
 
 _LEARNING_RATE = 1e-3
 

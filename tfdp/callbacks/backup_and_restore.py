@@ -11,24 +11,26 @@ from typing import Any
 
 import keras
 
-from tfdp import _compat, checkpoint, trainer
-from tfdp.backups import Backups, WrongBackup
-from tfdp.batch_change import BatchChange
-from tfdp.callback_state import (
+from tfdp import _compat
+from tfdp.callbacks.run_batches import RunBatches
+from tfdp.checkpoint import api
+from tfdp.checkpoint.backups import Backups, WrongBackup
+from tfdp.checkpoint.callback_state import (
     decoded,
     empty_arrays,
     encoded,
     set_states,
     states_of,
 )
-from tfdp.callbacks.run_batches import RunBatches
-from tfdp.checkpoint_index import Index
-from tfdp.checkpoint_reading import check_model
-from tfdp.data_position import Position
-from tfdp.optimizer_arguments import check_strategy
-from tfdp.preemption import PREEMPTED, Notice, Watch
-from tfdp.random_state import random_states, set_random_states
-from tfdp.run_state import RunState, Wanted
+from tfdp.checkpoint.index import Index
+from tfdp.checkpoint.random_state import random_states, set_random_states
+from tfdp.checkpoint.reader import check_model
+from tfdp.checkpoint.run_state import RunState, Wanted
+from tfdp.coordination.preemption import PREEMPTED, Notice, Watch
+from tfdp.data.batch_change import BatchChange
+from tfdp.data.position import Position
+from tfdp.keras_hooks import install
+from tfdp.optimizer.arguments import check_strategy
 
 # Of what a backup holds beside tensors; a newer tfdp may know more.
 _FORMAT = 1
@@ -99,7 +101,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         batch: str = "global",
     ) -> None:
         super().__init__()
-        trainer.install()
+        install.install()
         _check_arguments(directory, save_freq, keep, batch)
         self.directory = os.fspath(directory)
         self.save_freq = save_freq
@@ -124,7 +126,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Looks for a backup; one from between two epochs is loaded."""
-        self._agreement = checkpoint.agreement_of(self.model)
+        self._agreement = api.agreement_of(self.model)
         self._backups = Backups(self.directory, self.keep, self._agreement)
         self._batches = RunBatches(self.model, self._position, self.batch)
         self._notice = Notice()
@@ -207,7 +209,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             "data": self._begin if batches else self._position.snapshot(),
         }
         tensors = state.to_save(in_epoch=batches > 0)
-        serialize = functools.partial(checkpoint.serialized, self.model)
+        serialize = functools.partial(api.serialized, self.model)
         self._backups.save(self._total, tensors, run, serialize)
 
     def _random_states(self) -> list[Any]:

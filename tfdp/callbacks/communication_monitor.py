@@ -9,9 +9,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tfdp.agreement import Agreement
+from tfdp.base.ownership import strategy_of
 from tfdp.callbacks.measuring import MeasuringCallback
-from tfdp.mailbox import Mailbox
+from tfdp.coordination.exchange import Agreement
+from tfdp.coordination.mailbox import Mailbox
 from tfdp.monitor.board import Board
 from tfdp.monitor.facts import facts_of, loss_scale_of, settings_of
 from tfdp.monitor.folders import problem_of_folder
@@ -20,7 +21,6 @@ from tfdp.monitor.meters import meter_for
 from tfdp.monitor.readings import Reading
 from tfdp.monitor.reporter import Reporter
 from tfdp.monitor.windows import Window, fraction, mean_of, window_of
-from tfdp.ownership import strategy_of
 
 _KEPT_STEPS = 200
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import keras
 
-from tfdp import trainer
-from tfdp.drift import check_weights, raise_difference
-from tfdp.drift_watch import Watch
-from tfdp.optimizer_arguments import check_strategy
-from tfdp.ownership import strategy_of
+from tfdp.base.ownership import strategy_of
+from tfdp.keras_hooks import install
+from tfdp.optimizer.arguments import check_strategy
+from tfdp.replicas.drift import check_weights, raise_difference
+from tfdp.replicas.drift_probe import Watch
 
 
 class ConsistencyCheck(keras.callbacks.Callback):
@@ -50,7 +50,7 @@ class ConsistencyCheck(keras.callbacks.Callback):
             raise ValueError(
                 f"`every` must be an integer of at least 1. Received: every={every!r}"
             )
-        trainer.install()
+        install.install()
         self.every = every
         self._watch: Watch | None = None
         self._step = 0

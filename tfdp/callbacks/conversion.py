@@ -6,9 +6,9 @@ from typing import Any
 
 import keras
 
-from tfdp import trainer
-from tfdp.optimizer import DistributedOptimizer
-from tfdp.optimizer_arguments import check_strategy
+from tfdp.keras_hooks import install
+from tfdp.optimizer.arguments import check_strategy
+from tfdp.optimizer.distributed import DistributedOptimizer
 
 
 class OptimizerCallback(keras.callbacks.Callback):
@@ -19,7 +19,7 @@ class OptimizerCallback(keras.callbacks.Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        trainer.install()
+        install.install()
         self.is_in_fit = False
 
     def set_model(self, model: Any) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdp.callbacks.conversion import OptimizerCallback
-from tfdp.optimizer import DistributedOptimizer
-from tfdp.schedules import check_steps, steps_at_epoch
+from tfdp.optimizer.distributed import DistributedOptimizer
+from tfdp.plans.schedules import check_steps, steps_at_epoch
 
 
 class GradientAccumulation(OptimizerCallback):

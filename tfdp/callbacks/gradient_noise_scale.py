@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfdp.callbacks.conversion import OptimizerCallback
-from tfdp.optimizer import DistributedOptimizer
+from tfdp.optimizer.distributed import DistributedOptimizer
 
 
 class GradientNoiseScale(OptimizerCallback):

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from tfdp.callbacks.conversion import OptimizerCallback
-from tfdp.optimizer import DistributedOptimizer
-from tfdp.schedules import steps_at_epoch
-from tfdp.warmup import WarmupOptions
+from tfdp.optimizer.distributed import DistributedOptimizer
+from tfdp.plans.schedules import steps_at_epoch
+from tfdp.step.warmup import WarmupOptions
 
 _WAITING, _RISING, _OVER = "waiting", "rising", "over"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdp import loss_scale
 from tfdp.callbacks.conversion import OptimizerCallback
-from tfdp.optimizer import DistributedOptimizer
+from tfdp.optimizer.distributed import DistributedOptimizer
+from tfdp.step import loss_scale
 
 
 class LossScaling(OptimizerCallback):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdp import trainer
+from tfdp.keras_hooks import install
 from tfdp.monitor.timed_steps import TimedSteps
-from tfdp.optimizer_arguments import check_strategy
+from tfdp.optimizer.arguments import check_strategy
 
 
 class MeasuringCallback(TimedSteps):
@@ -14,7 +14,7 @@ class MeasuringCallback(TimedSteps):
 
     def __init__(self) -> None:
         super().__init__()
-        trainer.install()
+        install.install()
 
     def set_model(self, model: Any) -> None:
         """Checks the strategy."""

@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 from tfdp import _compat
+from tfdp.base.param_groups import innermost
 from tfdp.callbacks.conversion import distributed_optimizer
-from tfdp.traits import innermost
-from tfdp.warmup import WarmupOptions
+from tfdp.step.warmup import WarmupOptions
 
 
 def factors_of(model: Any) -> dict[str, Any]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdp.backups import WrongBackup
-from tfdp.batch_change import (
+from tfdp.base.param_groups import innermost
+from tfdp.callbacks import rates
+from tfdp.checkpoint.backups import WrongBackup
+from tfdp.checkpoint.replica_state import replicas_of
+from tfdp.checkpoint.run_state import Wanted
+from tfdp.data.batch_change import (
     BatchChange,
     Batches,
     change_for_replicas,
     change_for_updates,
 )
-from tfdp.callbacks import rates
-from tfdp.data_position import Position
-from tfdp.replica_state import replicas_of
-from tfdp.run_state import Wanted
-from tfdp.schedules import steps_at_epoch
-from tfdp.traits import innermost
+from tfdp.data.position import Position
+from tfdp.plans.schedules import steps_at_epoch
 
 # Of the identity of a run, what may change with the number of replicas.
 _OF_BATCHES = ("batch_size", "steps_per_epoch")

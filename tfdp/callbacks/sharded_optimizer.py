@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tfdp.callbacks.conversion import OptimizerCallback
-from tfdp.optimizer import DistributedOptimizer
-from tfdp.optimizer_arguments import check_sharding
+from tfdp.optimizer.arguments import check_sharding
+from tfdp.optimizer.distributed import DistributedOptimizer
 
 _STAGES = {1: "optimizer", 2: "gradients"}
 

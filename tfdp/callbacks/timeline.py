@@ -9,15 +9,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tfdp.agreement import Agreement
+from tfdp.base.ownership import strategy_of
 from tfdp.callbacks.measuring import MeasuringCallback
-from tfdp.mailbox import Mailbox
+from tfdp.coordination.exchange import Agreement
+from tfdp.coordination.mailbox import Mailbox
 from tfdp.monitor.folders import problem_of_folder
 from tfdp.monitor.meters import meter_for
 from tfdp.monitor.readings import Reading
 from tfdp.monitor.sinks import write_json
 from tfdp.monitor.trace import WorkerTrace, chrome_trace
-from tfdp.ownership import strategy_of
 
 # How long the first worker waits for another one's part.
 _PATIENCE_SECONDS = 20.0

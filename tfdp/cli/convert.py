@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from tfdp.checkpoint_index import Index
-from tfdp.checkpoint_index_file import load_index
+from tfdp.checkpoint.index import Index
+from tfdp.checkpoint.index_file import load_index
 from tfdp.cli.importing import first_line, import_without_gpus
 
 

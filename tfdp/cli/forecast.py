@@ -11,14 +11,14 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from tfdp.buckets import Bucket
 from tfdp.cli.memory import Row, table_of
 from tfdp.cluster import Topology
 from tfdp.links import Link, Links
-from tfdp.prediction import BucketPrediction, StepPrediction
+from tfdp.plans.buckets import Bucket
+from tfdp.plans.prediction import BucketPrediction, StepPrediction
 
 if TYPE_CHECKING:  # it imports TensorFlow
-    from tfdp.routes import Route
+    from tfdp.reduction.selection import Route
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Forecast:
 
     Args:
         model: String, path of the model.
-        buckets: Tuple of `tfdp.buckets.Bucket`.
+        buckets: Tuple of `tfdp.plans.buckets.Bucket`.
         sparse: Tuple of strings, variables whose gradients travel as rows.
         topology: `Topology`.
         links: `Links`.
         backend: String, whose defaults stand for what was not given.
         is_given: Bool, whether alpha and beta were.
         compression: String, as on the command line.
-        routes: Tuple of `tfdp.routes.Route`, one for each bucket.
+        routes: Tuple of `tfdp.reduction.selection.Route`, one for each bucket.
         ring: The same if all buckets were reduced by the flat ring.
         warned: Tuple of strings, options that have no effect on this cluster.
         compute_seconds: Float or `None`, a step on one replica.

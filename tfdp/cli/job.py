@@ -20,7 +20,7 @@ from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
 from tfdp.cli.worker import Worker, shell_code, signal_name
 from tfdp.cluster import Cluster
-from tfdp.preemption import PREEMPTED, SAVE_SIGNAL
+from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 
 TIMED_OUT = 124
 _TURN_SECONDS = 0.1

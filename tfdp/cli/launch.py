@@ -11,8 +11,8 @@ import re
 import time
 from collections.abc import Mapping
 
+from tfdp.base.private_folder import make_private_folder
 from tfdp.cluster import Cluster, free_ports
-from tfdp.private_folder import make_private_folder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ import click
 from rich.table import Table
 
 from tfdp.cluster import Topology
-from tfdp.memory import ReplicaMemory
 from tfdp.options import CommunicationOptions
+from tfdp.plans.memory import ReplicaMemory
 
 # With more, a plan of slices would be longer than the model.
 MOST_OWNERS = 2**16

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tfdp.buckets import BucketPlan
 from tfdp.cli import memory, values
 from tfdp.cli.forecast import Forecast, show
 from tfdp.cli.importing import first_line, import_without_gpus
 from tfdp.cluster import Topology
-from tfdp.cost_model import Algorithm
 from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.options import CommunicationOptions
-from tfdp.prediction import BACKWARD_SHARE
+from tfdp.plans.buckets import BucketPlan
+from tfdp.plans.cost_model import Algorithm
+from tfdp.plans.prediction import BACKWARD_SHARE
 
 if TYPE_CHECKING:  # it imports TensorFlow
-    from tfdp.routes import Route
+    from tfdp.reduction.selection import Route
 
 _COMPRESSIONS = ("none", "bf16", "fp16", "outer:bf16", "outer:fp16")
 _MOST_REPLICAS = 2**20
@@ -230,7 +230,7 @@ def routes_of(
     backend: str,
 ) -> tuple[tuple[Route, ...], tuple[str, ...]]:
     """What training would take for each bucket, and what it would warn of."""
-    from tfdp.routes import Router
+    from tfdp.reduction.selection import Router
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -243,7 +243,7 @@ def _plan_of(
     model: Any, path: str, options: CommunicationOptions
 ) -> tuple[BucketPlan, list[str]]:
     """The buckets of a model, and its variables with sparse gradients."""
-    from tfdp.plan import plan_of_backward_pass
+    from tfdp.reduction.report import plan_of_backward_pass
 
     try:
         buckets, sparse = plan_of_backward_pass(model, options)
@@ -265,7 +265,7 @@ def _loaded(path: str) -> Any:
             "The file is not a saved Keras model; give one that `model.save` wrote. "
             f"Received: {path}"
         )
-    import_without_gpus("tfdp.plan")
+    import_without_gpus("tfdp.reduction.report")
     return _load(path)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pathlib
 import time
 
-from tfdp.preemption import PREEMPTED
+from tfdp.coordination.preemption import PREEMPTED
 
 # Who trained for so long was well: what failed then has nothing to do with the start.
 _STABLE_SECONDS = 60.0

@@ -6,7 +6,7 @@ import math
 
 import click
 
-from tfdp.cost_model import Algorithm
+from tfdp.plans.cost_model import Algorithm
 
 
 def count(

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from tfdp.cli.lines import LineReader, without_escapes
-from tfdp.preemption import PREEMPTED
+from tfdp.coordination.preemption import PREEMPTED
 
 TAIL_LINES = 20
 _SNAPSHOT_SECONDS = 10.0
@@ -21,7 +21,8 @@ _CHUNK_BYTES = 1 << 16
 # What a worker wrote before it ended is in the pipe, which holds no more than
 # this. What its own children go on writing there must not keep us reading.
 _MAX_PIPE_BYTES = 1 << 20
-# As `tfdp.watch.errors.message_of` says it; to import that is to import TensorFlow.
+# As `tfdp.coordination.watch.errors.message_of` says it; to import that is to import
+# TensorFlow.
 _LOST = re.compile(r"\bWorker (\d+) \([^()\s]+\) was lost\b")
 
 

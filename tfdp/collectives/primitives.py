@@ -309,7 +309,7 @@ def _arguments(
     size: tf.Tensor | None = None,
 ) -> dict:
     # No `timeout_seconds`: where a collective ends by it, TensorFlow may crash (seen
-    # with 2.21.0). `tfdp.watch` looks after the others.
+    # with 2.21.0). `tfdp.coordination.watch` looks after the others.
     return {
         "group_size": group.size,
         "group_key": group.key,

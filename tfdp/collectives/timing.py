@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.switched import Switched
+from tfdp.base.switched import Switched
 
 # What the labels of a bucket's collectives begin with, and that of sparse gradients.
 GRADIENTS, PARAMETERS, ROWS = "bucket", "parameters", "rows"

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp.base.ownership import strategy_of
 from tfdp.monitor.advice import Facts
-from tfdp.ownership import strategy_of
 
 
 def facts_of(model: Any) -> Facts:

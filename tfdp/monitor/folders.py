@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from tfdp.private_folder import make_private_folder
+from tfdp.base.private_folder import make_private_folder
 
 
 def problem_of_folder(folder: Path, argument: str) -> str:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfdp import observe
-from tfdp.collectives import timing
+from tfdp.collectives import step_events, timing
 from tfdp.monitor.intervals import Interval, clipped, seconds_covered
 
 # Collectives that nothing in the forward or backward pass waits for.
@@ -115,7 +114,9 @@ def replicas_of(reading: Reading, rows: Sequence[timing.Row]) -> list[Replica]:
         reading: `Reading`.
         rows: Sequence of `Row`, what its values are of.
     """
-    times = {mark.replica: pair for mark, pair in _marks(reading, rows, observe.TIMES)}
+    times = {
+        mark.replica: pair for mark, pair in _marks(reading, rows, step_events.TIMES)
+    }
     found = []
     for replica, (begin, loss, _) in sorted(times.items()):
         since = reading.begin if reading.num_steps == 1 else begin
@@ -210,11 +211,11 @@ def sample_of(reading: Reading, rows: Sequence[timing.Row]) -> Sample:
 def notes(reading: Reading, rows: Sequence[timing.Row]) -> tuple[float, float]:
     """The samples of the batch, and the worker's part of the squared norm."""
     samples, step = math.nan, math.nan
-    for _, pair in _marks(reading, rows, observe.BATCH):
+    for _, pair in _marks(reading, rows, step_events.BATCH):
         samples, step = float(pair[0]), float(pair[1])
     squares = [
         float(pair[0])
-        for _, pair in _marks(reading, rows, observe.NORM)
+        for _, pair in _marks(reading, rows, step_events.NORM)
         # Noted in this execution, which has so many steps.
         if pair[1] > step - reading.num_steps
     ]

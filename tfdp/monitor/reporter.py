@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from tfdp.mailbox import Mailbox
+from tfdp.coordination.mailbox import Mailbox
 from tfdp.monitor.board import Board
 from tfdp.monitor.windows import Window, merge
 

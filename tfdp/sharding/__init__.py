@@ -1,9 +1,9 @@
 """Optimizer state that is spread over the replicas, each part with one owner."""
 
-from tfdp.sharding.layout import ShardedState
-from tfdp.sharding.memory import memory_report, part_memory
-from tfdp.sharding.state import Sharding, shard_plan
-from tfdp.sharding.whole import place, slot_names
+from tfdp.sharding.memory_report import memory_report, part_memory
+from tfdp.sharding.sharded_layout import ShardedState
+from tfdp.sharding.sharded_state import Sharding, shard_plan
+from tfdp.sharding.state_names import place, slot_names
 
 __all__ = [
     "ShardedState",

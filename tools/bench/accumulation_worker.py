@@ -20,7 +20,7 @@ def main() -> None:
     def make_optimizer() -> Any:
         import keras
 
-        from tfdp.optimizer import DistributedOptimizer
+        from tfdp.optimizer.distributed import DistributedOptimizer
 
         if strategy is None:
             return keras.optimizers.Adam(1e-3, gradient_accumulation_steps=steps)

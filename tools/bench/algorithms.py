@@ -12,9 +12,9 @@ from tfdp.bench.sides import Side, started
 from tfdp.bench.stats import paired_ratio
 from tfdp.bench.turns import alternate
 from tfdp.cluster import Topology
-from tfdp.cost_model import choose, predict_seconds
 from tfdp.links import Links
-from tfdp.traffic import FLAT, Algorithm
+from tfdp.plans.cost_model import choose, predict_seconds
+from tfdp.plans.traffic import FLAT, Algorithm
 from tools.bench.hosts_arms import RATE_OF_START
 from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
 from tools.bench.hosts_sides import HostsSide

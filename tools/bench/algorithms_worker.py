@@ -17,8 +17,8 @@ def all_reduce_arm(strategy: Any, name: str, num_bytes: int) -> Arm:
     """Seconds of one all-reduce after another, begun by all workers together."""
     import tensorflow as tf
 
-    from tfdp.routes import Route
-    from tfdp.traffic import Algorithm
+    from tfdp.plans.traffic import Algorithm
+    from tfdp.reduction.selection import Route
 
     group = strategy.extended.group
     all_reduce = Route(Algorithm(name)).all_reduce
@@ -33,7 +33,7 @@ def all_reduce_arm(strategy: Any, name: str, num_bytes: int) -> Arm:
 
 def measured_links(strategy: Any) -> Callable[[int], Any]:
     """What a long `fit` measures at its start, and how long that takes."""
-    from tfdp.link_measure import LONG_RUN_STEPS, learn_links
+    from tfdp.reduction.link_measure import LONG_RUN_STEPS, learn_links
 
     def run(steps: int) -> Any:
         del steps

@@ -37,8 +37,8 @@ def main() -> None:
 @contextlib.contextmanager
 def _unwatched() -> Iterator[None]:
     """This worker neither gives signs of life nor looks for those of others."""
-    from tfdp.watch.pulse import Pulse
-    from tfdp.watch.watchdog import Watchdog
+    from tfdp.coordination.watch.heartbeat import Pulse
+    from tfdp.coordination.watch.watchdog import Watchdog
 
     def nothing(thread: object) -> None:
         del thread

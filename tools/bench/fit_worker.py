@@ -17,7 +17,7 @@ def fit_arm(strategy: Any, *, wrapped: bool = False) -> Arm:
     import keras
 
     from tfdp.bench.keras_models import build, make_batch
-    from tfdp.optimizer import DistributedOptimizer
+    from tfdp.optimizer.distributed import DistributedOptimizer
     from tools.bench.models import MODELS
 
     class Clock(keras.callbacks.Callback):

@@ -37,7 +37,7 @@ def main() -> None:
     setup = json.loads(sys.argv[1])
     strategy = make_strategy(setup)
 
-    from tfdp.balance import Balance
+    from tfdp.data.balance import Balance
     from tools.bench.fit_blocks import block_of
 
     extended = strategy.extended

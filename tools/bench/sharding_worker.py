@@ -24,7 +24,7 @@ def main() -> None:
     def make_optimizer() -> Any:
         import keras
 
-        from tfdp.optimizer import DistributedOptimizer
+        from tfdp.optimizer.distributed import DistributedOptimizer
 
         steps, sharding = setup["accumulation_steps"], setup["sharding"]
         adam = keras.optimizers.Adam(1e-3)

@@ -42,7 +42,7 @@ def update_step(
     import keras
     import tensorflow as tf
 
-    from tfdp.optimizer import DistributedOptimizer
+    from tfdp.optimizer.distributed import DistributedOptimizer
 
     keras.utils.set_random_seed(0)
     variables = [keras.Variable(np.zeros(shape, "float32")) for shape in shapes]

@@ -1,0 +1,121 @@
+"""Weight of a replica's part of the global batch, while its step is traced or runs.
+
+Inside Keras's loops the loss of a replica is the mean over its own rows, as on one
+device. With n_i of n rows its gradients, and the numbers that its step returns, are
+multiplied by n_i / n before they are summed: Li et al. 2020, https://arxiv.org/abs/
+2006.15704, average in the same way, with equal n_i. `tfdp.data.batch_weights` computes
+the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+_thread = threading.local()
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchWeight:
+    """Weight of one replica in the sums over a global batch.
+
+    Args:
+        weight: Scalar float64 tensor, its fraction of all samples. A third, say, in
+            float32 would be all that a float64 model is exact to.
+        num_samples: Scalar float32 tensor, the samples of all replicas, or `None`
+            where that is unknown.
+        forms: `tfdp.losses.row_forms.forms.Forms` of the step, or `None` while none is
+            traced.
+        weighted: Set of the `id`s of optimizers whose loss has the weight already.
+    """
+
+    weight: tf.Tensor
+    num_samples: tf.Tensor | None
+    forms: Any = None
+    weighted: set[int] = dataclasses.field(default_factory=set)
+
+
+@contextlib.contextmanager
+def use(value: BatchWeight | None) -> Iterator[None]:
+    """Sets the weight of the replica that runs in this thread."""
+    outer = _in_force()
+    _thread.batch_weight = value
+    try:
+        yield
+    finally:
+        _thread.batch_weight = outer
+
+
+def current() -> tf.Tensor | None:
+    """The weight of the replica that runs in this thread, float64, or `None`."""
+    found = _in_force()
+    return None if found is None else found.weight
+
+
+def weigh_loss(loss: tf.Tensor, optimizers: Iterable[Any]) -> tf.Tensor:
+    """Multiplies a loss that is scaled by the weight of the replica.
+
+    In half precision the backward pass then overflows where that of one device does:
+    a mean over fewer rows has larger gradients.
+
+    Args:
+        loss: Scalar tensor.
+        optimizers: Iterable of the optimizers that its gradients are for.
+
+    Returns:
+        Scalar tensor like `loss`.
+    """
+    found = _in_force()
+    if found is None:
+        return loss
+    found.weighted.update(map(id, optimizers))
+    return loss * tf.cast(found.weight, loss.dtype)
+
+
+def weight_for(optimizer: Any) -> tf.Tensor | None:
+    """By what the gradients of this thread's replica are multiplied.
+
+    Args:
+        optimizer: The optimizer that they are given to.
+
+    Returns:
+        Scalar float64 tensor: the weight, or only whether it is above zero where the
+        loss was multiplied by it; or `None` where nothing is weighted.
+    """
+    found = _in_force()
+    if found is None:
+        return None
+    if id(optimizer) in found.weighted:
+        return tf.cast(found.weight > 0, tf.float64)
+    return found.weight
+
+
+def weight_of_upstream() -> tf.Tensor | None:
+    """By what gradients that go to other replicas are still to be multiplied.
+
+    Returns:
+        Scalar float64 tensor, or `None` where the loss has the weight already.
+    """
+    found = _in_force()
+    return None if found is None or found.weighted else found.weight
+
+
+def forms() -> Any:
+    """How the tensors of this thread's step depend on rows; `None` in eager mode."""
+    found = _in_force()
+    return None if found is None else found.forms
+
+
+def num_samples() -> tf.Tensor | None:
+    """The samples of all replicas in this step, or `None` where unknown."""
+    found = _in_force()
+    return None if found is None else found.num_samples
+
+
+def _in_force() -> BatchWeight | None:
+    return getattr(_thread, "batch_weight", None)

@@ -1,0 +1,295 @@
+"""A worker joins its cluster, or says in one sentence why it cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.cluster import (
+    Cluster,
+    Topology,
+    guarded,
+    meet,
+    name_workers,
+    topology_of,
+    unreachable,
+)
+from tfdp.cluster.devices import resolve_devices, set_logical_cpus
+from tfdp.coordination.exchange import Agreement
+from tfdp.options import CommunicationOptions
+
+_DEFAULT_HEARTBEAT_SECONDS = 60.0
+# All have met a second ago, but to get at many GPUs takes a while.
+_DEFAULT_JOIN_SECONDS = 300.0
+_JOIN_SLACK_SECONDS = 5.0
+# The cluster that this process has a server for; TensorFlow allows one.
+_joined: list[Cluster] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Worker:
+    """This process as a member of its cluster.
+
+    Args:
+        cluster: `Cluster`, or `None` on a single machine.
+        resolver: The cluster resolver that tf.distribute asks.
+        devices: Sequence of device strings the user asked for, or `None`.
+        timeout_seconds: Float or `None`, how long to wait for the others.
+    """
+
+    cluster: Cluster | None
+    resolver: Any
+    devices: Sequence[str] | None
+    timeout_seconds: float | None
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers that train together."""
+        return self.cluster.num_workers if self.cluster else 1
+
+    @property
+    def rank(self) -> int:
+        """Index of this worker, the chief's is 0."""
+        return self.cluster.rank if self.cluster else 0
+
+    @property
+    def rebalances(self) -> bool:
+        """Whether rows follow the workers' speed."""
+        return self.cluster is not None and self.cluster.rebalance
+
+
+def start_worker(
+    resolver: Any, devices: Sequence[str] | None, options: CommunicationOptions
+) -> Worker:
+    """Finds the cluster and checks what can be checked before joining it.
+
+    Args:
+        resolver: A cluster resolver or `None` for the environment's cluster.
+        devices: Sequence of device strings or `None`.
+        options: `CommunicationOptions`.
+
+    Returns:
+        A `Worker`.
+
+    Raises:
+        ValueError: If the cluster is wrong, this worker's port is taken, or
+            TensorFlow has already started.
+        TimeoutError: If another worker does not start in time.
+    """
+    cluster = _cluster_of(resolver) if resolver else Cluster.from_environment()
+    if cluster is None or cluster.num_workers == 1 or cluster.is_evaluator:
+        # An evaluator works by itself, as TensorFlow says.
+        if cluster is not None and cluster.devices_per_worker:
+            set_logical_cpus(cluster.devices_per_worker)
+        return Worker(None, _resolver(None), devices, options.timeout_seconds)
+    worker = Worker(
+        cluster, resolver or _resolver(cluster), devices, options.timeout_seconds
+    )
+    if _joined == [cluster]:
+        return worker  # a second strategy shares the running server
+    if _compat.is_context_initialized():
+        raise ValueError(
+            "TensorFlow has already started. Create the multi-worker strategy "
+            "before any other use of TensorFlow: before tensors, variables, "
+            "models and datasets."
+        )
+    if cluster.devices_per_worker:
+        set_logical_cpus(cluster.devices_per_worker)
+    missing = meet(cluster, options.timeout_seconds)
+    if missing:
+        assert options.timeout_seconds is not None  # else it waits for ever
+        raise TimeoutError(_not_started(cluster, missing, options.timeout_seconds))
+    _configure(cluster, options.timeout_seconds)
+    return worker
+
+
+def has_joined(worker: Worker) -> bool:
+    """Whether this process runs a server of the worker's cluster already."""
+    return worker.cluster is not None and _joined == [worker.cluster]
+
+
+@contextlib.contextmanager
+def joining(worker: Worker) -> Iterator[None]:
+    """Turns TensorFlow's errors of start-up into one clear sentence."""
+    try:
+        with _guarded(worker):
+            yield
+        if worker.cluster is not None:
+            _joined[:] = [worker.cluster]
+    except (tf.errors.OpError, RuntimeError) as error:
+        if worker.cluster is None:
+            raise
+        silent = unreachable(worker.cluster, timeout_seconds=1.0)
+        if not silent:
+            raise
+        limit = worker.timeout_seconds or _DEFAULT_JOIN_SECONDS
+        raise TimeoutError(_gone(worker.cluster, silent, limit)) from error
+
+
+def _guarded(worker: Worker) -> contextlib.AbstractContextManager:
+    """Ends this process where TensorFlow would wait for ever to join."""
+    cluster = worker.cluster
+    if cluster is None or has_joined(worker):
+        return contextlib.nullcontext()
+    others = [
+        f"{rank}={address}"
+        for rank, address in enumerate(cluster.workers)
+        if rank != cluster.rank
+    ]
+    limit = worker.timeout_seconds or _DEFAULT_JOIN_SECONDS
+    # What TensorFlow can say itself comes first.
+    return guarded(others, limit + _JOIN_SLACK_SECONDS)
+
+
+def _own_version() -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("tfdp")
+    return "not installed"
+
+
+def _not_started(cluster: Cluster, ranks: list[int], limit: float) -> str:
+    return (
+        f"Waited {limit:.0f} s for "
+        f"{name_workers(cluster, ranks)}, which did not start. Start every worker of "
+        "TF_CONFIG, and check that they reach each other's ports."
+    )
+
+
+def _gone(cluster: Cluster, ranks: list[int], limit: float) -> str:
+    return (
+        f"{name_workers(cluster, ranks)} was there when all workers met, and did not "
+        f"join the cluster within {limit:.0f} s: see the end of its output, and start "
+        "all workers again."
+    )
+
+
+def check_workers_fit(
+    agreement: Agreement,
+    devices: Sequence[str],
+    options: CommunicationOptions,
+    *,
+    rebalances: bool = False,
+) -> list[str]:
+    """Compares device counts, versions and options before anything else.
+
+    Args:
+        agreement: `Agreement`.
+        devices: Sequence of strings, full names of the local devices.
+        options: `CommunicationOptions`.
+        rebalances: Bool, whether rows follow the workers' speed. Defaults to `False`.
+
+    Returns:
+        List of strings, the devices of all workers in the order of ranks.
+
+    Raises:
+        ValueError: Naming the first worker that differs from worker 0.
+    """
+    kinds = sorted({_compat.device_type(device) for device in devices})
+    facts = {
+        "devices per worker": f"{len(devices)} x {'/'.join(kinds)}",
+        # What a step is made of. Another Python computes the same.
+        "TensorFlow version": tf.__version__,
+        "Keras version": keras.__version__,
+        "tfdp version": _own_version(),
+        "settings of `rebalance`": str(rebalances).lower(),
+    }
+    for field in dataclasses.fields(options):
+        # Each may wait as long as it likes.
+        if field.name != "timeout_seconds":
+            facts[f"`{field.name}` options"] = repr(getattr(options, field.name))
+    own = json.dumps({"devices": list(devices), "facts": facts})
+    messages = [json.loads(text) for text in agreement.exchange("start-up", own)]
+    first = messages[0]["facts"]
+    for rank, message in enumerate(messages):
+        for name, value in message["facts"].items():
+            if value != first[name]:
+                agreement.part()
+                raise ValueError(
+                    f"Workers have different {name}: worker 0 has {first[name]}, "
+                    f"worker {rank} has {value}. Start all workers alike."
+                )
+    return [device for message in messages for device in message["devices"]]
+
+
+def agreed_topology(
+    agreement: Agreement,
+    hosts: Sequence[str],
+    num_local: int,
+    options: CommunicationOptions,
+) -> Topology:
+    """Which replicas share a node, as the first worker sees it.
+
+    Args:
+        agreement: `Agreement`.
+        hosts: Sequence of strings, the host of each worker.
+        num_local: Int, replicas of a worker.
+        options: `CommunicationOptions`.
+
+    Returns:
+        A `Topology`.
+
+    Raises:
+        ValueError: If `node_size` or `nodes` do not fit the cluster.
+    """
+    found = topology_of(
+        hosts, num_local, node_size=options.node_size, nodes=options.nodes
+    )
+    # A name may have other addresses on another machine.
+    return Topology.from_json(agreement.exchange("topology", found.to_json())[0])
+
+
+def worker_devices(worker: Worker) -> list[str]:
+    """The devices of this worker, checked, without its own address."""
+    return resolve_devices(worker.devices)
+
+
+def _configure(cluster: Cluster, timeout_seconds: float | None) -> None:
+    join_seconds = timeout_seconds or _DEFAULT_JOIN_SECONDS
+    # `tfdp.coordination.watch` is first: it names the worker, and knows dead from slow.
+    heartbeat_seconds = 2 * (timeout_seconds or _DEFAULT_HEARTBEAT_SECONDS)
+    jobs = json.loads(cluster.to_tf_config())["cluster"]
+    jobs.pop("evaluator", None)
+    leader = (
+        "/job:chief/replica:0/task:0"
+        if cluster.has_chief
+        else ("/job:worker/replica:0/task:0")
+    )
+    _compat.configure_coordination_service(
+        service_type="standalone",
+        service_leader=leader,
+        cluster_register_timeout_in_ms=int(join_seconds * 1000),
+        heartbeat_timeout_in_ms=int(heartbeat_seconds * 1000),
+        coordinated_jobs=_compat.coordinated_jobs(
+            {name: len(tasks) for name, tasks in jobs.items()}
+        ),
+    )
+
+
+def _resolver(cluster: Cluster | None) -> Any:
+    if cluster is None:
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({})
+        )
+    jobs = json.loads(cluster.to_tf_config())["cluster"]
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(jobs),
+        task_type=cluster.task_type,
+        task_id=cluster.task_index,
+        rpc_layer="grpc",
+    )
+
+
+def _cluster_of(resolver: Any) -> Cluster | None:
+    jobs = resolver.cluster_spec().as_dict()
+    if not jobs:
+        return None
+    task = {"type": resolver.task_type, "index": resolver.task_id}
+    return Cluster.from_tf_config(json.dumps({"cluster": jobs, "task": task}))

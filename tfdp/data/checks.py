@@ -1,0 +1,200 @@
+"""What a user may get wrong in the data of Keras's loops, in one sentence each."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.data.rows import (
+    BETWEEN_NAMES,
+    UNEQUAL_ROWS,
+    check_parts,
+    parts_with_rows,
+    unequal_rows,
+)
+
+_PARTS = ("x", "y", "sample_weight")
+# What TensorFlow makes of an error in a graph of its data, and of one in Python.
+_IN_GRAPH = re.compile(re.escape(UNEQUAL_ROWS) + r" Received: (.*) with\] \[([\d ]+)\]")
+_IN_PYTHON = re.compile(
+    r"All batches of a generator must have the same structure\. Received: .*"
+)
+
+
+def check_arrays(model: Any, arguments: dict[str, Any]) -> None:
+    """Raises if the arrays for `fit`, `evaluate` or `predict` cannot be divided.
+
+    Args:
+        model: The Keras model.
+        arguments: Dict, the arguments of the call by name. What is no nest of
+            arrays is left to Keras.
+
+    Raises:
+        ValueError: If there is no array, a scalar, or arrays of different lengths.
+    """
+    given = {name: arguments.get(name) for name in _PARTS}
+    _check_features(model, given["x"], given["y"])
+    _check_all(given)
+    validation = arguments.get("validation_data")
+    if isinstance(validation, (tuple, list)):
+        name = "validation_data"
+        _check_all({f"{name}[{i}]": part for i, part in enumerate(validation)})
+
+
+def check_batch(strategy: Any, model: Any, arguments: dict[str, Any]) -> None:
+    """Raises if what `train_on_batch` and its like are given cannot be divided.
+
+    Args:
+        strategy: A tfdp strategy.
+        model: The Keras model.
+        arguments: Dict, the arguments of the call by name.
+
+    Raises:
+        ValueError: If there is no array, or arrays have different numbers of rows.
+    """
+    given = {name: arguments.get(name) for name in _PARTS}
+    _check_features(model, given["x"], given["y"])
+    if strategy.num_replicas_in_sync > 1:
+        _check_alike(given)
+
+
+def check_element(model: Any, spec: Any) -> None:
+    """Raises if an element of a dataset holds no features.
+
+    Args:
+        model: The Keras model.
+        spec: Nest of specs, `None` for what is left out.
+
+    Raises:
+        ValueError: If so, unless the model has a step of its own.
+    """
+    parts = spec if isinstance(spec, tuple) else (spec,)
+    _check_features(model, *(*parts, None)[:2])
+
+
+def of_one_structure(data: Any) -> Any:
+    """A generator that says which of its batches has another structure.
+
+    Args:
+        data: What a loop is given; anything but a generator is returned as it is.
+
+    Raises:
+        ValueError: When such a batch is taken.
+
+    Example:
+
+    >>> list(of_one_structure(batch for batch in [(0, {"a": 1}), (0, None)]))
+    Traceback (most recent call last):
+    ...
+    ValueError: All batches of a generator must have the same structure. Received: \
+batch 2 of (array, None), after (array, {'a': array})
+    """
+    return _checked(data) if isinstance(data, types.GeneratorType) else data
+
+
+@contextlib.contextmanager
+def in_plain_words() -> Iterator[None]:
+    """Turns what TensorFlow makes of these errors into the sentence itself.
+
+    Raises:
+        ValueError: Instead of `tf.errors.InvalidArgumentError`.
+    """
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        sentence = _sentence(str(error))
+        if sentence is None:
+            raise
+        raise ValueError(sentence) from None
+
+
+def _sentence(text: str) -> str | None:
+    if found := _IN_PYTHON.search(text):
+        return found.group()
+    if found := _IN_GRAPH.search(text):
+        names, rows = found.groups()
+        names = names.replace("\\", "")  # TensorFlow escapes quotes
+        return unequal_rows(names.split(BETWEEN_NAMES), [int(n) for n in rows.split()])
+    return None
+
+
+def _checked(batches: types.GeneratorType) -> Iterator[Any]:
+    first = None
+    for number, batch in enumerate(batches, start=1):
+        structure = _described(batch)
+        first = first or structure
+        if structure != first:
+            raise ValueError(
+                "All batches of a generator must have the same structure. Received: "
+                f"batch {number} of {structure}, after {first}"
+            )
+        if _is_empty(batch):
+            raise _without_features("batch", batch)
+        yield batch
+
+
+def _described(batch: Any) -> str:
+    """The structure of a batch, the same for dicts of any order."""
+    if batch is None:
+        return "None"
+    if isinstance(batch, dict):
+        items = sorted(batch.items(), key=lambda item: repr(item[0]))
+        return "{" + ", ".join(f"{k!r}: {_described(part)}" for k, part in items) + "}"
+    if not isinstance(batch, (tuple, list)):
+        return "array"
+    parts = [_described(part) for part in batch]
+    if isinstance(batch, list):
+        return f"[{', '.join(parts)}]"
+    if hasattr(batch, "_fields"):
+        return f"{type(batch).__name__}({', '.join(parts)})"
+    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+
+
+def _check_features(model: Any, x: Any, y: Any) -> None:
+    if not _is_empty(x) or (not _is_empty(y) and _compat.overridden(model)):
+        return
+    raise _without_features("x", x)
+
+
+def _without_features(name: str, data: Any) -> ValueError:
+    return ValueError(
+        "The data holds no features: `x` must be an array, a dataset, or a structure "
+        f"with at least one array. Received: {name}={data!r}"
+    )
+
+
+def _is_empty(data: Any) -> bool:
+    return all(leaf is None for leaf in keras.tree.flatten(data))
+
+
+def _check_all(given: dict[str, Any]) -> None:
+    """Checks arrays of all samples; of anything else Keras takes care."""
+    if not all(_is_array(leaf) for leaf in keras.tree.flatten(given)):
+        return
+    for name, part in given.items():
+        for path, leaf in keras.tree.flatten_with_path(part):
+            if leaf is not None and tf.TensorShape(leaf.shape).rank == 0:
+                where = name + "".join(f"[{step!r}]" for step in path)
+                raise ValueError(
+                    f"`{where}` must have the samples along its first axis. Received: "
+                    f"the scalar {leaf}"
+                )
+    _check_alike(given)
+
+
+def _check_alike(given: dict[str, Any]) -> None:
+    parts: dict[str, Any] = {}
+    for name, part in given.items():
+        parts.update(parts_with_rows(part, name))
+    check_parts(parts)
+
+
+def _is_array(leaf: Any) -> bool:
+    return leaf is None or hasattr(leaf, "shape")

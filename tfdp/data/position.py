@@ -1,0 +1,303 @@
+"""Where `fit` stands in its data, and how a run that is resumed gets there.
+
+A pipeline with seeds gives the same batches again. So the position is the number of
+batches that were taken, and going there is taking them once more. A shuffle with a
+seed has another order each time that the dataset is iterated over: how many iterators
+there were is part of the position.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.coordination.exchange import Agreement
+from tfdp.data.batch_change import BatchChange, moved
+from tfdp.data.repeatable import batch_dependence_of, difficulty_of, draws_at_the_start
+from tfdp.data.shuffle import SeededOrder
+
+_followed: list[Position | None] = []
+_NUM_BATCHES = "the number of batches"
+
+
+class Position:
+    """Follows the data of one `fit`.
+
+    Attributes:
+        after: `contextlib.ExitStack`, closed when `fit` ends, however it ends.
+        last_logs: Dict or `None`, the logs of the last batch before the run was
+            interrupted, while the epoch it was in goes on.
+        difficulty: String or `None`, what keeps the position from being restored.
+    """
+
+    def __init__(self) -> None:
+        self.after = contextlib.ExitStack()
+        self.last_logs: dict[str, Any] | None = None
+        self.difficulty: str | None = None
+        self._dependence: str | None = None
+        self.iterator: Any = None
+        self._make: Callable = iter
+        self._order: SeededOrder | None = None
+        # How many batches each iterator gave that was made so far.
+        self._taken: list[int] = []
+        self._skipped = 0
+        self._chosen_seed: int | None = None
+
+    def attach(
+        self,
+        iterator: Any,
+        chosen_seed: int | None = None,
+        agreement: Agreement | None = None,
+    ) -> None:
+        """Begins to count what an epoch iterator of Keras gives.
+
+        Args:
+            iterator: `TFEpochIterator`, not begun yet.
+            chosen_seed: Int, the global seed that workers took for want of one of the
+                user's, another one in each run; or `None`. Defaults to `None`.
+            agreement: `Agreement` between workers, each of which may read data of its
+                own, or `None` for one worker. Defaults to `None`.
+        """
+        self.iterator = iterator
+        self._chosen_seed = chosen_seed
+        self._make = _compat.dataset_maker(iterator)
+        self._order = self._make if isinstance(self._make, SeededOrder) else None
+        _compat.set_dataset_of_epoch(iterator, self._counted)
+        facts = {
+            "description": self._describe(),
+            "difficulty": self._own_difficulty(),
+            "dependence": self._own_dependence(),
+            "batch size": self._batch_size(),
+        }
+        told = [json.dumps(facts)]
+        if agreement is not None:
+            told = agreement.exchange("the position in the data", told[0])
+        of_all = [json.loads(text) for text in told]
+        self._descriptions = [item["description"] for item in of_all]
+        # What is difficult for one worker has to be given up by all.
+        self.difficulty = _first(item["difficulty"] for item in of_all)
+        self._dependence = _first(item["dependence"] for item in of_all)
+        self._first_batch_size = of_all[0]["batch size"]
+
+    @property
+    def dataset(self) -> Any:
+        """What Keras iterates over in an epoch, a distributed dataset."""
+        return _compat.distributed_dataset(self.iterator)
+
+    def _own_difficulty(self) -> str | None:
+        adapter = self.iterator.data_adapter
+        source = _compat.source_of(adapter)
+        shuffles = getattr(adapter, "_shuffle", getattr(adapter, "shuffle", False))
+        has_order = self._order is not None or _compat.global_seed() is not None
+        is_py_dataset = hasattr(adapter, "py_dataset")
+        is_ordered = not shuffles or (has_order and not is_py_dataset)
+        return difficulty_of(
+            source, is_ordered=is_ordered, chosen_seed=self._chosen_seed
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """What has to be the same in the run that is resumed, by argument of `fit`."""
+        return {
+            "batch_size": self._first_batch_size,
+            "steps_per_epoch": self.iterator.steps_per_epoch,
+            "steps_per_execution": self.iterator.steps_per_execution,
+        }
+
+    def _batch_size(self) -> int | None:
+        dataset = _compat.source_of(self.iterator.data_adapter)
+        batch_size = getattr(self.iterator.data_adapter, "batch_size", None)
+        if batch_size is None and isinstance(dataset, tf.data.Dataset):
+            found = _compat.dataset_batch_size(dataset)
+            batch_size = found if found > 0 else None
+        return batch_size
+
+    def snapshot(self) -> dict[str, Any]:
+        """Where the data stands between two epochs, as JSON can hold it."""
+        return {
+            **_compat.epoch_progress(self.iterator),
+            "taken": list(self._taken),
+            "order": None if self._order is None else self._order.first,
+            "description": _one_if_alike(self._descriptions),
+        }
+
+    def difference_to(
+        self, snapshot: dict[str, Any], change: BatchChange | None = None
+    ) -> str | None:
+        """Why the data is not that of a snapshot, or `None`.
+
+        Args:
+            snapshot: Dict, what `snapshot` returned.
+            change: `BatchChange`, if batches have another size now. Defaults to
+                `None`.
+        """
+        difference = _difference(snapshot["description"], self._descriptions, change)
+        if difference is not None:
+            return difference
+        if (snapshot["order"] is None) != (self._order is None):
+            return "arrays are shuffled with another seed"
+        return self.difficulty or (None if change is None else self._dependence)
+
+    def moved(
+        self, snapshot: dict[str, Any], num_batches: int, change: BatchChange
+    ) -> tuple[dict[str, Any], int]:
+        """A snapshot, and the batches since, in batches of the size of now."""
+        return moved(
+            snapshot,
+            num_batches,
+            change,
+            keeps_iterator=self.iterator.steps_per_epoch is not None,
+            group=self.iterator.steps_per_execution,
+        )
+
+    def _own_dependence(self) -> str | None:
+        """Why the order of the samples is another one with other batches."""
+        adapter = self.iterator.data_adapter
+        if self.iterator.steps_per_epoch and adapter.num_batches is not None:
+            return "the size of its batches has changed, and epochs end in its midst"
+        shuffles = getattr(adapter, "_shuffle", False)
+        source = _compat.source_of(adapter)
+        return batch_dependence_of(source, shuffles_batches=shuffles == "batch")
+
+    def go_to(self, snapshot: dict[str, Any], num_batches: int) -> None:
+        """Goes where the data stood, so that the next epoch goes on there.
+
+        Args:
+            snapshot: Dict, what `snapshot` returned when the epoch began.
+            num_batches: Int, batches of it that were taken since.
+        """
+        taken = snapshot["taken"]
+        if self._order is not None:
+            self._order.first = snapshot["order"]
+        keeps_one = self.iterator.steps_per_epoch is not None and bool(taken)
+        current = self._repeat(taken, keeps_one)
+        _compat.set_epoch_progress(self.iterator, snapshot, current)
+        self._skipped = num_batches
+
+    def begin_anew(self, snapshot: dict[str, Any]) -> None:
+        """Keeps only how long an epoch is: the data itself begins anew."""
+        _compat.set_epoch_progress(self.iterator, {**snapshot, "steps_seen": 0}, None)
+
+    def enumerate(self, batches: Iterator) -> Iterator:
+        """An epoch of Keras, without the batches that were taken before.
+
+        Args:
+            batches: Iterator of Keras's: first and last step, and the data.
+        """
+        skipped, self._skipped = self._skipped, 0
+        for first, last, data in batches:
+            self._taken[-1] += last - first + 1
+            if first < skipped:
+                _skip(data, last - first + 1)
+            else:
+                yield first, last, data
+
+    def _counted(self) -> Any:
+        self._taken.append(0)
+        return self._make()
+
+    def _repeat(self, taken: list[int], keeps_one: bool) -> Any:
+        """Makes the iterators of the epochs before, as far as they matter.
+
+        Returns:
+            The last one, at its position, if it is to be kept.
+        """
+        source = _compat.source_of(self.iterator.data_adapter)
+        is_dataset = isinstance(source, tf.data.Dataset)
+        matters = is_dataset and _compat.reshuffles(source)
+        reads = matters and not draws_at_the_start(source)
+        last = len(taken) - 1
+        for number in range(len(self._taken), len(taken)):
+            is_kept = keeps_one and number == last
+            if matters or is_kept:
+                if self._order is not None:
+                    self._order.epoch = number
+                current = iter(self._make())
+                if reads or is_kept:
+                    _skip(current, taken[number])
+                if is_kept:
+                    self._taken = list(taken)
+                    return current
+        self._taken = list(taken)
+        if self._order is not None:
+            self._order.epoch = len(taken)
+        return None
+
+    def _describe(self) -> dict[str, Any]:
+        """What of the pipeline shows whether it is the same again."""
+        adapter = self.iterator.data_adapter
+        source = _compat.source_of(adapter)
+        is_dataset = isinstance(source, tf.data.Dataset)
+        seeds = _compat.shuffle_seeds(source) if is_dataset else []
+        uses_global = self._order is None and _compat.shuffles_arrays(adapter)
+        return {
+            "the kind of the data": type(source).__name__.strip("_"),
+            _NUM_BATCHES: adapter.num_batches,
+            "the seeds of `Dataset.shuffle`": [list(pair) for pair in seeds],
+            "the global seed": _compat.global_seed() if uses_global else None,
+        }
+
+
+@contextlib.contextmanager
+def following(position: Position | None) -> Iterator[None]:
+    """Lets a position follow the next epoch iterator that Keras makes; or none."""
+    _followed.append(position)
+    try:
+        yield
+    finally:
+        _followed.pop()
+        if position is not None:
+            position.after.close()
+
+
+def current() -> Position | None:
+    """The position of the loop that is under way, or `None`."""
+    return _followed[-1] if _followed else None
+
+
+def enumerate_batches(original: Callable, iterator: Any) -> Iterator:
+    """Takes the place of what enumerates Keras's batches in an epoch."""
+    position = current()
+    batches = original(iterator)
+    if position is None or position.iterator is not iterator:
+        return batches
+    return position.enumerate(batches)
+
+
+def _one_if_alike(descriptions: list[dict]) -> Any:
+    """What workers read: a dict, or a list of dicts if they read different data."""
+    alike = all(other == descriptions[0] for other in descriptions)
+    return descriptions[0] if alike else descriptions
+
+
+def _difference(then: Any, now: list[dict], change: BatchChange | None) -> str | None:
+    """How what workers read differs from what `_one_if_alike` returned, if it does."""
+    if isinstance(then, dict):
+        then = [then] * len(now)
+    if len(then) != len(now):
+        return f"{len(then)} workers had data of their own, and there are {len(now)}"
+    for before, after in zip(then, now, strict=True):
+        for name, value in before.items():
+            is_alike = after.get(name) == value
+            if change is not None and name == _NUM_BATCHES:
+                is_alike = change.fits(value, after.get(name))
+            if not is_alike:
+                return f"{name} was {value} and is {after.get(name)}"
+    return None
+
+
+def _first(found: Iterable[str | None]) -> str | None:
+    """The first that is there."""
+    return next((item for item in found if item is not None), None)
+
+
+def _skip(iterator: Any, count: int) -> None:
+    """Takes batches that nobody wants, or as many as there are."""
+    local = getattr(iterator, "components", iterator)
+    for _ in itertools.islice(local, count):
+        pass

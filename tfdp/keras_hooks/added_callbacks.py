@@ -1,0 +1,106 @@
+"""Callbacks that Keras's loops are given besides the user's: all stay together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from tfdp import _compat
+from tfdp.base.ownership import is_ours
+from tfdp.replicas.initial_values import broadcast_variables
+
+# Looking at a variable waits for the step that is under way.
+_CHECK_EVERY = 10
+
+
+class SaveWithTensorBoard(keras.callbacks.Callback):
+    """Takes part when the first worker's `TensorBoard` saves weights for embeddings.
+
+    Args:
+        every: Int, epochs between.
+    """
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self._every = every
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch % self._every == 0:
+            # Only the first worker writes where state is sharded.
+            self.model.save_weights("taking-part.weights.h5")
+
+
+class StopTogether(keras.callbacks.Callback):
+    """Stops all workers when one of them decides to, at the end of an epoch.
+
+    Args:
+        strategy: A tfdp strategy.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__()
+        self._strategy = strategy
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._agree()
+
+    def _agree(self) -> None:
+        agreement = self._strategy.extended.agreement
+        stop = bool(self.model.stop_training)
+        self.model.stop_training = agreement.any("stop_training", stop)
+
+
+class StopEachBatchTogether(StopTogether):
+    """The same after every batch, where callbacks of the user's may decide."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._agree()
+
+
+class ShareRestoredState(keras.callbacks.Callback):
+    """Gives all workers what the first one restored from its backup.
+
+    Args:
+        strategy: A tfdp strategy.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__()
+        self._strategy = strategy
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        agreement = self._strategy.extended.agreement
+        own = _compat.initial_epoch(self.model)
+        epoch = int(agreement.exchange("a backup", str(own))[0])
+        _compat.set_initial_epoch(self.model, epoch)
+        optimizer: Any = self.model.optimizer
+        variables = self.model.variables + optimizer.variables
+        theirs = {id(v) for v in getattr(optimizer, "own_by_replica", [])}
+        variables = [v for v in variables if id(v) not in theirs]
+        seen = {id(v.value): v.value for v in variables if _is_replicated(v)}
+        broadcast_variables(self._strategy, list(seen.values()))
+
+
+class LookAfterOptimizer(keras.callbacks.Callback):
+    """Stops training that gets nowhere; makes what was accumulated fit for files."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch % _CHECK_EVERY == _CHECK_EVERY - 1:
+            self._check()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._check()
+        strategy = self.model.distribute_strategy
+        # The parts of one process are added up when they are written.
+        several = is_ours(strategy) and strategy.extended.agreement.num_workers > 1
+        if several and getattr(self.model.optimizer, "accumulated_steps", 0):
+            self.model.optimizer.share_accumulated()
+
+    def _check(self) -> None:
+        if hasattr(self.model.optimizer, "check_progress"):
+            self.model.optimizer.check_progress()
+
+
+def _is_replicated(variable: Any) -> bool:
+    return isinstance(variable.value, _compat.MirroredVariable)

@@ -1,0 +1,161 @@
+"""Files hold the user's own optimizer, so that plain Keras opens them.
+
+A `DistributedOptimizer` shows itself to Keras's saving and loading as the optimizer
+that it wraps, see `tfdp.keras_hooks.file_view`: these are the functions that take the
+place of Keras's. What is loaded goes back the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from tfdp import _compat
+from tfdp.base.ownership import num_replicas_of
+from tfdp.keras_hooks.file_view import scaling_of, sharded_tensors
+from tfdp.sharding.full_state import WholeState, collect
+
+
+@functools.cache
+def install() -> None:
+    """Replaces Keras's functions, once for a process."""
+    for owner, name in _compat.SAVING_FUNCTIONS:
+        _compat.replace(owner, name, _save_with_plain_optimizer)
+    for owner, name in _compat.LOADING_FUNCTIONS:
+        _compat.replace(owner, name, _load_with_plain_optimizer)
+    _compat.replace(_compat.BaseTrainer, "compile", _unwrap_after_compile)
+    base = _compat.BaseOptimizer
+    _compat.replace(base, "save_own_variables", _save_own_variables)
+    _compat.replace(base, "load_own_variables", _load_own_variables)
+
+
+def _save_with_plain_optimizer(
+    original: Callable, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a function of Keras that saves with the plain optimizer.
+
+    Where state is sharded all workers take part, and the first one writes.
+    """
+    optimizer: Any = getattr(model, "optimizer", None)
+    if not getattr(optimizer, "is_sharded", False):
+        with plain_optimizer(model):
+            return original(model, *args, **kwargs)
+    whole, is_writer = _collect(optimizer)
+    agreement = _compat.strategy_of_optimizer(optimizer).extended.agreement
+    result, error = None, None
+    if is_writer:
+        try:
+            with plain_optimizer(model, whole):
+                result = original(model, *args, **kwargs)
+        except Exception as caught:  # noqa: BLE001 the others must not wait for it
+            error = caught
+    told = agreement.exchange("a saved file", "" if error is None else str(error))[0]
+    if error is not None:
+        agreement.part()
+        raise error
+    if told:
+        agreement.part()
+        raise OSError(f"Worker 0 could not save the model: {told}")
+    return result
+
+
+def _collect(distributed: Any) -> tuple[WholeState, bool]:
+    """Brings sharded state to the first worker, and says whether this is the one."""
+    extended = _compat.strategy_of_optimizer(distributed).extended
+    is_first = extended.agreement.rank == 0
+    extended.agreement.exchange(
+        "saving a model with a sharded optimizer, which all workers have to do"
+    )
+    tensors = sharded_tensors(distributed)
+    return collect(tensors, extended.host_group, keeps=is_first), is_first
+
+
+def _load_with_plain_optimizer(
+    original: Callable, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a function of Keras that loads with the plain optimizer."""
+    if getattr(getattr(model, "optimizer", None), "is_sharded", False):
+        _check_all_see(model.optimizer, args[0] if args else kwargs.get("filepath"))
+    with plain_optimizer(model):
+        return original(model, *args, **kwargs)
+
+
+def _check_all_see(distributed: Any, path: Any) -> None:
+    """Each worker reads its own slices: the first one cannot load for all."""
+    agreement = _compat.strategy_of_optimizer(distributed).extended.agreement
+    is_there = os.path.exists(path) if isinstance(path, (str, os.PathLike)) else True
+    topic = "loading a file into a sharded optimizer, which all workers have to do"
+    texts = agreement.exchange(topic, str(is_there))
+    if "True" in texts and "False" in texts:
+        agreement.part()
+        raise ValueError(
+            "Every worker has to see the file that is loaded into a sharded optimizer. "
+            f"Put it where worker {texts.index('False')} finds it too. Received: {path}"
+        )
+
+
+@contextlib.contextmanager
+def plain_optimizer(model: Any, whole: WholeState | None = None) -> Iterator[None]:
+    """Lets a model show the user's own optimizer, as files hold it.
+
+    Args:
+        model: Keras model.
+        whole: `WholeState`, what was collected of sharded state, or `None`.
+            Defaults to `None`.
+    """
+    optimizer: Any = getattr(model, "optimizer", None)
+    if not hasattr(optimizer, "as_keras"):
+        yield
+        return
+    with _compat.replaced_optimizer(model, optimizer.as_keras(whole)):
+        yield
+
+
+def _save_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
+    """Writes the sums of all replicas where Keras's own accumulators differ."""
+    sums = _accumulators_of_replicas(optimizer)
+    if not sums:
+        original(optimizer, store)
+        return
+    replicas = num_replicas_of(optimizer)
+    for index, variable in enumerate(optimizer.variables):
+        is_sum = any(variable is item for item in sums)
+        value = (
+            _compat.sum_of_local_parts(variable, replicas)
+            if is_sum
+            else variable.numpy()
+        )
+        store[str(index)] = value
+
+
+def _load_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
+    """Gives each replica its part of what one device had accumulated."""
+    original(optimizer, store)
+    for variable in _accumulators_of_replicas(optimizer):
+        variable.assign(variable.numpy() / num_replicas_of(optimizer))
+
+
+def _accumulators_of_replicas(optimizer: Any) -> list:
+    if num_replicas_of(optimizer) == 1 or not _compat.has_accumulators(optimizer):
+        return []
+    return _compat.accumulators(optimizer)
+
+
+def _unwrap_after_compile(
+    original: Callable, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Takes off the `LossScaleOptimizer` that `compile` puts around float16."""
+    result = original(model, *args, **kwargs)
+    outer = model.optimizer
+    is_scaled = isinstance(outer, keras.optimizers.LossScaleOptimizer)
+    inner: Any = getattr(outer, "inner_optimizer", None)
+    if is_scaled and hasattr(inner, "as_keras"):
+        if inner.loss_scaling is None:
+            inner.loss_scaling = scaling_of(outer)
+        model.optimizer = inner
+    return result

@@ -1,0 +1,214 @@
+"""Logs of a step that speak of the whole global batch, alike on every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp.base import loops
+from tfdp.collectives import timing
+from tfdp.replicas import drift_probe
+from tfdp.replicas.state_merge import merge_states
+from tfdp.replicas.variables import MetricVariable
+
+
+def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
+    """Turns each replica's logs into those of the global data.
+
+    Metrics are computed again from the merged states of all replicas, so that
+    AUC or precision are right too. Any other number that a custom step returns
+    is averaged over the replicas, each by its rows.
+
+    Args:
+        strategy: A tfdp strategy.
+        model: The Keras model that is trained or evaluated.
+        outputs: What the step returned, one value per replica.
+
+    Returns:
+        The same structure with one tensor for each value.
+    """
+    with timing.labelled("logs"):
+        if not isinstance(outputs, dict):
+            return _mean(strategy, model, outputs)
+        return _merge(strategy, model, _flat(outputs))
+
+
+def _merge(strategy: Any, model: Any, outputs: dict) -> dict:
+    variables = [v for m in model.metrics for v in m.variables if _is_state(v)]
+    states = [[part.read_value() for part in v.value.values] for v in variables]
+    names = _metric_names(strategy, model, outputs, variables, states)
+    raw = {name: value for name, value in outputs.items() if name not in names}
+
+    leaves = [_of_replicas(strategy, x) for x in tf.nest.flatten(raw)]
+    kinds = [v.value.merge for v in variables] + ["sum"] * len(leaves)
+    numbers = [_by_rows(leaf) for leaf in leaves]
+    merged = _merged(strategy, model, [*states, *numbers], kinds)
+    totals = merged[len(variables) :]
+    means = [_restored(t, leaf[0]) for t, leaf in zip(totals, leaves, strict=True)]
+    logs = dict(tf.nest.pack_sequence_as(raw, means))
+    if names:
+        results = _results(model, variables, merged[: len(variables)])
+        logs.update({name: results[own] for name, own in names.items()})
+    return {name: logs[name] for name in outputs}
+
+
+def _flat(logs: dict) -> dict:
+    """Lifts dicts within logs, as those of compiled metrics; Keras does so later."""
+    flat: dict[str, Any] = {}
+    for name, value in logs.items():
+        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
+    return flat
+
+
+def _mean(strategy: Any, model: Any, outputs: Any) -> Any:
+    leaves = [_of_replicas(strategy, x) for x in tf.nest.flatten(outputs)]
+    numbers = [_by_rows(leaf) for leaf in leaves]
+    totals = _merged(strategy, model, numbers, ["sum"] * len(leaves))
+    if not leaves:
+        return outputs
+    means = [_restored(t, leaf[0]) for t, leaf in zip(totals, leaves, strict=True)]
+    return tf.nest.pack_sequence_as(outputs, means)
+
+
+def _merged(
+    strategy: Any, model: Any, states: list, kinds: list[str]
+) -> list[tf.Tensor]:
+    """The states of all replicas as one; what watches the replicas travels along."""
+    watches = drift_probe.waiting(model)
+    merged = merge_states(
+        [*states, *(watch.rows for watch in watches)],
+        [*kinds, *["sum"] * len(watches)],
+        strategy.extended.host_group,
+    )
+    for watch, row in zip(watches, merged[len(states) :], strict=True):
+        watch.note(row)
+    return merged[: len(states)]
+
+
+def _metric_names(
+    strategy: Any,
+    model: Any,
+    outputs: dict,
+    variables: Sequence[Any],
+    states: Sequence[Sequence[tf.Tensor]],
+) -> dict[str, str]:
+    """The logs that are results of the model's metrics, not values of its own.
+
+    A custom step may return a plain loss under the name of a metric that it
+    never updates, or a metric's result under another name. In a traced step the
+    graph tells which is which, in an eager one the value does, under its own name.
+
+    Returns:
+        Dict from the name of a log to that of the metric.
+    """
+    if not variables:
+        return {}
+    own = _results(model, variables, [state[0] for state in states])
+    handles = [part.handle for v in variables for part in v.value.values]
+    names = {}
+    for name, value in outputs.items():
+        if name not in own:
+            names.update(_renamed(strategy, name, value, own))
+            continue
+        first = [_of_replicas(strategy, x)[0] for x in tf.nest.flatten(value)]
+        if tf.executing_eagerly():
+            expected = tf.nest.flatten(own[name])
+            pairs = zip(first, expected, strict=False)
+            is_metric = all(np.allclose(a, b, equal_nan=True) for a, b in pairs)
+        else:
+            is_metric = all(_reads(tensor, handles) for tensor in first)
+        if is_metric:
+            names[name] = name
+    return names
+
+
+def _renamed(strategy: Any, name: str, value: Any, own: dict) -> dict[str, str]:
+    """The metric whose result a log is under another name, if it is one."""
+    first = _of_replicas(strategy, value)[0]
+    if not tf.is_symbolic_tensor(first):
+        return {}
+    formula = _formula(first)
+    found = [
+        metric
+        for metric, result in own.items()
+        if tf.is_symbolic_tensor(result) and _formula(result) == formula
+    ]
+    return {name: found[0]} if found else {}
+
+
+def _formula(tensor: Any) -> Any:
+    """By what operations a traced tensor is computed from variables."""
+    op = tensor.op
+    if op.type == "Identity":
+        return _formula(op.inputs[0])
+    if op.type == "Const":
+        return str(tf.get_static_value(tensor))
+    if op.type == "ReadVariableOp":
+        return op.inputs[0].name
+    if op.type not in ("Cast", "DivNoNan", "RealDiv", "Sqrt"):
+        return op.name
+    return (op.type, *(_formula(source) for source in op.inputs))
+
+
+def _of_replicas(strategy: Any, value: Any) -> list:
+    """A value on each local replica, also where all returned the same object."""
+    found = list(strategy.experimental_local_results(value))
+    num_local = strategy.extended.num_local
+    return found if len(found) == num_local else found * num_local
+
+
+def _results(model: Any, variables: Sequence[Any], values: Sequence[Any]) -> dict:
+    """What the metrics would say if their states were `values`."""
+    mapping = list(zip(variables, values, strict=True))
+    with keras.StatelessScope(state_mapping=mapping):
+        return model.get_metrics_result()
+
+
+def _reads(tensor: Any, handles: Sequence[Any]) -> bool:
+    """Whether a traced tensor is computed from one of the resources."""
+    if not tf.is_symbolic_tensor(tensor):
+        return False
+    graph = tensor.graph
+    captured = {graph.capture(handle).ref() for handle in handles}
+    seen, queue = set(), [tensor.op]
+    while queue:
+        op = queue.pop()
+        if op.name in seen:
+            continue
+        seen.add(op.name)
+        for source in op.inputs:
+            if source.ref() in captured:
+                return True
+            queue.append(source.op)
+    return False
+
+
+def _is_state(variable: Any) -> bool:
+    state = variable.value
+    return isinstance(state, MetricVariable) and (
+        state.dtype.is_floating or state.dtype.is_integer
+    )
+
+
+def _by_rows(of_replicas: list) -> list[tf.Tensor]:
+    """The parts of a mean, in which each local replica counts by its rows."""
+    loop = loops.current()
+    weights = loop.weights if loop is not None else None
+    assert weights is not None  # with one replica nothing is merged
+    return [
+        tf.math.multiply_no_nan(_as_number(value), tf.cast(weight, tf.float64))
+        for value, weight in zip(of_replicas, weights, strict=True)
+    ]
+
+
+def _as_number(value: Any) -> tf.Tensor:
+    return tf.cast(tf.convert_to_tensor(value), tf.float64)
+
+
+def _restored(mean: tf.Tensor, like: Any) -> tf.Tensor:
+    like = tf.convert_to_tensor(like)
+    return tf.cast(mean, like.dtype) if like.dtype.is_floating else mean

@@ -1,0 +1,98 @@
+"""Rows of a batch follow the measured speed of the workers, while `fit` runs."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import statistics
+from typing import Any
+
+from tfdp.data.balance import Balance
+from tfdp.monitor.meters import meter_for
+from tfdp.monitor.readings import Reading
+from tfdp.monitor.timed_steps import TimedSteps
+
+# So many of the latest steps tell how fast a worker is, and fewer than that nothing.
+_KEPT_STEPS, _FEWEST_STEPS = 64, 5
+# An epoch may last for hours: the first ones to pass judgement on are these steps,
+# and then those of twice the number, again and again.
+_FIRST_STEP = 20
+
+
+class Rebalance(TimedSteps):
+    """Gives slow workers fewer rows of each batch, and fast ones more.
+
+    All workers see the same times, and compute the same weights from them. The mean
+    of a batch stays that of its rows: each replica counts by how many it has.
+
+    Args:
+        strategy: A tfdp strategy of several workers.
+        balance: Its `Balance`.
+    """
+
+    def __init__(self, strategy: Any, balance: Balance) -> None:
+        super().__init__()
+        self._strategy = strategy
+        self._balance = balance
+        self._due = _FIRST_STEP
+        self._readings: collections.deque[Reading]
+        self._readings = collections.deque(maxlen=_KEPT_STEPS)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Lets steps be traced with time stamps."""
+        self.meter = meter_for(self.model, self._strategy)
+        self.meter.start()
+
+    def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
+        """Keeps what was read; the first epoch has some ends of its own."""
+        if reading is not None:
+            self._readings.append(reading)
+        if self.step >= self._due:
+            self._due = 2 * self.step
+            self._rebalance()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Moves rows, with all other workers."""
+        super().on_epoch_end(epoch, logs)
+        self._rebalance()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Records no longer."""
+        if self.meter is not None:
+            self.meter.stop()
+            self.meter = None
+
+    def _rebalance(self) -> None:
+        agreement = self._strategy.extended.agreement
+        texts = agreement.exchange("the speed of workers", json.dumps(self._own()))
+        found = [json.loads(text) for text in texts]
+        self._interrupt()
+        if None in found:
+            return
+        times = [microseconds for microseconds, _ in found]
+        num_rows = found[0][1]
+        before = self._balance.rows(num_rows)
+        self._balance.follow(num_rows, times)
+        after = self._balance.rows(num_rows)
+        if agreement.rank == 0 and after != before:
+            took = ", ".join(f"{time / 1000:.1f}" for time in times)
+            print(
+                f"\ntfdp: workers took {took} ms for their own part of a step; of "
+                f"{num_rows} rows they get {after} from here on, {before} before."
+            )
+
+    def _own(self) -> tuple[int, int] | None:
+        """Microseconds of a step for this worker's own part, and rows of a batch."""
+        assert self.meter is not None
+        samples = [self.meter.sample(reading) for reading in self._readings]
+        self._readings.clear()
+        if len(samples) < _FEWEST_STEPS:
+            return None
+        seconds = statistics.median(sample.compute_seconds for sample in samples)
+        rows = statistics.median_high(sample.samples for sample in samples)
+        # On GPUs the exposed part is unknown until a step has been profiled.
+        unknown = any(math.isnan(sample.exposed_seconds) for sample in samples)
+        if unknown or not math.isfinite(rows):
+            return None
+        return round(1e6 * seconds), int(rows)

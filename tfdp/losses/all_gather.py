@@ -1,0 +1,113 @@
+"""`tfdp.all_gather`: the rows of all replicas, for losses that compare rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.base import batch_weight
+from tfdp.base.ownership import in_force, replica_context
+from tfdp.collectives.gather import gather_first_axis
+from tfdp.losses import terms
+from tfdp.losses.row_forms.form import CONSTANT
+
+
+def all_gather(value: Any) -> tf.Tensor:
+    """Concatenates the rows of all replicas, and passes gradients back to each.
+
+    A loss that compares the samples of a batch with each other, such as one with
+    in-batch negatives, sees on a replica only that replica's rows. Computed from the
+    gathered rows it is, on each replica, the loss of the global batch, and its
+    gradients are those of one device.
+
+    Call it in a `train_step`, in a loss or in the `call` of a layer. On one device it
+    returns what it is given.
+
+    Args:
+        value: Tensor with the rows of this replica along its first axis. Replicas
+            may have different numbers of rows; all other dimensions agree.
+
+    Returns:
+        Tensor with the rows of all replicas, in the order of the global batch.
+
+    Raises:
+        ValueError: If `value` has no rows, or it is called outside of a replica,
+            such as directly in `strategy.scope()`.
+
+    Example:
+
+    >>> import tfdp
+    >>> strategy = tfdp.MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> def step():
+    ...     rank = tf.distribute.get_replica_context().replica_id_in_sync_group
+    ...     return tfdp.all_gather(tf.fill([rank + 1], rank))
+    >>> results = strategy.run(tf.function(step))
+    >>> [result.numpy().tolist() for result in strategy.experimental_local_results(results)]
+    [[0, 1, 1], [0, 1, 1]]
+
+    Source: the all-gather of Message Passing Interface Forum, MPI, section 6.7,
+    https://www.mpi-forum.org/docs/; the gradient is its adjoint, a reduce-scatter.
+    """  # noqa: E501
+    value = tf.convert_to_tensor(value)
+    if value.shape.rank == 0:
+        raise ValueError(
+            "`tfdp.all_gather` concatenates rows, and a scalar has none. Received: "
+            f"value={value}"
+        )
+    if not in_force() or tf.distribute.get_strategy().num_replicas_in_sync == 1:
+        return value
+    if _compat.is_built_symbolically():
+        return tf.concat([value, value], axis=0)  # of an unknown number of rows
+    context = replica_context()
+    if context is None:
+        raise ValueError(
+            "`tfdp.all_gather` is for code that runs on each replica: a `train_step`, "
+            "a loss, the `call` of a layer, or what is given to `strategy.run`."
+        )
+    return _gathered(value, context)
+
+
+def _gathered(value: tf.Tensor, context: Any) -> tf.Tensor:
+    rank = context.replica_id_in_sync_group
+
+    @tf.custom_gradient
+    def gather(rows: tf.Tensor) -> Any:
+        joined, counts = _exchange(rows, context)
+
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            """The sum of what all replicas have for these rows."""
+            weight = batch_weight.weight_of_upstream()
+            if weight is not None:
+                upstream *= tf.cast(weight, upstream.dtype)
+            total = context.all_reduce(tf.distribute.ReduceOp.SUM, upstream)
+            begin = tf.reduce_sum(counts[:rank])
+            own = tf.reshape(total, [-1])[begin : begin + tf.size(rows)]
+            own = tf.reshape(own, tf.shape(rows))
+            if weight is not None:
+                # By which the optimizer multiplies the gradients of this replica.
+                own = tf.math.divide_no_nan(own, tf.cast(weight, own.dtype))
+            return own
+
+        return joined, gradient
+
+    result = gather(value)
+    # The same on every replica, and so no rows of this one.
+    terms.note(result, CONSTANT)
+    return result
+
+
+def _exchange(rows: tf.Tensor, context: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """The rows of all replicas, and how many elements each has of them."""
+    if tf.executing_eagerly():
+        # Eager replicas run one after the other and have to meet first.
+        sizes = tf.size(rows)[tf.newaxis]
+        return context.all_gather(rows, axis=0), context.all_gather(sizes, axis=0)
+    reducer = tf.distribute.get_strategy().extended.reducer
+    return gather_first_axis(
+        rows,
+        reducer.group,
+        _compat.local_replica_id(context),
+        context.replica_id_in_sync_group,
+    )

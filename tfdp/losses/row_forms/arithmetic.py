@@ -1,0 +1,148 @@
+"""Sums, products and other functions of entries in the same place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from tfdp import _compat
+from tfdp.losses.row_forms.form import (
+    MEAN,
+    PAIRS,
+    STATISTIC,
+    TERMS,
+    UNKNOWN,
+    Form,
+    Kind,
+    PowerByHand,
+)
+
+SUMS = ("Add", "AddN", "AddV2", "Sub")
+QUOTIENTS = ("DivNoNan", "RealDiv")
+_OF_ALL_ROWS = (Kind.STATISTIC, Kind.TERMS, Kind.TOTAL)
+
+
+def linear(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
+    """An operation that changes no more than the sign or the dtype."""
+    del power_by_hand
+    return inputs if op.type == "IdentityN" else inputs[0]
+
+
+def sum_of_inputs(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form:
+    """A sum or a difference."""
+    if any(form.kind in (Kind.ROWS, Kind.SHAPE) for form in inputs):
+        return elementwise(op, inputs, power_by_hand)
+    return added(inputs)
+
+
+def added(inputs: Sequence[Form]) -> Form:
+    """The form of a sum of numbers without rows."""
+    kinds = {form.kind for form in inputs}
+    if kinds == {Kind.COUNT}:
+        return max(inputs, key=lambda form: form.degree)  # rows - 1 are as rows
+    if Kind.TERMS in kinds:
+        return TERMS
+    # A constant is a mean: the replicas' weights add up to one.
+    if any(form.degree or form.by_hand for form in inputs):
+        alike = {(form.kind, form.degree, form.by_hand) for form in inputs}
+        return inputs[0] if len(alike) == 1 else TERMS
+    for kind in (Kind.PAIRS, Kind.STATISTIC, Kind.UNKNOWN):
+        if kind in kinds:
+            return Form(kind)
+    return MEAN
+
+
+def product(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form:
+    """A product of two tensors."""
+    return _scaled(op, inputs, power_by_hand, sign=1)
+
+
+def quotient(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form:
+    """A quotient of two tensors."""
+    return _scaled(op, inputs, power_by_hand, sign=-1)
+
+
+def _scaled(op: Any, inputs: list[Form], power_by_hand: PowerByHand, sign: int) -> Form:
+    """The form of a product (sign 1) or of a quotient (sign -1)."""
+    place = int(sign > 0 and inputs[1].kind is not Kind.COUNT)
+    scaled, factor = inputs[place], inputs[1 - place]
+    if factor.kind is not Kind.COUNT:
+        return elementwise(op, inputs, power_by_hand)
+    if scaled.kind is Kind.SHAPE:
+        return scaled
+    constant = op.inputs[1 - place]
+    if _means_num_rows(op, scaled, factor, constant, sign):
+        factor = Form(Kind.COUNT, -sign)
+    elif factor.is_constant:
+        power = power_by_hand(constant)
+        # A loss is divided by the number of replicas; what is multiplied by it are
+        # the rows of a replica.
+        if scaled.kind is Kind.COUNT or sign * power < 0:
+            factor = dataclasses.replace(factor, by_hand=power)
+    if scaled.kind is Kind.TERMS:
+        return UNKNOWN if factor.degree else scaled
+    result = dataclasses.replace(
+        scaled,
+        degree=scaled.degree + sign * factor.degree,
+        by_hand=scaled.by_hand + sign * factor.by_hand,
+    )
+    return _aligned(result, op, place) if result.has_rows else result
+
+
+def _means_num_rows(
+    op: Any, scaled: Form, factor: Form, constant: Any, sign: int
+) -> bool:
+    """Whether a constant divides by the number of rows of a batch of static shape."""
+    # A sum, or one number for each row, as losses are before they are added up.
+    is_column = scaled.has_rows and op.outputs[0].shape.rank == 1
+    if not factor.is_constant or not (scaled.degree > 0 or is_column):
+        return False
+    value = _compat.constant_value(constant)
+    if value is None or value.shape != () or float(value) == 0.0:
+        return False
+    divisor = float(value) if sign < 0 else 1.0 / float(value)
+    return any(abs(divisor - count) < 1e-6 * count for count in scaled.counts)
+
+
+def elementwise(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form:
+    """Any function of entries in the same place."""
+    del power_by_hand
+    kinds = {form.kind for form in inputs}
+    if Kind.PAIRS in kinds:
+        return PAIRS
+    if Kind.ROWS in kinds:
+        return _of_entries(op, inputs)
+    if kinds & {Kind.TOTAL, Kind.STATISTIC, Kind.TERMS}:
+        return STATISTIC
+    if Kind.SHAPE in kinds:
+        return next(form for form in inputs if form.kind is Kind.SHAPE)
+    if kinds == {Kind.COUNT}:
+        return max(inputs, key=lambda form: form.degree)
+    return UNKNOWN
+
+
+def _of_entries(op: Any, inputs: list[Form]) -> Form:
+    """A function of the entries of rows, and of what is the same for all of them."""
+    rows = [
+        _aligned(form, op, index) for index, form in enumerate(inputs) if form.has_rows
+    ]
+    if len({form.axis for form in rows} - {None}) > 1:
+        return PAIRS
+    # Less their mean, say; a length that is counted over rows changes no number.
+    is_number = op.outputs[0].dtype.is_floating
+    for tensor, form in zip(op.inputs, inputs, strict=True):
+        if is_number and tensor.dtype.is_floating and form.kind in _OF_ALL_ROWS:
+            return PAIRS
+    if any(form.degree for form in rows):
+        is_linear = op.type in (*SUMS, "Mul", *QUOTIENTS)
+        return rows[0] if is_linear and len(rows) == 1 else UNKNOWN
+    return rows[0]
+
+
+def _aligned(form: Form, op: Any, index: int) -> Form:
+    """The form of rows after broadcasting, which counts axes from the last."""
+    before, after = op.inputs[index].shape.rank, op.outputs[0].shape.rank
+    if form.axis is None or before is None or after is None:
+        return form.with_axis(None)
+    return form.with_axis(form.axis + after - before)

@@ -1,0 +1,88 @@
+"""Products of matrices, which may compare rows with each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfdp.losses.row_forms.form import (
+    PAIRS,
+    ROWS_SOMEWHERE,
+    STATISTIC,
+    Form,
+    Kind,
+    PowerByHand,
+    are_constant,
+)
+from tfdp.losses.row_forms.others import other
+
+
+def matmul(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
+    """A product of two matrices, or of two batches of them."""
+    names = (
+        ("transpose_a", "transpose_b") if op.type == "MatMul" else ("adj_x", "adj_y")
+    )
+    ranks = [tensor.shape.rank for tensor in op.inputs]
+    if None in ranks:
+        return other(op, inputs, power_by_hand)
+    roles = [
+        _role(form, rank, is_left=index == 0, is_adjoint=op.node_def.attr[name].b)
+        for index, (form, rank, name) in enumerate(
+            zip(inputs, ranks, names, strict=True)
+        )
+    ]
+    if any(form.kind is Kind.PAIRS for form in inputs) or roles == ["free", "free"]:
+        return PAIRS
+    if "unknown" in roles:
+        return ROWS_SOMEWHERE
+    degree = inputs[0].degree + inputs[1].degree
+    if "batch" in roles:
+        return Form(Kind.ROWS, degree, 0)
+    if "summed" in roles and "free" not in roles:
+        rest = [f for f, role in zip(inputs, roles, strict=True) if role == "none"]
+        return Form(Kind.TOTAL, degree + 1) if are_constant(rest) else STATISTIC
+    if sorted(roles) == ["free", "none"]:
+        axis = op.outputs[0].shape.rank - 2 + roles.index("free")
+        return Form(Kind.ROWS, degree, axis)
+    return other(op, inputs, power_by_hand)
+
+
+def _role(form: Form, rank: int, *, is_left: bool, is_adjoint: bool) -> str:
+    """What a product does with the rows of an operand.
+
+    Returns:
+        `"none"` without rows, `"batch"` where each has a product of its own,
+        `"summed"`, `"free"` where they are an axis of the result, or `"unknown"`.
+    """
+    if not form.has_rows:
+        return "none"
+    if form.axis is None:
+        return "unknown"
+    if form.axis < rank - 2:
+        return "batch"
+    is_last = form.axis == rank - 1
+    return "summed" if is_last == (is_left != is_adjoint) else "free"
+
+
+def einsum(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
+    """A product by an equation."""
+    equation = op.node_def.attr["equation"].s.decode()
+    sources, result = equation.split("->")
+    rows = [form for form in inputs if form.has_rows]
+    if any(form.kind is Kind.PAIRS for form in inputs):
+        return PAIRS
+    if "." in equation or not rows:
+        return other(op, inputs, power_by_hand)
+    if any(form.axis is None for form in rows):
+        return ROWS_SOMEWHERE
+    letters = {
+        labels[form.axis]
+        for form, labels in zip(inputs, sources.split(","), strict=True)
+        if form.axis is not None and form.has_rows
+    }
+    kept = [letter for letter in letters if letter in result]
+    degree = sum(form.degree for form in rows)
+    if len(kept) > 1:
+        return PAIRS
+    if kept:
+        return Form(Kind.ROWS, degree, result.index(kept[0]))
+    return Form(Kind.TOTAL, degree + 1) if len(letters) == 1 else STATISTIC

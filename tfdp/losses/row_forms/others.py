@@ -1,0 +1,57 @@
+"""Operations that have no rule of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tfdp.losses.row_forms.form import (
+    CONSTANT,
+    PAIRS,
+    ROWS_SOMEWHERE,
+    STATISTIC,
+    UNKNOWN,
+    Form,
+    Kind,
+    PowerByHand,
+)
+
+
+def call(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> list[Form]:
+    """A loop, or a function without a graph, which is not looked into."""
+    del inputs, power_by_hand
+    return [
+        UNKNOWN if output.shape.rank == 0 else ROWS_SOMEWHERE for output in op.outputs
+    ]
+
+
+def other(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
+    """Any other operation: rows stay rows where the first axis is as long."""
+    del power_by_hand
+    if op.type.startswith("Collective"):
+        return CONSTANT  # what all replicas have together is the same on each
+    kinds = {form.kind for form in inputs}
+    if Kind.PAIRS in kinds:
+        return PAIRS
+    if Kind.ROWS in kinds:
+        return [_of_rows(op, inputs, output) for output in op.outputs]
+    shapes = [form for form in inputs if form.kind is Kind.SHAPE]
+    if shapes:
+        rows = Form(Kind.ROWS, 0, shapes[0].axis)
+        return [rows if output.shape.rank != 0 else UNKNOWN for output in op.outputs]
+    if kinds & {Kind.TOTAL, Kind.STATISTIC, Kind.TERMS}:
+        return STATISTIC
+    return UNKNOWN
+
+
+def _of_rows(op: Any, inputs: list[Form], output: Any) -> Form:
+    """The form of one output of an operation on rows."""
+    if output.shape.rank == 0:
+        return UNKNOWN
+    tensor, form = next(
+        pair for pair in zip(op.inputs, inputs, strict=True) if pair[1].has_rows
+    )
+    if form.axis != 0 or not tensor.shape.rank or output.shape.rank is None:
+        return ROWS_SOMEWHERE
+    has_rows = output.shape[0] is None or output.shape[0] == tensor.shape[0]
+    return dataclasses.replace(form, degree=0) if has_rows else STATISTIC

@@ -1,0 +1,283 @@
+"""A loss on one replica that means what it means on one device.
+
+Gradients are summed after each replica's are multiplied by its part of all rows. That
+is right for a mean over rows. A sum over rows, or what a user has divided by the
+number of replicas, is divided by that part first; where a loss is made of both, each
+term by itself. `tfdp.losses.row_forms` tells which is which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.base import batch_weight
+from tfdp.losses.global_statistics import global_statistic
+from tfdp.losses.row_forms.form import MEAN, PAIRS, Form, Kind
+from tfdp.losses.row_forms.forms import Forms
+from tfdp.losses.row_forms.rules import CALLS, LOOPS
+
+# A log is worth less communication than a loss.
+_MOST_ELEMENTS_OF_LOG = 1024
+# What a loss may be made in, where its terms cannot be told apart.
+_OPAQUE = (*CALLS, *LOOPS)
+
+
+def gradient(
+    original: Callable,
+    tape: Any,
+    target: Any,
+    sources: Any,
+    output_gradients: Any = None,
+    unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+) -> Any:
+    """Takes the place of `tf.GradientTape.gradient`: gradients as of row means."""
+    forms = batch_weight.forms()
+    if forms is None or not _has_variables(sources):
+        return original(tape, target, sources, output_gradients, unconnected_gradients)
+    targets, factors = [], []
+    given = _given(target, output_gradients)
+    for tensor, outer in given:
+        for term, factor in _terms(forms, tensor):
+            targets.append(term)
+            factors.append(_times(outer, factor, term))
+    if all(factor is None for factor in factors):
+        return original(tape, targets, sources, None, unconnected_gradients)
+    seeds = [
+        tf.ones_like(term) if factor is None else factor
+        for term, factor in zip(targets, factors, strict=True)
+    ]
+    return original(tape, targets, sources, seeds, unconnected_gradients)
+
+
+def as_row_mean(value: Any) -> Any:
+    """A scalar that, averaged over replicas by their rows, is that of one device.
+
+    Args:
+        value: Scalar tensor of a replica's step; anything else is left as it is.
+
+    Returns:
+        Scalar tensor, float64 for a count or a sum of integers.
+    """
+    forms = batch_weight.forms()
+    if forms is None or not tf.is_symbolic_tensor(value) or value.shape.rank != 0:
+        return value
+    number = tf.cast(value, tf.float64) if value.dtype.is_integer else value
+    if forms.of(number).kind is Kind.STATISTIC and number.dtype.is_floating:
+        found = global_statistic(forms, number, _mean_of, _MOST_ELEMENTS_OF_LOG)
+        if found is not None:
+            return found.value
+    mean = _mean_of(number)
+    return value if mean is number else mean
+
+
+def _mean_of(number: Any) -> Any:
+    """`as_row_mean` of a floating tensor that is linear in means and sums."""
+    forms = batch_weight.forms()
+    assert forms is not None
+    terms = _terms(forms, number, is_log=True)
+    if all(factor is None for _, factor in terms):
+        return number
+    return tf.add_n([t if factor is None else t * factor for t, factor in terms])
+
+
+def _parts_of_statistic(
+    forms: Forms, term: Any, coefficient: Any
+) -> list[tuple[Any, Any]]:
+    """The terms of a function of means and sums, each with what its gradient counts."""
+    found = global_statistic(forms, term, _mean_of)
+    if found is None:
+        return []
+    parts = []
+    for value, derivative in zip(found.inputs, found.derivatives, strict=True):
+        outer = derivative
+        if coefficient is not None:
+            outer *= tf.cast(coefficient, outer.dtype)
+        for part, factor in _terms(forms, value, is_log=True):
+            parts.append((part, outer if factor is None else outer * factor))
+    return parts
+
+
+def note(tensor: Any, form: Form) -> None:
+    """States the form of a tensor of this thread's step, whatever it is made by."""
+    forms = batch_weight.forms()
+    if forms is not None and tf.is_symbolic_tensor(tensor):
+        forms.set(tensor, form)
+
+
+def note_mean(loss: Any, values: Any = None) -> None:
+    """Notes that a loss is a mean over rows, whatever masks and weights are in it.
+
+    Args:
+        loss: Tensor.
+        values: The entries that it is a mean of, or `None`. Defaults to `None`.
+    """
+    forms = batch_weight.forms()
+    if forms is not None:
+        compares = values is not None and forms.of(values).kind is Kind.PAIRS
+        note(loss, PAIRS if compares else MEAN)
+
+
+def _given(target: Any, output_gradients: Any) -> list[tuple[Any, Any]]:
+    targets = tf.nest.flatten(target)
+    if output_gradients is None:
+        return [(tensor, None) for tensor in targets]
+    return list(zip(targets, tf.nest.flatten(output_gradients), strict=True))
+
+
+def _times(outer: Any, factor: Any, term: Any) -> Any:
+    """The gradient of a term that a tape starts from, or `None` for ones."""
+    if factor is None:
+        return outer
+    outer = tf.ones_like(term) if outer is None else tf.cast(outer, term.dtype)
+    return outer * factor
+
+
+def _has_variables(sources: Any) -> bool:
+    """Whether a gradient is taken for an optimizer, and not of an input, say."""
+    kinds = (tf.Variable, keras.Variable)
+    return any(isinstance(source, kinds) for source in tf.nest.flatten(sources))
+
+
+def _terms(forms: Forms, tensor: Any, *, is_log: bool = False) -> list[tuple[Any, Any]]:
+    """The terms of a loss, each with the factor that makes it a mean, or `None`.
+
+    Args:
+        forms: `Forms`.
+        tensor: The loss, or a number to log.
+        is_log: Bool. The rows of a loss that has them are added up by the tape, and a
+            loss that no factor makes right is worth a warning.
+    """
+    if not tf.is_symbolic_tensor(tensor) or not tensor.dtype.is_floating:
+        return [(tensor, None)]
+    found = []
+    for term, coefficient, by_hand in _split(forms, tensor):
+        form = forms.of(term)
+        if form.kind is Kind.STATISTIC and not is_log:
+            parts = _parts_of_statistic(forms, term, coefficient)
+            if parts:
+                found += parts
+                continue
+        if not is_log:
+            _tell_what_mixes(forms, term, form)
+            _tell_of_division(forms, term)
+        extra = not is_log and form.kind is Kind.ROWS
+        form = dataclasses.replace(
+            form, degree=form.degree + extra, by_hand=form.by_hand + by_hand
+        )
+        factor = _factor(forms, form, term.dtype)
+        if coefficient is not None:
+            factor = coefficient if factor is None else coefficient * factor
+        found.append((term, factor))
+    return found
+
+
+def _factor(forms: Forms, form: Form, dtype: tf.DType) -> Any:
+    """By what a term is multiplied so that it counts as a mean over rows."""
+    factor = None
+    if form.degree == 1 and form.kind in (Kind.COUNT, Kind.TOTAL, Kind.ROWS):
+        weight = batch_weight.current()
+        factor = tf.math.divide_no_nan(tf.ones([], tf.float64), weight)
+    if form.by_hand:
+        by_hand = float(forms.num_replicas) ** -form.by_hand
+        factor = by_hand if factor is None else factor * by_hand
+    return None if factor is None else tf.cast(factor, dtype)
+
+
+def _split(forms: Forms, tensor: Any) -> list[tuple[Any, Any, int]]:
+    """The terms of a sum of different forms.
+
+    Returns:
+        List of tuples: a term, its coefficient or `None`, and what power of the
+        number of replicas is in that by hand.
+    """
+    if forms.of(tensor).kind is not Kind.TERMS or tensor.op.type in _OPAQUE:
+        return [(tensor, None, 0)]
+    found = []
+    for source, outer, by_hand in _linear_inputs(forms, tensor.op):
+        for term, inner, power in _split(forms, source):
+            both = [tf.cast(c, term.dtype) for c in (outer, inner) if c is not None]
+            coefficient = tf.reduce_prod(both) if both else None
+            found.append((term, coefficient, by_hand + power))
+    return found
+
+
+def _linear_inputs(forms: Forms, op: Any) -> list[tuple[Any, Any, int]]:
+    """What an operation adds up, each with its coefficient, see `_split`."""
+    inputs = list(op.inputs)
+    if op.type in ("Add", "AddV2", "AddN", "Pack"):
+        return [(tensor, None, 0) for tensor in inputs]
+    if op.type == "Sub":
+        return [(inputs[0], None, 0), (inputs[1], -1.0, 0)]
+    if op.type == "Neg":
+        return [(inputs[0], -1.0, 0)]
+    if op.type == "Mul":
+        first, second = inputs
+        if forms.of(second).kind is Kind.TERMS:
+            first, second = second, first
+        return [(first, second, min(0, forms.power_by_hand(second)))]
+    if op.type in ("RealDiv", "DivNoNan"):
+        reciprocal = tf.math.reciprocal_no_nan(inputs[1])
+        return [(inputs[0], reciprocal, min(0, -forms.power_by_hand(inputs[1])))]
+    if op.type == "Mean":
+        return [(inputs[0], 1.0 / inputs[0].shape.num_elements(), 0)]
+    return [(inputs[0], None, 0)]
+
+
+def _tell_what_mixes(forms: Forms, term: Any, form: Form) -> None:
+    """Warns, once for a model, of a loss that cannot be that of one device."""
+    if form.kind in (Kind.COUNT, Kind.ROWS, Kind.TOTAL):
+        return
+    origin = forms.origin(term)
+    if origin.type in _OPAQUE and form.kind is not Kind.PAIRS:
+        _tell_of_function(forms, origin.name)
+    elif form.kind is Kind.PAIRS and forms.first_time("pairs"):
+        warnings.warn(
+            "A loss compares rows of a batch with each other or with their mean "
+            f"(operation {origin.name!r}), so that replicas that each see their own "
+            "rows do not get that of one device. Compute it from the rows of all "
+            "replicas, by `tfdp.all_gather`.",
+            stacklevel=2,
+        )
+    elif form.kind is Kind.STATISTIC and forms.first_time("statistic"):
+        warnings.warn(
+            "A loss depends on single rows of a batch, by their maximum or the like "
+            f"(operation {origin.name!r}), so that replicas that each see their own "
+            "rows do not get that of one device. Compute it from the rows of all "
+            "replicas, by `tfdp.all_gather`.",
+            stacklevel=2,
+        )
+
+
+def _tell_of_function(forms: Forms, name: str) -> None:
+    """Warns, once for a model, of a loss whose terms nobody sees."""
+    if forms.first_time("function"):
+        warnings.warn(
+            "A loss is made inside a function, a branch or a loop (operation "
+            f"{name!r}) in a way that tfdp cannot take apart, and is taken for a mean "
+            "over rows. If it is no mean, compute it outside, in the step itself.",
+            stacklevel=2,
+        )
+
+
+def _tell_of_division(forms: Forms, term: Any) -> None:
+    """Warns, once for a model, of a loss divided by what may be the replicas."""
+    while term.op.type in ("Cast", "Identity"):
+        term = term.op.inputs[0]
+    is_quotient = term.op.type in ("DivNoNan", "RealDiv")
+    if not forms.may_divide or forms.counts_replicas or not is_quotient:
+        return
+    is_count = forms.power_of_count(term.op.inputs[1]) == 1
+    if is_count and forms.first_time("division"):
+        warnings.warn(
+            f"A loss is divided by {forms.num_replicas}, which is the number of "
+            "replicas. In `fit` and the like each replica's loss counts by its rows "
+            "already: if that is what the division is for, leave it out, or read "
+            "`strategy.num_replicas_in_sync` within the step, where tfdp sees it.",
+            stacklevel=2,
+        )

@@ -1,0 +1,170 @@
+"""What a `DistributedOptimizer` may be given, and one sentence for the rest."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.base.ownership import is_ours
+from tfdp.base.param_groups import innermost
+from tfdp.step.loss_scale import LossScaling
+
+_SCOPES = ("all", "node")
+_SHARDINGS = ("none", "optimizer", "gradients")
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Checks that something is a Keras optimizer that is not wrapped yet.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ValueError(
+            "`optimizer` must be a Keras optimizer, such as "
+            f"`keras.optimizers.Adam()`. Received: optimizer={optimizer!r}"
+        )
+    inside = [optimizer, getattr(optimizer, "inner_optimizer", optimizer)]
+    for item in [*inside, *innermost(inside[-1])]:
+        if hasattr(item, "as_keras"):
+            raise ValueError(
+                "The optimizer is a `DistributedOptimizer` already, or holds one. Set "
+                "`accumulation_steps` and `loss_scale` where it is made."
+            )
+
+
+def checked_steps(steps: Any) -> int:
+    """A number of micro-batches.
+
+    Raises:
+        ValueError: If it is no integer of at least one.
+    """
+    is_int = isinstance(steps, numbers.Integral) and not isinstance(steps, bool)
+    if not is_int or steps < 1:
+        raise ValueError(
+            "`accumulation_steps` must be an integer of at least 1. "
+            f"Received: accumulation_steps={steps!r}"
+        )
+    return int(steps)
+
+
+def agreed_steps(accumulation_steps: Any, own_steps: int) -> int:
+    """The number of micro-batches, which may be given in one place only.
+
+    Args:
+        accumulation_steps: What tfdp was given.
+        own_steps: Int, what the optimizer was given.
+
+    Raises:
+        ValueError: If both were given.
+    """
+    steps = checked_steps(accumulation_steps)
+    if own_steps > 1 and steps > 1:
+        raise ValueError(
+            "Give the number of micro-batches once. Received: "
+            f"accumulation_steps={steps} and an optimizer with "
+            f"gradient_accumulation_steps={own_steps}"
+        )
+    return max(steps, own_steps)
+
+
+def check_sharding(sharding: Any, shard_scope: Any, offload: Any = None) -> None:
+    """Checks `sharding`, `shard_scope` and `offload`.
+
+    Raises:
+        ValueError: If one is unknown, or would have no effect.
+    """
+    if sharding not in _SHARDINGS:
+        raise ValueError(
+            f"`sharding` must be one of {_SHARDINGS}. Received: sharding={sharding!r}"
+        )
+    if shard_scope not in _SCOPES:
+        raise ValueError(
+            f"`shard_scope` must be one of {_SCOPES}. "
+            f"Received: shard_scope={shard_scope!r}"
+        )
+    if offload not in (None, "cpu"):
+        raise ValueError(
+            f'`offload` must be `None` or "cpu". Received: offload={offload!r}'
+        )
+    if offload and sharding == "none":
+        raise ValueError(
+            "`offload` is for sharded state: give `sharding` too. "
+            f"Received: offload={offload!r}, sharding={sharding!r}"
+        )
+
+
+def checked_loss_scale(loss_scale: Any) -> LossScaling | None:
+    """How the loss is to be scaled.
+
+    Raises:
+        ValueError: If it is no scale.
+    """
+    if loss_scale is None or isinstance(loss_scale, LossScaling):
+        return loss_scale
+    if isinstance(loss_scale, str) and loss_scale == "dynamic":
+        return LossScaling()
+    is_number = isinstance(loss_scale, numbers.Real) and not isinstance(
+        loss_scale, bool
+    )
+    if not is_number or not loss_scale > 0:
+        raise ValueError(
+            '`loss_scale` must be `None`, "dynamic" or a positive number. '
+            f"Received: loss_scale={loss_scale!r}"
+        )
+    scale = float(loss_scale)
+    return LossScaling(
+        initial_scale=scale, growth_steps=None, min_scale=min(scale, 1.0)
+    )
+
+
+def check_strategy(strategy: Any) -> None:
+    """Checks that a strategy is tfdp's, or one device.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    if is_ours(strategy) or _compat.is_one_device(strategy):
+        return
+    raise ValueError(
+        "tfdp's optimizer and callbacks need a strategy of tfdp: use "
+        "`tfdp.MirroredStrategy` or `tfdp.MultiWorkerMirroredStrategy`. "
+        f"Received: {type(strategy).__module__}.{type(strategy).__name__}"
+    )
+
+
+def bring_into_scope(optimizer: Any) -> None:
+    """Moves an optimizer that was made outside the scope in force into it.
+
+    Raises:
+        ValueError: If it has been built outside already, or a step is under way.
+    """
+    in_force = tf.distribute.get_strategy()
+    is_inside = _compat.strategy_of_optimizer(optimizer) is in_force
+    if is_inside or not tf.distribute.has_strategy():
+        return
+    if optimizer.built or not tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            f"The optimizer {optimizer.name!r} was made outside "
+            "`strategy.scope()`. Make a new one, inside the scope."
+        )
+    _compat.rehome_optimizer(optimizer, in_force)
+
+
+def check_variables(variables: list) -> None:
+    """Checks that tfdp knows how to reduce what is trained.
+
+    Raises:
+        ValueError: For float8 training, which overwrites variables by gradients.
+    """
+    for variable in variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise ValueError(
+                "tfdp cannot train in float8: the replicas' scales would differ. "
+                f"Received: the variable {variable.path!r}, which is overwritten "
+                "with its gradient"
+            )

@@ -1,0 +1,126 @@
+"""What is switched on in an optimizer, with the variables that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tfdp.reduction.gradient_noise import GradientNoise
+from tfdp.step.accumulation import Accumulation
+from tfdp.step.loss_scale import LossScale, LossScaling
+from tfdp.step.warmup import Warmup, WarmupOptions
+
+
+class Features:
+    """Settings, and once the optimizer is built the state that belongs to them.
+
+    Args:
+        make_variable: Callable that creates a Keras variable of the optimizer.
+        forget: Callable that takes a list of its variables out of it.
+        steps: Int, micro-batches of an update.
+        scaling: `LossScaling` or `None`.
+    """
+
+    def __init__(
+        self,
+        make_variable: Callable,
+        forget: Callable,
+        steps: int,
+        scaling: LossScaling | None,
+    ) -> None:
+        self._make_variable = make_variable
+        self._forget = forget
+        self._trained: list[Any] | None = None
+        self._accumulated: list[Any] = []
+        self.steps = steps
+        self.plan: int | Mapping[int, int] | None = None
+        self.scaling = scaling
+        self.warmup_options: WarmupOptions | None = None
+        self.accumulation: Accumulation | None = None
+        self.scale: LossScale | None = None
+        self.warmup: Warmup | None = None
+        self.noise: GradientNoise | None = None
+
+    @property
+    def traced_parts(self) -> tuple:
+        """What a traced step contains: with others it has to be traced again."""
+        return self.accumulation, self.scale, self.warmup, self.noise
+
+    def build(
+        self, variables: Sequence[Any], accumulated: Sequence[Any] | None = None
+    ) -> None:
+        """Makes the variables of what is switched on.
+
+        Args:
+            variables: Sequence of the trained variables.
+            accumulated: Sequence of what is accumulated, with a path, a shape and
+                a dtype each, or `None` for the gradients of the variables.
+                Defaults to `None`.
+        """
+        self._trained = list(variables)
+        self._accumulated = list(variables if accumulated is None else accumulated)
+        self._complete()
+
+    def accumulate(self, accumulated: Sequence[Any]) -> None:
+        """Accumulates other things from now on; what was accumulated is dropped."""
+        self._accumulated = list(accumulated)
+        if self.accumulation is not None:
+            self._forget(self.accumulation.variables)
+            self.accumulation = None
+        self._complete()
+
+    def set_steps(self, steps: int) -> None:
+        """Changes the number of micro-batches of an update."""
+        self.steps = steps
+        if self.accumulation is not None:
+            self.accumulation.steps.assign(steps)
+        self._complete()
+
+    def set_scaling(self, scaling: LossScaling | None) -> None:
+        """Changes how the loss is scaled; what is accumulated keeps its meaning."""
+        if scaling == self.scaling:
+            return
+        before = 1.0 if self.scale is None else float(self.scale.value.numpy())
+        if self.scale is not None:
+            self._forget(self.scale.variables)
+        self.scaling, self.scale = scaling, None
+        self._complete()
+        after = 1.0 if self.scale is None else float(self.scale.value.numpy())
+        if self.accumulation is not None and after != before:
+            self.accumulation.rescale(after / before)
+
+    def set_warmup(self, options: WarmupOptions | None) -> None:
+        """Starts a warmup, changes it, or ends it."""
+        self.warmup_options = options
+        if self.warmup is None:
+            self._complete()
+        elif options is None:
+            self.warmup.switch_off()
+        elif options.momentum_correction == self.warmup.momentum_correction:
+            self.warmup.set(options)
+        else:
+            self._forget(self.warmup.variables)
+            self.warmup = None
+            self._complete()
+
+    def measure_noise(self, smoothing: float) -> None:
+        """Measures the gradient noise scale from now on."""
+        if self.noise is not None and self.noise.smoothing == smoothing:
+            return
+        if self.noise is not None:
+            self._forget(self.noise.variables)
+        self.noise = GradientNoise(self._make_variable, smoothing)
+
+    def _complete(self) -> None:
+        if self._trained is None:
+            return
+        if self.steps > 1 and self.accumulation is None:
+            self.accumulation = Accumulation(
+                self._make_variable, self._accumulated, self.steps
+            )
+        if self.scaling is not None and self.scale is None:
+            self.scale = LossScale(
+                self._make_variable, len(self._trained), self.scaling
+            )
+        if self.warmup_options is not None and self.warmup is None:
+            self.warmup = Warmup(self._make_variable, self.warmup_options)

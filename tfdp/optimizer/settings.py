@@ -1,0 +1,208 @@
+"""What is switched on in a `DistributedOptimizer`, and what can be read of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfdp import _compat
+from tfdp.base.param_groups import innermost
+from tfdp.optimizer import arguments
+from tfdp.optimizer.features import Features
+from tfdp.optimizer.traces import Traces
+from tfdp.step.loss_scale import LossScaling
+from tfdp.step.warmup import WarmupOptions
+
+
+class OfInner:
+    """An attribute that a wrapper shows of the optimizer inside, and sets there."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        inner = None if instance is None else vars(instance).get("inner_optimizer")
+        return None if inner is None else getattr(inner, self._name)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        # Keras's constructor sets its defaults before there is one inside.
+        inner = vars(instance).get("inner_optimizer")
+        if inner is not None:
+            setattr(inner, self._name, value)
+
+
+class OptimizerSettings:
+    """The settings of a `DistributedOptimizer`, its counters and its variables.
+
+    Those of the wrapped optimizer show through.
+    """
+
+    inner_optimizer: Any
+    _features: Features
+    _traces: Traces
+
+    weight_decay = OfInner()
+    clipnorm = OfInner()
+    clipvalue = OfInner()
+    global_clipnorm = OfInner()
+    use_ema = OfInner()
+    ema_momentum = OfInner()
+    ema_overwrite_frequency = OfInner()
+    loss_scale_factor = OfInner()
+
+    # What is switched on.
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Int, micro-batches of an update."""
+        return self._features.steps
+
+    @accumulation_steps.setter
+    def accumulation_steps(self, steps: int) -> None:
+        self._features.set_steps(arguments.checked_steps(steps))
+
+    @property
+    def accumulation_plan(self) -> Any:
+        """Micro-batches of an update, or a dict from epochs to them."""
+        return self._features.plan or self.accumulation_steps
+
+    @accumulation_plan.setter
+    def accumulation_plan(self, plan: Any) -> None:
+        self._features.plan = plan
+
+    @property
+    def has_accumulation_plan(self) -> bool:
+        """Whether a callback decides on the number of micro-batches."""
+        return self._features.plan is not None
+
+    @property
+    def features(self) -> Features:
+        """`Features`, what is switched on, with its variables."""
+        return self._features
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        """`LossScaling`, how the loss is scaled, or `None`."""
+        return self._features.scaling
+
+    @loss_scaling.setter
+    def loss_scaling(self, scaling: LossScaling | None) -> None:
+        self._features.set_scaling(scaling)
+
+    @property
+    def warmup(self) -> WarmupOptions | None:
+        """`WarmupOptions`, or `None` outside a warmup."""
+        return self._features.warmup_options
+
+    @warmup.setter
+    def warmup(self, options: WarmupOptions | None) -> None:
+        self._features.set_warmup(options)
+
+    def recount(self, count: int, factor: float) -> None:
+        """Lets what waits for an update be other micro-batches, outside a step.
+
+        Args:
+            count: Int, how many.
+            factor: Float, of their sums.
+        """
+        accumulation = self._features.accumulation
+        if accumulation is not None:
+            accumulation.rescale(factor)
+            accumulation.count.assign(count)
+
+    def measure_noise(self, smoothing: float) -> None:
+        """Measures the gradient noise scale at each update from now on.
+
+        Args:
+            smoothing: Float, weight of the past in the moving averages.
+        """
+        self._features.measure_noise(smoothing)
+
+    def finish_warmup(self) -> bool:
+        """Hands the rate over if the warmup is over, outside a step.
+
+        A rate that is a variable gets the product of base rate and last factor
+        as its value. One that is a schedule stays multiplied.
+
+        Returns:
+            Bool, whether it is over.
+        """
+        options = self.warmup
+        made = int(self.iterations.numpy())
+        if options is None or made <= options.start + options.steps:
+            return options is None
+        if self._has_rate_variables():
+            for part in innermost(self.inner_optimizer):
+                rate = float(part.learning_rate.numpy())
+                part.learning_rate = rate * options.last
+        self.leave_warmup()
+        return True
+
+    def leave_warmup(self) -> None:
+        """Ends a warmup whose last factor is in the rate already.
+
+        A schedule never gets it, so that there it goes on.
+        """
+        if self._has_rate_variables():
+            self.warmup = None
+
+    def exclude_from_weight_decay(
+        self, var_list: Any = None, var_names: Any = None
+    ) -> None:
+        """Excludes variables from weight decay, as in Keras."""
+        for part in innermost(self.inner_optimizer):
+            part.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
+    # What can be read.
+
+    @property
+    def was_traced(self) -> bool:
+        """Whether a step was ever traced."""
+        return self._traces.features is not None
+
+    @property
+    def loss_scale(self) -> float | None:
+        """Float, the factor of the loss, or `None` without loss scaling."""
+        scale = self._features.scale
+        return None if scale is None else float(scale.value.numpy())
+
+    @property
+    def skipped_steps(self) -> int:
+        """Int, updates that were left out because of an overflow."""
+        scale = self._features.scale
+        return 0 if scale is None else int(scale.skipped_steps.numpy())
+
+    @property
+    def accumulated_steps(self) -> int:
+        """Int, micro-batches that wait for the next update."""
+        accumulation = self._features.accumulation
+        return 0 if accumulation is None else int(accumulation.count.numpy())
+
+    @property
+    def gradient_noise_scale(self) -> float:
+        """Float, in samples, or NaN where it is not measured."""
+        noise = self._features.noise
+        return float("nan") if noise is None else noise.scale
+
+    @property
+    def variables(self) -> list:
+        """The wrapped optimizer's variables after those of its own."""
+        own = super().variables  # type: ignore[misc]
+        return own + self.inner_optimizer.variables
+
+    @property
+    def iterations(self) -> Any:
+        """The number of updates."""
+        return self.inner_optimizer.iterations
+
+    @property
+    def learning_rate(self) -> Any:
+        """The wrapped optimizer's."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    def _has_rate_variables(self) -> bool:
+        parts = innermost(self.inner_optimizer)
+        return all(_compat.has_rate_variable(part) for part in parts)

@@ -1,0 +1,163 @@
+"""What training state takes on each replica, with and without sharding: pure sums."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from tfdp.plans.buckets import Entry
+from tfdp.plans.shards import ShardPlan
+
+_FLOAT32_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaMemory:
+    """Bytes that training keeps on one replica.
+
+    Args:
+        parameters: Int, of the trained variables.
+        gradients: Int, of their reduced gradients.
+        accumulators: Int, of what is added up over micro-batches.
+        slots: Int, of the optimizer's variables for each trained one.
+    """
+
+    parameters: int
+    gradients: int
+    accumulators: int
+    slots: int
+
+    def __add__(self, other: ReplicaMemory) -> ReplicaMemory:
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return ReplicaMemory(*(first + second for first, second in pairs))
+
+    @property
+    def total(self) -> int:
+        """Int, all of them."""
+        return sum(dataclasses.astuple(self))
+
+
+NOTHING = ReplicaMemory(0, 0, 0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """Bytes on the replica that holds most, beside what they would be unsharded.
+
+    Args:
+        sharded: `ReplicaMemory`, as the state lies.
+        whole: `ReplicaMemory`, if every replica held all of it.
+
+    Example:
+
+    >>> whole = ReplicaMemory(400, 400, 0, 800)
+    >>> print(MemoryReport(ReplicaMemory(400, 200, 0, 400), whole))
+    bytes on a replica: parameters 400, gradients 200 (unsharded 400), accumulators 0,
+    slots 400 (unsharded 800); in all 1,000 (unsharded 1,600)
+    """
+
+    sharded: ReplicaMemory
+    whole: ReplicaMemory
+
+    def __str__(self) -> str:
+        parameters, gradients, accumulators, slots = (
+            _beside(field.name, self) for field in dataclasses.fields(ReplicaMemory)
+        )
+        total = _beside("total", self).removeprefix("total ")
+        return (
+            f"bytes on a replica: {parameters}, {gradients}, {accumulators},\n"
+            f"{slots}; in all {total}"
+        )
+
+
+def whole_memory(
+    entries: Sequence[Entry], slot_bytes: Sequence[int], *, accumulates: bool
+) -> ReplicaMemory:
+    """What a replica needs that holds everything.
+
+    Args:
+        entries: Sequence of `Entry`, the trained variables.
+        slot_bytes: Sequence of ints, bytes of each one's slots.
+        accumulates: Bool, whether gradients are accumulated.
+
+    Returns:
+        `ReplicaMemory`.
+    """
+    num_bytes = sum(entry.num_bytes for entry in entries)
+    sums = sum(entry.num_elements * _wide(entry.itemsize) for entry in entries)
+    return ReplicaMemory(
+        num_bytes, num_bytes, sums if accumulates else 0, sum(slot_bytes)
+    )
+
+
+def sharded_memory(
+    entries: Sequence[Entry],
+    slot_bytes: Sequence[int],
+    plan: ShardPlan,
+    *,
+    accumulates: bool,
+    shards_gradients: bool,
+) -> ReplicaMemory:
+    """What the replica needs that holds most of a sharded state.
+
+    Args:
+        entries: Sequence of `Entry`, the trained variables.
+        slot_bytes: Sequence of ints, bytes of each one's slots.
+        plan: `ShardPlan` of them.
+        accumulates: Bool, whether gradients are accumulated.
+        shards_gradients: Bool, whether what is accumulated is sharded too.
+
+    Returns:
+        `ReplicaMemory`.
+
+    Example:
+
+    >>> from tfdp.plans.shards import plan_slices
+    >>> entries = [Entry("w", (100,), "float32", 4)]
+    >>> plan = plan_slices(entries, 4, bucket_bytes=1000, first_bucket_bytes=1000)
+    >>> sharded_memory(
+    ...     entries, [800], plan, accumulates=False, shards_gradients=False
+    ... ).slots
+    200
+    """
+    whole = whole_memory(entries, slot_bytes, accumulates=accumulates)
+    sizes = {entry.dtype: entry.itemsize for entry in entries}
+    moved = [(bucket.slice_size, sizes[bucket.dtype]) for bucket in plan.buckets]
+    slices = sum(size * itemsize for size, itemsize in moved)
+    accumulators = whole.accumulators
+    if accumulates and shards_gradients:
+        accumulators = sum(size * _wide(itemsize) for size, itemsize in moved)
+    return ReplicaMemory(
+        whole.parameters,
+        slices,
+        accumulators,
+        max(
+            _owned(entries, slot_bytes, plan, owner) for owner in range(plan.num_owners)
+        ),
+    )
+
+
+def _owned(
+    entries: Sequence[Entry], slot_bytes: Sequence[int], plan: ShardPlan, owner: int
+) -> int:
+    """Bytes of the slots of an owner's elements."""
+    elements = [0] * len(entries)
+    for bucket in plan.buckets:
+        for segment in bucket.rows[owner]:
+            elements[segment.index] += segment.size
+    return sum(
+        round(num * slots / entry.num_elements)
+        for num, slots, entry in zip(elements, slot_bytes, entries, strict=True)
+        if num
+    )
+
+
+def _wide(itemsize: int) -> int:
+    """Bytes of an element that is added up: float32, or wider where the variable is."""
+    return max(itemsize, _FLOAT32_BYTES)
+
+
+def _beside(name: str, report: MemoryReport) -> str:
+    sharded, whole = getattr(report.sharded, name), getattr(report.whole, name)
+    text = f"{name} {sharded:,}"
+    return text if sharded == whole else f"{text} (unsharded {whole:,})"

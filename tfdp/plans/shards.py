@@ -1,0 +1,239 @@
+"""Which replica owns which elements of the optimizer state: a pure plan.
+
+Variables are laid out as rows, one for each owner, cut into buckets: columns of all
+rows that travel together. What an owner holds of a bucket is a slice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+from tfdp.plans.buckets import BucketPlan, Entry, plan_buckets
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Elements of one flattened variable.
+
+    Args:
+        index: Int, position of the variable in the planned list.
+        start: Int, the first element.
+        stop: Int, one after the last.
+    """
+
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Int, the number of elements."""
+        return self.stop - self.start
+
+
+Row = tuple[Segment, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardBucket:
+    """Elements that one reduce-scatter and one all-gather move.
+
+    Args:
+        rows: Tuple of tuples of `Segment`, what each owner has of it, end to end.
+        slice_size: Int, elements of a row with its padding.
+        dtype: String, the one dtype of its variables.
+    """
+
+    rows: tuple[Row, ...]
+    slice_size: int
+    dtype: str
+
+    @property
+    def indices(self) -> frozenset[int]:
+        """The variables of which it has elements."""
+        return frozenset(segment.index for row in self.rows for segment in row)
+
+    def padding(self, owner: int) -> int:
+        """Int, elements of an owner's slice that belong to no variable."""
+        return self.slice_size - sum(segment.size for segment in self.rows[owner])
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardPlan:
+    """How the variables of one optimizer are spread over their owners.
+
+    Args:
+        buckets: Tuple of `ShardBucket`, in launch order.
+        num_owners: Int.
+        owners: Tuple of ints, the owner of each variable where variables are
+            owned whole, or `None` where slices are.
+    """
+
+    buckets: tuple[ShardBucket, ...]
+    num_owners: int
+    owners: tuple[int, ...] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Bool, whether every variable has one owner."""
+        return self.owners is not None
+
+    @property
+    def num_moved(self) -> int:
+        """Int, elements that a reduce-scatter of everything moves, with padding."""
+        return sum(self.num_owners * bucket.slice_size for bucket in self.buckets)
+
+    def owned(self, owner: int) -> tuple[int, ...]:
+        """Positions of the variables that an owner has whole."""
+        owners = self.owners or ()
+        return tuple(index for index, who in enumerate(owners) if who == owner)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of what has to agree between workers."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+
+def plan_slices(
+    entries: Sequence[Entry],
+    num_owners: int,
+    *,
+    bucket_bytes: int,
+    first_bucket_bytes: int,
+) -> ShardPlan:
+    """Cuts each bucket of variables, laid end to end, into equal slices.
+
+    For optimizers that treat every element by itself. The last variable comes
+    first, since its gradient does.
+
+    Args:
+        entries: Sequence of `Entry`, the variables.
+        num_owners: Int, how many replicas share them.
+        bucket_bytes: Int, largest size of a bucket.
+        first_bucket_bytes: Int, largest size of the first bucket.
+
+    Returns:
+        A `ShardPlan` in which every element has one owner.
+
+    Example:
+
+    >>> entries = [Entry("w", (5,), "float32", 4)]
+    >>> plan = plan_slices(entries, 2, bucket_bytes=100, first_bucket_bytes=100)
+    >>> plan.buckets[0].rows
+    ((Segment(index=0, start=0, stop=3),), (Segment(index=0, start=3, stop=5),))
+
+    Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054.
+    """
+    buckets = _backward_buckets(entries, bucket_bytes, first_bucket_bytes)
+    return ShardPlan(
+        tuple(
+            _cut(
+                _rows_of_equal_length(bucket.indices, entries, num_owners),
+                bucket.dtype,
+            )
+            for bucket in buckets
+            if bucket.num_bytes
+        ),
+        num_owners,
+    )
+
+
+def plan_whole(
+    entries: Sequence[Entry], num_owners: int, *, bucket_bytes: int
+) -> ShardPlan:
+    """Gives every variable to one owner, so that all have about equally much.
+
+    For optimizers that look at a whole tensor. The largest variables are given
+    away first, each to the owner with the fewest bytes. What an owner has is
+    laid end to end as its row, and buckets are columns of all rows.
+
+    Args:
+        entries: Sequence of `Entry`, the variables.
+        num_owners: Int, how many replicas share them.
+        bucket_bytes: Int, largest size of a bucket.
+
+    Returns:
+        A `ShardPlan` in which every variable has one owner.
+
+    Example:
+
+    >>> entries = [Entry(name, (size,), "float32", 4) for name, size in
+    ...            (("a", 6), ("b", 3), ("c", 2))]
+    >>> plan_whole(entries, 2, bucket_bytes=1000).owners
+    (0, 1, 1)
+
+    Source: Graham 1969, "Bounds on multiprocessing timing anomalies", for the
+    largest first.
+    """
+    owners = _spread(entries, num_owners)
+    buckets = []
+    for dtype in dict.fromkeys(entry.dtype for entry in entries):
+        rows: list[list[Segment]] = [[] for _ in range(num_owners)]
+        for index in reversed(range(len(entries))):
+            entry = entries[index]
+            if entry.dtype == dtype and entry.num_elements:
+                rows[owners[index]].append(Segment(index, 0, entry.num_elements))
+        itemsize = next(e.itemsize for e in entries if e.dtype == dtype)
+        width = max(1, bucket_bytes // (num_owners * itemsize))
+        length = max(_length(row) for row in rows)
+        buckets += [
+            _cut([_columns(row, first, first + width) for row in rows], dtype)
+            for first in range(0, length, width)
+        ]
+    return ShardPlan(tuple(buckets), num_owners, tuple(owners))
+
+
+def _backward_buckets(
+    entries: Sequence[Entry], bucket_bytes: int, first_bucket_bytes: int
+) -> BucketPlan:
+    return plan_buckets(
+        entries,
+        list(reversed(range(len(entries)))),
+        bucket_bytes=bucket_bytes,
+        first_bucket_bytes=first_bucket_bytes,
+    )
+
+
+def _rows_of_equal_length(
+    indices: Sequence[int], entries: Sequence[Entry], num_owners: int
+) -> list[Row]:
+    whole = tuple(Segment(i, 0, entries[i].num_elements) for i in indices)
+    length = -(-_length(whole) // num_owners)
+    return [
+        _columns(whole, owner * length, (owner + 1) * length)
+        for owner in range(num_owners)
+    ]
+
+
+def _columns(row: Sequence[Segment], first: int, last: int) -> Row:
+    """The part of a row between two columns."""
+    found, begin = [], 0
+    for segment in row:
+        start = segment.start + max(0, first - begin)
+        stop = min(segment.stop, segment.start + last - begin)
+        if start < stop:
+            found.append(Segment(segment.index, start, stop))
+        begin += segment.size
+    return tuple(found)
+
+
+def _cut(rows: Sequence[Row], dtype: str) -> ShardBucket:
+    return ShardBucket(tuple(rows), max(_length(row) for row in rows), dtype)
+
+
+def _length(row: Sequence[Segment]) -> int:
+    return sum(segment.size for segment in row)
+
+
+def _spread(entries: Sequence[Entry], num_owners: int) -> list[int]:
+    """The owner of each variable, for each dtype by itself."""
+    owners = [0] * len(entries)
+    loads: dict[str, list[int]] = {}
+    for index in sorted(range(len(entries)), key=lambda i: -entries[i].num_bytes):
+        load = loads.setdefault(entries[index].dtype, [0] * num_owners)
+        owner = load.index(min(load))
+        owners[index] = owner
+        load[owner] += entries[index].num_bytes
+    return owners

@@ -1,0 +1,188 @@
+"""Gradients of one replica in, reduced gradients out, bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.base.param_groups import path_of
+from tfdp.collectives import ProcessGroup, all_reduce, padded_length, timing
+from tfdp.options import CommunicationOptions
+from tfdp.plans.buckets import BucketPlan, Entry, effective_bucket_bytes, plan_buckets
+
+
+def make_plan(
+    tensors: Sequence[tf.Tensor],
+    names: Sequence[str],
+    options: CommunicationOptions,
+) -> BucketPlan:
+    """Plans the buckets for the gradients of one replica.
+
+    In a traced function the order of the graph is the order in which the
+    backward pass makes the gradients. Eager loops have none; there the last
+    variable's gradient is taken to come first.
+
+    Args:
+        tensors: Sequence of dense tensors of known shape.
+        names: Sequence of strings, one for each.
+        options: `CommunicationOptions`.
+
+    Returns:
+        A `BucketPlan`, the same on every replica and worker.
+    """
+    entries = [
+        Entry(name, tuple(t.shape.as_list()), t.dtype.name, t.dtype.size)
+        for t, name in zip(tensors, names, strict=True)
+    ]
+    return plan_buckets(
+        entries,
+        ready_order(tensors),
+        bucket_bytes=bucket_bytes_of(entries, options),
+        first_bucket_bytes=options.first_bucket_bytes,
+    )
+
+
+def bucket_bytes_of(entries: Sequence[Entry], options: CommunicationOptions) -> int:
+    """The largest size of a bucket for some gradients, as chosen or by their size.
+
+    Args:
+        entries: Sequence of `Entry`.
+        options: `CommunicationOptions`.
+    """
+    if not options.adapts_buckets:
+        return options.bucket_bytes
+    total_bytes = sum(entry.num_bytes for entry in entries)
+    return effective_bucket_bytes(total_bytes, options.bucket_bytes)
+
+
+def entry_of(variable: Any) -> Entry:
+    """A Keras variable, or a `tf.Variable`, as planners see it."""
+    dtype = tf.as_dtype(variable.dtype)
+    return Entry(path_of(variable), tuple(variable.shape), dtype.name, dtype.size)
+
+
+def ready_order(tensors: Sequence[tf.Tensor]) -> list[int]:
+    """Positions of the tensors in the order in which they become ready."""
+    positions = range(len(tensors))
+    if tf.executing_eagerly():
+        return list(reversed(positions))
+    return sorted(positions, key=lambda i: (_compat.op_position(tensors[i]), -i))
+
+
+def all_reduce_buckets(
+    tensors: Sequence[tf.Tensor],
+    plan: BucketPlan,
+    group: ProcessGroup,
+    replica: int,
+    weight: tf.Tensor | None = None,
+    algorithms: Sequence[Callable[..., tf.Tensor]] | None = None,
+) -> list[tf.Tensor]:
+    """Sums tensors over the group by one all-reduce for each bucket.
+
+    Args:
+        tensors: Sequence of dense tensors, as given to the plan.
+        plan: `BucketPlan`.
+        group: `ProcessGroup`.
+        replica: Int, index of the calling replica among the local ones.
+        weight: Scalar tensor by which this replica's tensors count, see `weighted`,
+            or `None` for one. Defaults to `None`.
+        algorithms: Sequence of callables such as `tfdp.collectives.ring`, one
+            for each bucket, or `None` for the ring. Defaults to `None`.
+
+    Returns:
+        List of flat tensors, one for each bucket, its members end to end.
+    """
+    flats = []
+    with tf.device(group.devices[replica]):
+        for channel, bucket in enumerate(plan):
+            flat = pack([tensors[index] for index in bucket.indices])
+            if weight is not None:
+                flat = weighted(flat, weight)
+            is_alone = 2 * bucket.num_bytes > plan.num_bytes
+            algorithm = all_reduce if algorithms is None else algorithms[channel]
+            with timing.labelled(f"{timing.GRADIENTS} {channel}"):
+                reduced = algorithm(
+                    flat, group, replica, channel=channel, is_alone=is_alone
+                )
+            flats.append(reduced)
+    return flats
+
+
+def weighted(gradient: Any, weight: tf.Tensor) -> Any:
+    """Multiplies a gradient by the weight of its replica, before it is summed.
+
+    The gradients of a replica without rows are 0 / 0: a weight of zero makes them
+    zeros.
+
+    Args:
+        gradient: Tensor or `tf.IndexedSlices`.
+        weight: Scalar float64 tensor, see `tfdp.data.batch_weights`.
+
+    Returns:
+        The same kind of gradient.
+    """
+    if isinstance(gradient, tf.IndexedSlices):
+        values = weighted(gradient.values, weight)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    gradient = tf.convert_to_tensor(gradient)
+    if gradient.dtype.size < tf.float32.size:
+        # A third, say, in half precision would scale everything by 1.002.
+        wide = weighted(tf.cast(gradient, tf.float32), weight)
+        return tf.cast(wide, gradient.dtype)
+    return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
+
+
+def all_reduce_any_shape(
+    tensor: tf.Tensor, group: ProcessGroup, replica: int
+) -> tf.Tensor:
+    """Sums a tensor whose shape is known only at run time.
+
+    Args:
+        tensor: Tensor, of the same shape on every replica.
+        group: `ProcessGroup`.
+        replica: Int, index of the calling replica among the local ones.
+
+    Returns:
+        A tensor like `tensor`.
+    """
+    if tensor.shape.is_fully_defined():
+        return all_reduce(tensor, group, replica)
+    with tf.device(group.devices[replica]):
+        flat = tf.reshape(tensor, [-1])
+        length = tf.size(flat, out_type=tf.int32)
+        padded, size = padded_length(length)
+        padding = [[0, padded - length]]
+        total = all_reduce(tf.pad(flat, padding), group, replica, size=size)
+        result = tf.reshape(total[:length], tf.shape(tensor))
+        return tf.ensure_shape(result, tensor.shape)
+
+
+def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Lays tensors end to end; a single one is only reshaped, not copied."""
+    flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)  # [bucket_size]
+
+
+def unpack(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The inverse of `pack`."""
+    if len(like) == 1:
+        return [tf.reshape(flat, _shape(like[0]))]
+    sizes = [_size(tensor) for tensor in like]
+    parts = tf.split(flat, sizes)
+    return [
+        tf.reshape(part, _shape(tensor))
+        for part, tensor in zip(parts, like, strict=True)
+    ]
+
+
+def _shape(tensor: tf.Tensor) -> object:
+    known = tensor.shape.is_fully_defined()
+    return tensor.shape if known else tf.shape(tensor)
+
+
+def _size(tensor: tf.Tensor) -> object:
+    count = tensor.shape.num_elements()
+    return tf.size(tensor) if count is None else count

@@ -1,0 +1,160 @@
+"""Latency and bandwidth of this cluster's links, measured where that pays."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.collectives import ProcessGroup
+from tfdp.coordination.exchange import Agreement
+from tfdp.links import DEFAULT_LINKS, Links
+from tfdp.plans.traffic import FLAT, Algorithm
+from tfdp.reduction.link_cache import load_links, store_links
+from tfdp.reduction.link_fit import Sample, fit_links
+from tfdp.reduction.selection import Route, Router
+
+# Steps from which on a measurement of a second or two is repaid.
+LONG_RUN_STEPS = 500
+_SIZES_BYTES = (2**12, 2**18, 2**22)
+_IN_A_ROW, _REPEATS = 2, 3
+# The version of the cost model that constants are fitted to.
+_MODEL = 2
+
+
+def learn_links(
+    router: Router,
+    group: ProcessGroup,
+    agreement: Agreement,
+    hosts: str,
+    num_steps: int | None,
+) -> None:
+    """Gives a router the figures of its links, the same on all workers.
+
+    Those that were measured before and kept; or measured now if the run is long.
+    Every worker has to call it.
+
+    Args:
+        router: `Router`.
+        group: `ProcessGroup` of all replicas.
+        agreement: `Agreement`.
+        hosts: String, what names the machines.
+        num_steps: Int, steps that will be trained, or `None` if unknown.
+    """
+    if router.are_links_known or not router.chooses:
+        return
+    key = _key(router, group, hosts)
+    found = load_links(key) if agreement.rank == 0 else None
+    text = "" if found is None else json.dumps(dataclasses.asdict(found))
+    is_long = num_steps is not None and num_steps >= LONG_RUN_STEPS
+    own = json.dumps({"kept": text, "is_long": is_long})
+    first = json.loads(agreement.exchange("kept links", own)[0])
+    if first["kept"]:
+        router.set_links(Links.from_dict(json.loads(first["kept"])))
+    elif first["is_long"]:
+        samples = _samples(router, group)
+        # The workers' clocks differ, and their figures must not.
+        mine = _fitted(samples, group.backend) if agreement.rank == 0 else ""
+        told = agreement.exchange("measured links", mine)[0]
+        if told:
+            router.set_links(Links.from_dict(json.loads(told)))
+        if told and agreement.rank == 0:
+            store_links(key, router.links)
+
+
+def num_steps_of(arguments: dict[str, Any]) -> int | None:
+    """How many steps a call of `fit` will train.
+
+    Args:
+        arguments: Dict, the arguments of `fit` by name.
+
+    Returns:
+        Int, or `None` if its data does not tell.
+    """
+    skipped = int(arguments.get("initial_epoch") or 0)
+    epochs = int(arguments.get("epochs") or 1) - skipped
+    steps = arguments.get("steps_per_epoch")
+    x = arguments.get("x")
+    if steps is None and isinstance(x, tf.data.Dataset):
+        cardinality = int(x.cardinality())
+        steps = cardinality if cardinality >= 0 else None
+    elif steps is None and x is not None:
+        leaves = keras.tree.flatten(x)
+        shape = getattr(leaves[0], "shape", None) if leaves else None
+        rows = shape[0] if shape else None
+        kept = 1.0 - float(arguments.get("validation_split") or 0.0)
+        batch_size = arguments.get("batch_size") or 32
+        steps = -(-math.floor(rows * kept) // batch_size) if rows else None
+    return None if steps is None else epochs * int(steps)
+
+
+def _fitted(samples: list[Sample], backend: str) -> str:
+    """The links as JSON, or `""` where the times make no sense: nobody may wait."""
+    try:
+        links = fit_links(samples, DEFAULT_LINKS[backend])
+    except ValueError:
+        return ""
+    return json.dumps(dataclasses.asdict(links))
+
+
+def _samples(router: Router, group: ProcessGroup) -> list[Sample]:
+    """Times of small and large tensors by each algorithm.
+
+    Only algorithms with other numbers of messages and operations tell what these
+    cost, and whether replicas share a link.
+    """
+    algorithms = [Algorithm(name) for name in FLAT]
+    topology = router.topology
+    if topology.num_nodes > 1 and topology.replicas_per_node > 1 and topology.is_even:
+        algorithms.append(Algorithm("hierarchical"))
+    return [
+        Sample(algorithm, size, topology, _seconds(algorithm, size, group))
+        for algorithm in algorithms
+        for size in _SIZES_BYTES
+    ]
+
+
+def _seconds(algorithm: Algorithm, num_bytes: int, group: ProcessGroup) -> float:
+    run = _traced(Route(algorithm).all_reduce, num_bytes // 4, group)
+    run()  # makes connections and groups
+    times = []
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - begin) / _IN_A_ROW)
+    return statistics.median(times)
+
+
+def _traced(
+    all_reduce: Callable, length: int, group: ProcessGroup
+) -> Callable[[], None]:
+    """Several all-reduces of float32, one after the other, on every local replica."""
+
+    @tf.function(autograph=False)
+    def function() -> list[tf.Tensor]:
+        results = []
+        for replica, device in enumerate(group.devices):
+            with tf.device(device):
+                value = tf.zeros([length])  # [length]
+                for _ in range(_IN_A_ROW):
+                    value = all_reduce(value, group, replica)
+                results.append(value[0])
+        return results
+
+    def run() -> None:
+        for result in function():
+            result.numpy()
+
+    return run
+
+
+def _key(router: Router, group: ProcessGroup, hosts: str) -> str:
+    facts = (_MODEL, router.topology.nodes, group.backend, hosts, tf.__version__)
+    return json.dumps(facts)

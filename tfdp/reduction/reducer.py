@@ -1,0 +1,328 @@
+"""All-reduce of what the replicas hand over: dense in buckets, sparse as rows."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.base.param_groups import path_of
+from tfdp.collectives import ProcessGroup, step_events, timing
+from tfdp.coordination.checks import check_same_plan, check_same_variables
+from tfdp.coordination.exchange import Agreement
+from tfdp.options import CommunicationOptions
+from tfdp.plans.buckets import BucketPlan
+from tfdp.reduction.fusion import (
+    all_reduce_any_shape,
+    all_reduce_buckets,
+    make_plan,
+    weighted,
+)
+from tfdp.reduction.gradient_noise import squared_norm
+from tfdp.reduction.reduced_gradients import Reduced, unbucketed
+from tfdp.reduction.selection import Route, Router
+from tfdp.reduction.sparse import reduce_indexed_slices
+
+_described = threading.local()
+
+
+@contextlib.contextmanager
+def gradients_of(
+    variables: Sequence[Any], *, is_linear: bool, weight: tf.Tensor | None = None
+) -> Iterator[None]:
+    """Tells the reducer whose gradients the next all-reduce of a thread has.
+
+    Args:
+        variables: Sequence of Keras variables.
+        is_linear: Bool, whether the optimizer is linear in the gradient.
+        weight: Scalar tensor by which this replica's gradients count, or `None` for
+            one. Defaults to `None`.
+    """
+    _described.variables = list(variables)
+    _described.is_linear = is_linear
+    _described.weight = weight
+    try:
+        yield
+    finally:
+        _described.variables = _described.weight = None
+        _described.is_linear = False
+
+
+def is_reducing_gradients() -> bool:
+    """Whether the next all-reduce of this thread has the gradients of variables."""
+    return bool(getattr(_described, "variables", None))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trained:
+    """Variables that were trained together.
+
+    Paths do not tell them: two models of one process may have the same.
+    """
+
+    refs: list
+    plan: BucketPlan
+    routes: tuple[Route, ...] = ()
+
+
+class Reducer:
+    """Reduces values of the local replicas over a process group.
+
+    Args:
+        group: `ProcessGroup`.
+        first_rank: Int, rank of the first local replica.
+        options: `CommunicationOptions`.
+        agreement: `Agreement` between the workers.
+        router: `Router`, chooses the algorithm of each bucket, or `None` for the
+            ring. Defaults to `None`.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        first_rank: int,
+        options: CommunicationOptions,
+        agreement: Agreement,
+        router: Router | None = None,
+    ) -> None:
+        self.group = group
+        self.router = router
+        self.first_rank = first_rank
+        self.options = options
+        self._agreement = agreement
+        self._plans: dict[tuple[int, ...], _Trained] = {}
+
+    def reduce(self, reduce_op: Any, value: Any, replica: int) -> Any:
+        """All-reduces a nest of tensors and `IndexedSlices` of one replica.
+
+        Args:
+            reduce_op: `tf.distribute.ReduceOp`, or its name.
+            value: Nest of tensors; of equal shapes on all replicas if dense.
+            replica: Int, index of the calling replica among the local ones.
+
+        Returns:
+            The same nest, reduced.
+        """
+        flat = tf.nest.flatten(value, expand_composites=False)
+        variables = getattr(_described, "variables", None)
+        if variables:
+            reduced = self.reduce_gradients(
+                flat,
+                variables,
+                replica,
+                may_sum=_described.is_linear,
+                weight=_described.weight,
+            )
+            step_events.squared_norm(lambda: self._own_squares(reduced), replica)
+        else:
+            reduced = self._reduce(flat, None, replica)
+        results = reduced.gradients()
+        if _is_mean(reduce_op):
+            results = [_divide(item, self.group.size) for item in results]
+        return tf.nest.pack_sequence_as(value, results)
+
+    def reduce_gradients(
+        self,
+        gradients: list,
+        variables: list[Any],
+        replica: int,
+        *,
+        may_sum: bool,
+        weight: tf.Tensor | None,
+    ) -> Reduced:
+        """Sums the gradients of variables over all replicas, bucket by bucket.
+
+        Args:
+            gradients: List of tensors and `tf.IndexedSlices`, one for each
+                variable.
+            variables: List of Keras variables.
+            replica: Int, index of the calling replica among the local ones.
+            may_sum: Bool, whether rows of one index may be added up, see
+                `tfdp.reduction.sparse`.
+            weight: Scalar tensor by which this replica's gradients count, or
+                `None` for one.
+
+        Returns:
+            `Reduced`, alike on all replicas.
+        """
+        self._check(variables, replica)
+        return self._reduce(gradients, variables, replica, may_sum, weight)
+
+    def _reduce(
+        self,
+        flat: list,
+        variables: list[Any] | None,
+        replica: int,
+        may_sum: bool = False,
+        weight: tf.Tensor | None = None,
+    ) -> Reduced:
+        flat = [
+            item if _is_sparse(item) else tf.convert_to_tensor(item) for item in flat
+        ]
+        if self.group.size == 1:
+            return unbucketed(flat)
+        dense = [index for index, item in enumerate(flat) if not _is_sparse(item)]
+        flats, buckets = self._reduce_dense(flat, dense, variables, replica, weight)
+        with timing.labelled(timing.ROWS):
+            sparse = {
+                index: reduce_indexed_slices(
+                    item if weight is None else weighted(item, weight),
+                    self.group,
+                    replica,
+                    may_sum=may_sum,
+                )
+                for index, item in enumerate(flat)
+                if _is_sparse(item)
+            }
+        return Reduced(flats, buckets, flat, sparse)
+
+    def _reduce_dense(
+        self,
+        flat: list,
+        dense: list[int],
+        variables: list[Any] | None,
+        replica: int,
+        weight: tf.Tensor | None,
+    ) -> tuple[list[tf.Tensor], list[tuple[int, ...]]]:
+        tensors = [flat[index] for index in dense]
+        if variables is not None:
+            # Where the size of the batch is unknown, so is that of some gradients.
+            for tensor, index in zip(tensors, dense, strict=True):
+                tensor.set_shape(variables[index].shape)
+        if not all(tensor.shape.is_fully_defined() for tensor in tensors):
+            # A plan needs sizes. These are no gradients of variables.
+            sums = [all_reduce_any_shape(t, self.group, replica) for t in tensors]
+            return sums, [(index,) for index in dense]
+        if variables is None:
+            names = [str(index) for index in dense]
+        else:
+            names = [path_of(variables[index]) for index in dense]
+        plan = make_plan(tensors, names, self.options)
+        routes = self.routes_of(plan, are_gradients=variables is not None)
+        if variables is not None and replica == 0:
+            # Only once: not all workers trace again when a batch has another size.
+            if plan and not self.plan_of(variables):
+                check_same_plan(self._agreement, plan)
+            self._remember(variables, plan, routes)
+        algorithms = [route.all_reduce for route in routes]
+        flats = all_reduce_buckets(
+            tensors, plan, self.group, replica, weight, algorithms
+        )
+        return flats, [tuple(dense[i] for i in bucket.indices) for bucket in plan]
+
+    def routes_of(
+        self, plan: BucketPlan, *, are_gradients: bool = True
+    ) -> tuple[Route, ...]:
+        """How each bucket of a plan is reduced.
+
+        Args:
+            plan: `BucketPlan`.
+            are_gradients: Bool, whether they may be compressed. Defaults to
+                `True`.
+
+        Returns:
+            Tuple of `Route`.
+
+        Raises:
+            ValueError: If gradients of integers were to be compressed.
+        """
+        if self.router is None:
+            return (Route(),) * len(plan)
+        if are_gradients and self.options.compression is not None:
+            _check_compressible(plan)
+        return tuple(
+            self.router.route(
+                bucket.num_bytes, bucket.dtype, may_compress=are_gradients
+            )
+            for bucket in plan
+        )
+
+    def gather_rows(
+        self, gradients: list, variables: list[Any], replica: int, *, may_sum: bool
+    ) -> list[tf.IndexedSlices]:
+        """Puts the rows of sparse gradients of all replicas together.
+
+        Args:
+            gradients: List of `tf.IndexedSlices`.
+            variables: List of Keras variables, one for each.
+            replica: Int, index of the calling replica among the local ones.
+            may_sum: Bool, whether rows of one index may be added up.
+
+        Returns:
+            List of `tf.IndexedSlices`, alike on all replicas.
+        """
+        if gradients:
+            self._check(variables, replica)
+        with timing.labelled(timing.ROWS):
+            return [
+                reduce_indexed_slices(item, self.group, replica, may_sum=may_sum)
+                for item in gradients
+            ]
+
+    def _own_squares(self, reduced: Reduced) -> tf.Tensor:
+        return squared_norm(reduced.gradients()) / self.group.size
+
+    def _check(self, variables: list[Any], replica: int) -> None:
+        """Compares the trained variables across workers, once for each set."""
+        if replica == 0 and self.plan_of(variables) is None:
+            self._remember(variables, BucketPlan(()))
+            check_same_variables(
+                self._agreement, "first training step", variables, "trains"
+            )
+
+    def _remember(
+        self,
+        variables: list[Any],
+        plan: BucketPlan,
+        routes: tuple[Route, ...] = (),
+    ) -> None:
+        key = tuple(map(id, variables))
+        self._plans.pop(key, None)  # the latest comes last
+        refs = [weakref.ref(variable) for variable in variables]
+        self._plans[key] = _Trained(refs, plan, routes)
+
+    def plan_of(self, variables: list[Any]) -> BucketPlan | None:
+        """The plan by which exactly these variables were trained, or `None`."""
+        trained = self._plans.get(tuple(map(id, variables)))
+        alive = trained is not None and all(ref() is not None for ref in trained.refs)
+        return trained.plan if trained is not None and alive else None
+
+    def plans_within(
+        self, variables: list[Any]
+    ) -> list[tuple[list[Any], BucketPlan, tuple[Route, ...]]]:
+        """Which of these variables were trained by which plan, the latest first."""
+        wanted = set(map(id, variables))
+        found = []
+        for key, trained in reversed(self._plans.items()):
+            members = [ref() for ref in trained.refs]
+            if wanted.issuperset(key) and all(m is not None for m in members):
+                found.append((members, trained.plan, trained.routes))
+        return found
+
+
+def _check_compressible(plan: BucketPlan) -> None:
+    for bucket in plan:
+        if not tf.as_dtype(bucket.dtype).is_floating:
+            raise ValueError(
+                "`compression` is for gradients of floating point. Leave it out for "
+                f"this model. Received: {bucket.entries[0].name!r} of {bucket.dtype}"
+            )
+
+
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, tf.IndexedSlices)
+
+
+def _is_mean(reduce_op: Any) -> bool:
+    return getattr(reduce_op, "value", str(reduce_op)).upper() == "MEAN"
+
+
+def _divide(value: Any, count: int) -> Any:
+    if _is_sparse(value):
+        return tf.IndexedSlices(value.values / count, value.indices, value.dense_shape)
+    return value / count

@@ -1,0 +1,224 @@
+"""What a step communicates, to be looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import Any
+
+import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
+
+from tfdp.plans.buckets import Bucket, BucketPlan
+from tfdp.plans.memory import MemoryReport
+from tfdp.reduction.fusion import make_plan
+from tfdp.reduction.selection import Route
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationPlan:
+    """The buckets of a training step, in the order in which they are reduced.
+
+    Args:
+        buckets: Tuple of `tfdp.plans.buckets.Bucket`: entries (name, shape, dtype),
+            dtype and bytes.
+        sparse: Tuple of strings, variables whose gradients travel as rows.
+        num_replicas: Int, replicas on all workers.
+        backend: String, `"ring"` or `"nccl"`.
+        routes: Tuple of `tfdp.reduction.selection.Route`, one for each bucket:
+            algorithm, dtypes that travel, predicted seconds.
+        node_size: Int, replicas of a node.
+        traced: Bool, whether this is the plan of a step that has been traced,
+            or what one of the model's backward pass would be.
+        sharding: String: `"none"`, each bucket is all-reduced; or how its
+            optimizer's state is sharded: each is reduce-scattered, and the updated
+            parameters are all-gathered.
+        memory: `MemoryReport` of the training state, or `None` where it is not
+            known.
+    """
+
+    buckets: tuple[Bucket, ...]
+    sparse: tuple[str, ...]
+    num_replicas: int
+    backend: str
+    routes: tuple[Route, ...]
+    node_size: int
+    traced: bool
+    sharding: str = "none"
+    memory: MemoryReport | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of dense gradients that a step reduces."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that a replica sends in a step, the mean of all replicas.
+
+        Whatever the algorithm, 2 (N - 1) / N times the data, less where it travels
+        in fewer bytes. Source: Patarasuk and Yuan 2009.
+        """
+        pairs = zip(self.buckets, self.routes, strict=True)
+        return round(sum(self._wire_bytes(b, route) for b, route in pairs))
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Seconds of all buckets, one after the other."""
+        return sum(route.seconds for route in self.routes)
+
+    def _wire_bytes(self, bucket: Bucket, route: Route) -> float:
+        def share(wire: str | None) -> float:
+            return tf.as_dtype(wire or bucket.dtype).size / itemsize
+
+        itemsize = tf.as_dtype(bucket.dtype).size
+        num_replicas, node_size = self.num_replicas, self.node_size
+        if route.algorithm.name != "hierarchical":
+            node_size = num_replicas
+        inner = 1 - 1 / node_size
+        outer = (1 - node_size / num_replicas) / node_size
+        factor = inner * share(route.inner_wire) + outer * share(route.outer_wire)
+        # What comes back is as large; of sharded state it is weights, not rounded.
+        back = factor if self.sharding == "none" else inner + outer
+        return (factor + back) * bucket.num_bytes
+
+    def __str__(self) -> str:
+        what = "all-reduces"
+        if self.sharding != "none":
+            what = "reduce-scatters and all-gathers"
+        table = Table(
+            title=f"{len(self.buckets)} {what} of {self.num_bytes:,} bytes over "
+            f"{self.num_replicas} replicas ({self.backend})"
+        )
+        for name in ("order", "dtype", "bytes", "algorithm", "ms", "variables"):
+            is_number = name in ("bytes", "ms")
+            table.add_column(name, justify="right" if is_number else "left")
+        for order, bucket in enumerate(self.buckets):
+            route = self.routes[order]
+            table.add_row(
+                str(order),
+                bucket.dtype,
+                f"{bucket.num_bytes:,}",
+                str(route),
+                f"{1000 * route.seconds:.3g}",
+                ", ".join(entry.name for entry in bucket.entries),
+            )
+        for name in self.sparse:
+            table.add_row("-", "rows", "as touched", "all-gather", "", name)
+        text = io.StringIO()
+        Console(file=text, width=100).print(table)
+        if self.memory is not None:
+            text.write(f"{self.memory}\n")
+        return text.getvalue()
+
+
+def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
+    """The plan of a model's step, see `strategy.communication_plan`."""
+    if not model.built:
+        raise ValueError(
+            "The model has no variables yet. Call `model.build(input_shape)` or "
+            f"train it first. Received: {model.name!r}, not built"
+        )
+    optimizer: Any = getattr(model, "optimizer", None)
+    if getattr(optimizer, "is_sharded", False):
+        return _of_sharded(strategy, optimizer)
+    reducer = strategy.extended.reducer
+    memory = None
+    if hasattr(optimizer, "memory_report") and optimizer.built:
+        memory = optimizer.memory_report()
+    for trained, plan, routes in reducer.plans_within(model.trainable_variables):
+        if plan.buckets:
+            dense = {e.name for bucket in plan for e in bucket.entries}
+            sparse = [v.path for v in trained if v.path not in dense]
+            return _shown(strategy, plan, routes, sparse, traced=True, memory=memory)
+    plan, sparse = plan_of_backward_pass(model, reducer.options)
+    routes = reducer.routes_of(plan)
+    return _shown(strategy, plan, routes, sparse, traced=False, memory=memory)
+
+
+def _of_sharded(strategy: Any, optimizer: Any) -> CommunicationPlan:
+    """The plan lies with the state; a step may leave buckets out."""
+    plan = BucketPlan(optimizer.shards.buckets)
+    routes = strategy.extended.reducer.routes_of(plan)
+    return _shown(
+        strategy,
+        plan,
+        routes,
+        [],
+        traced=optimizer.was_traced,
+        sharding=optimizer.sharding,
+        memory=optimizer.memory_report(),
+    )
+
+
+def _shown(
+    strategy: Any,
+    plan: BucketPlan,
+    routes: tuple[Route, ...],
+    sparse: list[str],
+    *,
+    traced: bool,
+    sharding: str = "none",
+    memory: MemoryReport | None = None,
+) -> CommunicationPlan:
+    return CommunicationPlan(
+        plan.buckets,
+        tuple(sparse),
+        strategy.num_replicas_in_sync,
+        strategy.extended.group.backend,
+        routes,
+        strategy.extended.router.topology.replicas_per_node,
+        traced,
+        sharding,
+        memory,
+    )
+
+
+def plan_of_backward_pass(model: Any, options: Any) -> tuple[BucketPlan, list[str]]:
+    """Plans from the backward pass of the sum of the outputs, and runs nothing.
+
+    Args:
+        model: Keras model with symbolic inputs.
+        options: `CommunicationOptions`.
+
+    Returns:
+        Tuple of a `BucketPlan` and a list of strings, variables whose gradients
+        travel as rows.
+
+    Raises:
+        ValueError: If the model has no symbolic inputs.
+    """
+    inputs = getattr(model, "inputs", None)
+    if not inputs:
+        raise ValueError(
+            "The plan needs the order of the backward pass, and this model has no "
+            "symbolic inputs to trace it with. Train one step first. "
+            f"Received: {model.name!r}"
+        )
+    like = model.input if len(inputs) > 1 else inputs[0]
+    variables = model.trainable_variables
+    found: list[Any] = []
+
+    def backward(*batch: tf.Tensor) -> None:
+        structure = tf.nest.pack_sequence_as(like, list(batch))
+        with tf.GradientTape() as tape:
+            outputs = tf.nest.flatten(model(structure, training=True))
+            total = tf.add_n([tf.reduce_sum(tf.cast(o, tf.float32)) for o in outputs])
+        found.extend(tape.gradient(total, [v.value for v in variables]))
+        pairs = [(g, v.path) for g, v in zip(found, variables, strict=True)]
+        dense = [(g, n) for g, n in pairs if isinstance(g, tf.Tensor)]
+        for gradient, variable in zip(found, variables, strict=True):
+            if isinstance(gradient, tf.Tensor):
+                gradient.set_shape(variable.shape)
+        plans.append(make_plan([g for g, _ in dense], [n for _, n in dense], options))
+
+    plans: list[BucketPlan] = []
+    specs = [tf.TensorSpec(x.shape, x.dtype) for x in tf.nest.flatten(model.inputs)]
+    tf.function(backward, autograph=False).get_concrete_function(*specs)
+    sparse = [
+        variable.path
+        for gradient, variable in zip(found, variables, strict=True)
+        if isinstance(gradient, tf.IndexedSlices)
+    ]
+    return plans[-1], sparse

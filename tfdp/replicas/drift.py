@@ -1,0 +1,177 @@
+"""Replicas that no longer hold the same weights: which, and from which variable on."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.replicas.checksum import checksums
+
+# A message that names hundreds of replicas is read by nobody.
+_MOST_NAMED = 8
+
+
+def weights_alike(model: Any) -> list:
+    """The weights of a model, of which all replicas should have the same values.
+
+    Metrics' states and the seeds of random layers are not among Keras's weights.
+    """
+    return [weight for weight in model.weights if _is_comparable(weight.value)]
+
+
+def check_weights(strategy: Any, model: Any, topic: str, when: str) -> None:
+    """Raises on every worker if replicas hold different weights; all call it.
+
+    Args:
+        strategy: A tfdp strategy.
+        model: Keras model.
+        topic: String, what workers that are at another call are told.
+        when: String, where in training this is.
+
+    Raises:
+        RuntimeError: Naming the replicas and the first variable that differs.
+    """
+    tables = _local_tables(strategy, model)
+    own = [hashlib.sha256(json.dumps(table).encode()).hexdigest() for table in tables]
+    totals = _of_all(strategy, topic, own)
+    if len(set(totals)) > 1:
+        _raise(strategy, model, when, totals, tables)
+
+
+def raise_difference(
+    strategy: Any, model: Any, when: str, totals: Sequence[Any]
+) -> NoReturn:
+    """Raises on every worker what has been seen to differ; all call it.
+
+    Args:
+        strategy: A tfdp strategy.
+        model: Keras model.
+        when: String, where in training this is.
+        totals: Sequence, a number for the weights of each replica.
+
+    Raises:
+        RuntimeError: Naming the replicas and the first variable that differs.
+    """
+    _raise(strategy, model, when, totals, _local_tables(strategy, model))
+
+
+def describe_difference(
+    totals: Sequence[Any],
+    tables: Sequence[Sequence[int]],
+    paths: Sequence[str],
+    replicas: Sequence[str],
+) -> str:
+    """Says which replicas differ from the others, and in what first.
+
+    Args:
+        totals: Sequence, a number for all weights of each replica, as it was seen.
+        tables: Sequence, for each replica a checksum of each weight, as it is now.
+        paths: Sequence of strings, the names of the weights.
+        replicas: Sequence of strings, the names of the replicas.
+
+    Returns:
+        String.
+
+    Example:
+
+    >>> names = ["replica 0", "replica 1", "replica 2"]
+    >>> describe_difference([1, 2, 1], [[5, 6], [5, 7], [5, 6]], ["a", "b"], names)
+    "replica 1 differs from the other 2 in 'b' (1 of 2 variables)"
+    """
+    columns = list(zip(*tables, strict=True))
+    differing = [index for index, column in enumerate(columns) if len(set(column)) > 1]
+    if not differing:
+        return f"{_who(totals, replicas)} in a variable that is alike again"
+    first = differing[0]
+    return (
+        f"{_who(columns[first], replicas)} in {paths[first]!r} "
+        f"({len(differing)} of {len(paths)} variables)"
+    )
+
+
+def outliers(values: Sequence[Any]) -> list[int]:
+    """Positions of the values that most others do not have.
+
+    Args:
+        values: Sequence of values, not all alike.
+
+    Returns:
+        List of ints: all positions where no value is more frequent than the rest.
+
+    Example:
+
+    >>> outliers([7, 7, 3]), outliers([7, 3])
+    ([2], [0, 1])
+    """
+    (value, count), *others = collections.Counter(values).most_common()
+    if others and others[0][1] == count:
+        return list(range(len(values)))
+    return [index for index, own in enumerate(values) if own != value]
+
+
+def _who(values: Sequence[Any], replicas: Sequence[str]) -> str:
+    odd = outliers(values)
+    shown = [replicas[index] for index in odd[:_MOST_NAMED]]
+    if len(odd) > len(shown):
+        shown.append(f"{len(odd) - len(shown)} more")
+    named = " and ".join([", ".join(shown[:-1]), shown[-1]] if shown[1:] else shown)
+    if len(odd) == len(values):
+        return f"{named} differ from each other"
+    verb = "differ" if len(odd) > 1 else "differs"
+    return f"{named} {verb} from the other {len(values) - len(odd)}"
+
+
+def _raise(
+    strategy: Any, model: Any, when: str, totals: Sequence[Any], tables: list[list[int]]
+) -> NoReturn:
+    everyones = _of_all(strategy, "replicas that differ", tables)
+    strategy.extended.agreement.part()
+    paths = [weight.path for weight in weights_alike(model)]
+    found = describe_difference(totals, everyones, paths, _names(strategy))
+    raise RuntimeError(
+        f"Replicas have drifted apart, as seen {when}: {found}. Every replica makes "
+        "the same updates of the same weights, so that one computes wrongly, or "
+        "something changes the weights of some replicas only. Go on from an earlier "
+        "checkpoint."
+    )
+
+
+def _of_all(strategy: Any, topic: str, own: list) -> list:
+    """What there is for each local replica, for those of all workers by rank."""
+    texts = strategy.extended.agreement.exchange(topic, json.dumps(own))
+    return [item for text in texts for item in json.loads(text)]
+
+
+def _local_tables(strategy: Any, model: Any) -> list[list[int]]:
+    """The checksum of each weight on each local replica."""
+    weights = [weight.value for weight in weights_alike(model)]
+    tables = []
+    for replica, device in enumerate(strategy.extended.group.devices):
+        with tf.device(device):
+            parts = [weight.values[replica].read_value() for weight in weights]
+            tables.append(checksums(parts).numpy().tolist())
+    return tables
+
+
+def _names(strategy: Any) -> list[str]:
+    """The replicas of all workers, for people to read."""
+    extended = strategy.extended
+    specs = [tf.DeviceSpec.from_string(device) for device in extended.group.devices]
+    local = [f"{spec.device_type}:{spec.device_index}" for spec in specs]
+    places = [
+        f"{device} of worker {rank}, {host}" if len(extended.hosts) > 1 else device
+        for rank, host in enumerate(extended.hosts)
+        for device in local
+    ]
+    return [f"replica {rank} ({place})" for rank, place in enumerate(places)]
+
+
+def _is_comparable(value: Any) -> bool:
+    is_alike = isinstance(value, _compat.MirroredVariable)
+    return is_alike and value.dtype not in (tf.string, tf.resource, tf.variant)

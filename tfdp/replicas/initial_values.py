@@ -1,0 +1,160 @@
+"""All workers start from the first worker's values and the same seed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.collectives import broadcast
+from tfdp.coordination.checks import check_same_variables
+
+# One broadcast carries many variables, but not so many that a second copy of
+# a large model has to fit into host memory.
+_CHUNK_BYTES = 64 * 2**20
+# The heartbeats of workers wait behind a message on a slow link, and must not for long.
+_MESSAGE_WORDS = 2**20
+
+
+class SynchronizedScope:
+    """`strategy.scope()`, which agrees on initial values when it is left.
+
+    Args:
+        strategy: A tfdp strategy.
+        stock: The stock context manager.
+    """
+
+    def __init__(self, strategy: Any, stock: Any) -> None:
+        self._strategy = strategy
+        self._stock = stock
+
+    def __enter__(self) -> Any:
+        return self._stock.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
+        result = self._stock.__exit__(kind, error, trace)
+        if kind is None:
+            synchronize_new_variables(self._strategy)
+        return result
+
+
+def synchronize_new_variables(strategy: Any) -> None:
+    """Gives all workers the first one's values of variables made since.
+
+    Stock broadcasts each variable when it is created, and hangs if another
+    worker creates a different one. Here they are compared first and then
+    travel together.
+    """
+    pending = getattr(strategy.extended, "new_variables", None)
+    if pending and not _compat.in_replica_thread():
+        with tf.init_scope():
+            _synchronize(strategy)
+
+
+def _synchronize(strategy: Any) -> None:
+    pending = strategy.extended.new_variables
+    variables = [v for v in (reference() for reference in pending) if v is not None]
+    pending.clear()
+    agreement = strategy.extended.agreement
+    if agreement.num_workers == 1:
+        return
+    check_same_variables(agreement, "leaving strategy.scope()", variables, "creates")
+    broadcast_variables(strategy, variables)
+
+
+def broadcast_variables(strategy: Any, variables: Sequence[Any]) -> None:
+    """Copies the first worker's values to all workers.
+
+    Args:
+        strategy: A tfdp strategy.
+        variables: Sequence of its mirrored `tf.Variable`s, in the same order
+            on every worker.
+    """
+    chunk: list[Any] = []
+    size = 0
+    for variable in variables:
+        chunk.append(variable)
+        size += variable.shape.num_elements() * variable.dtype.size
+        if size >= _CHUNK_BYTES:
+            _broadcast_chunk(strategy, chunk)
+            chunk, size = [], 0
+    if chunk:
+        _broadcast_chunk(strategy, chunk)
+
+
+def _broadcast_chunk(strategy: Any, variables: list[Any]) -> None:
+    extended = strategy.extended
+    values = [np.asarray(v.values[0].numpy()) for v in variables]
+    raw = b"".join(value.tobytes() for value in values)
+    # Bytes as int32, a dtype that every collective knows.
+    padded = raw + b"\0" * (-len(raw) % 4)
+    words = np.frombuffer(padded, np.int32)
+    received = [
+        broadcast(
+            tf.constant(words[first : first + _MESSAGE_WORDS]),
+            extended.host_group,
+            0,
+            is_source=extended.agreement.rank == 0,
+        )
+        for first in range(0, len(words), _MESSAGE_WORDS)
+    ]
+    if extended.agreement.rank == 0:
+        return
+    data = b"".join(message.numpy().tobytes() for message in received)
+    begin = 0
+    for variable, own in zip(variables, values, strict=True):
+        end = begin + own.nbytes
+        value = np.frombuffer(data[begin:end], own.dtype).reshape(own.shape)
+        for part in variable.values:
+            part.assign(value)
+        begin = end
+
+
+def agree_on_seed(strategy: Any) -> None:
+    """Lets all workers draw the same random numbers from here on.
+
+    Initial weights and the order in which datasets are shuffled come from the
+    global generators. Each that workers have seeded alike stays as it is; of the
+    others all take a seed of the first worker's.
+    """
+    agreement = strategy.extended.agreement
+    if agreement.num_workers == 1:
+        return
+    # Drawn from the operating system: the user's generators stay untouched.
+    own = {"seed": random.SystemRandom().getrandbits(30), "states": _random_states()}
+    facts = [json.loads(t) for t in agreement.exchange("random seed", json.dumps(own))]
+    for name, set_seed in _SET_SEED.items():
+        states = {fact["states"][name] for fact in facts}
+        if len(states) > 1 or states == {_UNSEEDED}:
+            set_seed(facts[0]["seed"])
+
+
+_SET_SEED: dict[str, Callable] = {
+    "python": random.seed,
+    "numpy": np.random.seed,
+    "tensorflow": _compat.set_stand_in_seed,
+    "keras": _compat.set_keras_global_seed,
+}
+_UNSEEDED = "unseeded"
+
+
+def _random_states() -> dict[str, str]:
+    """A hash of the state of each generator in `_SET_SEED`."""
+    has_seed = _compat.global_seed() is not None
+    # Without one Keras draws from Python's generator.
+    keras_state = (_compat.keras_global_seed(), _compat.keras_seed_state())
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "tensorflow": _compat.random_state(),
+        "keras": keras_state,
+    }
+    hashes = {n: hashlib.sha256(repr(s).encode()) for n, s in states.items()}
+    texts = {name: value.hexdigest() for name, value in hashes.items()}
+    return texts if has_seed else {**texts, "tensorflow": _UNSEEDED}

@@ -1,0 +1,91 @@
+"""Measures the training state of an optimizer against `tfdp.plans.memory`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfdp import _compat
+from tfdp.base.param_groups import innermost
+from tfdp.plans.memory import (
+    NOTHING,
+    MemoryReport,
+    ReplicaMemory,
+    sharded_memory,
+    whole_memory,
+)
+from tfdp.plans.shards import ShardPlan
+from tfdp.reduction.fusion import entry_of
+from tfdp.sharding.state_names import slot_names
+
+
+def memory_report(distributed: Any) -> MemoryReport:
+    """What the state of a `DistributedOptimizer` takes, see `MemoryReport`."""
+    accumulates = distributed.features.accumulation is not None
+    sharded, whole = NOTHING, NOTHING
+    for part in innermost(distributed.inner_optimizer):
+        variables = _compat.trained_by(part) if part.built else []
+        if not variables:
+            continue
+        found = part_memory(part, variables, accumulates=accumulates)
+        whole += found
+        if distributed.shards is None:
+            sharded += found
+        else:
+            sharded += part_memory(
+                part,
+                variables,
+                distributed.shards.parts[id(part)].plan,
+                accumulates=accumulates,
+                shards_gradients=distributed.accumulates_sums,
+            )
+    return MemoryReport(sharded, whole)
+
+
+def part_memory(
+    optimizer: Any,
+    variables: list[Any],
+    plan: ShardPlan | None = None,
+    *,
+    accumulates: bool = False,
+    shards_gradients: bool = False,
+) -> ReplicaMemory:
+    """What an optimizer that is no wrapper takes for some variables.
+
+    Args:
+        optimizer: Keras optimizer, built or not.
+        variables: List of Keras variables.
+        plan: `ShardPlan` of them, or `None` without sharding. Defaults to `None`.
+        accumulates: Bool, whether gradients are accumulated. Defaults to `False`.
+        shards_gradients: Bool, see `sharded_memory`. Defaults to `False`.
+
+    Returns:
+        `ReplicaMemory`.
+    """
+    entries = [entry_of(variable) for variable in variables]
+    slots = _slot_bytes(optimizer, variables)
+    if plan is None:
+        return whole_memory(entries, slots, accumulates=accumulates)
+    return sharded_memory(
+        entries,
+        slots,
+        plan,
+        accumulates=accumulates,
+        shards_gradients=shards_gradients,
+    )
+
+
+def _slot_bytes(optimizer: Any, variables: list[Any]) -> list[int]:
+    """Bytes of the slots of each variable, found without making them."""
+    template = _compat.built_without_memory(optimizer, variables)
+    totals = [0] * len(variables)
+    lists = list(_compat.slots_of(template).values())
+    for slots in lists:
+        for index, slot in enumerate(slots):
+            if slot is not None:
+                totals[index] += entry_of(slot).num_bytes
+    # What belongs to no variable, such as a single number, is on every replica.
+    known = {id(slot) for slots in lists for slot in slots}
+    for _, slot in slot_names(template, variables):
+        if id(slot) not in known:
+            totals[0] += entry_of(slot).num_bytes
+    return totals

@@ -1,0 +1,134 @@
+"""Packs variables into the rows of a shard plan and takes them out again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from tfdp.plans.shards import Row, Segment, ShardBucket, ShardPlan
+
+
+def pack_rows(
+    bucket: ShardBucket, tensors: Mapping[int, tf.Tensor], dtype: tf.DType
+) -> tf.Tensor:
+    """Lays all rows of a bucket end to end, each padded to the size of a slice.
+
+    Args:
+        bucket: `ShardBucket`.
+        tensors: Dict from position to tensor; those that are not in it count as
+            zeros.
+        dtype: `tf.DType` of the tensors.
+
+    Returns:
+        Tensor of shape `[num_owners * slice_size]`.
+    """
+    runs: list[Segment | int] = []
+    for owner, row in enumerate(bucket.rows):
+        for segment in row:
+            _append(runs, segment if segment.index in tensors else segment.size)
+        _append(runs, bucket.padding(owner))
+    return _pack(runs, tensors, dtype)
+
+
+def pack_row(
+    row: Row, padding: int, tensors: Mapping[int, tf.Tensor], dtype: tf.DType
+) -> tf.Tensor:
+    """Lays one row of a bucket end to end, as `pack_rows` does with all.
+
+    Args:
+        row: Tuple of `Segment`.
+        padding: Int, zeros at the end.
+        tensors: Dict from position to tensor.
+        dtype: `tf.DType` of the tensors.
+
+    Returns:
+        Tensor of shape `[slice_size]`.
+    """
+    runs: list[Segment | int] = []
+    for segment in row:
+        _append(runs, segment if segment.index in tensors else segment.size)
+    _append(runs, padding)
+    return _pack(runs, tensors, dtype)
+
+
+def elements_of(tensor: tf.Tensor, segment: Segment) -> tf.Tensor:
+    """A flat tensor of a segment's elements; the whole is not copied."""
+    flat = tf.reshape(tensor, [-1])
+    if segment.start == 0 and segment.stop == flat.shape[0]:
+        return flat
+    return flat[segment.start : segment.stop]
+
+
+def unpack_rows(
+    plan: ShardPlan, flats: Sequence[tf.Tensor | None]
+) -> dict[int, tf.Tensor]:
+    """Takes the variables out of gathered buckets.
+
+    Args:
+        plan: `ShardPlan`.
+        flats: Sequence with a tensor of shape `[num_owners * slice_size]` for
+            each bucket, or `None` for one that was not gathered.
+
+    Returns:
+        Dict from position to flat tensor, of all that lie in gathered buckets.
+    """
+    ranges: dict[int, list[tuple[int, int, int, int]]] = {}
+    for number, bucket in enumerate(plan.buckets):
+        if flats[number] is None:
+            continue
+        for owner, row in enumerate(bucket.rows):
+            begin = owner * bucket.slice_size
+            for segment in row:
+                found = (segment.start, number, begin, begin + segment.size)
+                ranges.setdefault(segment.index, []).append(found)
+                begin += segment.size
+    return {index: _joined(sorted(parts), flats) for index, parts in ranges.items()}
+
+
+def _joined(
+    parts: list[tuple[int, int, int, int]], flats: Sequence[tf.Tensor | None]
+) -> tf.Tensor:
+    merged: list[list[int]] = []
+    for _, number, begin, end in parts:
+        if merged and merged[-1][0] == number and merged[-1][2] == begin:
+            merged[-1][2] = end
+        else:
+            merged.append([number, begin, end])
+    tensors = [_given(flats[number])[begin:end] for number, begin, end in merged]
+    return tensors[0] if len(tensors) == 1 else tf.concat(tensors, axis=0)
+
+
+def _given(flat: tf.Tensor | None) -> tf.Tensor:
+    assert flat is not None
+    return flat
+
+
+def _append(runs: list[Segment | int], item: Segment | int) -> None:
+    """Adds elements, or a number of zeros, to what they continue."""
+    last = runs[-1] if runs else None
+    if isinstance(item, int):
+        if isinstance(last, int):
+            runs[-1] = last + item
+        elif item:
+            runs.append(item)
+    elif (
+        isinstance(last, Segment)
+        and last.index == item.index
+        and last.stop == item.start
+    ):
+        runs[-1] = Segment(item.index, last.start, item.stop)
+    else:
+        runs.append(item)
+
+
+def _pack(
+    runs: list[Segment | int], tensors: Mapping[int, tf.Tensor], dtype: tf.DType
+) -> tf.Tensor:
+    parts = [
+        tf.zeros([run], dtype)
+        if isinstance(run, int)
+        else tf.cast(elements_of(tensors[run.index], run), dtype)
+        for run in runs
+    ]
+    return parts[0] if len(parts) == 1 else tf.concat(parts, axis=0)

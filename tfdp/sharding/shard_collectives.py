@@ -1,0 +1,215 @@
+"""How one replica hands in its gradients and gets slices, and the other way round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import tensorflow as tf
+
+from tfdp.collectives import timing
+from tfdp.plans.shards import Segment, ShardPlan
+from tfdp.reduction.fusion import weighted
+from tfdp.sharding.packing import pack_row, pack_rows, unpack_rows
+from tfdp.sharding.shard_groups import ShardGroups, Wires
+
+Slices = list[tf.Tensor | None]
+
+
+class Exchange(Protocol):
+    """What a step asks of the replicas that share its optimizer state."""
+
+    owner: int
+    num_copies: int
+
+    def scatter(
+        self,
+        plan: ShardPlan,
+        tensors: Mapping[int, tf.Tensor],
+        weight: tf.Tensor | None,
+    ) -> Slices:
+        """Sums tensors over all replicas and keeps the own slice of each bucket.
+
+        Args:
+            plan: `ShardPlan`.
+            tensors: Dict from position to tensor, the same ones on all replicas.
+            weight: Scalar tensor by which this replica's tensors count, or `None`
+                for one.
+
+        Returns:
+            List with a tensor of shape `[slice_size]` for each bucket, or `None`
+            where there is nothing to sum.
+        """
+
+    def gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
+        """Gets all variables of the buckets whose slices are given.
+
+        Args:
+            plan: `ShardPlan`.
+            slices: As `scatter` returns them.
+
+        Returns:
+            Dict from position to flat tensor, alike on all replicas.
+        """
+
+    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Sums a small tensor over the owners of different slices."""
+
+
+class CollectiveExchange:
+    """By reduce-scatter and all-gather, in a graph.
+
+    Args:
+        groups: `ShardGroups`.
+        replica: Int, index of the calling replica among the local ones.
+        wires_of: Callable from what is sent to the dtypes that it travels in, see
+            `ShardGroups.scatter`.
+    """
+
+    def __init__(
+        self,
+        groups: ShardGroups,
+        replica: int,
+        wires_of: Callable[[tf.Tensor], Wires],
+    ) -> None:
+        self.owner = groups.owner(replica)
+        self.num_copies = groups.num_copies
+        self._groups = groups
+        self._replica = replica
+        self._wires_of = wires_of
+
+    def scatter(
+        self,
+        plan: ShardPlan,
+        tensors: Mapping[int, tf.Tensor],
+        weight: tf.Tensor | None,
+    ) -> Slices:
+        """See `Exchange`."""
+        slices: Slices = []
+        for channel, bucket in enumerate(plan.buckets):
+            given = sorted(bucket.indices & tensors.keys())
+            if not given:
+                slices.append(None)
+                continue
+            flat = pack_rows(bucket, tensors, tensors[given[0]].dtype)
+            if weight is not None:
+                flat = weighted(flat, weight)
+            with timing.labelled(f"{timing.GRADIENTS} {channel}"):
+                piece = self._groups.scatter(
+                    flat, self._replica, channel=channel, wires=self._wires_of(flat)
+                )
+            slices.append(piece)
+        return slices
+
+    def gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
+        """See `Exchange`."""
+        flats: Slices = []
+        for channel, (bucket, piece) in enumerate(
+            zip(plan.buckets, slices, strict=True)
+        ):
+            flat = None
+            if piece is not None:
+                # A key contains the shape, which clipping or an update may have lost.
+                whole = tf.ensure_shape(piece, [bucket.slice_size])
+                with timing.labelled(f"{timing.PARAMETERS} {channel}"):
+                    flat = self._groups.gather(whole, self._replica, channel=channel)
+            flats.append(flat)
+        return unpack_rows(plan, flats)
+
+    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        """See `Exchange`."""
+        with timing.labelled("norms"):
+            return self._groups.sum(tensor, self._replica)
+
+
+class SummingExchange:
+    """By all-reduces of whole variables: for eager steps, and where rows are uneven.
+
+    Eager replicas run one after the other and cannot wait for each other in a
+    collective. And where one variable is larger than a fair share, rows would be
+    mostly padding.
+
+    Args:
+        groups: `ShardGroups`.
+        replica: Int, index of the calling replica among the local ones.
+        total: Callable that sums a list of tensors over all replicas.
+    """
+
+    def __init__(
+        self,
+        groups: ShardGroups,
+        replica: int,
+        total: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+    ) -> None:
+        self.owner = groups.owner(replica)
+        self.num_copies = groups.num_copies
+        self._total = total
+        self._is_first_copy = groups.is_first_copy(replica)
+
+    def scatter(
+        self,
+        plan: ShardPlan,
+        tensors: Mapping[int, tf.Tensor],
+        weight: tf.Tensor | None,
+    ) -> Slices:
+        """See `Exchange`."""
+        indices = list(tensors)
+        given = [
+            tensors[index] if weight is None else weighted(tensors[index], weight)
+            for index in indices
+        ]
+        sums = dict(zip(indices, self._total(given), strict=True))
+        slices: Slices = []
+        for bucket in plan.buckets:
+            present = sorted(bucket.indices & sums.keys())
+            if not present:
+                slices.append(None)
+                continue
+            row, padding = bucket.rows[self.owner], bucket.padding(self.owner)
+            slices.append(pack_row(row, padding, sums, sums[present[0]].dtype))
+        return slices
+
+    def gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
+        """See `Exchange`: others' elements count as zeros in a sum."""
+        sizes = _sizes(plan, slices)
+        own: dict[int, list[tuple[Segment, tf.Tensor]]] = {index: [] for index in sizes}
+        dtypes: dict[int, tf.DType] = {}
+        for bucket, piece in zip(plan.buckets, slices, strict=True):
+            if piece is None:
+                continue
+            dtypes.update(dict.fromkeys(bucket.indices, piece.dtype))
+            begin = 0
+            for segment in bucket.rows[self.owner] if self._is_first_copy else ():
+                elements = piece[begin : begin + segment.size]
+                own[segment.index].append((segment, elements))
+                begin += segment.size
+        wholes = [
+            _among_zeros(own[index], size, dtypes[index])
+            for index, size in sizes.items()
+        ]
+        return dict(zip(sizes, self._total(wholes), strict=True))
+
+    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
+        """See `Exchange`."""
+        mine = tensor if self._is_first_copy else tf.zeros_like(tensor)
+        return self._total([mine])[0]
+
+
+def _sizes(plan: ShardPlan, slices: Slices) -> dict[int, int]:
+    """The size of each variable of the buckets that are given, in one order."""
+    sizes: dict[int, int] = {}
+    for bucket, piece in zip(plan.buckets, slices, strict=True):
+        if piece is not None:
+            for segment in (segment for row in bucket.rows for segment in row):
+                sizes[segment.index] = max(sizes.get(segment.index, 0), segment.stop)
+    return sizes
+
+
+def _among_zeros(
+    parts: list[tuple[Segment, tf.Tensor]], size: int, dtype: tf.DType
+) -> tf.Tensor:
+    pieces, end = [], 0
+    for segment, elements in sorted(parts, key=lambda part: part[0].start):
+        pieces += [tf.zeros([segment.start - end], dtype), elements]
+        end = segment.stop
+    return tf.concat([*pieces, tf.zeros([size - end], dtype)], axis=0)

@@ -1,0 +1,42 @@
+"""The state of one inner optimizer on the replicas of this process."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tfdp.plans.shards import ShardPlan
+from tfdp.sharding.element_shards import OwnedSlices
+from tfdp.sharding.variable_shards import OwnedVariables
+
+Owned = OwnedSlices | OwnedVariables
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedPart:
+    """The state of one inner optimizer on the replicas of this process.
+
+    Args:
+        optimizer: Keras optimizer that holds the settings, and no slots.
+        variables: List of the Keras variables that it trains.
+        plan: `ShardPlan` of them.
+        replicas: List with the state that each local replica owns.
+    """
+
+    optimizer: Any
+    variables: list[Any]
+    plan: ShardPlan
+    replicas: list[Owned]
+
+
+def owned_state(
+    optimizer: Any,
+    variables: list[Any],
+    plan: ShardPlan,
+    owner: int,
+    replica: int,
+    device: str,
+) -> Owned:
+    """The state that a local replica owns, see `OwnedSlices`."""
+    kind = OwnedVariables if plan.is_whole else OwnedSlices
+    return kind(optimizer, variables, plan, owner, replica, device)

@@ -1,0 +1,285 @@
+"""Builds the sharded state of an optimizer, and shows it to a step and to files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.base.ownership import replica_context
+from tfdp.base.param_groups import innermost, is_elementwise
+from tfdp.coordination.checks import check_same_variables
+from tfdp.options import CommunicationOptions
+from tfdp.plans.buckets import Bucket
+from tfdp.plans.shards import ShardBucket, ShardPlan, plan_slices, plan_whole
+from tfdp.reduction.fusion import bucket_bytes_of, entry_of
+from tfdp.reduction.replica_reducer import ReplicaReducer
+from tfdp.sharding.shard_collectives import (
+    CollectiveExchange,
+    Exchange,
+    SummingExchange,
+)
+from tfdp.sharding.shard_groups import ShardGroups, Wires
+from tfdp.sharding.sharded_layout import ShardedState
+from tfdp.sharding.sharded_param_group import ShardedPart, owned_state
+from tfdp.sharding.state_names import (
+    slot_names,
+    state_of_part,
+    state_of_sums,
+    take_over,
+)
+from tfdp.sharding.state_tensors import StateTensor
+
+# By how much padding may lengthen a reduce-scatter before all-reduces move less.
+_MOST_PADDING = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A slice of accumulated gradients, as `Accumulation` makes one for a variable.
+
+    Args:
+        path: String.
+        shape: Tuple of ints.
+        dtype: String.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Sharding:
+    """The state of an optimizer, spread over the replicas.
+
+    Args:
+        optimizer: The user's Keras optimizer. Its settings, counter and learning
+            rate stay where they are; slots that it has already are taken over and
+            freed.
+        variables: List of Keras variables that it trains.
+        strategy: A tfdp strategy with at least two replicas.
+        sharding: String, `"optimizer"` or `"gradients"`.
+        scope: String, `"all"` or `"node"`.
+        offload: String, `"cpu"`: state is kept and updated in the memory of the
+            host, or `None`. Defaults to `None`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        variables: list[Any],
+        strategy: Any,
+        sharding: str,
+        scope: str,
+        offload: str | None = None,
+    ) -> None:
+        extended = strategy.extended
+        self._extended = extended
+        self.groups = _groups(extended, scope)
+        host = extended.host_group.devices[0]
+        self._devices = tuple(
+            device if offload is None else host for device in self.groups.group.devices
+        )
+        was_built = optimizer.built
+        if not was_built:
+            _compat.build_without_state(optimizer, variables)
+        self.parts = {
+            id(part): self._sharded(part)
+            for part in innermost(optimizer)
+            if part.built and _compat.trained_by(part)
+        }
+        check_same_variables(
+            extended.agreement, "sharding the optimizer", variables, "shards"
+        )
+        self._check_alike((sharding, scope, offload))
+        self._states = {key: self._state_of(p) for key, p in self.parts.items()}
+        if was_built:
+            self._take_over()
+
+    def _check_alike(self, settings: tuple[str | None, ...]) -> None:
+        """Raises on every worker if they shard different things, or differently."""
+        agreement = self._extended.agreement
+        kinds = [type(part.optimizer).__name__ for part in self.parts.values()]
+        plans = [part.plan.fingerprint for part in self.parts.values()]
+        same, texts = agreement.same(
+            "sharding the optimizer: how", json.dumps([settings, kinds, plans])
+        )
+        if same:
+            return
+        rank = next(r for r, text in enumerate(texts) if text != texts[0])
+        agreement.part()
+        first, other = (json.loads(texts[r])[:2] for r in (0, rank))
+        raise ValueError(
+            "Workers shard their optimizers differently. Give every worker the same "
+            "optimizer, communication options, and (sharding, shard_scope, offload). "
+            f"Received: worker 0 has {first}, worker {rank} has {other}"
+        )
+
+    def state(self, part: ShardedPart) -> list[StateTensor]:
+        """The state of one inner optimizer, in the order of Keras's variables."""
+        return self._states[id(part.optimizer)]
+
+    def _state_of(self, part: ShardedPart) -> list[StateTensor]:
+        """Raises, before anything is trained, if variables cannot be told apart."""
+        optimizer = part.optimizer
+        found = state_of_part(
+            part,
+            self.groups.is_first_copy,
+            self._extended.first_rank,
+        )
+        if len({tensor.name for tensor in found}) < len(found):
+            raise ValueError(
+                f"The state of {type(optimizer).__name__} cannot be sharded: it keeps "
+                "several variables of one name outside of lists with one entry for "
+                'each trained variable. Use `sharding="none"`.'
+            )
+        return found
+
+    def tensors(self) -> list[StateTensor]:
+        """The slots of all parts as whole tensors."""
+        return [t for part in self.parts.values() for t in self.state(part)]
+
+    def accumulated(self, sums: list[Any]) -> dict[int, StateTensor]:
+        """What is accumulated in slices, as whole tensors.
+
+        Args:
+            sums: List of Keras variables, one for each bucket.
+
+        Returns:
+            Dict from the `id` of a trained variable to `StateTensor`.
+        """
+        found: dict[int, StateTensor] = {}
+        first = 0
+        for part in self.parts.values():
+            last = first + len(part.plan.buckets)
+            tensors = state_of_sums(
+                sums[first:last],
+                part,
+                self.groups.is_first_copy,
+                "accumulated",
+            )
+            first = last
+            found.update(zip(map(id, part.variables), tensors, strict=True))
+        return found
+
+    def _take_over(self) -> None:
+        """Copies what each replica owns out of full slots, and frees them."""
+        for part in self.parts.values():
+            slots = slot_names(part.optimizer, part.variables)
+            take_over(self.state(part), [slot for _, slot in slots])
+            _compat.drop_state(part.optimizer)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """What each reduce-scatter and all-gather moves, in launch order."""
+        return tuple(
+            _shown(bucket, part.variables)
+            for part in self.parts.values()
+            for bucket in part.plan.buckets
+        )
+
+    @property
+    def held(self) -> list[Held]:
+        """What is accumulated where gradients are sharded too: slices."""
+        return [
+            Held(f"bucket_{number}", (bucket.slice_size,), bucket.dtype)
+            for part in self.parts.values()
+            for number, bucket in enumerate(part.plan.buckets)
+        ]
+
+    def on_replica(self) -> ShardedState:
+        """The layout as the replica sees it that is running."""
+        context = replica_context()
+        replica = _compat.local_replica_id(context)
+        reducer = ReplicaReducer(self._extended.reducer, context)
+
+        def exchange_of(part: ShardedPart) -> Exchange:
+            if tf.executing_eagerly() or _is_lopsided(part.plan, part.variables):
+                return SummingExchange(self.groups, replica, reducer.sum)
+            return CollectiveExchange(self.groups, replica, self._wires_of)
+
+        return ShardedState(self.parts, replica, exchange_of, reducer)
+
+    def _sharded(self, optimizer: Any) -> ShardedPart:
+        variables = _compat.trained_by(optimizer)
+        plan = shard_plan(
+            optimizer, variables, self.groups.num_owners, self._extended.options
+        )
+        states = [
+            owned_state(
+                optimizer, variables, plan, self.groups.owner(replica), replica, device
+            )
+            for replica, device in enumerate(self._devices)
+        ]
+        return ShardedPart(optimizer, variables, plan, states)
+
+    def _wires_of(self, flat: tf.Tensor) -> Wires:
+        """The dtypes that gradients travel in, as an all-reduce of them would."""
+        num_bytes = flat.shape.num_elements() * flat.dtype.size
+        route = self._extended.router.route(num_bytes, flat.dtype.name)
+        inner, outer = (
+            None if name is None else tf.as_dtype(name)
+            for name in (route.inner_wire, route.outer_wire)
+        )
+        return inner, outer
+
+
+def _shown(bucket: ShardBucket, variables: list[Any]) -> Bucket:
+    sizes: dict[int, int] = {}
+    for segment in (segment for row in bucket.rows for segment in row):
+        sizes[segment.index] = sizes.get(segment.index, 0) + segment.size
+    entries = [
+        dataclasses.replace(entry_of(variables[index]), shape=(size,))
+        for index, size in sizes.items()
+    ]
+    return Bucket(tuple(sizes), tuple(entries), bucket.dtype)
+
+
+def shard_plan(
+    optimizer: Any, variables: list[Any], num_owners: int, options: CommunicationOptions
+) -> ShardPlan:
+    """How the state of an optimizer for some variables is spread.
+
+    Args:
+        optimizer: Keras optimizer that is no wrapper, built or not.
+        variables: List of Keras variables.
+        num_owners: Int, how many replicas share it.
+        options: `CommunicationOptions`.
+
+    Returns:
+        `ShardPlan`: slices for optimizers that are known to treat every element by
+        itself, whole variables for all others.
+    """
+    entries = [entry_of(variable) for variable in variables]
+    bucket_bytes = bucket_bytes_of(entries, options)
+    if not is_elementwise(optimizer):
+        return plan_whole(entries, num_owners, bucket_bytes=bucket_bytes)
+    return plan_slices(
+        entries,
+        num_owners,
+        bucket_bytes=bucket_bytes,
+        first_bucket_bytes=options.first_bucket_bytes,
+    )
+
+
+def _groups(extended: Any, scope: str) -> ShardGroups:
+    topology = extended.router.topology
+    if scope == "node" and topology.num_nodes > 1 and not topology.is_even:
+        warnings.warn(
+            '`shard_scope="node"` works as "all": it needs equally many replicas on '
+            "every node.",
+            stacklevel=2,
+        )
+        scope = "all"
+    return ShardGroups(
+        extended.group, scope, is_hierarchical=extended.router.goes_by_level
+    )
+
+
+def _is_lopsided(plan: ShardPlan, variables: list[Any]) -> bool:
+    size = sum(entry_of(variable).num_elements for variable in variables)
+    return plan.is_whole and plan.num_moved > _MOST_PADDING * size

@@ -1,0 +1,158 @@
+"""Optimizer state of whole variables, for optimizers that look at a tensor.
+
+A clone of the user's optimizer is built on the variables that the replica owns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.plans.shards import ShardBucket, ShardPlan
+from tfdp.reduction.fusion import pack
+from tfdp.sharding.packing import pack_row
+from tfdp.sharding.sharded_gradients import ShardedSums
+
+
+class OwnedVariables:
+    """Slots of whole variables, for optimizers that look at a tensor.
+
+    Arguments and methods are those of `OwnedSlices`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        variables: list[Any],
+        plan: ShardPlan,
+        owner: int,
+        replica: int,
+        device: str,
+    ) -> None:
+        self.owner = owner
+        self.device = device
+        self._plan = plan
+        self.owned = plan.owned(owner)
+        # Kept beside the replica's own where the update is made elsewhere.
+        self._copies: dict[int, Any] = {}
+        with tf.init_scope(), _compat.outside_strategies(), tf.device(device):
+            mine = [_compat.with_local_value(variables[i], replica) for i in self.owned]
+            if mine and not _compat.is_on(mine[0], device):
+                mine = [_compat.copy_of(variable) for variable in mine]
+                self._copies = dict(zip(self.owned, mine, strict=True))
+            self.clone = _compat.plain_clone(optimizer)
+            before = _compat.settings_of(self.clone)
+            # An owner of nothing needs no slots, and not every class makes none.
+            if mine:
+                self.clone.build(mine)
+        built = _compat.settings_of(self.clone)
+        # The user's optimizer is never built.
+        self._made_by_build = {
+            name for name, value in built.items() if before.get(name, self) != value
+        }
+        self.variables = _compat.state_variables(self.clone)
+        self.slots: dict[str, list[Any]] = _compat.slots_of(self.clone) if mine else {}
+        self.singles: dict[str, Any] = _compat.single_variables(self.clone)
+
+    def update(
+        self, optimizer: Any, gradients: ShardedSums, variables: list[Any], rate: Any
+    ) -> list[tf.Tensor | None]:
+        """See `OwnedSlices`."""
+        mine = [index for index in self.owned if index in gradients.present]
+        whole = self.gradients(gradients, variables)
+        acting = self._acting_for(optimizer, variables)
+        self._refresh(variables)
+        updated = [self._copies.get(index, variables[index]) for index in mine]
+        if self.owned:
+            # Also without gradients: what belongs to no variable moves on.
+            with tf.device(self.device):
+                _compat.apply_weight_decay(acting, updated)
+                given = [whole[index] for index in mine]
+                _compat.update_variables(acting, given, updated, rate)
+        values = {
+            index: _compat.local_part(self._copies.get(index, variables[index]))
+            for index in self.owned
+        }
+        return [
+            self._packed(bucket, values) if bucket.indices & gradients.present else None
+            for bucket in self._plan.buckets
+        ]
+
+    def gradients(self, gradients: ShardedSums, variables: list[Any]) -> dict[int, Any]:
+        """The gradients of the owned variables, put together from the buckets."""
+        parts: dict[int, list[tf.Tensor]] = {}
+        for bucket, piece in zip(self._plan.buckets, gradients.slices, strict=True):
+            if piece is None:
+                continue
+            begin = 0
+            for segment in bucket.rows[self.owner]:
+                found = piece[begin : begin + segment.size]
+                parts.setdefault(segment.index, []).append(found)
+                begin += segment.size
+        whole: dict[int, Any] = {
+            index: _whole_of(parts.get(index, []), variables[index])
+            for index in gradients.dense & set(self.owned)
+        }
+        for index in set(self.owned) & gradients.sparse.keys():
+            whole[index] = gradients.sparse[index]
+        return whole
+
+    def scale_momentum(self, growth: tf.Tensor) -> None:
+        """See `OwnedSlices`."""
+        for slot in getattr(self.clone, "momentums", []):
+            if slot is not None:
+                slot.assign(slot * tf.cast(growth, slot.dtype))
+
+    def average(self, optimizer: Any, variables: list[Any]) -> None:
+        """See `OwnedSlices`."""
+        mine = self.own_values(variables)
+        _compat.move_averages(self._acting_for(optimizer, variables), mine)
+
+    def own_values(self, variables: list[Any]) -> list[tf.Tensor]:
+        """See `OwnedSlices`."""
+        parts = [_compat.local_part(variables[index]) for index in self.owned]
+        return [part.read_value() for part in parts]
+
+    def set_averages(self, values: list[tf.Tensor]) -> None:
+        """See `OwnedSlices`."""
+        averages = self.slots.get("_model_variables_moving_average", [])
+        for average, value in zip(averages, values, strict=True):
+            average.assign(value)
+
+    def averages(self) -> list[tf.Tensor | None]:
+        """See `OwnedSlices`."""
+        averages = self.slots.get("_model_variables_moving_average", [])
+        values = {
+            index: tf.convert_to_tensor(average)
+            for index, average in zip(self.owned, averages, strict=True)
+        }
+        return [self._packed(bucket, values) for bucket in self._plan.buckets]
+
+    def _packed(self, bucket: ShardBucket, values: dict[int, Any]) -> tf.Tensor:
+        row, padding = bucket.rows[self.owner], bucket.padding(self.owner)
+        return pack_row(row, padding, values, tf.as_dtype(bucket.dtype))
+
+    def _refresh(self, variables: list[Any]) -> None:
+        """Gives the copies the values that the variables have."""
+        for index, copy in self._copies.items():
+            value = _compat.local_part(variables[index]).read_value()
+            _compat.local_part(copy).assign(value, read_value=False)
+
+    def _acting_for(self, optimizer: Any, variables: list[Any]) -> Any:
+        """The clone with the settings, counter and rate that the user's has now."""
+        _compat.adopt(self.clone, optimizer)
+        for index, copy in self._copies.items():
+            _compat.decay_alike(self.clone, copy, variables[index])
+        settings = _compat.settings_of(optimizer)
+        for name in self._made_by_build & settings.keys():
+            del settings[name]
+        return _compat.stand_in(self.clone, **settings)
+
+
+def _whole_of(parts: list[tf.Tensor], variable: Any) -> tf.Tensor:
+    """A gradient from its parts; one of no elements lies in no bucket."""
+    if not parts:
+        return tf.zeros(variable.shape, variable.dtype)
+    return tf.reshape(pack(parts), variable.shape)

@@ -1,0 +1,313 @@
+"""What the two strategies do differently from the stock ones.
+
+The classes here hook into the places where tf.distribute reduces, creates
+variables and updates them. Everything else is TensorFlow's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.cluster import Topology
+from tfdp.collectives import LaunchOrder, ProcessGroup, positions_of, timing
+from tfdp.coordination.exchange import Agreement
+from tfdp.coordination.join import (
+    Worker,
+    agreed_topology,
+    check_workers_fit,
+    has_joined,
+    joining,
+    worker_devices,
+)
+from tfdp.coordination.watch import Watchdog, watch
+from tfdp.data.balance import Balance
+from tfdp.options import CommunicationOptions
+from tfdp.reduction.reducer import Reducer
+from tfdp.reduction.selection import Router
+from tfdp.replicas.state_merge import average_statistics, merge_states
+from tfdp.replicas.variables import (
+    MetricVariable,
+    MirroredVariable,
+    aggregation_of,
+    class_mapping,
+)
+from tfdp.strategy.cross_device_ops import CrossDeviceOps
+
+# Channels let buckets overlap each other on CPUs. NCCL wants one order.
+_CPU_CHANNELS = 4
+_STOCK_KEYS_PER_STRATEGY = 1000
+_strategy_counter = itertools.count()
+
+
+class ReplicaExtended:
+    """Mixin of both extended classes: the whole step in replica context.
+
+    With `_use_merge_call` false, TensorFlow and Keras run the optimizer inside
+    each replica instead of meeting in cross-replica context, which is what
+    makes updates inside conditionals (accumulation, EMA) possible.
+    """
+
+    options: CommunicationOptions
+    agreement: Agreement
+    # Which sentences about the losses of a model a user has read, and whether the
+    # script has asked for the number of replicas.
+    told_of_losses: weakref.WeakKeyDictionary[Any, set[str]]
+    user_counts_replicas = False
+    # By which rows follow the workers' speed, see `tfdp run --rebalance`.
+    balance: Balance | None = None
+    _collective_keys: Any
+
+    def explaining(self) -> contextlib.AbstractContextManager:
+        """Names the worker that is lost where TensorFlow only says that one is."""
+        return contextlib.nullcontext()
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def _set_up_communication(
+        self, rank: int, hosts: Sequence[str], all_devices: Sequence[str]
+    ) -> None:
+        """Replaces the stock cross-device operations by ours.
+
+        Args:
+            rank: Int, this worker's.
+            hosts: Sequence of strings, the host of each worker.
+            all_devices: Sequence of strings, full names by rank of the replica.
+        """
+        devices = self.worker_devices  # type: ignore[attr-defined]
+        first_rank = rank * len(devices)
+        self.told_of_losses = weakref.WeakKeyDictionary()
+        topology = agreed_topology(self.agreement, hosts, len(devices), self.options)
+        positions = positions_of(all_devices)
+        backend = _backend(self.options, devices)
+        channels = 1 if backend == "nccl" else _CPU_CHANNELS
+        order = LaunchOrder(devices, channels)
+        self.group = ProcessGroup(
+            order,
+            len(all_devices),
+            backend,
+            positions=positions[first_rank : first_rank + len(devices)],
+            nodes=_nodes(topology, positions),
+        )
+        host = LaunchOrder([_host(devices[0])])
+        # Metric states, statistics and the like are small and live on hosts.
+        self.host_group = ProcessGroup(host, len(hosts), "ring")
+        self.router = Router(self.options, topology, backend, tells=rank == 0)
+        self.hosts = tuple(hosts)
+        self.first_rank = first_rank
+        self.num_local = len(devices)
+        self.reducer = Reducer(
+            self.group, first_rank, self.options, self.agreement, self.router
+        )
+        self._cross_device_ops = CrossDeviceOps(self.reducer, self._collective_keys)
+        self._collective_ops = self._cross_device_ops
+        self._host_cross_device_ops = CrossDeviceOps(
+            Reducer(self.host_group, rank, self.options, self.agreement),
+            self._collective_keys,
+        )
+
+    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        kwargs["aggregation"] = aggregation_of(kwargs)
+        mapping = class_mapping(kwargs)
+        with _compat.variable_classes(mapping):
+            return super()._create_variable(next_creator, **kwargs)  # type: ignore[misc]
+
+    def _replica_ctx_all_reduce(
+        self, reduce_op: Any, value: Any, options: Any = None
+    ) -> Any:
+        context = tf.distribute.get_replica_context()
+        one_local_replica = len(self.group.devices) == 1
+        if tf.executing_eagerly() and not one_local_replica:
+            # Eager replicas run one after the other; a collective would wait
+            # for a replica that has not started. So they meet first.
+            return super(  # type: ignore[misc]
+                _compat.MirroredExtended, self
+            )._replica_ctx_all_reduce(reduce_op, value, options)
+        if not one_local_replica and _compat.in_loop_of_replica():
+            # TensorFlow matches collectives by the name of the loop they are
+            # in, and each replica of a process has loops of its own name.
+            raise ValueError(
+                "An all-reduce inside a loop inside `strategy.run` waits for ever "
+                "where a process has several replicas. Put the loop around "
+                "`strategy.run` instead."
+            )
+        replica = _compat.local_replica_id(context)
+        return self.reducer.reduce(reduce_op, value, replica)
+
+    def _get_cross_device_ops(self, value: Any) -> Any:
+        local = getattr(value, "values", (value,))
+        if len(local) == len(self.group.devices):
+            return self._cross_device_ops
+        return self._host_cross_device_ops
+
+    # Statistics and metrics of a step.
+
+    @contextlib.contextmanager
+    def step_scope(self, weights: list | None = None) -> Iterator[None]:
+        """Averages the moving statistics that the replicas assign inside.
+
+        Args:
+            weights: List of scalar tensors, the local replicas' shares of the
+                global batch, or `None` where all have the same.
+        """
+        outer = getattr(self, "_statistics", None)
+        self._statistics: dict[int, Any] | None = {}
+        try:
+            yield
+            statistics = list(self._statistics.values())
+        finally:
+            self._statistics = outer
+        if statistics and self.group.size > 1:
+            equal = [tf.constant(1.0 / self.group.size, tf.float64)] * self.num_local
+            with timing.labelled("statistics"):
+                average_statistics(statistics, weights or equal, self.host_group)
+
+    def note_statistic(self, variable: Any) -> None:
+        """Remembers that a replica assigned a moving statistic."""
+        if getattr(self, "_statistics", None) is not None:
+            self._statistics[id(variable)] = variable  # type: ignore[index]
+
+    def merge_metric_variables(self, variables: list[MetricVariable]) -> list:
+        """The states of all replicas, merged: one tensor for each variable."""
+        locals_ = [[part.read_value() for part in v.values] for v in variables]
+        kinds = [v.merge for v in variables]
+        return merge_states(locals_, kinds, self.host_group)
+
+
+class SingleWorkerReplicaExtended(ReplicaExtended, _compat.MirroredExtended):
+    """The replicas of one process.
+
+    Args:
+        container_strategy: The strategy that this belongs to.
+        devices: List of device strings.
+        options: `CommunicationOptions`.
+    """
+
+    def __init__(
+        self,
+        container_strategy: Any,
+        devices: list[str],
+        options: CommunicationOptions,
+    ) -> None:
+        self.options = options
+        self.agreement = Agreement(rank=0, num_workers=1)
+        super().__init__(container_strategy, devices=devices)
+        self._set_up_communication(0, ["localhost"], self.worker_devices)
+
+
+class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
+    """The replicas of all workers.
+
+    Args:
+        container_strategy: The strategy that this belongs to.
+        worker: `Worker`, this process in its cluster.
+        options: `CommunicationOptions`.
+    """
+
+    def __init__(
+        self, container_strategy: Any, worker: Worker, options: CommunicationOptions
+    ) -> None:
+        self.options = options
+        self.worker = worker
+        self.new_variables: list[Any] = []
+        # Of which lengths of the workers' data a user has been told.
+        self.told_of_lengths: set[str] = set()
+        self._std_server_started = has_joined(worker)
+        with joining(worker):
+            super().__init__(
+                container_strategy,
+                cluster_resolver=worker.resolver,
+                communication_options=_compat.StockOptions(),
+            )
+        self.agreement = Agreement(
+            worker.rank, worker.num_workers, worker.timeout_seconds
+        )
+        self._watchdog: Watchdog | None = None
+        if worker.cluster is not None:
+            addresses = worker.cluster.workers
+            self._watchdog = watch(self.agreement, addresses, worker.timeout_seconds)
+        all_devices = check_workers_fit(
+            self.agreement, self.worker_devices, options, rebalances=worker.rebalances
+        )
+        if worker.rebalances:
+            self.balance = Balance(worker.num_workers, len(self.worker_devices))
+        hosts = worker.cluster.hosts if worker.cluster else ["localhost"]
+        self._set_up_communication(worker.rank, hosts, all_devices)
+
+    def explaining(self) -> contextlib.AbstractContextManager:
+        """Names the worker that is lost where TensorFlow only says that one is."""
+        dog = self._watchdog
+        return contextlib.nullcontext() if dog is None else dog.explaining()
+
+    def _initialize_local_devices(
+        self, cluster_resolver: Any, worker_device: str
+    ) -> tuple[tuple[str, ...], str]:
+        """Several devices a worker, GPUs or logical CPUs; stock has one CPU."""
+        del cluster_resolver
+        devices = worker_devices(self.worker)
+        full = tuple(f"{worker_device}/device:{device}" for device in devices)
+        return full, _compat.device_type(full[0])
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
+    ) -> Any:
+        """Leaves out the broadcast of each variable; one follows for them all.
+
+        Variables that a `tf.function` creates are initialized after tracing,
+        so they keep TensorFlow's own broadcast.
+        """
+        if tf.executing_eagerly() and self.worker.num_workers > 1:
+            return _compat.stock_initial_value(
+                self, replica_id, device, primary_var, **kwargs
+            )
+        return super()._get_variable_creator_initial_value(
+            replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
+        )
+
+    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        variable = super()._create_variable(next_creator, **kwargs)
+        if tf.executing_eagerly() and isinstance(variable, MirroredVariable):
+            self.new_variables.append(weakref.ref(variable))
+        return variable
+
+
+def next_stock_key_base() -> int:
+    """Where TensorFlow's own group keys of a new strategy start.
+
+    A few of its collectives are still used, and those of two strategies of a
+    process would meet: all stock strategies count from the same number.
+    """
+    return next(_strategy_counter) * _STOCK_KEYS_PER_STRATEGY
+
+
+def _backend(options: CommunicationOptions, devices: tuple[str, ...]) -> str:
+    """The library that moves the bytes, see `CommunicationOptions.backend`."""
+    on_gpus = all(_compat.device_type(device) == "GPU" for device in devices)
+    if options.backend == "nccl" and not on_gpus:
+        raise ValueError(
+            '`backend="nccl"` needs a GPU for every replica. Use "auto" or "ring". '
+            f"Received: devices={list(devices)}"
+        )
+    if options.backend != "auto":
+        return options.backend
+    physical = tf.config.list_physical_devices("GPU")
+    # NCCL cannot run two ranks on one physical GPU.
+    one_each = _compat.num_local_devices("GPU") == len(physical)
+    return "nccl" if on_gpus and one_each else "ring"
+
+
+def _nodes(topology: Topology, positions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The positions in the group of the replicas of each node."""
+    return tuple(tuple(positions[rank] for rank in node) for node in topology.nodes)
+
+
+def _host(device: str) -> str:
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.replace(device_type="CPU", device_index=0).to_string()

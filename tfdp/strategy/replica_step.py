@@ -1,0 +1,183 @@
+"""What Keras hands to `strategy.run`: the step of a replica and its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.base import batch_weight, loops
+from tfdp.base.batch_weight import BatchWeight
+from tfdp.base.ownership import strategy_of
+from tfdp.collectives import step_events
+from tfdp.data import batch_weights
+from tfdp.data.rows import first_tensor, num_rows, share_of_rank
+from tfdp.losses import terms
+from tfdp.losses.row_forms.form import CONSTANT
+from tfdp.losses.row_forms.forms import Forms
+from tfdp.replicas import drift_probe
+
+_LIBRARIES = ("keras", "tensorflow", "tfdp")
+
+
+def prepare_run(
+    strategy: Any, fn: Callable, args: tuple
+) -> tuple[Callable, tuple, list | None]:
+    """Prepares what Keras gives to `strategy.run`; leaves other calls alone.
+
+    Args:
+        strategy: A tfdp strategy.
+        fn: Callable, the replica function.
+        args: Tuple, its arguments.
+
+    Returns:
+        Tuple of function, arguments and the local replicas' shares of the
+        global batch, see `tfdp.data.batch_weights`.
+    """
+    args, total = batch_weights.uncounted(args)
+    loop = loops.current()
+    if loop is None or strategy_of(loop.model) is not strategy:
+        return fn, args, None
+    if loop.whole_batches and strategy.num_replicas_in_sync > 1:
+        args = tuple(_split(strategy, argument) for argument in args)
+    args = keras.tree.map_structure(_none_for_optional, args)
+    local = [
+        _compat.select_replica(replica, args)
+        for replica in range(strategy.extended.num_local)
+    ]
+    parts = batch_weights.weigh_batches(
+        local, strategy.extended.host_group, strategy.num_replicas_in_sync, total
+    )
+    drift_probe.step_begins(loop.model, local)
+    step_events.batch(parts[0].num_samples if parts else _own_samples(local[0]))
+    if parts is None:
+        return _after_its_data(fn), args, None
+    weights = [part.weight for part in parts]
+    loop.weights = weights
+    told = strategy.extended.told_of_losses.setdefault(loop.model, set())
+    if tf.executing_eagerly():
+        _tell_of_eager_steps(told, loop.model)
+    return _step_on_share(strategy, _after_its_data(fn), parts, told), args, weights
+
+
+def _none_for_optional(part: Any) -> Any:
+    """`None` where a generator has it; Keras does so for what one replica gets."""
+    first = part.values[0] if isinstance(part, _compat.PerReplica) else part
+    return None if isinstance(first, tf.experimental.Optional) else part
+
+
+def _step_on_share(
+    strategy: Any, fn: Callable, parts: list[BatchWeight], told: set[str]
+) -> Callable:
+    """Lets each replica's gradients and logs count by its part of the batch."""
+
+    @functools.wraps(fn)
+    def step(*args: Any) -> Any:
+        replica = _compat.local_replica_id(tf.distribute.get_replica_context())
+        share = parts[replica]
+        if not tf.executing_eagerly():
+            batch = [x for x in tf.nest.flatten(args) if _is_traced(x)]
+            forms = Forms(
+                batch,
+                strategy.num_replicas_in_sync,
+                told,
+                may_divide=strategy.extended.user_counts_replicas,
+            )
+            if tf.is_symbolic_tensor(share.weight):
+                # A factor of the loss that keeps its form.
+                forms.set(share.weight, CONSTANT)
+            share = dataclasses.replace(share, forms=forms)
+        with batch_weight.use(dataclasses.replace(share, weighted=set())):
+            return keras.tree.map_structure(terms.as_row_mean, fn(*args))
+
+    return step
+
+
+def _tell_of_eager_steps(told: set[str], model: Any) -> None:
+    """Warns, once for a model, where no graph tells what a user's loss is."""
+    names = _compat.overridden(model, ("train_step", "test_step", "compute_loss"))
+    if not names or "eager" in told:
+        return
+    told.add("eager")
+    warnings.warn(
+        f"With `run_eagerly=True` a loss that `{type(model).__name__}.{names[0]}` "
+        "computes is taken for a mean over the rows of a replica. Sums over rows, and "
+        "divisions by the number of replicas, are recognized only without it.",
+        stacklevel=2,
+    )
+
+
+def _is_traced(value: Any) -> bool:
+    composite = isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
+    return composite or tf.is_symbolic_tensor(value)
+
+
+def note_count_read(strategy: Any, reader: str) -> None:
+    """Notes that a user asks for the number of replicas: a loss may be divided by it.
+
+    Args:
+        strategy: A tfdp strategy.
+        reader: String, the name of the module that asks.
+    """
+    if reader.partition(".")[0] in _LIBRARIES:
+        return
+    strategy.extended.user_counts_replicas = True
+    forms = batch_weight.forms()
+    if forms is not None:
+        forms.counts_replicas = True
+
+
+def _after_its_data(fn: Callable) -> Callable:
+    """Starts a step only when its data is there.
+
+    At the end of the data the iterator fails while operations that do not wait
+    for it, such as the counter of iterations, would already have run.
+    """
+    if tf.executing_eagerly():
+        return fn
+
+    @functools.wraps(fn)
+    def step(*args: Any) -> Any:
+        data = [x for x in tf.nest.flatten(args) if tf.is_symbolic_tensor(x)]
+        begins = step_events.step_begins(data)
+        with tf.control_dependencies(begins), _compat.ordered_by_itself():
+            return fn(*args)
+
+    return step
+
+
+def _own_samples(batch: Any) -> tf.Tensor | None:
+    first = first_tensor(batch)
+    return None if first is None else num_rows(first)
+
+
+def _split(strategy: Any, batch: Any) -> Any:
+    """Gives each local replica its rows of a global batch."""
+    extended = strategy.extended
+    tensors = keras.tree.map_structure(
+        lambda x: None if x is None else _tensor(x), batch
+    )
+    return _compat.per_replica(
+        [
+            _share(
+                tensors, extended.first_rank + replica, strategy.num_replicas_in_sync
+            )
+            for replica in range(extended.num_local)
+        ]
+    )
+
+
+def _share(batch: Any, rank: int, num_replicas: int) -> Any:
+    return keras.tree.map_structure(
+        lambda x: None if x is None else share_of_rank(x, rank, num_replicas), batch
+    )
+
+
+def _tensor(value: Any) -> Any:
+    return value if tf.is_tensor(value) else tf.convert_to_tensor(value)

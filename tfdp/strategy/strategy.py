@@ -1,0 +1,207 @@
+"""The strategies: stock tf.distribute strategies that train Keras exactly."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.cluster import Cluster
+from tfdp.cluster.devices import default_cpus, local_devices, resolve_devices
+from tfdp.coordination.join import start_worker
+from tfdp.data import distribute
+from tfdp.keras_hooks import install
+from tfdp.options import CommunicationOptions
+from tfdp.reduction.report import CommunicationPlan, communication_plan
+from tfdp.replicas import initial_values
+from tfdp.strategy import replica_step
+from tfdp.strategy.extended import (
+    MultiWorkerReplicaExtended,
+    SingleWorkerReplicaExtended,
+    next_stock_key_base,
+)
+
+
+class _Strategy:
+    """Mixin of both strategies: what they do for Keras."""
+
+    extended: Any
+
+    def scope(self) -> Any:
+        """Context in which variables are created on every replica.
+
+        Returns:
+            A context manager. Leaving it gives all workers the first worker's
+            initial values.
+        """
+        return initial_values.SynchronizedScope(self, super().scope())  # type: ignore[misc]
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas, on all workers, whose gradients are added up."""
+        reader = inspect.currentframe().f_back.f_globals.get("__name__", "")  # type: ignore[union-attr]
+        replica_step.note_count_read(self, reader)
+        return super().num_replicas_in_sync  # type: ignore[misc]
+
+    def run(
+        self,
+        fn: Callable,
+        args: tuple = (),
+        kwargs: dict | None = None,
+        options: Any = None,
+    ) -> Any:
+        """Runs a function on every replica.
+
+        Args:
+            fn: Callable, run in each replica's context.
+            args: Tuple, positional arguments; distributed values are split.
+            kwargs: Dict or `None`, keyword arguments.
+            options: `tf.distribute.RunOptions` or `None`.
+
+        Returns:
+            What `fn` returns, one value per replica.
+        """
+        fn, args, weights = replica_step.prepare_run(self, fn, args)
+        with self.extended.step_scope(weights):
+            result = super().run(fn, args, kwargs, options)  # type: ignore[misc]
+        # Optimizers may have built their variables while being traced.
+        initial_values.synchronize_new_variables(self)
+        return result
+
+    def experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: Any = None
+    ) -> Any:
+        """Splits every global batch of a dataset between the replicas.
+
+        Where workers have different numbers of batches, a loop of your own goes on
+        until the last is through, whatever `CommunicationOptions.uneven` says; those
+        without data get batches of no rows.
+
+        Args:
+            dataset: `tf.data.Dataset`, batched by the global batch size, the
+                same on every worker.
+            options: `tf.distribute.InputOptions` or `None`.
+
+        Returns:
+            A `tf.distribute.DistributedDataset`.
+
+        Raises:
+            ValueError: If a batch is smaller than the number of replicas or
+                workers would shuffle differently.
+        """
+        return distribute.distribute(self, dataset, options, super())
+
+    def communication_plan(self, model: Any) -> CommunicationPlan:
+        """Shows which gradients travel together.
+
+        Args:
+            model: A built Keras model.
+
+        Returns:
+            A `CommunicationPlan`; printed, it is a table of the buckets.
+
+        Raises:
+            ValueError: If the model is not built.
+        """
+        return communication_plan(self, model)
+
+
+class MirroredStrategy(_Strategy, tf.distribute.MirroredStrategy):
+    """Trains on all devices of one machine.
+
+    Args:
+        devices: List of device strings or `None`, such as `["GPU:0", "GPU:1"]`.
+            Defaults to `None`: all GPUs, or else all logical CPU devices.
+        communication: `CommunicationOptions` or `None`, the defaults.
+
+    Raises:
+        ValueError: If a device does not exist or is listed twice.
+
+    Example:
+
+    >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> strategy.num_replicas_in_sync
+    2
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        *,
+        communication: CommunicationOptions | None = None,
+    ) -> None:
+        install.install()
+        self._collective_key_base = next_stock_key_base()
+        options = communication or CommunicationOptions()
+        extended = SingleWorkerReplicaExtended(
+            self, devices=resolve_devices(devices), options=options
+        )
+        tf.distribute.Strategy.__init__(self, extended)
+
+
+class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredStrategy):
+    """Trains on all devices of all workers of a cluster.
+
+    Create it before any other use of TensorFlow. Without a cluster it trains
+    on the devices of this machine.
+
+    Args:
+        cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver` or
+            `None`. Defaults to `None`: `TF_CONFIG`, or a Slurm step.
+        devices: List of local device strings or `None`. Defaults to `None`:
+            all GPUs, or else all logical CPU devices of the worker.
+        communication: `CommunicationOptions` or `None`, the defaults.
+
+    Raises:
+        ValueError: If `TF_CONFIG` is wrong, the port is taken, a device does
+            not exist, or workers do not fit together.
+        TimeoutError: If a worker does not start within `timeout_seconds`.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any = None,
+        *,
+        devices: Sequence[str] | None = None,
+        communication: CommunicationOptions | None = None,
+    ) -> None:
+        install.install()
+        self._collective_key_base = next_stock_key_base()
+        options = communication or CommunicationOptions()
+        worker = start_worker(cluster_resolver, devices, options)
+        extended = MultiWorkerReplicaExtended(self, worker=worker, options=options)
+        tf.distribute.Strategy.__init__(self, extended)
+        initial_values.agree_on_seed(self)
+
+
+def auto_strategy(
+    *, communication: CommunicationOptions | None = None
+) -> MirroredStrategy | MultiWorkerMirroredStrategy:
+    """The strategy that fits where the program runs.
+
+    Two or more workers in `TF_CONFIG`, or a Slurm step of several tasks: all
+    of them. Otherwise all GPUs of the machine, or else its CPUs as several
+    logical devices of one process, which is faster than several processes.
+
+    Args:
+        communication: `CommunicationOptions` or `None`, the defaults.
+
+    Returns:
+        A `MultiWorkerMirroredStrategy` or a `MirroredStrategy`.
+
+    Raises:
+        ValueError: As the strategies do.
+
+    Example:
+
+    >>> auto_strategy().num_replicas_in_sync
+    2
+    """
+    cluster = Cluster.from_environment()
+    if cluster is not None and cluster.num_workers > 1 and not cluster.is_evaluator:
+        return MultiWorkerMirroredStrategy(communication=communication)
+    if not tf.config.list_physical_devices("GPU"):
+        default_cpus(cluster.devices_per_worker if cluster else None)
+    return MirroredStrategy(local_devices(), communication=communication)
