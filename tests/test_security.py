@@ -6,7 +6,6 @@ import ast
 from pathlib import Path
 
 import pytest
-
 from test_layering import ROOT, imports_by_module, modules
 
 UNPICKLERS = {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
