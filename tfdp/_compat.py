@@ -947,6 +947,11 @@ def without_missing(optimizer: Any, gradients: list, variables: list) -> tuple:
     return optimizer._filter_empty_gradients(gradients, variables)
 
 
+def overwrite_by_gradients(optimizer: Any, gradients: list, variables: list) -> tuple:
+    """Assigns the gradients of float8 scales to them; returns the other ones."""
+    return optimizer._overwrite_variables_directly_with_gradients(gradients, variables)
+
+
 def clip_gradients(optimizer: Any, gradients: list) -> list:
     """Clips as an optimizer was asked to."""
     return optimizer._clip_gradients(gradients)
@@ -960,8 +965,9 @@ def apply_weight_decay(optimizer: Any, variables: list) -> None:
 def update_variables(
     optimizer: Any, gradients: list, variables: list, learning_rate: Any
 ) -> None:
-    """Runs an optimizer's own update on variables."""
-    optimizer._backend_update_step(gradients, variables, learning_rate)
+    """Runs an optimizer's own update on variables, whose gradients are reduced."""
+    reduced = stand_in(optimizer, _all_reduce_sum_gradients=list)
+    reduced._backend_update_step(gradients, variables, learning_rate)
 
 
 def update_moving_average(optimizer: Any) -> None:
@@ -1058,6 +1064,16 @@ def take_accumulators(optimizer: Any) -> list:
     untrack(optimizer, [variable for variable in sums if variable is not None])
     optimizer._accumulated_gradients = []
     return sums
+
+
+def accumulators_of(optimizer: Any) -> list:
+    """The gradient accumulators by position of the variable, `None` where none is."""
+    return list(optimizer._accumulated_gradients)
+
+
+def micro_batch_counter(optimizer: Any) -> Any:
+    """The counter of an optimizer, of micro-batches where it accumulates."""
+    return optimizer._iterations
 
 
 def accumulators(optimizer: Any) -> list:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -37,25 +34,3 @@ def in_force() -> bool:
 def replica_context() -> Any:
     """The context of the replica of a tfdp strategy that is running, or `None`."""
     return tf.distribute.get_replica_context() if in_force() else None
-
-
-_thread = threading.local()
-
-
-@contextlib.contextmanager
-def own_step() -> Iterator[None]:
-    """Marks what tfdp's own step asks of Keras's optimizers.
-
-    The gradients are reduced already; each replica is traced in its own thread.
-    """
-    outer = in_own_step()
-    _thread.is_own = True
-    try:
-        yield
-    finally:
-        _thread.is_own = outer
-
-
-def in_own_step() -> bool:
-    """Whether the caller is tfdp's own step."""
-    return getattr(_thread, "is_own", False)

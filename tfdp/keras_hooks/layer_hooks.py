@@ -19,7 +19,6 @@ from tfdp.base.ownership import in_force, replica_context
 from tfdp.collectives import step_events
 from tfdp.losses import terms
 from tfdp.losses.row_forms.form import CONSTANT, ROWS
-from tfdp.reduction.reducer import is_reducing_gradients
 
 # An odd number far from the increments of the counter beside it.
 _SEED_STRIDE = 1_000_003
@@ -59,7 +58,7 @@ def _all_reduce(
     """
     flat = tf.nest.flatten(value)
     is_plain = all(isinstance(x, tf.Tensor) and x.dtype.is_floating for x in flat)
-    if batch_weight.current() is None or is_reducing_gradients() or not is_plain:
+    if batch_weight.current() is None or not is_plain:
         return original(context, reduce_op, value, options)
 
     @tf.custom_gradient

@@ -1,7 +1,7 @@
-"""Keras's optimizers under several replicas: clip and check the sum.
+"""Keras's optimizers under several replicas: their updates take the path of a step.
 
-Keras clips each replica's gradient, and checks it for overflow, before it adds
-them up; one device clips and checks the sum. Each function here takes the
+Keras clips each replica's gradient, and checks it for overflow, before it
+adds them up; one device clips and checks the sum. Each function here takes the
 place of one of Keras, is called with the original first, and hands over to it
 where no tfdp strategy is in force.
 """
@@ -9,7 +9,6 @@ where no tfdp strategy is in force.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,41 +17,38 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import batch_weight
-from tfdp.base.ownership import in_own_step, replica_context
-from tfdp.base.param_groups import clips, innermost, is_linear
-from tfdp.reduction.fusion import weighted
-from tfdp.reduction.reducer import gradients_of
-
-# What one replica's update knows: each replica is traced in its own thread.
-_thread = threading.local()
+from tfdp.base.ownership import replica_context
+from tfdp.base.param_groups import innermost
+from tfdp.reduction.replica_reducer import replica_reducer
+from tfdp.step.inputs import checked_gradients
+from tfdp.step.path import take_step
+from tfdp.step.step import keras_step
 
 
 @functools.cache
 def install() -> None:
     """Puts the functions in place; again has no effect."""
-    base, tensorflow = _compat.BaseOptimizer, _compat.TFOptimizer
-    _compat.replace(base, "_backend_apply_gradients", _apply_gradients)
-    _compat.replace(base, "_clip_gradients", _clip_gradients)
-    _compat.replace(tensorflow, "_backend_update_step", _update_step)
-    _compat.replace(tensorflow, "_all_reduce_sum_gradients", _all_reduce_sum)
+    _compat.replace(_compat.BaseOptimizer, "apply", _apply)
     _compat.replace(keras.optimizers.LossScaleOptimizer, "check_finite", _check_finite)
     _compat.replace(keras.optimizers.LossScaleOptimizer, "scale_loss", _scale_loss)
 
 
-def _apply_gradients(
-    original: Callable, optimizer: Any, grads: Any, variables: Any
-) -> Any:
-    _thread.variables = variables
-    weight = None if in_own_step() else batch_weight.weight_for(optimizer)
-    sums_up = optimizer.gradient_accumulation_steps or tf.executing_eagerly()
-    if weight is not None and sums_up:
-        # Before anything is added up: each micro-batch has its own weights.
-        grads = [weighted(gradient, weight) for gradient in grads]
-        weight = None
-    # Else the reducer multiplies whole buckets by it: they are filled in the order in
-    # which the backward pass makes the gradients.
-    _thread.weight = weight
-    return original(optimizer, grads, variables)
+def _apply(
+    original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
+) -> None:
+    """Take a step by the path, as `DistributedOptimizer` does."""
+    if replica_context() is None:
+        return original(optimizer, grads, trainable_variables)
+    if len(grads) == 0:
+        return None
+    gradients, variables = checked_gradients(optimizer, grads, trainable_variables)
+    with keras.name_scope(optimizer.name, caller=optimizer):
+        gradients, variables = _compat.overwrite_by_gradients(
+            optimizer, gradients, variables
+        )
+        step = keras_step(optimizer, list(variables), replica_reducer())
+        take_step(step, list(gradients))
+    return None
 
 
 def _scale_loss(original: Callable, optimizer: Any, loss: Any) -> Any:
@@ -60,41 +56,6 @@ def _scale_loss(original: Callable, optimizer: Any, loss: Any) -> Any:
     return original(
         optimizer, batch_weight.weigh_loss(tf.convert_to_tensor(loss), inner)
     )
-
-
-def _clip_gradients(original: Callable, optimizer: Any, grads: Any) -> Any:
-    context = replica_context()
-    if not clips(optimizer) or context is None or in_own_step():
-        return original(optimizer, grads)
-    given = [index for index, gradient in enumerate(grads) if gradient is not None]
-    reduced = list(grads)
-    with _described(optimizer, [_thread.variables[index] for index in given]):
-        sums = context.all_reduce(
-            tf.distribute.ReduceOp.SUM, [grads[index] for index in given]
-        )
-    for index, gradient in zip(given, sums, strict=True):
-        reduced[index] = gradient
-    _thread.is_reduced = True
-    return original(optimizer, reduced)
-
-
-def _update_step(
-    original: Callable, optimizer: Any, grads: Any, variables: Any, *rest: Any
-) -> Any:
-    if replica_context() is None or in_own_step():
-        return original(optimizer, grads, variables, *rest)
-    pairs = zip(grads, variables, strict=True)
-    with _described(optimizer, [v for g, v in pairs if g is not None]):
-        return original(optimizer, grads, variables, *rest)
-
-
-def _all_reduce_sum(original: Callable, optimizer: Any, grads_and_vars: Any) -> Any:
-    if in_own_step():
-        return list(grads_and_vars)
-    if getattr(_thread, "is_reduced", False):
-        _thread.is_reduced = False
-        return list(grads_and_vars)
-    return original(optimizer, grads_and_vars)
 
 
 def _check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
@@ -111,11 +72,3 @@ def _check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
         tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(finite), tf.int32)
     )
     return tf.equal(overflows, 0)
-
-
-def _described(optimizer: Any, variables: list[Any]) -> Any:
-    return gradients_of(
-        variables,
-        is_linear=is_linear(optimizer),
-        weight=getattr(_thread, "weight", None),
-    )
