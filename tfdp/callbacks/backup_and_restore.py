@@ -26,7 +26,7 @@ from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.random_state import random_states, set_random_states
 from tfdp.checkpoint.reader import check_model
 from tfdp.checkpoint.run_state import RunState, Wanted
-from tfdp.coordination.preemption import PREEMPTED, Notice, PreemptionWatch
+from tfdp.coordination.preemption import PREEMPTED, PreemptionNotice, PreemptionWatch
 from tfdp.data.batch_change import BatchChange
 from tfdp.data.position import Position
 from tfdp.keras_hooks import install
@@ -129,7 +129,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._worker_group = api.worker_group_of(self.model)
         self._backups = Backups(self.directory, self.keep, self._worker_group)
         self._batches = RunBatches(self.model, self._position, self.batch)
-        self._notice = Notice()
+        self._notice = PreemptionNotice()
         self._watch = PreemptionWatch(self._notice, self._worker_group)
         self._epoch, self._last_batch, self._total = 0, -1, 0
         self._resumed = None
@@ -172,7 +172,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """The same."""
-        is_preempted = self._watch.is_given(self._total, must_look=True)
+        is_preempted = self._watch.is_given(self._total, must_ask=True)
         if is_preempted or self.save_freq == "epoch":
             self._save(epoch + 1, 0, {})
         if is_preempted:

@@ -148,7 +148,7 @@ def _lengths_differ(strategy: Any, dataset: Any) -> bool:
     if worker_group.num_workers == 1:
         return False
     length = int(dataset.cardinality().numpy())
-    same, texts = worker_group.same("a dataset's length", str(length))
+    same, texts = worker_group.all_equal("a dataset's length", str(length))
     # What is left out when all end together is said where it is known.
     if not same and not ends_with_the_first(strategy):
         lengths = ", ".join(f"{text} on worker {r}" for r, text in enumerate(texts))

@@ -102,7 +102,7 @@ def _agree_on_shuffling(strategy: Any, iterator: Any, of_loop: Callable) -> None
     if not _compat.shuffles_arrays(iterator.data_adapter):
         return
     extended = strategy.extended
-    same, _ = extended.worker_group.same("shuffling", _compat.random_state())
+    same, _ = extended.worker_group.all_equal("shuffling", _compat.random_state())
     if same and _compat.global_seed() != _compat.stand_in_seed():
         return  # the user's own seed, as on one device
     if not same:

@@ -105,7 +105,7 @@ class ShardedState:
         worker_group = self._extended.worker_group
         kinds = [type(part.optimizer).__name__ for part in self.parts.values()]
         plans = [part.plan.fingerprint for part in self.parts.values()]
-        same, texts = worker_group.same(
+        same, texts = worker_group.all_equal(
             "sharding the optimizer: how", json.dumps([settings, kinds, plans])
         )
         if same:

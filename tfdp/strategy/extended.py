@@ -20,7 +20,7 @@ from tfdp.collectives import LaunchOrder, ProcessGroup, positions_of, timing
 from tfdp.coordination.join import (
     Worker,
     agreed_topology,
-    check_workers_fit,
+    check_same_setup,
     has_joined,
     joining,
     worker_devices,
@@ -239,7 +239,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         if worker.cluster is not None:
             addresses = worker.cluster.workers
             self._watchdog = watch(self.worker_group, addresses, worker.timeout_seconds)
-        all_devices = check_workers_fit(
+        all_devices = check_same_setup(
             self.worker_group,
             self.worker_devices,
             options,
@@ -253,7 +253,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
     def explaining(self) -> contextlib.AbstractContextManager:
         """Names the worker that is lost where TensorFlow only says that one is."""
         dog = self._watchdog
-        return contextlib.nullcontext() if dog is None else dog.explaining()
+        return contextlib.nullcontext() if dog is None else dog.translate_errors()
 
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str
