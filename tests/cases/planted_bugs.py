@@ -38,7 +38,7 @@ def loses_the_division_by_n(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def clips_before_it_reduces(env: Env, column: Any) -> Iterator[None]:
     """Each replica clips its own gradients, as stock does."""
-    from tfdp.base.ownership import own_step
+    from tfdp.base.context import own_step
     from tfdp.step.state_layout import WholeVariables
 
     clipping = keras.optimizers.SGD(**column.options)

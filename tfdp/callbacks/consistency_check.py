@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfdp.base.ownership import strategy_of
+from tfdp.base.context import strategy_of
 from tfdp.keras_hooks import install
 from tfdp.optimizer.arguments import check_strategy
 from tfdp.replicas.drift import check_weights, raise_difference

@@ -10,7 +10,7 @@ from tfdp.collectives import ProcessGroup, all_gather, padded_length
 
 # Collectives know no other dtypes than these and the floating ones, int32 and
 # int64.
-_WIRE_DTYPES = {
+_COLLECTIVE_DTYPES = {
     tf.bool: tf.int32,
     tf.int8: tf.int32,
     tf.int16: tf.int32,
@@ -58,7 +58,9 @@ def gather_first_axis(
     """
     with tf.device(group.devices[replica]):
         row_shape = tf.shape(rows)[1:]
-        flat = tf.reshape(tf.cast(rows, _WIRE_DTYPES.get(rows.dtype, rows.dtype)), [-1])
+        flat = tf.reshape(
+            tf.cast(rows, _COLLECTIVE_DTYPES.get(rows.dtype, rows.dtype)), [-1]
+        )
         # TensorFlow orders the members of a group by device name, in which
         # task 10 comes before task 2, so that ranks have to travel too.
         own = tf.stack([rank, tf.size(flat)])[tf.newaxis]  # [1, 2], int32

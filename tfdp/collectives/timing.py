@@ -92,7 +92,7 @@ class Recorder:
         self._table: tf.Variable | None = None
 
     def __enter__(self) -> Recorder:
-        recorders.on(self)
+        recorders.activate(self)
         return self
 
     def __exit__(self, *unused_error: object) -> None:
@@ -100,7 +100,7 @@ class Recorder:
 
     def stop(self) -> None:
         """Records nothing that is traced from now on; again has no effect."""
-        recorders.off(self)
+        recorders.deactivate(self)
 
     @property
     def collectives(self) -> list[Collective]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tfdp import _compat
 from tfdp.base import loops
-from tfdp.base.ownership import is_ours
+from tfdp.base.context import is_tfdp
 from tfdp.coordination.progress import progress
 from tfdp.data import position as data_position
 from tfdp.data.distribute import ends_with_the_first, is_endless, steps_per_batch
@@ -24,7 +24,7 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
     """Makes Keras's epoch iterator, alike on all workers."""
     strategy: Any = kwargs.get("distribute_strategy", args[0] if args else None)
     original(iterator, *args, **kwargs)
-    if is_ours(strategy) and strategy.extended.worker_group.num_workers > 1:
+    if is_tfdp(strategy) and strategy.extended.worker_group.num_workers > 1:
         _agree(
             strategy,
             iterator,
@@ -122,8 +122,8 @@ def _agree_on_shuffling(strategy: Any, iterator: Any, of_loop: Callable) -> None
 
 def _has_order(iterator: Any) -> bool:
     """Whether the order of shuffled arrays can be repeated."""
-    is_ours = isinstance(_compat.dataset_maker(iterator), SeededOrder)
-    return is_ours or _compat.global_seed() is not None
+    is_seeded = isinstance(_compat.dataset_maker(iterator), SeededOrder)
+    return is_seeded or _compat.global_seed() is not None
 
 
 def _new_seed() -> int:

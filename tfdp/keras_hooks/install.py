@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import loops
-from tfdp.base.ownership import is_ours, strategy_of
+from tfdp.base.context import is_tfdp, strategy_of
 from tfdp.collectives import timing
 from tfdp.coordination.progress import progress
 from tfdp.data import checks, epochs
@@ -188,8 +188,8 @@ def _recording(model: Any, *, is_fit: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        was_recorded = timing.recorders.switch_back(recorders)
-        if drift_probe.watches.switch_back(watches) or was_recorded:
+        was_recorded = timing.recorders.deactivate_since(recorders)
+        if drift_probe.watches.deactivate_since(watches) or was_recorded:
             model.train_function = None
 
 
@@ -281,7 +281,7 @@ def _reduce_per_replica(
 ) -> Any:
     """What a step returns for all replicas: the last thing that it does."""
     reduced = _reduced(original, values, strategy, reduction)
-    if is_ours(strategy):
+    if is_tfdp(strategy):
         timing.gather()
     return reduced
 
@@ -289,7 +289,7 @@ def _reduce_per_replica(
 def _reduced(original: Callable, values: Any, strategy: Any, reduction: Any) -> Any:
     is_alone = strategy.num_replicas_in_sync == 1
     loop = loops.current()
-    if not is_ours(strategy) or is_alone or loop is None:
+    if not is_tfdp(strategy) or is_alone or loop is None:
         return original(values, strategy, reduction)
     if reduction == "concat":
         return _concatenated(original, values, strategy)

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import batch_weight
-from tfdp.base.ownership import in_force, replica_context
+from tfdp.base.context import in_tfdp_scope, replica_context
 from tfdp.collectives import step_events
 from tfdp.losses import terms
 from tfdp.losses.row_forms.form import CONSTANT, ROWS
@@ -144,7 +144,7 @@ def _reduce_values(
     is_scalar = tuple(values.shape) == ()
     if reduction == "sum" and not is_scalar and _is_compiled():
         return _as_mean(result)
-    if in_force() and is_mean and is_scalar:
+    if in_tfdp_scope() and is_mean and is_scalar:
         # A loss function that takes the mean itself: Keras returns such a value
         # before it divides by the number of replicas.
         return _compat.keras_loss.scale_loss_for_distribution(result)

@@ -197,7 +197,7 @@ def _is_state(variable: Any) -> bool:
 def _by_rows(of_replicas: list) -> list[tf.Tensor]:
     """The parts of a mean, in which each local replica counts by its rows."""
     loop = loops.current()
-    weights = loop.weights if loop is not None else None
+    weights = loop.batch_weights if loop is not None else None
     assert weights is not None  # with one replica nothing is merged
     return [
         tf.math.multiply_no_nan(_as_number(value), tf.cast(weight, tf.float64))

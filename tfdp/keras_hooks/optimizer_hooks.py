@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import batch_weight
-from tfdp.base.ownership import in_own_step, replica_context
+from tfdp.base.context import in_own_step, replica_context
 from tfdp.base.param_groups import clips, innermost, is_linear
 from tfdp.reduction.fusion import weighted
 from tfdp.reduction.reducer import gradients_of

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import batch_weight
-from tfdp.base.ownership import in_force, replica_context
+from tfdp.base.context import in_tfdp_scope, replica_context
 from tfdp.collectives.gather import gather_first_axis
 from tfdp.losses import terms
 from tfdp.losses.row_forms.form import CONSTANT
@@ -56,7 +56,7 @@ def all_gather(value: Any) -> tf.Tensor:
             "`tfdp.all_gather` concatenates rows, and a scalar has none. Received: "
             f"value={value}"
         )
-    if not in_force() or tf.distribute.get_strategy().num_replicas_in_sync == 1:
+    if not in_tfdp_scope() or tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return value
     if _compat.is_built_symbolically():
         return tf.concat([value, value], axis=0)  # of an unknown number of rows

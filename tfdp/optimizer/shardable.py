@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfdp import _compat
-from tfdp.base.ownership import is_ours
+from tfdp.base.context import is_tfdp
 from tfdp.base.param_groups import ParamGroup, param_groups_of
 from tfdp.keras_hooks.saving import is_saving
 from tfdp.optimizer import arguments
@@ -148,7 +148,7 @@ class ShardableOptimizer(OptimizerSettings):
         """One replica has nobody to share with."""
         strategy = self._distribution_strategy
         wanted = self.sharding != "none" and self._shards is None
-        return wanted and is_ours(strategy) and strategy.num_replicas_in_sync > 1
+        return wanted and is_tfdp(strategy) and strategy.num_replicas_in_sync > 1
 
     def _sharding(self, variables: list[Any]) -> ShardedState:
         strategy = self._distribution_strategy

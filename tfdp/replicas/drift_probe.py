@@ -48,7 +48,7 @@ class DriftProbe:
 
     def start(self) -> None:
         """What is traced from now on is watched."""
-        watches.on(self)
+        watches.activate(self)
 
     def read(self) -> tuple[int, list[float]]:
         """The last check: its step, and a number for the weights of each replica.

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base.ownership import own_step
+from tfdp.base.context import own_step
 from tfdp.base.param_groups import ParamGroup, is_elementwise
 from tfdp.reduction.fusion import weighted
 from tfdp.sharding.gradient_statistics import ShardedGradientStatistics, own_squares

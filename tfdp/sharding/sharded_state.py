@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base.ownership import replica_context
+from tfdp.base.context import replica_context
 from tfdp.base.param_groups import innermost, is_elementwise
 from tfdp.coordination.checks import check_same_variables
 from tfdp.options import CommunicationOptions

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base.ownership import own_step
+from tfdp.base.context import own_step
 from tfdp.base.param_groups import gains_from_groups, is_elementwise
 from tfdp.step.flat_params import FlatParameter, pack
 

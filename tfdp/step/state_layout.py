@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base.ownership import own_step
+from tfdp.base.context import own_step
 from tfdp.base.param_groups import ParamGroup
 from tfdp.reduction.gradient_noise import squared_norm
 from tfdp.reduction.reduced_gradients import ReducedGradients

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base import batch_weight, loops
 from tfdp.base.batch_weight import BatchWeight
-from tfdp.base.ownership import strategy_of
+from tfdp.base.context import strategy_of
 from tfdp.collectives import step_events
 from tfdp.data import batch_weights
 from tfdp.data.rows import first_tensor, num_rows, rows_of_rank
@@ -59,7 +59,7 @@ def prepare_run(
     if parts is None:
         return _after_its_data(fn), args, None
     weights = [part.weight for part in parts]
-    loop.weights = weights
+    loop.batch_weights = weights
     told = strategy.extended.told_of_losses.setdefault(loop.model, set())
     if tf.executing_eagerly():
         _tell_of_eager_steps(told, loop.model)
