@@ -1,4 +1,4 @@
-"""Rows of all replicas, in rank order, however many each has."""
+"""All-gather of rows in rank order, with unequal numbers of rows per replica."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import tensorflow as tf
 
 from tfdp.collectives import ProcessGroup, all_gather, padded_length
 
-# Collectives know no other dtypes than these and the floating ones, int32 and
-# int64.
+# Dtypes that collectives lack, and those that carry their values.
 _COLLECTIVE_DTYPES = {
     tf.bool: tf.int32,
     tf.int8: tf.int32,
@@ -23,7 +22,7 @@ _COLLECTIVE_DTYPES = {
 def gather_rows(
     tensor: tf.Tensor, axis: Any, group: ProcessGroup, replica: int, rank: int
 ) -> tf.Tensor:
-    """Concatenates tensors of unequal length along an axis.
+    """All-gather tensors of unequal length along an axis.
 
     Args:
         tensor: Tensor whose other dimensions agree on every replica.
@@ -44,7 +43,7 @@ def gather_rows(
 def gather_first_axis(
     rows: tf.Tensor, group: ProcessGroup, replica: int, rank: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Concatenates tensors of unequal length along the first axis.
+    """All-gather tensors of unequal length along the first axis.
 
     Args:
         rows: Tensor whose other dimensions agree on every replica.
@@ -82,7 +81,7 @@ def gather_first_axis(
 
 
 def _axis_first(tensor: tf.Tensor, axis: Any) -> tuple:
-    """Moves `axis` to the front and returns how to move it back."""
+    """Move `axis` to the front; return the result and the inverse function."""
     if isinstance(axis, int) and axis == 0:
         return tensor, lambda joined: joined
     rank = tf.rank(tensor)

@@ -209,7 +209,7 @@ def _scale_loss(original: Callable, value: Any) -> Any:
 
 
 def _unscale_loss(original: Callable, value: Any) -> Any:
-    step_events.loss_is_ready(value)
+    step_events.record_loss(value)
     return original(value) if batch_weight.current() is None else value
 
 

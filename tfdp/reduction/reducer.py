@@ -118,7 +118,7 @@ class Reducer:
                 may_sum=_described.is_linear,
                 weight=_described.weight,
             )
-            step_events.squared_norm(lambda: self._own_squares(reduced), replica)
+            step_events.record_squared_norm(lambda: self._own_squares(reduced), replica)
         else:
             reduced = self._reduce(flat, None, replica)
         results = reduced.gradients()

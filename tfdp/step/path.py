@@ -152,7 +152,7 @@ def _update_all(
     statistics = step.layout.examine(
         step.parts, sums, checks=step.scale is not None, measures=noise is not None
     )
-    step_events.squared_norm(lambda: step.layout.own_squares(step.parts, sums))
+    step_events.record_squared_norm(lambda: step.layout.own_squares(step.parts, sums))
     if noise is not None and own_gradients is not None:
         _measure_noise(step, noise, own_gradients, statistics, count, divisor)
     if step.scale is None:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.cluster import Topology
-from tfdp.collectives import LaunchOrder, ProcessGroup, positions_of, timing
+from tfdp.collectives import LaunchOrder, ProcessGroup, device_positions, timing
 from tfdp.coordination.join import (
     Worker,
     agreed_topology,
@@ -85,7 +85,7 @@ class ReplicaExtended:
         first_rank = rank * len(devices)
         self.told_of_losses = weakref.WeakKeyDictionary()
         topology = agreed_topology(self.worker_group, hosts, len(devices), self.options)
-        positions = positions_of(all_devices)
+        positions = device_positions(all_devices)
         backend = _backend(self.options, devices)
         channels = 1 if backend == "nccl" else _CPU_CHANNELS
         order = LaunchOrder(devices, channels)

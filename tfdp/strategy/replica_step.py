@@ -55,7 +55,7 @@ def prepare_run(
         local, strategy.extended.host_group, strategy.num_replicas_in_sync, total
     )
     drift_probe.step_begins(loop.model, local)
-    step_events.batch(parts[0].num_samples if parts else _own_samples(local[0]))
+    step_events.record_batch(parts[0].num_samples if parts else _own_samples(local[0]))
     if parts is None:
         return _after_its_data(fn), args, None
     weights = [part.weight for part in parts]
@@ -145,7 +145,7 @@ def _after_its_data(fn: Callable) -> Callable:
     @functools.wraps(fn)
     def step(*args: Any) -> Any:
         data = [x for x in tf.nest.flatten(args) if tf.is_symbolic_tensor(x)]
-        begins = step_events.step_begins(data)
+        begins = step_events.record_step_begin(data)
         with tf.control_dependencies(begins), _compat.ordered_by_itself():
             return fn(*args)
 
