@@ -8,7 +8,7 @@ import keras
 
 from tfdp import _compat
 from tfdp.base.context import is_tfdp
-from tfdp.replicas.initial_values import broadcast_variables
+from tfdp.replicas.synchronized_scope import broadcast_variables
 
 # Looking at a variable waits for the step that is under way.
 _CHECK_EVERY = 10

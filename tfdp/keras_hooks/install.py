@@ -184,12 +184,12 @@ def _recording(model: Any, *, is_fit: bool) -> Iterator[None]:
         with _unrecorded():
             yield
         return
-    recorders, watches = timing.recorders.active(), drift_probe.watches.active()
+    recorders, probes = timing.recorders.active(), drift_probe.probes.active()
     try:
         yield
     finally:
         was_recorded = timing.recorders.deactivate_since(recorders)
-        if drift_probe.watches.deactivate_since(watches) or was_recorded:
+        if drift_probe.probes.deactivate_since(probes) or was_recorded:
             model.train_function = None
 
 
@@ -197,7 +197,7 @@ def _recording(model: Any, *, is_fit: bool) -> Iterator[None]:
 def _unrecorded() -> Iterator[None]:
     """What a callback evaluates in the middle of a `fit` is no part of its steps."""
     if loops.is_nested():
-        with timing.recorders.suspended(), drift_probe.watches.suspended():
+        with timing.recorders.suspended(), drift_probe.probes.suspended():
             yield
     else:
         yield

@@ -54,7 +54,7 @@ def prepare_run(
     parts = batch_weights.weigh_batches(
         local, strategy.extended.host_group, strategy.num_replicas_in_sync, total
     )
-    drift_probe.step_begins(loop.model, local)
+    drift_probe.begin_step(loop.model, local)
     step_events.record_batch(parts[0].num_samples if parts else _own_samples(local[0]))
     if parts is None:
         return _after_its_data(fn), args, None
