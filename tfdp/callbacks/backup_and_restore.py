@@ -28,7 +28,7 @@ from tfdp.checkpoint.reader import check_model
 from tfdp.checkpoint.run_state import RunState, Wanted
 from tfdp.coordination.preemption import PREEMPTED, PreemptionNotice, PreemptionWatch
 from tfdp.data.batch_change import BatchChange
-from tfdp.data.position import Position
+from tfdp.data.position import DataPosition
 from tfdp.keras_hooks import install
 from tfdp.optimizer.arguments import check_strategy
 
@@ -117,7 +117,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         super().set_model(model)
         check_strategy(model.distribute_strategy)
 
-    def follow(self, position: Position, others: list[Any]) -> None:
+    def follow(self, position: DataPosition, others: list[Any]) -> None:
         """Is told by `fit` where it stands in its data, and of all other callbacks."""
         self._position = position
         self._others = others
@@ -139,7 +139,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if found is not None:
             self._go_back_to(*found)
         elif self.save_freq != "epoch":
-            self._warn_of(self._position.difficulty)
+            self._warn_of(self._position.nondeterminism)
         self._notice.listen()
         self._position.after.callback(self._notice.stop)
 

@@ -15,7 +15,7 @@ from tfdp.data.batch_change import (
     change_for_replicas,
     change_for_updates,
 )
-from tfdp.data.position import Position
+from tfdp.data.position import DataPosition
 from tfdp.plans.schedules import steps_at_epoch
 
 # Of the identity of a run, what may change with the number of replicas.
@@ -27,12 +27,12 @@ class RunBatches:
 
     Args:
         model: Compiled Keras model, in `fit`.
-        position: `Position` of its data.
+        position: `DataPosition` of its data.
         kept: String, `"global"` or `"per_replica"`: the batch that stays the same on
             another number of replicas.
     """
 
-    def __init__(self, model: Any, position: Position, kept: str) -> None:
+    def __init__(self, model: Any, position: DataPosition, kept: str) -> None:
         self._model = model
         self._position = position
         self._kept = kept
@@ -85,7 +85,7 @@ class RunBatches:
             waiting = run["accumulation"]["waiting"]
             # Else they are taken again, and make the update from its begin.
             batches -= 0 if change.can_carry(waiting) else waiting
-        return self._position.moved(run["data"], batches, change)
+        return self._position.convert_position(run["data"], batches, change)
 
     def adapt(
         self, run: dict[str, Any], change: BatchChange | None, wanted: Wanted
@@ -104,7 +104,7 @@ class RunBatches:
         if change.can_carry(waiting):
             # Each of them is a mean over its samples.
             ratio = change.before / change.now
-            self._model.optimizer.recount(change.whole(waiting), ratio)
+            self._model.optimizer.recount(change.floor(waiting), ratio)
         else:
             wanted.state.forget()
         return (

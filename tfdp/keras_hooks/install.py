@@ -81,12 +81,12 @@ def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) 
     strategy = strategy_of(model)
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     resuming = that_resume(bound.arguments.get("callbacks")) if name == "fit" else []
-    position = data_position.Position() if resuming else None
+    position = data_position.DataPosition() if resuming else None
     with data_position.following(position):
         if strategy is None:
             return _run_loop(name, original, model, bound, strategy)
         with progress.looping(name), strategy.extended.explaining():  # noqa: SIM117
-            with checks.in_plain_words():
+            with checks.translate_errors():
                 return _run_loop(name, original, model, bound, strategy)
 
 
@@ -140,7 +140,7 @@ def _check_data(model: Any, arguments: dict[str, Any]) -> None:
     checks.check_arrays(model, arguments)
     for key in ("x", "validation_data"):
         if key in arguments:
-            arguments[key] = checks.of_one_structure(arguments[key])
+            arguments[key] = checks.check_structure(arguments[key])
 
 
 def _choose_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -> None:

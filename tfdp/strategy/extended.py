@@ -27,7 +27,7 @@ from tfdp.coordination.join import (
 )
 from tfdp.coordination.watch import Watchdog, watch
 from tfdp.coordination.worker_group import WorkerGroup
-from tfdp.data.balance import Balance
+from tfdp.data.load_balancer import LoadBalancer
 from tfdp.options import CommunicationOptions
 from tfdp.reduction.reducer import Reducer
 from tfdp.reduction.selection import AlgorithmSelector
@@ -61,7 +61,7 @@ class ReplicaExtended:
     told_of_losses: weakref.WeakKeyDictionary[Any, set[str]]
     user_counts_replicas = False
     # By which rows follow the workers' speed, see `tfdp run --rebalance`.
-    balance: Balance | None = None
+    balance: LoadBalancer | None = None
     _collective_keys: Any
 
     def explaining(self) -> contextlib.AbstractContextManager:
@@ -246,7 +246,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
             rebalances=worker.rebalances,
         )
         if worker.rebalances:
-            self.balance = Balance(worker.num_workers, len(self.worker_devices))
+            self.balance = LoadBalancer(worker.num_workers, len(self.worker_devices))
         hosts = worker.cluster.hosts if worker.cluster else ["localhost"]
         self._set_up_communication(worker.rank, hosts, all_devices)
 

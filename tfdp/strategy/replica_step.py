@@ -18,7 +18,7 @@ from tfdp.base.context import strategy_of
 from tfdp.collectives import step_events
 from tfdp.data import batch_weights
 from tfdp.data.rows import first_tensor, num_rows, rows_of_rank
-from tfdp.losses import terms
+from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT
 from tfdp.losses.row_forms.forms import Forms
 from tfdp.replicas import drift_probe
@@ -40,7 +40,7 @@ def prepare_run(
         Tuple of function, arguments and the local replicas' shares of the
         global batch, see `tfdp.data.batch_weights`.
     """
-    args, total = batch_weights.uncounted(args)
+    args, total = batch_weights.unpack_counted(args)
     loop = loops.current()
     if loop is None or strategy_of(loop.model) is not strategy:
         return fn, args, None
@@ -94,7 +94,7 @@ def _step_on_share(
                 forms.set(share.weight, CONSTANT)
             share = dataclasses.replace(share, forms=forms)
         with batch_weight.use(dataclasses.replace(share, weighted=set())):
-            return keras.tree.map_structure(terms.as_row_mean, fn(*args))
+            return keras.tree.map_structure(loss_terms.scale_to_row_mean, fn(*args))
 
     return step
 
