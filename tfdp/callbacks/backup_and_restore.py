@@ -141,7 +141,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         elif self.save_freq != "epoch":
             self._warn_of(self._position.nondeterminism)
         self._notice.listen()
-        self._position.after.callback(self._notice.stop)
+        self._position.exit_stack.callback(self._notice.stop)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Loads a backup from within this epoch, once the others have begun it."""
@@ -155,7 +155,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._load(index, wanted)
         self._begin, batches = self._batches.place_of(index.run, self._change)
         self._last_batch = batches - 1
-        self._position.go_to(self._begin, batches)
+        self._position.restore(self._begin, batches)
         self._position.last_logs = decoded(index.run["logs"])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -263,16 +263,16 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._load(index, wanted)
             data, batches = self._batches.place_of(run, self._change)
             if difference is None:
-                self._position.go_to(data, batches)
+                self._position.restore(data, batches)
             else:
-                self._position.begin_anew(data)
+                self._position.restore_length(data)
         if run["batches"] or self.save_freq != "epoch":
             self._warn_of(difference)
         epochs = self.params.get("epochs", run["epoch"] + 1)
         is_over = run["is_stopped"] or run["epoch"] >= epochs
         _compat.set_initial_epoch(self.model, epochs if is_over else run["epoch"])
         # Keras would begin with it in the next `fit`, too.
-        self._position.after.callback(_compat.set_initial_epoch, self.model, 0)
+        self._position.exit_stack.callback(_compat.set_initial_epoch, self.model, 0)
 
     def _load(self, index: Index, wanted: Wanted) -> None:
         run = index.run

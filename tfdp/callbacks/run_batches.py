@@ -150,7 +150,7 @@ class RunBatches:
         optimizer: Any = self._model.optimizer
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         names = [] if inner is None else [type(p).__name__ for p in innermost(inner)]
-        return {"optimizer": names, **self._position.identity()}
+        return {"optimizer": names, **self._position.fit_arguments()}
 
     def _accumulation_steps(self, epoch: int) -> int:
         plan = getattr(self._model.optimizer, "accumulation_plan", 1)

@@ -148,11 +148,11 @@ def hierarchical(
     reduce = FLAT[outer.algorithm]
 
     def scatter_and_reduce(flat: tf.Tensor, args: PhaseArguments) -> tf.Tensor | None:
-        piece = scatter(flat, args)
-        if piece is None:
+        shard = scatter(flat, args)
+        if shard is None:
             return None
         return reduce(
-            piece,
+            shard,
             across,
             replica,
             channel=channel,

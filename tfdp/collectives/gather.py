@@ -68,10 +68,10 @@ def gather_first_axis(
         length, size = padded_length(tf.reduce_max(counts))
         sent = tf.pad(flat, [[0, length - tf.size(flat)]])
         gathered = all_gather(sent, group, replica, size=size)
-        pieces = tf.reshape(gathered, [group.size, length])
+        padded = tf.reshape(gathered, [group.size, length])
         by_rank = tf.argsort(table[:, 0])
         valid = tf.sequence_mask(tf.gather(counts, by_rank), length)
-        joined = tf.boolean_mask(tf.gather(pieces, by_rank), valid)
+        joined = tf.boolean_mask(tf.gather(padded, by_rank), valid)
         # A row of no elements cannot be counted: its number is lost with it.
         joined = tf.reshape(joined, tf.concat([[-1], row_shape], axis=0))
         joined = tf.cast(joined, rows.dtype)

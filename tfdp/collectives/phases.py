@@ -55,7 +55,7 @@ def in_two_phases(
     with tf.device(args.group.devices[args.replica]):
         flat = tf.reshape(tensor, [-1])  # [length]
         length = flat.shape.num_elements()
-        # A ring splits into as many pieces as replicas, halving into a power of two.
+        # A ring has as many shards as replicas, halving a power of two.
         size = args.group.size
         missing = -length % math.lcm(size, _power_of_two_in(size))
         if missing:
@@ -75,11 +75,11 @@ def _ring_scatter(flat: tf.Tensor, args: PhaseArguments) -> tf.Tensor:
 
 
 def _ring_gather(
-    piece: tf.Tensor | None, flat: tf.Tensor, args: PhaseArguments
+    shard: tf.Tensor | None, flat: tf.Tensor, args: PhaseArguments
 ) -> tf.Tensor:
     del flat
     return all_gather(
-        piece,
+        shard,
         args.group,
         args.replica,
         channel=args.channel,
@@ -99,9 +99,9 @@ def _tree_reduce(flat: tf.Tensor, args: PhaseArguments) -> tf.Tensor | None:
 
 
 def _tree_broadcast(
-    piece: tf.Tensor | None, flat: tf.Tensor, args: PhaseArguments
+    shard: tf.Tensor | None, flat: tf.Tensor, args: PhaseArguments
 ) -> tf.Tensor:
-    total = flat if piece is None else piece
+    total = flat if shard is None else shard
     for distance in reversed(_powers_below(args.group.size)):
         is_below = args.position % (2 * distance) == distance
         if is_below or _has_partner(args, distance):
@@ -162,25 +162,25 @@ def _halve(flat: tf.Tensor, args: PhaseArguments) -> tf.Tensor | None:
 
 
 def _double(
-    piece: tf.Tensor | None, flat: tf.Tensor, args: PhaseArguments
+    shard: tf.Tensor | None, flat: tf.Tensor, args: PhaseArguments
 ) -> tf.Tensor:
     core = _power_of_two_in(args.group.size)
     pairs = pairs_of("halving_doubling", args.group)
-    if piece is None:
+    if shard is None:
         return _send(flat, args, pairs[core], upwards=True)
     for distance in reversed(_powers_below(core)):
         pair = pairs[distance][args.replica]
         assert pair is not None
-        piece = all_gather(
-            piece,
+        shard = all_gather(
+            shard,
             pair,
             args.replica,
             channel=args.channel,
             reduce_dtype=args.reduce_dtype,
         )
     if args.position + core < args.group.size:
-        _send(piece, args, pairs[core], upwards=True)
-    return piece
+        _send(shard, args, pairs[core], upwards=True)
+    return shard
 
 
 def pairs_of(algorithm: str, group: ProcessGroup) -> dict[int, Pairs]:

@@ -20,7 +20,7 @@ from tfdp.collectives.instance_keys import SIZES
 # Subdivisions of a ring's chunks. TensorFlow's default, one, costs the least
 # CPU time, and leaves the pipe idle between pieces when nothing else is under way.
 # Measured in docs/performance.md.
-_PIECES, _PIECES_ALONE = 1, 2
+_SUBDIVISIONS, _SUBDIVISIONS_ALONE = 1, 2
 
 
 def all_reduce(
@@ -52,15 +52,15 @@ def all_reduce(
     """
     if group.size == 1 or _is_empty(tensor):
         return tf.identity(tensor)
-    pieces = _PIECES_ALONE if is_alone else _PIECES
-    kind = f"reduce in {pieces}"  # one key must not stand for both
+    subdivisions = _SUBDIVISIONS_ALONE if is_alone else _SUBDIVISIONS
+    kind = f"reduce in {subdivisions}"  # one key must not stand for both
     with _measured("all_reduce", tensor, group, replica, channel) as done:
         return done(
             tf.raw_ops.CollectiveReduceV2(
                 input=tensor,
                 merge_op="Add",
                 final_op="Id",
-                max_subdivs_per_device=pieces,
+                max_subdivs_per_device=subdivisions,
                 **_arguments(kind, tensor, group, replica, channel, size),
             )
         )

@@ -2,7 +2,7 @@
 
 Stock tf.distribute shards a dataset by file or by element and then divides
 batches, which needs files enough, gives the last partial batch to the first
-replicas, and asks all workers at every step whether anybody has data left.
+replicas, and asks all workers at every step whether any has data left.
 Here every worker reads the same global batches, in the same order, and takes
 the rows of its replicas: rank r of R has rows that differ in number by one at
 most, and all workers see the end of the data at the same step.

@@ -26,7 +26,7 @@ from tfdp.data.determinism import (
     seeds_at_creation,
 )
 
-_followed: list[DataPosition | None] = []
+_tracked: list[DataPosition | None] = []
 _NUM_BATCHES = "the number of batches"
 
 
@@ -34,14 +34,14 @@ class DataPosition:
     """DataPosition in the data of one `fit`.
 
     Attributes:
-        after: `contextlib.ExitStack`, closed when `fit` ends, however it ends.
+        exit_stack: `contextlib.ExitStack`, closed when `fit` ends, however it ends.
         last_logs: Dict or `None`, the logs of the last batch before the run was
             interrupted, while the epoch it was in goes on.
         nondeterminism: String or `None`, what keeps the position from being restored.
     """
 
     def __init__(self) -> None:
-        self.after = contextlib.ExitStack()
+        self.exit_stack = contextlib.ExitStack()
         self.last_logs: dict[str, Any] | None = None
         self.nondeterminism: str | None = None
         self._dependence: str | None = None
@@ -105,7 +105,7 @@ class DataPosition:
             source, is_ordered=is_ordered, chosen_seed=self._chosen_seed
         )
 
-    def identity(self) -> dict[str, Any]:
+    def fit_arguments(self) -> dict[str, Any]:
         """Return the arguments of `fit` that have to be equal in a resumed run."""
         return {
             "batch_size": self._first_batch_size,
@@ -168,7 +168,7 @@ class DataPosition:
         source = _compat.source_of(adapter)
         return batch_dependence_of(source, shuffles_batches=shuffles == "batch")
 
-    def go_to(self, snapshot: dict[str, Any], num_batches: int) -> None:
+    def restore(self, snapshot: dict[str, Any], num_batches: int) -> None:
         """Restore a position, so that the next epoch goes on there.
 
         Args:
@@ -183,7 +183,7 @@ class DataPosition:
         _compat.set_epoch_progress(self.iterator, snapshot, current)
         self._skipped = num_batches
 
-    def begin_anew(self, snapshot: dict[str, Any]) -> None:
+    def restore_length(self, snapshot: dict[str, Any]) -> None:
         """Restore only the length of an epoch: the data itself begins anew."""
         _compat.set_epoch_progress(self.iterator, {**snapshot, "steps_seen": 0}, None)
 
@@ -248,20 +248,20 @@ class DataPosition:
 
 
 @contextlib.contextmanager
-def following(position: DataPosition | None) -> Iterator[None]:
+def tracking(position: DataPosition | None) -> Iterator[None]:
     """Attach a position to the next epoch iterator that Keras makes; or none."""
-    _followed.append(position)
+    _tracked.append(position)
     try:
         yield
     finally:
-        _followed.pop()
+        _tracked.pop()
         if position is not None:
-            position.after.close()
+            position.exit_stack.close()
 
 
 def current() -> DataPosition | None:
     """Return the position of the running loop, or `None`."""
-    return _followed[-1] if _followed else None
+    return _tracked[-1] if _tracked else None
 
 
 def enumerate_batches(original: Callable, iterator: Any) -> Iterator:

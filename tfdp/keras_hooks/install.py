@@ -82,7 +82,7 @@ def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) 
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     resuming = that_resume(bound.arguments.get("callbacks")) if name == "fit" else []
     position = data_position.DataPosition() if resuming else None
-    with data_position.following(position):
+    with data_position.tracking(position):
         if strategy is None:
             return _run_loop(name, original, model, bound, strategy)
         with progress.looping(name), strategy.extended.explaining():  # noqa: SIM117

@@ -88,7 +88,9 @@ class ShardPlan:
     def owned(self, owner: int) -> tuple[int, ...]:
         """Return the positions of the variables of an owner."""
         owners = self.owners or ()
-        return tuple(index for index, who in enumerate(owners) if who == owner)
+        return tuple(
+            index for index, its_owner in enumerate(owners) if its_owner == owner
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -109,7 +111,7 @@ def plan_element_shards(
 
     Args:
         entries: Sequence of `Entry`, the variables.
-        num_owners: Int, how many replicas share them.
+        num_owners: Int, number of replicas that own them.
         bucket_bytes: Int, largest size of a bucket.
         first_bucket_bytes: Int, largest size of the first bucket.
 
@@ -150,7 +152,7 @@ def plan_variable_shards(
 
     Args:
         entries: Sequence of `Entry`, the variables.
-        num_owners: Int, how many replicas share them.
+        num_owners: Int, number of replicas that own them.
         bucket_bytes: Int, largest size of a bucket.
 
     Returns:

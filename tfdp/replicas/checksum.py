@@ -22,10 +22,10 @@ MODULUS = 2**32 + 15
 _ROW = 2**12
 _FACTOR_BITS = 18
 # Elements that are widened to int64 at once, which bounds the memory that it takes.
-_PIECE = _ROW * 2**10
-# Elements of a row, rows of a piece, pieces of a tensor, tensors: each with weights of
+_CHUNK = _ROW * 2**10
+# Elements of a row, rows of a chunk, chunks of a tensor, tensors: each with weights of
 # its own, whose products are the weights of the elements.
-_ELEMENTS, _ROWS, _PIECES, _TENSORS = range(4)
+_ELEMENTS, _ROWS, _CHUNKS, _TENSORS = range(4)
 _NUM_LEVELS = 4
 
 
@@ -71,14 +71,14 @@ def combined(sums: tf.Tensor) -> tf.Tensor:
 def _of_tensor(value: tf.Tensor, factors: Sequence[tf.Tensor]) -> tf.Tensor:
     words = _words(value)  # [num_words]
     found: list[tf.Tensor] = []
-    for begin in range(0, words.shape[0], _PIECE):
+    for begin in range(0, words.shape[0], _CHUNK):
         with tf.control_dependencies(found[-1:]):
-            piece = tf.cast(words[begin : begin + _PIECE], tf.int64)
-        rows = _sums_of_rows(piece, factors[_ELEMENTS])
+            chunk = tf.cast(words[begin : begin + _CHUNK], tf.int64)
+        rows = _sums_of_rows(chunk, factors[_ELEMENTS])
         found.append(_sums_of_rows(rows, factors[_ROWS]))  # [1]
     if not found:
         return tf.zeros([], tf.int64)
-    return tf.reduce_sum(_sums_of_rows(tf.concat(found, 0), factors[_PIECES]))
+    return tf.reduce_sum(_sums_of_rows(tf.concat(found, 0), factors[_CHUNKS]))
 
 
 def _words(value: tf.Tensor) -> tf.Tensor:
