@@ -16,7 +16,7 @@ from tfdp.cluster import Topology
 from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.plans.cost_model import Algorithm, candidates_for, choose, predict_seconds
 from tfdp.plans.prediction import BucketPrediction, StepPrediction
-from tfdp.plans.traffic import link_bytes, transfers_of
+from tfdp.plans.traffic import transfers_of
 from tfdp.reduction.link_cache import links_path, load_links, store_links
 from tfdp.reduction.link_fit import Sample, fit_links
 
@@ -120,6 +120,14 @@ def test_each_operation_of_an_algorithm_is_started_once(algorithm, nodes, operat
 def test_a_single_replica_or_no_bytes_take_no_time(algorithm):
     assert predict_seconds(algorithm, 100, cluster(1, 1), LINKS) == 0
     assert predict_seconds(algorithm, 0, cluster(2, 2), LINKS) == 0
+
+
+def link_bytes(algorithm, num_bytes, topology) -> float:
+    """Bytes of one all-reduce over the busiest node's link, one way."""
+    return num_bytes * sum(
+        transfer.repeats * transfer.fraction * transfer.num_streams
+        for transfer in transfers_of(algorithm, topology)
+    )
 
 
 @pytest.mark.parametrize(

@@ -226,19 +226,6 @@ def broadcast(
         return back(done(result))
 
 
-def barrier(group: ProcessGroup, replica: int) -> tf.Tensor:
-    """Wait until every replica of the group has called.
-
-    Args:
-        group: A `ProcessGroup`.
-        replica: Int, index of the calling replica among the local ones.
-
-    Returns:
-        A scalar, the number of replicas that arrived.
-    """
-    return all_reduce(tf.ones([1]), group, replica)[0]
-
-
 def padded_length(length: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Round a length up to one of the lengths that collectives may have.
 

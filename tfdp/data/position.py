@@ -1,4 +1,4 @@
-"""DataPosition of `fit` in its data, which a resumed run restores.
+"""Position of `fit` in its data, which a resumed run restores.
 
 A pipeline with seeds gives the same batches again. So the position is the number of
 batches that were taken, and it is restored by skipping them. A shuffle with a seed has

@@ -102,31 +102,6 @@ def transfers_of(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, ..
     return _flat(algorithm.name, node_of)
 
 
-def link_bytes(algorithm: Algorithm, num_bytes: int, topology: Topology) -> float:
-    """Return the bytes of one all-reduce over the busiest node's link, one way.
-
-    Args:
-        algorithm: `Algorithm`.
-        num_bytes: Int, size of the tensor.
-        topology: `Topology`.
-
-    Returns:
-        Float.
-
-    Example:
-
-    >>> two_by_two = Topology(((0, 1), (2, 3)))
-    >>> link_bytes(Algorithm("ring"), 100, two_by_two)
-    150.0
-    >>> link_bytes(Algorithm("hierarchical"), 100, two_by_two)
-    100.0
-    """
-    return num_bytes * sum(
-        transfer.repeats * transfer.fraction * transfer.num_streams
-        for transfer in transfers_of(algorithm, topology)
-    )
-
-
 def _flat(name: str, node_of: np.ndarray) -> tuple[Transfer, ...]:
     """Return the transfers of a flat algorithm, given the node of each position."""
     if name == "ring":
