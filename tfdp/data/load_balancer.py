@@ -45,7 +45,7 @@ class LoadBalancer:
         rows = rows_by_weight(num_rows, self._replica_weights()).numpy()
         return rows.reshape(-1, self._num_local).sum(axis=1).tolist()
 
-    def follow(self, num_rows: int, microseconds: Sequence[int]) -> None:
+    def update(self, num_rows: int, microseconds: Sequence[int]) -> None:
         """Update the weights by measured times; called by all workers alike.
 
         Args:

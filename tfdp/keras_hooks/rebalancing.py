@@ -73,7 +73,7 @@ class Rebalance(TimedSteps):
         times = [microseconds for microseconds, _ in found]
         num_rows = found[0][1]
         before = self._balance.rows(num_rows)
-        self._balance.follow(num_rows, times)
+        self._balance.update(num_rows, times)
         after = self._balance.rows(num_rows)
         if worker_group.rank == 0 and after != before:
             took = ", ".join(f"{time / 1000:.1f}" for time in times)
