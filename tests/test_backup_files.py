@@ -29,7 +29,7 @@ from tfdp.callbacks import BackupAndRestore
 from tfdp.checkpoint import index_file, replica_state, writer
 from tfdp.checkpoint.callback_state import decoded, encoded
 from tfdp.checkpoint.random_state import random_states, set_random_states
-from tfdp.coordination.preemption import PREEMPTED, Notice, PreemptionWatch
+from tfdp.coordination.preemption import PREEMPTED, PreemptionNotice, PreemptionWatch
 
 PLAIN = {"shuffle": False}
 
@@ -373,7 +373,7 @@ def test_a_notice_that_came_when_all_was_done_is_passed_on():
     got = []
     before = signal.signal(signal.SIGTERM, lambda *_: got.append(1))
     try:
-        notice = Notice()
+        notice = PreemptionNotice()
         notice.listen()
         signal.raise_signal(signal.SIGTERM)
         assert notice.is_given
@@ -399,9 +399,9 @@ class Pair:
 
 def test_workers_ask_each_other_for_notices_more_and_more_seldom():
     worker_group = Pair([False, 1000.0])
-    watch = PreemptionWatch(Notice(), worker_group)
+    watch = PreemptionWatch(PreemptionNotice(), worker_group)
     watch._rate = lambda step: 1000.0
     assert not any(watch.is_given(step) for step in range(1, 1001))
     assert worker_group.count <= 12
     worker_group.other = [True, 1000.0]
-    assert watch.is_given(1001, must_look=True)
+    assert watch.is_given(1001, must_ask=True)

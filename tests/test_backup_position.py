@@ -356,9 +356,9 @@ def test_data_of_another_length_begins_its_epoch_again(tmp_path):
 
 
 def test_the_order_of_a_dataset_that_depends_on_a_seed_nobody_set_is_named():
-    from tfdp.data.repeatable import difficulty_of
+    from tfdp.data.determinism import nondeterminism_of
 
     tf.random.set_seed(123)
     dataset = rows().shuffle(20, seed=1).batch(4)
-    assert difficulty_of(dataset, is_ordered=True) is None
-    assert "was not set" in difficulty_of(dataset, is_ordered=True, chosen_seed=123)
+    assert nondeterminism_of(dataset, is_ordered=True) is None
+    assert "was not set" in nondeterminism_of(dataset, is_ordered=True, chosen_seed=123)

@@ -18,9 +18,9 @@ from tfdp.data.batch_change import (
     Batches,
     change_for_replicas,
     change_for_updates,
-    moved,
+    convert_position,
 )
-from tfdp.data.repeatable import batch_dependence_of
+from tfdp.data.determinism import batch_dependence_of
 
 ONE, TWO = Layout(1, 1), Layout(1, 2)
 RATE, EPOCHS, PER_REPLICA = 0.02, 4, 4
@@ -32,20 +32,22 @@ def test_positions_are_kept_in_samples_and_no_sample_is_left_out():
             change = BatchChange(before, now)
             for count in range(20):
                 samples = count * before
-                assert samples - now < change.whole(count) * now <= samples
-                assert samples <= change.most(count) * now < samples + now
+                assert samples - now < change.floor(count) * now <= samples
+                assert samples <= change.ceil(count) * now < samples + now
 
 
 def test_epochs_that_are_over_are_read_to_their_end_and_a_kept_iterator_is_not():
     snapshot = {"taken": [5, 5, 3], "steps_seen": 3, "num_batches": 5, "order": 7}
     change = BatchChange(before=6, now=4)
-    fresh, batches = moved(snapshot, 2, change, keeps_iterator=False, group=1)
+    fresh, batches = convert_position(
+        snapshot, 2, change, keeps_iterator=False, group=1
+    )
     assert (fresh["taken"], batches) == ([8, 8, 5], 3)
-    kept, batches = moved(snapshot, 2, change, keeps_iterator=True, group=1)
+    kept, batches = convert_position(snapshot, 2, change, keeps_iterator=True, group=1)
     # Of 18 samples of the iterator four batches are gone, of 30 seven.
     assert (kept["taken"], batches) == ([8, 8, 4], 3)
     assert (kept["steps_seen"], kept["num_batches"], kept["order"]) == (4, None, 7)
-    _, batches = moved(snapshot, 2, change, keeps_iterator=True, group=2)
+    _, batches = convert_position(snapshot, 2, change, keeps_iterator=True, group=2)
     assert batches == 2
 
 

@@ -121,7 +121,7 @@ def test_json_holds_the_buckets_of_the_model_and_sums_that_fit(models):
             ("ring_seconds", Algorithm("ring"), 1.0),
         ):
             seconds = predict_seconds(
-                algorithm, size, topology, links, outer_wire=share
+                algorithm, size, topology, links, outer_ratio=share
             )
             assert bucket[key] == pytest.approx(seconds)
     total = sum(bucket["seconds"] for bucket in found["buckets"])

@@ -16,10 +16,10 @@ import pytest
 
 from tfdp.cluster import (
     Cluster,
-    answers,
+    accepts_connections,
     check_port_free,
     split_address,
-    unreachable,
+    unreachable_workers,
 )
 from tfdp.cluster.slurm import expand_nodelist, expand_tasks_per_node
 
@@ -430,7 +430,7 @@ def test_unreachable_names_the_ranks_whose_port_does_not_answer():
             (f"127.0.0.1:{unused_port()}", f"127.0.0.1:{port}", f"127.0.0.1:{silent}")
         )
         start = time.monotonic()
-        assert unreachable(cluster, timeout_seconds=0.5) == [2]
+        assert unreachable_workers(cluster, timeout_seconds=0.5) == [2]
         assert time.monotonic() - start < 2
 
 
@@ -447,19 +447,19 @@ def test_unreachable_waits_for_a_worker_that_starts_late():
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         threading.Thread(target=start_late).start()
         start = time.monotonic()
-        assert unreachable(cluster, timeout_seconds=20) == []
+        assert unreachable_workers(cluster, timeout_seconds=20) == []
         assert time.monotonic() - start < 10
 
 
 def test_unreachable_asks_every_worker_when_this_is_the_evaluator():
     cluster = Cluster((f"127.0.0.1:{unused_port()}",), "evaluator")
-    assert unreachable(cluster, timeout_seconds=0.2) == [0]
+    assert unreachable_workers(cluster, timeout_seconds=0.2) == [0]
 
 
 def test_unreachable_keeps_its_time_when_a_host_has_no_name():
     cluster = Cluster(("127.0.0.1:1", "no-such-host.invalid:1"))
     start = time.monotonic()
-    assert unreachable(cluster, timeout_seconds=0.5) == [1]
+    assert unreachable_workers(cluster, timeout_seconds=0.5) == [1]
     assert time.monotonic() - start < 2
 
 
@@ -474,4 +474,4 @@ def test_a_connection_of_a_port_to_itself_is_no_answer(monkeypatch):
         return connection
 
     monkeypatch.setattr(socket, "create_connection", connect_to_itself)
-    assert not answers(f"127.0.0.1:{port}", timeout_seconds=1)
+    assert not accepts_connections(f"127.0.0.1:{port}", timeout_seconds=1)

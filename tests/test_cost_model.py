@@ -16,7 +16,7 @@ from tfdp.cluster import Topology
 from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.plans.cost_model import Algorithm, candidates_for, choose, predict_seconds
 from tfdp.plans.prediction import BucketPrediction, StepPrediction
-from tfdp.plans.traffic import link_bytes, transfers_of
+from tfdp.plans.traffic import transfers_of
 from tfdp.reduction.link_cache import links_path, load_links, store_links
 from tfdp.reduction.link_fit import Sample, fit_links
 
@@ -120,6 +120,14 @@ def test_each_operation_of_an_algorithm_is_started_once(algorithm, nodes, operat
 def test_a_single_replica_or_no_bytes_take_no_time(algorithm):
     assert predict_seconds(algorithm, 100, cluster(1, 1), LINKS) == 0
     assert predict_seconds(algorithm, 0, cluster(2, 2), LINKS) == 0
+
+
+def link_bytes(algorithm, num_bytes, topology) -> float:
+    """Bytes of one all-reduce over the busiest node's link, one way."""
+    return num_bytes * sum(
+        transfer.repeats * transfer.fraction * transfer.num_streams
+        for transfer in transfers_of(algorithm, topology)
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,13 +252,13 @@ def test_more_bytes_or_slower_links_never_take_less_time(algorithm, nodes):
 def test_half_the_bytes_on_the_wire_is_half_the_tensor(algorithm):
     topology = cluster(2, 4)
     half = predict_seconds(algorithm, 500, topology, LINKS)
-    reduce_dtypes = {"inner_wire": 0.5, "outer_wire": 0.5}
+    reduce_dtypes = {"inner_ratio": 0.5, "outer_ratio": 0.5}
     assert predict_seconds(algorithm, 1000, topology, LINKS, **reduce_dtypes) == half
 
 
 def test_the_outer_wire_alone_matters_to_hierarchical_algorithms_alone():
     topology = cluster(2, 2)
-    reduce_dtypes = {"outer_wire": 0.5}
+    reduce_dtypes = {"outer_ratio": 0.5}
     seconds = predict_seconds(HIERARCHICAL, 24, topology, LINKS, **reduce_dtypes)
     assert seconds == 2 * (1 + 12 * 2) + 2 * (10 + 3 * 2 * 3)
     plain = predict_seconds(RING, 24, topology, LINKS)

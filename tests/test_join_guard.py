@@ -11,9 +11,9 @@ import psutil
 
 JOIN = """
 import sys, time
-from tfdp.cluster import guarded
+from tfdp.cluster import join_deadline
 
-with guarded(sys.argv[2:], float(sys.argv[1])):
+with join_deadline(sys.argv[2:], float(sys.argv[1])):
     print("joining", flush=True)
     time.sleep(float(sys.stdin.readline()))
 print("joined", flush=True)
@@ -23,9 +23,9 @@ sys.stdin.read()
 # A process that is forked meanwhile keeps what it inherits open.
 FORKED = """
 import os, signal, time
-from tfdp.cluster import guarded
+from tfdp.cluster import join_deadline
 
-with guarded(["0=localhost:1"], 10.0):
+with join_deadline(["0=localhost:1"], 10.0):
     child = os.fork()
     if not child:
         os.closerange(0, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfdp.data.lengths import ENDLESS, Length, agreed_steps, left_out
+from tfdp.data.lengths import ENDLESS, Length, agreed_steps, dropped_batches
 
 
 @pytest.mark.parametrize(
@@ -27,13 +27,13 @@ def test_an_epoch_ends_with_the_shortest_or_the_longest(steps, shortest, longest
 
 def test_what_is_left_out_is_said_in_batches_of_each_worker():
     lengths = [Length(12, 2), Length(8, 2), Length(ENDLESS, 2)]
-    assert left_out(lengths) == "2 of worker 0, endlessly many of worker 2"
+    assert dropped_batches(lengths) == "2 of worker 0, endlessly many of worker 2"
     assert [str(length) for length in lengths] == ["6", "4", "endlessly many"]
 
 
 @pytest.mark.parametrize("steps", [(4, 4), (None, 4), (ENDLESS, ENDLESS)])
 def test_nothing_is_left_out_where_all_end_together_or_nobody_knows(steps):
-    assert left_out([Length(each) for each in steps]) == ""
+    assert dropped_batches([Length(each) for each in steps]) == ""
 
 
 @pytest.mark.parametrize(

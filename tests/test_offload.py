@@ -8,8 +8,8 @@ import tfdp
 from harness.pool import ClusterPool
 from harness.registry import Case
 from tfdp.plans.buckets import Entry
-from tfdp.plans.memory import sharded_memory, whole_memory
-from tfdp.plans.shards import plan_slices, plan_whole
+from tfdp.plans.memory import sharded_memory, unsharded_memory
+from tfdp.plans.shards import plan_element_shards, plan_variable_shards
 
 CASE_MODULES = ("offload",)
 ENTRIES = [
@@ -25,11 +25,11 @@ def test_offload(clusters: ClusterPool, case: Case, setup_name: str):
 
 
 def test_slices_take_an_nth_of_every_slot():
-    plan = plan_slices(ENTRIES, 4, bucket_bytes=2**20, first_bucket_bytes=2**20)
+    plan = plan_element_shards(ENTRIES, 4, bucket_bytes=2**20, first_bucket_bytes=2**20)
     found = sharded_memory(
         ENTRIES, SLOTS, plan, accumulates=True, shards_gradients=True
     )
-    whole = whole_memory(ENTRIES, SLOTS, accumulates=True)
+    whole = unsharded_memory(ENTRIES, SLOTS, accumulates=True)
     assert found.slots == whole.slots / 4
     assert found.gradients == whole.gradients / 4
     # Halves are added up in float32.
@@ -39,7 +39,7 @@ def test_slices_take_an_nth_of_every_slot():
 
 
 def test_whole_variables_take_as_much_as_the_largest_owner_has():
-    plan = plan_whole(ENTRIES, 2, bucket_bytes=2**20)
+    plan = plan_variable_shards(ENTRIES, 2, bucket_bytes=2**20)
     found = sharded_memory(
         ENTRIES, SLOTS, plan, accumulates=True, shards_gradients=False
     )

@@ -13,9 +13,9 @@ import forks
 from forks import Start, cluster_configs
 from harness.pool import ClusterPool
 from harness.registry import Case
-from tfdp.data.balance import EQUAL, Balance, Search, next_weights
+from tfdp.data.load_balancer import EQUAL, LoadBalancer, WeightSearch, next_weights
 from tfdp.data.rows import rows_of_rank
-from tfdp.data.weighted_rows import rows_by_weight, shares_by_weight
+from tfdp.data.weighted_rows import rows_by_weight, rows_of_ranks_by_weight
 
 CASE_MODULES = ("rebalance",)
 DEADLINE_SECONDS = 90.0
@@ -72,7 +72,7 @@ def test_equal_weights_make_exactly_the_parts_that_there_are_without(count, weig
     for num_rows in range(25):
         batch = tf.range(num_rows)
         for rank, part in zip(
-            ranks, shares_by_weight(batch, ranks, [weight] * count), strict=True
+            ranks, rows_of_ranks_by_weight(batch, ranks, [weight] * count), strict=True
         ):
             plain = rows_of_rank(batch, rank, count)
             assert part.numpy().tolist() == plain.numpy().tolist()
@@ -89,7 +89,7 @@ def test_ragged_and_sparse_tensors_scalars_and_none_are_divided_too():
     dense = tf.reshape(tf.range(16), [8, 2])
     ragged = tf.ragged.constant([[i] * (i % 3) for i in range(8)])
     batch = (dense, ragged, tf.sparse.from_dense(dense), tf.constant(3), None)
-    first, second = shares_by_weight(batch, [0, 1], [EQUAL, 3 * EQUAL])
+    first, second = rows_of_ranks_by_weight(batch, [0, 1], [EQUAL, 3 * EQUAL])
     for part, chosen in ((first, slice(0, 2)), (second, slice(2, 8))):
         assert part[0].numpy().tolist() == dense[chosen].numpy().tolist()
         assert part[1].to_list() == ragged[chosen].to_list()
@@ -101,7 +101,7 @@ def test_ragged_and_sparse_tensors_scalars_and_none_are_divided_too():
 
 def settled(cost: list[float], fixed: list[float], num_rows: int = 256) -> list[float]:
     """What a step takes each worker after some rounds, with such a cost of a row."""
-    weights, search = (EQUAL,) * len(cost), Search()
+    weights, search = (EQUAL,) * len(cost), WeightSearch()
     for _ in range(16):
         count = rows(num_rows, list(weights))
         seconds = [f + c * n for f, c, n in zip(fixed, cost, count, strict=True)]
@@ -127,7 +127,7 @@ def test_weights_go_half_of_the_way_at_most():
 
 
 def test_a_move_that_made_the_step_longer_is_taken_back_and_tried_later():
-    search, equal = Search(), (EQUAL, EQUAL)
+    search, equal = WeightSearch(), (EQUAL, EQUAL)
 
     def told(weights: tuple[int, ...], *milliseconds: int) -> tuple[int, ...]:
         return search.next(weights, rows(100, list(weights)), milliseconds)
@@ -150,7 +150,7 @@ def test_a_move_that_made_the_step_longer_is_taken_back_and_tried_later():
 
 
 def test_hosts_that_all_became_slower_are_measured_anew():
-    search, equal = Search(), (EQUAL, EQUAL)
+    search, equal = WeightSearch(), (EQUAL, EQUAL)
     moved = search.next(equal, [50, 50], [100, 150])
     assert search.next(equal, [50, 50], [300, 450]) == moved
     assert search.next(moved, [60, 40], [330, 400])[1] < moved[1]
@@ -163,7 +163,7 @@ def test_small_differences_move_nothing():
 
 
 def test_local_replicas_share_the_rows_of_their_worker():
-    balance = Balance(2, 2)
+    balance = LoadBalancer(2, 2)
     assert balance.rows(10) == [6, 4]  # 3, 3, 2, 2: as without weights
     balance.set([1500, 500])
     assert balance.rows(16) == [12, 4]
@@ -214,7 +214,7 @@ def test_a_job_that_was_asked_to_rebalances():
     assert first.value["rows"][1] < 8 < first.value["rows"][0]
 
 
-def number_of_replicas() -> int:
+def number_replica_weights() -> int:
     import tfdp
 
     return tfdp.auto_strategy().num_replicas_in_sync
@@ -223,7 +223,7 @@ def number_of_replicas() -> int:
 @pytest.mark.processes
 def test_workers_of_which_one_was_not_asked_to_rebalance_are_refused():
     texts = asked(cluster_configs(2), 1)
-    starts = [Start(number_of_replicas, text) for text in texts]
+    starts = [Start(number_replica_weights, text) for text in texts]
     for answer in forks.run(starts, DEADLINE_SECONDS):
         assert answer.error == "ValueError"
         assert "settings of `rebalance`: worker 0 has false" in answer.text

@@ -852,9 +852,14 @@ def test_a_job_that_does_not_save_when_asked_is_never_stopped(full, launcher):
 
 
 def test_the_worker_that_others_name_as_lost_is_the_one_that_failed(launcher):
-    from tfdp.coordination.watch.errors import Verdict, message_of  # imports TensorFlow
+    from tfdp.coordination.watch.errors import (
+        WorkerFailure,
+        failure_message,
+    )  # imports TensorFlow
 
-    said = message_of(Verdict(2, "no sign of life for 60 s"), "127.0.0.1:9", "step 3")
+    said = failure_message(
+        WorkerFailure(2, "no sign of life for 60 s"), "127.0.0.1:9", "step 3"
+    )
     launcher.script(
         f"""
         size = len(CONFIG["cluster"]["worker"])

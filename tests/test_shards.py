@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import pytest
 
 from tfdp.plans.buckets import Entry
-from tfdp.plans.shards import ShardPlan, plan_slices, plan_whole
+from tfdp.plans.shards import ShardPlan, plan_element_shards, plan_variable_shards
 
 SIZES = {"float16": 2, "float32": 4, "float64": 8}
 OWNERS = range(1, 10)
@@ -41,11 +41,13 @@ def random_entries(seed: int, *, largest: int = 200) -> list[Entry]:
 
 def slices(entries, owners, bucket=400) -> ShardPlan:
     first = min(bucket, 100)
-    return plan_slices(entries, owners, bucket_bytes=bucket, first_bucket_bytes=first)
+    return plan_element_shards(
+        entries, owners, bucket_bytes=bucket, first_bucket_bytes=first
+    )
 
 
 def whole(entries, owners, bucket=400) -> ShardPlan:
-    return plan_whole(entries, owners, bucket_bytes=bucket)
+    return plan_variable_shards(entries, owners, bucket_bytes=bucket)
 
 
 def plans(seed: int) -> Iterable[tuple[list[Entry], ShardPlan]]:
@@ -125,7 +127,7 @@ def test_buckets_are_as_large_as_asked_for(seed):
             # One variable is not cut into buckets of slices, nor one element.
             largest = max(entries[i].num_bytes for i in bucket.indices)
             slack = plan.num_owners * SIZES[bucket.dtype]
-            limit = 400 if plan.is_whole else max(400, largest)
+            limit = 400 if plan.shards_variables else max(400, largest)
             assert size < limit + slack
 
 
@@ -172,7 +174,7 @@ def test_whole_variables_have_one_owner_in_all_buckets(seed):
     entries = random_entries(seed)
     for owners in OWNERS:
         plan = whole(entries, owners, bucket=64)
-        assert plan.is_whole
+        assert plan.shards_variables
         for bucket in plan.buckets:
             for owner, row in enumerate(bucket.rows):
                 assert {s.index for s in row} <= set(plan.owned(owner))
@@ -182,7 +184,7 @@ def test_whole_variables_have_one_owner_in_all_buckets(seed):
 
 def test_a_plan_of_slices_has_no_owners_of_whole_variables():
     plan = slices([entry(5)], 2)
-    assert not plan.is_whole
+    assert not plan.shards_variables
     assert plan.owned(0) == ()
 
 

@@ -11,11 +11,15 @@ import pytest
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.cluster import Answer, free_ports, knock
+from tfdp.cluster import ProbeResult, free_ports, probe_port
 from tfdp.coordination.preemption import PREEMPTED
 from tfdp.coordination.progress import ProgressRecorder, WorkerProgress
 from tfdp.coordination.watch import failure_detector as module
-from tfdp.coordination.watch.errors import Verdict, bucket_in, message_of
+from tfdp.coordination.watch.errors import (
+    WorkerFailure,
+    bucket_of_error,
+    failure_message,
+)
 from tfdp.coordination.watch.failure_detector import FailureDetector
 from tfdp.coordination.watch.heartbeat import Heartbeat
 from tfdp.coordination.watch.watchdog import Watchdog
@@ -35,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_who_is_heard_of_is_not_suspected(clock: Clock):
     known = FailureDetector([1, 2], limit_seconds=60)
     clock.now += 2
-    known.heard(1)
+    known.record_heartbeat(1)
     clock.now += 2
     assert known.suspects() == [2]
     assert known.cause(2) == ""
@@ -45,90 +49,94 @@ def test_a_port_that_refuses_twice_in_a_row_is_that_of_a_process_that_has_ended(
     clock: Clock,
 ):
     known = FailureDetector([1], limit_seconds=60)
-    known.tried(1, refused=True, answers=False)
-    known.tried(1, refused=False, answers=True)
-    known.tried(1, refused=True, answers=False)
+    known.record_probe(1, refused=True, accepted=False)
+    known.record_probe(1, refused=False, accepted=True)
+    known.record_probe(1, refused=True, accepted=False)
     assert known.cause(1) == ""
-    known.tried(1, refused=True, answers=False)
+    known.record_probe(1, refused=True, accepted=False)
     assert "its process has ended" in known.cause(1)
 
 
 def test_who_stands_still_is_lost_at_the_limit_and_not_before(clock: Clock):
     known = FailureDetector([1], limit_seconds=60)
-    known.heard(1, place=WorkerProgress(7, "step 3 of epoch 1 of fit", 0.0))
+    known.record_heartbeat(
+        1, progress=WorkerProgress(7, "step 3 of epoch 1 of fit", 0.0)
+    )
     clock.now += 59
     assert known.cause(1) == ""
     clock.now += 2
     assert known.cause(1).startswith("no sign of life for 61 s")
     assert known.cause(1).endswith("stands still at step 3 of epoch 1 of fit")
-    known.tried(1, refused=False, answers=False)
+    known.record_probe(1, refused=False, accepted=False)
     assert "its host does not answer" in known.cause(1)
 
 
 def test_who_has_left_in_good_order_is_lost_only_to_those_who_wait(clock: Clock):
     known = FailureDetector([1], limit_seconds=60)
-    known.told(1, has_left=True, words="")
+    known.record_status(1, has_left=True, last_error="")
     clock.now += 100
-    known.tried(1, refused=True, answers=False)
-    known.tried(1, refused=True, answers=False)
+    known.record_probe(1, refused=True, accepted=False)
+    known.record_probe(1, refused=True, accepted=False)
     assert known.cause(1) == ""
-    assert known.cause_of_end(1) == "its script has ended"
+    assert known.cause_of_exit(1) == "its script has ended"
 
 
 def test_the_error_that_ended_a_script_is_told(clock: Clock):
     known = FailureDetector([1], limit_seconds=60)
-    known.told(1, has_left=False, words="ValueError: bad data")
+    known.record_status(1, has_left=False, last_error="ValueError: bad data")
     assert known.cause(1) == ""  # it may have caught it
-    known.told(1, has_left=True, words="ValueError: bad data")
-    assert known.cause_of_end(1).endswith("after ValueError: bad data")
+    known.record_status(1, has_left=True, last_error="ValueError: bad data")
+    assert known.cause_of_exit(1).endswith("after ValueError: bad data")
 
 
 def test_who_slept_itself_blames_nobody(clock: Clock):
     known = FailureDetector([1], limit_seconds=60)
     clock.now += 3600
-    known.forgive()
+    known.reset()
     assert known.suspects() == []
     assert known.cause(1) == ""
 
 
 def test_who_is_behind_is_told_by_the_count_of_places(clock: Clock):
     known = FailureDetector([1, 2, 3], limit_seconds=60)
-    known.heard(1, place=WorkerProgress(4, "step 4", 0.0))
-    known.heard(2, place=WorkerProgress(5, "step 5", 0.0))
-    behind = known.behind(WorkerProgress(5, "step 5", 11.0))
+    known.record_heartbeat(1, progress=WorkerProgress(4, "step 4", 0.0))
+    known.record_heartbeat(2, progress=WorkerProgress(5, "step 5", 0.0))
+    behind = known.stragglers(WorkerProgress(5, "step 5", 11.0))
     assert {rank: place.name for rank, place in behind.items()} == {1: "step 4"}
 
 
 def test_a_place_tells_loop_epoch_step_and_exchange():
-    here = ProgressRecorder()
-    assert here.place.name == ""
-    with here.looping("fit"):
-        assert here.place.name == "fit"
-        here.epoch_begins()
-        here.step_begins(0)
-        assert here.place.name == "the callbacks of step 1 of epoch 1 of fit"
-        with here.computing():
-            assert here.place.name == "step 1 of epoch 1 of fit"
-        with here.looping("evaluate"):
-            here.epoch_begins()
-            assert here.place.name == "evaluate"
-        with here.all_gathering("a seed"):
-            assert here.place.exchanges
-            assert here.place.name.startswith("'a seed' in the callbacks of step 1")
-        here.epoch_begins()
-        assert here.place.name == "epoch 2 of fit"
-    assert here.place.name == ""
+    recorder = ProgressRecorder()
+    assert recorder.current.name == ""
+    with recorder.looping("fit"):
+        assert recorder.current.name == "fit"
+        recorder.epoch_begins()
+        recorder.step_begins(0)
+        assert recorder.current.name == "the callbacks of step 1 of epoch 1 of fit"
+        with recorder.computing():
+            assert recorder.current.name == "step 1 of epoch 1 of fit"
+        with recorder.looping("evaluate"):
+            recorder.epoch_begins()
+            assert recorder.current.name == "evaluate"
+        with recorder.all_gathering("a seed"):
+            assert recorder.current.is_all_gathering
+            assert recorder.current.name.startswith(
+                "'a seed' in the callbacks of step 1"
+            )
+        recorder.epoch_begins()
+        assert recorder.current.name == "epoch 2 of fit"
+    assert recorder.current.name == ""
 
 
 def test_places_count_alike_for_the_same_calls():
     first, second = ProgressRecorder(), ProgressRecorder()
-    for here in first, second:
-        with here.looping("fit"):
-            here.epoch_begins()
-            here.step_begins(0)
-            with here.computing():
+    for recorder in first, second:
+        with recorder.looping("fit"):
+            recorder.epoch_begins()
+            recorder.step_begins(0)
+            with recorder.computing():
                 pass
-    assert first.place.count == second.place.count > 0
+    assert first.current.count == second.current.count > 0
 
 
 class Store:
@@ -189,15 +197,15 @@ def test_who_leaves_while_it_beats_says_so_in_another_beat(
 ):
     store = SlowStore()
     use(store, monkeypatch)
-    pulse = Heartbeat(WorkerGroup(0), FailureDetector([1], 60.0))
-    pulse.start()
+    heartbeat = Heartbeat(WorkerGroup(0), FailureDetector([1], 60.0))
+    heartbeat.start()
     assert store.begun.wait(10.0)
-    pulse.has_left = True
+    heartbeat.has_left = True
     threading.Timer(0.1, store.goes_on.set).start()
-    pulse.tell_now(10.0)
-    assert json.loads(store.texts["own/news"])["own"]["has_left"]
-    pulse.join(10.0)
-    assert not pulse.is_alive()
+    heartbeat.beat_now(10.0)
+    assert json.loads(store.texts["own/summary"])["own"]["has_left"]
+    heartbeat.join(10.0)
+    assert not heartbeat.is_alive()
 
 
 def test_the_first_worker_tells_all_what_it_has_heard(monkeypatch: pytest.MonkeyPatch):
@@ -206,35 +214,40 @@ def test_the_first_worker_tells_all_what_it_has_heard(monkeypatch: pytest.Monkey
     known = {
         r: FailureDetector([o for o in range(3) if o != r], 60.0) for r in range(3)
     }
-    pulses = [Heartbeat(WorkerGroup(rank), known[rank]) for rank in range(3)]
-    pulses[2].words = "ValueError: bad data"
+    heartbeats = [Heartbeat(WorkerGroup(rank), known[rank]) for rank in range(3)]
+    heartbeats[2].last_error = "ValueError: bad data"
     for _ in range(2):
-        for pulse in (pulses[1], pulses[2], pulses[0]):
-            pulse._beat()
-    assert known[1].of(2).place is not None
-    assert known[1].of(2).words == "ValueError: bad data"
+        for heartbeat in (heartbeats[1], heartbeats[2], heartbeats[0]):
+            heartbeat._beat()
+    assert known[1].status(2).progress is not None
+    assert known[1].status(2).last_error == "ValueError: bad data"
     # Who leaves because of another one is not to blame.
-    pulses[1].verdict, pulses[1].has_left = Verdict(2, "its process has ended"), True
-    for pulse in (pulses[1], pulses[0], pulses[2]):
-        pulse._beat()
-    assert pulses[0].verdict == pulses[2].verdict == pulses[1].verdict
+    heartbeats[1].failure, heartbeats[1].has_left = (
+        WorkerFailure(2, "its process has ended"),
+        True,
+    )
+    for heartbeat in (heartbeats[1], heartbeats[0], heartbeats[2]):
+        heartbeat._beat()
+    assert heartbeats[0].failure == heartbeats[2].failure == heartbeats[1].failure
 
 
 def test_a_beat_that_is_read_again_is_no_new_sign_of_life(
     monkeypatch: pytest.MonkeyPatch, clock: Clock
 ):
     known = FailureDetector([1], limit_seconds=60)
-    pulse = Heartbeat(WorkerGroup(0), known)
-    place = {"count": 1, "name": "", "seconds": 0.0, "exchanges": False}
-    beat = {"count": 5, "place": place, "words": "", "has_left": False}
-    assert pulse._take(1, beat)
+    heartbeat = Heartbeat(WorkerGroup(0), known)
+    progress = {"count": 1, "name": "", "seconds": 0.0, "is_all_gathering": False}
+    beat = {"count": 5, "progress": progress, "last_error": "", "has_left": False}
+    assert heartbeat._receive(1, beat)
     clock.now += 10
-    assert not pulse._take(1, beat)
+    assert not heartbeat._receive(1, beat)
     assert known.suspects() == [1]
 
 
 def test_a_message_names_worker_address_place_and_bucket():
-    text = message_of(Verdict(3, "its process has ended"), "h:1", "step 2 of fit", "b")
+    text = failure_message(
+        WorkerFailure(3, "its process has ended"), "h:1", "step 2 of fit", "b"
+    )
     assert text.startswith(
         "Worker 3 (h:1) was lost at step 2 of fit, while b was reduced: its process "
     )
@@ -250,13 +263,13 @@ def test_a_message_names_worker_address_place_and_bucket():
     ],
 )
 def test_the_bucket_of_an_error_is_that_of_its_node(text: str, bucket: str):
-    assert bucket_in(text) == bucket
+    assert bucket_of_error(text) == bucket
 
 
 def test_a_closed_port_refuses_and_an_unknown_host_does_not_answer():
     (port,) = free_ports(1)
-    assert knock(f"127.0.0.1:{port}", 1.0) is Answer.REFUSED
-    assert knock("host.invalid:1", 0.5) is Answer.NONE
+    assert probe_port(f"127.0.0.1:{port}", 1.0) is ProbeResult.REFUSED
+    assert probe_port("host.invalid:1", 0.5) is ProbeResult.NONE
 
 
 def test_a_process_that_ends_itself_leaves_no_generated_file():
@@ -269,7 +282,7 @@ def test_a_process_that_ends_itself_leaves_no_generated_file():
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("error", "reported"),
     [
         (ArithmeticError("one"), "ArithmeticError: one"),
         (SystemExit(7), "SystemExit: 7"),
@@ -278,13 +291,13 @@ def test_a_process_that_ends_itself_leaves_no_generated_file():
     ],
 )
 def test_what_ends_a_loop_of_keras_is_told_unless_it_ends_all_of_them(
-    error: BaseException, words: str, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, reported: str, monkeypatch: pytest.MonkeyPatch
 ):
     watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"])
-    monkeypatch.setattr(watchdog._pulse, "tell_now", lambda seconds: None)
-    with pytest.raises(type(error)), watchdog.explaining():
+    monkeypatch.setattr(watchdog._heartbeat, "beat_now", lambda seconds: None)
+    with pytest.raises(type(error)), watchdog.translate_errors():
         raise error
-    assert watchdog._pulse.words == words
+    assert watchdog._heartbeat.last_error == reported
 
 
 @pytest.mark.parametrize(
@@ -294,7 +307,7 @@ def test_who_stands_still_is_given_up_in_time_for_all_to_end_within_the_timeout(
     timeout_seconds: float | None, silent_seconds: float
 ):
     watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"], timeout_seconds)
-    assert watchdog._sightings.limit_seconds == silent_seconds
+    assert watchdog._detector.limit_seconds == silent_seconds
 
 
 def test_an_error_that_has_waited_for_a_name_once_does_not_wait_again_at_the_end(
@@ -302,13 +315,13 @@ def test_an_error_that_has_waited_for_a_name_once_does_not_wait_again_at_the_end
 ):
     watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"])
     waits = []
-    monkeypatch.setattr(watchdog, "_is_told", lambda: bool(waits.append(1)))
+    monkeypatch.setattr(watchdog, "_await_failure", lambda: bool(waits.append(1)))
     error = tf.errors.InternalError(None, None, "of this worker")
-    with pytest.raises(tf.errors.InternalError), watchdog.explaining():
+    with pytest.raises(tf.errors.InternalError), watchdog.translate_errors():
         raise error
-    watchdog.explain_end(error)
+    watchdog.explain_uncaught(error)
     assert len(waits) == 1
     # In a loop of the user's own nothing has looked at it before.
-    watchdog.explain_end(tf.errors.InternalError(None, None, "another one"))
+    watchdog.explain_uncaught(tf.errors.InternalError(None, None, "another one"))
     assert len(waits) == 2
-    assert watchdog._pulse.words == "InternalError: another one"
+    assert watchdog._heartbeat.last_error == "InternalError: another one"

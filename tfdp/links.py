@@ -1,4 +1,4 @@
-"""Latency and bandwidth of a cluster's links, inside a node and across nodes."""
+"""Links of a cluster: latency and bandwidth inside nodes and across them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What it costs to send a message: `alpha + bytes * beta`.
+    """Cost of a message: `alpha + bytes * beta`.
 
     Args:
         alpha_seconds: Float, seconds until the first byte arrives.
@@ -31,13 +31,13 @@ class Link:
             _check_not_negative(field, getattr(self, field))
 
     def seconds(self, num_bytes: float) -> float:
-        """Seconds that a message of so many bytes takes."""
+        """Return the seconds that a message takes."""
         return self.alpha_seconds + num_bytes * self.seconds_per_byte
 
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """The links of a cluster whose nodes are all alike.
+    """Links of a cluster whose nodes are all alike.
 
     Args:
         inside: `Link` between two replicas of a node.
@@ -62,7 +62,7 @@ class Links:
 
     @classmethod
     def from_dict(cls, entry: dict) -> Links:
-        """The links of which `dataclasses.asdict` made a dict.
+        """Restore links from the dict that `dataclasses.asdict` made.
 
         Example:
 

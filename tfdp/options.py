@@ -1,4 +1,4 @@
-"""What a user can choose about communication."""
+"""Communication options of a strategy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FLAT_ALGORITHMS = ("ring", "tree", "halving_doubling")
 ALGORITHMS = ("auto", *FLAT_ALGORITHMS, "hierarchical")
 BACKENDS = ("auto", "nccl", "ring")
 UNEVEN = ("join", "stop")
-WIRE_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
+COMMUNICATION_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 _LEVELS = ("inner", "outer")
 
 
@@ -21,7 +21,7 @@ DEFAULT_BUCKET_MB = 25.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommunicationOptions:
-    """How gradients travel between replicas.
+    """Options of the communication between replicas.
 
     Args:
         bucket_mb: Float, largest size of a bucket in megabytes (2**20 bytes).
@@ -55,9 +55,8 @@ class CommunicationOptions:
             `None`: they are measured where a `fit` is long enough to repay it,
             and assumed otherwise. Defaults to `None`.
         timeout_seconds: Float or `None`, how long workers wait for one that does
-            not come, and for a sign of life of one that stands still. `None`
-            waits for ever and warns, and 60 seconds for a sign of life.
-            Defaults to `None`.
+            not come, and for a heartbeat of one that hangs. `None` waits for ever
+            and warns, and 60 seconds for a heartbeat. Defaults to `None`.
         uneven: String, what `fit` does where some workers have more batches than
             others. `"join"`: an epoch goes on until the last worker is through;
             those without data add nothing, and every sample counts alike.
@@ -102,7 +101,7 @@ class CommunicationOptions:
         _check_one_of("backend", self.backend, BACKENDS)
         _check_one_of("uneven", self.uneven, UNEVEN)
         if self.compression is not None:
-            _check_levels("compression", self.compression, tuple(WIRE_DTYPES))
+            _check_levels("compression", self.compression, tuple(COMMUNICATION_DTYPES))
         _check_nodes(self.node_size, self.nodes)
         if self.links is not None and not isinstance(self.links, Links):
             raise ValueError(
@@ -112,11 +111,13 @@ class CommunicationOptions:
 
     @property
     def reduce_dtypes(self) -> tuple[str | None, str | None]:
-        """Names of the dtypes on the wire inside nodes and across them, or `None`."""
+        """Names of the communication dtypes inside nodes and across them, or `None`."""
         given = self.compression
         if not isinstance(given, Mapping):
             given = dict.fromkeys(_LEVELS, given) if given else {}
-        inner, outer = (WIRE_DTYPES.get(given.get(level, "")) for level in _LEVELS)
+        inner, outer = (
+            COMMUNICATION_DTYPES.get(given.get(level, "")) for level in _LEVELS
+        )
         return inner, outer
 
     @property
@@ -126,7 +127,7 @@ class CommunicationOptions:
 
     @property
     def adapts_buckets(self) -> bool:
-        """Whether a small model may have smaller buckets: nobody chose their size."""
+        """Bool, whether a small model may have smaller buckets: the default size."""
         return self.bucket_mb == DEFAULT_BUCKET_MB
 
     @property
@@ -158,7 +159,7 @@ def _check_levels(
     allowed: tuple[str, ...],
     of_level: tuple[str, ...] | None = None,
 ) -> None:
-    """Checks one name for both levels, or a dict from level to name."""
+    """Check one name for both levels, or a dict from level to name."""
     if not isinstance(value, Mapping):
         _check_one_of(name, value, allowed)
         return

@@ -1,4 +1,4 @@
-"""Several replicas on a machine without GPUs, for laptops and tests."""
+"""Logical CPU devices: several replicas on a machine without GPUs, for tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tfdp.cluster.devices import set_logical_cpus
 
 
 def logical_cpus(count: int) -> list[str]:
-    """Splits the CPU into logical devices, each of which can hold a replica.
+    """Split the CPU into logical devices, each of which can hold a replica.
 
     Call it before any other use of TensorFlow.
 

@@ -24,7 +24,6 @@ from tfdp.collectives import (
     all_gather,
     all_reduce,
     all_to_all,
-    barrier,
     broadcast,
     padded_length,
     reduce_scatter,
@@ -205,13 +204,6 @@ def broadcast_gives_the_tensor_of_any_source(env: Env) -> dict:
                     ),
                 )
                 check(results, data(source, shape, dtype))
-    return {}
-
-
-@collective_case("a barrier counts all replicas")
-def barrier_counts_all_replicas(env: Env) -> dict:
-    group = new_group(env)
-    check(run(env, lambda r, _: barrier(group, r)), np.float32(env.num_replicas))
     return {}
 
 
@@ -454,7 +446,6 @@ def eager_collectives(env: Env) -> dict:
             ),
         )
         check(results, held[-1])
-    check(run_eagerly(env, lambda r, _: barrier(group, r)), np.float32(size))
     return {}
 
 

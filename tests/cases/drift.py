@@ -29,8 +29,8 @@ class Seen(keras.callbacks.Callback):
         self.checks: dict[int, list[float]] = {}
 
     def on_train_batch_end(self, batch, logs=None):
-        for watch in drift_probe.watches.active():
-            step, numbers = watch.read()
+        for probe in drift_probe.probes.active():
+            step, numbers = probe.read()
             self.checks[step] = numbers
 
 
@@ -57,7 +57,7 @@ def checked(model: keras.Model, every: int, *data: typing.Any, **options) -> See
     check = tfdp.callbacks.ConsistencyCheck(every=every)
     callbacks = [*options.pop("callbacks", ()), seen, check]
     common.fit(model, *data, callbacks=callbacks, **options)
-    assert not drift_probe.watches.active()
+    assert not drift_probe.probes.active()
     return seen
 
 
@@ -137,7 +137,7 @@ def raised(model: keras.Model, every: int, *callbacks: typing.Any, **options) ->
     data = common.regression_data()
     with pytest.raises(RuntimeError) as caught:
         common.fit(model, *data, callbacks=[*callbacks, check], **options)
-    assert not drift_probe.watches.active()
+    assert not drift_probe.probes.active()
     return str(caught.value)
 
 

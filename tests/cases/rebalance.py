@@ -19,7 +19,7 @@ from cases.plans import traced_step
 from harness import registry
 from harness.env import Env
 from harness.registry import case
-from tfdp.data.balance import Balance
+from tfdp.data.load_balancer import LoadBalancer
 
 layers = keras.layers
 BATCH = 16
@@ -32,13 +32,13 @@ SLOW_SECONDS = 0.008
 
 
 @contextlib.contextmanager
-def rebalanced(env: Env) -> collections.abc.Iterator[Balance | None]:
+def rebalanced(env: Env) -> collections.abc.Iterator[LoadBalancer | None]:
     """What `tfdp run --rebalance` has the strategy make, for one case."""
     if env.strategy is None:
         yield None
         return
     extended = env.strategy.extended
-    extended.balance = Balance(env.setup.num_workers, extended.num_local)
+    extended.balance = LoadBalancer(env.setup.num_workers, extended.num_local)
     try:
         yield extended.balance
     finally:
@@ -48,7 +48,7 @@ def rebalanced(env: Env) -> collections.abc.Iterator[Balance | None]:
 class Shift(keras.callbacks.Callback):
     """Other weights after every second batch, the same on all workers."""
 
-    def __init__(self, balance: Balance | None) -> None:
+    def __init__(self, balance: LoadBalancer | None) -> None:
         super().__init__()
         self.balance = balance
         self.weights = itertools.cycle(WEIGHTS)
@@ -59,13 +59,13 @@ class Shift(keras.callbacks.Callback):
         if self.balance is not None and batch % 2 == 0:
             self.balance.set(next(self.weights))
         if self.balance is not None:
-            self.in_force.append(self.balance.of_workers)
+            self.in_force.append(self.balance.worker_weights)
 
 
 class Follow(keras.callbacks.Callback):
     """Keeps the rows of each worker at the begin of each epoch."""
 
-    def __init__(self, balance: Balance | None) -> None:
+    def __init__(self, balance: LoadBalancer | None) -> None:
         super().__init__()
         self.balance = balance
         self.rows: list[list[int]] = []
@@ -182,7 +182,7 @@ def rows_are_those_of_the_weights(env: Env) -> dict:
     return {"history": history, "weights": env.weights(model)}
 
 
-def check_rows(env: Env, balance: Balance, shift: Shift, seen: list[int]) -> None:
+def check_rows(env: Env, balance: LoadBalancer, shift: Shift, seen: list[int]) -> None:
     """Compares the rows of all steps with those of the weights in force."""
     num_local = env.strategy.extended.num_local
     sizes = iter([*[BATCH] * 5, 5] * 2)

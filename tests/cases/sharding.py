@@ -13,7 +13,7 @@ from harness.env import Env
 from harness.registry import case
 from tfdp import _compat
 from tfdp.checkpoint.random_state import random_states, set_random_states
-from tfdp.replicas import initial_values
+from tfdp.replicas import random_seed
 
 Policy = tf.data.experimental.AutoShardPolicy
 NUM = 32
@@ -145,7 +145,7 @@ def seeds_of_operations_give_the_numbers_of_one_device(env: Env) -> dict:
 def generators_seeded_by_the_user_stay_as_they_are(env: Env) -> dict:
     random.seed(env.rank)
     np.random.seed(5)
-    initial_values.agree_on_seed(env.strategy)
+    random_seed.agree_on_seed(env.strategy)
     drawn = np.random.random(3)
     np.testing.assert_array_equal(drawn, np.random.RandomState(5).random(3))
     return {"python": random.random(), "keras": keras.random.uniform((2,))}

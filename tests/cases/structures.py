@@ -222,12 +222,12 @@ def _check_several_workers(
     env: Env, element: typing.Any, dataset: tf.data.Dataset
 ) -> None:
     """Whole batches divided by weight, sharding OFF, and data that ends at one."""
-    from tfdp.data.share_dataset import Reading
+    from tfdp.data.per_replica_dataset import ReadOptions
 
     strategy, replicas = env.strategy, env.num_replicas
     local = strategy.experimental_distribute_dataset(dataset)
     with rebalanced(env):
-        by_weight = local.read(Reading(asks=False, by_weight=True))
+        by_weight = local.read(ReadOptions(asks_workers=False, by_weight=True))
         for found in (next(iter(by_weight)), _read_in_a_graph(by_weight)):
             _assert_shares(env, found, lambda rank: _share(element, rank, replicas))
     off = strategy.experimental_distribute_dataset(with_policy(dataset, Policy.OFF))

@@ -1,1 +1,10 @@
-"""base."""
+"""Small modules that all rooms above share: context, batch weights, files.
+
+Reading order:
+    context: tfdp strategies of models, optimizers and scopes
+    loops: the loop of Keras that is running
+    batch_weight: weight of a replica's rows in the sums over a global batch
+    param_groups: variables by optimizer, and properties of Keras's optimizers
+    active_hooks: hooks that are active while steps are traced
+    private_folder: folders that only their owner can read
+"""

@@ -1,4 +1,4 @@
-"""What callbacks switch on while Keras's steps are traced, and what takes it back."""
+"""Hooks that callbacks activate while Keras's steps are traced."""
 
 from __future__ import annotations
 
@@ -10,53 +10,56 @@ _T = TypeVar("_T")
 
 
 class ActiveHooks(Generic[_T]):
-    """The things of one kind that are switched on in this process.
+    """Active hooks of one kind in this process.
 
     Example:
 
-    >>> switched = Switched()
-    >>> before = switched.active()
-    >>> switched.on("a recorder")
-    >>> switched.switch_back(before), switched.active()
+    >>> hooks = ActiveHooks()
+    >>> before = hooks.active()
+    >>> hooks.activate("a recorder")
+    >>> hooks.deactivate_since(before), hooks.active()
     (True, [])
     """
 
     def __init__(self) -> None:
-        self._items: list[_T] = []
+        self._hooks: list[_T] = []
 
     def __bool__(self) -> bool:
-        return bool(self._items)
+        return bool(self._hooks)
 
-    def on(self, item: _T) -> None:
-        """Switches something on."""
-        self._items.append(item)
+    def activate(self, hook: _T) -> None:
+        """Activate a hook."""
+        self._hooks.append(hook)
 
-    def off(self, item: _T) -> None:
-        """Switches something off; again has no effect."""
-        if item in self._items:
-            self._items.remove(item)
+    def deactivate(self, hook: _T) -> None:
+        """Deactivate a hook; without effect if it is not active."""
+        if hook in self._hooks:
+            self._hooks.remove(hook)
 
     def active(self) -> list[_T]:
-        """What is switched on."""
-        return list(self._items)
+        """Return the active hooks."""
+        return list(self._hooks)
 
-    def switch_back(self, before: list[_T]) -> bool:
-        """Switches off what was not on before, and says whether there was any.
+    def deactivate_since(self, before: list[_T]) -> bool:
+        """Deactivate the hooks that were not active before.
 
         Args:
-            before: List, what `active` had returned.
+            before: List, the result of `active` at that time.
+
+        Returns:
+            Bool, whether there was any.
         """
-        started = [item for item in self._items if item not in before]
-        for item in started:
-            self.off(item)
-        return bool(started)
+        newer = [hook for hook in self._hooks if hook not in before]
+        for hook in newer:
+            self.deactivate(hook)
+        return bool(newer)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Nothing is switched on inside."""
-        before = self._items[:]
-        self._items.clear()
+        """Suspend all hooks inside."""
+        before = self._hooks[:]
+        self._hooks.clear()
         try:
             yield
         finally:
-            self._items[:] = before
+            self._hooks[:] = before

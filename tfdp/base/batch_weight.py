@@ -1,4 +1,4 @@
-"""Weight of a replica's part of the global batch, while its step is traced or runs.
+"""Weight of a replica's rows in the sums over a global batch, while its step runs.
 
 Inside Keras's loops the loss of a replica is the mean over its own rows, as on one
 device. With n_i of n rows its gradients, and the numbers that its step returns, are
@@ -25,8 +25,8 @@ class BatchWeight:
     """Weight of one replica in the sums over a global batch.
 
     Args:
-        weight: Scalar float64 tensor, its fraction of all samples. A third, say, in
-            float32 would be all that a float64 model is exact to.
+        weight: Scalar float64 tensor, the fraction of all samples that it has. In
+            float32 a third, say, would limit the precision of a float64 model.
         num_samples: Scalar float32 tensor, the samples of all replicas, or `None`
             where that is unknown.
         forms: `tfdp.losses.row_forms.forms.Forms` of the step, or `None` while none is
@@ -42,8 +42,8 @@ class BatchWeight:
 
 @contextlib.contextmanager
 def use(value: BatchWeight | None) -> Iterator[None]:
-    """Sets the weight of the replica that runs in this thread."""
-    outer = _in_force()
+    """Set the weight of the replica that runs in this thread."""
+    outer = _active()
     _thread.batch_weight = value
     try:
         yield
@@ -52,13 +52,13 @@ def use(value: BatchWeight | None) -> Iterator[None]:
 
 
 def current() -> tf.Tensor | None:
-    """The weight of the replica that runs in this thread, float64, or `None`."""
-    found = _in_force()
+    """Return the weight of the replica that runs in this thread, float64, or `None`."""
+    found = _active()
     return None if found is None else found.weight
 
 
 def weigh_loss(loss: tf.Tensor, optimizers: Iterable[Any]) -> tf.Tensor:
-    """Multiplies a loss that is scaled by the weight of the replica.
+    """Multiply a loss that is scaled by the weight of the replica.
 
     In half precision the backward pass then overflows where that of one device does:
     a mean over fewer rows has larger gradients.
@@ -70,7 +70,7 @@ def weigh_loss(loss: tf.Tensor, optimizers: Iterable[Any]) -> tf.Tensor:
     Returns:
         Scalar tensor like `loss`.
     """
-    found = _in_force()
+    found = _active()
     if found is None:
         return loss
     found.weighted.update(map(id, optimizers))
@@ -78,16 +78,16 @@ def weigh_loss(loss: tf.Tensor, optimizers: Iterable[Any]) -> tf.Tensor:
 
 
 def weight_for(optimizer: Any) -> tf.Tensor | None:
-    """By what the gradients of this thread's replica are multiplied.
+    """Return the factor for the gradients of this thread's replica.
 
     Args:
         optimizer: The optimizer that they are given to.
 
     Returns:
-        Scalar float64 tensor: the weight, or only whether it is above zero where the
-        loss was multiplied by it; or `None` where nothing is weighted.
+        Scalar float64 tensor: the weight; or, where the loss was multiplied by it, one
+        if it is above zero and else zero; or `None` where nothing is weighted.
     """
-    found = _in_force()
+    found = _active()
     if found is None:
         return None
     if id(optimizer) in found.weighted:
@@ -96,26 +96,26 @@ def weight_for(optimizer: Any) -> tf.Tensor | None:
 
 
 def weight_of_upstream() -> tf.Tensor | None:
-    """By what gradients that go to other replicas are still to be multiplied.
+    """Return the factor for gradients that are sent to other replicas.
 
     Returns:
         Scalar float64 tensor, or `None` where the loss has the weight already.
     """
-    found = _in_force()
+    found = _active()
     return None if found is None or found.weighted else found.weight
 
 
 def forms() -> Any:
-    """How the tensors of this thread's step depend on rows; `None` in eager mode."""
-    found = _in_force()
+    """Return the `Forms` of this thread's step; `None` in eager mode."""
+    found = _active()
     return None if found is None else found.forms
 
 
 def num_samples() -> tf.Tensor | None:
-    """The samples of all replicas in this step, or `None` where unknown."""
-    found = _in_force()
+    """Return the samples of all replicas in this step, or `None` where unknown."""
+    found = _active()
     return None if found is None else found.num_samples
 
 
-def _in_force() -> BatchWeight | None:
+def _active() -> BatchWeight | None:
     return getattr(_thread, "batch_weight", None)

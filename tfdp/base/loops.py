@@ -1,4 +1,4 @@
-"""Which loop of Keras is under way."""
+"""The loop of Keras that is running: `fit`, `evaluate`, `train_on_batch` and others."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from typing import Any
 
 @dataclasses.dataclass
 class Loop:
-    """A loop of Keras that is under way.
+    """A running loop of Keras.
 
     Args:
         model: The Keras model.
         whole_batches: Bool, whether the loop is given global batches, as
-            `train_on_batch` is, and not shares that are split already.
+            `train_on_batch` is, and not batches that are divided already.
         awaits_training_data: Bool, whether the next data that it reads is for
             training: a `fit` reads that first, and may validate later.
-        weights: List of scalar tensors, the local replicas' parts of the batch of the
-            step that is under way, or `None` with one replica.
+        batch_weights: List of scalar tensors, weights of the local replicas in the
+            running step, or `None` with one replica.
     """
 
     model: Any
     whole_batches: bool
     awaits_training_data: bool = False
-    weights: list | None = None
+    batch_weights: list | None = None
 
 
 _loops: list[Loop] = []
 
 
 def current() -> Loop | None:
-    """The innermost loop, or `None` outside of any."""
+    """Return the innermost loop, or `None` outside of any."""
     return _loops[-1] if _loops else None
 
 
 def data_is_read() -> None:
-    """Notes that a loop has been given data, a `fit` that which it trains on."""
+    """Record that a loop has been given data; a `fit` gets its training data first."""
     for loop in _loops[-1:]:
         loop.awaits_training_data = False
 
 
 def is_nested() -> bool:
-    """Whether a callback of one loop runs another one."""
+    """Return whether a callback of one loop runs another one."""
     return len(_loops) > 1
 
 
@@ -51,7 +51,7 @@ def is_nested() -> bool:
 def looping(
     model: Any, *, whole_batches: bool = False, is_fit: bool = False
 ) -> Iterator[None]:
-    """While a loop runs.
+    """Record that a loop runs inside.
 
     Args:
         model: The Keras model.

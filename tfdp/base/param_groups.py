@@ -1,4 +1,4 @@
-"""What is known about the optimizers of Keras: how each looks at a gradient."""
+"""Parameter groups of a step, and properties of Keras's optimizers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import keras
 
 from tfdp import _compat
 
-# They treat every element of a variable alike and by itself. Any other class, a
-# user's own and a subclass too, is taken to look at whole tensors.
+# Element-wise optimizers: each element of a variable is updated from that of the
+# gradient alone. Any other class, a user's own and a subclass too, is taken to need
+# whole tensors.
 _ELEMENTWISE = frozenset(
     getattr(keras.optimizers, name)
     for name in (
@@ -34,7 +35,7 @@ _CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
 
 @dataclasses.dataclass(frozen=True)
 class ParamGroup:
-    """The variables of a step that one optimizer updates.
+    """Variables of a step that one optimizer updates.
 
     Args:
         optimizer: Keras optimizer that is no wrapper.
@@ -45,12 +46,12 @@ class ParamGroup:
     indices: tuple[int, ...]
 
     def of(self, items: Sequence) -> list:
-        """Those of some items, one for each variable of the step."""
+        """Select the group's items from a sequence with one for each variable."""
         return [items[index] for index in self.indices]
 
 
 def param_groups_of(optimizer: Any, variables: Sequence[Any]) -> list[ParamGroup]:
-    """Which optimizer updates which variables.
+    """Group the variables of a step by the optimizer that updates them.
 
     Args:
         optimizer: A built Keras optimizer, `MultiOptimizer` or other.
@@ -72,28 +73,28 @@ def param_groups_of(optimizer: Any, variables: Sequence[Any]) -> list[ParamGroup
 
 
 def path_of(variable: Any) -> str:
-    """The path of a Keras variable, or the name of a `tf.Variable`."""
+    """Return the path of a Keras variable, or the name of a `tf.Variable`."""
     return str(getattr(variable, "path", None) or variable.name)
 
 
 def is_multi(optimizer: Any) -> bool:
-    """Whether an optimizer hands its variables to others."""
+    """Return whether an optimizer is a `MultiOptimizer`."""
     kind = getattr(keras.optimizers, "MultiOptimizer", None)
     return kind is not None and isinstance(optimizer, kind)
 
 
 def innermost(optimizer: Any) -> list:
-    """The optimizers that update variables: itself, or those of a `MultiOptimizer`."""
+    """Return the optimizers that update variables: itself, or a multi-optimizer's."""
     return list(optimizer.optimizers) if is_multi(optimizer) else [optimizer]
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """Whether an optimizer is known to treat every element by itself."""
+    """Return whether an optimizer is known to be element-wise."""
     return type(optimizer) in _ELEMENTWISE
 
 
 def gains_from_groups(optimizer: Any) -> bool:
-    """Whether an update has so many kernels that variables are better grouped.
+    """Return whether an update has so many kernels that grouping variables pays.
 
     Plain `SGD` has a single one for each variable.
     """
@@ -102,12 +103,12 @@ def gains_from_groups(optimizer: Any) -> bool:
 
 
 def clips(optimizer: Any) -> bool:
-    """Whether an optimizer clips gradients."""
+    """Return whether an optimizer clips gradients."""
     return any(getattr(optimizer, name, None) for name in _CLIPPING)
 
 
 def is_linear(optimizer: Any) -> bool:
-    """Whether equal rows of a sparse gradient may be added up beforehand.
+    """Return whether equal rows of a sparse gradient may be added up beforehand.
 
     Keras clips rows one by one, so that a sum of rows would be clipped
     differently.
@@ -116,7 +117,7 @@ def is_linear(optimizer: Any) -> bool:
 
 
 def rate_is_in_slots(optimizer: Any) -> bool:
-    """Whether the momentum of an optimizer contains the learning rate.
+    """Return whether the momentum of an optimizer contains the learning rate.
 
     Keras's `SGD` and tfdp's `LARS` add the rate times the gradient to it, so that
     it has to be rescaled when the rate changes.

@@ -26,9 +26,9 @@ from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.random_state import random_states, set_random_states
 from tfdp.checkpoint.reader import check_model
 from tfdp.checkpoint.run_state import RunState, Wanted
-from tfdp.coordination.preemption import PREEMPTED, Notice, PreemptionWatch
+from tfdp.coordination.preemption import PREEMPTED, PreemptionNotice, PreemptionWatch
 from tfdp.data.batch_change import BatchChange
-from tfdp.data.position import Position
+from tfdp.data.position import DataPosition
 from tfdp.keras_hooks import install
 from tfdp.optimizer.arguments import check_strategy
 
@@ -117,7 +117,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         super().set_model(model)
         check_strategy(model.distribute_strategy)
 
-    def follow(self, position: Position, others: list[Any]) -> None:
+    def follow(self, position: DataPosition, others: list[Any]) -> None:
         """Is told by `fit` where it stands in its data, and of all other callbacks."""
         self._position = position
         self._others = others
@@ -129,7 +129,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._worker_group = api.worker_group_of(self.model)
         self._backups = Backups(self.directory, self.keep, self._worker_group)
         self._batches = RunBatches(self.model, self._position, self.batch)
-        self._notice = Notice()
+        self._notice = PreemptionNotice()
         self._watch = PreemptionWatch(self._notice, self._worker_group)
         self._epoch, self._last_batch, self._total = 0, -1, 0
         self._resumed = None
@@ -139,9 +139,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         if found is not None:
             self._go_back_to(*found)
         elif self.save_freq != "epoch":
-            self._warn_of(self._position.difficulty)
+            self._warn_of(self._position.nondeterminism)
         self._notice.listen()
-        self._position.after.callback(self._notice.stop)
+        self._position.exit_stack.callback(self._notice.stop)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Loads a backup from within this epoch, once the others have begun it."""
@@ -155,7 +155,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._load(index, wanted)
         self._begin, batches = self._batches.place_of(index.run, self._change)
         self._last_batch = batches - 1
-        self._position.go_to(self._begin, batches)
+        self._position.restore(self._begin, batches)
         self._position.last_logs = decoded(index.run["logs"])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -172,7 +172,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """The same."""
-        is_preempted = self._watch.is_given(self._total, must_look=True)
+        is_preempted = self._watch.is_given(self._total, must_ask=True)
         if is_preempted or self.save_freq == "epoch":
             self._save(epoch + 1, 0, {})
         if is_preempted:
@@ -263,16 +263,16 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._load(index, wanted)
             data, batches = self._batches.place_of(run, self._change)
             if difference is None:
-                self._position.go_to(data, batches)
+                self._position.restore(data, batches)
             else:
-                self._position.begin_anew(data)
+                self._position.restore_length(data)
         if run["batches"] or self.save_freq != "epoch":
             self._warn_of(difference)
         epochs = self.params.get("epochs", run["epoch"] + 1)
         is_over = run["is_stopped"] or run["epoch"] >= epochs
         _compat.set_initial_epoch(self.model, epochs if is_over else run["epoch"])
         # Keras would begin with it in the next `fit`, too.
-        self._position.after.callback(_compat.set_initial_epoch, self.model, 0)
+        self._position.exit_stack.callback(_compat.set_initial_epoch, self.model, 0)
 
     def _load(self, index: Index, wanted: Wanted) -> None:
         run = index.run

@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tfdp.base.ownership import strategy_of
+from tfdp.base.context import strategy_of
 from tfdp.callbacks.measuring import MeasuringCallback
 from tfdp.coordination.mailbox import Mailbox
 from tfdp.coordination.worker_group import WorkerGroup

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfdp.base.ownership import strategy_of
+from tfdp.base.context import strategy_of
 from tfdp.keras_hooks import install
 from tfdp.optimizer.arguments import check_strategy
 from tfdp.replicas.drift import check_weights, raise_difference
@@ -52,7 +52,7 @@ class ConsistencyCheck(keras.callbacks.Callback):
             )
         install.install()
         self.every = every
-        self._watch: DriftProbe | None = None
+        self._probe: DriftProbe | None = None
         self._step = 0
         self._last_batch = -1
 
@@ -65,14 +65,14 @@ class ConsistencyCheck(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Compares the weights, and lets steps be traced with checks."""
-        self._watch = None
+        self._probe = None
         self._step = 0
         strategy = strategy_of(self.model)
         if strategy is None or strategy.num_replicas_in_sync == 1:
             return
         self._check("before the first step")
-        self._watch = DriftProbe(strategy, self.model, self.every)
-        self._watch.start()
+        self._probe = DriftProbe(strategy, self.model, self.every)
+        self._probe.start()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begins to count batches."""
@@ -83,9 +83,9 @@ class ConsistencyCheck(keras.callbacks.Callback):
         before = self._step
         self._step += batch - self._last_batch
         self._last_batch = batch
-        if self._watch is None or self._step // self.every == before // self.every:
+        if self._probe is None or self._step // self.every == before // self.every:
             return
-        step, numbers = self._watch.read()
+        step, numbers = self._probe.read()
         # Alike on all workers, since the logs' sum is.
         if len({number for number in numbers if number}) > 1:
             strategy = strategy_of(self.model)
@@ -93,8 +93,8 @@ class ConsistencyCheck(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Compares the weights that training has ended with."""
-        if self._watch is not None:
-            self._watch = None
+        if self._probe is not None:
+            self._probe = None
             self._check("after the last step")
 
     def _check(self, when: str) -> None:

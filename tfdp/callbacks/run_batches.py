@@ -15,7 +15,7 @@ from tfdp.data.batch_change import (
     change_for_replicas,
     change_for_updates,
 )
-from tfdp.data.position import Position
+from tfdp.data.position import DataPosition
 from tfdp.plans.schedules import steps_at_epoch
 
 # Of the identity of a run, what may change with the number of replicas.
@@ -27,12 +27,12 @@ class RunBatches:
 
     Args:
         model: Compiled Keras model, in `fit`.
-        position: `Position` of its data.
+        position: `DataPosition` of its data.
         kept: String, `"global"` or `"per_replica"`: the batch that stays the same on
             another number of replicas.
     """
 
-    def __init__(self, model: Any, position: Position, kept: str) -> None:
+    def __init__(self, model: Any, position: DataPosition, kept: str) -> None:
         self._model = model
         self._position = position
         self._kept = kept
@@ -85,7 +85,7 @@ class RunBatches:
             waiting = run["accumulation"]["waiting"]
             # Else they are taken again, and make the update from its begin.
             batches -= 0 if change.can_carry(waiting) else waiting
-        return self._position.moved(run["data"], batches, change)
+        return self._position.convert_position(run["data"], batches, change)
 
     def adapt(
         self, run: dict[str, Any], change: BatchChange | None, wanted: Wanted
@@ -104,7 +104,7 @@ class RunBatches:
         if change.can_carry(waiting):
             # Each of them is a mean over its samples.
             ratio = change.before / change.now
-            self._model.optimizer.recount(change.whole(waiting), ratio)
+            self._model.optimizer.recount(change.floor(waiting), ratio)
         else:
             wanted.state.forget()
         return (
@@ -150,7 +150,7 @@ class RunBatches:
         optimizer: Any = self._model.optimizer
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         names = [] if inner is None else [type(p).__name__ for p in innermost(inner)]
-        return {"optimizer": names, **self._position.identity()}
+        return {"optimizer": names, **self._position.fit_arguments()}
 
     def _accumulation_steps(self, epoch: int) -> int:
         plan = getattr(self._model.optimizer, "accumulation_plan", 1)

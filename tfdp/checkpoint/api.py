@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from tfdp.base.ownership import strategy_of
+from tfdp.base.context import strategy_of
 from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing

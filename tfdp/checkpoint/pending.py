@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from tfdp import _compat
-from tfdp.base.ownership import strategy_of
+from tfdp.base.context import strategy_of
 from tfdp.base.param_groups import innermost, is_multi
 from tfdp.checkpoint.model_state import COUNTER, PENDING, ShardWriter, shard_writer_of
 from tfdp.keras_hooks.file_view import Entry

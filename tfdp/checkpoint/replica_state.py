@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base.ownership import strategy_of
+from tfdp.base.context import strategy_of
 from tfdp.sharding.state_tensors import Piece, StateTensor
 
 _MERGES: dict[str, Callable] = {"sum": np.add, "max": np.maximum, "min": np.minimum}

@@ -18,7 +18,7 @@ from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import BucketPlan
 from tfdp.plans.cost_model import Algorithm
-from tfdp.plans.prediction import BACKWARD_SHARE
+from tfdp.plans.prediction import BACKWARD_FRACTION
 
 if TYPE_CHECKING:  # it imports TensorFlow
     from tfdp.reduction.selection import AlgorithmChoice
@@ -164,7 +164,7 @@ def plan(
         ring=routes_of(buckets, by_ring, topology, backend)[0],
         warned=warned,
         compute_seconds=None if step_ms is None else step_ms / 1e3,
-        overlap=BACKWARD_SHARE if overlap is None else overlap,
+        overlap=BACKWARD_FRACTION if overlap is None else overlap,
         optimizer=optimizer,
         memory=memory.memory_of(
             loaded,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.text import Text
 from rich.tree import Tree
 
-from tfdp.cluster import Cluster, Topology, check_port_free, unreachable
+from tfdp.cluster import Cluster, Topology, check_port_free, unreachable_workers
 
 
 def port_states(cluster: Cluster, timeout_seconds: float = 1.0) -> list[str]:
@@ -21,7 +21,7 @@ def port_states(cluster: Cluster, timeout_seconds: float = 1.0) -> list[str]:
     Returns:
         List of strings, in the order of ranks.
     """
-    silent = unreachable(cluster, timeout_seconds)
+    silent = unreachable_workers(cluster, timeout_seconds)
     states = [
         "does not answer" if rank in silent else "answers"
         for rank in range(cluster.num_workers)

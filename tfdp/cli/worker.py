@@ -21,7 +21,7 @@ _CHUNK_BYTES = 1 << 16
 # What a worker wrote before it ended is in the pipe, which holds no more than
 # this. What its own children go on writing there must not keep us reading.
 _MAX_PIPE_BYTES = 1 << 20
-# As `tfdp.coordination.watch.errors.message_of` says it; to import that is to import
+# The text of `tfdp.coordination.watch.errors.failure_message`, whose import loads
 # TensorFlow.
 _LOST = re.compile(r"\bWorker (\d+) \([^()\s]+\) was lost\b")
 

@@ -1,39 +1,45 @@
-"""The cluster of `TF_CONFIG` or of a Slurm step, as plain values and sockets.
+"""Cluster of `TF_CONFIG` or of a Slurm step: addresses, ports, nodes, devices.
 
-Nothing here imports TensorFlow, so that the command line reads a cluster in
-milliseconds.
+Only `devices` imports TensorFlow, so that the command line reads a cluster in
+milliseconds. Reading order:
+    spec: the cluster and this task's rank
+    tf_config, slurm: read it from the environment
+    address, ports, local_ports: check, probe and find ports; rendezvous of workers
+    join_guard: deadline of a worker that joins
+    topology, nodes: replicas of each node, and how they are found
+    devices: local devices that hold a replica
 """
 
 from __future__ import annotations
 
 from tfdp.cluster.address import split_address
-from tfdp.cluster.join_guard import guarded
+from tfdp.cluster.join_guard import join_deadline
 from tfdp.cluster.local_ports import free_ports
 from tfdp.cluster.nodes import topology_of
 from tfdp.cluster.ports import (
-    Answer,
-    answers,
+    ProbeResult,
+    accepts_connections,
     check_port_free,
-    knock,
-    meet,
-    name_workers,
-    unreachable,
+    describe_workers,
+    probe_port,
+    rendezvous,
+    unreachable_workers,
 )
 from tfdp.cluster.spec import Cluster
 from tfdp.cluster.topology import Topology
 
 __all__ = [
-    "Answer",
     "Cluster",
+    "ProbeResult",
     "Topology",
-    "answers",
+    "accepts_connections",
     "check_port_free",
+    "describe_workers",
     "free_ports",
-    "guarded",
-    "knock",
-    "meet",
-    "name_workers",
+    "join_deadline",
+    "probe_port",
+    "rendezvous",
     "split_address",
     "topology_of",
-    "unreachable",
+    "unreachable_workers",
 ]

@@ -1,4 +1,4 @@
-"""The form of an address: one host and one port."""
+"""Addresses of the form `"host:port"`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+(?:%\w+)?\]|[^\s:/\[\]]+):([0-9]{1,5})"
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Splits an address into its host and its port.
+    """Split an address into its host and its port.
 
     Args:
         address: String, `"host:port"`; an IPv6 host stands in brackets.

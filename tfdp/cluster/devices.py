@@ -1,4 +1,4 @@
-"""Which devices of this machine hold a replica."""
+"""Devices of this machine that hold a replica."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import tensorflow as tf
 
 from tfdp import _compat
 
-# A replica needs cores of its own to pay; above this the batch shares get
-# small before the communication does.
+# A replica needs cores of its own to pay; with more replicas the rows of each get
+# fewer before the communication does.
 _CORES_PER_REPLICA = 2
 _MAX_DEFAULT_REPLICAS = 8
 
 
 def local_devices() -> list[str]:
-    """All logical GPUs of this machine, or else all its logical CPU devices."""
+    """Return all logical GPUs of this machine, or else its logical CPU devices."""
     return _names("GPU") or _names("CPU")
 
 
 def resolve_devices(devices: Sequence[str] | None) -> list[str]:
-    """Checks a user's list of devices.
+    """Check a user's list of devices.
 
     Args:
         devices: Sequence of strings, such as `"GPU:0"`, or `None` for all.
@@ -57,7 +57,7 @@ def resolve_devices(devices: Sequence[str] | None) -> list[str]:
 
 
 def set_logical_cpus(count: int) -> list[str]:
-    """Splits the CPU into logical devices.
+    """Split the CPU into logical devices.
 
     Args:
         count: Int, number of devices.
@@ -91,7 +91,7 @@ def set_logical_cpus(count: int) -> list[str]:
 
 
 def default_cpus(count: int | None) -> None:
-    """Gives a machine without GPUs several replicas, unless it is too late.
+    """Split the CPU of a machine without GPUs, unless TensorFlow has started.
 
     Args:
         count: Int, the number asked for, or `None` for as many as suit the
@@ -109,7 +109,7 @@ def default_cpus(count: int | None) -> None:
     wanted = max(min(cores, 2), min(cores // _CORES_PER_REPLICA, _MAX_DEFAULT_REPLICAS))
     set_logical_cpus(wanted)
     if not tf.config.threading.get_intra_op_parallelism_threads():
-        # The replicas run at the same time; each gets its share of the cores.
+        # The replicas run at the same time, each on as many cores.
         tf.config.threading.set_intra_op_parallelism_threads(max(1, cores // wanted))
 
 

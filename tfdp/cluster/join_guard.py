@@ -1,4 +1,4 @@
-"""Ends a worker that joins its cluster for ever, from a process of its own.
+"""Deadline of a worker that joins its cluster, kept by a process of its own.
 
 TensorFlow joins in native code with the interpreter locked, and has no limit for some
 of its waits: when another worker dies in that moment, no thread and no signal handler
@@ -16,12 +16,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
-_KNOCK_SECONDS = 1.0
+_PROBE_SECONDS = 1.0
 
 
 @contextlib.contextmanager
-def guarded(others: Sequence[str], limit_seconds: float) -> Iterator[None]:
-    """Kills this process if it does not come out of the block in time.
+def join_deadline(others: Sequence[str], limit_seconds: float) -> Iterator[None]:
+    """Kill this process if the block does not end in time.
 
     Args:
         others: Sequence of strings, `"rank=host:port"` of the other workers.
@@ -41,7 +41,7 @@ def guarded(others: Sequence[str], limit_seconds: float) -> Iterator[None]:
 
 
 def explain(others: Sequence[str], limit_seconds: float) -> str:
-    """Says who is to blame, as far as can be seen.
+    """Format the error message of a join that has timed out.
 
     Args:
         others: Sequence of strings, `"rank=host:port"`.
@@ -56,26 +56,26 @@ def explain(others: Sequence[str], limit_seconds: float) -> str:
     'Waited 60 s to join the cluster: worker 1 (localhost:1) does not answer. ...'
     """
     pairs = [other.split("=", 1) for other in others]
-    gone = [f"worker {r} ({place})" for r, place in pairs if not _answers(place)]
-    cause = f"{', '.join(gone)} does not answer" if gone else "one of them stands still"
+    lost = [f"worker {r} ({at})" for r, at in pairs if not _accepts_connections(at)]
+    cause = f"{', '.join(lost)} does not answer" if lost else "one of them stands still"
     return (
         f"Waited {limit_seconds:.0f} s to join the cluster: {cause}. All workers were "
         "there before: see the end of their output, and start all of them again."
     )
 
 
-def _answers(address: str) -> bool:
+def _accepts_connections(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
-        place = (host.strip("[]"), int(port))
-        socket.create_connection(place, timeout=_KNOCK_SECONDS).close()
+        target = (host.strip("[]"), int(port))
+        socket.create_connection(target, timeout=_PROBE_SECONDS).close()
     except OSError:
         return False
     return True
 
 
 def main() -> None:
-    """Waits for the worker to have joined, or for the limit."""
+    """Wait until the worker has joined, and kill it at the limit."""
     # Ctrl-C is for the worker; while that one cannot hear it, this one stays.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker, limit, others = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]

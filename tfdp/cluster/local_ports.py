@@ -1,4 +1,4 @@
-"""Ports on which local workers can listen."""
+"""Free ports for local workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PORT_RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
 
 
 def free_ports(count: int) -> list[int]:
-    """Finds ports that are free on all interfaces, each a different one.
+    """Find different ports that are free on all interfaces.
 
     They are drawn at random from below the range in which the kernel picks
     source ports: from inside it, a worker's first outgoing connection could

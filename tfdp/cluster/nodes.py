@@ -1,4 +1,4 @@
-"""Finds which workers are on one host, by their names and addresses."""
+"""Node discovery: group workers by the names and addresses of their hosts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def topology_of(
     nodes: Sequence[str] | None = None,
     resolve: Callable[[str], Iterable[str]] = _addresses_of,
 ) -> Topology:
-    """Finds which replicas share a node.
+    """Find which replicas share a node.
 
     Replica r of worker w has the global rank `w * replicas_per_worker + r`.
     Workers on one host form one node, and so do workers on hosts of which an
@@ -75,7 +75,7 @@ def topology_of(
 
 
 def _group(labels: Sequence[Hashable]) -> Topology:
-    """Puts the ranks with one label on one node, in order of first appearance."""
+    """Group the ranks with equal labels, in order of first appearance."""
     nodes: dict[Hashable, list[int]] = {}
     for rank, label in enumerate(labels):
         nodes.setdefault(label, []).append(rank)
@@ -121,7 +121,7 @@ def _check_nodes(nodes: Sequence[str], num_workers: int) -> None:
 def _machines(
     hosts: Sequence[str], resolve: Callable[[str], Iterable[str]]
 ) -> list[int]:
-    """Numbers the machine of each host; hosts that share an address share it."""
+    """Number the machine of each host; hosts that share an address share it."""
     names = [host.lower() for host in hosts]
     machines: list[set[str]] = []
     for name, addresses in _resolve_all(dict.fromkeys(names), resolve).items():
@@ -136,7 +136,7 @@ def _machines(
 def _resolve_all(
     names: Iterable[str], resolve: Callable[[str], Iterable[str]]
 ) -> dict[str, list[str]]:
-    """Looks up each name once, all at the same time; none is left out."""
+    """Resolve each name once, concurrently; a failure is an empty list."""
     found = {name: [] if (at := _address(name)) is None else [at] for name in names}
     # Workers that are all on one host need no look-up: one node, whichever it is.
     unknown = [name for name, at in found.items() if not at and len(found) > 1]
@@ -162,7 +162,7 @@ def _resolve_all(
 
 
 def _address(text: str) -> str | None:
-    """Writes a numeric address in one way; `None` if it is a name."""
+    """Normalize a numeric address; return `None` for a name."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

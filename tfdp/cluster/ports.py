@@ -1,4 +1,4 @@
-"""Whether ports are free on this host, and whether those of others answer."""
+"""Ports: check this task's own, probe those of others, rendezvous of all workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOGETHER_SECONDS = 1.0
 
 
 def check_port_free(address: str) -> None:
-    """Checks that this task can still open the port of its own address.
+    """Check that this task can open the port of its own address.
 
     TensorFlow's server listens on all interfaces, so that is what is tried;
     the host part is not looked at, and nothing is left open.
@@ -48,8 +48,8 @@ def check_port_free(address: str) -> None:
         ) from error
 
 
-def unreachable(cluster: Cluster, timeout_seconds: float) -> list[int]:
-    """Finds the workers whose port does not answer.
+def unreachable_workers(cluster: Cluster, timeout_seconds: float) -> list[int]:
+    """Find the workers whose port accepts no connection.
 
     Tries a plain TCP connection to each worker but this one, again and again
     and all at the same time, until each has answered or the time is over.
@@ -63,7 +63,7 @@ def unreachable(cluster: Cluster, timeout_seconds: float) -> list[int]:
         task's own rank is never among them.
 
     Example:
-    >>> unreachable(Cluster(("localhost:2222",)), timeout_seconds=1.0)
+    >>> unreachable_workers(Cluster(("localhost:2222",)), timeout_seconds=1.0)
     []
     """
     deadline = time.monotonic() + timeout_seconds
@@ -73,7 +73,7 @@ def unreachable(cluster: Cluster, timeout_seconds: float) -> list[int]:
     # not keep the process alive past the deadline.
     threads = [
         threading.Thread(
-            target=_wait_for_answer,
+            target=_wait_for_connection,
             args=(cluster.workers[rank], deadline, waiting, rank),
             daemon=True,
         )
@@ -86,8 +86,8 @@ def unreachable(cluster: Cluster, timeout_seconds: float) -> list[int]:
     return sorted(waiting.copy())
 
 
-def meet(cluster: Cluster, timeout_seconds: float | None = None) -> list[int]:
-    """Waits until every worker has started, before TensorFlow does.
+def rendezvous(cluster: Cluster, timeout_seconds: float | None = None) -> list[int]:
+    """Wait until every worker has started, before TensorFlow does.
 
     TensorFlow waits in native code, for ever on the first worker and without a
     name on the others. So each worker opens its port here first and tries those
@@ -106,7 +106,7 @@ def meet(cluster: Cluster, timeout_seconds: float | None = None) -> list[int]:
         ValueError: If this task's own port is taken.
 
     Example:
-    >>> meet(Cluster(("localhost:2222",)), timeout_seconds=1.0)
+    >>> rendezvous(Cluster(("localhost:2222",)), timeout_seconds=1.0)
     []
     """
     begin = time.monotonic()
@@ -114,22 +114,22 @@ def meet(cluster: Cluster, timeout_seconds: float | None = None) -> list[int]:
     warned = False
     with _listening(cluster.workers[cluster.rank], cluster.num_workers):
         while True:
-            # All within one second: who has given up by now does not count.
-            missing = unreachable(cluster, _TOGETHER_SECONDS)
+            # All within one second: a worker that has given up by now does not count.
+            missing = unreachable_workers(cluster, _TOGETHER_SECONDS)
             waited = time.monotonic() - begin
             if not missing or waited >= limit:
                 return missing
             if waited >= _WARN_AFTER_SECONDS and not warned:
                 warned = True
                 warnings.warn(
-                    f"Waiting for {name_workers(cluster, missing)} to start. Start "
+                    f"Waiting for {describe_workers(cluster, missing)} to start. Start "
                     "every worker of TF_CONFIG.",
                     stacklevel=2,
                 )
 
 
-def name_workers(cluster: Cluster, ranks: list[int]) -> str:
-    """Names workers with their addresses, for people to read.
+def describe_workers(cluster: Cluster, ranks: list[int]) -> str:
+    """Format ranks and addresses of workers for a message.
 
     Args:
         cluster: The `Cluster`.
@@ -139,7 +139,7 @@ def name_workers(cluster: Cluster, ranks: list[int]) -> str:
         String.
 
     Example:
-    >>> name_workers(Cluster(("a:1", "b:1")), [1])
+    >>> describe_workers(Cluster(("a:1", "b:1")), [1])
     'worker 1 (b:1)'
     """
     return ", ".join(f"worker {rank} ({cluster.workers[rank]})" for rank in ranks)
@@ -147,7 +147,7 @@ def name_workers(cluster: Cluster, ranks: list[int]) -> str:
 
 @contextlib.contextmanager
 def _listening(address: str, num_workers: int) -> Iterator[None]:
-    """Lets the system answer on a port: nothing has to be accepted for that."""
+    """Listen on a port; the system completes connections without an `accept`."""
     check_port_free(address)
     _, port = split_address(address)
     dual = socket.has_dualstack_ipv6()
@@ -160,12 +160,12 @@ def _listening(address: str, num_workers: int) -> Iterator[None]:
         yield
 
 
-def _wait_for_answer(
+def _wait_for_connection(
     address: str, deadline: float, waiting: set[int], rank: int
 ) -> None:
     while True:
         left = deadline - time.monotonic()
-        if answers(address, max(left, 0.05)):
+        if accepts_connections(address, max(left, 0.05)):
             waiting.discard(rank)
             return
         if time.monotonic() + 0.1 >= deadline:
@@ -173,8 +173,8 @@ def _wait_for_answer(
         time.sleep(0.1)
 
 
-def answers(address: str, timeout_seconds: float) -> bool:
-    """Tells whether something accepts TCP connections at an address.
+def accepts_connections(address: str, timeout_seconds: float) -> bool:
+    """Return whether something accepts TCP connections at an address.
 
     Args:
         address: String, `"host:port"`.
@@ -184,32 +184,32 @@ def answers(address: str, timeout_seconds: float) -> bool:
         Bool.
 
     Example:
-    >>> answers("localhost:1", timeout_seconds=0.5)
+    >>> accepts_connections("localhost:1", timeout_seconds=0.5)
     False
     """
-    return knock(address, timeout_seconds) is Answer.ACCEPTED
+    return probe_port(address, timeout_seconds) is ProbeResult.ACCEPTED
 
 
-class Answer(enum.Enum):
-    """What a TCP connection comes to."""
+class ProbeResult(enum.Enum):
+    """Result of a TCP connection attempt."""
 
-    ACCEPTED = "somebody listens, or did until it was stopped"
-    REFUSED = "the host is there, and nobody listens"
-    NONE = "no answer in time, or no way to the host"
+    ACCEPTED = "a process listens, or did until it was stopped"
+    REFUSED = "the host is up, and no process listens"
+    NONE = "no answer in time, or no route to the host"
 
 
-def knock(address: str, timeout_seconds: float) -> Answer:
-    """Tries a TCP connection.
+def probe_port(address: str, timeout_seconds: float) -> ProbeResult:
+    """Attempt a TCP connection.
 
     Args:
         address: String, `"host:port"`.
         timeout_seconds: Float, seconds to wait for it.
 
     Returns:
-        `Answer`.
+        `ProbeResult`.
 
     Example:
-    >>> knock("localhost:1", timeout_seconds=0.5).name
+    >>> probe_port("localhost:1", timeout_seconds=0.5).name
     'REFUSED'
     """
     try:
@@ -219,15 +219,15 @@ def knock(address: str, timeout_seconds: float) -> Answer:
             # A port that nobody holds can be picked as the connection's own
             # source port: TCP then connects the socket to itself.
             is_itself = connection.getsockname() == connection.getpeername()
-            return Answer.REFUSED if is_itself else Answer.ACCEPTED
+            return ProbeResult.REFUSED if is_itself else ProbeResult.ACCEPTED
     except ConnectionRefusedError:
-        return Answer.REFUSED
+        return ProbeResult.REFUSED
     except OSError:
-        return Answer.NONE
+        return ProbeResult.NONE
 
 
 def _try_to_bind(port: int) -> None:
-    """Raises `OSError` if the port is taken on any interface."""
+    """Bind the port on all interfaces; raise `OSError` if it is taken on any."""
     families = [(socket.AF_INET, "")]
     if socket.has_dualstack_ipv6():
         families.append((socket.AF_INET6, "::"))

@@ -1,4 +1,4 @@
-"""The workers of a Slurm step of several tasks, started by `srun`."""
+"""Workers of a Slurm step of several tasks, started by `srun`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NUM_PORTS = 20000
 
 
 def read(environ: Mapping[str, str]) -> tuple[tuple[str, ...], int] | None:
-    """Finds the addresses of the tasks of a Slurm step, and this task's rank.
+    """Read the addresses of a Slurm step's tasks, and this task's rank.
 
     Args:
         environ: Mapping of environment variables.
@@ -64,7 +64,7 @@ def _rank(environ: Mapping[str, str], counts: list[int]) -> int:
 def _tasks_per_node(
     environ: Mapping[str, str], num_nodes: int, num_tasks: int
 ) -> list[int]:
-    """Returns the number of tasks on each node of the step."""
+    """Return the number of tasks on each node of the step."""
     name = "SLURM_STEP_TASKS_PER_NODE"
     if name not in environ and num_nodes == 1:
         return [num_tasks]
@@ -79,7 +79,7 @@ def _tasks_per_node(
 
 
 def _base_port(environ: Mapping[str, str], tasks_per_node: int) -> int:
-    """Picks a block of ports from the job's id: equal on all its tasks."""
+    """Choose a block of ports by the job's id: equal on all its tasks."""
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or "0"
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or "0"
     if not (job.isdecimal() and step.isdecimal()):
@@ -104,7 +104,7 @@ def _read_int(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """Expands Slurm's short form of a list of hosts.
+    """Expand Slurm's short form of a list of hosts.
 
     Args:
         text: String such as `"n[01-03,7],m1"`.
@@ -135,7 +135,7 @@ def expand_nodelist(text: str) -> list[str]:
 
 
 def _expand_range(ranges: str, text: str) -> list[str]:
-    """Expands `"01-03,7"` into `["01", "02", "03", "7"]`."""
+    """Expand `"01-03,7"` into `["01", "02", "03", "7"]`."""
     numbers: list[str] = []
     for part in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
@@ -149,7 +149,7 @@ def _expand_range(ranges: str, text: str) -> list[str]:
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """Expands Slurm's short form of the number of tasks on each node.
+    """Expand Slurm's short form of the number of tasks on each node.
 
     Args:
         text: String such as `"2(x3),1"`.

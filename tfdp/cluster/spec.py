@@ -1,4 +1,4 @@
-"""Who takes part in training, and which of them this process is."""
+"""Cluster specification: addresses of all tasks and the rank of this one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfdp.cluster.address import split_address
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The workers of a job and this task's place among them.
+    """Workers of a job and this task's rank among them.
 
     Args:
         workers: Tuple of `"host:port"`, in the order of the global ranks: the
@@ -64,7 +64,7 @@ class Cluster:
 
     @classmethod
     def from_tf_config(cls, text: str) -> Cluster | None:
-        """Reads the value of `TF_CONFIG`.
+        """Read the value of `TF_CONFIG`.
 
         Args:
             text: String, the JSON value of `TF_CONFIG`.
@@ -88,7 +88,7 @@ class Cluster:
     def from_environment(
         cls, environ: Mapping[str, str] = os.environ
     ) -> Cluster | None:
-        """Finds the cluster that the launcher or the cluster manager set up.
+        """Find the cluster that the launcher or the cluster manager set up.
 
         `TF_CONFIG` comes first; else a Slurm step (`srun`) of several tasks.
 
@@ -113,7 +113,7 @@ class Cluster:
         return None if step is None else cls(step[0], task_index=step[1])
 
     def to_tf_config(self) -> str:
-        """Writes this cluster as a value for `TF_CONFIG`.
+        """Write this cluster as a value for `TF_CONFIG`.
 
         Returns:
             String, JSON, from which `from_tf_config` reads an equal cluster.
@@ -194,7 +194,7 @@ def _check_addresses(addresses: tuple[str, ...]) -> None:
 
 
 def _check_index(cluster: Cluster) -> None:
-    """Checks that the task is one of the cluster's."""
+    """Check that the task is one of the cluster's."""
     index, job = cluster.task_index, cluster.task_type
     if isinstance(index, bool) or not isinstance(index, int):
         raise ValueError(

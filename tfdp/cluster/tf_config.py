@@ -1,4 +1,4 @@
-"""What `TF_CONFIG` may hold, and one sentence for each way to get it wrong."""
+"""Parser of `TF_CONFIG`, with an error message for each malformed value."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _JOBS = ("chief", "worker", "evaluator")
 
 
 def parse(text: str) -> dict[str, Any] | None:
-    """Reads the text of `TF_CONFIG` into the fields of a `Cluster`.
+    """Parse the text of `TF_CONFIG` into the fields of a `Cluster`.
 
     Args:
         text: String, JSON.
@@ -46,7 +46,7 @@ def parse(text: str) -> dict[str, Any] | None:
 
 
 def check_job_name(name: object) -> None:
-    """Checks the name of a job.
+    """Check the name of a job.
 
     Args:
         name: The name, of any type.
@@ -84,7 +84,7 @@ def _load_object(text: str) -> dict[str, Any]:
 
 
 def _read_jobs(config: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Returns the addresses of each of the three jobs."""
+    """Return the addresses of each of the three jobs."""
     cluster = config.get("cluster") or {}
     if not isinstance(cluster, dict):
         raise ValueError(

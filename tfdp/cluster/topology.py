@@ -1,4 +1,4 @@
-"""Which replicas share a node: the ranks that hierarchical algorithms go by."""
+"""Topology: the replicas of each node, for hierarchical algorithms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """The nodes of a job and the replicas on each of them.
+    """Nodes of a job and the replicas of each.
 
     Args:
         nodes: Tuple of tuples of ints, the global ranks of the replicas on each
@@ -46,7 +46,7 @@ class Topology:
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
-        """Reads what `to_json` has written.
+        """Read what `to_json` has written.
 
         Args:
             text: String, JSON.
@@ -71,7 +71,7 @@ class Topology:
             ) from error
 
     def to_json(self) -> str:
-        """Writes the topology for another worker to read.
+        """Write the topology for another worker to read.
 
         Host names may resolve differently on different machines, so one worker
         decides and the others take its answer.
@@ -107,7 +107,7 @@ class Topology:
         return max(map(len, self.nodes))
 
     def node_rank(self, rank: int) -> int:
-        """Returns the place of a replica's node among the nodes.
+        """Return the place of a replica's node among the nodes.
 
         Args:
             rank: Int, the replica's global rank.
@@ -126,7 +126,7 @@ class Topology:
         return self._place(rank)[0]
 
     def local_rank(self, rank: int) -> int:
-        """Returns the place of a replica among those of its node.
+        """Return the place of a replica among those of its node.
 
         Args:
             rank: Int, the replica's global rank.

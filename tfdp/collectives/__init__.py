@@ -1,4 +1,15 @@
-"""Process groups and the collectives that run on them."""
+"""Process groups and the collectives that run on them.
+
+Reading order:
+    groups: process groups, their keys, and the launch order on each device
+    instance_keys: keys that tell the collectives of a group apart
+    primitives: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast
+    phases: the reduce-scatter and all-gather phases of all-reduce algorithms
+    algorithms: all-reduce by ring, tree, halving-doubling, hierarchical
+    gather: all-gather of rows of unequal length
+    timing: times of collectives, recorded inside the graph
+    step_events: other measurements of a step for a monitor
+"""
 
 from tfdp.collectives.algorithms import (
     FLAT,
@@ -8,12 +19,11 @@ from tfdp.collectives.algorithms import (
     ring,
     tree,
 )
-from tfdp.collectives.groups import LaunchOrder, ProcessGroup, positions_of
+from tfdp.collectives.groups import LaunchOrder, ProcessGroup, device_positions
 from tfdp.collectives.primitives import (
     all_gather,
     all_reduce,
     all_to_all,
-    barrier,
     broadcast,
     padded_length,
     reduce_scatter,
@@ -27,12 +37,11 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
-    "barrier",
     "broadcast",
+    "device_positions",
     "halving_doubling",
     "hierarchical",
     "padded_length",
-    "positions_of",
     "reduce_scatter",
     "ring",
     "tree",

@@ -1,4 +1,4 @@
-"""Rows of all replicas, in rank order, however many each has."""
+"""All-gather of rows in rank order, with unequal numbers of rows per replica."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import tensorflow as tf
 
 from tfdp.collectives import ProcessGroup, all_gather, padded_length
 
-# Collectives know no other dtypes than these and the floating ones, int32 and
-# int64.
-_WIRE_DTYPES = {
+# Dtypes that collectives lack, and those that carry their values.
+_COLLECTIVE_DTYPES = {
     tf.bool: tf.int32,
     tf.int8: tf.int32,
     tf.int16: tf.int32,
@@ -23,7 +22,7 @@ _WIRE_DTYPES = {
 def gather_rows(
     tensor: tf.Tensor, axis: Any, group: ProcessGroup, replica: int, rank: int
 ) -> tf.Tensor:
-    """Concatenates tensors of unequal length along an axis.
+    """All-gather tensors of unequal length along an axis.
 
     Args:
         tensor: Tensor whose other dimensions agree on every replica.
@@ -44,7 +43,7 @@ def gather_rows(
 def gather_first_axis(
     rows: tf.Tensor, group: ProcessGroup, replica: int, rank: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Concatenates tensors of unequal length along the first axis.
+    """All-gather tensors of unequal length along the first axis.
 
     Args:
         rows: Tensor whose other dimensions agree on every replica.
@@ -58,7 +57,9 @@ def gather_first_axis(
     """
     with tf.device(group.devices[replica]):
         row_shape = tf.shape(rows)[1:]
-        flat = tf.reshape(tf.cast(rows, _WIRE_DTYPES.get(rows.dtype, rows.dtype)), [-1])
+        flat = tf.reshape(
+            tf.cast(rows, _COLLECTIVE_DTYPES.get(rows.dtype, rows.dtype)), [-1]
+        )
         # TensorFlow orders the members of a group by device name, in which
         # task 10 comes before task 2, so that ranks have to travel too.
         own = tf.stack([rank, tf.size(flat)])[tf.newaxis]  # [1, 2], int32
@@ -67,10 +68,10 @@ def gather_first_axis(
         length, size = padded_length(tf.reduce_max(counts))
         sent = tf.pad(flat, [[0, length - tf.size(flat)]])
         gathered = all_gather(sent, group, replica, size=size)
-        pieces = tf.reshape(gathered, [group.size, length])
+        padded = tf.reshape(gathered, [group.size, length])
         by_rank = tf.argsort(table[:, 0])
         valid = tf.sequence_mask(tf.gather(counts, by_rank), length)
-        joined = tf.boolean_mask(tf.gather(pieces, by_rank), valid)
+        joined = tf.boolean_mask(tf.gather(padded, by_rank), valid)
         # A row of no elements cannot be counted: its number is lost with it.
         joined = tf.reshape(joined, tf.concat([[-1], row_shape], axis=0))
         joined = tf.cast(joined, rows.dtype)
@@ -80,7 +81,7 @@ def gather_first_axis(
 
 
 def _axis_first(tensor: tf.Tensor, axis: Any) -> tuple:
-    """Moves `axis` to the front and returns how to move it back."""
+    """Move `axis` to the front; return the result and the inverse function."""
     if isinstance(axis, int) and axis == 0:
         return tensor, lambda joined: joined
     rank = tf.rank(tensor)

@@ -1,9 +1,9 @@
-"""Who takes part in a collective, and in which order.
+"""Process groups and the launch order of their collectives.
 
-TensorFlow matches the members of a collective by a group key, a group size
-and an instance key, see `instance_keys.py`. The keys here are ours alone: group keys
-start far above TensorFlow's own, and every strategy of a process draws from one
-counter, so two strategies never meet.
+TensorFlow matches the members of a collective by a group key, a group size and an
+instance key, see `instance_keys.py`. Group keys here start far above TensorFlow's
+own, and all strategies of a process draw from one counter, so that two strategies
+never collide.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ Partition = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class SplitPosition:
-    """Which of the groups that were made together a group is.
+class SplitId:
+    """Identity of a group among all groups of the same series of splits.
 
     Args:
-        lineage: Tuple, the first group's key and the partitions since.
-        index: Int, its number among all groups of that lineage.
-        count: Int, how many there are, on all workers.
+        path: Tuple, the first group's key and the partitions since.
+        index: Int, its number among all groups of that path.
+        count: Int, number of those groups, on all workers.
     """
 
-    lineage: tuple
+    path: tuple
     index: int
     count: int
 
-    def of_part(self, parts: Partition, index: int) -> SplitPosition:
-        """The place of a part of this group; its siblings are split alike."""
-        return SplitPosition(
-            (*self.lineage, parts),
+    def of_subgroup(self, parts: Partition, index: int) -> SplitId:
+        """Return the identity of a subgroup; its siblings are split alike."""
+        return SplitId(
+            (*self.path, parts),
             self.index * len(parts) + index,
             self.count * len(parts),
         )
 
 
-def positions_of(devices: Sequence[str]) -> list[int]:
-    """The place of each device in a group of them all.
+def device_positions(devices: Sequence[str]) -> list[int]:
+    """Return the position of each device in a group of them all.
 
     TensorFlow sorts the members of a group by the names of their devices as
     texts, in which task 10 comes before task 2.
@@ -63,15 +63,15 @@ def positions_of(devices: Sequence[str]) -> list[int]:
 
     Example:
 
-    >>> positions_of(["/task:1/CPU:0", "/task:10/CPU:0", "/task:0/CPU:0"])
+    >>> device_positions(["/task:1/CPU:0", "/task:10/CPU:0", "/task:0/CPU:0"])
     [1, 2, 0]
     """
-    place = {name: index for index, name in enumerate(sorted(devices))}
-    return [place[name] for name in devices]
+    positions = {name: index for index, name in enumerate(sorted(devices))}
+    return [positions[name] for name in devices]
 
 
 class LaunchOrder:
-    """The order in which collectives start on the devices of this process.
+    """Order in which collectives start on the devices of this process.
 
     A channel is a chain: collectives of one channel on one device run one
     after the other, in the order in which they were traced. NCCL needs one
@@ -107,44 +107,44 @@ class LaunchOrder:
         self._lock = threading.Lock()
 
     def token(self, replica: int, channel: int) -> tf.Tensor:
-        """The resource that orders `channel` on a local replica's device."""
+        """Return the ordering token of a channel on a local replica's device."""
         return self._tokens[replica][channel % self.num_channels].handle
 
     def new_group_key(self) -> int:
-        """A group key that no other group of this process has."""
+        """Return a group key that no other group of this process has."""
         return self.group_keys((next(self._group_counter),), 1)[0]
 
-    def group_keys(self, lineage: tuple, count: int) -> range:
-        """The keys of the parts of a group, and of all others split like it.
+    def group_keys(self, path: tuple, count: int) -> range:
+        """Return the keys of all groups of the same series of splits.
 
         Two nodes split themselves alike, each on workers of its own, and neither
         may take the keys of the other.
 
         Args:
-            lineage: Tuple, how the parts came about.
-            count: Int, their number.
+            path: Tuple, see `SplitId`.
+            count: Int, number of groups.
 
         Returns:
-            Range of ints, always the same for a lineage.
+            Range of ints, always the same for a path.
         """
         with self._lock:
-            if lineage not in self._ranges:
+            if path not in self._ranges:
                 if self._num_keys + count > _KEYS_PER_STRATEGY:
                     limit = _KEYS_PER_STRATEGY
                     raise ValueError(f"A strategy has at most {limit} groups.")
                 base = _FIRST_GROUP_KEY + self.strategy_index * _KEYS_PER_STRATEGY
                 first = base + self._num_keys
-                self._ranges[lineage] = range(first, first + count)
+                self._ranges[path] = range(first, first + count)
                 self._num_keys += count
-            return self._ranges[lineage]
+            return self._ranges[path]
 
 
 class ProcessGroup:
-    """The replicas that reduce, gather or broadcast together.
+    """Replicas that reduce, gather or broadcast together.
 
-    Groups have to be made in the same order on every worker: their keys count.
-    A replica's position in its group is that which TensorFlow gives it, see
-    `positions_of`: all-gather joins and reduce-scatter splits by it.
+    Groups have to be created in the same order on every worker, since keys are
+    counted. A replica's position in its group is that which TensorFlow gives it, see
+    `device_positions`: all-gather joins and reduce-scatter splits by it.
 
     Args:
         launch_order: A `LaunchOrder`, shared by all groups of these devices.
@@ -153,10 +153,9 @@ class ProcessGroup:
         positions: Sequence with the position of each local replica, or `None`
             for a replica that is in another group. Defaults to `None`: one
             process has them all.
-        nodes: Tuple of tuples of positions, who shares a node, for
-            hierarchical algorithms. Defaults to `()`.
-        place: `SplitPosition` among groups that were made by one split. Defaults to
-            `None`: it was made by itself.
+        nodes: Tuple of tuples, the positions on each node, for hierarchical
+            algorithms. Defaults to `()`.
+        split_id: `SplitId` of a group that `split` creates. Defaults to `None`.
 
     Example:
 
@@ -173,20 +172,21 @@ class ProcessGroup:
         *,
         positions: Sequence[int | None] | None = None,
         nodes: Partition = (),
-        place: SplitPosition | None = None,
+        split_id: SplitId | None = None,
     ) -> None:
         self.launch_order = launch_order
         self.size = size
         self.backend = backend
         self.nodes = nodes
-        if place is None:
+        if split_id is None:
             self.key = launch_order.new_group_key()
-            place = SplitPosition((self.key,), 0, 1)
+            split_id = SplitId((self.key,), 0, 1)
         else:
-            self.key = launch_order.group_keys(place.lineage, place.count)[place.index]
-        self._place = place
+            keys = launch_order.group_keys(split_id.path, split_id.count)
+            self.key = keys[split_id.index]
+        self._split_id = split_id
         if positions is None and size == len(launch_order.devices):
-            positions = positions_of(launch_order.devices)
+            positions = device_positions(launch_order.devices)
         self._positions = positions
         self._splits: dict[Partition, tuple[ProcessGroup | None, ...]] = {}
         self.instance_keys = InstanceKeys()
@@ -194,11 +194,11 @@ class ProcessGroup:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The local devices, one for each local replica."""
+        """Tuple of strings, the device of each local replica."""
         return self.launch_order.devices
 
     def position(self, replica: int) -> int:
-        """The place of a local replica in the group.
+        """Return the position of a local replica in the group.
 
         Args:
             replica: Int, index among the local replicas.
@@ -218,7 +218,7 @@ class ProcessGroup:
         return position
 
     def split(self, parts: Sequence[Sequence[int]]) -> tuple[ProcessGroup | None, ...]:
-        """Groups of some of the replicas, made once for each partition.
+        """Split the group into subgroups, created once for each partition.
 
         Every replica of the group, and of those that were split off beside it,
         has to call it in the same order, also one that is in no part.
@@ -254,19 +254,19 @@ class ProcessGroup:
         own = list(self._positions)
         groups: list[ProcessGroup | None] = [None] * len(own)
         for index, part in enumerate(parts):
-            place = self._place.of_part(parts, index)
-            # Also where nobody here is in a part: all workers count alike.
-            self.launch_order.group_keys(place.lineage, place.count)
-            places = [part.index(p) if p in part else None for p in own]
-            if places.count(None) == len(own):
+            split_id = self._split_id.of_subgroup(parts, index)
+            # Also where no local replica is in a part: all workers count alike.
+            self.launch_order.group_keys(split_id.path, split_id.count)
+            positions = [part.index(p) if p in part else None for p in own]
+            if positions.count(None) == len(own):
                 continue
             group = ProcessGroup(
                 self.launch_order,
                 len(part),
                 self.backend,
-                positions=places,
-                place=place,
+                positions=positions,
+                split_id=split_id,
             )
-            for replica, position in enumerate(places):
+            for replica, position in enumerate(positions):
                 groups[replica] = groups[replica] if position is None else group
         return tuple(groups)

@@ -1,4 +1,4 @@
-"""By which keys the replicas of a group tell one collective from another.
+"""Instance keys: tell the collectives of a group apart.
 
 They are constants of the traced graph, made from kind, dtype, shape and position: the
 n-th collective of that signature in a function. TensorFlow's strategies feed a fresh
@@ -35,7 +35,7 @@ _DYNAMIC_BITS = 22
 
 
 def _sizes() -> tuple[int, ...]:
-    """1 to 16 and then eight sizes an octave, at most an eighth apart.
+    """Return 1 to 16 and then eight sizes an octave, at most an eighth apart.
 
     Not 0: TensorFlow takes a collective of nothing for an error.
     """
@@ -51,17 +51,17 @@ SIZES = _sizes()
 
 
 class InstanceKeys:
-    """The keys of one group, the same on every worker."""
+    """Instance keys of one group, the same on every worker."""
 
     def __init__(self) -> None:
         self._counters: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
         self._signatures: dict[int, dict[int, tuple]] = {}
         self._lock = threading.Lock()
 
-    def of_next(
+    def next_key(
         self, kind: str, tensor: tf.Tensor, replica: int, size: tf.Tensor | None
     ) -> int | tf.Tensor:
-        """The key of a local replica's next collective.
+        """Return the key of a local replica's next collective.
 
         A function of the position in the graph, so that workers agree even
         when one of them traces again and another does not.

@@ -1,4 +1,4 @@
-"""The collectives themselves: flat tensor and group in, flat tensor out.
+"""Collectives: flat tensor and group in, flat tensor out.
 
 Each is called once per local replica, on that replica's device, inside or
 outside `tf.function`, in loops and in conditionals. In eager mode the local
@@ -17,10 +17,10 @@ from tfdp.collectives import timing
 from tfdp.collectives.groups import ProcessGroup
 from tfdp.collectives.instance_keys import SIZES
 
-# How many pieces a ring sends at once. TensorFlow's default, one, costs the least
+# Subdivisions of a ring's chunks. TensorFlow's default, one, costs the least
 # CPU time, and leaves the pipe idle between pieces when nothing else is under way.
 # Measured in docs/performance.md.
-_PIECES, _PIECES_ALONE = 1, 2
+_SUBDIVISIONS, _SUBDIVISIONS_ALONE = 1, 2
 
 
 def all_reduce(
@@ -32,7 +32,7 @@ def all_reduce(
     size: tf.Tensor | None = None,
     is_alone: bool = True,
 ) -> tf.Tensor:
-    """Sums a tensor over the group.
+    """All-reduce: sum a tensor over the group.
 
     Args:
         tensor: Tensor, the same shape and dtype on every replica.
@@ -52,15 +52,15 @@ def all_reduce(
     """
     if group.size == 1 or _is_empty(tensor):
         return tf.identity(tensor)
-    pieces = _PIECES_ALONE if is_alone else _PIECES
-    kind = f"reduce in {pieces}"  # one key must not stand for both
+    subdivisions = _SUBDIVISIONS_ALONE if is_alone else _SUBDIVISIONS
+    kind = f"reduce in {subdivisions}"  # one key must not stand for both
     with _measured("all_reduce", tensor, group, replica, channel) as done:
         return done(
             tf.raw_ops.CollectiveReduceV2(
                 input=tensor,
                 merge_op="Add",
                 final_op="Id",
-                max_subdivs_per_device=pieces,
+                max_subdivs_per_device=subdivisions,
                 **_arguments(kind, tensor, group, replica, channel, size),
             )
         )
@@ -75,7 +75,7 @@ def all_gather(
     size: tf.Tensor | None = None,
     reduce_dtype: tf.DType | None = None,
 ) -> tf.Tensor:
-    """Concatenates the replicas' tensors along the first axis.
+    """All-gather: concatenate the replicas' tensors along the first axis.
 
     Args:
         tensor: Tensor of rank one or more, the same shape on every replica.
@@ -95,7 +95,7 @@ def all_gather(
         return tf.identity(tensor)
     if _is_empty(tensor):
         return tf.concat([tensor] * group.size, axis=0)
-    sent, back = _as_moved(tensor, reduce_dtype)
+    sent, back = _to_sent_dtype(tensor, reduce_dtype)
     with _measured("all_gather", sent, group, replica, channel) as done:
         gathered = done(
             tf.raw_ops.CollectiveGatherV2(
@@ -109,7 +109,7 @@ def all_gather(
 def all_to_all(
     tensor: tf.Tensor, group: ProcessGroup, replica: int, *, channel: int = 0
 ) -> tf.Tensor:
-    """Sends the i-th slice of the first axis to replica i.
+    """All-to-all: send the i-th slice of the first axis to replica i.
 
     Args:
         tensor: Tensor of shape `[group.size, ...]`.
@@ -138,7 +138,7 @@ def reduce_scatter(
     channel: int = 0,
     reduce_dtype: tf.DType | None = None,
 ) -> tf.Tensor:
-    """Sums over the group and keeps the calling replica's slice.
+    """Reduce-scatter: sum over the group and keep the calling replica's slice.
 
     Args:
         tensor: Tensor of shape `[group.size * n, ...]`.
@@ -184,7 +184,7 @@ def broadcast(
     channel: int = 0,
     reduce_dtype: tf.DType | None = None,
 ) -> tf.Tensor:
-    """Gives every replica the source's tensor.
+    """Broadcast: copy the source's tensor to every replica.
 
     Args:
         tensor: Tensor; on the others only its shape and dtype count.
@@ -204,7 +204,7 @@ def broadcast(
     """
     if group.size == 1 or _is_empty(tensor):
         return tf.identity(tensor)
-    sent, back = _as_moved(tensor, reduce_dtype)
+    sent, back = _to_sent_dtype(tensor, reduce_dtype)
     arguments = _arguments(f"broadcast from {source}", sent, group, replica, channel)
     token = arguments.pop("ordering_token")[0]
 
@@ -226,21 +226,8 @@ def broadcast(
         return back(done(result))
 
 
-def barrier(group: ProcessGroup, replica: int) -> tf.Tensor:
-    """Returns when every replica of the group has called.
-
-    Args:
-        group: A `ProcessGroup`.
-        replica: Int, index of the calling replica among the local ones.
-
-    Returns:
-        A scalar, the number of replicas that arrived.
-    """
-    return all_reduce(tf.ones([1]), group, replica)[0]
-
-
 def padded_length(length: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Rounds a length up to one of the lengths that collectives may have.
+    """Round a length up to one of the lengths that collectives may have.
 
     Args:
         length: Scalar int32 tensor, the same on every replica.
@@ -260,12 +247,12 @@ def padded_length(length: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     return tf.gather(sizes, number), number
 
 
-def _as_moved(
+def _to_sent_dtype(
     tensor: tf.Tensor, reduce_dtype: tf.DType | None
 ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    """The tensor in a dtype that can be gathered, and how to get back from it."""
+    """Cast a tensor to the dtype that is sent; return it and the inverse function."""
     if reduce_dtype is not None and reduce_dtype != tensor.dtype:
-        sent, back = _as_moved(tf.cast(tensor, reduce_dtype), None)
+        sent, back = _to_sent_dtype(tf.cast(tensor, reduce_dtype), None)
         return sent, lambda received: tf.cast(back(received), tensor.dtype)
     if tensor.dtype == tf.bfloat16:
         # TensorFlow moves no bfloat16 that it does not add up: the same bits.
@@ -277,7 +264,7 @@ def _as_moved(
 
 
 def _split_shape(tensor: tf.Tensor, count: int) -> tf.Tensor | list[int]:
-    """Known where possible: a key contains the shape, alike on every replica."""
+    """Return a static shape where possible, since instance keys contain the shape."""
     if tensor.shape.is_fully_defined():
         return [count, tensor.shape[0] // count, *tensor.shape[1:]]
     shape = tf.shape(tensor)
@@ -290,13 +277,13 @@ def _joined_shape(tensor: tf.Tensor, count: int) -> tf.TensorShape:
 
 
 def _sum_of_rows(rows: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Adds up the first axis; halves in float32, to be rounded once."""
+    """Sum over the first axis; half precision in float32, to be rounded once."""
     wide = tf.float32 if dtype.is_floating and dtype.size < 4 else dtype
     return tf.cast(tf.reduce_sum(tf.cast(rows, wide), axis=0), dtype)
 
 
 def _is_empty(tensor: tf.Tensor) -> bool:
-    """Whether there is nothing to send: TensorFlow takes that for an error."""
+    """Return whether there is nothing to send, which TensorFlow takes for an error."""
     return tensor.shape.num_elements() == 0
 
 
@@ -309,11 +296,11 @@ def _arguments(
     size: tf.Tensor | None = None,
 ) -> dict:
     # No `timeout_seconds`: where a collective ends by it, TensorFlow may crash (seen
-    # with 2.21.0). `tfdp.coordination.watch` looks after the others.
+    # with 2.21.0). `tfdp.coordination.watch` detects lost workers.
     return {
         "group_size": group.size,
         "group_key": group.key,
-        "instance_key": group.instance_keys.of_next(kind, tensor, replica, size),
+        "instance_key": group.instance_keys.next_key(kind, tensor, replica, size),
         "ordering_token": [group.launch_order.token(replica, channel)],
         "communication_hint": group.backend,
     }
@@ -323,7 +310,7 @@ def _arguments(
 def _measured(
     kind: str, tensor: tf.Tensor, group: ProcessGroup, replica: int, channel: int
 ) -> Iterator[Callable[[tf.Tensor], tf.Tensor]]:
-    """On the replica's device, with a time stamp before and after if one is wanted."""
+    """Run on the replica's device, with timestamps around it if they are recorded."""
     chain = hash((id(group.launch_order), replica, channel))
     with (
         timing.measured(kind, tensor, replica, group.size, chain) as done,

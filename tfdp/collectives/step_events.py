@@ -1,6 +1,6 @@
-"""What a monitor sees of a step: noted inside the graph, where one is switched on.
+"""Measurements of a step for a monitor, recorded inside the graph.
 
-Off, which is the default, none of these adds anything to the graph.
+Without an active recorder, which is the default, none adds anything to the graph.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.collectives import timing
 
-# Names of what is noted, see `tfdp.collectives.timing.Mark`.
-TIMES = "times"  # of a replica: when its step began, when its loss was there
+# Names of measurements, see `tfdp.collectives.timing.Mark`.
+TIMES = "times"  # of a replica: begin of its step, end of its forward pass
 BATCH = "batch"  # of a worker: samples of the global batch, steps so far
-NORM = "norm"  # of a replica: its part of the squared norm, at which step
+NORM = "norm"  # of a replica: its part of the squared norm, and the step of that
 
 
-def step_begins(data: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Notes when the data of a replica's step is there.
+def record_step_begin(data: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Record the time at which the data of a replica's step is ready.
 
     Args:
         data: List of tensors.
@@ -30,21 +30,21 @@ def step_begins(data: list[tf.Tensor]) -> list[tf.Tensor]:
     """
     if not timing.is_timing():
         return data
-    notes = timing.mark(TIMES, _compat.local_replica_id_in_force())
+    values = timing.values_of(TIMES, _compat.local_replica_id_in_force())
     with tf.control_dependencies(data):
-        return [timing.stamp(notes, 0)]
+        return [timing.stamp(values, 0)]
 
 
-def loss_is_ready(loss: tf.Tensor) -> None:
-    """Notes when the forward pass of a replica is through."""
+def record_loss(loss: tf.Tensor) -> None:
+    """Record the time at which the forward pass of a replica ends."""
     if timing.is_timing() and _compat.in_replica_thread():
-        notes = timing.mark(TIMES, _compat.local_replica_id_in_force())
+        values = timing.values_of(TIMES, _compat.local_replica_id_in_force())
         with tf.control_dependencies([tf.convert_to_tensor(loss)]):
-            timing.stamp(notes, 1)
+            timing.stamp(values, 1)
 
 
-def batch(samples: tf.Tensor | None) -> None:
-    """Notes the samples of a global batch, and counts the step.
+def record_batch(samples: tf.Tensor | None) -> None:
+    """Record the samples of a global batch, and count the step.
 
     Args:
         samples: Scalar tensor, or `None` where that is unknown.
@@ -52,17 +52,19 @@ def batch(samples: tf.Tensor | None) -> None:
     if not timing.is_active():
         return
     count = float("nan") if samples is None else samples
-    notes = timing.mark(BATCH, 0)
+    values = timing.values_of(BATCH, 0)
 
     def assign() -> Any:
         samples = tf.cast(count, tf.float64)
-        return notes.assign(tf.stack([samples, notes[1] + 1.0, 0.0]))
+        return values.assign(tf.stack([samples, values[1] + 1.0, 0.0]))
 
-    timing.write(notes, assign)
+    timing.write(values, assign)
 
 
-def squared_norm(compute: Callable[[], tf.Tensor], replica: int | None = None) -> None:
-    """Notes a replica's part of the squared norm of the gradient, once in a while.
+def record_squared_norm(
+    compute: Callable[[], tf.Tensor], replica: int | None = None
+) -> None:
+    """Record a replica's part of the gradient's squared norm, every so many steps.
 
     Args:
         compute: Callable that returns a scalar tensor.
@@ -78,16 +80,16 @@ def squared_norm(compute: Callable[[], tf.Tensor], replica: int | None = None) -
         return
     if replica is None:
         replica = _compat.local_replica_id_in_force()
-    step = timing.mark(BATCH, 0)[1]
-    notes = timing.mark(NORM, replica)
+    step = timing.values_of(BATCH, 0)[1]
+    values = timing.values_of(NORM, replica)
 
     def note() -> tf.Tensor:
         squares = tf.cast(compute(), tf.float64)
-        # Another optimizer may have noted its part of the same step.
-        before = tf.where(tf.equal(notes[1], step), notes[0], 0.0)
-        notes.assign(tf.stack([before + squares, step, 0.0]))
+        # Another optimizer may have recorded its part of the same step.
+        before = tf.where(tf.equal(values[1], step), values[0], 0.0)
+        values.assign(tf.stack([before + squares, step, 0.0]))
         return tf.constant(True)
 
-    age = step - notes[1]
+    age = step - values[1]
     is_due = tf.logical_or(tf.equal(age, 0.0), age >= float(min(wanted)))
     tf.cond(is_due, note, lambda: tf.constant(False))

@@ -1,9 +1,9 @@
-"""When collectives begin and end, recorded inside the graph.
+"""Begin and end of collectives, recorded inside the graph.
 
-Off, which is the default, nothing is added to the graph. Functions traced
-inside `Recorder` write a time stamp before and after each collective into a
-variable on the host; GPU collectives are asynchronous to the host, so there
-the device's own profile is the place to look.
+Without a `Recorder`, which is the default, nothing is added to the graph. Functions
+traced inside one write a timestamp before and after each collective into a variable
+on the host. GPU collectives are asynchronous to the host: there the device's profile
+has the times.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base.active_hooks import ActiveHooks
 
-# What the labels of a bucket's collectives begin with, and that of sparse gradients.
+# Prefixes of the labels of a bucket's collectives, and the label of sparse gradients.
 GRADIENTS, PARAMETERS, ROWS = "bucket", "parameters", "rows"
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One traced collective and the variable that holds its times.
+    """A traced collective and the variable that holds its times.
 
     `num_bytes` is -1 where only the step knows the length of the tensor.
     """
@@ -34,7 +34,7 @@ class Collective:
     kind: str
     num_bytes: int
     replica: int
-    notes: tf.Variable  # [3], float64: begin and end in seconds, bytes
+    values: tf.Variable  # [3], float64: begin and end in seconds, bytes
     label: str
     group_size: int
     # Collectives of one chain run one after the other.
@@ -42,12 +42,12 @@ class Collective:
 
     @property
     def is_of_gradients(self) -> bool:
-        """Whether the backward pass makes what it is given."""
+        """Bool, whether it reduces gradients, which the backward pass computes."""
         return self.label.split()[0] in (GRADIENTS, ROWS)
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each replica of the group sends, the mean of all.
+        """Float, bytes that a replica of the group sends, the mean of all.
 
         Source: nccl-tests, https://github.com/NVIDIA/nccl-tests, PERFORMANCE.md.
         """
@@ -60,22 +60,23 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Two numbers that a traced step notes besides, such as when it began."""
+    """Two numbers that a traced step records, such as the time at which it began."""
 
     name: str
     replica: int
-    notes: tf.Variable  # [3], float64; the third is not used
+    values: tf.Variable  # [3], float64; the third is not used
 
 
 Row = Collective | Mark
 
 
 class Recorder:
-    """Records the collectives of the functions that are traced inside it.
+    """Recorder of the collectives of the functions that are traced inside it.
 
     Args:
-        norm_every: Int, after how many steps the gradient's norm is noted again, or
-            `None` for never. Defaults to `None`.
+        norm_every: Int, steps between two records of the gradient's norm, or `None`
+            for none. Defaults to `None`.
+        timestamps: Bool, whether times are recorded. Defaults to `True`.
 
     Example:
 
@@ -85,47 +86,49 @@ class Recorder:
     []
     """
 
-    def __init__(self, norm_every: int | None = None, *, stamps: bool = True) -> None:
+    def __init__(
+        self, norm_every: int | None = None, *, timestamps: bool = True
+    ) -> None:
         self.norm_every = norm_every
-        self.stamps = stamps
+        self.timestamps = timestamps
         self.rows: list[Row] = []
         self._table: tf.Variable | None = None
 
     def __enter__(self) -> Recorder:
-        recorders.on(self)
+        recorders.activate(self)
         return self
 
     def __exit__(self, *unused_error: object) -> None:
         self.stop()
 
     def stop(self) -> None:
-        """Records nothing that is traced from now on; again has no effect."""
-        recorders.off(self)
+        """Record nothing that is traced from now on."""
+        recorders.deactivate(self)
 
     @property
     def collectives(self) -> list[Collective]:
-        """Those that were traced, in order."""
+        """List of `Collective`, those that were traced, in order."""
         return [row for row in self.rows if isinstance(row, Collective)]
 
     def intervals(self, replica: int = 0) -> list[tuple[Collective, float, float]]:
-        """Begin and end of the last execution of each collective, in seconds."""
+        """Return begin and end of each collective's last execution, in seconds."""
         rows = [c for c in self.collectives if c.replica == replica]
-        found = [(c, c.notes.numpy()) for c in rows]
+        found = [(c, c.values.numpy()) for c in rows]
         return [(c, float(times[0]), float(times[1])) for c, times in found]
 
     def gather(self) -> None:
-        """Ends a traced step: puts its rows into one table.
+        """Collect the rows of a traced step in one variable.
 
-        One variable is read by Python in the time of one, not of one per row.
+        Python then reads one variable for a step, not one for each row.
         """
         if not self.rows:
             return
         if self._table is None:
             self._table = _new_variable(np.zeros([0, 3]), shape=[None, 3])
-        self._table.assign(tf.stack([row.notes.read_value() for row in self.rows]))
+        self._table.assign(tf.stack([row.values.read_value() for row in self.rows]))
 
     def read(self) -> np.ndarray:
-        """All that the last step noted.
+        """Return the records of the last step.
 
         Returns:
             Array of shape `[num_rows, 3]`, float64: the first rows of `rows`, up to
@@ -143,17 +146,17 @@ _thread = threading.local()
 
 
 def is_active() -> bool:
-    """Whether what is traced now is recorded."""
+    """Return whether what is traced now is recorded."""
     return bool(recorders) and not tf.executing_eagerly()
 
 
 def is_timing() -> bool:
-    """Whether the time of what is traced now is recorded."""
-    return is_active() and any(recorder.stamps for recorder in recorders.active())
+    """Return whether the time of what is traced now is recorded."""
+    return is_active() and any(recorder.timestamps for recorder in recorders.active())
 
 
 def gather() -> None:
-    """Called at the end of a step that is traced, when all its rows are known."""
+    """Collect the rows of all recorders, at the end of a traced step."""
     if is_active():
         for recorder in recorders.active():
             recorder.gather()
@@ -161,7 +164,7 @@ def gather() -> None:
 
 @contextlib.contextmanager
 def labelled(label: str) -> Iterator[None]:
-    """Says what the collectives that a thread traces inside are for."""
+    """Label the collectives that this thread traces inside."""
     outer = getattr(_thread, "label", None)
     _thread.label = label
     try:
@@ -176,7 +179,7 @@ def labelled(label: str) -> Iterator[None]:
 def measured(
     kind: str, tensor: tf.Tensor, replica: int, group_size: int, chain: int = 0
 ) -> Iterator[Callable[[tf.Tensor], tf.Tensor]]:
-    """Wraps one collective; the body passes its result through what it is given."""
+    """Record the times of one collective; the body passes its result to `done`."""
     if not is_timing():
         yield lambda result: result
         return
@@ -204,25 +207,25 @@ def measured(
         yield done
 
 
-def mark(name: str, replica: int) -> tf.Variable:
-    """Numbers that a traced step may write; all recorders read them."""
+def values_of(name: str, replica: int) -> tf.Variable:
+    """Return the variable of a `Mark`, created where it is missing."""
     for recorder in recorders.active():
         for row in recorder.rows:
             if isinstance(row, Mark) and (row.name, row.replica) == (name, replica):
-                return row.notes
+                return row.values
     made = Mark(name, replica, _new_variable([0.0] * 3))
     for recorder in recorders.active():
         recorder.rows.append(made)
-    return made.notes
+    return made.values
 
 
-def stamp(notes: tf.Variable, index: int) -> tf.Tensor:
-    """Writes the time into one of several numbers."""
-    return write(notes, lambda: notes[index].assign(tf.timestamp()))
+def stamp(values: tf.Variable, index: int) -> tf.Tensor:
+    """Write the current time into an element of a variable."""
+    return write(values, lambda: values[index].assign(tf.timestamp()))
 
 
-def write(notes: tf.Variable, assign: Callable[[], Any]) -> tf.Tensor:
-    """Runs an assignment that is ordered by its own variable and nothing else.
+def write(values: tf.Variable, assign: Callable[[], Any]) -> tf.Tensor:
+    """Run an assignment that is ordered by its own variable only.
 
     TensorFlow runs all operations with side effects in the order of the program,
     also those of different replicas: the first replica's second stamp would come
@@ -232,7 +235,7 @@ def write(notes: tf.Variable, assign: Callable[[], Any]) -> tf.Tensor:
 
     def assign_and_read() -> tf.Tensor:
         assign()
-        return notes.read_value()
+        return values.read_value()
 
     return tf.function(assign_and_read, autograph=False)()
 

@@ -1,1 +1,11 @@
-"""coordination."""
+"""Coordination of workers by short texts: joining, agreement, liveness, preemption.
+
+Reading order:
+    progress: loop, epoch and step of this worker, for messages
+    worker_group: all-gather of texts over the coordination service
+    mailbox: texts to the first worker without waiting
+    join: a worker joins its cluster
+    checks: workers compare variables and bucket plans
+    watch: heartbeats, failure detection, shutdown
+    preemption: signals that ask to save and exit
+"""

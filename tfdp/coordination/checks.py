@@ -1,4 +1,4 @@
-"""Workers compare what has to be alike before they wait for each other."""
+"""Consistency checks between workers, before collectives that would hang."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _AUTO_NUMBER = re.compile(r"_\d+(?=/|:|$)")
 def check_same_variables(
     worker_group: WorkerGroup, topic: str, variables: Sequence[Any], verb: str
 ) -> None:
-    """Raises on every worker if they do not have the same variables.
+    """Raise on every worker if they do not have the same variables.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
-        topic: String, where in the program this is.
+        topic: String, the point of the program, for error messages.
         variables: Sequence of variables; order counts.
         verb: String, what a worker does with them, such as `"trains"`.
 
@@ -30,22 +30,21 @@ def check_same_variables(
     """
     if worker_group.num_workers == 1:
         return
-    rows = [_row(variable) for variable in variables]
-    digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-    same, _ = worker_group.same(topic, digest)
+    signatures = [_signature(variable) for variable in variables]
+    digest = hashlib.sha256(json.dumps(signatures).encode()).hexdigest()
+    same, _ = worker_group.all_equal(topic, digest)
     if same:
         return
-    described = [_describe(variable) for variable in variables]
+    descriptions = [_describe(variable) for variable in variables]
     texts = worker_group.all_gather(
-        f"{topic}: variables", json.dumps([rows, described])
+        f"{topic}: variables", json.dumps([signatures, descriptions])
     )
-    tables = [json.loads(text) for text in texts]
     worker_group.leave()
-    raise ValueError(_first_difference(tables, verb))
+    raise ValueError(_variable_difference([json.loads(text) for text in texts], verb))
 
 
 def check_same_plan(worker_group: WorkerGroup, plan: BucketPlan) -> None:
-    """Raises on every worker if they would reduce gradients in other buckets.
+    """Raise on every worker if their bucket plans differ.
 
     Workers with the same variables could still call the layers in another order; then
     the sums would be of gradients of different variables.
@@ -55,10 +54,10 @@ def check_same_plan(worker_group: WorkerGroup, plan: BucketPlan) -> None:
         plan: `BucketPlan`, this worker's.
 
     Raises:
-        ValueError: Naming the first gradient that is in another place.
+        ValueError: Naming the first gradient in another position.
     """
     topic = "the buckets of the first step"
-    same, _ = worker_group.same(topic, plan.fingerprint)
+    same, _ = worker_group.all_equal(topic, plan.fingerprint)
     if same:
         return
     order = [
@@ -68,10 +67,11 @@ def check_same_plan(worker_group: WorkerGroup, plan: BucketPlan) -> None:
     ]
     texts = worker_group.all_gather(f"{topic}: gradients", json.dumps(order))
     worker_group.leave()
-    raise ValueError(_first_other_place([json.loads(text) for text in texts]))
+    raise ValueError(_order_difference([json.loads(text) for text in texts]))
 
 
-def _first_other_place(orders: list) -> str:
+def _order_difference(orders: list) -> str:
+    """Format the error message of bucket plans in different orders."""
     text = (
         "Workers would reduce the gradients of a model in different orders. Call its "
         "layers in the same order on every worker."
@@ -86,16 +86,23 @@ def _first_other_place(orders: list) -> str:
     return text
 
 
-def _first_difference(tables: list, verb: str) -> str:
-    reference_rows, reference = tables[0]
-    for rank, (rows, described) in enumerate(tables[1:], start=1):
-        for index in range(max(len(rows), len(reference_rows))):
-            own = rows[index] if index < len(rows) else None
-            first = reference_rows[index] if index < len(reference_rows) else None
+def _variable_difference(models: list, verb: str) -> str:
+    """Format the error message of workers with different variables.
+
+    Args:
+        models: List, for each worker the signatures and the descriptions of its
+            variables.
+        verb: String, see `check_same_variables`.
+    """
+    first_signatures, first_descriptions = models[0]
+    for rank, (signatures, descriptions) in enumerate(models[1:], start=1):
+        for index in range(max(len(signatures), len(first_signatures))):
+            own = signatures[index] if index < len(signatures) else None
+            first = first_signatures[index] if index < len(first_signatures) else None
             if own == first:
                 continue
-            ours = described[index] if own else "nothing"
-            theirs = reference[index] if first else "nothing"
+            ours = descriptions[index] if own else "nothing"
+            theirs = first_descriptions[index] if first else "nothing"
             return (
                 "Workers have different models. Build the same one on every "
                 f"worker. First difference, variable {index}: worker 0 {verb} "
@@ -104,7 +111,7 @@ def _first_difference(tables: list, verb: str) -> str:
     return "Workers have different models. Build the same one on every worker."
 
 
-def _row(variable: Any) -> list:
+def _signature(variable: Any) -> list:
     # Automatic numbers differ when a worker has built another model before.
     return [_AUTO_NUMBER.sub("", _name(variable)), *_type(variable)]
 

@@ -1,4 +1,4 @@
-"""A worker joins its cluster, or says in one sentence why it cannot."""
+"""Start-up of a worker: check the set-up, join the cluster, compare the workers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tfdp import _compat
 from tfdp.cluster import (
     Cluster,
     Topology,
-    guarded,
-    meet,
-    name_workers,
+    describe_workers,
+    join_deadline,
+    rendezvous,
     topology_of,
-    unreachable,
+    unreachable_workers,
 )
 from tfdp.cluster.devices import resolve_devices, set_logical_cpus
 from tfdp.coordination.worker_group import WorkerGroup
@@ -52,24 +52,24 @@ class Worker:
 
     @property
     def num_workers(self) -> int:
-        """Number of workers that train together."""
+        """Int, number of workers that train together."""
         return self.cluster.num_workers if self.cluster else 1
 
     @property
     def rank(self) -> int:
-        """Index of this worker, the chief's is 0."""
+        """Int, index of this worker; the chief's is 0."""
         return self.cluster.rank if self.cluster else 0
 
     @property
     def rebalances(self) -> bool:
-        """Whether rows follow the workers' speed."""
+        """Bool, whether rows follow the workers' speed."""
         return self.cluster is not None and self.cluster.rebalance
 
 
 def start_worker(
     resolver: Any, devices: Sequence[str] | None, options: CommunicationOptions
 ) -> Worker:
-    """Finds the cluster and checks what can be checked before joining it.
+    """Find the cluster and check the set-up as far as possible before joining it.
 
     Args:
         resolver: A cluster resolver or `None` for the environment's cluster.
@@ -103,39 +103,39 @@ def start_worker(
         )
     if cluster.devices_per_worker:
         set_logical_cpus(cluster.devices_per_worker)
-    missing = meet(cluster, options.timeout_seconds)
+    missing = rendezvous(cluster, options.timeout_seconds)
     if missing:
         assert options.timeout_seconds is not None  # else it waits for ever
-        raise TimeoutError(_not_started(cluster, missing, options.timeout_seconds))
+        raise TimeoutError(_missing_message(cluster, missing, options.timeout_seconds))
     _configure(cluster, options.timeout_seconds)
     return worker
 
 
 def has_joined(worker: Worker) -> bool:
-    """Whether this process runs a server of the worker's cluster already."""
+    """Return whether this process runs a server of the worker's cluster already."""
     return worker.cluster is not None and _joined == [worker.cluster]
 
 
 @contextlib.contextmanager
 def joining(worker: Worker) -> Iterator[None]:
-    """Turns TensorFlow's errors of start-up into one clear sentence."""
+    """Replace TensorFlow's errors of start-up inside by one clear sentence."""
     try:
-        with _guarded(worker):
+        with _deadline(worker):
             yield
         if worker.cluster is not None:
             _joined[:] = [worker.cluster]
     except (tf.errors.OpError, RuntimeError) as error:
         if worker.cluster is None:
             raise
-        silent = unreachable(worker.cluster, timeout_seconds=1.0)
+        silent = unreachable_workers(worker.cluster, timeout_seconds=1.0)
         if not silent:
             raise
         limit = worker.timeout_seconds or _DEFAULT_JOIN_SECONDS
-        raise TimeoutError(_gone(worker.cluster, silent, limit)) from error
+        raise TimeoutError(_lost_message(worker.cluster, silent, limit)) from error
 
 
-def _guarded(worker: Worker) -> contextlib.AbstractContextManager:
-    """Ends this process where TensorFlow would wait for ever to join."""
+def _deadline(worker: Worker) -> contextlib.AbstractContextManager:
+    """Return the deadline within which this process joins its cluster."""
     cluster = worker.cluster
     if cluster is None or has_joined(worker):
         return contextlib.nullcontext()
@@ -146,7 +146,7 @@ def _guarded(worker: Worker) -> contextlib.AbstractContextManager:
     ]
     limit = worker.timeout_seconds or _DEFAULT_JOIN_SECONDS
     # What TensorFlow can say itself comes first.
-    return guarded(others, limit + _JOIN_SLACK_SECONDS)
+    return join_deadline(others, limit + _JOIN_SLACK_SECONDS)
 
 
 def _own_version() -> str:
@@ -155,30 +155,30 @@ def _own_version() -> str:
     return "not installed"
 
 
-def _not_started(cluster: Cluster, ranks: list[int], limit: float) -> str:
+def _missing_message(cluster: Cluster, ranks: list[int], limit: float) -> str:
     return (
-        f"Waited {limit:.0f} s for "
-        f"{name_workers(cluster, ranks)}, which did not start. Start every worker of "
-        "TF_CONFIG, and check that they reach each other's ports."
+        f"Waited {limit:.0f} s for {describe_workers(cluster, ranks)}, which did not "
+        "start. Start every worker of TF_CONFIG, and check that they reach each "
+        "other's ports."
     )
 
 
-def _gone(cluster: Cluster, ranks: list[int], limit: float) -> str:
+def _lost_message(cluster: Cluster, ranks: list[int], limit: float) -> str:
     return (
-        f"{name_workers(cluster, ranks)} was there when all workers met, and did not "
-        f"join the cluster within {limit:.0f} s: see the end of its output, and start "
-        "all workers again."
+        f"{describe_workers(cluster, ranks)} was there when all workers met, and did "
+        f"not join the cluster within {limit:.0f} s: see the end of its output, and "
+        "start all workers again."
     )
 
 
-def check_workers_fit(
+def check_same_setup(
     worker_group: WorkerGroup,
     devices: Sequence[str],
     options: CommunicationOptions,
     *,
     rebalances: bool = False,
 ) -> list[str]:
-    """Compares device counts, versions and options before anything else.
+    """Raise on every worker if device counts, versions or options differ.
 
     Args:
         worker_group: `WorkerGroup`.
@@ -225,7 +225,7 @@ def agreed_topology(
     num_local: int,
     options: CommunicationOptions,
 ) -> Topology:
-    """Which replicas share a node, as the first worker sees it.
+    """Find which replicas share a node; all workers take the first one's answer.
 
     Args:
         worker_group: `WorkerGroup`.
@@ -247,7 +247,7 @@ def agreed_topology(
 
 
 def worker_devices(worker: Worker) -> list[str]:
-    """The devices of this worker, checked, without its own address."""
+    """Return the checked devices of this worker, without its own address."""
     return resolve_devices(worker.devices)
 
 

@@ -1,4 +1,4 @@
-"""Workers send short texts to the first one, and nobody waits for anybody."""
+"""Asynchronous short texts from all workers to the first one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tfdp.coordination.worker_group import WorkerGroup
 
 
 class Mailbox:
-    """Texts by number, from every worker to the first.
+    """Key-value mailbox of the first worker, with texts by number and rank.
 
-    All workers have to make their mailboxes in the same order.
+    All workers have to create their mailboxes in the same order.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
@@ -23,7 +23,7 @@ class Mailbox:
         self._prefix = worker_group.new_prefix()
 
     def send(self, number: int, text: str) -> None:
-        """Leaves a text for the first worker.
+        """Send a text to the first worker.
 
         Args:
             number: Int, a new one for each text.
@@ -32,7 +32,7 @@ class Mailbox:
         _compat.set_key_value(f"{self._prefix}/{number}/{self.rank}", text)
 
     def receive(self, number: int, rank: int, timeout_seconds: float) -> str | None:
-        """A text of another worker.
+        """Receive a text of another worker.
 
         Args:
             number: Int.

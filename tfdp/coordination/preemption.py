@@ -1,4 +1,4 @@
-"""Signals as a notice that training is to end: save, then exit."""
+"""Preemption notices: signals upon which all workers save at the same step and exit."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 # The exit code of a worker that has saved its training and is to be started again:
 # EX_TEMPFAIL of sysexits.h.
 PREEMPTED = 75
-# How `tfdp run` asks workers to save and to end, so that more of them can go on. Who
-# does not listen is not disturbed by it, as it would be by SIGTERM.
+# The signal by which `tfdp run` asks workers to save and exit, to restart with more of
+# them. A process without a handler ignores it, unlike SIGTERM.
 SAVE_SIGNAL = getattr(signal, "SIGURG", signal.SIGTERM)
 _SIGNALS = tuple({signal.SIGTERM, SAVE_SIGNAL})
-# How long workers train between two looks at each other's notices.
-_LOOK_SECONDS = 1.0
+# Seconds of training between two all-gathers of the workers' notices.
+_ASK_SECONDS = 1.0
 
 
-class Notice:
-    """Notes SIGTERM, and `SAVE_SIGNAL`, while it listens, so that a step can end first.
+class PreemptionNotice:
+    """Handler that records SIGTERM and `SAVE_SIGNAL`, so that a step can end first.
 
-    Python tells only its main thread of signals; in any other it notes nothing.
+    Python handles signals in its main thread only; in any other nothing is recorded.
     """
 
     def __init__(self) -> None:
@@ -32,18 +32,18 @@ class Notice:
 
     @property
     def is_given(self) -> bool:
-        """Whether one of the signals came."""
+        """Bool, whether one of the signals was received."""
         return bool(self._given)
 
     def listen(self) -> None:
-        """Takes the signals' handlers over."""
+        """Install the signal handlers."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and not self._before:
             for number in _SIGNALS:
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._record)
 
     def stop(self) -> None:
-        """Gives the handlers back."""
+        """Restore the previous signal handlers."""
         if not self._before:
             return
         for number, handler in self._before.items():
@@ -53,51 +53,51 @@ class Notice:
         if signal.SIGTERM in self._given and not self.is_answered:
             signal.raise_signal(signal.SIGTERM)  # it came when all was done
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _record(self, number: int, frame: Any) -> None:
         del frame
         self._given.add(number)
 
 
 class PreemptionWatch:
-    """Lets all workers know at the same step that one of them was given notice.
+    """Agreement of all workers, at the same step, that one of them is preempted.
 
     They ask each other about once a second: at a step that follows from how fast all
     were up to then, and so is the same on each.
 
     Args:
-        notice: `Notice` of this worker.
+        notice: `PreemptionNotice` of this worker.
         worker_group: `WorkerGroup` between the workers.
     """
 
-    def __init__(self, notice: Notice, worker_group: Any) -> None:
+    def __init__(self, notice: PreemptionNotice, worker_group: Any) -> None:
         self._notice = notice
         self._worker_group = worker_group
         self._gap = self._next = 0
-        self._looked_at: tuple[int, float] | None = None
+        self._asked_at: tuple[int, float] | None = None
 
-    def is_given(self, step: int, *, must_look: bool = False) -> bool:
-        """Whether a worker was given notice, the same answer on all.
+    def is_given(self, step: int, *, must_ask: bool = False) -> bool:
+        """Return whether a worker was given notice, the same on all workers.
 
         Args:
             step: Int, the same on all workers, and never less than before.
-            must_look: Bool, whether to ask now. Defaults to `False`.
+            must_ask: Bool, whether to ask now. Defaults to `False`.
         """
         if self._worker_group.num_workers == 1:
             return self._notice.is_given
-        if step < self._next and not must_look:
+        if step < self._next and not must_ask:
             return False
-        told = self._worker_group.all_gather(
+        texts = self._worker_group.all_gather(
             "preemption", json.dumps([self._notice.is_given, self._rate(step)])
         )
-        answers = [json.loads(text) for text in told]
+        answers = [json.loads(text) for text in texts]
         slowest = min(rate for _, rate in answers)
-        self._gap = min(max(int(slowest * _LOOK_SECONDS), 1), 2 * self._gap + 1)
+        self._gap = min(max(int(slowest * _ASK_SECONDS), 1), 2 * self._gap + 1)
         self._next = step + self._gap
         return any(is_given for is_given, _ in answers)
 
     def _rate(self, step: int) -> float:
-        """Steps per second since the last look."""
+        """Return the steps per second since the workers last asked."""
         now = time.monotonic()
-        before, then = self._looked_at or (step, now)
-        self._looked_at = (step, now)
+        before, then = self._asked_at or (step, now)
+        self._asked_at = (step, now)
         return (step - before) / max(now - then, 1e-6)

@@ -1,4 +1,4 @@
-"""Where this worker is in its training: for messages, and to see who is behind."""
+"""Progress of this worker: loop, epoch, step, for messages and straggler detection."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True)
 class WorkerProgress:
-    """Where a worker is.
+    """Progress of a worker at one moment.
 
     Args:
-        count: Int, places that it was at before. Workers make the same calls, so that
+        count: Int, changes of progress so far. Workers make the same calls, so that
             the one with the smaller count is behind.
         name: String, for people, or `""` outside of Keras's loops and tfdp's calls.
-        seconds: Float, for how long it has been there.
-        exchanges: Bool, whether it waits for the others' texts, not for tensors.
+        seconds: Float, time since the last change.
+        is_all_gathering: Bool, whether it waits for the others' texts, not for
+            tensors.
     """
 
     count: int
     name: str
     seconds: float
-    exchanges: bool = False
+    is_all_gathering: bool = False
 
 
 @dataclasses.dataclass
 class _Loop:
-    """A loop of Keras; epoch and step count from 0, and are -1 before the first."""
+    """Loop of Keras; epoch and step count from 0, and are -1 before the first."""
 
     name: str
     epoch: int = -1
@@ -46,16 +47,16 @@ class _Loop:
 
 
 class ProgressRecorder:
-    """The place of this worker, told by the calls that it makes.
+    """Recorder of this worker's progress, from the calls that it makes.
 
     Example:
 
-    >>> here = Here()
-    >>> with here.looping("fit"):
-    ...     here.epoch_begins()
-    ...     here.step_begins(11)
-    ...     with here.computing():
-    ...         here.place.name
+    >>> recorder = ProgressRecorder()
+    >>> with recorder.looping("fit"):
+    ...     recorder.epoch_begins()
+    ...     recorder.step_begins(11)
+    ...     with recorder.computing():
+    ...         recorder.current.name
     'step 12 of epoch 1 of fit'
     """
 
@@ -67,62 +68,62 @@ class ProgressRecorder:
 
     @contextlib.contextmanager
     def looping(self, name: str) -> Iterator[None]:
-        """While a loop of Keras runs, such as `fit`."""
+        """Record that a loop of Keras runs inside, such as `fit`."""
         self._loops.append(_Loop(name))
-        self._move()
+        self._advance()
         try:
             yield
         finally:
             self._loops.pop()
-            self._move()
+            self._advance()
 
     def epoch_begins(self) -> None:
-        """A loop begins to go through its data."""
+        """Record that a loop begins an epoch."""
         if self._loops:
             self._loops[-1].epoch += 1
             self._loops[-1].step = -1
 
     def step_begins(self, step: int) -> None:
-        """A loop begins a step.
+        """Record that a loop begins a step.
 
         Args:
             step: Int, counted from 0 in its epoch.
         """
         if self._loops:
             self._loops[-1].step = step
-            self._move()
+            self._advance()
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """While TensorFlow runs a step; before and after it, callbacks do."""
+        """Record that TensorFlow runs a step inside; around it callbacks run."""
         for loop in self._loops[-1:]:
             loop.computes = True
-        self._move()
+        self._advance()
         try:
             yield
         finally:
             for loop in self._loops[-1:]:
                 loop.computes = False
-            self._move()
+            self._advance()
 
     @contextlib.contextmanager
     def all_gathering(self, topic: str) -> Iterator[None]:
-        """While workers exchange texts.
+        """Record that workers all-gather texts inside.
 
         Args:
-            topic: String.
+            topic: String, of the texts.
         """
         self._topics.append(topic)
-        self._move()
+        self._advance()
         try:
             yield
         finally:
             self._topics.pop()
-            self._move()
+            self._advance()
 
     @property
-    def place(self) -> WorkerProgress:
-        """The place at this moment; other threads may ask."""
+    def current(self) -> WorkerProgress:
+        """The progress at this moment; thread-safe."""
         seconds = time.monotonic() - self._since
         return WorkerProgress(self._count, self._name(), seconds, bool(self._topics))
 
@@ -133,7 +134,7 @@ class ProgressRecorder:
             where = f"{topics[0]!r}" + (f" in {where}" if where else "")
         return where
 
-    def _move(self) -> None:
+    def _advance(self) -> None:
         self._count += 1
         self._since = time.monotonic()
 

@@ -1,8 +1,8 @@
-"""Workers exchange short texts, without collectives and without hanging.
+"""All-gather of short texts between workers, without collectives and with timeouts.
 
-Collectives wait for ever when one worker is not there or sends another shape.
-What has to be agreed beforehand therefore travels through the key-value store
-of TensorFlow's coordination service, which the first worker hosts.
+Collectives wait for ever when one worker is missing or sends another shape. What has
+to be agreed beforehand therefore travels through the key-value store of TensorFlow's
+coordination service, which the first worker hosts.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from tfdp import _compat
 from tfdp.coordination.progress import progress
 
 _WARN_AFTER_SECONDS = 10.0
-# How often a wait looks whether the other worker is still there, at first and later.
+# How often a wait checks whether the other worker is alive, at first and later.
 _CHECK_SECONDS, _CHECK_AT_LEAST_SECONDS = 1.0, 3.0
-_PARTING_SECONDS = 5.0
+_LEAVE_SECONDS = 5.0
 # Long enough for a worker on a machine that does many other things.
 _READING_SECONDS = 30.0
-# The first worker waits for the others as long, and may have come later: who waits for
-# its answer hears from it who is missing, and does not take it for the missing one.
+# The first worker waits for the others as long, and may have started to wait later:
+# whoever waits for its answer learns from it who is missing, and does not take the
+# first worker for the missing one.
 _ANSWER_SECONDS = 5.0
 _instances = itertools.count()
 
 
 class WorkerGroup:
-    """Exchanges texts between workers, in step: all make the same calls.
+    """Group of workers that all-gather texts; all make the same calls in order.
 
     Args:
         rank: Int, index of this worker.
@@ -52,8 +53,8 @@ class WorkerGroup:
         self._calls = itertools.count()
         self._prefixes = itertools.count()
         self._last_call: str | None = None
-        # What looks after the worker that is waited for, and explains what the
-        # store raises: see `tfdp.coordination.watch`.
+        # Hooks of the failure detector: check the worker that is waited for, and
+        # translate errors of the store. See `tfdp.coordination.watch`.
         self.check: Callable[[int, bool], None] = lambda rank, is_over: None
         self.guard: Callable[[], contextlib.AbstractContextManager]
         self.guard = contextlib.nullcontext
@@ -61,18 +62,19 @@ class WorkerGroup:
             atexit.register(self._wait_for_readers)
 
     def new_prefix(self) -> str:
-        """A prefix for keys of one's own; all workers ask in the same order."""
+        """Return a new key prefix; all workers call it in the same order."""
         return f"{self._prefix}/own{next(self._prefixes)}"
 
     def all_gather(
         self, topic: str, text: str = "", timeout_seconds: float | None = None
     ) -> list[str]:
-        """Gives every worker the texts of all of them.
+        """Gather the texts of all workers on every worker.
 
         Args:
-            topic: String, what this is about, for error messages.
-            text: String, what this worker has to say.
-            timeout_seconds: Float or `None`, instead of the usual one.
+            topic: String, subject of the texts, for error messages.
+            text: String, this worker's. Defaults to `""`.
+            timeout_seconds: Float or `None`, the longest wait where it is not that
+                of the group. Defaults to `None`.
 
         Returns:
             List of strings, ordered by worker.
@@ -106,23 +108,23 @@ class WorkerGroup:
                 _compat.set_key_value(f"{call}/seen/{self.rank}", "")
         return self._texts(topic, json.loads(answer))
 
-    def same(self, topic: str, text: str) -> tuple[bool, list[str]]:
-        """Whether all workers say the same, and what each said."""
+    def all_equal(self, topic: str, text: str) -> tuple[bool, list[str]]:
+        """Return whether the texts of all workers are equal, and the texts."""
         texts = self.all_gather(topic, text)
         return len(set(texts)) == 1, texts
 
     def any(self, topic: str, value: bool) -> bool:
-        """Whether the value is true on any worker."""
+        """Return whether the value is true on any worker."""
         return "1" in self.all_gather(topic, "1" if value else "0")
 
     def leave(self) -> None:
-        """Called by all before they raise what they have agreed on.
+        """Synchronize all workers before they raise an error that they agreed on.
 
         The first worker hosts the store: it must not end before the others have
         read their answer.
         """
         with contextlib.suppress(TimeoutError, RuntimeError, tf.errors.OpError):
-            self.all_gather("an error", timeout_seconds=_PARTING_SECONDS)
+            self.all_gather("an error", timeout_seconds=_LEAVE_SECONDS)
 
     def _collect(self, call: str, topic: str, own: str, limit: float | None) -> str:
         messages: list[str | None] = [own]
@@ -132,18 +134,18 @@ class WorkerGroup:
                 messages.append(self._wait(key, topic, rank, limit))
             except TimeoutError:
                 messages.append(None)
-                limit = 0.001  # who else is missing?
+                limit = 0.001  # to name the others that are missing
         if self._last_call is not None:
             # All have read the previous answer, since all are at this call.
             _compat.delete_key_value(self._last_call)
         return json.dumps(messages)
 
     def _wait_for_readers(self) -> None:
-        """Lets the others read the last answer before the store ends with us."""
+        """Wait until the others have read the last answer, then let the store end."""
         if self._last_call is None:
             return
         end = time.monotonic() + _READING_SECONDS
-        # Who is lost reads nothing: the wait ends with an error.
+        # A lost worker reads nothing: the wait ends with an error.
         with contextlib.suppress(Exception):
             for rank in range(1, self.num_workers):
                 left = max(end - time.monotonic(), 0.01)

@@ -1,1 +1,14 @@
-"""data."""
+"""Input data: division among replicas, epochs on all workers, position, checks.
+
+Reading order:
+    distribute: a dataset as one that gives every replica its rows
+    rows, weighted_rows: rows of a batch for each replica, equal or by weight
+    per_replica_dataset, element_specs: the distributed dataset on CPUs
+    uneven_inputs: the end of the data for all workers
+    lengths, epochs: number of steps and order of an epoch
+    batch_weights: weights of the replicas in the sums over a batch
+    load_balancer: weights of workers by their speed
+    checks: messages for wrong data
+    determinism: pipelines that give the same batches again
+    position, batch_change: the position of a run that is resumed
+"""

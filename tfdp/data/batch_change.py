@@ -1,4 +1,4 @@
-"""A run that goes on with batches of another size: what has to fit, and where.
+"""Change of the global batch size between an interrupted run and its continuation.
 
 Positions are carried over in samples, and rounded down to a batch of the new size: a
 few samples may be seen twice, and none is left out.
@@ -12,18 +12,18 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class BatchChange:
-    """Global batches of another size, because there are more replicas or fewer.
+    """Change of the global batch size with the number of replicas.
 
     Args:
-        before: Int, samples of a batch in the run that was interrupted.
-        now: Int, samples of a batch in the one that goes on.
+        before: Int, samples of a batch in the interrupted run.
+        now: Int, samples of a batch in the run that continues it.
         keeps_updates: Bool, whether an update has as many samples as before, since it
             accumulates fewer or more batches. Defaults to `False`.
 
     Example:
 
     >>> change = BatchChange(before=24, now=16)
-    >>> change.whole(5), change.most(5)  # of 120 samples
+    >>> change.floor(5), change.ceil(5)  # of 120 samples
     (7, 8)
     """
 
@@ -33,23 +33,23 @@ class BatchChange:
 
     @property
     def ratio(self) -> float:
-        """Float, by how much the batch of an update has grown."""
+        """Float, factor by which the batch of an update has grown."""
         return 1.0 if self.keeps_updates else self.now / self.before
 
     def can_carry(self, num_batches: int) -> bool:
-        """Whether batches that wait for an update are a number of those of now."""
+        """Return whether accumulated batches are a whole number of new batches."""
         return num_batches * self.before % self.now == 0
 
-    def whole(self, num_batches: int) -> int:
-        """How many batches of now are in as many as before, without a part."""
+    def floor(self, num_batches: int) -> int:
+        """Return the number of new batches in old ones, rounded down."""
         return num_batches * self.before // self.now
 
-    def most(self, num_batches: int) -> int:
-        """The same, with a part."""
+    def ceil(self, num_batches: int) -> int:
+        """Return the number of new batches in old ones, rounded up."""
         return -(-num_batches * self.before // self.now)
 
     def fits(self, before: int | None, now: int | None) -> bool:
-        """Whether two numbers of batches can be of as many samples."""
+        """Return whether old and new batches can have as many samples."""
         if before is None or now is None:
             return before == now
         # The last batch of either may have any size, or be left out.
@@ -60,12 +60,12 @@ class BatchChange:
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """The batches of a run.
+    """Batch settings of a run.
 
     Args:
-        replicas: Int, how many share one.
-        batch_size: Int, samples of a global batch, or `None` if the data does not say.
-        steps_per_epoch: Int, what `fit` was given, or `None`.
+        replicas: Int, number of replicas.
+        batch_size: Int, samples of a global batch, or `None` if unknown.
+        steps_per_epoch: Int, the argument of `fit`, or `None`.
         accumulated: Int, batches of an update. Defaults to 1.
     """
 
@@ -76,7 +76,7 @@ class Batches:
 
 
 def change_for_replicas(then: Batches, now: Batches) -> BatchChange | None:
-    """The change that keeps the batch of each replica.
+    """Return the change that keeps the batch size of each replica.
 
     Args:
         then: `Batches` of the run that was interrupted.
@@ -115,7 +115,7 @@ def change_for_replicas(then: Batches, now: Batches) -> BatchChange | None:
 def change_for_updates(
     then: Batches, now: Batches, waiting: int, num_batches: int
 ) -> BatchChange | None:
-    """The change that keeps the samples of an update, by accumulating more or less.
+    """Return the change that keeps the samples of an update, by its accumulation.
 
     Args:
         then: `Batches` of the run that was interrupted.
@@ -159,7 +159,7 @@ def _check_epochs(then: Batches, now: Batches, change: BatchChange) -> None:
         )
 
 
-def moved(
+def convert_position(
     snapshot: dict[str, Any],
     num_batches: int,
     change: BatchChange,
@@ -167,7 +167,7 @@ def moved(
     keeps_iterator: bool,
     group: int,
 ) -> tuple[dict[str, Any], int]:
-    """A position in the data, in batches of another size.
+    """Convert a position in the data to batches of another size.
 
     Args:
         snapshot: Dict, what `Position.snapshot` returned when the epoch began.
@@ -181,11 +181,11 @@ def moved(
     """
     taken = list(snapshot["taken"])
     # Those of epochs that are over were read to their end.
-    fresh = [change.most(count) for count in taken]
+    fresh = [change.ceil(count) for count in taken]
     begun = 0
     if keeps_iterator and taken:
-        begun = fresh[-1] = change.whole(taken[-1])
+        begun = fresh[-1] = change.floor(taken[-1])
         num_batches += taken[-1]
-    since = change.whole(num_batches) - begun
+    since = change.floor(num_batches) - begun
     progress = {"steps_seen": begun, "num_batches": None, "taken": fresh}
     return {**snapshot, **progress}, since - since % group

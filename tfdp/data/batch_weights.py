@@ -1,4 +1,4 @@
-"""Weights of the replicas' parts of a global batch, from their numbers of rows."""
+"""Weights of the replicas in the sums over a global batch, by their rows."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def weigh_batches(
 
 
 class CountedBatch(NamedTuple):
-    """What an iterator hands to Keras's step: its shares, and of how many rows.
+    """Rows of the local replicas, and the number of rows of their global batch.
 
     Every worker reads the whole global batch before it takes its rows, so that
-    nobody has to be asked how many there are.
+    workers need not ask each other for the number.
     """
 
     batch: Any
     num_rows: tf.Tensor
 
 
-def uncounted(args: tuple) -> tuple[tuple, tf.Tensor | None]:
-    """Takes the arguments of a step apart.
+def unpack_counted(args: tuple) -> tuple[tuple, tf.Tensor | None]:
+    """Unpack a `CountedBatch` among the arguments of a step.
 
     Args:
         args: Tuple, of which one item may be a `CountedBatch`.

@@ -1,4 +1,4 @@
-"""What a user may get wrong in the data of Keras's loops, in one sentence each."""
+"""Validation of the data of Keras's loops, with one sentence for each error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tfdp.data.rows import (
 )
 
 _PARTS = ("x", "y", "sample_weight")
-# What TensorFlow makes of an error in a graph of its data, and of one in Python.
+# TensorFlow's messages for an error in a data graph, and for one in Python.
 _IN_GRAPH = re.compile(re.escape(UNEQUAL_ROWS) + r" Received: (.*) with\] \[([\d ]+)\]")
 _IN_PYTHON = re.compile(
     r"All batches of a generator must have the same structure\. Received: .*"
@@ -29,7 +29,7 @@ _IN_PYTHON = re.compile(
 
 
 def check_arrays(model: Any, arguments: dict[str, Any]) -> None:
-    """Raises if the arrays for `fit`, `evaluate` or `predict` cannot be divided.
+    """Raise if the arrays for `fit`, `evaluate` or `predict` cannot be divided.
 
     Args:
         model: The Keras model.
@@ -49,7 +49,7 @@ def check_arrays(model: Any, arguments: dict[str, Any]) -> None:
 
 
 def check_batch(strategy: Any, model: Any, arguments: dict[str, Any]) -> None:
-    """Raises if what `train_on_batch` and its like are given cannot be divided.
+    """Raise if the arrays for `train_on_batch` and its like cannot be divided.
 
     Args:
         strategy: A tfdp strategy.
@@ -66,7 +66,7 @@ def check_batch(strategy: Any, model: Any, arguments: dict[str, Any]) -> None:
 
 
 def check_element(model: Any, spec: Any) -> None:
-    """Raises if an element of a dataset holds no features.
+    """Raise if an element of a dataset holds no features.
 
     Args:
         model: The Keras model.
@@ -79,18 +79,18 @@ def check_element(model: Any, spec: Any) -> None:
     _check_features(model, *(*parts, None)[:2])
 
 
-def of_one_structure(data: Any) -> Any:
-    """A generator that says which of its batches has another structure.
+def check_structure(data: Any) -> Any:
+    """Wrap a generator to raise at the first batch with another structure.
 
     Args:
-        data: What a loop is given; anything but a generator is returned as it is.
+        data: Data of a loop; anything but a generator is returned as it is.
 
     Raises:
         ValueError: When such a batch is taken.
 
     Example:
 
-    >>> list(of_one_structure(batch for batch in [(0, {"a": 1}), (0, None)]))
+    >>> list(check_structure(batch for batch in [(0, {"a": 1}), (0, None)]))
     Traceback (most recent call last):
     ...
     ValueError: All batches of a generator must have the same structure. Received: \
@@ -100,8 +100,8 @@ batch 2 of (array, None), after (array, {'a': array})
 
 
 @contextlib.contextmanager
-def in_plain_words() -> Iterator[None]:
-    """Turns what TensorFlow makes of these errors into the sentence itself.
+def translate_errors() -> Iterator[None]:
+    """Replace TensorFlow's errors inside by the original message.
 
     Raises:
         ValueError: Instead of `tf.errors.InvalidArgumentError`.
@@ -109,13 +109,13 @@ def in_plain_words() -> Iterator[None]:
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        sentence = _sentence(str(error))
+        sentence = _original_message(str(error))
         if sentence is None:
             raise
         raise ValueError(sentence) from None
 
 
-def _sentence(text: str) -> str | None:
+def _original_message(text: str) -> str | None:
     if found := _IN_PYTHON.search(text):
         return found.group()
     if found := _IN_GRAPH.search(text):
@@ -128,7 +128,7 @@ def _sentence(text: str) -> str | None:
 def _checked(batches: types.GeneratorType) -> Iterator[Any]:
     first = None
     for number, batch in enumerate(batches, start=1):
-        structure = _described(batch)
+        structure = _structure_of(batch)
         first = first or structure
         if structure != first:
             raise ValueError(
@@ -140,16 +140,18 @@ def _checked(batches: types.GeneratorType) -> Iterator[Any]:
         yield batch
 
 
-def _described(batch: Any) -> str:
-    """The structure of a batch, the same for dicts of any order."""
+def _structure_of(batch: Any) -> str:
+    """Describe the structure of a batch, the same for dicts of any order."""
     if batch is None:
         return "None"
     if isinstance(batch, dict):
         items = sorted(batch.items(), key=lambda item: repr(item[0]))
-        return "{" + ", ".join(f"{k!r}: {_described(part)}" for k, part in items) + "}"
+        return (
+            "{" + ", ".join(f"{k!r}: {_structure_of(part)}" for k, part in items) + "}"
+        )
     if not isinstance(batch, (tuple, list)):
         return "array"
-    parts = [_described(part) for part in batch]
+    parts = [_structure_of(part) for part in batch]
     if isinstance(batch, list):
         return f"[{', '.join(parts)}]"
     if hasattr(batch, "_fields"):
@@ -175,7 +177,7 @@ def _is_empty(data: Any) -> bool:
 
 
 def _check_all(given: dict[str, Any]) -> None:
-    """Checks arrays of all samples; of anything else Keras takes care."""
+    """Check arrays of all samples; of anything else Keras takes care."""
     if not all(_is_array(leaf) for leaf in keras.tree.flatten(given)):
         return
     for name, part in given.items():

@@ -1,8 +1,8 @@
-"""Every replica gets its rows of every global batch.
+"""Distribution of a dataset: every replica gets its rows of every global batch.
 
 Stock tf.distribute shards a dataset by file or by element and then divides
 batches, which needs files enough, gives the last partial batch to the first
-replicas, and asks all workers at every step whether anybody has data left.
+replicas, and asks all workers at every step whether any has data left.
 Here every worker reads the same global batches, in the same order, and takes
 the rows of its replicas: rank r of R has rows that differ in number by one at
 most, and all workers see the end of the data at the same step.
@@ -18,14 +18,18 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import loops
+from tfdp.data.per_replica_dataset import (
+    PerReplicaDataset,
+    ReadOptions,
+    divide_and_prefetch,
+)
 from tfdp.data.rows import rows_of_ranks
-from tfdp.data.share_dataset import Reading, ShareDataset, shares_read_ahead
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 
 
 def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
-    """Distributes the global batches of a dataset.
+    """Distribute the global batches of a dataset.
 
     Args:
         strategy: A tfdp strategy.
@@ -47,27 +51,30 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if extended.worker_group.num_workers > 1:
         if policy in (_POLICY.FILE, _POLICY.OFF):
-            return _distribute_own_shards(strategy, dataset, options, policy, stock)
-        _check_workers_read_alike(extended.worker_group, dataset)
+            return _distribute_by_policy(strategy, dataset, options, policy, stock)
+        _check_same_shuffle(extended.worker_group, dataset)
     first = extended.first_rank
     ranks = list(range(first, first + extended.num_local))
-    asks = _lengths_differ(strategy, dataset)
-    return _of_shares(strategy, dataset, ranks, options, asks=asks)
+    asks_workers = _lengths_differ(strategy, dataset)
+    return _distribute_rows(
+        strategy, dataset, ranks, options, asks_workers=asks_workers
+    )
 
 
-def _of_shares(
-    strategy: Any, dataset: Any, ranks: list[int], options: Any, *, asks: bool
+def _distribute_rows(
+    strategy: Any, dataset: Any, ranks: list[int], options: Any, *, asks_workers: bool
 ) -> Any:
-    """The distributed dataset of the local replicas' shares."""
+    """Return the distributed dataset of the local replicas' rows."""
     num_replicas = strategy.num_replicas_in_sync
     extended = strategy.extended
     on_cpus = extended.group.backend != "nccl" and not _has_gpus(strategy)
     if (on_cpus or extended.balance is not None) and options is None:
-        shares = shares_read_ahead(dataset, ranks, num_replicas)
-        return ShareDataset(shares, strategy, Reading(asks), batches=dataset)
+        divided = divide_and_prefetch(dataset, ranks, num_replicas)
+        read_options = ReadOptions(asks_workers)
+        return PerReplicaDataset(divided, strategy, read_options, batches=dataset)
     local = rows_of_ranks(dataset, ranks, num_replicas)
     distributed = strategy.distribute_datasets_from_function(lambda _: local, options)
-    return distributed if asks else _compat.without_partial_batches(distributed)
+    return distributed if asks_workers else _compat.without_partial_batches(distributed)
 
 
 def _has_gpus(strategy: Any) -> bool:
@@ -76,7 +83,7 @@ def _has_gpus(strategy: Any) -> bool:
 
 
 def check_batch_size(strategy: Any, batch_size: int | None, what: str) -> None:
-    """Raises if a batch cannot give every replica a row.
+    """Raise if a batch has fewer rows than there are replicas.
 
     Raises:
         ValueError: If `batch_size` is known and smaller than the number of
@@ -117,8 +124,8 @@ def _static_batch_size(dataset: tf.data.Dataset) -> int | None:
     return found if found > 0 else None
 
 
-def _check_workers_read_alike(worker_group: Any, dataset: tf.data.Dataset) -> None:
-    """Every worker must see the same batches in the same order."""
+def _check_same_shuffle(worker_group: Any, dataset: tf.data.Dataset) -> None:
+    """Raise if workers would shuffle a dataset differently."""
     seeds = _compat.shuffle_seeds(dataset)
     texts = worker_group.all_gather("a dataset's shuffle order", json.dumps(seeds))
     unseeded = any((0, 0) in map(tuple, json.loads(text)) for text in texts)
@@ -132,8 +139,8 @@ def _check_workers_read_alike(worker_group: Any, dataset: tf.data.Dataset) -> No
         )
 
 
-def ends_with_the_first(strategy: Any) -> bool:
-    """Whether the data that is asked for ends for all when one worker's does.
+def stops_at_shortest(strategy: Any) -> bool:
+    """Return whether the data ends for all workers with the shortest.
 
     Only that which a `fit` trains on: all other samples count, each by itself.
     """
@@ -143,56 +150,56 @@ def ends_with_the_first(strategy: Any) -> bool:
 
 
 def _lengths_differ(strategy: Any, dataset: Any) -> bool:
-    """Whether some workers may run out of data before others."""
+    """Return whether some workers may run out of data before others."""
     worker_group = strategy.extended.worker_group
     if worker_group.num_workers == 1:
         return False
     length = int(dataset.cardinality().numpy())
-    same, texts = worker_group.same("a dataset's length", str(length))
-    # What is left out when all end together is said where it is known.
-    if not same and not ends_with_the_first(strategy):
+    same, texts = worker_group.all_equal("a dataset's length", str(length))
+    # `epochs` warns of batches that are dropped, where their number is known.
+    if not same and not stops_at_shortest(strategy):
         lengths = ", ".join(f"{text} on worker {r}" for r, text in enumerate(texts))
         warnings.warn(
             "Workers have datasets of different length; each should read the same "
             "global batches. All go on until the longest ends, those without data "
-            f"with empty shares. Received: {lengths} batches",
+            f"with empty batches. Received: {lengths} batches",
             stacklevel=2,
         )
     return not same or length == tf.data.UNKNOWN_CARDINALITY
 
 
 def steps_per_batch(strategy: Any, source: Any) -> float:
-    """Steps for which one batch lasts of what several workers read.
+    """Return the number of steps for which one batch of a dataset lasts.
 
-    With `AutoShardPolicy.OFF` more than one. Of what a user distributed by a function
-    each replica is given a batch.
+    With `AutoShardPolicy.OFF` more than one. Of a dataset that a user distributed by
+    a function each replica is given a batch.
     """
     if isinstance(source, tf.data.Dataset):
         policy = source.options().experimental_distribute.auto_shard_policy
         num_workers = strategy.extended.worker_group.num_workers
         return num_workers if policy == _POLICY.OFF else 1
     by_replica = isinstance(source, _compat.DistributedDatasetsFromFunction)
-    if by_replica and not isinstance(source, ShareDataset):
+    if by_replica and not isinstance(source, PerReplicaDataset):
         return 1 / strategy.extended.num_local
     return 1
 
 
 def is_endless(source: Any) -> bool:
-    """Whether what Keras reads is a dataset that never ends."""
+    """Return whether the data is a dataset that never ends."""
     cardinality = getattr(source, "cardinality", None)
     if callable(cardinality):
         cardinality = cardinality()
     return cardinality is not None and int(cardinality) == tf.data.INFINITE_CARDINALITY
 
 
-def _distribute_own_shards(
+def _distribute_by_policy(
     strategy: Any, dataset: Any, options: Any, policy: Any, stock: Any
 ) -> Any:
-    """Stock sharding, where the user asked for it.
+    """Shard as in stock, where the user chose a policy.
 
-    With OFF each worker reads data of its own in global batches. A step takes
-    the worker's share of one, so that a batch lasts for as many steps as there
-    are workers, as TensorFlow defines it.
+    With OFF each worker reads data of its own in global batches. A step takes as
+    many rows of one as a worker has of a global batch, so that a batch lasts for as
+    many steps as there are workers, as TensorFlow defines it.
     """
     if policy == _POLICY.OFF:
         return _of_own_batches(strategy, dataset, options)
@@ -214,14 +221,14 @@ def _distribute_own_shards(
 
 
 def _of_own_batches(strategy: Any, dataset: Any, options: Any) -> Any:
-    """One batch of a worker lasts for as many steps as there are workers."""
+    """Divide the batches that a worker reads among as many steps as workers."""
     num_replicas = strategy.num_replicas_in_sync
     local = rows_of_ranks(dataset, list(range(num_replicas)), num_replicas)
     return strategy.distribute_datasets_from_function(lambda _: local, options)
 
 
 def _can_read(distributed: Any) -> bool:
-    """TensorFlow finds out that files are too few when it reads the first."""
+    """Read an element, upon which TensorFlow raises if there are too few files."""
     try:
         for _ in _compat.local_dataset(distributed).take(1):
             pass

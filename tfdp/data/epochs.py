@@ -1,4 +1,4 @@
-"""The length and the order of an epoch, on which all workers agree."""
+"""Epochs: number of steps and shuffle order, the same on all workers."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 
 from tfdp import _compat
 from tfdp.base import loops
-from tfdp.base.ownership import is_ours
+from tfdp.base.context import is_tfdp
 from tfdp.coordination.progress import progress
 from tfdp.data import position as data_position
-from tfdp.data.distribute import ends_with_the_first, is_endless, steps_per_batch
-from tfdp.data.end_of_data import CommonEndDataset
-from tfdp.data.lengths import ENDLESS, Length, agreed_steps, left_out
-from tfdp.data.share_dataset import Reading, ShareDataset
-from tfdp.data.shuffle import SeededOrder
+from tfdp.data.determinism import SeededShuffle
+from tfdp.data.distribute import is_endless, steps_per_batch, stops_at_shortest
+from tfdp.data.lengths import ENDLESS, Length, agreed_steps, dropped_batches
+from tfdp.data.per_replica_dataset import PerReplicaDataset, ReadOptions
+from tfdp.data.uneven_inputs import ShortestDataset
 
 
 def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) -> None:
-    """Makes Keras's epoch iterator, alike on all workers."""
+    """Create Keras's epoch iterator, alike on all workers."""
     strategy: Any = kwargs.get("distribute_strategy", args[0] if args else None)
     original(iterator, *args, **kwargs)
-    if is_ours(strategy) and strategy.extended.worker_group.num_workers > 1:
+    if is_tfdp(strategy) and strategy.extended.worker_group.num_workers > 1:
         _agree(
             strategy,
             iterator,
-            stops=ends_with_the_first(strategy),
+            stops=stops_at_shortest(strategy),
             by_weight=_is_divided_by_weight(strategy, iterator),
         )
     loops.data_is_read()
@@ -36,7 +36,8 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
     if position is not None and position.iterator is None:
         if _compat.shuffles_arrays(iterator.data_adapter) and not _has_order(iterator):
             _compat.set_dataset_of_epoch(
-                iterator, SeededOrder(_new_seed(), lambda: _dataset(strategy, iterator))
+                iterator,
+                SeededShuffle(_new_seed(), lambda: _dataset(strategy, iterator)),
             )
         extended = strategy.extended
         position.attach(
@@ -47,13 +48,13 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
 
 
 def _is_divided_by_weight(strategy: Any, iterator: Any) -> bool:
-    """Whether the rows of each batch follow the speed of the workers."""
+    """Return whether the rows of each batch follow the speed of the workers."""
     loop = loops.current()
     is_for_training = loop is not None and loop.awaits_training_data
     if strategy.extended.balance is None or not is_for_training:
         return False
     dataset = _compat.distributed_dataset(iterator)
-    if isinstance(dataset, ShareDataset) and dataset.batches is not None:
+    if isinstance(dataset, PerReplicaDataset) and dataset.batches is not None:
         return True
     warnings.warn(
         "`--rebalance` has no effect on this data: it is divided among workers by "
@@ -65,10 +66,10 @@ def _is_divided_by_weight(strategy: Any, iterator: Any) -> bool:
 
 
 def _agree(strategy: Any, iterator: Any, *, stops: bool, by_weight: bool) -> None:
-    lengths = _exchange_lengths(strategy, iterator.data_adapter)
+    lengths = _gather_lengths(strategy, iterator.data_adapter)
     if stops:
-        _tell_what_is_left_out(strategy.extended, lengths)
-    _count_alike(iterator, agreed_steps(lengths, stops=stops))
+        _warn_of_dropped_batches(strategy.extended, lengths)
+    _agree_on_steps(iterator, agreed_steps(lengths, stops=stops))
 
     def of_loop(dataset: Any) -> Any:
         return _of_loop(dataset, lengths, stops=stops, by_weight=by_weight)
@@ -80,29 +81,29 @@ def _agree(strategy: Any, iterator: Any, *, stops: bool, by_weight: bool) -> Non
 
 
 def begin_epoch(original: Callable, iterator: Any) -> Any:
-    """Notes that a loop goes through its data, from the begin."""
+    """Record that a loop begins an epoch."""
     progress.epoch_begins()
     return original(iterator)
 
 
 def next_step(original: Callable, iterator: Any) -> Any:
-    """Notes which step a loop has come to."""
+    """Record the step that a loop begins."""
     step = original(iterator)
     progress.step_begins(step[0])
     return step
 
 
 def _agree_on_shuffling(strategy: Any, iterator: Any, of_loop: Callable) -> None:
-    """Lets all workers shuffle the user's arrays alike.
+    """Shuffle the user's arrays alike on all workers.
 
     Workers that were seeded alike already do. Otherwise all take the first
-    one's seeds, another one in each epoch: TensorFlow repeats the permutation
-    of a seeded dataset, and who sets no seed expects a new one each time.
+    one's seeds, another one in each epoch: TensorFlow repeats the permutation of a
+    seeded dataset, and without a seed users expect a new one in each epoch.
     """
     if not _compat.shuffles_arrays(iterator.data_adapter):
         return
     extended = strategy.extended
-    same, _ = extended.worker_group.same("shuffling", _compat.random_state())
+    same, _ = extended.worker_group.all_equal("shuffling", _compat.random_state())
     if same and _compat.global_seed() != _compat.stand_in_seed():
         return  # the user's own seed, as on one device
     if not same:
@@ -117,28 +118,28 @@ def _agree_on_shuffling(strategy: Any, iterator: Any, of_loop: Callable) -> None
     def of_epoch() -> Any:
         return of_loop(_dataset(strategy, iterator))
 
-    _compat.set_dataset_of_epoch(iterator, SeededOrder(first, of_epoch))
+    _compat.set_dataset_of_epoch(iterator, SeededShuffle(first, of_epoch))
 
 
 def _has_order(iterator: Any) -> bool:
-    """Whether the order of shuffled arrays can be repeated."""
-    is_ours = isinstance(_compat.dataset_maker(iterator), SeededOrder)
-    return is_ours or _compat.global_seed() is not None
+    """Return whether the order of shuffled arrays can be repeated."""
+    is_seeded = isinstance(_compat.dataset_maker(iterator), SeededShuffle)
+    return is_seeded or _compat.global_seed() is not None
 
 
 def _new_seed() -> int:
-    """A seed from the operating system: the user's generators stay untouched."""
+    """Draw a seed from the operating system: the user's generators stay untouched."""
     return random.SystemRandom().getrandbits(30)
 
 
 def _dataset(strategy: Any, iterator: Any) -> Any:
-    """The distributed dataset of the arrays that Keras has been given."""
+    """Distribute the dataset of the arrays that Keras was given."""
     dataset = iterator.data_adapter.get_tf_dataset()
     return strategy.experimental_distribute_dataset(dataset)
 
 
-def _exchange_lengths(strategy: Any, adapter: Any) -> list[Length]:
-    """What each worker knows of the length of its data."""
+def _gather_lengths(strategy: Any, adapter: Any) -> list[Length]:
+    """Gather the length of each worker's data."""
     rows = None
     if _compat.holds_arrays(adapter):
         rows = int(adapter.batch_size), int(adapter.partial_batch_size or 0)
@@ -153,10 +154,10 @@ def _exchange_lengths(strategy: Any, adapter: Any) -> list[Length]:
     return [Length.from_json(text) for text in texts]
 
 
-def _tell_what_is_left_out(extended: Any, lengths: list[Length]) -> None:
-    """Warns of batches that are left out, the first time."""
-    missed = left_out(lengths)
-    if not missed:
+def _warn_of_dropped_batches(extended: Any, lengths: list[Length]) -> None:
+    """Warn of batches that are dropped, the first time."""
+    dropped = dropped_batches(lengths)
+    if not dropped:
         return
     given = ", ".join(f"{length} on worker {r}" for r, length in enumerate(lengths))
     if given in extended.told_of_lengths:
@@ -165,13 +166,13 @@ def _tell_what_is_left_out(extended: Any, lengths: list[Length]) -> None:
     warnings.warn(
         f'Workers have different numbers of batches: {given}. With `uneven="stop"` '
         "each pass of `fit` over the data ends for all of them with the shortest. "
-        f"Left out are {missed}.",
+        f"Left out are {dropped}.",
         stacklevel=2,
     )
 
 
-def _count_alike(iterator: Any, steps: int | None) -> None:
-    """Lets every worker count the same number of steps in an epoch."""
+def _agree_on_steps(iterator: Any, steps: int | None) -> None:
+    """Set the number of steps of an epoch that all workers agreed on."""
     adapter = iterator.data_adapter
     if adapter.num_batches != steps:
         iterator.data_adapter = _WithLength(adapter, steps)
@@ -181,32 +182,32 @@ def _count_alike(iterator: Any, steps: int | None) -> None:
 def _of_loop(
     dataset: Any, lengths: list[Length], *, stops: bool, by_weight: bool
 ) -> Any:
-    """The data of a loop, which ends for all workers at the same step.
+    """Return the dataset of a loop, which ends for all workers at the same step.
 
     Args:
         dataset: A distributed dataset.
         lengths: List of `Length`, of all workers.
         stops: Bool, whether the end of one worker's data is that of all.
-        by_weight: Bool, see `tfdp.data.share_dataset.Reading`.
+        by_weight: Bool, see `ReadOptions`.
 
     Returns:
         A distributed dataset.
     """
     # Of arrays all know how many rows there are, though the dataset does not.
     is_settled = len(set(lengths)) == 1 and lengths[0].rows is not None
-    if isinstance(dataset, ShareDataset):
-        asks = dataset.reading.asks and not is_settled
-        return dataset.read(Reading(asks, True, stops, by_weight))
+    if isinstance(dataset, PerReplicaDataset):
+        asks_workers = dataset.read_options.asks_workers and not is_settled
+        return dataset.read(ReadOptions(asks_workers, True, stops, by_weight))
     num_endless = sum(length.is_endless for length in lengths)
     if 0 < num_endless < len(lengths):
         dataset = _compat.that_asks(dataset)
     if stops and not is_settled and _compat.asks_for_more(dataset):
-        return CommonEndDataset(dataset)
+        return ShortestDataset(dataset)
     return dataset
 
 
 class _WithLength:
-    """A data adapter of Keras whose number of batches all workers agree on."""
+    """Data adapter of Keras with another number of batches."""
 
     def __init__(self, adapter: Any, num_batches: int | None) -> None:
         self._adapter = adapter

@@ -1,4 +1,4 @@
-"""How many steps of data each worker has, and after how many an epoch ends for all."""
+"""Lengths of the workers' data, and the number of steps of an epoch for all."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ ENDLESS = math.inf
 
 @dataclasses.dataclass(frozen=True)
 class Length:
-    """What one worker knows of its data.
+    """Length of one worker's data.
 
     Args:
-        steps: Int, `ENDLESS`, or `None` where nobody knows before the end.
-        steps_per_batch: Float, for how many steps one batch of it lasts.
+        steps: Int, `ENDLESS`, or `None` where it is not known before the end.
+        steps_per_batch: Float, number of steps for which one batch lasts.
         rows: Tuple of ints, the rows of a batch and of the last one of arrays, or
             `None` for other data.
 
@@ -31,19 +31,19 @@ class Length:
     rows: tuple[int, int] | None = None
 
     def to_json(self) -> str:
-        """String, for the other workers."""
+        """Serialize for the other workers."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Length:
-        """A `Length` that another worker has told."""
+        """Restore the `Length` of another worker."""
         values = json.loads(text)
         rows = values.pop("rows")
         return cls(**values, rows=None if rows is None else tuple(rows))
 
     @property
     def is_endless(self) -> bool:
-        """Whether it never ends."""
+        """Bool, whether it never ends."""
         return self.steps == ENDLESS
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Length:
 
 
 def agreed_steps(lengths: Sequence[Length], *, stops: bool) -> int | None:
-    """After how many steps an epoch ends for all workers.
+    """Return the number of steps after which an epoch ends for all workers.
 
     Args:
         lengths: Sequence of `Length`, one for each worker.
@@ -73,15 +73,15 @@ def agreed_steps(lengths: Sequence[Length], *, stops: bool) -> int | None:
     return None if steps == ENDLESS else int(steps)
 
 
-def left_out(lengths: Sequence[Length]) -> str:
-    """What workers have more than the one that has least, or an empty string.
+def dropped_batches(lengths: Sequence[Length]) -> str:
+    """Describe the batches beyond the shortest worker's, or return an empty string.
 
     Args:
         lengths: Sequence of `Length`, one for each worker.
 
     Example:
 
-    >>> left_out([Length(4), Length(6), Length(4), Length(ENDLESS)])
+    >>> dropped_batches([Length(4), Length(6), Length(4), Length(ENDLESS)])
     '2 of worker 1, endlessly many of worker 3'
     """
     steps = agreed_steps(lengths, stops=True)

@@ -1,9 +1,9 @@
-"""Where `fit` stands in its data, and how a run that is resumed gets there.
+"""Position of `fit` in its data, which a resumed run restores.
 
 A pipeline with seeds gives the same batches again. So the position is the number of
-batches that were taken, and going there is taking them once more. A shuffle with a
-seed has another order each time that the dataset is iterated over: how many iterators
-there were is part of the position.
+batches that were taken, and it is restored by skipping them. A shuffle with a seed has
+another order each time that the dataset is iterated over: the number of iterators is
+part of the position.
 """
 
 from __future__ import annotations
@@ -18,33 +18,37 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.coordination.worker_group import WorkerGroup
-from tfdp.data.batch_change import BatchChange, moved
-from tfdp.data.repeatable import batch_dependence_of, difficulty_of, draws_at_the_start
-from tfdp.data.shuffle import SeededOrder
+from tfdp.data.batch_change import BatchChange, convert_position
+from tfdp.data.determinism import (
+    SeededShuffle,
+    batch_dependence_of,
+    nondeterminism_of,
+    seeds_at_creation,
+)
 
-_followed: list[Position | None] = []
+_tracked: list[DataPosition | None] = []
 _NUM_BATCHES = "the number of batches"
 
 
-class Position:
-    """Follows the data of one `fit`.
+class DataPosition:
+    """DataPosition in the data of one `fit`.
 
     Attributes:
-        after: `contextlib.ExitStack`, closed when `fit` ends, however it ends.
+        exit_stack: `contextlib.ExitStack`, closed when `fit` ends, however it ends.
         last_logs: Dict or `None`, the logs of the last batch before the run was
             interrupted, while the epoch it was in goes on.
-        difficulty: String or `None`, what keeps the position from being restored.
+        nondeterminism: String or `None`, what keeps the position from being restored.
     """
 
     def __init__(self) -> None:
-        self.after = contextlib.ExitStack()
+        self.exit_stack = contextlib.ExitStack()
         self.last_logs: dict[str, Any] | None = None
-        self.difficulty: str | None = None
+        self.nondeterminism: str | None = None
         self._dependence: str | None = None
         self.iterator: Any = None
         self._make: Callable = iter
-        self._order: SeededOrder | None = None
-        # How many batches each iterator gave that was made so far.
+        self._order: SeededShuffle | None = None
+        # The number of batches that each iterator has given so far.
         self._taken: list[int] = []
         self._skipped = 0
         self._chosen_seed: int | None = None
@@ -55,7 +59,7 @@ class Position:
         chosen_seed: int | None = None,
         worker_group: WorkerGroup | None = None,
     ) -> None:
-        """Begins to count what an epoch iterator of Keras gives.
+        """Count the batches of an epoch iterator of Keras from now on.
 
         Args:
             iterator: `TFEpochIterator`, not begun yet.
@@ -67,42 +71,42 @@ class Position:
         self.iterator = iterator
         self._chosen_seed = chosen_seed
         self._make = _compat.dataset_maker(iterator)
-        self._order = self._make if isinstance(self._make, SeededOrder) else None
-        _compat.set_dataset_of_epoch(iterator, self._counted)
+        self._order = self._make if isinstance(self._make, SeededShuffle) else None
+        _compat.set_dataset_of_epoch(iterator, self._begin_iterator)
         facts = {
             "description": self._describe(),
-            "difficulty": self._own_difficulty(),
-            "dependence": self._own_dependence(),
+            "nondeterminism": self._own_nondeterminism(),
+            "dependence": self._own_batch_dependence(),
             "batch size": self._batch_size(),
         }
-        told = [json.dumps(facts)]
+        texts = [json.dumps(facts)]
         if worker_group is not None:
-            told = worker_group.all_gather("the position in the data", told[0])
-        of_all = [json.loads(text) for text in told]
+            texts = worker_group.all_gather("the position in the data", texts[0])
+        of_all = [json.loads(text) for text in texts]
         self._descriptions = [item["description"] for item in of_all]
-        # What is difficult for one worker has to be given up by all.
-        self.difficulty = _first(item["difficulty"] for item in of_all)
+        # If one worker cannot restore its position, none does.
+        self.nondeterminism = _first(item["nondeterminism"] for item in of_all)
         self._dependence = _first(item["dependence"] for item in of_all)
         self._first_batch_size = of_all[0]["batch size"]
 
     @property
     def dataset(self) -> Any:
-        """What Keras iterates over in an epoch, a distributed dataset."""
+        """The distributed dataset that Keras iterates over in an epoch."""
         return _compat.distributed_dataset(self.iterator)
 
-    def _own_difficulty(self) -> str | None:
+    def _own_nondeterminism(self) -> str | None:
         adapter = self.iterator.data_adapter
         source = _compat.source_of(adapter)
         shuffles = getattr(adapter, "_shuffle", getattr(adapter, "shuffle", False))
         has_order = self._order is not None or _compat.global_seed() is not None
         is_py_dataset = hasattr(adapter, "py_dataset")
         is_ordered = not shuffles or (has_order and not is_py_dataset)
-        return difficulty_of(
+        return nondeterminism_of(
             source, is_ordered=is_ordered, chosen_seed=self._chosen_seed
         )
 
-    def identity(self) -> dict[str, Any]:
-        """What has to be the same in the run that is resumed, by argument of `fit`."""
+    def fit_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `fit` that have to be equal in a resumed run."""
         return {
             "batch_size": self._first_batch_size,
             "steps_per_epoch": self.iterator.steps_per_epoch,
@@ -118,7 +122,7 @@ class Position:
         return batch_size
 
     def snapshot(self) -> dict[str, Any]:
-        """Where the data stands between two epochs, as JSON can hold it."""
+        """Return the position between two epochs, for JSON."""
         return {
             **_compat.epoch_progress(self.iterator),
             "taken": list(self._taken),
@@ -129,7 +133,7 @@ class Position:
     def difference_to(
         self, snapshot: dict[str, Any], change: BatchChange | None = None
     ) -> str | None:
-        """Why the data is not that of a snapshot, or `None`.
+        """Describe how the data differs from that of a snapshot, or return `None`.
 
         Args:
             snapshot: Dict, what `snapshot` returned.
@@ -141,13 +145,13 @@ class Position:
             return difference
         if (snapshot["order"] is None) != (self._order is None):
             return "arrays are shuffled with another seed"
-        return self.difficulty or (None if change is None else self._dependence)
+        return self.nondeterminism or (None if change is None else self._dependence)
 
-    def moved(
+    def convert_position(
         self, snapshot: dict[str, Any], num_batches: int, change: BatchChange
     ) -> tuple[dict[str, Any], int]:
-        """A snapshot, and the batches since, in batches of the size of now."""
-        return moved(
+        """Convert a snapshot, and the batches since, to the present batch size."""
+        return convert_position(
             snapshot,
             num_batches,
             change,
@@ -155,8 +159,8 @@ class Position:
             group=self.iterator.steps_per_execution,
         )
 
-    def _own_dependence(self) -> str | None:
-        """Why the order of the samples is another one with other batches."""
+    def _own_batch_dependence(self) -> str | None:
+        """Name what makes the order of the samples depend on the batch size."""
         adapter = self.iterator.data_adapter
         if self.iterator.steps_per_epoch and adapter.num_batches is not None:
             return "the size of its batches has changed, and epochs end in its midst"
@@ -164,8 +168,8 @@ class Position:
         source = _compat.source_of(adapter)
         return batch_dependence_of(source, shuffles_batches=shuffles == "batch")
 
-    def go_to(self, snapshot: dict[str, Any], num_batches: int) -> None:
-        """Goes where the data stood, so that the next epoch goes on there.
+    def restore(self, snapshot: dict[str, Any], num_batches: int) -> None:
+        """Restore a position, so that the next epoch goes on there.
 
         Args:
             snapshot: Dict, what `snapshot` returned when the epoch began.
@@ -179,12 +183,12 @@ class Position:
         _compat.set_epoch_progress(self.iterator, snapshot, current)
         self._skipped = num_batches
 
-    def begin_anew(self, snapshot: dict[str, Any]) -> None:
-        """Keeps only how long an epoch is: the data itself begins anew."""
+    def restore_length(self, snapshot: dict[str, Any]) -> None:
+        """Restore only the length of an epoch: the data itself begins anew."""
         _compat.set_epoch_progress(self.iterator, {**snapshot, "steps_seen": 0}, None)
 
     def enumerate(self, batches: Iterator) -> Iterator:
-        """An epoch of Keras, without the batches that were taken before.
+        """Iterate over an epoch of Keras, without the batches that were taken before.
 
         Args:
             batches: Iterator of Keras's: first and last step, and the data.
@@ -197,12 +201,12 @@ class Position:
             else:
                 yield first, last, data
 
-    def _counted(self) -> Any:
+    def _begin_iterator(self) -> Any:
         self._taken.append(0)
         return self._make()
 
     def _repeat(self, taken: list[int], keeps_one: bool) -> Any:
-        """Makes the iterators of the epochs before, as far as they matter.
+        """Create the iterators of the epochs before, as far as they matter.
 
         Returns:
             The last one, at its position, if it is to be kept.
@@ -210,7 +214,7 @@ class Position:
         source = _compat.source_of(self.iterator.data_adapter)
         is_dataset = isinstance(source, tf.data.Dataset)
         matters = is_dataset and _compat.reshuffles(source)
-        reads = matters and not draws_at_the_start(source)
+        reads = matters and not seeds_at_creation(source)
         last = len(taken) - 1
         for number in range(len(self._taken), len(taken)):
             is_kept = keeps_one and number == last
@@ -229,7 +233,7 @@ class Position:
         return None
 
     def _describe(self) -> dict[str, Any]:
-        """What of the pipeline shows whether it is the same again."""
+        """Return the properties that identify a pipeline."""
         adapter = self.iterator.data_adapter
         source = _compat.source_of(adapter)
         is_dataset = isinstance(source, tf.data.Dataset)
@@ -244,24 +248,24 @@ class Position:
 
 
 @contextlib.contextmanager
-def following(position: Position | None) -> Iterator[None]:
-    """Lets a position follow the next epoch iterator that Keras makes; or none."""
-    _followed.append(position)
+def tracking(position: DataPosition | None) -> Iterator[None]:
+    """Attach a position to the next epoch iterator that Keras makes; or none."""
+    _tracked.append(position)
     try:
         yield
     finally:
-        _followed.pop()
+        _tracked.pop()
         if position is not None:
-            position.after.close()
+            position.exit_stack.close()
 
 
-def current() -> Position | None:
-    """The position of the loop that is under way, or `None`."""
-    return _followed[-1] if _followed else None
+def current() -> DataPosition | None:
+    """Return the position of the running loop, or `None`."""
+    return _tracked[-1] if _tracked else None
 
 
 def enumerate_batches(original: Callable, iterator: Any) -> Iterator:
-    """Takes the place of what enumerates Keras's batches in an epoch."""
+    """Enumerate Keras's batches of an epoch, in place of Keras's method."""
     position = current()
     batches = original(iterator)
     if position is None or position.iterator is not iterator:
@@ -270,13 +274,13 @@ def enumerate_batches(original: Callable, iterator: Any) -> Iterator:
 
 
 def _one_if_alike(descriptions: list[dict]) -> Any:
-    """What workers read: a dict, or a list of dicts if they read different data."""
+    """Return one description where all workers' are equal, or else the list."""
     alike = all(other == descriptions[0] for other in descriptions)
     return descriptions[0] if alike else descriptions
 
 
 def _difference(then: Any, now: list[dict], change: BatchChange | None) -> str | None:
-    """How what workers read differs from what `_one_if_alike` returned, if it does."""
+    """Describe how the data differs from a saved description, or return `None`."""
     if isinstance(then, dict):
         then = [then] * len(now)
     if len(then) != len(now):
@@ -292,12 +296,12 @@ def _difference(then: Any, now: list[dict], change: BatchChange | None) -> str |
 
 
 def _first(found: Iterable[str | None]) -> str | None:
-    """The first that is there."""
+    """Return the first that is not `None`."""
     return next((item for item in found if item is not None), None)
 
 
 def _skip(iterator: Any, count: int) -> None:
-    """Takes batches that nobody wants, or as many as there are."""
+    """Skip batches, or as many as there are."""
     local = getattr(iterator, "components", iterator)
     for _ in itertools.islice(local, count):
         pass

@@ -1,6 +1,6 @@
-"""Rows of a global batch: who gets which.
+"""Equal division of a global batch among replicas.
 
-Rank r of R has rows that differ in number by one at most from the others'.
+The numbers of rows of two replicas differ by one at most.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ UNEQUAL_ROWS = (
 BETWEEN_NAMES = " | "
 
 
-def shares_of_ranks(
+def divide_batches(
     dataset: tf.data.Dataset,
     ranks: list[int],
     num_replicas: int,
     *,
     checks: bool | None = None,
 ) -> tf.data.Dataset:
-    """Turns each global batch into the given ranks' shares, and counts its rows.
+    """Divide each global batch among ranks, and count its rows.
 
     Args:
         dataset: `tf.data.Dataset` of global batches.
@@ -35,8 +35,8 @@ def shares_of_ranks(
             Defaults to `None`: where there are several replicas.
 
     Returns:
-        `tf.data.Dataset` of pairs, as long as `dataset`: a tuple of shares, and
-        the rows of the global batch, a float32 scalar.
+        `tf.data.Dataset` of pairs, as long as `dataset`: a tuple with the rows of each
+        rank, and the number of rows of the global batch, a float32 scalar.
 
     Raises:
         ValueError: If the parts of a batch are known to differ in their rows. If
@@ -49,7 +49,7 @@ def shares_of_ranks(
         check_parts(parts_with_rows(dataset.element_spec))
     is_tuple = type(dataset.element_spec) is tuple
 
-    def shares(*arguments: Any) -> Any:
+    def divide(*arguments: Any) -> Any:
         # A tuple arrives as several arguments, one of one part as one.
         element = arguments if is_tuple else arguments[0]
         if checks:
@@ -58,13 +58,13 @@ def shares_of_ranks(
         # Stateful, so that TensorFlow keeps from parallel calls, which read ahead.
         return parts, tf.raw_ops.DeepCopy(x=num_rows(first_tensor(element)))
 
-    return dataset.map(shares)
+    return dataset.map(divide)
 
 
 def rows_of_ranks(
     dataset: tf.data.Dataset, ranks: list[int], num_replicas: int
 ) -> tf.data.Dataset:
-    """Turns each global batch into one element for each of the given ranks.
+    """Divide each global batch into one element for each of the given ranks.
 
     Args:
         dataset: `tf.data.Dataset` of global batches.
@@ -80,7 +80,7 @@ def rows_of_ranks(
     >>> [rows.tolist() for rows in rows_of_ranks(dataset, [0, 1], 2).as_numpy_iterator()]
     [[0, 1, 2], [3, 4]]
     """  # noqa: E501
-    split = shares_of_ranks(dataset, ranks, num_replicas)
+    split = divide_batches(dataset, ranks, num_replicas)
 
     def in_turn(parts: tuple, total: tf.Tensor) -> tf.data.Dataset:
         del total
@@ -93,7 +93,7 @@ def rows_of_ranks(
 
 
 def rows_of_rank(batch: Any, rank: int, num_replicas: int) -> Any:
-    """The rows of a nest of batched tensors that belong to one replica.
+    """Take the rows of one replica from a nest of batched tensors.
 
     Args:
         batch: Nest of tensors, ragged or sparse ones too, with the rows along
@@ -108,11 +108,11 @@ def rows_of_rank(batch: Any, rank: int, num_replicas: int) -> Any:
     def take(tensor: Any) -> Any:
         if not has_rows(tensor):
             return tensor
-        begin, size = _share(count_of(tensor), rank, num_replicas)
+        begin, size = _bounds(count_of(tensor), rank, num_replicas)
         rows = take_rows(tensor, begin, size)
         if isinstance(tensor, tf.RaggedTensor):
             return rows
-        shape = [_static_share(tensor, num_replicas), *tensor.shape[1:]]
+        shape = [_static_num_rows(tensor, num_replicas), *tensor.shape[1:]]
         rows.set_shape(shape)
         if isinstance(tensor, tf.SparseTensor):
             return rows
@@ -128,7 +128,7 @@ def rows_of_rank(batch: Any, rank: int, num_replicas: int) -> Any:
 
 
 def has_rows(tensor: Any) -> bool:
-    """Whether a leaf of a batch is divided between replicas.
+    """Return whether a leaf of a batch is divided among replicas.
 
     Scalars are not, nor is what stands for `None`.
     """
@@ -137,7 +137,7 @@ def has_rows(tensor: Any) -> bool:
 
 
 def check_parts(parts: dict[str, Any]) -> None:
-    """Raises if parts of a batch have different numbers of rows, as far as known.
+    """Raise if parts of a batch have different numbers of rows, as far as known.
 
     Args:
         parts: Dict of arrays, tensors or their specs, by name.
@@ -160,19 +160,19 @@ each replica gets some. Received: x with 8 rows, y with 6
 
 
 def unequal_rows(names: list[str], rows: list[int]) -> str:
-    """The sentence for parts of a batch that differ in their rows."""
+    """Format the error message of parts of a batch with different numbers of rows."""
     (first, most), *others = zip(names, rows, strict=True)
     unit = "row" if most == 1 else "rows"
-    told = [f"{first} with {most} {unit}", *(f"{n} with {r}" for n, r in others)]
-    return f"{UNEQUAL_ROWS} Received: {', '.join(told)}"
+    listed = [f"{first} with {most} {unit}", *(f"{n} with {r}" for n, r in others)]
+    return f"{UNEQUAL_ROWS} Received: {', '.join(listed)}"
 
 
 def parts_with_rows(batch: Any, name: str = "batch") -> dict[str, Any]:
-    """The leaves of a batch that are divided between replicas, by name.
+    """Return the leaves of a batch that are divided among replicas, by name.
 
     Args:
         batch: Nest of arrays, tensors or their specs.
-        name: String, what to call it. Defaults to `"batch"`.
+        name: String, name of the batch. Defaults to `"batch"`.
 
     Example:
 
@@ -187,7 +187,7 @@ def parts_with_rows(batch: Any, name: str = "batch") -> dict[str, Any]:
 
 
 def _assert_rows(batch: Any) -> None:
-    """Fails in a graph if parts have different numbers of rows, unless all is known."""
+    """Assert in a graph that parts have equal numbers of rows, unless all is known."""
     parts = parts_with_rows(batch)
     static = {part.shape[0] for part in parts.values()}
     if len(parts) < 2 or (len(static) == 1 and None not in static):
@@ -199,7 +199,7 @@ def _assert_rows(batch: Any) -> None:
 
 
 def count_of(tensor: Any) -> tf.Tensor:
-    """Scalar int64 tensor, the rows of a tensor, ragged or sparse ones too."""
+    """Count the rows of a tensor, ragged or sparse ones too: scalar, int64."""
     if isinstance(tensor, tf.SparseTensor):
         return tensor.dense_shape[0]
     if isinstance(tensor, tf.RaggedTensor):
@@ -208,12 +208,12 @@ def count_of(tensor: Any) -> tf.Tensor:
 
 
 def take_rows(tensor: Any, begin: tf.Tensor, size: tf.Tensor) -> Any:
-    """Some rows of a tensor, ragged or sparse ones too.
+    """Take rows of a tensor, ragged or sparse ones too.
 
     Args:
         tensor: The tensor.
         begin: Scalar int64 tensor, the first row.
-        size: Scalar int64 tensor, how many.
+        size: Scalar int64 tensor, number of rows.
     """
     if isinstance(tensor, tf.SparseTensor):
         rest = tf.cast(tensor.dense_shape[1:], tf.int64)
@@ -226,7 +226,7 @@ def take_rows(tensor: Any, begin: tf.Tensor, size: tf.Tensor) -> Any:
 
 
 def first_tensor(batch: Any) -> Any:
-    """The first tensor of a nest that has rows, or `None`."""
+    """Return the first tensor of a nest that has rows, or `None`."""
     for item in tf.nest.flatten(batch):
         if tf.is_tensor(item) and item.shape.rank != 0:
             return item
@@ -234,7 +234,7 @@ def first_tensor(batch: Any) -> Any:
 
 
 def num_rows(tensor: Any) -> tf.Tensor:
-    """Scalar float32 tensor, the rows of a tensor, ragged or sparse ones too."""
+    """Count the rows of a tensor, ragged or sparse ones too: scalar, float32."""
     if isinstance(tensor, tf.RaggedTensor):
         return tf.cast(tensor.nrows(), tf.float32)
     if isinstance(tensor, tf.SparseTensor):
@@ -242,15 +242,15 @@ def num_rows(tensor: Any) -> tf.Tensor:
     return tf.cast(tf.shape(tensor)[0], tf.float32)
 
 
-def _share(num_rows: Any, rank: int, num_replicas: int) -> tuple[Any, Any]:
+def _bounds(num_rows: Any, rank: int, num_replicas: int) -> tuple[Any, Any]:
     num_rows = tf.cast(num_rows, tf.int64)
     least, extra = num_rows // num_replicas, num_rows % num_replicas
     begin = rank * least + tf.minimum(tf.cast(rank, tf.int64), extra)
     return begin, least + tf.cast(rank < extra, tf.int64)
 
 
-def _static_share(tensor: tf.Tensor, num_replicas: int) -> int | None:
-    """The rows of a replica, where they are known and the same for all of them."""
+def _static_num_rows(tensor: tf.Tensor, num_replicas: int) -> int | None:
+    """Return the rows of a replica where they are known and equal for all."""
     rows = tensor.shape[0]
     return None if rows is None or rows % num_replicas else rows // num_replicas
 

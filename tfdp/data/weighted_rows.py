@@ -1,4 +1,4 @@
-"""Rows of a global batch where replicas get different numbers of them."""
+"""Division of a global batch among replicas by weight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tfdp.data.rows import count_of, has_rows, take_rows
 
 
 def rows_by_weight(num_rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
-    """How many rows of a batch each replica gets.
+    """Compute the number of rows of each replica.
 
     Each gets one; the others go by weight, in whole rows by largest remainder. Equal
     weights make the parts of `tfdp.data.rows`. A batch of fewer rows than replicas has
@@ -49,8 +49,8 @@ def rows_by_weight(num_rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     return tf.where(num_rows < count, one_each, rows)
 
 
-def shares_by_weight(batch: Any, ranks: list[int], weights: tf.Tensor) -> tuple:
-    """The rows of a nest of batched tensors that belong to some replicas.
+def rows_of_ranks_by_weight(batch: Any, ranks: list[int], weights: tf.Tensor) -> tuple:
+    """Take the rows of some replicas from a nest of batched tensors.
 
     Args:
         batch: Nest of tensors, ragged or sparse ones too, with the rows along
@@ -63,7 +63,7 @@ def shares_by_weight(batch: Any, ranks: list[int], weights: tf.Tensor) -> tuple:
 
     Example:
 
-    >>> parts = shares_by_weight(tf.range(8), [0, 1], [1, 3])
+    >>> parts = rows_of_ranks_by_weight(tf.range(8), [0, 1], [1, 3])
     >>> [part.numpy().tolist() for part in parts]
     [[0, 1], [2, 3, 4, 5, 6, 7]]
     """

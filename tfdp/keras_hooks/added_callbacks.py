@@ -7,8 +7,8 @@ from typing import Any
 import keras
 
 from tfdp import _compat
-from tfdp.base.ownership import is_ours
-from tfdp.replicas.initial_values import broadcast_variables
+from tfdp.base.context import is_tfdp
+from tfdp.replicas.synchronized_scope import broadcast_variables
 
 # Looking at a variable waits for the step that is under way.
 _CHECK_EVERY = 10
@@ -93,7 +93,7 @@ class LookAfterOptimizer(keras.callbacks.Callback):
         self._check()
         strategy = self.model.distribute_strategy
         # The parts of one process are added up when they are written.
-        several = is_ours(strategy) and strategy.extended.worker_group.num_workers > 1
+        several = is_tfdp(strategy) and strategy.extended.worker_group.num_workers > 1
         if several and getattr(self.model.optimizer, "accumulated_steps", 0):
             self.model.optimizer.redistribute_accumulated()
 

@@ -16,7 +16,7 @@ from typing import Any
 import keras
 
 from tfdp import _compat
-from tfdp.base.ownership import num_replicas_of
+from tfdp.base.context import num_replicas_of
 from tfdp.keras_hooks.file_view import scaling_of, sharded_tensors
 from tfdp.sharding.full_state import FullState, collect
 

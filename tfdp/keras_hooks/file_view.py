@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from tfdp import _compat
-from tfdp.base.ownership import num_replicas_of
+from tfdp.base.context import num_replicas_of
 from tfdp.base.param_groups import innermost, is_multi
 from tfdp.sharding import ShardedState
 from tfdp.sharding.full_state import FullState

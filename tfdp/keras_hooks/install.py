@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import loops
-from tfdp.base.ownership import is_ours, strategy_of
+from tfdp.base.context import is_tfdp, strategy_of
 from tfdp.collectives import timing
 from tfdp.coordination.progress import progress
 from tfdp.data import checks, epochs
@@ -81,12 +81,12 @@ def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) 
     strategy = strategy_of(model)
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     resuming = that_resume(bound.arguments.get("callbacks")) if name == "fit" else []
-    position = data_position.Position() if resuming else None
-    with data_position.following(position):
+    position = data_position.DataPosition() if resuming else None
+    with data_position.tracking(position):
         if strategy is None:
             return _run_loop(name, original, model, bound, strategy)
         with progress.looping(name), strategy.extended.explaining():  # noqa: SIM117
-            with checks.in_plain_words():
+            with checks.translate_errors():
                 return _run_loop(name, original, model, bound, strategy)
 
 
@@ -140,7 +140,7 @@ def _check_data(model: Any, arguments: dict[str, Any]) -> None:
     checks.check_arrays(model, arguments)
     for key in ("x", "validation_data"):
         if key in arguments:
-            arguments[key] = checks.of_one_structure(arguments[key])
+            arguments[key] = checks.check_structure(arguments[key])
 
 
 def _choose_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -> None:
@@ -184,12 +184,12 @@ def _recording(model: Any, *, is_fit: bool) -> Iterator[None]:
         with _unrecorded():
             yield
         return
-    recorders, watches = timing.recorders.active(), drift_probe.watches.active()
+    recorders, probes = timing.recorders.active(), drift_probe.probes.active()
     try:
         yield
     finally:
-        was_recorded = timing.recorders.switch_back(recorders)
-        if drift_probe.watches.switch_back(watches) or was_recorded:
+        was_recorded = timing.recorders.deactivate_since(recorders)
+        if drift_probe.probes.deactivate_since(probes) or was_recorded:
             model.train_function = None
 
 
@@ -197,7 +197,7 @@ def _recording(model: Any, *, is_fit: bool) -> Iterator[None]:
 def _unrecorded() -> Iterator[None]:
     """What a callback evaluates in the middle of a `fit` is no part of its steps."""
     if loops.is_nested():
-        with timing.recorders.suspended(), drift_probe.watches.suspended():
+        with timing.recorders.suspended(), drift_probe.probes.suspended():
             yield
     else:
         yield
@@ -281,7 +281,7 @@ def _reduce_per_replica(
 ) -> Any:
     """What a step returns for all replicas: the last thing that it does."""
     reduced = _reduced(original, values, strategy, reduction)
-    if is_ours(strategy):
+    if is_tfdp(strategy):
         timing.gather()
     return reduced
 
@@ -289,7 +289,7 @@ def _reduce_per_replica(
 def _reduced(original: Callable, values: Any, strategy: Any, reduction: Any) -> Any:
     is_alone = strategy.num_replicas_in_sync == 1
     loop = loops.current()
-    if not is_ours(strategy) or is_alone or loop is None:
+    if not is_tfdp(strategy) or is_alone or loop is None:
         return original(values, strategy, reduction)
     if reduction == "concat":
         return _concatenated(original, values, strategy)

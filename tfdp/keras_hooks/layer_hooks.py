@@ -15,9 +15,9 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import batch_weight
-from tfdp.base.ownership import in_force, replica_context
+from tfdp.base.context import in_tfdp_scope, replica_context
 from tfdp.collectives import step_events
-from tfdp.losses import terms
+from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT, ROWS
 
 # An odd number far from the increments of the counter beside it.
@@ -29,7 +29,7 @@ _thread = threading.local()
 def install() -> None:
     """Puts the functions in place; again has no effect."""
     _compat.replace(_compat.keras_nn, "_compute_moments_sync", _moments)
-    _compat.replace(tf.GradientTape, "gradient", terms.gradient)
+    _compat.replace(tf.GradientTape, "gradient", loss_terms.gradient)
     _compat.replace(tf.nn, "compute_average_loss", _average_loss)
     _compat.replace(tf.nn, "scale_regularization_loss", _scale_regularization)
     for metric in (keras.metrics.Mean, keras.metrics.Sum):
@@ -75,7 +75,7 @@ def _all_reduce(
 
     results = reduce(*flat)
     for result in results:
-        terms.note(result, CONSTANT)
+        loss_terms.set_form(result, CONSTANT)
     return tf.nest.pack_sequence_as(value, results)
 
 
@@ -93,7 +93,7 @@ def _moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) -
         moments = original(layer, inputs, mask)
         for moment in moments:
             # Where they are the replica's own, that is what the layer is told to do.
-            terms.note(moment, CONSTANT)
+            loss_terms.set_form(moment, CONSTANT)
         return moments
     kept = [axis % inputs.shape.rank for axis in layer.input_spec.axes]
     axes = [axis for axis in range(inputs.shape.rank) if axis not in kept]
@@ -143,12 +143,12 @@ def _reduce_values(
     is_scalar = tuple(values.shape) == ()
     if reduction == "sum" and not is_scalar and _is_compiled():
         return _as_mean(result)
-    if in_force() and is_mean and is_scalar:
+    if in_tfdp_scope() and is_mean and is_scalar:
         # A loss function that takes the mean itself: Keras returns such a value
         # before it divides by the number of replicas.
         return _compat.keras_loss.scale_loss_for_distribution(result)
     if is_mean and not is_scalar:
-        terms.note_mean(result, values)
+        loss_terms.set_mean(result, values)
     return result
 
 
@@ -171,7 +171,7 @@ def _as_mean(total: Any) -> Any:
     if weight is None:
         return total
     mean = tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
-    terms.note_mean(mean)
+    loss_terms.set_mean(mean)
     return mean
 
 
@@ -182,7 +182,7 @@ def _apply_mask(
     if mask is None or reduction not in ("mean", "sum_over_batch_size"):
         return weights
     weights = weights * _global_mean_correction(mask, dtype)
-    terms.note(weights, ROWS)
+    loss_terms.set_form(weights, ROWS)
     return weights
 
 
@@ -208,7 +208,7 @@ def _scale_loss(original: Callable, value: Any) -> Any:
 
 
 def _unscale_loss(original: Callable, value: Any) -> Any:
-    step_events.loss_is_ready(value)
+    step_events.record_loss(value)
     return original(value) if batch_weight.current() is None else value
 
 
@@ -244,7 +244,7 @@ def _update_by_rows(
     if weight is None or values is None or keras.ops.ndim(values) > 0:
         return original(metric, values, sample_weight)
     dtype = metric.dtype
-    values = tf.cast(terms.as_row_mean(tf.convert_to_tensor(values)), dtype)
+    values = tf.cast(loss_terms.scale_to_row_mean(tf.convert_to_tensor(values)), dtype)
     if sample_weight is None:
         sample_weight = tf.cast(weight, dtype)
     # The mean of no rows is 0 / 0.

@@ -77,15 +77,15 @@ def _mean(strategy: Any, model: Any, outputs: Any) -> Any:
 def _merged(
     strategy: Any, model: Any, states: list, kinds: list[str]
 ) -> list[tf.Tensor]:
-    """The states of all replicas as one; what watches the replicas travels along."""
-    watches = drift_probe.waiting(model)
+    """The states of all replicas as one; what probes the replicas travels along."""
+    probes = drift_probe.pending(model)
     merged = merge_states(
-        [*states, *(watch.rows for watch in watches)],
-        [*kinds, *["sum"] * len(watches)],
+        [*states, *(probe.rows for probe in probes)],
+        [*kinds, *["sum"] * len(probes)],
         strategy.extended.host_group,
     )
-    for watch, row in zip(watches, merged[len(states) :], strict=True):
-        watch.note(row)
+    for probe, row in zip(probes, merged[len(states) :], strict=True):
+        probe.record(row)
     return merged[: len(states)]
 
 
@@ -197,7 +197,7 @@ def _is_state(variable: Any) -> bool:
 def _by_rows(of_replicas: list) -> list[tf.Tensor]:
     """The parts of a mean, in which each local replica counts by its rows."""
     loop = loops.current()
-    weights = loop.weights if loop is not None else None
+    weights = loop.batch_weights if loop is not None else None
     assert weights is not None  # with one replica nothing is merged
     return [
         tf.math.multiply_no_nan(_as_number(value), tf.cast(weight, tf.float64))

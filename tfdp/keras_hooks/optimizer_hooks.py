@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import batch_weight
-from tfdp.base.ownership import replica_context
+from tfdp.base.context import replica_context
 from tfdp.base.param_groups import innermost
 from tfdp.reduction.reducer import replica_reducer
 from tfdp.step.path import take_step

@@ -8,7 +8,7 @@ import math
 import statistics
 from typing import Any
 
-from tfdp.data.balance import Balance
+from tfdp.data.load_balancer import LoadBalancer
 from tfdp.monitor.meters import meter_for
 from tfdp.monitor.readings import Reading
 from tfdp.monitor.timed_steps import TimedSteps
@@ -28,10 +28,10 @@ class Rebalance(TimedSteps):
 
     Args:
         strategy: A tfdp strategy of several workers.
-        balance: Its `Balance`.
+        balance: Its `LoadBalancer`.
     """
 
-    def __init__(self, strategy: Any, balance: Balance) -> None:
+    def __init__(self, strategy: Any, balance: LoadBalancer) -> None:
         super().__init__()
         self._strategy = strategy
         self._balance = balance
@@ -73,7 +73,7 @@ class Rebalance(TimedSteps):
         times = [microseconds for microseconds, _ in found]
         num_rows = found[0][1]
         before = self._balance.rows(num_rows)
-        self._balance.follow(num_rows, times)
+        self._balance.update(num_rows, times)
         after = self._balance.rows(num_rows)
         if worker_group.rank == 0 and after != before:
             took = ", ".join(f"{time / 1000:.1f}" for time in times)

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from tfdp import _compat
-from tfdp.base.ownership import in_force
+from tfdp.base.context import in_tfdp_scope
 
 
 def check_no_strategy_in_force(model: Any, name: str) -> None:
@@ -16,7 +16,7 @@ def check_no_strategy_in_force(model: Any, name: str) -> None:
     Raises:
         ValueError: If a tfdp strategy's scope is in force.
     """
-    if in_force():
+    if in_tfdp_scope():
         raise ValueError(
             f"The model {model.name!r} was made outside `strategy.scope()`, so that "
             "its variables are on one device. Make and compile it inside the "

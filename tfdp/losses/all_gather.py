@@ -1,4 +1,4 @@
-"""`tfdp.all_gather`: the rows of all replicas, for losses that compare rows."""
+"""`tfdp.all_gather`: rows of all replicas, for losses that compare rows."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import batch_weight
-from tfdp.base.ownership import in_force, replica_context
+from tfdp.base.context import in_tfdp_scope, replica_context
 from tfdp.collectives.gather import gather_first_axis
-from tfdp.losses import terms
+from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT
 
 
 def all_gather(value: Any) -> tf.Tensor:
-    """Concatenates the rows of all replicas, and passes gradients back to each.
+    """Concatenate the rows of all replicas, with gradients to each of them.
 
     A loss that compares the samples of a batch with each other, such as one with
     in-batch negatives, sees on a replica only that replica's rows. Computed from the
@@ -56,7 +56,7 @@ def all_gather(value: Any) -> tf.Tensor:
             "`tfdp.all_gather` concatenates rows, and a scalar has none. Received: "
             f"value={value}"
         )
-    if not in_force() or tf.distribute.get_strategy().num_replicas_in_sync == 1:
+    if not in_tfdp_scope() or tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return value
     if _compat.is_built_symbolically():
         return tf.concat([value, value], axis=0)  # of an unknown number of rows
@@ -74,10 +74,10 @@ def _gathered(value: tf.Tensor, context: Any) -> tf.Tensor:
 
     @tf.custom_gradient
     def gather(rows: tf.Tensor) -> Any:
-        joined, counts = _exchange(rows, context)
+        joined, counts = _gather_rows(rows, context)
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            """The sum of what all replicas have for these rows."""
+            """Sum the gradients of all replicas for this one's rows."""
             weight = batch_weight.weight_of_upstream()
             if weight is not None:
                 upstream *= tf.cast(weight, upstream.dtype)
@@ -86,7 +86,7 @@ def _gathered(value: tf.Tensor, context: Any) -> tf.Tensor:
             own = tf.reshape(total, [-1])[begin : begin + tf.size(rows)]
             own = tf.reshape(own, tf.shape(rows))
             if weight is not None:
-                # By which the optimizer multiplies the gradients of this replica.
+                # The optimizer multiplies the gradients of this replica by it.
                 own = tf.math.divide_no_nan(own, tf.cast(weight, own.dtype))
             return own
 
@@ -94,12 +94,12 @@ def _gathered(value: tf.Tensor, context: Any) -> tf.Tensor:
 
     result = gather(value)
     # The same on every replica, and so no rows of this one.
-    terms.note(result, CONSTANT)
+    loss_terms.set_form(result, CONSTANT)
     return result
 
 
-def _exchange(rows: tf.Tensor, context: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    """The rows of all replicas, and how many elements each has of them."""
+def _gather_rows(rows: tf.Tensor, context: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """Gather the rows of all replicas, and the number of elements of each."""
     if tf.executing_eagerly():
         # Eager replicas run one after the other and have to meet first.
         sizes = tf.size(rows)[tf.newaxis]

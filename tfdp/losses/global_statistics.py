@@ -1,4 +1,4 @@
-"""Functions of means and sums over rows, of those of all replicas.
+"""Functions of means and sums over the rows of all replicas.
 
 A quotient of two sums, such as a mean over a mask or a dice loss, and a root of a mean
 are no means over rows: that of one device is not the replicas' average. But they are
@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import batch_weight
-from tfdp.base.ownership import replica_context
+from tfdp.base.context import replica_context
 from tfdp.losses.row_forms.form import Kind
 from tfdp.losses.row_forms.forms import Forms
 
@@ -26,7 +26,7 @@ _LINEAR = (Kind.COUNT, Kind.TERMS, Kind.TOTAL)
 
 @dataclasses.dataclass(frozen=True)
 class GlobalStatistic:
-    """A function of means and sums over the rows of all replicas.
+    """Function of means and sums over the rows of all replicas.
 
     Args:
         value: Tensor, the same on all replicas.
@@ -45,7 +45,7 @@ def global_statistic(
     as_mean: Callable[[tf.Tensor], tf.Tensor],
     most_elements: int | None = None,
 ) -> GlobalStatistic | None:
-    """Computes a function of means and sums from those of all replicas.
+    """Compute a function of means and sums from those of all replicas.
 
     Args:
         forms: `Forms`.
@@ -90,7 +90,7 @@ def global_statistic(
 
 
 def _operations(forms: Forms, tensor: tf.Tensor) -> tuple[list, list] | None:
-    """The operations of a function, oldest first, and the means and sums it is of."""
+    """Return the operations of a function, oldest first, and its means and sums."""
     operations: dict[str, Any] = {}
     inputs: dict[Any, tf.Tensor] = {}
     queue = [tensor]

@@ -33,7 +33,7 @@ class DeviceMeter(Meter):
         self, norm_every: int | None, num_replicas: int, wire_bytes: int
     ) -> None:
         super().__init__(norm_every, num_replicas)
-        self.recorder = Recorder(norm_every, stamps=False)
+        self.recorder = Recorder(norm_every, timestamps=False)
         self._wire_bytes = wire_bytes
         self._profile = Profile()
         self._is_profiling = False

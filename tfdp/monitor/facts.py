@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.base.ownership import strategy_of
+from tfdp.base.context import strategy_of
 from tfdp.monitor.advice import Facts
 
 

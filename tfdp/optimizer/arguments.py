@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base.ownership import is_ours
+from tfdp.base.context import is_tfdp
 from tfdp.base.param_groups import innermost
 from tfdp.step.loss_scale import LossScaling
 
@@ -128,7 +128,7 @@ def check_strategy(strategy: Any) -> None:
     Raises:
         ValueError: If it is not.
     """
-    if is_ours(strategy) or _compat.is_one_device(strategy):
+    if is_tfdp(strategy) or _compat.is_one_device(strategy):
         return
     raise ValueError(
         "tfdp's optimizer and callbacks need a strategy of tfdp: use "

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import batch_weight
-from tfdp.base.ownership import replica_context
+from tfdp.base.context import replica_context
 from tfdp.base.param_groups import (
     ParamGroup,
     innermost,

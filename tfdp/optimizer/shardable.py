@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from tfdp import _compat
-from tfdp.base.ownership import is_ours
+from tfdp.base.context import is_tfdp
 from tfdp.base.param_groups import ParamGroup, param_groups_of
 from tfdp.keras_hooks.saving import is_saving
 from tfdp.optimizer import arguments
 from tfdp.optimizer.settings import OptimizerSettings
 from tfdp.plans.memory import MemoryReport
 from tfdp.reduction.reducer import replica_reducer
-from tfdp.replicas.initial_values import synchronize_new_variables
+from tfdp.replicas.synchronized_scope import synchronize_new_variables
 from tfdp.sharding import ShardedLayout, ShardedState, memory_report
 
 
@@ -164,7 +164,7 @@ class ShardableOptimizer(OptimizerSettings):
         """Whether there are replicas to spread the state over."""
         strategy = self._distribution_strategy
         wanted = self.sharding != "none" and self._shards is None
-        return wanted and is_ours(strategy) and strategy.num_replicas_in_sync > 1
+        return wanted and is_tfdp(strategy) and strategy.num_replicas_in_sync > 1
 
     def _sharding(self, variables: list[Any]) -> ShardedState:
         strategy = self._distribution_strategy

@@ -1,1 +1,11 @@
-"""plans."""
+"""Plans: pure values and functions, without tensors or devices.
+
+Reading order:
+    buckets: gradients of each collective
+    shards: owners of the elements of the optimizer state
+    memory: bytes of training state on a replica
+    traffic: messages of all-reduce algorithms
+    cost_model: seconds of an all-reduce, and the fastest algorithm
+    prediction: seconds of a step
+    schedules: learning rates and accumulation steps
+"""

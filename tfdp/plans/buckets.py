@@ -1,4 +1,4 @@
-"""Which gradients travel together: a pure plan, no tensors, no devices."""
+"""Bucket plan: the gradients that each collective reduces together."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
 
-# A step is cut into about so many buckets, unless they would get so small that
-# starting a collective takes longer than moving its bytes.
+# About so many buckets for a step, unless they would get so small that starting a
+# collective takes longer than moving its bytes.
 _WANTED_BUCKETS = 8
 _LEAST_BUCKET_BYTES = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One gradient as the planner sees it.
+    """Name, shape and dtype of a gradient or variable, for plans.
 
     Args:
         name: String, the variable's path, for people to read.
@@ -44,7 +44,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """Gradients that one collective reduces, laid end to end.
+    """Gradients that one collective reduces, concatenated.
 
     Args:
         indices: Tuple of ints, positions of the entries in the planned list,
@@ -65,7 +65,7 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class BucketPlan:
-    """The buckets of a step, in launch order.
+    """Buckets of a step, in launch order.
 
     The plan is a function of shapes, dtypes and order alone, so every worker
     makes the same one; `fingerprint` lets them check.
@@ -86,7 +86,7 @@ class BucketPlan:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of what has to agree between workers."""
+        """Digest of the plan, for comparison between workers."""
         text = repr(
             [
                 (bucket.dtype, bucket.indices, [e.shape for e in bucket.entries])
@@ -97,7 +97,7 @@ class BucketPlan:
 
 
 def effective_bucket_bytes(total_bytes: int, bucket_bytes: int) -> int:
-    """The bucket size for a model: smaller than allowed where the model is small.
+    """Return the bucket size of a model, smaller than allowed for a small model.
 
     Several buckets overlap each other and the backward pass, and large gradients
     are not copied into them. Measured in docs/performance.md.
@@ -125,7 +125,7 @@ def plan_buckets(
     bucket_bytes: int,
     first_bucket_bytes: int,
 ) -> BucketPlan:
-    """Fills buckets in the order in which gradients become ready.
+    """Fill buckets in the order in which gradients become ready.
 
     One bucket is open per dtype at any time. A bucket is closed when the next
     gradient of its dtype would make it larger than allowed. A gradient that

@@ -1,4 +1,4 @@
-"""How long an all-reduce takes, from latency and bandwidth, and which is fastest."""
+"""Cost model: seconds of an all-reduce by latency and bandwidth, and the fastest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = [
     "Links",
     "candidates_for",
     "choose",
-    "num_messages_inside",
+    "num_serial_messages",
     "predict_seconds",
 ]
 
@@ -30,13 +30,13 @@ def predict_seconds(
     topology: Topology,
     links: Links,
     *,
-    inner_wire: float = 1.0,
-    outer_wire: float = 1.0,
+    inner_ratio: float = 1.0,
+    outer_ratio: float = 1.0,
 ) -> float:
-    """Predicts how long one all-reduce takes.
+    """Predict the seconds of one all-reduce.
 
     Messages that leave a node together share its link, and each operation has
-    to be started. An exchange lasts as long as its slowest message; or, where
+    to be started. A transfer lasts as long as its slowest message; or, where
     replicas share the cores of their node, as all messages inside one node, one
     after the other, and those across.
 
@@ -45,9 +45,9 @@ def predict_seconds(
         num_bytes: Int, size of the tensor.
         topology: `Topology`.
         links: `Links`.
-        inner_wire: Float, bytes that travel inside nodes for each byte of the
+        inner_ratio: Float, bytes that travel inside nodes for each byte of the
             tensor, such as `0.5` for bfloat16. Defaults to `1.0`.
-        outer_wire: Float, the same across nodes. A flat algorithm sends one
+        outer_ratio: Float, the same across nodes. A flat algorithm sends one
             type everywhere: there the larger of the two counts. Defaults to
             `1.0`.
 
@@ -77,17 +77,17 @@ def predict_seconds(
     if num_bytes == 0:
         return 0.0
     if algorithm.name != "hierarchical":
-        inner_wire = outer_wire = max(inner_wire, outer_wire)
-    inner_bytes, outer_bytes = num_bytes * inner_wire, num_bytes * outer_wire
-    exchanges = transfers_of(algorithm, topology)
-    return len(exchanges) * links.operation_seconds + sum(
+        inner_ratio = outer_ratio = max(inner_ratio, outer_ratio)
+    inner_bytes, outer_bytes = num_bytes * inner_ratio, num_bytes * outer_ratio
+    transfers = transfers_of(algorithm, topology)
+    return len(transfers) * links.operation_seconds + sum(
         transfer.repeats * _seconds(transfer, inner_bytes, outer_bytes, links)
-        for transfer in exchanges
+        for transfer in transfers
     )
 
 
 def candidates_for(topology: Topology) -> tuple[Algorithm, ...]:
-    """The algorithms that can run on a cluster, in the order of preference.
+    """Return the algorithms that can run on a cluster, in the order of preference.
 
     Args:
         topology: `Topology`.
@@ -119,10 +119,10 @@ def choose(
     links: Links,
     candidates: Sequence[Algorithm] | None = None,
     *,
-    inner_wire: float = 1.0,
-    outer_wire: float = 1.0,
+    inner_ratio: float = 1.0,
+    outer_ratio: float = 1.0,
 ) -> tuple[Algorithm, float]:
-    """Chooses the algorithm that is predicted to be the fastest, within 5 %.
+    """Choose the algorithm that is predicted to be the fastest, within 5 %.
 
     Args:
         num_bytes: Int, size of the tensor.
@@ -131,8 +131,8 @@ def choose(
         candidates: Sequence of `Algorithm`, in the order of preference: a later
             one must be faster by more than 5 %; or `None` for
             `candidates_for(topology)`. Defaults to `None`.
-        inner_wire: Float, see `predict_seconds`. Defaults to `1.0`.
-        outer_wire: Float, see `predict_seconds`. Defaults to `1.0`.
+        inner_ratio: Float, see `predict_seconds`. Defaults to `1.0`.
+        outer_ratio: Float, see `predict_seconds`. Defaults to `1.0`.
 
     Returns:
         Tuple of an `Algorithm` and its seconds.
@@ -148,12 +148,10 @@ def choose(
     tree
     ring
     """
-    reduce_dtypes = {"inner_wire": inner_wire, "outer_wire": outer_wire}
+    ratios = {"inner_ratio": inner_ratio, "outer_ratio": outer_ratio}
     best: tuple[Algorithm, float] | None = None
     for algorithm in candidates_for(topology) if candidates is None else candidates:
-        seconds = predict_seconds(
-            algorithm, num_bytes, topology, links, **reduce_dtypes
-        )
+        seconds = predict_seconds(algorithm, num_bytes, topology, links, **ratios)
         if best is None or seconds < best[1] * (1 - _TIE):
             best = algorithm, seconds
     if best is None:
@@ -164,8 +162,8 @@ def choose(
     return best
 
 
-def num_messages_inside(transfer: Transfer, links: Links) -> int:
-    """Messages of an exchange that take their turns inside a node.
+def num_serial_messages(transfer: Transfer, links: Links) -> int:
+    """Return the number of a transfer's messages that are serial inside a node.
 
     Args:
         transfer: `Transfer`.
@@ -183,14 +181,14 @@ def num_messages_inside(transfer: Transfer, links: Links) -> int:
 def _seconds(
     transfer: Transfer, inner_bytes: float, outer_bytes: float, links: Links
 ) -> float:
-    """Seconds of one exchange.
+    """Return the seconds of one transfer.
 
-    Messages across nodes wait for the network together, once. Those inside, where
-    they share cores, are work for these, and wait for each other.
+    Messages across nodes are concurrent. Those inside a node, where they share cores,
+    are serial.
     """
     inside = across = 0.0
     if transfer.num_inside:
-        num_messages = num_messages_inside(transfer, links)
+        num_messages = num_serial_messages(transfer, links)
         inside = num_messages * links.inside.seconds(inner_bytes * transfer.fraction)
     if transfer.num_streams:
         shared_bytes = outer_bytes * transfer.fraction * transfer.num_streams

@@ -1,4 +1,4 @@
-"""What training state takes on each replica, with and without sharding: pure sums."""
+"""Memory of training state on a replica, with and without sharding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ReplicaMemory:
     Args:
         parameters: Int, of the trained variables.
         gradients: Int, of their reduced gradients.
-        accumulators: Int, of what is added up over micro-batches.
+        accumulators: Int, of the gradients accumulated over micro-batches.
         slots: Int, of the optimizer's variables for each trained one.
     """
 
@@ -33,7 +33,7 @@ class ReplicaMemory:
 
     @property
     def total(self) -> int:
-        """Int, all of them."""
+        """Int, the sum of all."""
         return sum(dataclasses.astuple(self))
 
 
@@ -42,11 +42,11 @@ NOTHING = ReplicaMemory(0, 0, 0, 0)
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on the replica that holds most, beside what they would be unsharded.
+    """Bytes on the replica that holds most, sharded and unsharded.
 
     Args:
-        sharded: `ReplicaMemory`, as the state lies.
-        whole: `ReplicaMemory`, if every replica held all of it.
+        sharded: `ReplicaMemory` of the sharded state.
+        whole: `ReplicaMemory` of the unsharded state.
 
     Example:
 
@@ -70,10 +70,10 @@ class MemoryReport:
         )
 
 
-def whole_memory(
+def unsharded_memory(
     entries: Sequence[Entry], slot_bytes: Sequence[int], *, accumulates: bool
 ) -> ReplicaMemory:
-    """What a replica needs that holds everything.
+    """Compute the memory of a replica with the full state.
 
     Args:
         entries: Sequence of `Entry`, the trained variables.
@@ -98,29 +98,30 @@ def sharded_memory(
     accumulates: bool,
     shards_gradients: bool,
 ) -> ReplicaMemory:
-    """What the replica needs that holds most of a sharded state.
+    """Compute the memory of the replica that holds most of a sharded state.
 
     Args:
         entries: Sequence of `Entry`, the trained variables.
         slot_bytes: Sequence of ints, bytes of each one's slots.
         plan: `ShardPlan` of them.
         accumulates: Bool, whether gradients are accumulated.
-        shards_gradients: Bool, whether what is accumulated is sharded too.
+        shards_gradients: Bool, whether accumulated gradients are sharded too.
 
     Returns:
         `ReplicaMemory`.
 
     Example:
 
-    >>> from tfdp.plans.shards import plan_slices
+    >>> from tfdp.plans.shards import plan_element_shards
     >>> entries = [Entry("w", (100,), "float32", 4)]
-    >>> plan = plan_slices(entries, 4, bucket_bytes=1000, first_bucket_bytes=1000)
+    >>> sizes = {"bucket_bytes": 1000, "first_bucket_bytes": 1000}
+    >>> plan = plan_element_shards(entries, 4, **sizes)
     >>> sharded_memory(
     ...     entries, [800], plan, accumulates=False, shards_gradients=False
     ... ).slots
     200
     """
-    whole = whole_memory(entries, slot_bytes, accumulates=accumulates)
+    whole = unsharded_memory(entries, slot_bytes, accumulates=accumulates)
     sizes = {entry.dtype: entry.itemsize for entry in entries}
     moved = [(bucket.slice_size, sizes[bucket.dtype]) for bucket in plan.buckets]
     slices = sum(size * itemsize for size, itemsize in moved)
@@ -140,7 +141,7 @@ def sharded_memory(
 def _owned(
     entries: Sequence[Entry], slot_bytes: Sequence[int], plan: ShardPlan, owner: int
 ) -> int:
-    """Bytes of the slots of an owner's elements."""
+    """Return the bytes of the slots of an owner's elements."""
     elements = [0] * len(entries)
     for bucket in plan.buckets:
         for segment in bucket.rows[owner]:
@@ -153,7 +154,7 @@ def _owned(
 
 
 def _wide(itemsize: int) -> int:
-    """Bytes of an element that is added up: float32, or wider where the variable is."""
+    """Return the bytes of an accumulated element: of float32, or wider."""
     return max(itemsize, _FLOAT32_BYTES)
 
 

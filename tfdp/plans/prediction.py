@@ -1,20 +1,20 @@
-"""How long a step communicates, bucket by bucket, and what of it training waits for."""
+"""Prediction of a step: seconds of communication, and the exposed part of it."""
 
 from __future__ import annotations
 
 import dataclasses
 
 # A backward pass takes about twice as long as the forward pass before it.
-BACKWARD_SHARE = 2 / 3
+BACKWARD_FRACTION = 2 / 3
 
 
 @dataclasses.dataclass(frozen=True)
 class BucketPrediction:
-    """How long one bucket takes.
+    """Predicted seconds of one bucket.
 
     Args:
         num_bytes: Int, size of its gradients.
-        seconds: Float, how long it takes to reduce them.
+        seconds: Float, duration of its all-reduce.
     """
 
     num_bytes: int
@@ -23,13 +23,13 @@ class BucketPrediction:
 
 @dataclasses.dataclass(frozen=True)
 class StepPrediction:
-    """How long a training step takes on many replicas.
+    """Predicted seconds of a training step on many replicas.
 
     Args:
         buckets: Tuple of `BucketPrediction`, in launch order.
-        compute_seconds: Float, what the step takes on one replica.
-        overlap: Float from 0 to 1, the last part of it, in which gradients
-            become ready. Defaults to the backward pass, 2/3.
+        compute_seconds: Float, duration of the step on one replica.
+        overlap: Float from 0 to 1, the fraction of it, at its end, in which
+            gradients become ready. Defaults to the backward pass, 2/3.
 
     Example: the second of two buckets is ready when the backward pass ends.
 
@@ -41,7 +41,7 @@ class StepPrediction:
 
     buckets: tuple[BucketPrediction, ...]
     compute_seconds: float
-    overlap: float = BACKWARD_SHARE
+    overlap: float = BACKWARD_FRACTION
 
     @property
     def communication_seconds(self) -> float:

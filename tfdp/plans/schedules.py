@@ -13,7 +13,7 @@ RULES = ("linear", "sqrt")
 def scale_learning_rate(
     learning_rate: float, scale: float, *, rule: str = "linear"
 ) -> float:
-    """The learning rate for a batch of another size.
+    """Scale a learning rate to another batch size.
 
     Args:
         learning_rate: Float above 0, the rate that was tuned.
@@ -50,7 +50,7 @@ def scale_learning_rate(
 
 
 def steps_at_epoch(steps: int | Mapping[int, int], epoch: int) -> int:
-    """How many micro-batches are accumulated for an update in an epoch.
+    """Return the number of micro-batches of an update in an epoch.
 
     Args:
         steps: Int of at least 1; or a dict from the first epoch, counted from
@@ -79,11 +79,11 @@ def steps_at_epoch(steps: int | Mapping[int, int], epoch: int) -> int:
 
 
 def check_steps(steps: int | Mapping[int, int], *, name: str = "steps") -> None:
-    """Checks what `steps_at_epoch` takes, before there is an epoch.
+    """Check the argument `steps` of `steps_at_epoch`.
 
     Args:
         steps: See `steps_at_epoch`.
-        name: String, what the caller calls it. Defaults to `"steps"`.
+        name: String, its name in messages. Defaults to `"steps"`.
 
     Raises:
         ValueError: If `steps` is neither an integer of at least 1 nor a dict

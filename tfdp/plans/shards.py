@@ -1,4 +1,4 @@
-"""Which replica owns which elements of the optimizer state: a pure plan.
+"""Shard plan: the replica that owns each element of the optimizer state.
 
 Variables are laid out as rows, one for each owner, cut into buckets: columns of all
 rows that travel together. What an owner holds of a bucket is a slice.
@@ -15,7 +15,7 @@ from tfdp.plans.buckets import BucketPlan, Entry, plan_buckets
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Elements of one flattened variable.
+    """Contiguous elements of one flattened variable.
 
     Args:
         index: Int, position of the variable in the planned list.
@@ -41,8 +41,8 @@ class ShardBucket:
     """Elements that one reduce-scatter and one all-gather move.
 
     Args:
-        rows: Tuple of tuples of `Segment`, what each owner has of it, end to end.
-        slice_size: Int, elements of a row with its padding.
+        rows: Tuple of tuples of `Segment`, the shard of each owner.
+        slice_size: Int, elements of a shard with its padding.
         dtype: String, the one dtype of its variables.
     """
 
@@ -52,23 +52,23 @@ class ShardBucket:
 
     @property
     def indices(self) -> frozenset[int]:
-        """The variables of which it has elements."""
+        """Positions of the variables of which it has elements."""
         return frozenset(segment.index for row in self.rows for segment in row)
 
     def padding(self, owner: int) -> int:
-        """Int, elements of an owner's slice that belong to no variable."""
+        """Return the elements of an owner's shard that belong to no variable."""
         return self.slice_size - sum(segment.size for segment in self.rows[owner])
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardPlan:
-    """How the variables of one optimizer are spread over their owners.
+    """Distribution of an optimizer's variables over the replicas that own them.
 
     Args:
         buckets: Tuple of `ShardBucket`, in launch order.
         num_owners: Int.
-        owners: Tuple of ints, the owner of each variable where variables are
-            owned whole, or `None` where slices are.
+        owners: Tuple of ints, the owner of each variable in a plan of variable
+            shards, or `None` in one of element shards.
     """
 
     buckets: tuple[ShardBucket, ...]
@@ -76,7 +76,7 @@ class ShardPlan:
     owners: tuple[int, ...] | None = None
 
     @property
-    def is_whole(self) -> bool:
+    def shards_variables(self) -> bool:
         """Bool, whether every variable has one owner."""
         return self.owners is not None
 
@@ -86,31 +86,32 @@ class ShardPlan:
         return sum(self.num_owners * bucket.slice_size for bucket in self.buckets)
 
     def owned(self, owner: int) -> tuple[int, ...]:
-        """Positions of the variables that an owner has whole."""
+        """Return the positions of the variables of an owner."""
         owners = self.owners or ()
-        return tuple(index for index, who in enumerate(owners) if who == owner)
+        return tuple(
+            index for index, its_owner in enumerate(owners) if its_owner == owner
+        )
 
     @property
     def fingerprint(self) -> str:
-        """A digest of what has to agree between workers."""
+        """Digest of the plan, for comparison between workers."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
 
-def plan_slices(
+def plan_element_shards(
     entries: Sequence[Entry],
     num_owners: int,
     *,
     bucket_bytes: int,
     first_bucket_bytes: int,
 ) -> ShardPlan:
-    """Cuts each bucket of variables, laid end to end, into equal slices.
+    """Shard by elements: cut each bucket of concatenated variables into equal slices.
 
-    For optimizers that treat every element by itself. The last variable comes
-    first, since its gradient does.
+    For element-wise optimizers. The last variable comes first, since its gradient does.
 
     Args:
         entries: Sequence of `Entry`, the variables.
-        num_owners: Int, how many replicas share them.
+        num_owners: Int, number of replicas that own them.
         bucket_bytes: Int, largest size of a bucket.
         first_bucket_bytes: Int, largest size of the first bucket.
 
@@ -120,7 +121,7 @@ def plan_slices(
     Example:
 
     >>> entries = [Entry("w", (5,), "float32", 4)]
-    >>> plan = plan_slices(entries, 2, bucket_bytes=100, first_bucket_bytes=100)
+    >>> plan = plan_element_shards(entries, 2, bucket_bytes=100, first_bucket_bytes=100)
     >>> plan.buckets[0].rows
     ((Segment(index=0, start=0, stop=3),), (Segment(index=0, start=3, stop=5),))
 
@@ -140,18 +141,18 @@ def plan_slices(
     )
 
 
-def plan_whole(
+def plan_variable_shards(
     entries: Sequence[Entry], num_owners: int, *, bucket_bytes: int
 ) -> ShardPlan:
-    """Gives every variable to one owner, so that all have about equally much.
+    """Shard by variables: assign each to one owner, with balanced bytes.
 
-    For optimizers that look at a whole tensor. The largest variables are given
-    away first, each to the owner with the fewest bytes. What an owner has is
-    laid end to end as its row, and buckets are columns of all rows.
+    For optimizers that need whole tensors. The largest variables are assigned first,
+    each to the owner with the fewest bytes. The variables of an owner, concatenated,
+    are its row, and buckets are columns of all rows.
 
     Args:
         entries: Sequence of `Entry`, the variables.
-        num_owners: Int, how many replicas share them.
+        num_owners: Int, number of replicas that own them.
         bucket_bytes: Int, largest size of a bucket.
 
     Returns:
@@ -161,7 +162,7 @@ def plan_whole(
 
     >>> entries = [Entry(name, (size,), "float32", 4) for name, size in
     ...            (("a", 6), ("b", 3), ("c", 2))]
-    >>> plan_whole(entries, 2, bucket_bytes=1000).owners
+    >>> plan_variable_shards(entries, 2, bucket_bytes=1000).owners
     (0, 1, 1)
 
     Source: Graham 1969, "Bounds on multiprocessing timing anomalies", for the
@@ -208,7 +209,7 @@ def _rows_of_equal_length(
 
 
 def _columns(row: Sequence[Segment], first: int, last: int) -> Row:
-    """The part of a row between two columns."""
+    """Return the part of a row between two columns."""
     found, begin = [], 0
     for segment in row:
         start = segment.start + max(0, first - begin)
@@ -228,7 +229,7 @@ def _length(row: Sequence[Segment]) -> int:
 
 
 def _spread(entries: Sequence[Entry], num_owners: int) -> list[int]:
-    """The owner of each variable, for each dtype by itself."""
+    """Return the owner of each variable, balanced for each dtype by itself."""
     owners = [0] * len(entries)
     loads: dict[str, list[int]] = {}
     for index in sorted(range(len(entries)), key=lambda i: -entries[i].num_bytes):

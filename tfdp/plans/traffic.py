@@ -1,4 +1,4 @@
-"""What each all-reduce algorithm sends, exchange by exchange, and over which links."""
+"""Traffic of all-reduce algorithms: messages of each transfer, and their links."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ NAMES = (*FLAT, "hierarchical")
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """How a tensor is summed over all replicas.
+    """All-reduce algorithm.
 
     Args:
         name: String, `"ring"`, `"tree"`, `"halving_doubling"` or
             `"hierarchical"`.
-        inner: String, what `"hierarchical"` does inside a node: one of the
+        inner: String, the algorithm of `"hierarchical"` inside a node: one of the
             other three. Defaults to `"ring"`.
-        outer: String, what it does across nodes. Defaults to `"ring"`.
+        outer: String, its algorithm across nodes. Defaults to `"ring"`.
 
     Raises:
         ValueError: If a name is unknown.
@@ -56,10 +56,10 @@ class Algorithm:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """Messages that are under way at the same time, in one operation.
+    """Concurrent messages of one operation.
 
     Args:
-        fraction: Float, the part of the tensor that each of them carries.
+        fraction: Float, the fraction of the tensor in each of them.
         num_inside: Int, the most that stay inside one node.
         num_streams: Int, the most that leave, or enter, one node: they share
             its link.
@@ -76,7 +76,7 @@ class Transfer:
 # Asked for every bucket of a plan, with the same answer for all of them.
 @functools.lru_cache(maxsize=256)
 def transfers_of(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, ...]:
-    """The exchanges of one all-reduce, in order.
+    """Return the transfers of one all-reduce, in order.
 
     Args:
         algorithm: `Algorithm`.
@@ -91,7 +91,7 @@ def transfers_of(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, ..
     Example: in a ring over two nodes of two replicas one message at a time
     leaves a node.
 
-    >>> exchanges_of(Algorithm("ring"), Topology(((0, 1), (2, 3))))
+    >>> transfers_of(Algorithm("ring"), Topology(((0, 1), (2, 3))))
     (Transfer(fraction=0.25, num_inside=1, num_streams=1, repeats=6),)
     """
     if algorithm.name == "hierarchical":
@@ -102,33 +102,8 @@ def transfers_of(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, ..
     return _flat(algorithm.name, node_of)
 
 
-def link_bytes(algorithm: Algorithm, num_bytes: int, topology: Topology) -> float:
-    """Bytes that one all-reduce sends over the busiest node's link, one way.
-
-    Args:
-        algorithm: `Algorithm`.
-        num_bytes: Int, size of the tensor.
-        topology: `Topology`.
-
-    Returns:
-        Float.
-
-    Example:
-
-    >>> two_by_two = Topology(((0, 1), (2, 3)))
-    >>> link_bytes(Algorithm("ring"), 100, two_by_two)
-    150.0
-    >>> link_bytes(Algorithm("hierarchical"), 100, two_by_two)
-    100.0
-    """
-    return num_bytes * sum(
-        transfer.repeats * transfer.fraction * transfer.num_streams
-        for transfer in transfers_of(algorithm, topology)
-    )
-
-
 def _flat(name: str, node_of: np.ndarray) -> tuple[Transfer, ...]:
-    """An all-reduce over positions, of which each lies on the node given."""
+    """Return the transfers of a flat algorithm, given the node of each position."""
     if name == "ring":
         return _ring(node_of)
     if name == "tree":
@@ -144,31 +119,31 @@ def _ring(node_of: np.ndarray) -> tuple[Transfer, ...]:
         return ()
     senders = np.arange(size)
     receivers = np.roll(senders, -1)
-    return (_exchange(1 / size, senders, receivers, node_of, 2 * (size - 1)),)
+    return (_transfer(1 / size, senders, receivers, node_of, 2 * (size - 1)),)
 
 
 def _reduce_to_first(node_of: np.ndarray) -> tuple[Transfer, ...]:
-    """Half of those that are left send to their neighbour; then half of these."""
+    """Return the transfers of a binomial tree towards the first position."""
     size, distance, found = len(node_of), 1, []
     while distance < size:
         senders = np.arange(distance, size, 2 * distance)
-        found.append(_exchange(1.0, senders, senders - distance, node_of))
+        found.append(_transfer(1.0, senders, senders - distance, node_of))
         distance *= 2
     return tuple(found)
 
 
 def _halve(node_of: np.ndarray) -> tuple[tuple[Transfer, ...], int]:
-    """Recursive halving, and the number of positions that then hold a slice."""
+    """Return the transfers of recursive halving, and the number of its shards."""
     size = len(node_of)
     power = 1 << (size.bit_length() - 1)
     found = []
     if size > power:  # those past the power of two hand over all that they have
         extras = np.arange(power, size)
-        found.append(_exchange(1.0, extras, extras - power, node_of))
+        found.append(_transfer(1.0, extras, extras - power, node_of))
     fraction, positions = 1.0, np.arange(power)
     for distance in _distances(power):
         fraction /= 2
-        found.append(_exchange(fraction, positions, positions ^ distance, node_of))
+        found.append(_transfer(fraction, positions, positions ^ distance, node_of))
     return tuple(found), power
 
 
@@ -197,7 +172,7 @@ def _hierarchical(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, .
 
 
 def _reduce_inside(name: str, node_size: int) -> tuple[tuple[Transfer, ...], int]:
-    """The way up inside a node, and in how many parts the sum then lies there."""
+    """Return the transfers of a reduction inside a node, and the number of shards."""
     if node_size == 1:
         return (), 1
     node_of = np.zeros(node_size, np.int64)
@@ -209,7 +184,7 @@ def _reduce_inside(name: str, node_size: int) -> tuple[tuple[Transfer, ...], int
     return (dataclasses.replace(ring, repeats=node_size - 1),), node_size
 
 
-def _exchange(
+def _transfer(
     fraction: float,
     senders: np.ndarray,
     receivers: np.ndarray,

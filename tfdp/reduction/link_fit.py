@@ -11,7 +11,7 @@ import numpy as np
 
 from tfdp.cluster import Topology
 from tfdp.links import DEFAULT_LINKS, Link, Links
-from tfdp.plans.cost_model import num_messages_inside, predict_seconds
+from tfdp.plans.cost_model import num_serial_messages, predict_seconds
 from tfdp.plans.traffic import Algorithm, transfers_of
 
 _MAX_ROUNDS = 20
@@ -151,7 +151,7 @@ def _row(sample: Sample, links: Links) -> list[float]:
     """Messages, bytes and operations over the time: times the constants, 1."""
     counts = [0.0] * _NUM_CONSTANTS
     for exchange in transfers_of(sample.algorithm, sample.topology):
-        num_inside = num_messages_inside(exchange, links)
+        num_inside = num_serial_messages(exchange, links)
         num_bytes = sample.num_bytes * exchange.fraction
         outer_bytes = num_bytes * exchange.num_streams
         counts_both = links.is_inside_shared  # one after the other

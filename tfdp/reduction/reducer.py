@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base.ownership import replica_context
+from tfdp.base.context import replica_context
 from tfdp.base.param_groups import path_of
 from tfdp.collectives import ProcessGroup, timing
 from tfdp.coordination.checks import check_same_plan, check_same_variables

@@ -152,8 +152,8 @@ class AlgorithmSelector:
             self.topology,
             self.links,
             self._candidates(),
-            inner_wire=share if inner else 1.0,
-            outer_wire=share if outer else 1.0,
+            inner_ratio=share if inner else 1.0,
+            outer_ratio=share if outer else 1.0,
         )
         if algorithm.name != "hierarchical" and inner != outer:
             # What is compressed on one level only travels by no flat algorithm.

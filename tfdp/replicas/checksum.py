@@ -1,4 +1,4 @@
-"""Checksums of tensors that any changed bit changes, computed where the tensors are.
+"""Checksums of tensors, computed on their device; any changed bit changes them.
 
 The bits are taken as integers x_i of 32 bits at most, and the checksum is the sum of
 w_i x_i modulo a prime that is larger than any of them, with weights w_i that are no
@@ -22,15 +22,15 @@ MODULUS = 2**32 + 15
 _ROW = 2**12
 _FACTOR_BITS = 18
 # Elements that are widened to int64 at once, which bounds the memory that it takes.
-_PIECE = _ROW * 2**10
-# Elements of a row, rows of a piece, pieces of a tensor, tensors: each with weights of
+_CHUNK = _ROW * 2**10
+# Elements of a row, rows of a chunk, chunks of a tensor, tensors: each with weights of
 # its own, whose products are the weights of the elements.
-_ELEMENTS, _ROWS, _PIECES, _TENSORS = range(4)
+_ELEMENTS, _ROWS, _CHUNKS, _TENSORS = range(4)
 _NUM_LEVELS = 4
 
 
 def checksums(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    """A number for each tensor that tells whether it is another one.
+    """Compute a checksum of each tensor.
 
     Args:
         values: Sequence of tensors of static shape, numbers or bools.
@@ -54,7 +54,7 @@ def checksums(values: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def combined(sums: tf.Tensor) -> tf.Tensor:
-    """One checksum of many: order counts.
+    """Combine checksums, in order, into one.
 
     Args:
         sums: Tensor of shape `[count]`, from `checksums`.
@@ -71,18 +71,18 @@ def combined(sums: tf.Tensor) -> tf.Tensor:
 def _of_tensor(value: tf.Tensor, factors: Sequence[tf.Tensor]) -> tf.Tensor:
     words = _words(value)  # [num_words]
     found: list[tf.Tensor] = []
-    for begin in range(0, words.shape[0], _PIECE):
+    for begin in range(0, words.shape[0], _CHUNK):
         with tf.control_dependencies(found[-1:]):
-            piece = tf.cast(words[begin : begin + _PIECE], tf.int64)
-        rows = _sums_of_rows(piece, factors[_ELEMENTS])
+            chunk = tf.cast(words[begin : begin + _CHUNK], tf.int64)
+        rows = _sums_of_rows(chunk, factors[_ELEMENTS])
         found.append(_sums_of_rows(rows, factors[_ROWS]))  # [1]
     if not found:
         return tf.zeros([], tf.int64)
-    return tf.reduce_sum(_sums_of_rows(tf.concat(found, 0), factors[_PIECES]))
+    return tf.reduce_sum(_sums_of_rows(tf.concat(found, 0), factors[_CHUNKS]))
 
 
 def _words(value: tf.Tensor) -> tf.Tensor:
-    """The bits of a tensor as integers of at most 32: `[num_words]`."""
+    """Return the bits of a tensor as integers of at most 32 bits: `[num_words]`."""
     flat = tf.reshape(value, [-1])
     if flat.dtype == tf.bool:
         return tf.cast(flat, tf.uint8)
@@ -91,7 +91,7 @@ def _words(value: tf.Tensor) -> tf.Tensor:
 
 
 def _sums_of_rows(numbers: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
-    """Weighted sums of every `_ROW` numbers and of the rest, modulo the prime."""
+    """Compute weighted sums of `_ROW` numbers each, and of the rest, modulo a prime."""
     count = numbers.shape[0]
     whole = count // _ROW * _ROW
     sums = []
@@ -106,7 +106,7 @@ def _sums_of_rows(numbers: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
 
 @functools.cache
 def _factors() -> np.ndarray:
-    """The weights of all levels: `[_NUM_LEVELS, _ROW]`, int64.
+    """Return the weights of all levels: `[_NUM_LEVELS, _ROW]`, int64.
 
     They are different primes, so that no two elements have the same product of them,
     and in no order: changes of neighbours do not cancel out. The order is that of a

@@ -1,4 +1,4 @@
-"""Replicas that no longer hold the same weights: which, and from which variable on."""
+"""Drift: find the replicas with different weights, and the first such variable."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.replicas.checksum import checksums
 
-# A message that names hundreds of replicas is read by nobody.
+# A message with hundreds of names would not be read.
 _MOST_NAMED = 8
 
 
-def weights_alike(model: Any) -> list:
-    """The weights of a model, of which all replicas should have the same values.
+def replicated_weights(model: Any) -> list:
+    """Return the weights of a model whose values should be equal on all replicas.
 
     Metrics' states and the seeds of random layers are not among Keras's weights.
     """
-    return [weight for weight in model.weights if _is_comparable(weight.value)]
+    return [weight for weight in model.weights if _is_replicated(weight.value)]
 
 
 def check_weights(strategy: Any, model: Any, topic: str, when: str) -> None:
-    """Raises on every worker if replicas hold different weights; all call it.
+    """Raise on every worker if replicas hold different weights; all workers call it.
 
     Args:
         strategy: A tfdp strategy.
         model: Keras model.
-        topic: String, what workers that are at another call are told.
-        when: String, where in training this is.
+        topic: String, name of the all-gather for messages.
+        when: String, the point in training, for the message.
 
     Raises:
         RuntimeError: Naming the replicas and the first variable that differs.
     """
-    tables = _local_tables(strategy, model)
+    tables = _local_checksums(strategy, model)
     own = [hashlib.sha256(json.dumps(table).encode()).hexdigest() for table in tables]
-    totals = _of_all(strategy, topic, own)
+    totals = _all_gather(strategy, topic, own)
     if len(set(totals)) > 1:
-        _raise(strategy, model, when, totals, tables)
+        _raise_drift(strategy, model, when, totals, tables)
 
 
 def raise_difference(
     strategy: Any, model: Any, when: str, totals: Sequence[Any]
 ) -> NoReturn:
-    """Raises on every worker what has been seen to differ; all call it.
+    """Raise on every worker the drift that was detected; all workers call it.
 
     Args:
         strategy: A tfdp strategy.
         model: Keras model.
-        when: String, where in training this is.
-        totals: Sequence, a number for the weights of each replica.
+        when: String, the point in training, for the message.
+        totals: Sequence, a checksum of the weights of each replica.
 
     Raises:
         RuntimeError: Naming the replicas and the first variable that differs.
     """
-    _raise(strategy, model, when, totals, _local_tables(strategy, model))
+    _raise_drift(strategy, model, when, totals, _local_checksums(strategy, model))
 
 
 def describe_difference(
@@ -67,10 +67,11 @@ def describe_difference(
     paths: Sequence[str],
     replicas: Sequence[str],
 ) -> str:
-    """Says which replicas differ from the others, and in what first.
+    """Describe the replicas that differ from the others, and the first variable.
 
     Args:
-        totals: Sequence, a number for all weights of each replica, as it was seen.
+        totals: Sequence, a checksum of all weights of each replica, when drift was
+            detected.
         tables: Sequence, for each replica a checksum of each weight, as it is now.
         paths: Sequence of strings, the names of the weights.
         replicas: Sequence of strings, the names of the replicas.
@@ -87,16 +88,18 @@ def describe_difference(
     columns = list(zip(*tables, strict=True))
     differing = [index for index, column in enumerate(columns) if len(set(column)) > 1]
     if not differing:
-        return f"{_who(totals, replicas)} in a variable that is alike again"
+        return (
+            f"{_describe_outliers(totals, replicas)} in a variable that is alike again"
+        )
     first = differing[0]
     return (
-        f"{_who(columns[first], replicas)} in {paths[first]!r} "
+        f"{_describe_outliers(columns[first], replicas)} in {paths[first]!r} "
         f"({len(differing)} of {len(paths)} variables)"
     )
 
 
 def outliers(values: Sequence[Any]) -> list[int]:
-    """Positions of the values that most others do not have.
+    """Return the positions of values other than the most frequent one.
 
     Args:
         values: Sequence of values, not all alike.
@@ -115,7 +118,7 @@ def outliers(values: Sequence[Any]) -> list[int]:
     return [index for index, own in enumerate(values) if own != value]
 
 
-def _who(values: Sequence[Any], replicas: Sequence[str]) -> str:
+def _describe_outliers(values: Sequence[Any], replicas: Sequence[str]) -> str:
     odd = outliers(values)
     shown = [replicas[index] for index in odd[:_MOST_NAMED]]
     if len(odd) > len(shown):
@@ -127,13 +130,13 @@ def _who(values: Sequence[Any], replicas: Sequence[str]) -> str:
     return f"{named} {verb} from the other {len(values) - len(odd)}"
 
 
-def _raise(
+def _raise_drift(
     strategy: Any, model: Any, when: str, totals: Sequence[Any], tables: list[list[int]]
 ) -> NoReturn:
-    everyones = _of_all(strategy, "replicas that differ", tables)
+    all_tables = _all_gather(strategy, "replicas that differ", tables)
     strategy.extended.worker_group.leave()
-    paths = [weight.path for weight in weights_alike(model)]
-    found = describe_difference(totals, everyones, paths, _names(strategy))
+    paths = [weight.path for weight in replicated_weights(model)]
+    found = describe_difference(totals, all_tables, paths, _replica_names(strategy))
     raise RuntimeError(
         f"Replicas have drifted apart, as seen {when}: {found}. Every replica makes "
         "the same updates of the same weights, so that one computes wrongly, or "
@@ -142,15 +145,15 @@ def _raise(
     )
 
 
-def _of_all(strategy: Any, topic: str, own: list) -> list:
-    """What there is for each local replica, for those of all workers by rank."""
+def _all_gather(strategy: Any, topic: str, own: list) -> list:
+    """All-gather a list with an item for each local replica, ordered by rank."""
     texts = strategy.extended.worker_group.all_gather(topic, json.dumps(own))
     return [item for text in texts for item in json.loads(text)]
 
 
-def _local_tables(strategy: Any, model: Any) -> list[list[int]]:
-    """The checksum of each weight on each local replica."""
-    weights = [weight.value for weight in weights_alike(model)]
+def _local_checksums(strategy: Any, model: Any) -> list[list[int]]:
+    """Compute the checksum of each weight on each local replica."""
+    weights = [weight.value for weight in replicated_weights(model)]
     tables = []
     for replica, device in enumerate(strategy.extended.group.devices):
         with tf.device(device):
@@ -159,8 +162,8 @@ def _local_tables(strategy: Any, model: Any) -> list[list[int]]:
     return tables
 
 
-def _names(strategy: Any) -> list[str]:
-    """The replicas of all workers, for people to read."""
+def _replica_names(strategy: Any) -> list[str]:
+    """Return the names of all replicas for messages."""
     extended = strategy.extended
     specs = [tf.DeviceSpec.from_string(device) for device in extended.group.devices]
     local = [f"{spec.device_type}:{spec.device_index}" for spec in specs]
@@ -172,6 +175,6 @@ def _names(strategy: Any) -> list[str]:
     return [f"replica {rank} ({place})" for rank, place in enumerate(places)]
 
 
-def _is_comparable(value: Any) -> bool:
+def _is_replicated(value: Any) -> bool:
     is_alike = isinstance(value, _compat.MirroredVariable)
     return is_alike and value.dtype not in (tf.string, tf.resource, tf.variant)

@@ -1,8 +1,9 @@
-"""Detection, inside the steps of a `fit`, of replicas that have drifted apart.
+"""Drift detection inside the steps of `fit`.
 
-Off, which is the default, nothing is added to the graph. A `DriftProbe` lets every so
-many steps begin with a checksum of each replica's weights. It is computed beside the
-forward pass and travels with the logs, which are merged in each step anyway.
+Without an active probe, which is the default, nothing is added to the graph. With a
+`DriftProbe` every so many steps begin with a checksum of each replica's weights. It is
+computed beside the forward pass and reduced with the logs, which are merged in each
+step anyway.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base.active_hooks import ActiveHooks
 from tfdp.replicas.checksum import checksums, combined
-from tfdp.replicas.drift import weights_alike
+from tfdp.replicas.drift import replicated_weights
 
-# Sums of states travel in it; it holds every checksum, of 33 bits, exactly.
-_WIRE = tf.float64
+# The dtype in which logs are reduced; it holds every checksum, of 33 bits, exactly.
+_DTYPE = tf.float64
 
 
 class DriftProbe:
-    """Compares the weights of a model's replicas every so many steps.
+    """Comparison of the weights of a model's replicas every so many steps.
 
     Args:
         strategy: A tfdp strategy of several replicas.
@@ -38,29 +39,29 @@ class DriftProbe:
         self._every = every
         self._host = self._extended.host_group.devices[0]
         self._steps = _compat.plain_variable(0, tf.int64, self._host)
-        self._seen = _compat.plain_variable(
-            np.zeros([1 + self._num_replicas]), _WIRE, self._host
+        self._result = _compat.plain_variable(
+            np.zeros([1 + self._num_replicas]), _DTYPE, self._host
         )
         self._step: tf.Tensor | None = None
         self._is_due: tf.Tensor | None = None
-        # For each local replica, `[num_replicas]`: its number in its own place.
+        # For each local replica, `[num_replicas]`: its checksum at its own rank.
         self.rows: list[tf.Tensor] = []
 
     def start(self) -> None:
-        """What is traced from now on is watched."""
-        watches.on(self)
+        """Activate the probe for steps that are traced from now on."""
+        probes.activate(self)
 
     def read(self) -> tuple[int, list[float]]:
-        """The last check: its step, and a number for the weights of each replica.
+        """Return the step of the last check, and a checksum of each replica.
 
         A replica that was not checked in this step has 0.
         """
-        handle = self._seen.handle
-        seen = tf.raw_ops.ReadVariableOp(resource=handle, dtype=_WIRE).numpy()
-        return int(seen[0]), seen[1:].tolist()
+        handle = self._result.handle
+        result = tf.raw_ops.ReadVariableOp(resource=handle, dtype=_DTYPE).numpy()
+        return int(result[0]), result[1:].tolist()
 
-    def step_begins(self, data: list[tf.Tensor]) -> None:
-        """Adds the check to a step that begins.
+    def begin_step(self, data: list[tf.Tensor]) -> None:
+        """Add the check to the begin of a traced step.
 
         The weights are those that the step before left. At the end of this one the
         logs would have to wait for the update, in every step.
@@ -71,21 +72,23 @@ class DriftProbe:
         with tf.device(self._host), tf.control_dependencies(data):
             self._step = self._steps.assign_add(1).read_value()
             self._is_due = tf.equal(self._step % self._every, 0)
-        values = tf.cond(self._is_due, self._numbers, self._no_numbers)  # [num_local]
+        values = tf.cond(
+            self._is_due, self._checksums, self._no_checksums
+        )  # [num_local]
         with tf.device(self._host):
             self.rows = [
                 tf.one_hot(
                     self._extended.first_rank + replica,
                     self._num_replicas,
                     on_value=values[replica],
-                    off_value=tf.zeros([], _WIRE),
+                    off_value=tf.zeros([], _DTYPE),
                 )
                 for replica in range(self._extended.num_local)
             ]
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether the step that is being made has numbers for `note`."""
+    def is_pending(self) -> bool:
+        """Bool, whether the step that is traced has checksums for `record`."""
         if not self.rows:
             return False
         # A step that was begun outside of Keras's loop has no logs.
@@ -94,57 +97,57 @@ class DriftProbe:
             return not in_graph
         return in_graph and self.rows[0].graph is tf.compat.v1.get_default_graph()
 
-    def note(self, row: tf.Tensor) -> None:
-        """Keeps what came of a check, until the next one.
+    def record(self, row: tf.Tensor) -> None:
+        """Store the result of a check.
 
         Args:
-            row: Tensor of shape `[num_replicas]`, the numbers of all replicas.
+            row: Tensor of shape `[num_replicas]`, the checksums of all replicas.
         """
         with tf.device(self._host):
-            seen = tf.concat([tf.cast(self._step, _WIRE)[tf.newaxis], row], axis=0)
-            before = self._seen.read_value()
-            self._seen.assign(tf.where(self._is_due, seen, before))
+            result = tf.concat([tf.cast(self._step, _DTYPE)[tf.newaxis], row], axis=0)
+            before = self._result.read_value()
+            self._result.assign(tf.where(self._is_due, result, before))
         self.rows = []
 
-    def _numbers(self) -> tf.Tensor:
-        weights = [weight.value for weight in weights_alike(self.model)]
+    def _checksums(self) -> tf.Tensor:
+        weights = [weight.value for weight in replicated_weights(self.model)]
         numbers = []
         for replica, device in enumerate(self._extended.group.devices):
             parts = [weight.values[replica] for weight in weights]
             with tf.device(device):
                 numbers.append(
-                    _compat.as_one_operation(functools.partial(_number, parts))
+                    _compat.as_one_operation(functools.partial(_checksum, parts))
                 )
         with tf.device(self._host):
-            return tf.stack([tf.cast(number, _WIRE) for number in numbers])
+            return tf.stack([tf.cast(number, _DTYPE) for number in numbers])
 
-    def _no_numbers(self) -> tf.Tensor:
+    def _no_checksums(self) -> tf.Tensor:
         with tf.device(self._host):
-            return tf.zeros([self._extended.num_local], _WIRE)
+            return tf.zeros([self._extended.num_local], _DTYPE)
 
 
-def _number(parts: list[tf.Variable]) -> tf.Tensor:
-    """A number for the weights of one replica; zero stands for no check."""
+def _checksum(parts: list[tf.Variable]) -> tf.Tensor:
+    """Compute the checksum of one replica's weights; zero stands for no check."""
     return combined(checksums([part.read_value() for part in parts])) + 1
 
 
-watches: ActiveHooks[DriftProbe] = ActiveHooks()
+probes: ActiveHooks[DriftProbe] = ActiveHooks()
 
 
-def step_begins(model: Any, batch: Any) -> None:
-    """Called when a step of a model begins, with its data on the local replicas."""
-    if not watches:
+def begin_step(model: Any, batch: Any) -> None:
+    """Add active probes to the begin of a model's step."""
+    if not probes:
         return
     data = tf.nest.flatten(batch, expand_composites=True)
     data = [item for item in data if tf.is_tensor(item)]
     # What is run without data, such as an optimizer's flush, is no step.
-    for watch in watches.active() if data else ():
-        if watch.model is model:
-            watch.step_begins(data)
+    for probe in probes.active() if data else ():
+        if probe.model is model:
+            probe.begin_step(data)
 
 
-def waiting(model: Any) -> list[DriftProbe]:
-    """The watches for which the logs of a model's step take something along."""
+def pending(model: Any) -> list[DriftProbe]:
+    """Return the probes whose checksums are reduced with the logs of this step."""
     return [
-        watch for watch in watches.active() if watch.model is model and watch.is_waiting
+        probe for probe in probes.active() if probe.model is model and probe.is_pending
     ]

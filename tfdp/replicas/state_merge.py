@@ -1,4 +1,4 @@
-"""State that replicas keep apart during a step, merged into one.
+"""Merge of states that each replica has during a step.
 
 Metric states, moving statistics and log values are small. They are added up on
 the host of each worker first, then across workers by a single collective.
@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdp.collectives import ProcessGroup, all_gather, all_reduce
 
 # Sums travel as float64: exact for the counts of integer metrics.
-_WIRE = tf.float64
+_DTYPE = tf.float64
 
 
 def merge_states(
@@ -22,7 +22,7 @@ def merge_states(
     kinds: Sequence[str],
     host_group: ProcessGroup,
 ) -> list[tf.Tensor]:
-    """Merges states over all replicas of all workers.
+    """Merge states over all replicas of all workers.
 
     Args:
         states: For each state, its tensor on each local replica.
@@ -46,7 +46,7 @@ def merge_states(
 def average_statistics(
     variables: Sequence[Any], weights: Sequence[tf.Tensor], host_group: ProcessGroup
 ) -> None:
-    """Gives every replica the mean of its own and the others' statistics.
+    """Average moving statistics over all replicas.
 
     Args:
         variables: Sequence of mirrored variables.
@@ -59,7 +59,7 @@ def average_statistics(
         states = [
             [
                 tf.math.multiply_no_nan(
-                    tf.cast(part.read_value(), _WIRE), tf.cast(w, _WIRE)
+                    tf.cast(part.read_value(), _DTYPE), tf.cast(w, _DTYPE)
                 )
                 for part, w in zip(v.values, weights, strict=True)
             ]
@@ -79,7 +79,7 @@ def _merge(
 ) -> list[tf.Tensor]:
     by_replica = zip(*states, strict=True)
     rows = [
-        tf.concat([tf.reshape(tf.cast(t, _WIRE), [-1]) for t in tensors], axis=0)
+        tf.concat([tf.reshape(tf.cast(t, _DTYPE), [-1]) for t in tensors], axis=0)
         for tensors in by_replica
     ]  # [state_size] for each local replica
     if kind == "sum":

@@ -1,4 +1,4 @@
-"""The variables that a tfdp strategy creates."""
+"""Variables that a tfdp strategy creates."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tfdp import _compat
 
 _MERGE_OPS = {"Maximum": "max", "Minimum": "min"}
 # The names that BatchNormalization, and layers modelled on it, give to the
-# statistics that each replica updates from its own share of the batch.
+# statistics that each replica updates from its own rows of the batch.
 _STATISTICS = ("moving_mean", "moving_variance")
 
 
 class _Array:
-    """Mixin of variables: NumPy reads a scalar, too, where a strategy is in force."""
+    """Mixin that lets NumPy read a variable inside a strategy's scope."""
 
     numpy: Any
 
@@ -26,7 +26,7 @@ class _Array:
 
 
 class MirroredVariable(_Array, _compat.MirroredVariable):
-    """A variable with a copy on every replica.
+    """Variable with a copy on every replica.
 
     It adds what Keras asks of a variable and stock mirrored ones lack:
     `int(optimizer.iterations)` and its like. It is named like the stock class,
@@ -47,7 +47,7 @@ class MirroredVariable(_Array, _compat.MirroredVariable):
 
 
 class StatisticVariable(MirroredVariable):
-    """A moving statistic of local batches, averaged over replicas each step.
+    """Moving statistic of local batches, averaged over replicas each step.
 
     Stock replicas drift apart, and saving takes replica 0's.
     """
@@ -58,10 +58,10 @@ class StatisticVariable(MirroredVariable):
 
 
 class MetricVariable(_Array, _compat.SyncOnReadVariable):
-    """Part of a metric's state: each replica has its own, a read merges them.
+    """Metric state with a component on every replica, merged when it is read.
 
-    States merge by sum, as in stock, unless the metric itself combines them by
-    maximum or minimum: the traced update tells.
+    Components merge by sum, as in stock, unless the traced update of the metric
+    combines values by maximum or minimum.
     """
 
     merge = "sum"
@@ -83,7 +83,7 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
         return super().assign(value, *args, **kwargs)
 
     def _assign_parts(self, total: tf.Tensor) -> Any:
-        """Divides whole numbers between the replicas, the first takes the rest.
+        """Divide an integer among the replicas; the first gets the remainder.
 
         Stock drops it: 1 on two replicas would be read as 0.
         """
@@ -114,7 +114,7 @@ STATISTIC_MAPPING = {
 
 
 def class_mapping(kwargs: dict[str, Any]) -> dict:
-    """The classes to create a variable with, from its creation arguments."""
+    """Return the classes to create a variable with, by its creation arguments."""
     name = (kwargs.get("name") or "").split(":")[0].rsplit("/", 1)[-1]
     is_statistic = (
         not kwargs.get("trainable", True)
@@ -127,7 +127,7 @@ def class_mapping(kwargs: dict[str, Any]) -> dict:
 
 
 def aggregation_of(kwargs: dict[str, Any]) -> Any:
-    """The aggregation to create a variable with.
+    """Return the aggregation to create a variable with.
 
     Counters of Keras (it gives the dtype as a string) have the aggregation
     `ONLY_FIRST_REPLICA`, which broadcasts the first replica's value on every

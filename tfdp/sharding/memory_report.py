@@ -11,7 +11,7 @@ from tfdp.plans.memory import (
     MemoryReport,
     ReplicaMemory,
     sharded_memory,
-    whole_memory,
+    unsharded_memory,
 )
 from tfdp.plans.shards import ShardPlan
 from tfdp.reduction.fusion import entry_of
@@ -64,7 +64,7 @@ def part_memory(
     entries = [entry_of(variable) for variable in variables]
     slots = _slot_bytes(optimizer, variables)
     if plan is None:
-        return whole_memory(entries, slots, accumulates=accumulates)
+        return unsharded_memory(entries, slots, accumulates=accumulates)
     return sharded_memory(
         entries,
         slots,

@@ -38,5 +38,5 @@ def owned_state(
     device: str,
 ) -> Owned:
     """The state that a local replica owns, see `ElementShards`."""
-    kind = VariableShards if plan.is_whole else ElementShards
+    kind = VariableShards if plan.shards_variables else ElementShards
     return kind(optimizer, variables, plan, owner, replica, device)

@@ -10,12 +10,17 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base.ownership import replica_context
+from tfdp.base.context import replica_context
 from tfdp.base.param_groups import innermost, is_elementwise
 from tfdp.coordination.checks import check_same_variables
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import Bucket
-from tfdp.plans.shards import ShardBucket, ShardPlan, plan_slices, plan_whole
+from tfdp.plans.shards import (
+    ShardBucket,
+    ShardPlan,
+    plan_element_shards,
+    plan_variable_shards,
+)
 from tfdp.reduction.fusion import bucket_bytes_of, entry_of
 from tfdp.reduction.reducer import ReplicaReducer
 from tfdp.sharding.shard_collectives import (
@@ -105,7 +110,7 @@ class ShardedState:
         worker_group = self._extended.worker_group
         kinds = [type(part.optimizer).__name__ for part in self.parts.values()]
         plans = [part.plan.fingerprint for part in self.parts.values()]
-        same, texts = worker_group.same(
+        same, texts = worker_group.all_equal(
             "sharding the optimizer: how", json.dumps([settings, kinds, plans])
         )
         if same:
@@ -257,8 +262,8 @@ def shard_plan(
     entries = [entry_of(variable) for variable in variables]
     bucket_bytes = bucket_bytes_of(entries, options)
     if not is_elementwise(optimizer):
-        return plan_whole(entries, num_owners, bucket_bytes=bucket_bytes)
-    return plan_slices(
+        return plan_variable_shards(entries, num_owners, bucket_bytes=bucket_bytes)
+    return plan_element_shards(
         entries,
         num_owners,
         bucket_bytes=bucket_bytes,
@@ -282,4 +287,4 @@ def _groups(extended: Any, scope: str) -> ShardGroups:
 
 def _is_lopsided(plan: ShardPlan, variables: list[Any]) -> bool:
     size = sum(entry_of(variable).num_elements for variable in variables)
-    return plan.is_whole and plan.num_moved > _MOST_PADDING * size
+    return plan.shards_variables and plan.num_moved > _MOST_PADDING * size

@@ -82,7 +82,9 @@ def _examine(step: Step, sums: list, totals: Totals) -> GradientStatistics:
     statistics = step.layout.examine(
         step.param_groups, sums, checks=step.scale is not None, measures=measures
     )
-    step_events.squared_norm(lambda: step.layout.own_squares(step.param_groups, sums))
+    step_events.record_squared_norm(
+        lambda: step.layout.own_squares(step.param_groups, sums)
+    )
     if step.noise is not None and totals.gradients is not None:
         _measure_noise(step, step.noise, totals, statistics)
     return statistics

@@ -16,18 +16,18 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.cluster import Topology
-from tfdp.collectives import LaunchOrder, ProcessGroup, positions_of, timing
+from tfdp.collectives import LaunchOrder, ProcessGroup, device_positions, timing
 from tfdp.coordination.join import (
     Worker,
     agreed_topology,
-    check_workers_fit,
+    check_same_setup,
     has_joined,
     joining,
     worker_devices,
 )
 from tfdp.coordination.watch import Watchdog, watch
 from tfdp.coordination.worker_group import WorkerGroup
-from tfdp.data.balance import Balance
+from tfdp.data.load_balancer import LoadBalancer
 from tfdp.options import CommunicationOptions
 from tfdp.reduction.reducer import Reducer
 from tfdp.reduction.selection import AlgorithmSelector
@@ -61,7 +61,7 @@ class ReplicaExtended:
     told_of_losses: weakref.WeakKeyDictionary[Any, set[str]]
     user_counts_replicas = False
     # By which rows follow the workers' speed, see `tfdp run --rebalance`.
-    balance: Balance | None = None
+    balance: LoadBalancer | None = None
     _collective_keys: Any
 
     def explaining(self) -> contextlib.AbstractContextManager:
@@ -85,7 +85,7 @@ class ReplicaExtended:
         first_rank = rank * len(devices)
         self.told_of_losses = weakref.WeakKeyDictionary()
         topology = agreed_topology(self.worker_group, hosts, len(devices), self.options)
-        positions = positions_of(all_devices)
+        positions = device_positions(all_devices)
         backend = _backend(self.options, devices)
         channels = 1 if backend == "nccl" else _CPU_CHANNELS
         order = LaunchOrder(devices, channels)
@@ -247,21 +247,21 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         if worker.cluster is not None:
             addresses = worker.cluster.workers
             self._watchdog = watch(self.worker_group, addresses, worker.timeout_seconds)
-        all_devices = check_workers_fit(
+        all_devices = check_same_setup(
             self.worker_group,
             self.worker_devices,
             options,
             rebalances=worker.rebalances,
         )
         if worker.rebalances:
-            self.balance = Balance(worker.num_workers, len(self.worker_devices))
+            self.balance = LoadBalancer(worker.num_workers, len(self.worker_devices))
         hosts = worker.cluster.hosts if worker.cluster else ["localhost"]
         self._set_up_communication(worker.rank, hosts, all_devices)
 
     def explaining(self) -> contextlib.AbstractContextManager:
         """Name the worker that is lost where TensorFlow only says that one is."""
         dog = self._watchdog
-        return contextlib.nullcontext() if dog is None else dog.explaining()
+        return contextlib.nullcontext() if dog is None else dog.translate_errors()
 
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str

@@ -14,11 +14,11 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base import batch_weight, loops
 from tfdp.base.batch_weight import BatchWeight
-from tfdp.base.ownership import strategy_of
+from tfdp.base.context import strategy_of
 from tfdp.collectives import step_events
 from tfdp.data import batch_weights
 from tfdp.data.rows import first_tensor, num_rows, rows_of_rank
-from tfdp.losses import terms
+from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT
 from tfdp.losses.row_forms.forms import Forms
 from tfdp.replicas import drift_probe
@@ -40,7 +40,7 @@ def prepare_run(
         Tuple of function, arguments and the local replicas' shares of the
         global batch, see `tfdp.data.batch_weights`.
     """
-    args, total = batch_weights.uncounted(args)
+    args, total = batch_weights.unpack_counted(args)
     loop = loops.current()
     if loop is None or strategy_of(loop.model) is not strategy:
         return fn, args, None
@@ -54,12 +54,12 @@ def prepare_run(
     parts = batch_weights.weigh_batches(
         local, strategy.extended.host_group, strategy.num_replicas_in_sync, total
     )
-    drift_probe.step_begins(loop.model, local)
-    step_events.batch(parts[0].num_samples if parts else _own_samples(local[0]))
+    drift_probe.begin_step(loop.model, local)
+    step_events.record_batch(parts[0].num_samples if parts else _own_samples(local[0]))
     if parts is None:
         return _after_its_data(fn), args, None
     weights = [part.weight for part in parts]
-    loop.weights = weights
+    loop.batch_weights = weights
     told = strategy.extended.told_of_losses.setdefault(loop.model, set())
     if tf.executing_eagerly():
         _tell_of_eager_steps(told, loop.model)
@@ -94,7 +94,7 @@ def _weighted_step(
                 forms.set(share.weight, CONSTANT)
             share = dataclasses.replace(share, forms=forms)
         with batch_weight.use(dataclasses.replace(share, weighted=set())):
-            return keras.tree.map_structure(terms.as_row_mean, fn(*args))
+            return keras.tree.map_structure(loss_terms.scale_to_row_mean, fn(*args))
 
     return step
 
@@ -145,7 +145,7 @@ def _after_its_data(fn: Callable) -> Callable:
     @functools.wraps(fn)
     def step(*args: Any) -> Any:
         data = [x for x in tf.nest.flatten(args) if tf.is_symbolic_tensor(x)]
-        begins = step_events.step_begins(data)
+        begins = step_events.record_step_begin(data)
         with tf.control_dependencies(begins), _compat.ordered_by_itself():
             return fn(*args)
 

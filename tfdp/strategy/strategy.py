@@ -15,7 +15,7 @@ from tfdp.data import distribute
 from tfdp.keras_hooks import install
 from tfdp.options import CommunicationOptions
 from tfdp.reduction.report import CommunicationPlan, communication_plan
-from tfdp.replicas import initial_values
+from tfdp.replicas import random_seed, synchronized_scope
 from tfdp.strategy import replica_step
 from tfdp.strategy.extended import (
     MultiWorkerReplicaExtended,
@@ -36,7 +36,7 @@ class _Strategy:
             A context manager. Leaving it gives all workers the first worker's
             initial values.
         """
-        return initial_values.SynchronizedScope(self, super().scope())  # type: ignore[misc]
+        return synchronized_scope.SynchronizedScope(self, super().scope())  # type: ignore[misc]
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -67,7 +67,7 @@ class _Strategy:
         with self.extended.step_scope(weights):
             result = super().run(fn, args, kwargs, options)  # type: ignore[misc]
         # Optimizers may have built their variables while being traced.
-        initial_values.synchronize_new_variables(self)
+        synchronized_scope.synchronize_new_variables(self)
         return result
 
     def experimental_distribute_dataset(
@@ -173,7 +173,7 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
         worker = start_worker(cluster_resolver, devices, options)
         extended = MultiWorkerReplicaExtended(self, worker=worker, options=options)
         tf.distribute.Strategy.__init__(self, extended)
-        initial_values.agree_on_seed(self)
+        random_seed.agree_on_seed(self)
 
 
 def auto_strategy(

@@ -45,7 +45,7 @@ def _unwatched() -> Iterator[None]:
 
     with (
         mock.patch.object(Heartbeat, "_beat", nothing),
-        mock.patch.object(Watchdog, "_look", nothing),
+        mock.patch.object(Watchdog, "_check_workers", nothing),
     ):
         yield
 

@@ -37,16 +37,16 @@ def main() -> None:
     setup = json.loads(sys.argv[1])
     strategy = make_strategy(setup)
 
-    from tfdp.data.balance import Balance
+    from tfdp.data.load_balancer import LoadBalancer
     from tools.bench.fit_blocks import block_of
 
     extended = strategy.extended
     is_slow = setup["rank"] == 1 and setup["delay_ms"]
     first = slow_layer(setup["delay_ms"] / 1000) if is_slow else None
     block = block_of(strategy, setup["model"], first=first)
-    balance = Balance(len(setup["addresses"]), extended.num_local)
+    balance = LoadBalancer(len(setup["addresses"]), extended.num_local)
 
-    def with_balance(chosen: Balance | None, steps: int) -> dict[str, float]:
+    def with_balance(chosen: LoadBalancer | None, steps: int) -> dict[str, float]:
         # What the launcher's option has the strategy make; it keeps what it learns.
         extended.balance = chosen
         return {**block(steps), "rows": balance.rows(64)[1]}

@@ -1,4 +1,11 @@
-"""Who of the workers is still there: signs of life, verdicts, and what follows."""
+"""Worker liveness: heartbeats, failure detection, shutdown.
+
+Reading order:
+    heartbeat: publish this worker's heartbeat, receive those of the others
+    failure_detector: decide from heartbeats and probed ports which worker is lost
+    watchdog: run both, raise an error that names the lost worker, end the process
+    errors: the error, its message and its exit code
+"""
 
 from __future__ import annotations
 
@@ -20,13 +27,13 @@ _watchdogs: list[Watchdog] = []
 def watch(
     worker_group: WorkerGroup, addresses: Sequence[str], limit_seconds: float | None
 ) -> Watchdog:
-    """Watch the other workers of a group from now on.
+    """Start failure detection for the workers of a group, once for a process.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
         addresses: Sequence of strings, `"host:port"` by rank.
-        limit_seconds: Float or `None`, after which a worker that gives no sign of
-            life is lost; of the first call in a process.
+        limit_seconds: Float or `None`, after which a worker without a heartbeat
+            is lost; of the first call in a process.
 
     Returns:
         The `Watchdog` of this process.
@@ -38,18 +45,18 @@ def watch(
         _watchdogs.append(watchdog)
         _explain_uncaught(watchdog)
     worker_group.check = _watchdogs[0].check
-    worker_group.guard = _watchdogs[0].explaining
+    worker_group.guard = _watchdogs[0].translate_errors
     return _watchdogs[0]
 
 
 def _explain_uncaught(watchdog: Watchdog) -> None:
-    """Lets the watchdog speak after the traceback that a script ends with."""
+    """Install an exception hook that names the lost worker below the traceback."""
     before = sys.excepthook
 
     def show(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         before(kind, error, trace)
-        watchdog.explain_end(error)
+        watchdog.explain_uncaught(error)
 
     sys.excepthook = show

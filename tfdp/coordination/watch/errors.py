@@ -1,4 +1,4 @@
-"""What a worker says when it cannot go on without another one."""
+"""Errors of a lost worker: exception, message, exit code."""
 
 from __future__ import annotations
 
@@ -10,47 +10,50 @@ EXIT_CODE = 69
 
 
 class WorkerLost(RuntimeError):
-    """Another worker has died, stands still or cannot be reached."""
+    """Another worker has died, hangs or cannot be reached."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
-    """A worker that is lost, and what was seen of it.
+class WorkerFailure:
+    """A lost worker and the evidence for it.
 
     Args:
         rank: Int.
-        cause: String, what was seen.
+        cause: String, what was observed.
     """
 
     rank: int
     cause: str
 
 
-def message_of(verdict: Verdict, address: str, place: str, bucket: str = "") -> str:
-    """The sentence for people.
+def failure_message(
+    failure: WorkerFailure, address: str, place: str, bucket: str = ""
+) -> str:
+    """Format the error message of a lost worker.
 
     Args:
-        verdict: `Verdict`.
+        failure: `WorkerFailure`.
         address: String, `"host:port"` of the worker.
-        place: String, where this worker was, or `""`.
+        place: String, where this worker was in its training, or `""`.
         bucket: String, what was being reduced, or `""`.
 
     Example:
 
-    >>> message_of(Verdict(1, "its process has ended"), "b:2222", "step 3 of fit")
+    >>> failure = WorkerFailure(1, "its process has ended")
+    >>> failure_message(failure, "b:2222", "step 3 of fit")
     'Worker 1 (b:2222) was lost at step 3 of fit: its process has ended. ...'
     """
     where = f" at {place}" if place else ""
     what = f", while {bucket} was reduced" if bucket else ""
     return (
-        f"Worker {verdict.rank} ({address}) was lost{where}{what}: {verdict.cause}. "
+        f"Worker {failure.rank} ({address}) was lost{where}{what}: {failure.cause}. "
         "The others cannot go on without it: see the end of its output, and start "
         "all workers again."
     )
 
 
-def bucket_in(text: str) -> str:
-    """Which bucket the failed collective of an error of TensorFlow belongs to.
+def bucket_of_error(text: str) -> str:
+    """Extract the bucket of the failed collective from a TensorFlow error.
 
     Args:
         text: String, the error's message, which names the node.
@@ -60,7 +63,7 @@ def bucket_in(text: str) -> str:
 
     Example:
 
-    >>> bucket_in("... [[{{node sgd/bucket_3/CollectiveReduceV2}}]]")
+    >>> bucket_of_error("... [[{{node sgd/bucket_3/CollectiveReduceV2}}]]")
     'bucket 3'
     """
     found = re.search(r"(bucket|parameters)_(\d+)[\w]*/\w*Collective", text)

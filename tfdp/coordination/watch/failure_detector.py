@@ -1,4 +1,4 @@
-"""When each worker was last heard of, and what follows from that."""
+"""Failure detector: decide from heartbeats and probed ports which worker is lost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from tfdp.coordination.progress import WorkerProgress
 
-# After so long without a sign of life a worker's port is tried.
+# After so long without a heartbeat a worker's port is probed.
 SUSPECT_SECONDS = 2.5
 # So many times in a row the port of a process that has ended refuses.
 _REFUSALS = 2
@@ -17,134 +17,140 @@ _REFUSALS = 2
 
 @dataclasses.dataclass
 class WorkerStatus:
-    """What is known of one worker.
+    """Status of one worker.
 
     Args:
-        heard: Float, when it last gave a sign of life, seconds of `time.monotonic`.
-        place: `WorkerProgress` where it was then, or `None`.
-        has_left: Bool, whether it has said that its script is through.
-        words: String, the last error that left a loop of Keras there, or `""`.
+        last_heartbeat: Float, time of the last heartbeat, seconds of
+            `time.monotonic`.
+        progress: `WorkerProgress` at that time, or `None`.
+        has_left: Bool, whether it has announced the end of its script.
+        last_error: String, the last error that left a loop of Keras there, or `""`.
         refusals: Int, how often in a row its port has refused a connection.
-        answers: Bool, whether its port accepted the last connection.
+        accepted: Bool, whether its port accepted the last connection.
     """
 
-    heard: float
-    place: WorkerProgress | None = None
+    last_heartbeat: float
+    progress: WorkerProgress | None = None
     has_left: bool = False
-    words: str = ""
+    last_error: str = ""
     refusals: int = 0
-    answers: bool = True
+    accepted: bool = True
 
 
 class FailureDetector:
-    """What this worker knows of the others; threads share it.
+    """Status of the other workers; thread-safe.
 
     Args:
-        ranks: Sequence of int, the others.
-        limit_seconds: Float, after which one that gives no sign of life is lost.
+        ranks: Sequence of int, the other workers.
+        limit_seconds: Float, after which a worker without a heartbeat is lost.
     """
 
     def __init__(self, ranks: Sequence[int], limit_seconds: float) -> None:
         now = time.monotonic()
         self.limit_seconds = limit_seconds
-        self._known = {rank: WorkerStatus(now) for rank in ranks}
+        self._status = {rank: WorkerStatus(now) for rank in ranks}
         self._lock = threading.Lock()
 
-    def heard(
-        self, rank: int, age_seconds: float = 0.0, place: WorkerProgress | None = None
+    def record_heartbeat(
+        self,
+        rank: int,
+        age_seconds: float = 0.0,
+        progress: WorkerProgress | None = None,
     ) -> None:
-        """Notes a sign of life.
+        """Record a heartbeat.
 
         Args:
             rank: Int.
-            age_seconds: Float, how old it is.
-            place: `WorkerProgress` or `None`.
+            age_seconds: Float, age of the heartbeat.
+            progress: `WorkerProgress` or `None`.
         """
         with self._lock:
-            known = self._known[rank]
-            known.heard = max(known.heard, time.monotonic() - age_seconds)
-            known.place = place or known.place
+            status = self._status[rank]
+            heartbeat = time.monotonic() - age_seconds
+            status.last_heartbeat = max(status.last_heartbeat, heartbeat)
+            status.progress = progress or status.progress
 
-    def told(self, rank: int, *, has_left: bool, words: str) -> None:
-        """Notes that a worker ends, or an error that may end it."""
+    def record_status(self, rank: int, *, has_left: bool, last_error: str) -> None:
+        """Record whether a worker has left, and its last error."""
         with self._lock:
-            self._known[rank].has_left = has_left
-            self._known[rank].words = words
+            self._status[rank].has_left = has_left
+            self._status[rank].last_error = last_error
 
-    def tried(self, rank: int, *, refused: bool, answers: bool) -> None:
-        """Notes what a worker's port did."""
+    def record_probe(self, rank: int, *, refused: bool, accepted: bool) -> None:
+        """Record the result of a connection attempt to a worker's port."""
         with self._lock:
-            known = self._known[rank]
-            known.refusals = known.refusals + 1 if refused else 0
-            known.answers = answers
+            status = self._status[rank]
+            status.refusals = status.refusals + 1 if refused else 0
+            status.accepted = accepted
 
-    def forgive(self) -> None:
-        """All were heard of just now: this worker itself was asleep."""
+    def reset(self) -> None:
+        """Restart all timeouts, after this process itself was suspended."""
         now = time.monotonic()
         with self._lock:
-            for known in self._known.values():
-                known.heard = now
+            for status in self._status.values():
+                status.last_heartbeat = now
 
-    def of(self, rank: int) -> WorkerStatus:
-        """A copy of what is known of a worker."""
+    def status(self, rank: int) -> WorkerStatus:
+        """Return a copy of a worker's status."""
         with self._lock:
-            return dataclasses.replace(self._known[rank])
+            return dataclasses.replace(self._status[rank])
 
     def suspects(self) -> list[int]:
-        """The workers that were not heard of for a while."""
+        """Return the ranks without a recent heartbeat."""
         now = time.monotonic()
         with self._lock:
             return [
                 rank
-                for rank, known in self._known.items()
-                if now - known.heard > SUSPECT_SECONDS
+                for rank, status in self._status.items()
+                if now - status.last_heartbeat > SUSPECT_SECONDS
             ]
 
     def ranks(self) -> list[int]:
-        """All the others."""
-        return list(self._known)
+        """Return the ranks of the other workers."""
+        return list(self._status)
 
     def cause(self, rank: int) -> str:
-        """Why a worker is lost, or `""` as long as it is not.
+        """Return the cause for which a worker is lost, or `""` while it is not.
 
-        Who has left in good order is lost to nobody but those who wait for it.
+        A worker that has left in good order is lost only to those that wait for it.
         """
-        known = self.of(rank)
-        if known.has_left:
+        status = self.status(rank)
+        if status.has_left:
             return ""
-        if known.refusals >= _REFUSALS:
-            return self.cause_of_end(rank)
-        if time.monotonic() - known.heard < self.limit_seconds:
+        if status.refusals >= _REFUSALS:
+            return self.cause_of_exit(rank)
+        if time.monotonic() - status.last_heartbeat < self.limit_seconds:
             return ""
-        return self.cause_of_silence(rank)
+        return self.cause_of_timeout(rank)
 
-    def cause_of_silence(self, rank: int) -> str:
-        """Why a worker is lost if it has been silent for too long."""
-        known = self.of(rank)
-        silent = time.monotonic() - known.heard
-        at = f" at {known.place.name}" if known.place and known.place.name else ""
+    def cause_of_timeout(self, rank: int) -> str:
+        """Describe a worker without a heartbeat for too long."""
+        status = self.status(rank)
+        silent = time.monotonic() - status.last_heartbeat
+        place = status.progress.name if status.progress else ""
+        at = f" at {place}" if place else ""
         what = (
             f"its process is there, but stands still{at}"
-            if known.answers
+            if status.accepted
             else "its host does not answer: it is off, or cut off from the network"
         )
         return f"no sign of life for {silent:.0f} s; {what}"
 
-    def cause_of_end(self, rank: int) -> str:
-        """Why a worker is lost if it has ended, or `""`."""
-        known = self.of(rank)
-        if not known.has_left and known.refusals < _REFUSALS:
+    def cause_of_exit(self, rank: int) -> str:
+        """Describe a worker whose script or process has ended, or return `""`."""
+        status = self.status(rank)
+        if not status.has_left and status.refusals < _REFUSALS:
             return ""
-        after = f", after {known.words}" if known.words else ""
-        if known.has_left:
+        after = f", after {status.last_error}" if status.last_error else ""
+        if status.has_left:
             return f"its script has ended{after}"
         return f"its process has ended{after} (its port refuses connections)"
 
-    def behind(self, place: WorkerProgress) -> dict[int, WorkerProgress]:
-        """The workers that have not come to a place yet, and where they are."""
+    def stragglers(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
+        """Return the progress of the workers that are behind this one, by rank."""
         found = {}
         for rank in self.ranks():
-            other = self.of(rank).place
-            if other is not None and other.count < place.count:
+            other = self.status(rank).progress
+            if other is not None and other.count < own.count:
                 found[rank] = other
         return found

@@ -1,4 +1,4 @@
-"""Signs of life, through the key-value store of the first worker."""
+"""Heartbeats through the key-value store of the first worker."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.coordination.progress import WorkerProgress, progress
-from tfdp.coordination.watch.errors import Verdict
+from tfdp.coordination.watch.errors import WorkerFailure
 from tfdp.coordination.watch.failure_detector import FailureDetector
 from tfdp.coordination.worker_group import WorkerGroup
 
 BEAT_SECONDS = 1.0
 # A key is missing for a moment when it is written anew.
 _READ_SECONDS = 0.02
-# Well before the watchdog says who is behind, all know where everybody is.
-_WAITING_SECONDS = 5.0
+# Well before the watchdog names stragglers, all workers have each other's progress.
+_LONG_WAIT_SECONDS = 5.0
 
 
 class Heartbeat(threading.Thread):
-    """Tells the others every second that this worker lives, and where it is.
+    """Thread that publishes this worker's heartbeat and progress every second.
 
-    All tell the first worker, which hosts the store; it tells all what it knows, and
-    who is lost. A call of the store may never return once the first worker stands
-    still: so nothing else happens in this thread.
+    All workers report to the first one, which hosts the store; it publishes a summary
+    and names lost workers. A call of the store may never return once the first worker
+    hangs: so nothing else happens in this thread.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
-        sightings: `FailureDetector`, which takes what is heard.
+        detector: `FailureDetector`, which records what is received.
     """
 
-    def __init__(self, worker_group: WorkerGroup, sightings: FailureDetector) -> None:
-        super().__init__(name="tfdp pulse", daemon=True)
-        self.verdict: Verdict | None = None
-        self.words = ""
+    def __init__(self, worker_group: WorkerGroup, detector: FailureDetector) -> None:
+        super().__init__(name="tfdp heartbeat", daemon=True)
+        self.failure: WorkerFailure | None = None
+        self.last_error = ""
         self.has_left = False
         self._rank = worker_group.rank
         self._prefix = worker_group.new_prefix()
-        self._sightings = sightings
+        self._detector = detector
         self._count = 0
-        self._heard: dict[int, int] = {}
+        self._counts_seen: dict[int, int] = {}
         self._wake = threading.Event()
-        # Beats that are through; who waits for one waits for a later one to begin.
-        self._num_through = 0
-        self._turn = threading.Condition()
+        # Completed beats; `beat_now` waits for one that begins after its call.
+        self._num_done = 0
+        self._condition = threading.Condition()
 
     def run(self) -> None:
-        """Beats until this worker has said that it leaves."""
+        """Beat until this worker has announced that it leaves."""
         is_last = False
         while not is_last:
             self._wake.wait(BEAT_SECONDS)
@@ -61,84 +61,89 @@ class Heartbeat(threading.Thread):
             # The first worker may not answer: the watchdog looks at that.
             with contextlib.suppress(tf.errors.OpError):
                 self._beat()
-            with self._turn:
-                self._num_through = self._count
-                self._turn.notify_all()
+            with self._condition:
+                self._num_done = self._count
+                self._condition.notify_all()
 
-    def tell_now(self, patience_seconds: float) -> None:
-        """Beats at once, and waits until that is through, but not for ever.
+    def beat_now(self, timeout_seconds: float) -> None:
+        """Beat at once and wait for its completion.
 
         Args:
-            patience_seconds: Float.
+            timeout_seconds: Float, the longest wait.
         """
-        with self._turn:
+        with self._condition:
             wanted = self._count + 1
             self._wake.set()
-            self._turn.wait_for(lambda: self._num_through >= wanted, patience_seconds)
+            self._condition.wait_for(lambda: self._num_done >= wanted, timeout_seconds)
 
     def _beat(self) -> None:
-        with self._turn:
+        with self._condition:
             self._count += 1
         if self._rank > 0:
-            self._publish(f"beat/{self._rank}", self._own())
-            self._take_news(self._read("news"))
+            self._publish(f"beat/{self._rank}", self._report())
+            self._receive_summary(self._read("summary"))
             return
-        for rank in self._sightings.ranks():
-            self._take(rank, self._read(f"beat/{rank}"))
-        self._publish("news", {"own": self._own(), "of": self._known()})
+        for rank in self._detector.ranks():
+            self._receive(rank, self._read(f"beat/{rank}"))
+        self._publish("summary", {"own": self._report(), "of": self._summary()})
 
-    def _own(self) -> dict[str, Any]:
-        """What the others hear of this worker."""
+    def _report(self) -> dict[str, Any]:
+        """Build this worker's report to the others."""
         return {
             "count": self._count,
-            "place": dataclasses.asdict(progress.place),
-            "words": self.words,
+            "progress": dataclasses.asdict(progress.current),
+            "last_error": self.last_error,
             "has_left": self.has_left,
-            "verdict": self.verdict and dataclasses.asdict(self.verdict),
+            "failure": self.failure and dataclasses.asdict(self.failure),
         }
 
-    def _take(self, rank: int, beat: dict[str, Any] | None, age: float = 0.0) -> bool:
-        """Takes in another worker's beat; says whether it is a new one."""
-        if beat is None or beat["count"] == self._heard.get(rank):
+    def _receive(
+        self, rank: int, beat: dict[str, Any] | None, age: float = 0.0
+    ) -> bool:
+        """Record another worker's report; return whether it is a new one."""
+        if beat is None or beat["count"] == self._counts_seen.get(rank):
             return False
-        self._heard[rank] = beat["count"]
+        self._counts_seen[rank] = beat["count"]
         # Before anything else: who leaves because of another one is not to blame.
-        if beat.get("verdict") and self.verdict is None:
-            self.verdict = Verdict(**beat["verdict"])
-        self._sightings.heard(rank, age, WorkerProgress(**beat["place"]))
-        self._sightings.told(rank, has_left=beat["has_left"], words=beat["words"])
+        if beat.get("failure") and self.failure is None:
+            self.failure = WorkerFailure(**beat["failure"])
+        self._detector.record_heartbeat(rank, age, WorkerProgress(**beat["progress"]))
+        self._detector.record_status(
+            rank, has_left=beat["has_left"], last_error=beat["last_error"]
+        )
         return True
 
-    def _known(self) -> dict[int, dict[str, Any]]:
-        """What the first worker has heard of those of whom there is something to say.
+    def _summary(self) -> dict[int, dict[str, Any]]:
+        """Collect the status of workers that wait, failed or left.
 
-        While all go on that is nobody: news for a thousand workers stay short.
+        While all make progress that is none: a thousand workers' summary stays short.
         """
         now = time.monotonic()
         found = {}
-        for rank, count in self._heard.items():
-            known = self._sightings.of(rank)
-            is_waiting = known.place and known.place.seconds > _WAITING_SECONDS
-            if not (is_waiting or known.words or known.has_left):
+        for rank, count in self._counts_seen.items():
+            status = self._detector.status(rank)
+            its_progress = status.progress
+            is_waiting = its_progress and its_progress.seconds > _LONG_WAIT_SECONDS
+            if not (is_waiting or status.last_error or status.has_left):
                 continue
             found[rank] = {
                 "count": count,
-                "age": now - known.heard,
-                "place": known.place and dataclasses.asdict(known.place),
-                "words": known.words,
-                "has_left": known.has_left,
+                "age": now - status.last_heartbeat,
+                "progress": its_progress and dataclasses.asdict(its_progress),
+                "last_error": status.last_error,
+                "has_left": status.has_left,
             }
         return found
 
-    def _take_news(self, news: dict[str, Any] | None) -> None:
-        if news is None or not self._take(0, news["own"]):
+    def _receive_summary(self, summary: dict[str, Any] | None) -> None:
+        if summary is None or not self._receive(0, summary["own"]):
             return
-        for text, beat in news["of"].items():
+        for text, beat in summary["of"].items():
             if int(text) != self._rank:
-                self._take(int(text), beat, beat["age"])
+                self._receive(int(text), beat, beat["age"])
 
     def _publish(self, key: str, content: dict[str, Any]) -> None:
-        """A key can be written once only, so that it is deleted before."""
+        """Overwrite a key of the store, which has to be deleted first."""
         _compat.delete_key_value(f"{self._prefix}/{key}")
         _compat.set_key_value(f"{self._prefix}/{key}", json.dumps(content))
 

@@ -1,4 +1,4 @@
-"""Sums, products and other functions of entries in the same place."""
+"""Rules of element-wise functions: sums, products, quotients and others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfdp.losses.row_forms.form import (
     UNKNOWN,
     Form,
     Kind,
-    PowerByHand,
+    ReplicaPower,
 )
 
 SUMS = ("Add", "AddN", "AddV2", "Sub")
@@ -23,29 +23,29 @@ QUOTIENTS = ("DivNoNan", "RealDiv")
 _OF_ALL_ROWS = (Kind.STATISTIC, Kind.TERMS, Kind.TOTAL)
 
 
-def linear(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
-    """An operation that changes no more than the sign or the dtype."""
-    del power_by_hand
+def linear(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Any:
+    """Rule of operations that change no more than the sign or the dtype."""
+    del replica_power_of
     return inputs if op.type == "IdentityN" else inputs[0]
 
 
-def sum_of_inputs(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form:
-    """A sum or a difference."""
+def sum_of_inputs(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Form:
+    """Rule of a sum or a difference."""
     if any(form.kind in (Kind.ROWS, Kind.SHAPE) for form in inputs):
-        return elementwise(op, inputs, power_by_hand)
+        return elementwise(op, inputs, replica_power_of)
     return added(inputs)
 
 
 def added(inputs: Sequence[Form]) -> Form:
-    """The form of a sum of numbers without rows."""
+    """Return the form of a sum of numbers without rows."""
     kinds = {form.kind for form in inputs}
     if kinds == {Kind.COUNT}:
         return max(inputs, key=lambda form: form.degree)  # rows - 1 are as rows
     if Kind.TERMS in kinds:
         return TERMS
     # A constant is a mean: the replicas' weights add up to one.
-    if any(form.degree or form.by_hand for form in inputs):
-        alike = {(form.kind, form.degree, form.by_hand) for form in inputs}
+    if any(form.degree or form.replica_power for form in inputs):
+        alike = {(form.kind, form.degree, form.replica_power) for form in inputs}
         return inputs[0] if len(alike) == 1 else TERMS
     for kind in (Kind.PAIRS, Kind.STATISTIC, Kind.UNKNOWN):
         if kind in kinds:
@@ -53,39 +53,41 @@ def added(inputs: Sequence[Form]) -> Form:
     return MEAN
 
 
-def product(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form:
-    """A product of two tensors."""
-    return _scaled(op, inputs, power_by_hand, sign=1)
+def product(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Form:
+    """Rule of a product of two tensors."""
+    return _scaled(op, inputs, replica_power_of, sign=1)
 
 
-def quotient(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form:
-    """A quotient of two tensors."""
-    return _scaled(op, inputs, power_by_hand, sign=-1)
+def quotient(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Form:
+    """Rule of a quotient of two tensors."""
+    return _scaled(op, inputs, replica_power_of, sign=-1)
 
 
-def _scaled(op: Any, inputs: list[Form], power_by_hand: PowerByHand, sign: int) -> Form:
-    """The form of a product (sign 1) or of a quotient (sign -1)."""
+def _scaled(
+    op: Any, inputs: list[Form], replica_power_of: ReplicaPower, sign: int
+) -> Form:
+    """Return the form of a product (sign 1) or of a quotient (sign -1)."""
     place = int(sign > 0 and inputs[1].kind is not Kind.COUNT)
     scaled, factor = inputs[place], inputs[1 - place]
     if factor.kind is not Kind.COUNT:
-        return elementwise(op, inputs, power_by_hand)
+        return elementwise(op, inputs, replica_power_of)
     if scaled.kind is Kind.SHAPE:
         return scaled
     constant = op.inputs[1 - place]
     if _means_num_rows(op, scaled, factor, constant, sign):
         factor = Form(Kind.COUNT, -sign)
     elif factor.is_constant:
-        power = power_by_hand(constant)
+        power = replica_power_of(constant)
         # A loss is divided by the number of replicas; what is multiplied by it are
         # the rows of a replica.
         if scaled.kind is Kind.COUNT or sign * power < 0:
-            factor = dataclasses.replace(factor, by_hand=power)
+            factor = dataclasses.replace(factor, replica_power=power)
     if scaled.kind is Kind.TERMS:
         return UNKNOWN if factor.degree else scaled
     result = dataclasses.replace(
         scaled,
         degree=scaled.degree + sign * factor.degree,
-        by_hand=scaled.by_hand + sign * factor.by_hand,
+        replica_power=scaled.replica_power + sign * factor.replica_power,
     )
     return _aligned(result, op, place) if result.has_rows else result
 
@@ -93,7 +95,7 @@ def _scaled(op: Any, inputs: list[Form], power_by_hand: PowerByHand, sign: int) 
 def _means_num_rows(
     op: Any, scaled: Form, factor: Form, constant: Any, sign: int
 ) -> bool:
-    """Whether a constant divides by the number of rows of a batch of static shape."""
+    """Return whether a constant divides by the number of rows of a static batch."""
     # A sum, or one number for each row, as losses are before they are added up.
     is_column = scaled.has_rows and op.outputs[0].shape.rank == 1
     if not factor.is_constant or not (scaled.degree > 0 or is_column):
@@ -105,9 +107,9 @@ def _means_num_rows(
     return any(abs(divisor - count) < 1e-6 * count for count in scaled.counts)
 
 
-def elementwise(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form:
-    """Any function of entries in the same place."""
-    del power_by_hand
+def elementwise(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Form:
+    """Rule of any element-wise function."""
+    del replica_power_of
     kinds = {form.kind for form in inputs}
     if Kind.PAIRS in kinds:
         return PAIRS
@@ -123,7 +125,7 @@ def elementwise(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form
 
 
 def _of_entries(op: Any, inputs: list[Form]) -> Form:
-    """A function of the entries of rows, and of what is the same for all of them."""
+    """Return the form of a function of rows, and of values that all rows have."""
     rows = [
         _aligned(form, op, index) for index, form in enumerate(inputs) if form.has_rows
     ]
@@ -141,7 +143,7 @@ def _of_entries(op: Any, inputs: list[Form]) -> Form:
 
 
 def _aligned(form: Form, op: Any, index: int) -> Form:
-    """The form of rows after broadcasting, which counts axes from the last."""
+    """Return the form of rows after broadcasting, which counts axes from the last."""
     before, after = op.inputs[index].shape.rank, op.outputs[0].shape.rank
     if form.axis is None or before is None or after is None:
         return form.with_axis(None)

@@ -1,4 +1,4 @@
-"""Reductions, and operations that move the axis of rows."""
+"""Rules of reductions, and of operations that move the axis of rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from tfdp import _compat
 from tfdp.losses.row_forms.arithmetic import added
+from tfdp.losses.row_forms.fallback import fallback
 from tfdp.losses.row_forms.form import (
     NUM_ROWS,
     ROWS_SOMEWHERE,
@@ -15,14 +16,13 @@ from tfdp.losses.row_forms.form import (
     UNKNOWN,
     Form,
     Kind,
-    PowerByHand,
+    ReplicaPower,
 )
-from tfdp.losses.row_forms.others import other
 
 
-def reduction(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form:
-    """A sum, mean, maximum and the like over some axes."""
-    del power_by_hand
+def reduction(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Form:
+    """Rule of a sum, mean, maximum and the like over some axes."""
+    del replica_power_of
     form, is_linear = inputs[0], op.type in ("Sum", "Mean")
     if form.kind is Kind.SHAPE:
         return NUM_ROWS if op.type == "Prod" else UNKNOWN
@@ -42,23 +42,25 @@ def reduction(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form:
 
 
 def _total(op: Any, form: Form) -> Form:
-    """The sum or the mean over rows."""
+    """Return the form of a sum or a mean over rows."""
     shape = op.inputs[0].shape
     rows = None if form.axis is None or shape.rank is None else shape[form.axis]
     sizes = (shape.num_elements(), rows)
     counts = form.counts | {size for size in sizes if size is not None}
     degree = form.degree + (op.type == "Sum")
-    return Form(Kind.TOTAL, degree, None, form.by_hand, counts)
+    return Form(Kind.TOTAL, degree, None, form.replica_power, counts)
 
 
-def half_of_squares(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form:
-    """`tf.nn.l2_loss`."""
-    del op, power_by_hand
+def half_of_squares(
+    op: Any, inputs: list[Form], replica_power_of: ReplicaPower
+) -> Form:
+    """Rule of `tf.nn.l2_loss`."""
+    del op, replica_power_of
     return SUM if inputs[0].has_rows else STATISTIC
 
 
-def pack(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
-    """Tensors as entries of a new axis: of losses, Keras sums them up then."""
+def pack(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Any:
+    """Rule of `tf.stack`: of losses, which Keras sums up afterwards, or shapes."""
     if all(form.kind is Kind.COUNT for form in inputs):
         axes = [index for index, form in enumerate(inputs) if form.degree]
         is_shape = op.outputs[0].dtype.is_integer
@@ -66,24 +68,26 @@ def pack(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
     rows = next((form for form in inputs if form.has_rows), None)
     if rows is None:
         is_of_scalars = op.inputs[0].shape.rank == 0
-        return added(inputs) if is_of_scalars else other(op, inputs, power_by_hand)
+        return (
+            added(inputs) if is_of_scalars else fallback(op, inputs, replica_power_of)
+        )
     place = op.node_def.attr["axis"].i
     if rows.axis is None or place < 0:
         return rows.with_axis(None)
     return rows.with_axis(rows.axis + (place <= rows.axis))
 
 
-def concatenation(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
-    """Tensors one after the other: batches, or the parts of a shape."""
+def concatenation(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Any:
+    """Rule of `tf.concat`: of batches, or of the parts of a shape."""
     rows = next((form for form in inputs if form.has_rows), None)
     if rows is not None:
-        # Batches one after the other are a batch of more rows.
+        # Concatenated batches are a batch of more rows.
         length = op.outputs[0].shape[0] if rows.axis == 0 else None
         counts = rows.counts if length is None else rows.counts | {length}
         return dataclasses.replace(rows, counts=counts)
     is_shape = any(form.kind is Kind.SHAPE for form in inputs)
     if not is_shape or op.outputs[0].shape.rank != 1:
-        return other(op, inputs, power_by_hand)
+        return fallback(op, inputs, replica_power_of)
     before = 0
     for tensor, form in zip(op.inputs, inputs, strict=True):
         if form.kind is Kind.SHAPE and form.axis is not None:
@@ -94,29 +98,29 @@ def concatenation(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> An
     return Form(Kind.SHAPE, 1)
 
 
-def reshape(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
-    """Rows stay first where they were; else the shape may tell where they are."""
+def reshape(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Any:
+    """Rule of `tf.reshape`: rows stay first, or are where the shape has them."""
     form, shape = inputs
     if not form.has_rows:
         is_new = form.kind is Kind.COUNT
-        return other(op, inputs, power_by_hand) if is_new else form
+        return fallback(op, inputs, replica_power_of) if is_new else form
     if shape.kind is Kind.SHAPE and shape.axis is not None:
         return form.with_axis(shape.axis)
     return form.with_axis(0 if form.axis == 0 else None)
 
 
-def transpose(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form:
-    """Axes in another order."""
-    del power_by_hand
+def transpose(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Form:
+    """Rule of `tf.transpose`."""
+    del replica_power_of
     form, order = inputs[0], _compat.constant_value(op.inputs[1])
     if not form.has_rows or form.axis is None or order is None:
         return form.with_axis(None)
     return form.with_axis(order.tolist().index(form.axis))
 
 
-def expand(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form:
-    """A new axis of length one."""
-    del power_by_hand
+def expand(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Form:
+    """Rule of `tf.expand_dims`."""
+    del replica_power_of
     form, place = inputs[0], _compat.constant_value(op.inputs[1])
     rank = op.outputs[0].shape.rank
     if not form.has_rows or form.axis is None or place is None or rank is None:
@@ -124,9 +128,9 @@ def expand(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form:
     return form.with_axis(form.axis + (int(place.reshape(-1)[0]) % rank <= form.axis))
 
 
-def squeeze(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form:
-    """Axes of length one left out."""
-    del power_by_hand
+def squeeze(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Form:
+    """Rule of `tf.squeeze`."""
+    del replica_power_of
     form, rank = inputs[0], op.inputs[0].shape.rank
     places = list(op.node_def.attr["squeeze_dims"].list.i)
     if not form.has_rows or form.axis is None:

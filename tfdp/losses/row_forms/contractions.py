@@ -1,29 +1,29 @@
-"""Products of matrices, which may compare rows with each other."""
+"""Rules of matrix products, which may compare rows with each other."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from tfdp.losses.row_forms.fallback import fallback
 from tfdp.losses.row_forms.form import (
     PAIRS,
     ROWS_SOMEWHERE,
     STATISTIC,
     Form,
     Kind,
-    PowerByHand,
+    ReplicaPower,
     are_constant,
 )
-from tfdp.losses.row_forms.others import other
 
 
-def matmul(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
-    """A product of two matrices, or of two batches of them."""
+def matmul(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Any:
+    """Rule of a product of two matrices, or of two batches of them."""
     names = (
         ("transpose_a", "transpose_b") if op.type == "MatMul" else ("adj_x", "adj_y")
     )
     ranks = [tensor.shape.rank for tensor in op.inputs]
     if None in ranks:
-        return other(op, inputs, power_by_hand)
+        return fallback(op, inputs, replica_power_of)
     roles = [
         _role(form, rank, is_left=index == 0, is_adjoint=op.node_def.attr[name].b)
         for index, (form, rank, name) in enumerate(
@@ -43,11 +43,11 @@ def matmul(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
     if sorted(roles) == ["free", "none"]:
         axis = op.outputs[0].shape.rank - 2 + roles.index("free")
         return Form(Kind.ROWS, degree, axis)
-    return other(op, inputs, power_by_hand)
+    return fallback(op, inputs, replica_power_of)
 
 
 def _role(form: Form, rank: int, *, is_left: bool, is_adjoint: bool) -> str:
-    """What a product does with the rows of an operand.
+    """Return the role of an operand's rows in a product.
 
     Returns:
         `"none"` without rows, `"batch"` where each has a product of its own,
@@ -63,15 +63,15 @@ def _role(form: Form, rank: int, *, is_left: bool, is_adjoint: bool) -> str:
     return "summed" if is_last == (is_left != is_adjoint) else "free"
 
 
-def einsum(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
-    """A product by an equation."""
+def einsum(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Any:
+    """Rule of `tf.einsum`."""
     equation = op.node_def.attr["equation"].s.decode()
     sources, result = equation.split("->")
     rows = [form for form in inputs if form.has_rows]
     if any(form.kind is Kind.PAIRS for form in inputs):
         return PAIRS
     if "." in equation or not rows:
-        return other(op, inputs, power_by_hand)
+        return fallback(op, inputs, replica_power_of)
     if any(form.axis is None for form in rows):
         return ROWS_SOMEWHERE
     letters = {

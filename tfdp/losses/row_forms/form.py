@@ -1,4 +1,4 @@
-"""The form of a tensor: how it depends on the rows of a batch."""
+"""Form of a tensor: its dependence on the rows of a batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Kind(enum.Enum):
-    """What a tensor has to do with the rows of a batch."""
+    """Kind of dependence on the rows of a batch."""
 
     COUNT = "a constant, or a power of the number of rows"
     SHAPE = "a shape that contains the number of rows"
@@ -23,16 +23,17 @@ class Kind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a tensor depends on the rows of a batch.
+    """Dependence of a tensor on the rows of a batch.
 
     Args:
         kind: `Kind`.
         degree: Int, the power of the number of rows by which it grows when every row
             is repeated: 0 for a mean, 1 for a sum.
-        axis: Int, where the rows lie, or `None` where that is unknown.
-        by_hand: Int, how often it was multiplied by the number of replicas.
-        counts: Frozenset of ints: numbers that mean the number of rows here, where
-            the shape of a batch is static.
+        axis: Int, the axis of the rows, or `None` where that is unknown.
+        replica_power: Int, power of the number of replicas by which a user has
+            multiplied it.
+        counts: Frozenset of ints: numbers of rows, where the shape of a batch is
+            static.
 
     Example:
 
@@ -43,21 +44,21 @@ class Form:
     kind: Kind
     degree: int = 0
     axis: int | None = None
-    by_hand: int = 0
+    replica_power: int = 0
     counts: frozenset[int] = frozenset()
 
     @property
     def is_constant(self) -> bool:
-        """Whether it does not depend on the batch."""
+        """Bool, whether it does not depend on the batch."""
         return self.kind is Kind.COUNT and self.degree == 0
 
     @property
     def has_rows(self) -> bool:
-        """Whether it has one entry for each row."""
+        """Bool, whether it has one entry for each row."""
         return self.kind is Kind.ROWS
 
     def with_axis(self, axis: int | None) -> Form:
-        """The same with its rows along another axis."""
+        """Return the form with its rows along another axis."""
         return dataclasses.replace(self, axis=axis)
 
 
@@ -73,12 +74,12 @@ ROWS = Form(Kind.ROWS, 0, 0)
 ROWS_SOMEWHERE = Form(Kind.ROWS)
 
 # A rule takes an operation, the forms of its inputs, of which at least one is no
-# constant, and a function that tells which power of the number of replicas a constant
-# is; it returns the form of all outputs, or a list with that of each.
-PowerByHand = Callable[[Any], int]
-Rule = Callable[[Any, list[Form], PowerByHand], "Form | list[Form]"]
+# constant, and a function from a constant to the power of the number of replicas that
+# it is; it returns the form of all outputs, or a list with that of each.
+ReplicaPower = Callable[[Any], int]
+Rule = Callable[[Any, list[Form], ReplicaPower], "Form | list[Form]"]
 
 
 def are_constant(forms: list[Form]) -> bool:
-    """Whether none of some forms depends on the batch."""
+    """Return whether none of some forms depends on the batch."""
     return all(form.is_constant for form in forms)

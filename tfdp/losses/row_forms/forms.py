@@ -1,4 +1,4 @@
-"""The forms of the tensors of a step, found when they are asked for."""
+"""Interpreter: forms of the tensors of a step, computed on request."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.losses.row_forms.fallback import fallback
 from tfdp.losses.row_forms.form import (
     CONSTANT,
     ROWS,
@@ -18,37 +19,36 @@ from tfdp.losses.row_forms.form import (
     Kind,
     are_constant,
 )
-from tfdp.losses.row_forms.others import other
 from tfdp.losses.row_forms.rules import CALLS, RULES
 
 
 class Forms:
-    """The forms of the tensors of a replica's step while it is traced.
+    """Forms of the tensors of a replica's step while it is traced.
 
     Args:
         batch: Iterable of tensors with rows along their first axis, ragged and sparse
             ones too; scalars have none.
         num_replicas: Int.
-        told: Set of strings, what a user has been told of, or `None`. Defaults to
-            `None`.
-        may_divide: Bool, whether the user's script has asked for the number of
-            replicas. Defaults to `False`.
+        warned: Set of strings, subjects of which the user has been warned, or `None`.
+            Defaults to `None`.
+        may_divide: Bool, whether the user's script has read the number of replicas.
+            Defaults to `False`.
     """
 
     def __init__(
         self,
         batch: Iterable[Any],
         num_replicas: int,
-        told: set[str] | None = None,
+        warned: set[str] | None = None,
         *,
         may_divide: bool = False,
     ) -> None:
         self.num_replicas = num_replicas
         self.may_divide = may_divide
-        # Whether the step itself asks for the number of replicas: then a factor of
-        # that size is it.
+        # Whether the step itself reads the number of replicas: then a factor of that
+        # size is it.
         self.counts_replicas = False
-        self._told = set() if told is None else told
+        self._warned = set() if warned is None else warned
         self._found: dict[tuple[int, str], Form] = {}
         self._captured: dict[int, dict[str, Any]] = {}
         # The numbers of rows, where the shapes of the batch are static.
@@ -71,11 +71,11 @@ class Forms:
             self.set(tensor, dataclasses.replace(ROWS, counts=counts))
 
     def set(self, tensor: Any, form: Form) -> None:
-        """States the form of a tensor, whatever its operation is."""
+        """Set the form of a tensor, whatever its operation is."""
         self._found[_key(tensor)] = form
 
     def of(self, tensor: Any) -> Form:
-        """The form of a symbolic tensor; of anything else a constant's.
+        """Return the form of a symbolic tensor; of anything else a constant's.
 
         Args:
             tensor: Tensor of the graph that is traced.
@@ -88,7 +88,7 @@ class Forms:
         return self._found[_key(tensor)]
 
     def origin(self, tensor: Any) -> Any:
-        """The first operation to which a tensor owes its kind of form."""
+        """Return the first operation from which a tensor has its kind of form."""
         kind = self.of(tensor).kind
         while True:
             sources = [x for x in tensor.op.inputs if self.of(x).kind is kind]
@@ -96,8 +96,8 @@ class Forms:
                 return tensor.op
             tensor = sources[0]
 
-    def power_by_hand(self, constant: Any) -> int:
-        """What power of the number of replicas a factor of a user's is.
+    def replica_power_of(self, constant: Any) -> int:
+        """Return the power of the number of replicas that a user's factor is.
 
         Args:
             constant: Tensor.
@@ -108,7 +108,7 @@ class Forms:
         return self.power_of_count(constant) if self.counts_replicas else 0
 
     def power_of_count(self, constant: Any) -> int:
-        """What power of the number of replicas a factor happens to be: 1, -1 or 0."""
+        """Return the power of the number of replicas that a factor equals: 1, -1, 0."""
         value = _compat.constant_value(constant)
         if value is None or value.shape != ():
             return 0
@@ -116,14 +116,14 @@ class Forms:
             return 1
         return -1 if abs(float(value) * self.num_replicas - 1.0) < 1e-6 else 0
 
-    def first_time(self, subject: str) -> bool:
-        """Whether a user has not been told of a subject yet; it is noted."""
-        is_new = subject not in self._told
-        self._told.add(subject)
+    def should_warn(self, subject: str) -> bool:
+        """Return whether to warn the user of a subject, the first time."""
+        is_new = subject not in self._warned
+        self._warned.add(subject)
         return is_new
 
     def _ancestors(self, tensor: Any) -> list:
-        """The operations that a tensor is made of and that have no form, in order."""
+        """Return the operations without a form that a tensor depends on, in order."""
         seen: dict[int, Any] = {}
         queue = [tensor.op]
         while queue:
@@ -141,7 +141,7 @@ class Forms:
         elif op.type in CALLS and not are_constant(inputs):
             forms = self._of_call(op, inputs)
         elif not are_constant(inputs):
-            forms = RULES.get(op.type, other)(op, inputs, self.power_by_hand)
+            forms = RULES.get(op.type, fallback)(op, inputs, self.replica_power_of)
         elif "Random" in op.type and self._num_rows:
             forms = [self._of_noise(output) for output in op.outputs]
         else:
@@ -152,17 +152,17 @@ class Forms:
             self._found.setdefault(_key(output), form)
 
     def _of_call(self, op: Any, inputs: list[Form]) -> Any:
-        """The forms of what a function, or either branch of a conditional, returns."""
+        """Return the forms of the outputs of a function, or of a conditional."""
         graphs = _compat.called_graphs(op)
         if not all(_fits(graph, op) for graph in graphs):
-            return RULES[op.type](op, inputs, self.power_by_hand)
+            return RULES[op.type](op, inputs, self.replica_power_of)
         given = inputs[1:] if "If" in op.type else inputs
         num_outputs = len(op.outputs)
         found = [self._of_outputs(graph, given)[:num_outputs] for graph in graphs]
         return [_in_common(forms) for forms in zip(*found, strict=True)]
 
     def _of_outputs(self, graph: Any, inputs: list[Form]) -> list[Form]:
-        """The forms of the outputs of a function that is called with such inputs."""
+        """Return the forms of the outputs of a function, by those of its inputs."""
         nested = Forms((), self.num_replicas)
         nested.counts_replicas = self.counts_replicas
         nested._num_rows = self._num_rows
@@ -171,14 +171,14 @@ class Forms:
         return [nested.of(output) for output in graph.outputs]
 
     def _of_noise(self, output: Any) -> Form:
-        """The form of random numbers: one for each row where there are as many."""
+        """Return the form of random numbers: rows where there are as many."""
         is_batch = bool(output.shape.rank) and output.shape[0] in self._num_rows
         return (
             dataclasses.replace(ROWS, counts=self._num_rows) if is_batch else CONSTANT
         )
 
     def _of_captured(self, op: Any) -> Form:
-        """The form of what a branch or an inner function takes from outside."""
+        """Return the form of a tensor that a branch or inner function captures."""
         graph = op.graph
         if id(graph) not in self._captured:
             pairs = getattr(graph, "captures", ())
@@ -188,7 +188,7 @@ class Forms:
 
 
 def _fits(graph: Any, op: Any) -> bool:
-    """Whether an operation's inputs and outputs are those of what it calls."""
+    """Return whether inputs and outputs of an operation are those of its function."""
     # A function of which a gradient is taken gets more outputs later on.
     num_inputs = len(op.inputs) - ("If" in op.type)
     is_known = graph is not None and len(graph.inputs) == num_inputs
@@ -196,9 +196,9 @@ def _fits(graph: Any, op: Any) -> bool:
 
 
 def _in_common(forms: tuple[Form, ...]) -> Form:
-    """The form of what is one of several tensors."""
+    """Return the common form of tensors of which one is the result."""
     varying = [form for form in forms if not form.is_constant] or [forms[0]]
-    alike = {(form.kind, form.degree, form.by_hand) for form in varying}
+    alike = {(form.kind, form.degree, form.replica_power) for form in varying}
     if len(alike) > 1:
         return UNKNOWN
     axes = {form.axis for form in varying}

@@ -1,8 +1,8 @@
-"""THE TABLE: which rule tells the form of what an operation makes."""
+"""Table of rules: operation type to the function that computes its outputs' form."""
 
 from __future__ import annotations
 
-from tfdp.losses.row_forms import arithmetic, axes, contractions, others, shapes
+from tfdp.losses.row_forms import arithmetic, axes, contractions, fallback, shapes
 from tfdp.losses.row_forms.form import Rule
 
 _LINEAR = (
@@ -18,7 +18,7 @@ _LINEAR = (
     "StopGradient",
 )
 _REDUCTIONS = ("All", "Any", "ArgMax", "ArgMin", "Max", "Mean", "Min", "Prod", "Sum")
-# Functions and conditionals, see `Forms`, and what is not looked into.
+# Functions and conditionals, which `Forms` interprets, and loops, which it does not.
 CALLS = ("If", "PartitionedCall", "StatefulPartitionedCall", "StatelessIf")
 LOOPS = ("Case", "StatelessCase", "StatelessWhile", "While")
 _ELEMENTWISE = (
@@ -67,5 +67,5 @@ RULES: dict[str, Rule] = {
     "BatchMatMulV2": contractions.matmul,
     "BatchMatMulV3": contractions.matmul,
     "Einsum": contractions.einsum,
-    **dict.fromkeys((*CALLS, *LOOPS), others.call),
+    **dict.fromkeys((*CALLS, *LOOPS), fallback.opaque),
 }

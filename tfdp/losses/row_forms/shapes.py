@@ -1,10 +1,11 @@
-"""Shapes and their parts, one of which is the number of rows."""
+"""Rules of shapes and their parts, one of which is the number of rows."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tfdp import _compat
+from tfdp.losses.row_forms.fallback import fallback
 from tfdp.losses.row_forms.form import (
     CONSTANT,
     NUM_ROWS,
@@ -12,14 +13,13 @@ from tfdp.losses.row_forms.form import (
     UNKNOWN,
     Form,
     Kind,
-    PowerByHand,
+    ReplicaPower,
 )
-from tfdp.losses.row_forms.others import other
 
 
-def shape(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> list[Form]:
-    """`tf.shape`."""
-    del op, power_by_hand
+def shape(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> list[Form]:
+    """Rule of `tf.shape`."""
+    del op, replica_power_of
     return [_shape_of(form) for form in inputs]
 
 
@@ -29,17 +29,17 @@ def _shape_of(form: Form) -> Form:
     return Form(Kind.SHAPE, 1) if form.kind is Kind.UNKNOWN else CONSTANT
 
 
-def size(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Form:
-    """`tf.size`."""
-    del op, power_by_hand
+def size(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Form:
+    """Rule of `tf.size`."""
+    del op, replica_power_of
     return NUM_ROWS if inputs[0].kind in (Kind.ROWS, Kind.UNKNOWN) else CONSTANT
 
 
-def part(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
-    """A slice: of a shape one of its numbers, or some of them."""
+def part(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Any:
+    """Rule of a slice: of a shape one of its numbers, or some of them."""
     form = inputs[0]
     if form.kind is not Kind.SHAPE:
-        return other(op, inputs, power_by_hand)
+        return fallback(op, inputs, replica_power_of)
     begin, end = (_compat.constant_value(op.inputs[index]) for index in (1, 2))
     if form.axis is None or begin is None or end is None or begin.size != 1:
         return UNKNOWN
@@ -54,16 +54,16 @@ def part(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
     return Form(Kind.SHAPE, 1, form.axis - first) if is_within else CONSTANT
 
 
-def entry(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
-    """`tf.gather`: of a shape one of its numbers."""
+def entry(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Any:
+    """Rule of `tf.gather`: of a shape one of its numbers."""
     form, index = inputs[0], _compat.constant_value(op.inputs[1])
     if form.kind is not Kind.SHAPE or index is None or index.shape != ():
-        return other(op, inputs, power_by_hand)
+        return fallback(op, inputs, replica_power_of)
     return NUM_ROWS if form.axis == int(index) else CONSTANT
 
 
-def positions(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
-    """`tf.range`: of the number of rows one number for each."""
+def positions(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Any:
+    """Rule of `tf.range`: of the number of rows one number for each."""
     if any(form.kind is Kind.COUNT and form.degree for form in inputs):
         return ROWS
-    return other(op, inputs, power_by_hand)
+    return fallback(op, inputs, replica_power_of)

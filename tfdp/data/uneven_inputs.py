@@ -1,8 +1,7 @@
-"""Where the data ends for all workers: they ask each other at each step.
+"""Uneven inputs: the step at which the data ends for all workers.
 
-With the question whether any worker has data, those without get empty batches until
-the last one is through. With the question whether all have, nobody goes on once one
-has none.
+Workers ask each other at each step. Either they go on while any worker has data, and
+those without get empty batches; or they stop as soon as one has none.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from tfdp import _compat
 from tfdp.collectives import all_reduce
 
 
-def goes_on(strategy: Any, has_data: tf.Tensor, *, stops: bool) -> tf.Tensor:
-    """Whether there is another step.
+def has_next_step(strategy: Any, has_data: tf.Tensor, *, stops: bool) -> tf.Tensor:
+    """Agree on whether there is another step.
 
     Args:
         strategy: A tfdp strategy.
@@ -33,8 +32,8 @@ def goes_on(strategy: Any, has_data: tf.Tensor, *, stops: bool) -> tf.Tensor:
         return num_workers == group.size if stops else num_workers > 0
 
 
-def raise_end(strategy: Any) -> tf.Tensor:
-    """Raises the error of the end of data, for a worker that has more of its own.
+def raise_out_of_range(strategy: Any) -> tf.Tensor:
+    """Raise the error of the end of data, also where this worker has more.
 
     Raises:
         tf.errors.OutOfRangeError: Always; in a graph, when it runs.
@@ -46,10 +45,10 @@ def raise_end(strategy: Any) -> tf.Tensor:
         return iter(tf.data.Dataset.range(0)).get_next()
 
 
-class CommonEndDataset:
-    """A distributed dataset of TensorFlow's, which ends when one worker's does.
+class ShortestDataset:
+    """Distributed dataset of TensorFlow that ends with the shortest worker's.
 
-    TensorFlow's own ends when all are through, and it has no option for that.
+    TensorFlow's own ends with the longest, without an option.
 
     Args:
         dataset: A distributed dataset of a tfdp strategy.
@@ -58,17 +57,17 @@ class CommonEndDataset:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
-    def __iter__(self) -> CommonEndIterator:
-        return CommonEndIterator(iter(self._dataset))
+    def __iter__(self) -> ShortestIterator:
+        return ShortestIterator(iter(self._dataset))
 
     @property
     def element_spec(self) -> Any:
-        """The spec of an element, per replica where there are several."""
+        """Spec of an element, per replica where there are several."""
         return self._dataset.element_spec
 
 
 class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor):
-    """What iterators of tfdp have in common: Python's protocol around `get_next`.
+    """Base class of iterators: Python's protocol around `get_next`.
 
     Args:
         iterator: The iterator of this worker, which is made of tensors.
@@ -90,12 +89,12 @@ class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor
 
     @property
     def components(self) -> Any:
-        """The iterator of this worker, which is made of tensors."""
+        """The iterator of this worker, a composite tensor."""
         return self._iterator
 
 
-class CommonEndIterator(StepIterator):
-    """Iterates over a `CommonEndDataset`, also inside `tf.function`.
+class ShortestIterator(StepIterator):
+    """Iterator over a `ShortestDataset`, also inside `tf.function`.
 
     Args:
         iterator: Iterator of TensorFlow's over a distributed dataset.
@@ -106,24 +105,24 @@ class CommonEndIterator(StepIterator):
 
     @property
     def element_spec(self) -> Any:
-        """The spec of an element, per replica where there are several."""
+        """Spec of an element, per replica where there are several."""
         return self._iterator.element_spec
 
     def get_next(self) -> Any:
-        """The next batches; raises `tf.errors.OutOfRangeError` at the end."""
+        """Return the next batches; raise `tf.errors.OutOfRangeError` at the end."""
         optionals = _compat.optionals_of_replicas(self._iterator)
 
         def values() -> Any:
             return _compat.values_or_empty(self._iterator, optionals)
 
         def end() -> Any:
-            with tf.control_dependencies([raise_end(self.strategy)]):
+            with tf.control_dependencies([raise_out_of_range(self.strategy)]):
                 return values()
 
         return tf.cond(self._all_have(optionals), values, end)
 
     def get_next_as_optional(self) -> Any:
-        """The next batches, or an empty optional at the end."""
+        """Return the next batches, or an empty optional at the end."""
         optionals = _compat.optionals_of_replicas(self._iterator)
 
         def values() -> Any:
@@ -137,15 +136,17 @@ class CommonEndIterator(StepIterator):
 
     def _all_have(self, optionals: list) -> tf.Tensor:
         # The last batches of a worker may be fewer than its replicas.
-        return goes_on(self.strategy, _compat.any_has_value(optionals), stops=True)
+        return has_next_step(
+            self.strategy, _compat.any_has_value(optionals), stops=True
+        )
 
     @property
     def _type_spec(self) -> tf.TypeSpec:
-        return CommonEndIteratorSpec(_compat.type_spec_of(self._iterator))
+        return ShortestIteratorSpec(_compat.type_spec_of(self._iterator))
 
 
-class CommonEndIteratorSpec(tf.TypeSpec):
-    """Lets a `CommonEndIterator` be an argument of `tf.function`."""
+class ShortestIteratorSpec(tf.TypeSpec):
+    """Type spec of a `ShortestIterator`, as an argument of `tf.function`."""
 
     __slots__ = ("_inner",)
 
@@ -154,7 +155,7 @@ class CommonEndIteratorSpec(tf.TypeSpec):
 
     @property
     def value_type(self) -> type:
-        return CommonEndIterator
+        return ShortestIterator
 
     def _serialize(self) -> tuple:
         return (self._inner,)
@@ -167,4 +168,4 @@ class CommonEndIteratorSpec(tf.TypeSpec):
         return value.components
 
     def _from_components(self, components: Any) -> Any:
-        return CommonEndIterator(components)
+        return ShortestIterator(components)

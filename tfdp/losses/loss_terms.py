@@ -1,9 +1,9 @@
-"""A loss on one replica that means what it means on one device.
+"""Terms of a loss, each scaled so that replicas together have one device's gradients.
 
-Gradients are summed after each replica's are multiplied by its part of all rows. That
-is right for a mean over rows. A sum over rows, or what a user has divided by the
-number of replicas, is divided by that part first; where a loss is made of both, each
-term by itself. `tfdp.losses.row_forms` tells which is which.
+Gradients are summed after each replica's are multiplied by its fraction of all rows.
+That is right for a mean over rows. A sum over rows, or a loss that a user has divided
+by the number of replicas, is divided by that fraction first; where a loss is the sum
+of both, each term by itself. `tfdp.losses.row_forms` tells which is which.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tfdp.losses.row_forms.rules import CALLS, LOOPS
 
 # A log is worth less communication than a loss.
 _MOST_ELEMENTS_OF_LOG = 1024
-# What a loss may be made in, where its terms cannot be told apart.
+# Operations inside which the terms of a loss cannot be told apart.
 _OPAQUE = (*CALLS, *LOOPS)
 
 
@@ -36,7 +36,7 @@ def gradient(
     output_gradients: Any = None,
     unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
 ) -> Any:
-    """Takes the place of `tf.GradientTape.gradient`: gradients as of row means."""
+    """Replace `tf.GradientTape.gradient`: gradients of a loss as a mean over rows."""
     forms = batch_weight.forms()
     if forms is None or not _has_variables(sources):
         return original(tape, target, sources, output_gradients, unconnected_gradients)
@@ -55,8 +55,8 @@ def gradient(
     return original(tape, targets, sources, seeds, unconnected_gradients)
 
 
-def as_row_mean(value: Any) -> Any:
-    """A scalar that, averaged over replicas by their rows, is that of one device.
+def scale_to_row_mean(value: Any) -> Any:
+    """Scale a scalar so that its mean, weighted by rows, is that of one device.
 
     Args:
         value: Scalar tensor of a replica's step; anything else is left as it is.
@@ -77,7 +77,7 @@ def as_row_mean(value: Any) -> Any:
 
 
 def _mean_of(number: Any) -> Any:
-    """`as_row_mean` of a floating tensor that is linear in means and sums."""
+    """Scale a floating tensor that is linear in means and sums to a mean over rows."""
     forms = batch_weight.forms()
     assert forms is not None
     terms = _terms(forms, number, is_log=True)
@@ -89,7 +89,7 @@ def _mean_of(number: Any) -> Any:
 def _parts_of_statistic(
     forms: Forms, term: Any, coefficient: Any
 ) -> list[tuple[Any, Any]]:
-    """The terms of a function of means and sums, each with what its gradient counts."""
+    """Return the terms of a function of means and sums, with their derivatives."""
     found = global_statistic(forms, term, _mean_of)
     if found is None:
         return []
@@ -103,24 +103,24 @@ def _parts_of_statistic(
     return parts
 
 
-def note(tensor: Any, form: Form) -> None:
-    """States the form of a tensor of this thread's step, whatever it is made by."""
+def set_form(tensor: Any, form: Form) -> None:
+    """Set the form of a tensor of this thread's step, whatever its operation."""
     forms = batch_weight.forms()
     if forms is not None and tf.is_symbolic_tensor(tensor):
         forms.set(tensor, form)
 
 
-def note_mean(loss: Any, values: Any = None) -> None:
-    """Notes that a loss is a mean over rows, whatever masks and weights are in it.
+def set_mean(loss: Any, values: Any = None) -> None:
+    """Set the form of a loss to a mean over rows, whatever its masks and weights.
 
     Args:
         loss: Tensor.
-        values: The entries that it is a mean of, or `None`. Defaults to `None`.
+        values: Tensor of which it is a mean, or `None`. Defaults to `None`.
     """
     forms = batch_weight.forms()
     if forms is not None:
         compares = values is not None and forms.of(values).kind is Kind.PAIRS
-        note(loss, PAIRS if compares else MEAN)
+        set_form(loss, PAIRS if compares else MEAN)
 
 
 def _given(target: Any, output_gradients: Any) -> list[tuple[Any, Any]]:
@@ -131,7 +131,7 @@ def _given(target: Any, output_gradients: Any) -> list[tuple[Any, Any]]:
 
 
 def _times(outer: Any, factor: Any, term: Any) -> Any:
-    """The gradient of a term that a tape starts from, or `None` for ones."""
+    """Return the initial gradient of a term for the tape, or `None` for ones."""
     if factor is None:
         return outer
     outer = tf.ones_like(term) if outer is None else tf.cast(outer, term.dtype)
@@ -139,13 +139,13 @@ def _times(outer: Any, factor: Any, term: Any) -> Any:
 
 
 def _has_variables(sources: Any) -> bool:
-    """Whether a gradient is taken for an optimizer, and not of an input, say."""
+    """Return whether a gradient is for an optimizer, and not of an input, say."""
     kinds = (tf.Variable, keras.Variable)
     return any(isinstance(source, kinds) for source in tf.nest.flatten(sources))
 
 
 def _terms(forms: Forms, tensor: Any, *, is_log: bool = False) -> list[tuple[Any, Any]]:
-    """The terms of a loss, each with the factor that makes it a mean, or `None`.
+    """Return the terms of a loss, with the factor that makes each a mean, or `None`.
 
     Args:
         forms: `Forms`.
@@ -156,7 +156,7 @@ def _terms(forms: Forms, tensor: Any, *, is_log: bool = False) -> list[tuple[Any
     if not tf.is_symbolic_tensor(tensor) or not tensor.dtype.is_floating:
         return [(tensor, None)]
     found = []
-    for term, coefficient, by_hand in _split(forms, tensor):
+    for term, coefficient, replica_power in _split(forms, tensor):
         form = forms.of(term)
         if form.kind is Kind.STATISTIC and not is_log:
             parts = _parts_of_statistic(forms, term, coefficient)
@@ -164,11 +164,13 @@ def _terms(forms: Forms, tensor: Any, *, is_log: bool = False) -> list[tuple[Any
                 found += parts
                 continue
         if not is_log:
-            _tell_what_mixes(forms, term, form)
-            _tell_of_division(forms, term)
+            _warn_of_unsupported(forms, term, form)
+            _warn_of_division(forms, term)
         extra = not is_log and form.kind is Kind.ROWS
         form = dataclasses.replace(
-            form, degree=form.degree + extra, by_hand=form.by_hand + by_hand
+            form,
+            degree=form.degree + extra,
+            replica_power=form.replica_power + replica_power,
         )
         factor = _factor(forms, form, term.dtype)
         if coefficient is not None:
@@ -178,37 +180,37 @@ def _terms(forms: Forms, tensor: Any, *, is_log: bool = False) -> list[tuple[Any
 
 
 def _factor(forms: Forms, form: Form, dtype: tf.DType) -> Any:
-    """By what a term is multiplied so that it counts as a mean over rows."""
+    """Return the factor that makes a term a mean over rows, or `None`."""
     factor = None
     if form.degree == 1 and form.kind in (Kind.COUNT, Kind.TOTAL, Kind.ROWS):
         weight = batch_weight.current()
         factor = tf.math.divide_no_nan(tf.ones([], tf.float64), weight)
-    if form.by_hand:
-        by_hand = float(forms.num_replicas) ** -form.by_hand
-        factor = by_hand if factor is None else factor * by_hand
+    if form.replica_power:
+        replica_power = float(forms.num_replicas) ** -form.replica_power
+        factor = replica_power if factor is None else factor * replica_power
     return None if factor is None else tf.cast(factor, dtype)
 
 
 def _split(forms: Forms, tensor: Any) -> list[tuple[Any, Any, int]]:
-    """The terms of a sum of different forms.
+    """Split a sum of different forms into its terms.
 
     Returns:
-        List of tuples: a term, its coefficient or `None`, and what power of the
-        number of replicas is in that by hand.
+        List of tuples: a term, its coefficient or `None`, and the power of the number
+        of replicas that a user has put into the coefficient.
     """
     if forms.of(tensor).kind is not Kind.TERMS or tensor.op.type in _OPAQUE:
         return [(tensor, None, 0)]
     found = []
-    for source, outer, by_hand in _linear_inputs(forms, tensor.op):
+    for source, outer, replica_power in _linear_inputs(forms, tensor.op):
         for term, inner, power in _split(forms, source):
             both = [tf.cast(c, term.dtype) for c in (outer, inner) if c is not None]
             coefficient = tf.reduce_prod(both) if both else None
-            found.append((term, coefficient, by_hand + power))
+            found.append((term, coefficient, replica_power + power))
     return found
 
 
 def _linear_inputs(forms: Forms, op: Any) -> list[tuple[Any, Any, int]]:
-    """What an operation adds up, each with its coefficient, see `_split`."""
+    """Return the summands of an operation with their coefficients, see `_split`."""
     inputs = list(op.inputs)
     if op.type in ("Add", "AddV2", "AddN", "Pack"):
         return [(tensor, None, 0) for tensor in inputs]
@@ -220,23 +222,23 @@ def _linear_inputs(forms: Forms, op: Any) -> list[tuple[Any, Any, int]]:
         first, second = inputs
         if forms.of(second).kind is Kind.TERMS:
             first, second = second, first
-        return [(first, second, min(0, forms.power_by_hand(second)))]
+        return [(first, second, min(0, forms.replica_power_of(second)))]
     if op.type in ("RealDiv", "DivNoNan"):
         reciprocal = tf.math.reciprocal_no_nan(inputs[1])
-        return [(inputs[0], reciprocal, min(0, -forms.power_by_hand(inputs[1])))]
+        return [(inputs[0], reciprocal, min(0, -forms.replica_power_of(inputs[1])))]
     if op.type == "Mean":
         return [(inputs[0], 1.0 / inputs[0].shape.num_elements(), 0)]
     return [(inputs[0], None, 0)]
 
 
-def _tell_what_mixes(forms: Forms, term: Any, form: Form) -> None:
-    """Warns, once for a model, of a loss that cannot be that of one device."""
+def _warn_of_unsupported(forms: Forms, term: Any, form: Form) -> None:
+    """Warn, once for a model, of a loss that cannot be that of one device."""
     if form.kind in (Kind.COUNT, Kind.ROWS, Kind.TOTAL):
         return
     origin = forms.origin(term)
     if origin.type in _OPAQUE and form.kind is not Kind.PAIRS:
-        _tell_of_function(forms, origin.name)
-    elif form.kind is Kind.PAIRS and forms.first_time("pairs"):
+        _warn_of_function(forms, origin.name)
+    elif form.kind is Kind.PAIRS and forms.should_warn("pairs"):
         warnings.warn(
             "A loss compares rows of a batch with each other or with their mean "
             f"(operation {origin.name!r}), so that replicas that each see their own "
@@ -244,7 +246,7 @@ def _tell_what_mixes(forms: Forms, term: Any, form: Form) -> None:
             "replicas, by `tfdp.all_gather`.",
             stacklevel=2,
         )
-    elif form.kind is Kind.STATISTIC and forms.first_time("statistic"):
+    elif form.kind is Kind.STATISTIC and forms.should_warn("statistic"):
         warnings.warn(
             "A loss depends on single rows of a batch, by their maximum or the like "
             f"(operation {origin.name!r}), so that replicas that each see their own "
@@ -254,9 +256,9 @@ def _tell_what_mixes(forms: Forms, term: Any, form: Form) -> None:
         )
 
 
-def _tell_of_function(forms: Forms, name: str) -> None:
-    """Warns, once for a model, of a loss whose terms nobody sees."""
-    if forms.first_time("function"):
+def _warn_of_function(forms: Forms, name: str) -> None:
+    """Warn, once for a model, of a loss whose terms cannot be told apart."""
+    if forms.should_warn("function"):
         warnings.warn(
             "A loss is made inside a function, a branch or a loop (operation "
             f"{name!r}) in a way that tfdp cannot take apart, and is taken for a mean "
@@ -265,15 +267,15 @@ def _tell_of_function(forms: Forms, name: str) -> None:
         )
 
 
-def _tell_of_division(forms: Forms, term: Any) -> None:
-    """Warns, once for a model, of a loss divided by what may be the replicas."""
+def _warn_of_division(forms: Forms, term: Any) -> None:
+    """Warn, once for a model, of a loss divided by a number equal to the replicas'."""
     while term.op.type in ("Cast", "Identity"):
         term = term.op.inputs[0]
     is_quotient = term.op.type in ("DivNoNan", "RealDiv")
     if not forms.may_divide or forms.counts_replicas or not is_quotient:
         return
     is_count = forms.power_of_count(term.op.inputs[1]) == 1
-    if is_count and forms.first_time("division"):
+    if is_count and forms.should_warn("division"):
         warnings.warn(
             f"A loss is divided by {forms.num_replicas}, which is the number of "
             "replicas. In `fit` and the like each replica's loss counts by its rows "

@@ -1,4 +1,4 @@
-"""Operations that have no rule of their own."""
+"""Rules of loops and functions, and of operations without one of their own."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from tfdp.losses.row_forms.form import (
     UNKNOWN,
     Form,
     Kind,
-    PowerByHand,
+    ReplicaPower,
 )
 
 
-def call(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> list[Form]:
-    """A loop, or a function without a graph, which is not looked into."""
-    del inputs, power_by_hand
+def opaque(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> list[Form]:
+    """Rule of a loop, or of a function without a graph."""
+    del inputs, replica_power_of
     return [
         UNKNOWN if output.shape.rank == 0 else ROWS_SOMEWHERE for output in op.outputs
     ]
 
 
-def other(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
-    """Any other operation: rows stay rows where the first axis is as long."""
-    del power_by_hand
+def fallback(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Any:
+    """Rule of any other operation: rows stay rows where the first axis is as long."""
+    del replica_power_of
     if op.type.startswith("Collective"):
-        return CONSTANT  # what all replicas have together is the same on each
+        return CONSTANT  # the result of a collective is the same on each replica
     kinds = {form.kind for form in inputs}
     if Kind.PAIRS in kinds:
         return PAIRS
@@ -45,7 +45,7 @@ def other(op: Any, inputs: list[Form], power_by_hand: PowerByHand) -> Any:
 
 
 def _of_rows(op: Any, inputs: list[Form], output: Any) -> Form:
-    """The form of one output of an operation on rows."""
+    """Return the form of one output of an operation on rows."""
     if output.shape.rank == 0:
         return UNKNOWN
     tensor, form = next(

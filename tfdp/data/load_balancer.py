@@ -1,4 +1,4 @@
-"""Which part of the global batch each worker gets when it follows their speed."""
+"""Load balancing: weights of the workers' rows, by their speed."""
 
 from __future__ import annotations
 
@@ -10,73 +10,75 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.data.weighted_rows import rows_by_weight
 
-# The weight of a worker that has as much as it would without any weights.
+# The weight of every worker where rows are divided equally.
 EQUAL = 1000
 # Times that differ by fewer percent are equal.
 _NEGLIGIBLE_PERCENT = 5
-# So many measurements pass at most before a move that was taken back is tried again:
-# a host may become slow later on.
+# The most measurements before a reverted change is tried again: a host may become slow
+# later on.
 _MOST_PATIENCE = 8
 
 
-class Balance:
-    """The weights by which rows are given to replicas, the same on all workers.
+class LoadBalancer:
+    """Weights by which rows are divided among replicas, the same on all workers.
 
     Args:
         num_workers: Int.
-        num_local: Int, replicas of a worker, which share its rows.
+        num_local: Int, replicas of a worker, which divide its rows equally.
     """
 
     def __init__(self, num_workers: int, num_local: int) -> None:
-        self.of_workers: tuple[int, ...] = (EQUAL,) * num_workers
-        self._search = Search()
+        self.worker_weights: tuple[int, ...] = (EQUAL,) * num_workers
+        self._search = WeightSearch()
         self._num_local = num_local
         # Read by each step, so that all workers change at the same one.
-        self.weights = _compat.plain_variable(self._of_replicas(), tf.int64, "CPU:0")
+        self.weights = _compat.plain_variable(
+            self._replica_weights(), tf.int64, "CPU:0"
+        )
 
     def rows(self, num_rows: int) -> list[int]:
-        """How many rows of a batch each worker has.
+        """Return the number of rows of each worker.
 
         Args:
             num_rows: Int, rows of the global batch.
         """
-        rows = rows_by_weight(num_rows, self._of_replicas()).numpy()
+        rows = rows_by_weight(num_rows, self._replica_weights()).numpy()
         return rows.reshape(-1, self._num_local).sum(axis=1).tolist()
 
-    def follow(self, num_rows: int, microseconds: Sequence[int]) -> None:
-        """Moves the weights by what was measured; called by all workers alike.
+    def update(self, num_rows: int, microseconds: Sequence[int]) -> None:
+        """Update the weights by measured times; called by all workers alike.
 
         Args:
             num_rows: Int, rows of the global batch.
-            microseconds: Sequence of ints, what a step took each worker for its own
-                part with the weights that are in force.
+            microseconds: Sequence of ints, time of each worker's own part of a step
+                with the current weights.
         """
         rows = self.rows(num_rows)
-        self.set(self._search.next(self.of_workers, rows, microseconds))
+        self.set(self._search.next(self.worker_weights, rows, microseconds))
 
-    def set(self, of_workers: Sequence[int]) -> None:
-        """Changes the weights from the next step on; called by all workers alike.
+    def set(self, worker_weights: Sequence[int]) -> None:
+        """Set the weights from the next step on; called by all workers alike.
 
         Args:
-            of_workers: Sequence of positive ints.
+            worker_weights: Sequence of positive ints.
         """
-        self.of_workers = tuple(of_workers)
-        self.weights.assign(self._of_replicas())
+        self.worker_weights = tuple(worker_weights)
+        self.weights.assign(self._replica_weights())
 
-    def _of_replicas(self) -> list[int]:
-        return [w for w in self.of_workers for _ in range(self._num_local)]
+    def _replica_weights(self) -> list[int]:
+        return [w for w in self.worker_weights for _ in range(self._num_local)]
 
 
-class Search:
-    """Looks for weights with which a step is shorter, and leaves those with which not.
+class WeightSearch:
+    """Search for the weights with the shortest step.
 
-    Where cores are shared, or times are mostly noise, giving a worker fewer rows need
-    not make it faster. A move after which the slowest worker takes longer than it did
-    at its best is taken back, and the next one is tried later each time.
+    Where cores are shared, or times are mostly noise, fewer rows need not make a
+    worker faster. A change after which the slowest worker takes longer than its best
+    is reverted, and the next one is tried later each time.
 
     Example:
 
-    >>> search = Search()
+    >>> search = WeightSearch()
     >>> search.next((1000, 1000), [8, 8], [100, 300])
     (1250, 750)
     >>> search.next((1250, 750), [10, 6], [400, 300])
@@ -92,12 +94,12 @@ class Search:
     def next(
         self, weights: tuple[int, ...], rows: Sequence[int], microseconds: Sequence[int]
     ) -> tuple[int, ...]:
-        """The weights to try next; the same on all workers, for all tell it the same.
+        """Return the weights to try next; all workers give it the same arguments.
 
         Args:
-            weights: Tuple of ints, those of the workers now.
-            rows: Sequence of ints, what each worker has of a batch with them.
-            microseconds: Sequence of ints, what a step took each for its own part.
+            weights: Tuple of ints, the current weights of the workers.
+            rows: Sequence of ints, rows of each worker with them.
+            microseconds: Sequence of ints, time of each worker's own part of a step.
         """
         if self._num_to_wait:
             self._num_to_wait -= 1
@@ -117,14 +119,14 @@ class Search:
 def next_weights(
     weights: Sequence[int], rows: Sequence[int], microseconds: Sequence[int]
 ) -> tuple[int, ...]:
-    """Weights that go half of the way to where all workers take equally long.
+    """Move the weights half of the way towards equal times of all workers.
 
     In whole numbers, so that all workers compute the same.
 
     Args:
-        weights: Sequence of ints, those of the workers now.
-        rows: Sequence of ints, what each worker has of a batch with them.
-        microseconds: Sequence of ints, what a step takes each for its own part.
+        weights: Sequence of ints, the current weights of the workers.
+        rows: Sequence of ints, rows of each worker with them.
+        microseconds: Sequence of ints, time of each worker's own part of a step.
 
     Returns:
         Tuple of ints.

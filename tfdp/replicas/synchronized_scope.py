@@ -1,11 +1,8 @@
-"""All workers start from the first worker's values and the same seed."""
+"""Strategy scope that broadcasts the first worker's initial values."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +20,7 @@ _MESSAGE_WORDS = 2**20
 
 
 class SynchronizedScope:
-    """`strategy.scope()`, which agrees on initial values when it is left.
+    """`strategy.scope()`, which broadcasts initial values when it is left.
 
     Args:
         strategy: A tfdp strategy.
@@ -45,7 +42,7 @@ class SynchronizedScope:
 
 
 def synchronize_new_variables(strategy: Any) -> None:
-    """Gives all workers the first one's values of variables made since.
+    """Broadcast the first worker's values of variables created since the last call.
 
     Stock broadcasts each variable when it is created, and hangs if another
     worker creates a different one. Here they are compared first and then
@@ -69,7 +66,7 @@ def _synchronize(strategy: Any) -> None:
 
 
 def broadcast_variables(strategy: Any, variables: Sequence[Any]) -> None:
-    """Copies the first worker's values to all workers.
+    """Broadcast the first worker's values of variables to all workers.
 
     Args:
         strategy: A tfdp strategy.
@@ -114,49 +111,3 @@ def _broadcast_chunk(strategy: Any, variables: list[Any]) -> None:
         for part in variable.values:
             part.assign(value)
         begin = end
-
-
-def agree_on_seed(strategy: Any) -> None:
-    """Lets all workers draw the same random numbers from here on.
-
-    Initial weights and the order in which datasets are shuffled come from the
-    global generators. Each that workers have seeded alike stays as it is; of the
-    others all take a seed of the first worker's.
-    """
-    worker_group = strategy.extended.worker_group
-    if worker_group.num_workers == 1:
-        return
-    # Drawn from the operating system: the user's generators stay untouched.
-    own = {"seed": random.SystemRandom().getrandbits(30), "states": _random_states()}
-    facts = [
-        json.loads(t) for t in worker_group.all_gather("random seed", json.dumps(own))
-    ]
-    for name, set_seed in _SET_SEED.items():
-        states = {fact["states"][name] for fact in facts}
-        if len(states) > 1 or states == {_UNSEEDED}:
-            set_seed(facts[0]["seed"])
-
-
-_SET_SEED: dict[str, Callable] = {
-    "python": random.seed,
-    "numpy": np.random.seed,
-    "tensorflow": _compat.set_stand_in_seed,
-    "keras": _compat.set_keras_global_seed,
-}
-_UNSEEDED = "unseeded"
-
-
-def _random_states() -> dict[str, str]:
-    """A hash of the state of each generator in `_SET_SEED`."""
-    has_seed = _compat.global_seed() is not None
-    # Without one Keras draws from Python's generator.
-    keras_state = (_compat.keras_global_seed(), _compat.keras_seed_state())
-    states = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "tensorflow": _compat.random_state(),
-        "keras": keras_state,
-    }
-    hashes = {n: hashlib.sha256(repr(s).encode()) for n, s in states.items()}
-    texts = {name: value.hexdigest() for name, value in hashes.items()}
-    return texts if has_seed else {**texts, "tensorflow": _UNSEEDED}

@@ -1,7 +1,8 @@
-"""Whether a data pipeline gives the same batches when a script is started again."""
+"""Determinism of a data pipeline: whether a script gets the same batches again."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -9,34 +10,34 @@ import tensorflow as tf
 
 from tfdp import _compat
 
-# They call Python, of which nobody knows what it remembers.
-_CALLS_PYTHON = ("GeneratorDataset", "PyFunc", "EagerPyFunc", "PyFuncStateless")
-_RANDOM = (
+# Operations that call Python functions, which may have state.
+_PYTHON_OPS = ("GeneratorDataset", "PyFunc", "EagerPyFunc", "PyFuncStateless")
+_RANDOM_OPS = (
     *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal"),
     *("RandomShuffle", "Multinomial", "RandomGamma", "RandomPoissonV2"),
 )
-# Through these an iterator of the last part begins those of all the others at once.
-_BEGINS_ITS_INPUTS = (
+# Datasets whose iterator creates the iterators of its inputs at once.
+_EAGER_DATASETS = (
     *("BatchDataset", "ParallelBatchDataset", "PaddedBatchDataset", "MapDataset"),
     *("ParallelMapDataset", "PrefetchDataset", "TakeDataset", "SkipDataset"),
     *("FilterDataset", "ShuffleDataset", "OptionsDataset", "ZipDataset"),
     *("TensorDataset", "TensorSliceDataset", "RangeDataset", "RebatchDataset"),
 )
-# What may come after the batches are made, if samples stay where they are.
-_KEEPS_BATCHES = (
+# Datasets that keep the order of samples after they are batched.
+_ORDER_KEEPING_DATASETS = (
     *("MapDataset", "ParallelMapDataset", "PrefetchDataset", "OptionsDataset"),
     *("CacheDataset", "ModelDataset"),
 )
-_MAKES_BATCHES = ("BatchDataset", "ParallelBatchDataset", "PaddedBatchDataset")
+_BATCHING_DATASETS = ("BatchDataset", "ParallelBatchDataset", "PaddedBatchDataset")
 
 
-def difficulty_of(
+def nondeterminism_of(
     source: Any, *, is_ordered: bool, chosen_seed: int | None = None
 ) -> str | None:
-    """What keeps a pipeline from giving the same batches again.
+    """Name what keeps a pipeline from giving the same batches again.
 
     Args:
-        source: What Keras's data adapter reads.
+        source: Source of Keras's data adapter.
         is_ordered: Bool, whether the order of arrays is known.
         chosen_seed: Int, a global seed that the next run will not have, or `None`.
             Defaults to `None`.
@@ -45,29 +46,29 @@ def difficulty_of(
         String that names it, or `None`.
     """
     if isinstance(source, tf.data.Dataset):
-        return _difficulty_of_dataset(source, chosen_seed)
+        return _nondeterminism_of_dataset(source, chosen_seed)
     if isinstance(source, keras.utils.PyDataset):
-        return _difficulty_of_py_dataset(source, is_ordered)
+        return _nondeterminism_of_py_dataset(source, is_ordered)
     if callable(source):
         return "a Python generator begins anew"
     return None if is_ordered else "arrays are shuffled without a seed"
 
 
-def draws_at_the_start(dataset: Any) -> bool:
-    """Whether an iterator takes the seeds of its shuffles when it is made.
+def seeds_at_creation(dataset: Any) -> bool:
+    """Return whether an iterator draws the seeds of its shuffles when it is created.
 
-    If not, when it comes to them, so that the order of an epoch depends on what was
-    read of those before.
+    Otherwise it draws them when it reaches them, so that the order of an epoch depends
+    on the batches that were read in those before.
     """
     kinds = _compat.kinds_of_parts(dataset)
-    return all(kind in _BEGINS_ITS_INPUTS for kind in kinds)
+    return all(kind in _EAGER_DATASETS for kind in kinds)
 
 
 def batch_dependence_of(source: Any, *, shuffles_batches: bool) -> str | None:
-    """Why samples come in another order where batches have another size.
+    """Name what makes the order of samples depend on the batch size.
 
     Args:
-        source: What Keras's data adapter reads.
+        source: Source of Keras's data adapter.
         shuffles_batches: Bool, whether arrays are shuffled in batches.
 
     Returns:
@@ -78,14 +79,14 @@ def batch_dependence_of(source: Any, *, shuffles_batches: bool) -> str | None:
     if not isinstance(source, tf.data.Dataset):
         return None
     for kind in _compat.kinds_of_parts(source):
-        if kind in _MAKES_BATCHES:
+        if kind in _BATCHING_DATASETS:
             return None
-        if kind not in _KEEPS_BATCHES:
+        if kind not in _ORDER_KEEPING_DATASETS:
             return f"the size of its batches has changed, and a {kind} comes after them"
     return None
 
 
-def _difficulty_of_dataset(
+def _nondeterminism_of_dataset(
     dataset: tf.data.Dataset, chosen_seed: int | None
 ) -> str | None:
     unseeded = _compat.unseeded_parts(dataset)
@@ -98,9 +99,9 @@ def _difficulty_of_dataset(
     if chosen_seed in {seed for seed, _ in _compat.shuffle_seeds(dataset)}:
         return "the global seed, which `Dataset.shuffle` depends on, was not set"
     for name, attributes in _compat.operations_in(dataset):
-        if name in _CALLS_PYTHON:
+        if name in _PYTHON_OPS:
             return "a Python generator or function in the dataset has state of its own"
-        if name not in _RANDOM:
+        if name not in _RANDOM_OPS:
             continue
         seed, seed2 = attributes["seed"].i, attributes["seed2"].i
         if (seed, seed2) == (0, 0) or seed == chosen_seed:
@@ -108,10 +109,33 @@ def _difficulty_of_dataset(
     return None
 
 
-def _difficulty_of_py_dataset(source: Any, is_ordered: bool) -> str | None:
+def _nondeterminism_of_py_dataset(source: Any, is_ordered: bool) -> str | None:
     if not is_ordered:
         return "a `PyDataset` is shuffled"
     for name in ("on_epoch_begin", "on_epoch_end"):
         if getattr(type(source), name) is not getattr(keras.utils.PyDataset, name):
             return f"a `PyDataset` changes in `{name}`"
     return None
+
+
+class SeededShuffle:
+    """Factory of a dataset of shuffled arrays, with another seed in each epoch.
+
+    TensorFlow repeats the permutation of a seeded dataset, and that of one without a
+    seed cannot be repeated.
+
+    Args:
+        first: Int, the seed of the first epoch.
+        make: Callable that returns the dataset.
+    """
+
+    def __init__(self, first: int, make: Callable) -> None:
+        self.first = first
+        self.epoch = 0
+        self._make = make
+
+    def __call__(self) -> Any:
+        with _compat.temporary_seed(self.first + self.epoch):
+            dataset = self._make()
+        self.epoch += 1
+        return dataset

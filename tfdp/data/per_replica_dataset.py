@@ -1,0 +1,275 @@
+"""Distributed dataset on CPUs: one element holds the rows of all local replicas.
+
+TensorFlow's own iterator for several devices traces functions of its own for
+each device whenever an epoch begins, and waits for its threads whenever one
+ends, which on CPUs takes longer than a small epoch. GPUs keep it, since it
+copies ahead of the step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.data.batch_weights import CountedBatch
+from tfdp.data.element_specs import element_spec_of, empty_of
+from tfdp.data.rows import divide_batches
+from tfdp.data.uneven_inputs import StepIterator, has_next_step, raise_out_of_range
+from tfdp.data.weighted_rows import rows_of_ranks_by_weight
+
+PREFETCHED_STEPS = 2
+
+# The operation of `Dataset.from_generator`.
+_GENERATOR = "GeneratorDataset"
+
+_strategies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+
+class ReadOptions(NamedTuple):
+    """Options of reading a `PerReplicaDataset`, the same on all workers.
+
+    Args:
+        asks_workers: Bool, whether workers may run out of data at different steps, so
+            that they have to ask each other at each.
+        counts_rows: Bool, whether an element is a `CountedBatch`: for Keras's loops,
+            which pass a batch to `strategy.run` as it is. Defaults to `False`.
+        stops_at_shortest: Bool, whether the end of one worker's data is that of all,
+            and not the end of the longest. Defaults to `False`.
+        by_weight: Bool, whether elements are whole batches, which each step divides
+            by the weights that the strategy has at that moment. A pipeline reads
+            ahead, on each worker as far as it happens to: workers would divide one
+            batch by different weights. Defaults to `False`.
+    """
+
+    asks_workers: bool
+    counts_rows: bool = False
+    stops_at_shortest: bool = False
+    by_weight: bool = False
+
+
+def divide_and_prefetch(
+    batches: tf.data.Dataset,
+    ranks: list[int],
+    num_replicas: int,
+    *,
+    checks: bool | None = None,
+) -> tf.data.Dataset:
+    """Divide batches as `divide_batches` does, and prefetch the result.
+
+    A batch of a Python generator cannot be read again. Of a generator no more is drawn
+    than on one device, and as much by all workers: one batch ahead where Keras or the
+    user prefetches, none where neither does.
+
+    Args:
+        batches: `tf.data.Dataset` of global batches.
+        ranks: List of ints.
+        num_replicas: Int, on all workers.
+        checks: Bool or `None`, see `divide_batches`. Defaults to `None`.
+    """
+    num_ahead = PREFETCHED_STEPS
+    if any(name == _GENERATOR for name, _ in _compat.operations_in(batches)):
+        batches, is_ahead = _compat.without_automatic_prefetch(batches)
+        num_ahead = int(is_ahead)
+    divided = divide_batches(batches, ranks, num_replicas, checks=checks)
+    return divided.prefetch(num_ahead) if num_ahead else divided
+
+
+class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
+    """Distributed dataset of `strategy.experimental_distribute_dataset` on CPUs.
+
+    A subclass of the stock class by name only: Keras checks the name.
+
+    Args:
+        dataset: `tf.data.Dataset`, each element a tuple of the local replicas' rows,
+            and the number of rows of their global batch.
+        strategy: A tfdp strategy.
+        read_options: `ReadOptions`.
+        batches: `tf.data.Dataset` of the global batches themselves, or `None`.
+            Defaults to `None`.
+    """
+
+    def __init__(
+        self,
+        dataset: tf.data.Dataset,
+        strategy: Any,
+        read_options: ReadOptions,
+        batches: tf.data.Dataset | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.strategy = strategy
+        self.read_options = read_options
+        self.batches = batches
+
+    def __iter__(self) -> PerReplicaIterator:
+        return PerReplicaIterator(iter(self.dataset), self.strategy, self.read_options)
+
+    def read(self, read_options: ReadOptions) -> PerReplicaDataset:
+        """Return a dataset of the same batches with other options.
+
+        Args:
+            read_options: `ReadOptions`; by weight only where there are `batches`.
+        """
+        dataset = self.dataset
+        if read_options.by_weight:
+            dataset = divide_and_prefetch(self.batches, [0], 1, checks=True)
+        return PerReplicaDataset(dataset, self.strategy, read_options, self.batches)
+
+    @property
+    def element_spec(self) -> Any:
+        """Spec of an element, per replica where there are several."""
+        return element_spec_of(self, self.dataset)
+
+    @property
+    def cardinality(self) -> Any:
+        """Number of steps, as `tf.data.Dataset.cardinality` gives it."""
+        return self.dataset.cardinality()
+
+    @property
+    def components(self) -> Any:
+        """The dataset of this worker, a composite tensor."""
+        return self.dataset
+
+    @property
+    def _type_spec(self) -> tf.TypeSpec:
+        return _spec_of(PerReplicaDatasetSpec, self)
+
+
+class PerReplicaIterator(StepIterator):
+    """Iterator over a `PerReplicaDataset`, also inside `tf.function`.
+
+    Args:
+        iterator: `tf.data.Iterator` over elements of a `PerReplicaDataset`.
+        strategy: A tfdp strategy.
+        read_options: `ReadOptions`.
+    """
+
+    def __init__(self, iterator: Any, strategy: Any, read_options: ReadOptions) -> None:
+        super().__init__(iterator, strategy)
+        self.read_options = read_options
+
+    @property
+    def element_spec(self) -> Any:
+        """Spec of an element, per replica where there are several."""
+        return element_spec_of(self, self._iterator)
+
+    def get_next(self) -> Any:
+        """Return the next batch; raise `tf.errors.OutOfRangeError` at the end."""
+        if not self.read_options.asks_workers:
+            parts, num_rows = self._iterator.get_next()
+            batch = self._per_replica(parts)
+            return (
+                CountedBatch(batch, num_rows)
+                if self.read_options.counts_rows
+                else batch
+            )
+        optional = self._iterator.get_next_as_optional()
+
+        def value_or_empty() -> Any:
+            return tf.cond(optional.has_value(), optional.get_value, self._empty)
+
+        # Workers that run out of data alone know the rows of no common batch.
+        parts, _ = tf.cond(self._has_next_step(optional), value_or_empty, self._end)
+        return self._per_replica(parts)
+
+    def get_next_as_optional(self) -> Any:
+        """Return the next batch, or an empty optional at the end."""
+        optional = self._iterator.get_next_as_optional()
+        asks_workers = self.read_options.asks_workers
+        has_value = (
+            self._has_next_step(optional) if asks_workers else optional.has_value()
+        )
+
+        def value() -> Any:
+            parts, _ = (
+                tf.cond(optional.has_value(), optional.get_value, self._empty)
+                if asks_workers
+                else optional.get_value()
+            )
+            return tf.experimental.Optional.from_value(self._per_replica(parts))
+
+        def nothing() -> Any:
+            return tf.experimental.Optional.empty(self.element_spec)
+
+        return tf.cond(has_value, value, nothing)
+
+    def _per_replica(self, parts: tuple) -> Any:
+        """Return a per-replica value of the local rows, or of one global batch."""
+        if self.read_options.by_weight:
+            extended = self.strategy.extended
+            first, weights = extended.first_rank, extended.balance.weights
+            ranks = list(range(first, first + extended.num_local))
+            parts = rows_of_ranks_by_weight(parts[0], ranks, weights.read_value())
+        return _compat.per_replica(list(parts))
+
+    def _has_next_step(self, optional: Any) -> tf.Tensor:
+        return has_next_step(
+            self.strategy,
+            optional.has_value(),
+            stops=self.read_options.stops_at_shortest,
+        )
+
+    def _end(self) -> Any:
+        with tf.control_dependencies([raise_out_of_range(self.strategy)]):
+            return self._empty()
+
+    def _empty(self) -> Any:
+        return tf.nest.map_structure(empty_of, self._iterator.element_spec)
+
+    @property
+    def _type_spec(self) -> tf.TypeSpec:
+        return _spec_of(PerReplicaIteratorSpec, self)
+
+
+class _PerReplicaTypeSpec(tf.TypeSpec):
+    """Type spec of a dataset or its iterator, as an argument of `tf.function`."""
+
+    __slots__ = ("_inner", "_read_options", "_strategy_id")
+
+    def __init__(self, inner: Any, strategy_id: int, read_options: tuple) -> None:
+        self._inner = inner
+        self._strategy_id = strategy_id
+        self._read_options = tuple(read_options)
+
+    def _serialize(self) -> tuple:
+        return (self._inner, self._strategy_id, self._read_options)
+
+    @property
+    def _component_specs(self) -> Any:
+        return self._inner
+
+    def _to_components(self, value: Any) -> Any:
+        return value.components
+
+    def _from_components(self, components: Any) -> Any:
+        strategy = _strategies[self._strategy_id]
+        return self.value_type(components, strategy, ReadOptions(*self._read_options))
+
+
+class PerReplicaDatasetSpec(_PerReplicaTypeSpec):
+    """Type spec of a `PerReplicaDataset`."""
+
+    __slots__ = ()
+
+    @property
+    def value_type(self) -> type:
+        return PerReplicaDataset
+
+
+class PerReplicaIteratorSpec(_PerReplicaTypeSpec):
+    """Type spec of a `PerReplicaIterator`."""
+
+    __slots__ = ()
+
+    @property
+    def value_type(self) -> type:
+        return PerReplicaIterator
+
+
+def _spec_of(kind: type, value: Any) -> Any:
+    # A spec is compared by plain values, so the strategy stands in a table.
+    _strategies[id(value.strategy)] = value.strategy
+    inner = _compat.type_spec_of(value.components)
+    return kind(inner, id(value.strategy), value.read_options)
