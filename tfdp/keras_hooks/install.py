@@ -1,3 +1,429 @@
-"""The table of all functions of Keras and TensorFlow that tfdp replaces."""
+"""The table of all functions of Keras and TensorFlow that tfdp replaces.
 
-from tfdp.keras_hooks.trainer_hooks import install as install
+Keras has no hooks for what is done here. Each entry says why, and `install` puts it in
+its place, once for a process, when the first strategy, callback or optimizer of tfdp is
+made. Nothing else replaces a function of Keras or TensorFlow. The test of the table
+fails where a release changes the signature of one of them.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp._compat import Replacement
+from tfdp.data import epochs, position
+from tfdp.keras_hooks import (
+    file_hooks,
+    layer_hooks,
+    loss_hooks,
+    optimizer_hooks,
+    runtime_hooks,
+    trainer_hooks,
+    worker_callbacks,
+)
+from tfdp.losses import terms
+
+TENSORFLOW = "TensorFlow 2.19 to 2.21"
+
+_KERAS_ISSUE = "https://github.com/keras-team/keras/issues"
+_TENSORFLOW_ISSUE = "https://github.com/tensorflow/tensorflow/issues"
+
+
+@functools.cache
+def install() -> None:
+    """Put every replacement of the table in its place; again has no effect."""
+    for entry in REPLACEMENTS:
+        _compat.replace(entry)
+
+
+# Compile, fit, evaluate, predict.
+_TRAINER = (
+    Replacement(
+        _compat.BaseTrainer,
+        "compile(self, optimizer, loss, loss_weights, metrics, weighted_metrics, "
+        "run_eagerly, steps_per_execution, jit_compile, auto_scale_loss)",
+        trainer_hooks.compile_model,
+        "An optimizer or metric that was made outside the scope has variables that no "
+        "strategy mirrors; float16 gets a loss scaler around a DistributedOptimizer.",
+    ),
+    Replacement(
+        _compat.TensorFlowTrainer,
+        "fit(self, x, y, batch_size, epochs, verbose, callbacks, validation_split, "
+        "validation_data, shuffle, class_weight, sample_weight, initial_epoch, "
+        "steps_per_epoch, validation_steps, validation_batch_size, validation_freq)",
+        trainer_hooks.fit,
+        "Every worker runs every callback; wrong data, or a callback that only one "
+        "worker has, is an error of TensorFlow's or a hang.",
+        f"{_KERAS_ISSUE}/20585",
+    ),
+    Replacement(
+        _compat.TensorFlowTrainer,
+        "evaluate(self, x, y, batch_size, verbose, sample_weight, steps, callbacks, "
+        "return_dict, **kwargs)",
+        trainer_hooks.evaluate,
+        "As `fit`.",
+        f"{_KERAS_ISSUE}/20585",
+    ),
+    Replacement(
+        _compat.TensorFlowTrainer,
+        "predict(self, x, batch_size, verbose, steps, callbacks)",
+        trainer_hooks.predict,
+        "As `fit`.",
+        f"{_KERAS_ISSUE}/20585",
+    ),
+    *(
+        Replacement(
+            _compat.TensorFlowTrainer,
+            call,
+            trainer_hooks.run_on_batch,
+            "Rows that do not divide by the replicas, or differ between workers, are "
+            "an error of TensorFlow's or a hang.",
+        )
+        for call in (
+            "train_on_batch(self, x, y, sample_weight, class_weight, return_dict)",
+            "test_on_batch(self, x, y, sample_weight, return_dict)",
+            "predict_on_batch(self, x)",
+        )
+    ),
+    *(
+        Replacement(
+            _compat.TensorFlowTrainer,
+            call,
+            function,
+            "XLA cannot compile the collectives of a step on all devices; the watchdog "
+            "has to know when a step computes.",
+            f"{_KERAS_ISSUE}/19005",
+        )
+        for call, function in (
+            ("make_train_function(self, force)", trainer_hooks.make_train_function),
+            ("make_test_function(self, force)", trainer_hooks.make_test_function),
+            ("make_predict_function(self, force)", trainer_hooks.make_predict_function),
+        )
+    ),
+    Replacement(
+        _compat.TensorFlowTrainer,
+        "_maybe_symbolic_build(self, iterator, data_batch)",
+        trainer_hooks.build_symbolically,
+        "Keras takes a batch to build from, which a generator loses, and reduces it "
+        "over the replicas, which fails on two workers.",
+        f"{_KERAS_ISSUE}/20585",
+    ),
+    Replacement(
+        _compat.keras_trainer,
+        "reduce_per_replica(values, strategy, reduction)",
+        trainer_hooks.reduce_per_replica,
+        "Logs are a mean of the replicas' means, whatever their rows; the rows of "
+        "`predict` come in the order of stock sharding.",
+        f"{_TENSORFLOW_ISSUE}/72388",
+    ),
+    Replacement(
+        _compat.BaseTrainer,
+        "_get_metrics_result_or_logs(self, logs)",
+        trainer_hooks.epoch_logs,
+        "An epoch whose batches a run before had all done has no logs.",
+    ),
+    *(
+        Replacement(
+            keras.Model,
+            call,
+            trainer_hooks.save,
+            "Workers that save to one path write into each other's file.",
+            f"{_TENSORFLOW_ISSUE}/38635",
+        )
+        for call in (
+            "save(self, filepath, overwrite, zipped, **kwargs)",
+            "save_weights(self, filepath, overwrite, max_shard_size)",
+            "export(self, filepath, format, verbose, input_signature, **kwargs)",
+        )
+    ),
+    Replacement(
+        keras.callbacks.SwapEMAWeights,
+        "_swap_variables(self)",
+        worker_callbacks.swap_averages,
+        "Averages that are sharded are in no variable of Keras's optimizer.",
+    ),
+    Replacement(
+        keras.callbacks.SwapEMAWeights,
+        "_finalize_ema_values(self)",
+        worker_callbacks.restart_averages,
+        "The same, where averages start again from the weights.",
+    ),
+)
+
+# Batches and their order.
+_DATA = (
+    Replacement(
+        _compat.EpochIterator,
+        "__init__(self, distribute_strategy, *args, **kwargs)",
+        epochs.make_iterator,
+        "Workers count the batches of their own data, and wait for ever where one "
+        "has more; each shuffles arrays in an order of its own.",
+    ),
+    Replacement(
+        _compat.EpochIterator,
+        "__iter__(self)",
+        epochs.begin_epoch,
+        "The watchdog has to know that a loop reads its data.",
+    ),
+    Replacement(
+        _compat.EpochIterator,
+        "__next__(self)",
+        epochs.next_step,
+        "The watchdog has to know the step that a loop has come to.",
+    ),
+    Replacement(
+        _compat.EpochIterator,
+        "_enumerate_iterator(self)",
+        position.enumerate_batches,
+        "A run that resumes has to go on with the batch after the last it has done.",
+        "https://github.com/keras-team/keras-hub/issues/204",
+    ),
+)
+
+# Losses, metrics and gradients: a mean is over the rows of all replicas.
+_LOSSES = (
+    Replacement(
+        _compat.CompileLoss,
+        "__call__(self, y_true, y_pred, sample_weight)",
+        loss_hooks.compiled_loss,
+        "A loss of `compile` that is a sum, not a mean, would be summed by the mean's "
+        "weights; only there is it known that nothing else is computed of it.",
+    ),
+    Replacement(
+        _compat.keras_loss,
+        "reduce_values(values, sample_weight, reduction)",
+        loss_hooks.reduce_values,
+        "A mean over a replica's rows is taken for one over all rows; a loss that is a "
+        "scalar already is not divided by the number of replicas.",
+        f"{_KERAS_ISSUE}/19891",
+    ),
+    Replacement(
+        _compat.keras_loss,
+        "apply_mask(sample_weight, mask, dtype, reduction)",
+        loss_hooks.apply_mask,
+        "A mask is counted on each replica by itself.",
+    ),
+    Replacement(
+        _compat.keras_loss,
+        "scale_loss_for_distribution(value)",
+        loss_hooks.scale_loss,
+        "Keras divides by the number of replicas, which is wrong where they hold "
+        "different numbers of rows.",
+        f"{_KERAS_ISSUE}/19891",
+    ),
+    Replacement(
+        _compat.keras_loss,
+        "unscale_loss_for_distribution(value)",
+        loss_hooks.unscale_loss,
+        "The logs would multiply by the number of replicas what was not divided by it.",
+        f"{_KERAS_ISSUE}/19891",
+    ),
+    Replacement(
+        tf.nn,
+        "compute_average_loss(per_example_loss, sample_weight, global_batch_size)",
+        loss_hooks.average_loss,
+        "A step of the user's own divides by the rows of all replicas, where tfdp "
+        "weighs the mean over a replica's rows.",
+        checked_on=TENSORFLOW,
+    ),
+    Replacement(
+        tf.nn,
+        "scale_regularization_loss(regularization_loss)",
+        loss_hooks.scale_regularization,
+        "It divides by the number of replicas, where tfdp weighs by their rows.",
+        checked_on=TENSORFLOW,
+    ),
+    *(
+        Replacement(
+            metric,
+            "update_state(self, values, sample_weight)",
+            loss_hooks.update_by_rows,
+            "A number that speaks of a whole batch counts once on each replica, and is "
+            "0 / 0 on one without rows.",
+            f"{_TENSORFLOW_ISSUE}/36224",
+        )
+        for metric in (keras.metrics.Mean, keras.metrics.Sum)
+    ),
+    Replacement(
+        tf.GradientTape,
+        "gradient(self, target, sources, output_gradients, unconnected_gradients)",
+        terms.gradient,
+        "The terms of a loss are means, sums and constants, each of which counts "
+        "differently where replicas are added up by their rows.",
+        checked_on=TENSORFLOW,
+    ),
+    Replacement(
+        tf.distribute.ReplicaContext,
+        "all_reduce(self, reduce_op, value, options)",
+        loss_hooks.all_reduce,
+        "Its gradient adds up the replicas' losses as if all had as many rows.",
+        checked_on=TENSORFLOW,
+    ),
+)
+
+# Layers: what is computed over a batch, and what is drawn.
+_LAYERS = (
+    Replacement(
+        _compat.keras_nn,
+        "_compute_moments_sync(x, axes, keepdims)",
+        layer_hooks.moments,
+        "Synchronized BatchNormalization issues three all-reduces a layer, one after "
+        "the other.",
+    ),
+    Replacement(
+        keras.layers.BatchNormalization,
+        "_moments(self, inputs, mask)",
+        layer_hooks.moments_of_masked,
+        "With a mask the moments are those of the replica's samples, also where the "
+        "layer is synchronized.",
+    ),
+    *(
+        Replacement(
+            _compat.keras_nn,
+            call,
+            layer_hooks.convolve,
+            "Convolutions by oneDNN return a wrong shape where there are no rows.",
+        )
+        for call in (
+            "conv(inputs, kernel, strides, padding, data_format, dilation_rate)",
+            "depthwise_conv(inputs, kernel, strides, padding, data_format, "
+            "dilation_rate)",
+            "separable_conv(inputs, depthwise_kernel, pointwise_kernel, strides, "
+            "padding, data_format, dilation_rate)",
+        )
+    ),
+    *(
+        Replacement(
+            module,
+            "draw_seed(seed)",
+            layer_hooks.draw_seed,
+            "All replicas draw the same Dropout mask.",
+        )
+        for module in (_compat.keras_random, _compat.keras_image)
+    ),
+)
+
+# Updates by a plain Keras optimizer.
+_OPTIMIZERS = (
+    Replacement(
+        _compat.BaseOptimizer,
+        "_backend_apply_gradients(self, grads, trainable_variables)",
+        optimizer_hooks.apply_gradients,
+        "Accumulated gradients of micro-batches with different numbers of rows have to "
+        "be weighed before they are added up.",
+        f"{_KERAS_ISSUE}/20582",
+    ),
+    Replacement(
+        _compat.BaseOptimizer,
+        "_clip_gradients(self, grads)",
+        optimizer_hooks.clip_gradients,
+        "Each replica's gradients are clipped before they are added up.",
+        f"{_TENSORFLOW_ISSUE}/33929",
+    ),
+    Replacement(
+        _compat.TFOptimizer,
+        "_backend_update_step(self, grads, trainable_variables, learning_rate)",
+        optimizer_hooks.update_step,
+        "The all-reduce is not told which variables its gradients belong to.",
+    ),
+    Replacement(
+        _compat.TFOptimizer,
+        "_all_reduce_sum_gradients(self, grads_and_vars)",
+        optimizer_hooks.all_reduce_sum,
+        "Gradients that were reduced before they were clipped would be again.",
+    ),
+    Replacement(
+        keras.optimizers.LossScaleOptimizer,
+        "check_finite(self, grads)",
+        optimizer_hooks.check_finite,
+        "A replica that overflows alone would skip an update, and its collectives, "
+        "that the others make.",
+        f"{_KERAS_ISSUE}/18666",
+    ),
+    Replacement(
+        keras.optimizers.LossScaleOptimizer,
+        "scale_loss(self, loss)",
+        optimizer_hooks.scale_loss,
+        "The loss has to be weighed by the replica's rows before float16 gradients are "
+        "made of it.",
+    ),
+)
+
+# Files, which hold the user's own optimizer.
+_FILES = (
+    *(
+        Replacement(
+            module,
+            call,
+            file_hooks.save_with_plain_optimizer,
+            "Plain Keras could not open a file with a DistributedOptimizer; sharded "
+            "state is on all workers.",
+        )
+        for module, call in (
+            (
+                _compat.saving_lib,
+                "save_model(model, filepath, weights_format, zipped)",
+            ),
+            (
+                _compat.saving_lib,
+                "save_weights_only(model, filepath, max_shard_size, objects_to_skip)",
+            ),
+            (
+                _compat.legacy_h5_format,
+                "save_model_to_hdf5(model, filepath, overwrite, include_optimizer)",
+            ),
+        )
+    ),
+    Replacement(
+        _compat.saving_lib,
+        "load_weights_only(model, filepath, skip_mismatch, objects_to_skip)",
+        file_hooks.load_with_plain_optimizer,
+        "A file holds the user's own optimizer, without the DistributedOptimizer.",
+    ),
+    Replacement(
+        _compat.BaseOptimizer,
+        "save_own_variables(self, store)",
+        file_hooks.save_own_variables,
+        "Of Keras's accumulators, which differ, the first replica's are written.",
+    ),
+    Replacement(
+        _compat.BaseOptimizer,
+        "load_own_variables(self, store)",
+        file_hooks.load_own_variables,
+        "Each replica would add all that one device had accumulated.",
+    ),
+)
+
+# TensorFlow's runtime.
+_RUNTIME = (
+    Replacement(
+        _compat.FunctionType,
+        "__hash__(self)",
+        runtime_hooks.hash_once,
+        "Every call of a traced function hashes the types of all that it captures, "
+        "once or twice for each variable.",
+        checked_on=TENSORFLOW,
+    ),
+    Replacement(
+        _compat.random_seed,
+        "get_seed(op_seed)",
+        runtime_hooks.seeds_of_operation,
+        "A global seed that tfdp sets, so that workers draw alike, would change the "
+        "numbers of operations with a seed of their own.",
+        checked_on=TENSORFLOW,
+    ),
+)
+
+REPLACEMENTS = (
+    *_TRAINER,
+    *_DATA,
+    *_LOSSES,
+    *_LAYERS,
+    *_OPTIMIZERS,
+    *_FILES,
+    *_RUNTIME,
+)

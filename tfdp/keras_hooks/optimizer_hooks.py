@@ -1,22 +1,19 @@
 """Keras's optimizers under several replicas: clip and check the sum.
 
 Keras clips each replica's gradient, and checks it for overflow, before it adds
-them up; one device clips and checks the sum. Each function here takes the
-place of one of Keras, is called with the original first, and hands over to it
-where no tfdp strategy is in force.
+them up; one device clips and checks the sum. Each function without an underscore
+takes the place of one of Keras, see `tfdp.keras_hooks.install`. It is called with the
+original first, and hands over to it where no tfdp strategy is in force.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from tfdp import _compat
 from tfdp.base import batch_weight
 from tfdp.base.ownership import in_own_step, replica_context
 from tfdp.base.param_groups import clips, innermost, is_linear
@@ -27,21 +24,10 @@ from tfdp.reduction.reducer import gradients_of
 _thread = threading.local()
 
 
-@functools.cache
-def install() -> None:
-    """Puts the functions in place; again has no effect."""
-    base, tensorflow = _compat.BaseOptimizer, _compat.TFOptimizer
-    _compat.replace(base, "_backend_apply_gradients", _apply_gradients)
-    _compat.replace(base, "_clip_gradients", _clip_gradients)
-    _compat.replace(tensorflow, "_backend_update_step", _update_step)
-    _compat.replace(tensorflow, "_all_reduce_sum_gradients", _all_reduce_sum)
-    _compat.replace(keras.optimizers.LossScaleOptimizer, "check_finite", _check_finite)
-    _compat.replace(keras.optimizers.LossScaleOptimizer, "scale_loss", _scale_loss)
-
-
-def _apply_gradients(
+def apply_gradients(
     original: Callable, optimizer: Any, grads: Any, variables: Any
 ) -> Any:
+    """Weigh gradients by the rows of a replica, here or in the reducer."""
     _thread.variables = variables
     weight = None if in_own_step() else batch_weight.weight_for(optimizer)
     sums_up = optimizer.gradient_accumulation_steps or tf.executing_eagerly()
@@ -55,14 +41,16 @@ def _apply_gradients(
     return original(optimizer, grads, variables)
 
 
-def _scale_loss(original: Callable, optimizer: Any, loss: Any) -> Any:
+def scale_loss(original: Callable, optimizer: Any, loss: Any) -> Any:
+    """Weigh a loss by the rows of a replica before it is scaled."""
     inner = innermost(optimizer.inner_optimizer)
     return original(
         optimizer, batch_weight.weigh_loss(tf.convert_to_tensor(loss), inner)
     )
 
 
-def _clip_gradients(original: Callable, optimizer: Any, grads: Any) -> Any:
+def clip_gradients(original: Callable, optimizer: Any, grads: Any) -> Any:
+    """Clip the sum of all replicas' gradients."""
     context = replica_context()
     if not clips(optimizer) or context is None or in_own_step():
         return original(optimizer, grads)
@@ -78,9 +66,10 @@ def _clip_gradients(original: Callable, optimizer: Any, grads: Any) -> Any:
     return original(optimizer, reduced)
 
 
-def _update_step(
+def update_step(
     original: Callable, optimizer: Any, grads: Any, variables: Any, *rest: Any
 ) -> Any:
+    """Tell the all-reduce which variables its gradients belong to."""
     if replica_context() is None or in_own_step():
         return original(optimizer, grads, variables, *rest)
     pairs = zip(grads, variables, strict=True)
@@ -88,7 +77,8 @@ def _update_step(
         return original(optimizer, grads, variables, *rest)
 
 
-def _all_reduce_sum(original: Callable, optimizer: Any, grads_and_vars: Any) -> Any:
+def all_reduce_sum(original: Callable, optimizer: Any, grads_and_vars: Any) -> Any:
+    """Add up gradients that were not added up before they were clipped."""
     if in_own_step():
         return list(grads_and_vars)
     if getattr(_thread, "is_reduced", False):
@@ -97,7 +87,8 @@ def _all_reduce_sum(original: Callable, optimizer: Any, grads_and_vars: Any) -> 
     return original(optimizer, grads_and_vars)
 
 
-def _check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
+def check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
+    """Agree on whether the gradients of all replicas are finite."""
     finite = original(optimizer, grads)
     context, weight = replica_context(), batch_weight.current()
     if context is None:

@@ -1,8 +1,8 @@
-"""Keras's `fit`, `evaluate` and `predict` under a tfdp strategy.
+"""Keras's loops over a tfdp strategy: compile, fit, evaluate, predict, save.
 
-Keras has no hooks for what is done here, so that its functions are replaced
-once, when the first strategy is made. Each replacement hands over to Keras at
-once for a model of no tfdp strategy.
+Each function without an underscore takes the place of one of Keras, see
+`tfdp.keras_hooks.install`. It is called with the original first, and hands over to it
+at once for a model of no tfdp strategy.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tfdp.base import loops
 from tfdp.base.ownership import is_ours, strategy_of
 from tfdp.collectives import timing
 from tfdp.coordination.progress import progress
-from tfdp.data import checks, epochs
+from tfdp.data import checks
 from tfdp.data import position as data_position
 from tfdp.data.distribute import check_batch_size
-from tfdp.keras_hooks import file_hooks, layer_hooks, optimizer_hooks, scope_checks
+from tfdp.keras_hooks import file_hooks, scope_checks
 from tfdp.keras_hooks.logs import merge_logs
 from tfdp.keras_hooks.saving import save_atomically
 from tfdp.keras_hooks.worker_callbacks import (
@@ -36,45 +36,11 @@ from tfdp.keras_hooks.worker_callbacks import (
     ordered,
     others_of,
     problem_of,
-    restart_averages,
-    swap_averages,
     that_resume,
     with_care_of_optimizer,
 )
 from tfdp.reduction import link_measure
 from tfdp.replicas import drift_probe
-
-
-@functools.cache
-def install() -> None:
-    """Replaces Keras's functions, once for a process."""
-    _compat.hash_function_types_once()
-    layer_hooks.install()
-    optimizer_hooks.install()
-    file_hooks.install()
-    owner = _compat.TensorFlowTrainer
-    for name in ("fit", "evaluate", "predict"):
-        _compat.replace(owner, name, functools.partial(_loop, name))
-    for name in ("train_on_batch", "test_on_batch", "predict_on_batch"):
-        _compat.replace(owner, name, _on_batch)
-    for name in ("train_function", "test_function", "predict_function"):
-        make = functools.partial(_make_function, name)
-        _compat.replace(owner, f"make_{name}", make)
-    for name in ("save", "save_weights", "export"):
-        _compat.replace(keras.Model, name, _save)
-    _compat.replace(owner, "_maybe_symbolic_build", _symbolic_build)
-    swap = keras.callbacks.SwapEMAWeights
-    _compat.replace(swap, "_swap_variables", swap_averages)
-    _compat.replace(swap, "_finalize_ema_values", restart_averages)
-    _compat.replace(_compat.BaseTrainer, "compile", _compile)
-    _compat.replace(_compat.EpochIterator, "__init__", epochs.make_iterator)
-    _compat.replace(
-        _compat.EpochIterator, "_enumerate_iterator", data_position.enumerate_batches
-    )
-    _compat.replace(_compat.BaseTrainer, "_get_metrics_result_or_logs", _epoch_logs)
-    _compat.replace(_compat.EpochIterator, "__iter__", epochs.begin_epoch)
-    _compat.replace(_compat.EpochIterator, "__next__", epochs.next_step)
-    _compat.replace(_compat.keras_trainer, "reduce_per_replica", _reduce_per_replica)
 
 
 def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,6 +54,11 @@ def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) 
         with progress.looping(name), strategy.extended.explaining():  # noqa: SIM117
             with checks.in_plain_words():
                 return _run_loop(name, original, model, bound, strategy)
+
+
+fit = functools.partial(_loop, "fit")
+evaluate = functools.partial(_loop, "evaluate")
+predict = functools.partial(_loop, "predict")
 
 
 def _run_loop(
@@ -136,7 +107,7 @@ def _run_loop(
 
 
 def _check_data(model: Any, arguments: dict[str, Any]) -> None:
-    """Raises what is wrong with the data, or lets a generator say so later."""
+    """Raise what is wrong with the data; a generator's comes when it is read."""
     checks.check_arrays(model, arguments)
     for key in ("x", "validation_data"):
         if key in arguments:
@@ -144,7 +115,7 @@ def _check_data(model: Any, arguments: dict[str, Any]) -> None:
 
 
 def _choose_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -> None:
-    """Gives Keras callbacks; those that save the others' state are told of them."""
+    """Pass callbacks to Keras; those that save the others' state are told of them."""
     arguments["callbacks"] = chosen
     resuming = that_resume(chosen) if is_fit else []
     if resuming:
@@ -154,7 +125,7 @@ def _choose_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -
             callback.follow(data_position.current(), others)
 
 
-def _epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
+def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
     """The logs of an epoch, also of one whose batches a run before had all done."""
     position = data_position.current()
     if not logs and position is not None and position.last_logs:
@@ -163,7 +134,7 @@ def _epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
 
 
 def _check_callbacks(strategy: Any, callbacks: Any, arguments: dict[str, Any]) -> None:
-    """Raises on every worker what is wrong with the callbacks of any of them."""
+    """Raise on every worker what is wrong with the callbacks of any of them."""
     worker_group = None if strategy is None else strategy.extended.worker_group
     is_chief = worker_group is None or worker_group.rank == 0
     problem = problem_of(callbacks, arguments) if is_chief else ""
@@ -179,7 +150,7 @@ def _check_callbacks(strategy: Any, callbacks: Any, arguments: dict[str, Any]) -
 
 @contextlib.contextmanager
 def _recording(model: Any, *, is_fit: bool) -> Iterator[None]:
-    """In `fit` callbacks may add to what is traced; nothing is left of it after."""
+    """Undo after `fit` what its callbacks added to what is traced."""
     if not is_fit:
         with _unrecorded():
             yield
@@ -195,7 +166,7 @@ def _recording(model: Any, *, is_fit: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unrecorded() -> Iterator[None]:
-    """What a callback evaluates in the middle of a `fit` is no part of its steps."""
+    """Keep a loop inside a callback of `fit` out of what is recorded of its steps."""
     if loops.is_nested():
         with timing.recorders.suspended(), drift_probe.watches.suspended():
             yield
@@ -203,7 +174,8 @@ def _unrecorded() -> Iterator[None]:
         yield
 
 
-def _on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run one step on a whole global batch, which all workers are given."""
     strategy = strategy_of(model)
     if strategy is None:
         return original(model, *args, **kwargs)
@@ -218,7 +190,7 @@ def _on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
 def _make_function(
     name: str, original: Callable, model: Any, force: bool = False
 ) -> Any:
-    """Notes when a step computes, and when callbacks do."""
+    """Make the function of a step, which tells the watchdog when it computes."""
     if strategy_of(model) is not None:
         _leave_out_xla(model)
     before = getattr(model, name)
@@ -236,8 +208,13 @@ def _make_function(
     return result
 
 
+make_train_function = functools.partial(_make_function, "train_function")
+make_test_function = functools.partial(_make_function, "test_function")
+make_predict_function = functools.partial(_make_function, "predict_function")
+
+
 def _leave_out_xla(model: Any) -> None:
-    """Warns where XLA was asked for, in `compile` or by the model's attribute."""
+    """Warn where XLA was asked for, in `compile` or by the model's attribute."""
     if model.jit_compile and not model.run_eagerly:
         warnings.warn(
             "`jit_compile=True` is left out: XLA cannot compile the collectives of "
@@ -247,19 +224,20 @@ def _leave_out_xla(model: Any) -> None:
         model.jit_compile = False
 
 
-def _save(
+def save(
     original: Callable, model: Any, filepath: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    """Save a model on all workers, each into a file of its own before it is moved."""
     strategy = strategy_of(model)
     if strategy is None:
         return original(model, filepath, *args, **kwargs)
     return save_atomically(strategy, original, model, filepath, *args, **kwargs)
 
 
-def _symbolic_build(
+def build_symbolically(
     original: Callable, model: Any, iterator: Any = None, data_batch: Any = None
 ) -> Any:
-    """Builds from the data's spec; stock takes a batch, which generators lose."""
+    """Build from the data's spec; stock takes a batch, which generators lose."""
     if strategy_of(model) is None or iterator is None:
         return original(model, iterator=iterator, data_batch=data_batch)
     spec = _compat.local_element_spec(_compat.distributed_dataset(iterator))
@@ -276,10 +254,10 @@ def _symbolic_build(
     return _compat.build_by_steps(model, spec)
 
 
-def _reduce_per_replica(
+def reduce_per_replica(
     original: Callable, values: Any, strategy: Any, reduction: Any
 ) -> Any:
-    """What a step returns for all replicas: the last thing that it does."""
+    """Merge what the replicas return from a step: the last thing that it does."""
     reduced = _reduced(original, values, strategy, reduction)
     if is_ours(strategy):
         timing.gather()
@@ -307,14 +285,18 @@ def _concatenated(original: Callable, values: Any, strategy: Any) -> Any:
     return keras.tree.map_structure(lambda v: strategy.gather(v, axis=0), values)
 
 
-def _compile(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+def compile_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compile a model, with its optimizer in the strategy's scope and unwrapped."""
     strategy = strategy_of(model)
     if strategy is None:
         scope_checks.check_no_strategy_in_force(model, "compile")
-        return original(model, *args, **kwargs)
+        result = original(model, *args, **kwargs)
+        file_hooks.unwrap_loss_scaling(model)
+        return result
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     with strategy.scope():
         scope_checks.move_into_scope(strategy, bound.arguments)
         result = original(*bound.args, **bound.kwargs)
+        file_hooks.unwrap_loss_scaling(model)
         scope_checks.move_optimizer_into_scope(strategy, model.optimizer)
     return result

@@ -8,6 +8,7 @@ forward pass and travels with the logs, which are merged in each step anyway.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -112,9 +113,7 @@ class DriftProbe:
         for replica, device in enumerate(self._extended.group.devices):
             parts = [weight.values[replica] for weight in weights]
             with tf.device(device):
-                numbers.append(
-                    _compat.as_one_operation(functools.partial(_number, parts))
-                )
+                numbers.append(_as_one_operation(functools.partial(_number, parts)))
         with tf.device(self._host):
             return tf.stack([tf.cast(number, _WIRE) for number in numbers])
 
@@ -148,3 +147,15 @@ def waiting(model: Any) -> list[DriftProbe]:
     return [
         watch for watch in watches.active() if watch.model is model and watch.is_waiting
     ]
+
+
+def _as_one_operation(function: Callable) -> Any:
+    """Call a function as one operation of the graph, which TensorFlow takes whole.
+
+    Where a branch is not taken, each of its operations is passed over by itself, which
+    takes time; a call that is not inlined is one.
+    """
+    if tf.executing_eagerly():
+        return function()
+    attributes = {"_noinline": True}
+    return tf.function(function, autograph=False, experimental_attributes=attributes)()
