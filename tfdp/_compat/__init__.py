@@ -60,7 +60,6 @@ from tfdp._compat.distribute import (
     SyncOnReadVariable,
     copy_local_parts,
     elements_of,
-    in_replica_thread,
     is_one_device,
     local_part,
     local_replica_id,
@@ -201,9 +200,7 @@ from tfdp._compat.seeds import (
     random_state,
     set_keras_global_seed,
     set_keras_seed_state,
-    set_stand_in_seed,
     set_tensorflow_random_state,
-    stand_in_seed,
     temporary_seed,
     tensorflow_random_state,
 )

@@ -82,12 +82,6 @@ def _create_plain_variable(next_creator: Callable, **kwargs: Any) -> Any:
     )
 
 
-def in_replica_thread() -> bool:
-    """Whether this thread runs one replica's part of `strategy.run`."""
-    context_ = tf.distribute.get_replica_context()
-    return context_ is not None and tf.distribute.has_strategy()
-
-
 def local_replica_id(replica_context: Any) -> int:
     """Index of a replica among those of this process."""
     return replica_context._replica_id

@@ -40,26 +40,6 @@ def global_seed() -> int | None:
     return context.global_seed()
 
 
-# The global seed of this process that stands in for one of the user's, if any.
-_stand_in: list[int] = []
-
-
-def stand_in_seed() -> int | None:
-    """The seed of `set_stand_in_seed` that was set last, or `None`."""
-    return _stand_in[-1] if _stand_in else None
-
-
-def set_stand_in_seed(seed: int) -> None:
-    """Set a global seed that changes only what has no seed of its own.
-
-    With a global seed TensorFlow takes both, so that operations with a seed would
-    draw other numbers than where the user has set no global one. What keeps theirs is
-    `tfdp.keras_hooks.runtime_hooks.seeds_of_operation`.
-    """
-    _stand_in[:] = [seed]
-    tf.random.set_seed(seed)
-
-
 def tensorflow_random_state() -> dict[str, Any]:
     """TensorFlow's global seed and what it draws the seeds of operations from."""
     rng = getattr(context.context(), "_rng", None)  # set by set_random_seed
@@ -67,7 +47,6 @@ def tensorflow_random_state() -> dict[str, Any]:
     seed = context.global_seed()
     return {
         "seed": seed,
-        "stands_in": seed is not None and seed == stand_in_seed(),
         "rng": None if rng is None else rng.getstate(),
         "generator": None if generator is None else generator.state.numpy().tolist(),
     }
@@ -76,8 +55,6 @@ def tensorflow_random_state() -> dict[str, Any]:
 def set_tensorflow_random_state(state: dict[str, Any]) -> None:
     """Set what `tensorflow_random_state` returned, also after JSON."""
     eager = context.context()
-    if state.get("stands_in"):
-        set_stand_in_seed(state["seed"])
     vars(eager)["_seed"] = state["seed"]
     if state["rng"] is not None:
         version, words, gauss = state["rng"]

@@ -39,6 +39,12 @@ def replica_context() -> Any:
     return tf.distribute.get_replica_context() if in_force() else None
 
 
+def in_replica_thread() -> bool:
+    """Whether this thread runs one replica's part of any `strategy.run`."""
+    context = tf.distribute.get_replica_context()
+    return context is not None and tf.distribute.has_strategy()
+
+
 _thread = threading.local()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.base.ownership import in_replica_thread
 from tfdp.collectives import timing
 
 # Names of what is noted, see `tfdp.collectives.timing.Mark`.
@@ -37,7 +38,7 @@ def step_begins(data: list[tf.Tensor]) -> list[tf.Tensor]:
 
 def loss_is_ready(loss: tf.Tensor) -> None:
     """Notes when the forward pass of a replica is through."""
-    if timing.is_timing() and _compat.in_replica_thread():
+    if timing.is_timing() and in_replica_thread():
         notes = timing.mark(TIMES, _compat.local_replica_id_in_force())
         with tf.control_dependencies([tf.convert_to_tensor(loss)]):
             timing.stamp(notes, 1)

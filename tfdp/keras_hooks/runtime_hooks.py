@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdp import _compat
+from tfdp.base import stand_in_seed
 
 
 def hash_once(original: Callable, signature: Any) -> int:
@@ -27,8 +28,8 @@ def hash_once(original: Callable, signature: Any) -> int:
 
 
 def seeds_of_operation(original: Callable, op_seed: Any) -> Any:
-    """Leave operations with a seed their numbers, see `_compat.set_stand_in_seed`."""
+    """Leave operations with a seed their numbers, see `stand_in_seed`."""
     seeds = original(op_seed)
-    if op_seed is not None and seeds[0] == _compat.stand_in_seed():
+    if op_seed is not None and seeds[0] == stand_in_seed.seed():
         return _compat.random_seed.DEFAULT_GRAPH_SEED, seeds[1]
     return seeds

@@ -12,6 +12,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.base import stand_in_seed
+from tfdp.base.ownership import in_replica_thread
 from tfdp.collectives import broadcast
 from tfdp.coordination.checks import check_same_variables
 
@@ -52,7 +54,7 @@ def synchronize_new_variables(strategy: Any) -> None:
     travel together.
     """
     pending = getattr(strategy.extended, "new_variables", None)
-    if pending and not _compat.in_replica_thread():
+    if pending and not in_replica_thread():
         with tf.init_scope():
             _synchronize(strategy)
 
@@ -140,7 +142,7 @@ def agree_on_seed(strategy: Any) -> None:
 _SET_SEED: dict[str, Callable] = {
     "python": random.seed,
     "numpy": np.random.seed,
-    "tensorflow": _compat.set_stand_in_seed,
+    "tensorflow": stand_in_seed.set_seed,
     "keras": _compat.set_keras_global_seed,
 }
 _UNSEEDED = "unseeded"
