@@ -38,14 +38,12 @@ def loses_the_division_by_n(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def clips_before_it_reduces(env: Env, column: Any) -> Iterator[None]:
     """Each replica clips its own gradients, as stock does."""
-    from tfdp.base.ownership import own_step
     from tfdp.step.state_layout import WholeVariables
 
     clipping = keras.optimizers.SGD(**column.options)
 
     def before(gradients: list) -> list:
-        with own_step():
-            return clipping._clip_gradients(gradients)
+        return clipping._clip_gradients(gradients)
 
     with (
         _around_reduction(before=before),
@@ -83,12 +81,12 @@ def looks_for_overflow_on_one_replica(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def updates_one_micro_batch_early(env: Env, column: Any) -> Iterator[None]:
     """The number of micro-batches is off by one."""
-    from tfdp.step.accumulation import Accumulation
+    from tfdp.step.accumulation import AccumulationState
 
-    def completes(accumulation: Any) -> tf.Tensor:
-        return accumulation.count + 2 >= accumulation.steps
+    def is_complete(state: Any) -> tf.Tensor:
+        return state.count + 1 >= state.steps
 
-    with mock.patch.object(Accumulation, "completes", completes):
+    with mock.patch.object(AccumulationState, "is_complete", is_complete):
         yield
 
 

@@ -42,17 +42,17 @@ def test_each_replaced_function_has_the_parameters_it_was_written_for(entry):
 
 
 def test_a_changed_signature_is_told_in_one_sentence(monkeypatch):
-    def clip(self: Any, grads: Any, norm: Any = None, **kwargs: Any) -> Any:
+    def apply(self: Any, grads: Any, scale: Any = None, **kwargs: Any) -> Any:
         return grads
 
-    monkeypatch.setattr(_compat.BaseOptimizer, "_clip_gradients", clip)
-    change = _compat.change_of(entry_of("BaseOptimizer._clip_gradients"))
+    monkeypatch.setattr(_compat.BaseOptimizer, "apply", apply)
+    change = _compat.change_of(entry_of("BaseOptimizer.apply"))
     assert change == (
-        "`keras.src.optimizers.base_optimizer.BaseOptimizer._clip_gradients` is now "
-        f"`_clip_gradients(self, grads, norm, **kwargs)` in Keras {keras.__version__}, "
-        "and was `_clip_gradients(self, grads)` in Keras 3.12 to 3.15: adapt "
-        "`tfdp.keras_hooks.optimizer_hooks.clip_gradients`, which takes its place, "
-        "then its entry in tfdp/keras_hooks/install.py."
+        "`keras.src.optimizers.base_optimizer.BaseOptimizer.apply` is now "
+        f"`apply(self, grads, scale, **kwargs)` in Keras {keras.__version__}, and was "
+        "`apply(self, grads, trainable_variables)` in Keras 3.12 to 3.15: adapt "
+        "`tfdp.keras_hooks.optimizer_hooks.apply`, which takes its place, then its "
+        "entry in tfdp/keras_hooks/install.py."
     )
 
 

@@ -12,6 +12,8 @@ from tensorflow.python.distribute import (
     values,
 )
 
+from tfdp._compat.optimizer_views import stand_in
+
 
 def strategy_of_optimizer(optimizer: Any) -> Any:
     """The strategy in whose scope an optimizer was made, or the default one."""
@@ -117,6 +119,11 @@ def without_missing(optimizer: Any, gradients: list, variables: list) -> tuple:
     return optimizer._filter_empty_gradients(gradients, variables)
 
 
+def overwrite_by_gradients(optimizer: Any, gradients: list, variables: list) -> tuple:
+    """Assign the gradients of float8 scales to them; return the other ones."""
+    return optimizer._overwrite_variables_directly_with_gradients(gradients, variables)
+
+
 def clip_gradients(optimizer: Any, gradients: list) -> list:
     """Clip gradients by an optimizer's settings."""
     return optimizer._clip_gradients(gradients)
@@ -130,8 +137,9 @@ def apply_weight_decay(optimizer: Any, variables: list) -> None:
 def update_variables(
     optimizer: Any, gradients: list, variables: list, learning_rate: Any
 ) -> None:
-    """Run an optimizer's own update on variables."""
-    optimizer._backend_update_step(gradients, variables, learning_rate)
+    """Run an optimizer's own update on variables, whose gradients are reduced."""
+    reduced = stand_in(optimizer, _all_reduce_sum_gradients=list)
+    reduced._backend_update_step(gradients, variables, learning_rate)
 
 
 def count_update(optimizer: Any, count: Any) -> None:

@@ -60,6 +60,16 @@ def num_variables_before_accumulators(optimizer: Any) -> int:
     return 1 + has_rate + count
 
 
+def accumulators_of(optimizer: Any) -> list:
+    """The gradient accumulators by position of the variable, `None` where none is."""
+    return list(optimizer._accumulated_gradients)
+
+
+def micro_batch_counter(optimizer: Any) -> Any:
+    """The counter of an optimizer, of micro-batches where it accumulates."""
+    return optimizer._iterations
+
+
 def accumulators(optimizer: Any) -> list:
     """The gradient accumulators of a built optimizer."""
     return [v for v in optimizer._accumulated_gradients if v is not None]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from keras.src.backend.tensorflow import image as _image
 from keras.src.backend.tensorflow import nn as _nn
-from keras.src.backend.tensorflow import optimizer as _optimizer
 from keras.src.backend.tensorflow import random as _random
 from keras.src.backend.tensorflow import trainer as _trainer
 from keras.src.legacy.saving import legacy_h5_format as _legacy_h5_format
@@ -34,7 +33,6 @@ keras_random = _random
 keras_image = _image
 # Optimizers.
 BaseOptimizer = _base_optimizer.BaseOptimizer
-TFOptimizer = _optimizer.TFOptimizer
 # Files.
 saving_lib = _saving_lib
 legacy_h5_format = _legacy_h5_format

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -43,25 +40,3 @@ def in_replica_thread() -> bool:
     """Whether this thread runs one replica's part of any `strategy.run`."""
     context = tf.distribute.get_replica_context()
     return context is not None and tf.distribute.has_strategy()
-
-
-_thread = threading.local()
-
-
-@contextlib.contextmanager
-def own_step() -> Iterator[None]:
-    """Marks what tfdp's own step asks of Keras's optimizers.
-
-    The gradients are reduced already; each replica is traced in its own thread.
-    """
-    outer = in_own_step()
-    _thread.is_own = True
-    try:
-        yield
-    finally:
-        _thread.is_own = outer
-
-
-def in_own_step() -> bool:
-    """Whether the caller is tfdp's own step."""
-    return getattr(_thread, "is_own", False)

@@ -6,7 +6,7 @@ Read in this order:
     trainer_hooks     compile, fit, evaluate, predict, save
     loss_hooks        losses and metrics: means over the rows of all replicas
     layer_hooks       moments of BatchNormalization, convolutions, seeds
-    optimizer_hooks   a plain Keras optimizer: clip and check the sum
+    optimizer_hooks   a plain Keras optimizer: its updates take the path of a step
     file_hooks        saving and loading with the user's own optimizer
     runtime_hooks     TensorFlow's hash of traced functions, seeds of operations
     file_view         that optimizer, as a view of the DistributedOptimizer around it

@@ -20,7 +20,7 @@ from tfdp.base.param_groups import innermost, is_multi
 from tfdp.sharding import ShardedState
 from tfdp.sharding.full_state import FullState
 from tfdp.sharding.state_tensors import StateTensor
-from tfdp.step.accumulation import Accumulation
+from tfdp.step.accumulation import AccumulationState
 from tfdp.step.loss_scale import LossScale, LossScaling
 
 
@@ -131,7 +131,7 @@ def _entry(tensor: StateTensor, whole: FullState) -> Entry:
 class Sums:
     """What has been accumulated, as one device would hold it."""
 
-    accumulation: Accumulation
+    accumulation: AccumulationState
     scale: LossScale | None
     num_replicas: int
     # Each with what is known of it, where slices are accumulated.
@@ -231,7 +231,7 @@ def _part_view(outer: Any, optimizer: Any, steps: int, sums: Sums | None) -> Any
 def inherit(
     optimizer: Any,
     steps: int,
-    accumulation: Accumulation | None,
+    accumulation: AccumulationState | None,
     trained: list[Any],
     scale: float,
 ) -> None:
@@ -240,7 +240,7 @@ def inherit(
     Args:
         optimizer: Keras optimizer, maybe built for `gradient_accumulation_steps`.
         steps: Int, those.
-        accumulation: `Accumulation` to fill, or `None` where there is none.
+        accumulation: `AccumulationState` to fill, or `None` where there is none.
         trained: List of the variables whose sums it holds.
         scale: Float, the loss scale, by which Keras had divided.
     """

@@ -311,30 +311,11 @@ _LAYERS = (
 _OPTIMIZERS = (
     Replacement(
         _compat.BaseOptimizer,
-        "_backend_apply_gradients(self, grads, trainable_variables)",
-        optimizer_hooks.apply_gradients,
-        "Accumulated gradients of micro-batches with different numbers of rows have to "
-        "be weighed before they are added up.",
+        "apply(self, grads, trainable_variables)",
+        optimizer_hooks.apply,
+        "Each replica clips, accumulates and checks its own gradients before they are "
+        "added up.",
         f"{_KERAS_ISSUE}/20582",
-    ),
-    Replacement(
-        _compat.BaseOptimizer,
-        "_clip_gradients(self, grads)",
-        optimizer_hooks.clip_gradients,
-        "Each replica's gradients are clipped before they are added up.",
-        f"{_TENSORFLOW_ISSUE}/33929",
-    ),
-    Replacement(
-        _compat.TFOptimizer,
-        "_backend_update_step(self, grads, trainable_variables, learning_rate)",
-        optimizer_hooks.update_step,
-        "The all-reduce is not told which variables its gradients belong to.",
-    ),
-    Replacement(
-        _compat.TFOptimizer,
-        "_all_reduce_sum_gradients(self, grads_and_vars)",
-        optimizer_hooks.all_reduce_sum,
-        "Gradients that were reduced before they were clipped would be again.",
     ),
     Replacement(
         keras.optimizers.LossScaleOptimizer,

@@ -20,7 +20,6 @@ from tfdp.base.ownership import in_force, replica_context
 from tfdp.collectives import step_events
 from tfdp.losses import terms
 from tfdp.losses.row_forms.form import CONSTANT, ROWS
-from tfdp.reduction.reducer import is_reducing_gradients
 
 # Each replica is traced in its own thread.
 _thread = threading.local()
@@ -36,7 +35,7 @@ def all_reduce(
     """
     flat = tf.nest.flatten(value)
     is_plain = all(isinstance(x, tf.Tensor) and x.dtype.is_floating for x in flat)
-    if batch_weight.current() is None or is_reducing_gradients() or not is_plain:
+    if batch_weight.current() is None or not is_plain:
         return original(context, reduce_op, value, options)
 
     @tf.custom_gradient

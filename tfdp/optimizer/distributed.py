@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,15 +22,20 @@ from tfdp.base.param_groups import (
 )
 from tfdp.keras_hooks import file_view, install
 from tfdp.optimizer import arguments
-from tfdp.optimizer.features import Features
 from tfdp.optimizer.shardable import ShardableOptimizer
-from tfdp.optimizer.traces import Traces
-from tfdp.reduction.replica_reducer import GradientReducer, LocalReducer, ReplicaReducer
-from tfdp.sharding import ShardedState
+from tfdp.reduction.replica_reducer import GradientReducer, replica_reducer
 from tfdp.sharding.full_state import FullState
-from tfdp.step import path
+from tfdp.step.accumulation import (
+    Accumulator,
+    LocalAccumulation,
+    NoAccumulation,
+    ShardedAccumulation,
+)
+from tfdp.step.inputs import checked_gradients
 from tfdp.step.loss_scale import MOST_SKIPS, LossScaling
-from tfdp.step.state_layout import WholeVariables
+from tfdp.step.path import take_step
+from tfdp.step.state_layout import StateLayout, WholeVariables
+from tfdp.step.step import Schedule, Step, reduce_groups
 
 
 @keras.saving.register_keras_serializable(package="tfdp")
@@ -90,22 +96,13 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         steps = arguments.agreed_steps(accumulation_steps, own_steps)
         super().__init__(learning_rate=0.0, name=name)
         _compat.untrack(self, [self._learning_rate])
-        self.inner_optimizer = optimizer
         self._distribution_strategy = _compat.strategy_of_optimizer(optimizer)
-        self.sharding = sharding
-        self.shard_scope = shard_scope
-        self.offload = offload
-        self._shards: ShardedState | None = None
-        self._features = Features(
-            self._make_variable,
-            self._forget,
-            steps,
-            scaling or (outer and file_view.scaling_of(outer)),
-        )
-        self._traces = Traces()
+        scaling = scaling or (outer and file_view.scaling_of(outer))
+        self._set_up_features(optimizer, steps, scaling)
+        self._set_up_sharding(sharding, shard_scope, offload)
         if optimizer.built:
             self.build(_compat.trained_by(optimizer))
-            self._inherit(outer if scaling is None else None, own_steps)
+            self._inherit(outer if loss_scale is None else None, own_steps)
             self._shard()
 
     # What Keras calls.
@@ -129,7 +126,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         _compat.set_trained(self, trained)
         slices = None
         if self._shards is not None and self.accumulates_sums:
-            slices = self._shards.held
+            slices = self._shards.accumulated_slices
         self._features.build(trained, slices)
 
     # AutoGraph has nothing to convert here; the loops that call it, it may convert.
@@ -172,13 +169,12 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
                 "Call `apply` and `apply_gradients` in the function that is given to "
                 "`strategy.run`."
             )
-        variables = self._variables_of(grads, trainable_variables)
+        if trainable_variables is not None and not self.built:
+            self.build(list(trainable_variables))
+        gradients, variables = checked_gradients(self, grads, trainable_variables)
         with keras.name_scope(self.name):
-            gradients, variables = _compat.without_missing(
-                self, list(grads), list(variables)
-            )
             self._traces.note(self._traced_parts, variables)
-            path.take_step(self._step(variables), gradients)
+            take_step(self._step(variables), gradients)
         self._iterations.assign_add(1)
 
     def flush(self) -> None:
@@ -188,14 +184,6 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         """
         if self.accumulated_steps:
             self._traces.run(self, "flush", self._flush)
-
-    def redistribute_accumulated(self) -> None:
-        """Gives every replica an equal part of what waits, outside a step.
-
-        The sum stays; any one worker can then write it to a file.
-        """
-        if self.accumulated_steps and not self.accumulates_sums:
-            self._traces.run(self, "redistribute", self._redistribute)
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """Gives variables their averages at the end of training, as Keras does."""
@@ -265,13 +253,6 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
 
     # The rest is private.
 
-    def _make_variable(self, **arguments: Any) -> Any:
-        with _compat.scope_of_optimizer(self):
-            return self.add_variable(**arguments)
-
-    def _forget(self, variables: Sequence[Any]) -> None:
-        _compat.untrack(self, list(variables))
-
     def _inherit(self, outer: Any, steps: int) -> None:
         """Goes on where a built optimizer stands."""
         scale = self._features.scale
@@ -286,72 +267,61 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             self.loss_scale or 1.0,
         )
 
-    def _variables_of(self, grads: Any, variables: Any) -> list:
-        if variables is None and not self.built:
-            raise ValueError(
-                "Give `apply` the variables, or build the optimizer for them first: "
-                "`optimizer.build(variables)`."
-            )
-        if variables is not None and not self.built:
-            self.build(list(variables))
-        given = _compat.trained_by(self) if variables is None else list(variables)
-        _compat.check_known(self, given)
-        if len(grads) != len(given):
-            raise ValueError(
-                "`apply` needs one gradient for each variable. Received: "
-                f"{len(grads)} gradients for {len(given)} variables"
-            )
-        return given
-
     def _flush(self) -> None:
         variables = self._traces.variables or _compat.trained_by(self)
-        path.flush(self._step(variables))
+        take_step(self._step(variables), None)
 
-    def _redistribute(self) -> None:
-        assert self._features.accumulation is not None
-        self._features.accumulation.redistribute(_reducer())
-
-    def _step(self, variables: list) -> path.Step:
+    def _step(self, variables: list) -> Step:
         self._check_noise()
-        parts = param_groups_of(self.inner_optimizer, variables)
+        features = self._features
+        param_groups = param_groups_of(self.inner_optimizer, variables)
         reducer = _reducer()
         sharded = None if self._shards is None else self._shards.on_replica()
-        return path.Step(
+        layout = WholeVariables(reducer) if sharded is None else sharded
+        return Step(
             optimizer=self.inner_optimizer,
-            parts=parts,
+            param_groups=param_groups,
             variables=variables,
             positions=[_compat.index_in(self, variable) for variable in variables],
+            accumulator=self._accumulator(layout, param_groups, variables),
             reducer=reducer,
-            weight=batch_weight.weight_for(self),
-            layout=WholeVariables(reducer) if sharded is None else sharded,
-            rates=[self._rate(part) for part in parts],
-            growths=[self._growth(part) for part in parts],
-            noise=self._features.noise,
-            accumulation=self._features.accumulation,
-            scale=self._features.scale,
+            layout=layout,
+            schedules=[self._schedule(group) for group in param_groups],
+            noise=features.noise,
+            scale=features.scale,
             fixed_scale=self.inner_optimizer.loss_scale_factor,
-            sliced=sharded if self.accumulates_sums else None,
         )
 
-    def _rate(self, part: ParamGroup) -> tf.Tensor | None:
+    def _accumulator(
+        self, layout: StateLayout, param_groups: list[ParamGroup], variables: list
+    ) -> Accumulator:
+        weight = batch_weight.weight_for(self)
+        state = self._features.accumulation
+        if state is None:
+            return NoAccumulation(weight)
+        if not self.accumulates_sums:
+            positions = [_compat.index_in(self, variable) for variable in variables]
+            return LocalAccumulation(state, positions, weight)
+        reduce = functools.partial(reduce_groups, layout, param_groups, variables)
+        return ShardedAccumulation(
+            state, layout, reduce, param_groups, variables, weight
+        )
+
+    def _schedule(self, group: ParamGroup) -> Schedule:
         warmup = self._features.warmup
         if warmup is None:
-            return None
-        rate = tf.convert_to_tensor(part.optimizer.learning_rate)
-        updates = tf.convert_to_tensor(part.optimizer.iterations)
-        return rate * tf.cast(warmup.factor(updates), rate.dtype)
-
-    def _growth(self, part: ParamGroup) -> tf.Tensor | None:
-        warmup = self._features.warmup
-        has_rate = rate_is_in_slots(part.optimizer)
-        if warmup is None or not warmup.momentum_correction or not has_rate:
-            return None
-        return warmup.growth(tf.convert_to_tensor(part.optimizer.iterations))
+            return Schedule()
+        optimizer = group.optimizer
+        rate = tf.convert_to_tensor(optimizer.learning_rate)
+        updates = tf.convert_to_tensor(optimizer.iterations)
+        corrects = warmup.momentum_correction and rate_is_in_slots(optimizer)
+        return Schedule(
+            rate * tf.cast(warmup.factor(updates), rate.dtype),
+            warmup.growth(updates) if corrects else None,
+        )
 
 
 def _reducer() -> GradientReducer:
-    context = replica_context()
-    if context is None:
+    if replica_context() is None:
         arguments.check_strategy(tf.distribute.get_strategy())
-        return LocalReducer()
-    return ReplicaReducer(tf.distribute.get_strategy().extended.reducer, context)
+    return replica_reducer()

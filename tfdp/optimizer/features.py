@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfdp.reduction.gradient_noise import GradientNoise
-from tfdp.step.accumulation import Accumulation
+from tfdp.step.accumulation import AccumulationState
 from tfdp.step.loss_scale import LossScale, LossScaling
 from tfdp.step.warmup import Warmup, WarmupOptions
 
@@ -36,7 +36,7 @@ class Features:
         self.plan: int | Mapping[int, int] | None = None
         self.scaling = scaling
         self.warmup_options: WarmupOptions | None = None
-        self.accumulation: Accumulation | None = None
+        self.accumulation: AccumulationState | None = None
         self.scale: LossScale | None = None
         self.warmup: Warmup | None = None
         self.noise: GradientNoise | None = None
@@ -115,7 +115,7 @@ class Features:
         if self._trained is None:
             return
         if self.steps > 1 and self.accumulation is None:
-            self.accumulation = Accumulation(
+            self.accumulation = AccumulationState(
                 self._make_variable, self._accumulated, self.steps
             )
         if self.scaling is not None and self.scale is None:

@@ -1,7 +1,8 @@
-"""What is switched on in a `DistributedOptimizer`, and what can be read of it."""
+"""Settings and counters of a `DistributedOptimizer`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tfdp import _compat
@@ -36,10 +37,6 @@ class OptimizerSettings:
     Those of the wrapped optimizer show through.
     """
 
-    inner_optimizer: Any
-    _features: Features
-    _traces: Traces
-
     weight_decay = InnerAttribute()
     clipnorm = InnerAttribute()
     clipvalue = InnerAttribute()
@@ -48,6 +45,22 @@ class OptimizerSettings:
     ema_momentum = InnerAttribute()
     ema_overwrite_frequency = InnerAttribute()
     loss_scale_factor = InnerAttribute()
+
+    def _set_up_features(
+        self, optimizer: Any, steps: int, scaling: LossScaling | None
+    ) -> None:
+        self.inner_optimizer = optimizer
+        self._features = Features(self._make_variable, self._forget, steps, scaling)
+        self._traces = Traces()
+
+    def _make_variable(self, **arguments: Any) -> Any:
+        with _compat.scope_of_optimizer(self):
+            return self.add_variable(  # type: ignore[attr-defined]
+                **arguments
+            )
+
+    def _forget(self, variables: Sequence[Any]) -> None:
+        _compat.untrack(self, list(variables))
 
     # What is switched on.
 

@@ -1,4 +1,4 @@
-"""How a `DistributedOptimizer` gets its state sharded, and goes on with what it had."""
+"""Sharding of a `DistributedOptimizer`: state that is there is kept and spread."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from tfdp.keras_hooks.saving import is_saving
 from tfdp.optimizer import arguments
 from tfdp.optimizer.settings import OptimizerSettings
 from tfdp.plans.memory import MemoryReport
+from tfdp.reduction.replica_reducer import replica_reducer
 from tfdp.replicas.initial_values import synchronize_new_variables
 from tfdp.sharding import ShardedLayout, ShardedState, memory_report
 
 
 class ShardableOptimizer(OptimizerSettings):
-    """What of a `DistributedOptimizer` decides where its state lies."""
+    """The part of a `DistributedOptimizer` that decides where its state lies."""
 
-    sharding: str
-    shard_scope: str
-    offload: str | None
     built: bool
-    _redistribute: Any
-    _shards: ShardedState | None
     _distribution_strategy: Any
+
+    def _set_up_sharding(
+        self, sharding: str, shard_scope: str, offload: str | None
+    ) -> None:
+        self.sharding = sharding
+        self.shard_scope = shard_scope
+        self.offload = offload
+        self._shards: ShardedState | None = None
 
     @property
     def needs_trace(self) -> bool:
@@ -97,6 +101,14 @@ class ShardableOptimizer(OptimizerSettings):
             )
         return memory_report(self)
 
+    def redistribute_accumulated(self) -> None:
+        """Give every replica an equal part of what waits, outside a step.
+
+        The sum stays; any one worker can then write it to a file.
+        """
+        if self.accumulated_steps and not self.accumulates_sums:
+            self._traces.run(self, "redistribute", self._redistribute)
+
     def swap_averages(self) -> None:
         """Swaps weights with their moving averages, outside a step."""
         self._traces.run(self, "swap", self._swap_averages)
@@ -134,6 +146,10 @@ class ShardableOptimizer(OptimizerSettings):
                 "`tfdp.checkpoint.save(model, directory)`, or `model.save`."
             )
         return super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]
+
+    def _redistribute(self) -> None:
+        assert self._features.accumulation is not None
+        self._features.accumulation.redistribute(replica_reducer())
 
     def _check_noise(self) -> None:
         features = self._features
@@ -177,7 +193,7 @@ class ShardableOptimizer(OptimizerSettings):
                 for item in self._features.accumulation.sums
             ]
         self._traces.drop()  # it would keep the whole sums alive
-        self._features.accumulate(self._shards.held)
+        self._features.accumulate(self._shards.accumulated_slices)
         # What was made in the scope waits for worker 0's values, and has its own.
         synchronize_new_variables(self._distribution_strategy)
         accumulation = self._features.accumulation

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import threading
 import weakref
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp.base.param_groups import path_of
-from tfdp.collectives import ProcessGroup, step_events, timing
+from tfdp.collectives import ProcessGroup, timing
 from tfdp.coordination.checks import check_same_plan, check_same_variables
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.options import CommunicationOptions
@@ -23,39 +20,9 @@ from tfdp.reduction.fusion import (
     make_plan,
     weighted,
 )
-from tfdp.reduction.gradient_noise import squared_norm
 from tfdp.reduction.reduced_gradients import ReducedGradients, unbucketed
 from tfdp.reduction.selection import AlgorithmChoice, AlgorithmSelector
 from tfdp.reduction.sparse import reduce_indexed_slices
-
-_described = threading.local()
-
-
-@contextlib.contextmanager
-def gradients_of(
-    variables: Sequence[Any], *, is_linear: bool, weight: tf.Tensor | None = None
-) -> Iterator[None]:
-    """Tells the reducer whose gradients the next all-reduce of a thread has.
-
-    Args:
-        variables: Sequence of Keras variables.
-        is_linear: Bool, whether the optimizer is linear in the gradient.
-        weight: Scalar tensor by which this replica's gradients count, or `None` for
-            one. Defaults to `None`.
-    """
-    _described.variables = list(variables)
-    _described.is_linear = is_linear
-    _described.weight = weight
-    try:
-        yield
-    finally:
-        _described.variables = _described.weight = None
-        _described.is_linear = False
-
-
-def is_reducing_gradients() -> bool:
-    """Whether the next all-reduce of this thread has the gradients of variables."""
-    return bool(getattr(_described, "variables", None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,18 +76,7 @@ class Reducer:
             The same nest, reduced.
         """
         flat = tf.nest.flatten(value, expand_composites=False)
-        variables = getattr(_described, "variables", None)
-        if variables:
-            reduced = self.reduce_gradients(
-                flat,
-                variables,
-                replica,
-                may_sum=_described.is_linear,
-                weight=_described.weight,
-            )
-            step_events.squared_norm(lambda: self._own_squares(reduced), replica)
-        else:
-            reduced = self._reduce(flat, None, replica)
+        reduced = self._reduce(flat, None, replica)
         results = reduced.gradients()
         if _is_mean(reduce_op):
             results = [_divide(item, self.group.size) for item in results]
@@ -263,9 +219,6 @@ class Reducer:
                 reduce_indexed_slices(item, self.group, replica, may_sum=may_sum)
                 for item in gradients
             ]
-
-    def _own_squares(self, reduced: ReducedGradients) -> tf.Tensor:
-        return squared_norm(reduced.gradients()) / self.group.size
 
     def _check(self, variables: list[Any], replica: int) -> None:
         """Compares the trained variables across workers, once for each set."""

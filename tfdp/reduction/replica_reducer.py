@@ -7,9 +7,10 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.base.ownership import replica_context
 from tfdp.reduction.fusion import weighted
 from tfdp.reduction.reduced_gradients import ReducedGradients, unbucketed
-from tfdp.reduction.reducer import Reducer, gradients_of
+from tfdp.reduction.reducer import Reducer
 
 
 class GradientReducer(Protocol):
@@ -89,13 +90,10 @@ class ReplicaReducer:
         weight: tf.Tensor | None,
     ) -> ReducedGradients:
         """Sums gradients over all replicas, see `Reducer.reduce_gradients`."""
-        if tf.executing_eagerly():
-            # Eager replicas run one after the other and have to meet first.
+        if self._meets_first():
             if weight is not None:
                 gradients = [weighted(gradient, weight) for gradient in gradients]
-            with gradients_of(variables, is_linear=may_sum):
-                sums = self._context.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
-            return unbucketed(list(sums))
+            return unbucketed(self.sum(gradients))
         return self._reducer.reduce_gradients(
             gradients,
             variables,
@@ -106,18 +104,30 @@ class ReplicaReducer:
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sums tensors that are no gradients over all replicas."""
-        return self._context.all_reduce(tf.distribute.ReduceOp.SUM, tensors)
+        return list(self._context.strategy.extended.sum_over_replicas(tensors))
 
     def gather_rows(
         self, gradients: list, variables: list[Any], *, may_sum: bool
     ) -> list:
         """Puts sparse gradients together, see `Reducer.gather_rows`."""
-        if tf.executing_eagerly():
-            with gradients_of(variables, is_linear=may_sum):
-                return self.sum(gradients) if gradients else []
+        if self._meets_first():
+            return self.sum(gradients) if gradients else []
         return self._reducer.gather_rows(
             gradients,
             variables,
             _compat.local_replica_id(self._context),
             may_sum=may_sum,
         )
+
+    def _meets_first(self) -> bool:
+        # Eager replicas of a process run one after the other: a collective would wait
+        # for one that has not started.
+        return tf.executing_eagerly() and len(self._reducer.group.devices) > 1
+
+
+def replica_reducer() -> GradientReducer:
+    """The reducer of the replica that is running, or of a single device."""
+    context = replica_context()
+    if context is None:
+        return LocalReducer()
+    return ReplicaReducer(tf.distribute.get_strategy().extended.reducer, context)

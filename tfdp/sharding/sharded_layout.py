@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base.ownership import own_step
 from tfdp.base.param_groups import ParamGroup, is_elementwise
 from tfdp.reduction.fusion import weighted
 from tfdp.sharding.gradient_statistics import ShardedGradientStatistics, own_squares
@@ -21,7 +20,7 @@ class ShardedLayout:
     """What a step does with gradients where the state is sharded, on one replica.
 
     Args:
-        parts: Dict from the `id` of an inner optimizer to its `ShardedParamGroup`.
+        groups: Dict from the `id` of an inner optimizer to its `ShardedParamGroup`.
         replica: Int, index of the calling replica among the local ones.
         collectives_of: Callable from a `ShardedParamGroup` to its `ShardCollectives`.
         reducer: `GradientReducer`, for rows of sparse gradients.
@@ -29,19 +28,19 @@ class ShardedLayout:
 
     def __init__(
         self,
-        parts: dict[int, ShardedParamGroup],
+        groups: dict[int, ShardedParamGroup],
         replica: int,
         collectives_of: Callable[[ShardedParamGroup], ShardCollectives],
         reducer: Any,
     ) -> None:
-        self._parts = parts
+        self._groups = groups
         self._replica = replica
         self._collectives_of = collectives_of
         self._reducer = reducer
 
     def reduce(
         self,
-        part: ParamGroup,
+        group: ParamGroup,
         gradients: list,
         variables: list,
         *,
@@ -49,8 +48,8 @@ class ShardedLayout:
         weight: tf.Tensor | None,
     ) -> ShardedGradients:
         """By a reduce-scatter of each bucket; rows of sparse gradients go to all."""
-        own = self._part(part)
-        positions = [_compat.index_in(part.optimizer, v) for v in variables]
+        own = self._sharded(group)
+        positions = [_compat.index_in(group.optimizer, v) for v in variables]
         sparse = {
             position: (gradient, variable)
             for position, gradient, variable in zip(
@@ -81,38 +80,38 @@ class ShardedLayout:
             tuple(positions),
         )
 
-    def held(
-        self, parts: Sequence[ParamGroup], sums: list[ShardedGradients]
+    def slices_of(
+        self, groups: Sequence[ParamGroup], sums: list[ShardedGradients]
     ) -> tuple[list[tf.Tensor], list[int]]:
         """What is accumulated of sums: slices, and which accumulators take them."""
         tensors, places = [], []
-        for part, item in zip(parts, sums, strict=True):
-            first = self._first_slice(part)
+        for group, item in zip(groups, sums, strict=True):
+            first = self._first_slice(group)
             for number, piece in enumerate(item.slices):
                 if piece is not None:
                     tensors.append(piece)
                     places.append(first + number)
         return tensors, places
 
-    def with_held(
+    def from_slices(
         self,
-        parts: Sequence[ParamGroup],
+        groups: Sequence[ParamGroup],
         variables: Sequence[Any],
         tensors: list[tf.Tensor],
     ) -> list[ShardedGradients]:
-        """Sums made of what was accumulated, the inverse of `held`.
+        """Sums made of what was accumulated, the inverse of `slices_of`.
 
         Args:
-            parts: Sequence of `ParamGroup`.
+            groups: Sequence of `ParamGroup`.
             variables: Sequence of the step's variables.
             tensors: List of slices, one for each accumulator.
         """
         found = []
-        for part in parts:
-            own = self._part(part)
-            first = self._first_slice(part)
+        for group in groups:
+            own = self._sharded(group)
+            first = self._first_slice(group)
             order = [
-                _compat.index_in(part.optimizer, v) for v in part.of(list(variables))
+                _compat.index_in(group.optimizer, v) for v in group.of(list(variables))
             ]
             slices: list[tf.Tensor | None] = [
                 tensors[first + number] if bucket.indices & set(order) else None
@@ -121,54 +120,54 @@ class ShardedLayout:
             found.append(ShardedGradients(slices, frozenset(order), {}, tuple(order)))
         return found
 
-    def _first_slice(self, part: ParamGroup) -> int:
-        """The place of a part's first bucket among those of all parts."""
+    def _first_slice(self, group: ParamGroup) -> int:
+        """The place of a group's first bucket among those of all groups."""
         first = 0
-        for key, own in self._parts.items():
-            if key == id(part.optimizer):
+        for key, own in self._groups.items():
+            if key == id(group.optimizer):
                 break
             first += len(own.plan.buckets)
         return first
 
     def examine(
         self,
-        parts: Sequence[ParamGroup],
+        groups: Sequence[ParamGroup],
         sums: list[ShardedGradients],
         *,
         checks: bool,
         measures: bool,
     ) -> ShardedGradientStatistics:
         """By one small all-reduce, if anybody asks."""
-        needed = checks or measures or any(_clips_by_norm(p.optimizer) for p in parts)
-        own = [self._part(part) for part in parts]
+        needed = checks or measures or any(_clips_by_norm(p.optimizer) for p in groups)
+        own = [self._sharded(group) for group in groups]
         return ShardedGradientStatistics(
             own, sums, self._collectives_of(own[0]), is_needed=needed
         )
 
     def own_squares(
-        self, parts: Sequence[ParamGroup], sums: list[ShardedGradients]
+        self, groups: Sequence[ParamGroup], sums: list[ShardedGradients]
     ) -> tf.Tensor:
         """Those of the own slices, of which there may be copies on other nodes."""
-        own = [self._part(part) for part in parts]
+        own = [self._sharded(group) for group in groups]
         collectives = self._collectives_of(own[0])
         pairs = zip(own, sums, strict=True)
-        squares = [own_squares(part, item, collectives.owner) for part, item in pairs]
+        squares = [own_squares(group, item, collectives.owner) for group, item in pairs]
         return tf.add_n(squares) / collectives.num_copies
 
     def clip(
         self,
-        part: ParamGroup,
+        group: ParamGroup,
         sums: ShardedGradients,
         statistics: ShardedGradientStatistics,
     ) -> ShardedGradients:
         """Clips by norms of whole variables, of which the replica has slices."""
-        optimizer = part.optimizer
+        optimizer = group.optimizer
         if not _clips_by_norm(optimizer):
             limit = optimizer.clipvalue
             if not limit or limit <= 0:
                 return sums
             return sums.map(lambda values: tf.clip_by_value(values, -limit, limit))
-        own = self._part(part)
+        own = self._sharded(group)
         owner = self._state(own).owner
         norms = statistics.squared_norms(own)  # [num_variables]
         if optimizer.clipnorm and optimizer.clipnorm > 0:
@@ -183,68 +182,67 @@ class ShardedLayout:
         whole = sums.without_rows(own.plan, owner)
         return whole.map(lambda values: values * tf.cast(factor, values.dtype))
 
-    def scale_momentum(self, part: ParamGroup, growth: Any) -> None:
+    def scale_momentum(self, group: ParamGroup, factor: Any) -> None:
         """See `WholeVariables`."""
-        state = self._state(self._part(part))
+        state = self._state(self._sharded(group))
 
         def scale() -> tf.Tensor:
-            state.scale_momentum(growth)
+            state.scale_momentum(factor)
             return tf.constant(True)
 
-        tf.cond(tf.equal(growth, 1.0), lambda: tf.constant(False), scale)
+        tf.cond(tf.equal(factor, 1.0), lambda: tf.constant(False), scale)
 
     def update(
-        self, part: ParamGroup, gradients: ShardedGradients, variables: list, rate: Any
+        self, group: ParamGroup, gradients: ShardedGradients, variables: list, rate: Any
     ) -> None:
         """Updates what the replica owns; all-gathers the new values by bucket."""
-        own = self._part(part)
-        optimizer = part.optimizer
+        own = self._sharded(group)
+        optimizer = group.optimizer
         if rate is None:
             rate = tf.convert_to_tensor(optimizer.learning_rate)
         else:
             optimizer = _compat.with_rate(optimizer, rate)
-        if is_elementwise(part.optimizer):
+        if is_elementwise(group.optimizer):
             optimizer = _compat.with_counter_read(optimizer)
-        with own_step():
-            news = self._state(own).update(optimizer, gradients, own.variables, rate)
+        news = self._state(own).update(optimizer, gradients, own.variables, rate)
         self._spread(own, news, gradients.present)
 
-    def average(self, part: ParamGroup) -> None:
+    def average(self, group: ParamGroup) -> None:
         """Each replica those of what it owns."""
-        own = self._part(part)
-        self._state(own).average(part.optimizer, own.variables)
+        own = self._sharded(group)
+        self._state(own).average(group.optimizer, own.variables)
 
-    def overwrite_with_average(self, part: ParamGroup) -> None:
+    def overwrite_with_average(self, group: ParamGroup) -> None:
         """All-gathers the averages by bucket."""
-        own = self._part(part)
+        own = self._sharded(group)
         everything = frozenset(range(len(own.variables)))
         self._spread(own, self._state(own).averages(), everything)
 
-    def swap_with_average(self, part: ParamGroup) -> None:
+    def swap_with_average(self, group: ParamGroup) -> None:
         """Gives variables the values of their averages, and the other way round."""
-        own = self._part(part)
+        own = self._sharded(group)
         state = self._state(own)
         values = state.own_values(own.variables)
-        self.overwrite_with_average(part)
+        self.overwrite_with_average(group)
         state.set_averages(values)
 
-    def restart_average(self, part: ParamGroup) -> None:
+    def restart_average(self, group: ParamGroup) -> None:
         """Gives averages the values of their variables."""
-        own = self._part(part)
+        own = self._sharded(group)
         state = self._state(own)
         state.set_averages(state.own_values(own.variables))
 
     def _spread(
         self, own: ShardedParamGroup, slices: list, present: frozenset[int]
     ) -> None:
-        wholes = self._collectives_of(own).gather(own.plan, slices)
-        for index in sorted(present & wholes.keys()):
-            part = _compat.local_part(own.variables[index])
-            value = tf.reshape(wholes[index], part.shape)
-            part.assign(tf.cast(value, part.dtype), read_value=False)
+        gathered = self._collectives_of(own).gather(own.plan, slices)
+        for index in sorted(present & gathered.keys()):
+            variable = _compat.local_part(own.variables[index])
+            value = tf.reshape(gathered[index], variable.shape)
+            variable.assign(tf.cast(value, variable.dtype), read_value=False)
 
-    def _part(self, part: ParamGroup) -> ShardedParamGroup:
-        return self._parts[id(part.optimizer)]
+    def _sharded(self, group: ParamGroup) -> ShardedParamGroup:
+        return self._groups[id(group.optimizer)]
 
     def _state(self, own: ShardedParamGroup) -> Any:
         return own.replicas[self._replica]

@@ -39,8 +39,8 @@ _MOST_PADDING = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-    """A slice of accumulated gradients, as `Accumulation` makes one for a variable.
+class AccumulatedSlice:
+    """Path, shape and dtype of a slice of accumulated gradients.
 
     Args:
         path: String.
@@ -183,10 +183,10 @@ class ShardedState:
         )
 
     @property
-    def held(self) -> list[Held]:
-        """What is accumulated where gradients are sharded too: slices."""
+    def accumulated_slices(self) -> list[AccumulatedSlice]:
+        """Slices to accumulate where gradients are sharded too, one for each bucket."""
         return [
-            Held(f"bucket_{number}", (bucket.slice_size,), bucket.dtype)
+            AccumulatedSlice(f"bucket_{number}", (bucket.slice_size,), bucket.dtype)
             for part in self.parts.values()
             for number, bucket in enumerate(part.plan.buckets)
         ]

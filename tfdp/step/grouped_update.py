@@ -14,7 +14,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base.ownership import own_step
 from tfdp.base.param_groups import gains_from_groups, is_elementwise
 from tfdp.step.flat_params import FlatParameter, pack
 
@@ -45,14 +44,10 @@ def decay_and_update(
         optimizer = _compat.with_rate(optimizer, rate)
     if is_elementwise(optimizer):
         optimizer = _compat.with_counter_read(optimizer)
-    with own_step():
-        _compat.apply_weight_decay(optimizer, [variables[i] for i in single])
-        _compat.update_variables(
-            optimizer,
-            [gradients[i] for i in single],
-            [variables[i] for i in single],
-            rate,
-        )
+    _compat.apply_weight_decay(optimizer, [variables[i] for i in single])
+    _compat.update_variables(
+        optimizer, [gradients[i] for i in single], [variables[i] for i in single], rate
+    )
     for group in groups:
         members = [variables[index] for index in group]
         _update_group(optimizer, [gradients[i] for i in group], members, rate)

@@ -1,6 +1,6 @@
 """THE PATH of a step on one replica: from local gradients to updated variables.
 
-    local gradients -> 1 accumulate -> [at the last micro-batch:] 2 reduce
+    local gradients -> 1 take in -> [at the last micro-batch:] 2 reduce
       -> 3 unscale -> 4 all finite? -> 5 clip -> 6 decay and update
       -> 7 moving averages -> 8 constraints -> 9 count
 
@@ -11,7 +11,7 @@ an overflow anywhere is skipped everywhere and changes the scale and its counter
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,247 +19,194 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import batch_weight
-from tfdp.base.param_groups import ParamGroup, is_linear
+from tfdp.base.param_groups import ParamGroup
 from tfdp.collectives import step_events
-from tfdp.reduction.fusion import weighted
 from tfdp.reduction.gradient_noise import GradientNoise, squared_norm
-from tfdp.reduction.replica_reducer import GradientReducer
-from tfdp.step.accumulation import Accumulation, dense
-from tfdp.step.loss_scale import LossScale
-from tfdp.step.state_layout import GradientStatistics, SlicedLayout, StateLayout
+from tfdp.step.accumulation import Totals
+from tfdp.step.state_layout import GradientStatistics, StateLayout
+from tfdp.step.step import Step
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """What a step is made of.
-
-    Args:
-        optimizer: Keras optimizer that the parts belong to.
-        parts: List of `ParamGroup`, which optimizer updates which variables.
-        variables: List of Keras variables that have gradients.
-        positions: List of ints, their positions among all trained variables.
-        reducer: `GradientReducer`, sums what is no gradient over the replicas.
-        weight: Scalar tensor by which this replica's gradients count, see
-            `tfdp.data.batch_weights`, or `None` for one.
-        layout: `StateLayout`, where gradients, variables and slots lie.
-        rates: List of scalar tensors, the learning rate of each part, or `None`
-            for the optimizer's own.
-        growths: List of scalar tensors or `None`, by how much the rate of each
-            part has grown in a warmup, where its momentum contains the rate.
-        noise: `GradientNoise`, or `None` if it is not measured.
-        accumulation: `Accumulation`, or `None` for an update each time.
-        scale: `LossScale`, or `None` for none.
-        fixed_scale: Float, a factor of the loss that is not looked after.
-        sliced: `SlicedLayout`, the layout, where what is accumulated are slices of
-            sums over all replicas; `None` for the replica's own gradients.
-    """
-
-    optimizer: Any
-    parts: list[ParamGroup]
-    variables: list[Any]
-    positions: list[int]
-    reducer: GradientReducer
-    weight: tf.Tensor | None
-    layout: StateLayout
-    rates: list[Any]
-    growths: list[Any]
-    noise: GradientNoise | None
-    accumulation: Accumulation | None
-    scale: LossScale | None
-    fixed_scale: float | None
-    sliced: SlicedLayout | None = None
-
-
-def take_step(step: Step, gradients: Sequence[Any]) -> None:
-    """Takes in the gradients of one micro-batch of this replica.
+def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
+    """Take in the gradients of one micro-batch of this replica.
 
     Args:
         step: `Step`.
-        gradients: Sequence of tensors and `tf.IndexedSlices`, one for each of
-            the step's variables.
+        gradients: Sequence of tensors and `tf.IndexedSlices`, one for each of the
+            step's variables, or `None` to make an update of what was accumulated.
     """
-    accumulation = step.accumulation
-    if accumulation is None:
-        sums = _reduce(step, gradients, step.weight)
-        _finish(step, *_update_all(step, sums, None, gradients))
-        return
-    gradients = dense(gradients)
-    if step.weight is not None:
-        # Each micro-batch has its own rows.
-        gradients = [weighted(item, step.weight) for item in gradients]
-    made, kept = tf.cond(
-        accumulation.completes(),
-        lambda: _close_and_update(step, accumulation, gradients),
-        lambda: _accumulate(step, accumulation, gradients),  # 1
-    )
-    _finish(step, made, kept)
+    taken = None if gradients is None else list(gradients)
+    take_totals, is_due = step.accumulator.take(taken)  # 1
+
+    def update() -> tf.Tensor:
+        totals = take_totals()
+        sums = _reduce(step, totals)  # 2
+        sums = _unscale(step, sums, totals)  # 3
+        statistics = _examine(step, sums, totals)
+        is_finite = _is_finite(step, statistics)  # 4
+
+        def apply() -> None:
+            clipped = _clip(step, sums, statistics)  # 5
+            _decay_and_update(step, clipped)  # 6
+
+        _cond(is_finite, apply, lambda: _skip(step, statistics))
+        return is_finite
+
+    is_updated, is_kept = _update_if(is_due, update)
+    _average(step, is_kept)  # 7
+    _constrain(step, is_kept)  # 8
+    _count(step, is_updated, is_kept)  # 9
 
 
-def flush(step: Step) -> None:
-    """Makes an update of what was accumulated, however many micro-batches."""
-    if step.accumulation is not None:
-        _finish(step, *_close_and_update(step, step.accumulation, None))
+def _reduce(step: Step, totals: Totals) -> list:
+    """Sum over all replicas, for each group, what is not summed already (ZeRO-2)."""
+    return step.reduce(totals) if totals.sums is None else totals.sums
 
 
-def _accumulate(
-    step: Step, accumulation: Accumulation, gradients: Sequence[Any]
-) -> tuple[tf.Tensor, tf.Tensor]:
-    if step.sliced is None:
-        accumulation.add(gradients, step.positions)
-    else:
-        accumulation.add(*step.sliced.held(step.parts, _reduce(step, gradients, None)))
-    return tf.constant(False), tf.constant(True)
+def _unscale(step: Step, sums: list, totals: Totals) -> list:
+    """Divide by micro-batches times loss scale."""
+    divisor = _divisor(step, totals)
+    return sums if divisor is None else [item.divided_by(divisor) for item in sums]
 
 
-def _close_and_update(
-    step: Step, accumulation: Accumulation, gradients: Sequence[Any] | None
-) -> tuple[tf.Tensor, tf.Tensor]:
-    if step.sliced is None:
-        totals, count = accumulation.close(gradients, step.positions)
-        return _update_all(step, _reduce(step, totals, None), count, totals)
-    if gradients is not None:
-        accumulation.add(*step.sliced.held(step.parts, _reduce(step, gradients, None)))
-    totals, count = accumulation.close(None, range(len(accumulation.sums)))
-    sums = step.sliced.with_held(step.parts, step.variables, totals)
-    return _update_all(step, sums, count, None)
+def _divisor(step: Step, totals: Totals) -> tf.Tensor | None:
+    """Micro-batches times loss scale in float64, or `None` for one."""
+    factors = [totals.count, step.scale and step.scale.read(), step.fixed_scale]
+    given = [tf.cast(factor, tf.float64) for factor in factors if factor is not None]
+    return tf.reduce_prod(given) if given else None
 
 
-def _reduce(step: Step, gradients: Sequence[Any], weight: tf.Tensor | None) -> list:
-    """The gradients of each part, summed over all replicas."""
-    return [
-        step.layout.reduce(  # 2
-            part,
-            part.of(gradients),
-            part.of(step.variables),
-            may_sum=is_linear(part.optimizer),
-            weight=weight,
-        )
-        for part in step.parts
-    ]
-
-
-def _update_all(
-    step: Step,
-    sums: list,
-    count: tf.Tensor | None,
-    own_gradients: Sequence[Any] | None,
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns whether an update was made and whether nothing was skipped."""
-    divisor = _divisor(step, count)
-    if divisor is not None:
-        sums = [item.divided_by(divisor) for item in sums]  # 3
-    noise = None if own_gradients is None else step.noise
+def _examine(step: Step, sums: list, totals: Totals) -> GradientStatistics:
+    """Norms and finite flags of the sums, as far as anybody asks for them."""
+    measures = step.noise is not None and totals.gradients is not None
     statistics = step.layout.examine(
-        step.parts, sums, checks=step.scale is not None, measures=noise is not None
+        step.param_groups, sums, checks=step.scale is not None, measures=measures
     )
-    step_events.squared_norm(lambda: step.layout.own_squares(step.parts, sums))
-    if noise is not None and own_gradients is not None:
-        _measure_noise(step, noise, own_gradients, statistics, count, divisor)
-    if step.scale is None:
-        _update(step, sums, statistics)
-        return tf.constant(True), tf.constant(True)
-    is_finite = statistics.is_finite()  # 4
-    scale = step.scale
-    tf.cond(
-        is_finite,
-        lambda: _update(step, sums, statistics),
-        lambda: _skip(step, scale, statistics),
-    )
-    return is_finite, is_finite
+    step_events.squared_norm(lambda: step.layout.own_squares(step.param_groups, sums))
+    if step.noise is not None and totals.gradients is not None:
+        _measure_noise(step, step.noise, totals, statistics)
+    return statistics
 
 
 def _measure_noise(
-    step: Step,
-    noise: GradientNoise,
-    gradients: Sequence[Any],
-    statistics: GradientStatistics,
-    count: tf.Tensor | None,
-    divisor: tf.Tensor | None,
+    step: Step, noise: GradientNoise, totals: Totals, statistics: GradientStatistics
 ) -> None:
-    """Compares each replica's gradient with that of all, by one scalar more."""
+    """Compare each replica's gradient with that of all, by one scalar more."""
     samples, weight = batch_weight.num_samples(), batch_weight.current()
     if samples is None or weight is None:
         return
     replicas = step.reducer.num_replicas
+    divisor = _divisor(step, totals)
     factor = tf.constant(1.0, tf.float64) if divisor is None else divisor
-    if count is not None:
+    if totals.count is not None:
         # What was accumulated has the weights of its micro-batches.
-        samples, factor = samples * tf.cast(count, tf.float32), factor / replicas
+        samples = samples * tf.cast(totals.count, tf.float32)
+        factor = factor / replicas
     elif step.scale is not None:
         factor *= weight  # the loss was multiplied by it
-    own = squared_norm(gradients) / tf.square(tf.cast(factor, tf.float32))
+    own = squared_norm(totals.gradients or []) / tf.square(tf.cast(factor, tf.float32))
     own = tf.math.multiply_no_nan(own, tf.cast(weight > 0, tf.float32))
     small = step.reducer.sum([own])[0] / replicas
     noise.update(small, statistics.squared_norm(), replicas, samples)
 
 
-def _divisor(step: Step, count: tf.Tensor | None) -> tf.Tensor | None:
-    """Micro-batches times loss scale in float64, or `None` for one."""
-    factors = [count, step.scale and step.scale.read(), step.fixed_scale]
-    given = [tf.cast(factor, tf.float64) for factor in factors if factor is not None]
-    return tf.reduce_prod(given) if given else None
+def _is_finite(step: Step, statistics: GradientStatistics) -> tf.Tensor | bool:
+    """Whether all gradients of all replicas are finite; only a loss scale asks."""
+    return True if step.scale is None else statistics.is_finite()
 
 
-def _update(step: Step, sums: list, statistics: GradientStatistics) -> tf.Tensor:
-    for part, reduced, rate, growth in zip(
-        step.parts, sums, step.rates, step.growths, strict=True
+def _skip(step: Step, statistics: GradientStatistics) -> None:
+    assert step.scale is not None
+    groups = step.param_groups
+    positions = [item for group in groups for item in group.of(step.positions)]
+    step.scale.note_skip(statistics.non_finite(), positions)
+
+
+def _clip(step: Step, sums: list, statistics: GradientStatistics) -> list:
+    return [
+        step.layout.clip(group, reduced, statistics)
+        for group, reduced in zip(step.param_groups, sums, strict=True)
+    ]
+
+
+def _decay_and_update(step: Step, gradients: list) -> None:
+    for group, clipped, schedule in zip(
+        step.param_groups, gradients, step.schedules, strict=True
     ):
-        gradients = step.layout.clip(part, reduced, statistics)  # 5
-        if growth is not None:
-            step.layout.scale_momentum(part, growth)
-        step.layout.update(part, gradients, part.of(step.variables), rate)  # 6
+        if schedule.momentum_factor is not None:
+            step.layout.scale_momentum(group, schedule.momentum_factor)
+        step.layout.update(group, clipped, group.of(step.variables), schedule.rate)
     if step.scale is not None:
         step.scale.note_success()
-    return tf.constant(True)
 
 
-def _skip(step: Step, scale: LossScale, statistics: GradientStatistics) -> tf.Tensor:
-    positions = [item for part in step.parts for item in part.of(step.positions)]
-    scale.note_skip(statistics.non_finite(), positions)
-    return tf.constant(False)
+def _average(step: Step, is_kept: tf.Tensor | bool) -> None:
+    """Move the averages after every micro-batch, as Keras does."""
+    for group in step.param_groups:
+        if group.optimizer.use_ema:
+            _cond(is_kept, functools.partial(_average_group, step.layout, group))
 
 
-def _finish(step: Step, made: tf.Tensor, kept: tf.Tensor) -> None:
-    """Averages and constraints follow every micro-batch, as in Keras."""
-    for part in step.parts:
-        if part.optimizer.use_ema:
-            _when(kept, step.scale, lambda p=part: _average(step.layout, p))  # 7
-    for variable in step.variables:
-        if variable.constraint is not None:
-            _when(kept, step.scale, lambda v=variable: _constrain(v))  # 8
-    counted = {id(item): item for item in (step.optimizer, *_optimizers(step))}
-    for optimizer in counted.values():
-        _compat.count_update(optimizer, tf.cast(made, tf.int64))  # 9
-
-
-def _optimizers(step: Step) -> list:
-    return [part.optimizer for part in step.parts]
-
-
-def _average(layout: StateLayout, part: ParamGroup) -> None:
-    layout.average(part)
-    optimizer = part.optimizer
+def _average_group(layout: StateLayout, group: ParamGroup) -> None:
+    layout.average(group)
+    optimizer = group.optimizer
     if optimizer.ema_overwrite_frequency:
         is_due = (optimizer.iterations + 1) % optimizer.ema_overwrite_frequency == 0
-        _cond(is_due, lambda: layout.overwrite_with_average(part))
+        _cond(is_due, lambda: layout.overwrite_with_average(group))
 
 
-def _constrain(variable: Any) -> None:
+def _constrain(step: Step, is_kept: tf.Tensor | bool) -> None:
+    """Apply the constraints after every micro-batch, as Keras does."""
+    for variable in step.variables:
+        if variable.constraint is not None:
+            _cond(is_kept, functools.partial(_constrain_one, variable))
+
+
+def _constrain_one(variable: Any) -> None:
     part = _compat.local_part(variable)
     part.assign(variable.constraint(part), read_value=False)
 
 
-def _when(kept: tf.Tensor, scale: LossScale | None, action: Callable) -> None:
-    """Only with a loss scale can a step be skipped."""
-    if scale is None:
-        action()
-    else:
-        _cond(kept, action)
+def _count(step: Step, is_updated: tf.Tensor | bool, is_kept: tf.Tensor | bool) -> None:
+    counts = is_kept if step.counts_micro_batches else is_updated
+    optimizers = [step.optimizer, *(group.optimizer for group in step.param_groups)]
+    for optimizer in {id(item): item for item in optimizers}.values():
+        _compat.count_update(optimizer, tf.cast(counts, tf.int64))
 
 
-def _cond(predicate: Any, action: Callable) -> None:
-    def act() -> tf.Tensor:
-        action()
+def _update_if(
+    is_due: tf.Tensor | None, update: Callable[[], tf.Tensor | bool]
+) -> tuple[tf.Tensor | bool, tf.Tensor | bool]:
+    """Run an update when it is due.
+
+    Returns:
+        Tuple of whether an update was made and whether nothing was skipped.
+    """
+    if is_due is None:
+        is_updated = update()
+        return is_updated, is_updated
+
+    def run() -> tuple[tf.Tensor, tf.Tensor]:
+        is_updated = tf.convert_to_tensor(update())
+        return is_updated, is_updated
+
+    return tf.cond(is_due, run, lambda: (tf.constant(False), tf.constant(True)))
+
+
+def _cond(
+    predicate: tf.Tensor | bool,
+    action: Callable[[], None],
+    otherwise: Callable[[], None] | None = None,
+) -> None:
+    if isinstance(predicate, bool):
+        branch = action if predicate else otherwise
+        if branch is not None:
+            branch()
+        return
+
+    def run(branch: Callable[[], None] | None) -> tf.Tensor:
+        if branch is not None:
+            branch()
         return tf.constant(True)
 
-    tf.cond(predicate, act, lambda: tf.constant(False))
+    tf.cond(predicate, lambda: run(action), lambda: run(otherwise))

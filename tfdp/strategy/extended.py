@@ -147,6 +147,14 @@ class ReplicaExtended:
         replica = _compat.local_replica_id(context)
         return self.reducer.reduce(reduce_op, value, replica)
 
+    def sum_over_replicas(self, values: list) -> list:
+        """All-reduce values by their sum, in replica context.
+
+        Args:
+            values: List of tensors and `tf.IndexedSlices`.
+        """
+        return self._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, values)
+
     def _get_cross_device_ops(self, value: Any) -> Any:
         local = getattr(value, "values", (value,))
         if len(local) == len(self.group.devices):

@@ -1,0 +1,126 @@
+"""`Step`: the settings and state that one step of a replica is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.base import batch_weight
+from tfdp.base.param_groups import ParamGroup, is_linear, param_groups_of
+from tfdp.reduction.gradient_noise import GradientNoise
+from tfdp.reduction.replica_reducer import GradientReducer
+from tfdp.step.accumulation import (
+    Accumulator,
+    KerasAccumulation,
+    NoAccumulation,
+    Totals,
+)
+from tfdp.step.loss_scale import LossScale
+from tfdp.step.state_layout import StateLayout, WholeVariables
+
+
+class Schedule(NamedTuple):
+    """The learning rate of a parameter group in one update.
+
+    Args:
+        rate: Scalar tensor, or `None` for the optimizer's own.
+        momentum_factor: Scalar tensor, by how much the rate has grown since the last
+            update where momentum contains the rate, or `None`.
+    """
+
+    rate: tf.Tensor | None = None
+    momentum_factor: tf.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Settings and state of a step, see `tfdp.step.path`.
+
+    Args:
+        optimizer: Keras optimizer that the parameter groups belong to.
+        param_groups: List of `ParamGroup`, which optimizer updates which variables.
+        variables: List of Keras variables that have gradients.
+        positions: List of ints, their positions among all trained variables.
+        accumulator: `Accumulator`, stage 1.
+        reducer: `GradientReducer`, sums over the replicas.
+        layout: `StateLayout`, where gradients, variables and slots lie.
+        schedules: List of `Schedule`, one for each parameter group.
+        noise: `GradientNoise`, or `None` if it is not measured.
+        scale: `LossScale`, or `None` for none.
+        fixed_scale: Float, a factor of the loss that is not looked after, or `None`.
+        counts_micro_batches: Bool, whether the optimizer counts micro-batches, as
+            Keras's accumulation does, and not updates. Defaults to `False`.
+    """
+
+    optimizer: Any
+    param_groups: list[ParamGroup]
+    variables: list[Any]
+    positions: list[int]
+    accumulator: Accumulator
+    reducer: GradientReducer
+    layout: StateLayout
+    schedules: list[Schedule]
+    noise: GradientNoise | None = None
+    scale: LossScale | None = None
+    fixed_scale: float | None = None
+    counts_micro_batches: bool = False
+
+    def reduce(self, totals: Totals) -> list:
+        """Sum the gradients of each parameter group over all replicas."""
+        return reduce_groups(self.layout, self.param_groups, self.variables, totals)
+
+
+def reduce_groups(
+    layout: StateLayout, param_groups: list[ParamGroup], variables: list, totals: Totals
+) -> list:
+    """Sum the gradients of each parameter group over all replicas.
+
+    Args:
+        layout: `StateLayout`.
+        param_groups: List of `ParamGroup`.
+        variables: List of Keras variables, those of the gradients.
+        totals: `Totals` with this replica's own gradients.
+
+    Returns:
+        List of `GradientSums`, one for each parameter group.
+    """
+    assert totals.gradients is not None
+    return [
+        layout.reduce(
+            group,
+            group.of(totals.gradients),
+            group.of(variables),
+            may_sum=is_linear(group.optimizer),
+            weight=totals.weight,
+        )
+        for group in param_groups
+    ]
+
+
+def keras_step(optimizer: Any, variables: list, reducer: GradientReducer) -> Step:
+    """The step of a Keras optimizer that is in no `DistributedOptimizer`.
+
+    Args:
+        optimizer: Built Keras optimizer, no wrapper.
+        variables: List of Keras variables that have gradients.
+        reducer: `GradientReducer`.
+    """
+    weight = batch_weight.weight_for(optimizer)
+    accumulates = bool(optimizer.gradient_accumulation_steps)
+    return Step(
+        optimizer=optimizer,
+        param_groups=param_groups_of(optimizer, variables),
+        variables=variables,
+        positions=[_compat.index_in(optimizer, variable) for variable in variables],
+        accumulator=KerasAccumulation(optimizer, variables, weight)
+        if accumulates
+        else NoAccumulation(weight),
+        reducer=reducer,
+        layout=WholeVariables(reducer),
+        schedules=[Schedule()],
+        fixed_scale=None if accumulates else optimizer.loss_scale_factor,
+        counts_micro_batches=accumulates,
+    )
