@@ -80,8 +80,7 @@ _TRAINER = (
             _compat.TensorFlowTrainer,
             call,
             trainer_hooks.run_on_batch,
-            "Rows that do not divide by the replicas, or differ between workers, are "
-            "an error of TensorFlow's or a hang.",
+            "The global batch is not divided: it goes to every replica whole.",
         )
         for call in (
             "train_on_batch(self, x, y, sample_weight, class_weight, return_dict)",
@@ -108,16 +107,16 @@ _TRAINER = (
         _compat.TensorFlowTrainer,
         "_maybe_symbolic_build(self, iterator, data_batch)",
         trainer_hooks.build_symbolically,
-        "Keras takes a batch to build from, which a generator loses, and reduces it "
-        "over the replicas, which fails on two workers.",
+        "Keras takes a batch to build from, which a generator loses, and a mean of it "
+        "over the replicas, which fails on two workers, for strings, and for odd rows.",
         f"{_KERAS_ISSUE}/20585",
     ),
     Replacement(
         _compat.keras_trainer,
         "reduce_per_replica(values, strategy, reduction)",
         trainer_hooks.reduce_per_replica,
-        "Logs are a mean of the replicas' means, whatever their rows; the rows of "
-        "`predict` come in the order of stock sharding.",
+        "Logs are those of one replica; a scalar has no axis to reduce on two workers; "
+        "the rows of `predict` come in the order of stock sharding.",
         f"{_TENSORFLOW_ISSUE}/72388",
     ),
     Replacement(
@@ -205,7 +204,7 @@ _LOSSES = (
         _compat.keras_loss,
         "apply_mask(sample_weight, mask, dtype, reduction)",
         loss_hooks.apply_mask,
-        "A mask is counted on each replica by itself.",
+        "The mean under a mask divides by what the mask keeps on this replica.",
     ),
     Replacement(
         _compat.keras_loss,

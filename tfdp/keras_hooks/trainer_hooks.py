@@ -175,7 +175,7 @@ def _unrecorded() -> Iterator[None]:
 
 
 def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run one step on a whole global batch, which all workers are given."""
+    """Run one step on a global batch, divided over the replicas."""
     strategy = strategy_of(model)
     if strategy is None:
         return original(model, *args, **kwargs)
