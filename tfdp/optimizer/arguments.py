@@ -18,7 +18,7 @@ _SHARDINGS = ("none", "optimizer", "gradients")
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Checks that something is a Keras optimizer that is not wrapped yet.
+    """Check that something is a Keras optimizer that is not wrapped yet.
 
     Raises:
         ValueError: If it is not.
@@ -73,7 +73,7 @@ def agreed_steps(accumulation_steps: Any, own_steps: int) -> int:
 
 
 def check_sharding(sharding: Any, shard_scope: Any, offload: Any = None) -> None:
-    """Checks `sharding`, `shard_scope` and `offload`.
+    """Check `sharding`, `shard_scope` and `offload`.
 
     Raises:
         ValueError: If one is unknown, or would have no effect.
@@ -123,7 +123,7 @@ def checked_loss_scale(loss_scale: Any) -> LossScaling | None:
 
 
 def check_strategy(strategy: Any) -> None:
-    """Checks that a strategy is tfdp's, or one device.
+    """Check that a strategy is tfdp's, or one device.
 
     Raises:
         ValueError: If it is not.
@@ -138,7 +138,7 @@ def check_strategy(strategy: Any) -> None:
 
 
 def bring_into_scope(optimizer: Any) -> None:
-    """Moves an optimizer that was made outside the scope in force into it.
+    """Move an optimizer that was made outside the scope in force into it.
 
     Raises:
         ValueError: If it has been built outside already, or a step is under way.
@@ -156,7 +156,7 @@ def bring_into_scope(optimizer: Any) -> None:
 
 
 def check_variables(variables: list) -> None:
-    """Checks that tfdp knows how to reduce what is trained.
+    """Check that tfdp knows how to reduce what is trained.
 
     Raises:
         ValueError: For float8 training, which overwrites variables by gradients.

@@ -105,10 +105,10 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             self._inherit(outer if loss_scale is None else None, own_steps)
             self._shard()
 
-    # What Keras calls.
+    # Called by Keras.
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes the variables of the wrapped optimizer and its own.
+        """Make the variables of the wrapped optimizer and its own.
 
         Raises:
             ValueError: For variables of float8 training.
@@ -132,7 +132,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
     # AutoGraph has nothing to convert here; the loops that call it, it may convert.
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: Any) -> Any:
-        """Multiplies a loss by the loss scale, before its gradient is taken.
+        """Multiply a loss by the loss scale, before its gradient is taken.
 
         Returns:
             Tensor like `loss`, but in float32 if that is a half.
@@ -151,7 +151,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Takes in the gradients of a micro-batch, in replica context.
+        """Take in the gradients of a micro-batch, in replica context.
 
         Args:
             grads: Sequence of gradients of this replica, `None` where there is
@@ -178,7 +178,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         self._iterations.assign_add(1)
 
     def flush(self) -> None:
-        """Makes an update of the micro-batches that wait, outside a step.
+        """Make an update of the micro-batches that wait, outside a step.
 
         Without any it does nothing.
         """
@@ -186,7 +186,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             self._traces.run(self, "flush", self._flush)
 
     def finalize_variable_values(self, var_list: Any) -> None:
-        """Gives variables their averages at the end of training, as Keras does."""
+        """Give variables their averages at the end of training, as Keras does."""
         if self.is_sharded:
             if any(part.use_ema for part in innermost(self.inner_optimizer)):
                 self._traces.run(self, "finalize", self._overwrite_with_averages)
@@ -196,7 +196,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
                 _compat.finalize_averages(part, var_list)
 
     def check_progress(self) -> None:
-        """Raises if every step overflows, whatever the loss scale.
+        """Raise if every step overflows, whatever the loss scale.
 
         Raises:
             RuntimeError: After ten skips in a row at the smallest scale.
@@ -242,7 +242,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
 
     @classmethod
     def from_config(cls, config: dict, custom_objects: Any = None) -> Any:
-        """An optimizer like that of which this is the config."""
+        """Make an optimizer from its config."""
         config = dict(config)
         optimizer = keras.saving.deserialize_keras_object(
             config.pop("optimizer"), custom_objects=custom_objects
@@ -254,7 +254,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
     # The rest is private.
 
     def _inherit(self, outer: Any, steps: int) -> None:
-        """Goes on where a built optimizer stands."""
+        """Take over the state of a built optimizer."""
         scale = self._features.scale
         if outer is not None and outer.built and scale is not None:
             scale.value.assign(outer.dynamic_scale.numpy())

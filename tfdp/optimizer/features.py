@@ -1,4 +1,4 @@
-"""What is switched on in an optimizer, with the variables that it needs."""
+"""Features of an optimizer that are in use, with their variables."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Features:
 
     @property
     def traced_parts(self) -> tuple:
-        """What a traced step contains: with others it has to be traced again."""
+        """State that a traced step refers to: with other state it is traced again."""
         return self.accumulation, self.scale, self.warmup, self.noise
 
     def build(
         self, variables: Sequence[Any], accumulated: Sequence[Any] | None = None
     ) -> None:
-        """Makes the variables of what is switched on.
+        """Make the variables of the features in use.
 
         Args:
             variables: Sequence of the trained variables.
@@ -62,7 +62,7 @@ class Features:
         self._complete()
 
     def accumulate(self, accumulated: Sequence[Any]) -> None:
-        """Accumulates other things from now on; what was accumulated is dropped."""
+        """Accumulate other things from now on; what was accumulated is dropped."""
         self._accumulated = list(accumulated)
         if self.accumulation is not None:
             self._forget(self.accumulation.variables)
@@ -70,14 +70,14 @@ class Features:
         self._complete()
 
     def set_steps(self, steps: int) -> None:
-        """Changes the number of micro-batches of an update."""
+        """Change the number of micro-batches of an update."""
         self.steps = steps
         if self.accumulation is not None:
             self.accumulation.steps.assign(steps)
         self._complete()
 
     def set_scaling(self, scaling: LossScaling | None) -> None:
-        """Changes how the loss is scaled; what is accumulated keeps its meaning."""
+        """Change how the loss is scaled; what is accumulated keeps its meaning."""
         if scaling == self.scaling:
             return
         before = 1.0 if self.scale is None else float(self.scale.value.numpy())
@@ -90,7 +90,7 @@ class Features:
             self.accumulation.rescale(after / before)
 
     def set_warmup(self, options: WarmupOptions | None) -> None:
-        """Starts a warmup, changes it, or ends it."""
+        """Start a warmup, change it, or end it."""
         self.warmup_options = options
         if self.warmup is None:
             self._complete()
@@ -104,7 +104,7 @@ class Features:
             self._complete()
 
     def measure_noise(self, smoothing: float) -> None:
-        """Measures the gradient noise scale from now on."""
+        """Measure the gradient noise scale from now on."""
         if self.noise is not None and self.noise.smoothing == smoothing:
             return
         if self.noise is not None:

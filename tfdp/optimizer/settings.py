@@ -15,7 +15,7 @@ from tfdp.step.warmup import WarmupOptions
 
 
 class InnerAttribute:
-    """An attribute that a wrapper shows of the optimizer inside, and sets there."""
+    """Attribute of the wrapped optimizer, read and set through the wrapper."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -62,7 +62,7 @@ class OptimizerSettings:
     def _forget(self, variables: Sequence[Any]) -> None:
         _compat.untrack(self, list(variables))
 
-    # What is switched on.
+    # Settings.
 
     @property
     def accumulation_steps(self) -> int:
@@ -89,12 +89,12 @@ class OptimizerSettings:
 
     @property
     def features(self) -> Features:
-        """`Features`, what is switched on, with its variables."""
+        """`Features` in use, with their variables."""
         return self._features
 
     @property
     def loss_scaling(self) -> LossScaling | None:
-        """`LossScaling`, how the loss is scaled, or `None`."""
+        """`LossScaling`, or `None`."""
         return self._features.scaling
 
     @loss_scaling.setter
@@ -111,7 +111,7 @@ class OptimizerSettings:
         self._features.set_warmup(options)
 
     def recount(self, count: int, factor: float) -> None:
-        """Lets what waits for an update be other micro-batches, outside a step.
+        """Set the number of accumulated micro-batches, outside a step.
 
         Args:
             count: Int, how many.
@@ -123,7 +123,7 @@ class OptimizerSettings:
             accumulation.count.assign(count)
 
     def measure_noise(self, smoothing: float) -> None:
-        """Measures the gradient noise scale at each update from now on.
+        """Measure the gradient noise scale at each update from now on.
 
         Args:
             smoothing: Float, weight of the past in the moving averages.
@@ -131,7 +131,7 @@ class OptimizerSettings:
         self._features.measure_noise(smoothing)
 
     def finish_warmup(self) -> bool:
-        """Hands the rate over if the warmup is over, outside a step.
+        """Hand the rate over if the warmup is over, outside a step.
 
         A rate that is a variable gets the product of base rate and last factor
         as its value. One that is a schedule stays multiplied.
@@ -151,7 +151,7 @@ class OptimizerSettings:
         return True
 
     def leave_warmup(self) -> None:
-        """Ends a warmup whose last factor is in the rate already.
+        """End a warmup whose last factor is in the rate already.
 
         A schedule never gets it, so that there it goes on.
         """
@@ -161,11 +161,11 @@ class OptimizerSettings:
     def exclude_from_weight_decay(
         self, var_list: Any = None, var_names: Any = None
     ) -> None:
-        """Excludes variables from weight decay, as in Keras."""
+        """Exclude variables from weight decay, as in Keras."""
         for part in innermost(self.inner_optimizer):
             part.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
 
-    # What can be read.
+    # Counters and state.
 
     @property
     def was_traced(self) -> bool:

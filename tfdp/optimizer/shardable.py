@@ -32,7 +32,7 @@ class ShardableOptimizer(OptimizerSettings):
 
     @property
     def needs_trace(self) -> bool:
-        """Whether a step was traced with other things switched on than now."""
+        """Whether a step was traced with other settings than now."""
         return self._traces.features not in (None, self._traced_parts)
 
     @property
@@ -61,7 +61,7 @@ class ShardableOptimizer(OptimizerSettings):
     def shard(
         self, sharding: str, shard_scope: str = "all", offload: str | None = None
     ) -> None:
-        """Shards the state from now on; what is there is kept.
+        """Shard the state from now on; what is there is kept.
 
         Args:
             sharding: String: `"optimizer"` or `"gradients"`.
@@ -110,11 +110,11 @@ class ShardableOptimizer(OptimizerSettings):
             self._traces.run(self, "redistribute", self._redistribute)
 
     def swap_averages(self) -> None:
-        """Swaps weights with their moving averages, outside a step."""
+        """Swap weights with their moving averages, outside a step."""
         self._traces.run(self, "swap", self._swap_averages)
 
     def restart_averages(self) -> None:
-        """Lets moving averages begin again at the weights, outside a step."""
+        """Restart moving averages at the weights, outside a step."""
         self._traces.run(self, "restart", self._restart_averages)
 
     def _overwrite_with_averages(self) -> None:
@@ -130,14 +130,14 @@ class ShardableOptimizer(OptimizerSettings):
             layout.restart_average(part)
 
     def _averaged(self) -> list[tuple[ShardedLayout, ParamGroup]]:
-        """The parts that have averages, with the layout on this replica."""
+        """Parameter groups that have averages, with the layout on this replica."""
         assert self._shards is not None
         layout = self._shards.on_replica()
         parts = param_groups_of(self.inner_optimizer, _compat.trained_by(self))
         return [(layout, part) for part in parts if part.optimizer.use_ema]
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
-        """What TensorFlow saves: a checkpoint would lose what it cannot see."""
+        """Objects that TensorFlow saves: a checkpoint would lose sharded state."""
         # Older Keras looks at the model like this when it exports one.
         is_checkpoint = save_type == "checkpoint" and not is_saving()
         if self.is_sharded and is_checkpoint:
@@ -161,7 +161,7 @@ class ShardableOptimizer(OptimizerSettings):
             )
 
     def _can_shard(self) -> bool:
-        """One replica has nobody to share with."""
+        """Whether there are replicas to spread the state over."""
         strategy = self._distribution_strategy
         wanted = self.sharding != "none" and self._shards is None
         return wanted and is_ours(strategy) and strategy.num_replicas_in_sync > 1
@@ -173,7 +173,7 @@ class ShardableOptimizer(OptimizerSettings):
         return ShardedState(self.inner_optimizer, variables, strategy, *settings)
 
     def _shard(self) -> None:
-        """Shards the state that is there."""
+        """Shard the state that is there."""
         if not self._can_shard():
             return
         self._shards = self._sharding(_compat.trained_by(self))
@@ -181,7 +181,7 @@ class ShardableOptimizer(OptimizerSettings):
             self._shard_accumulated()
 
     def _shard_accumulated(self) -> None:
-        """Turns each replica's own sums into slices of the sums of all."""
+        """Turn each replica's own sums into slices of the sums of all."""
         assert self._shards is not None
         count, totals = self.accumulated_steps, []
         if count:

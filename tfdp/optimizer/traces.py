@@ -1,4 +1,4 @@
-"""What a step was traced with, and functions that run on every replica."""
+"""Settings that a step was traced with, and functions that run on every replica."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tfdp import _compat
 
 
 class Traces:
-    """What a step was traced with last, out of reach of Keras's tracking."""
+    """Settings of the last trace, out of reach of Keras's tracking."""
 
     def __init__(self) -> None:
         self.features: tuple | None = None
@@ -18,17 +18,17 @@ class Traces:
         self._functions: dict[tuple, Any] = {}
 
     def note(self, features: tuple, variables: list) -> None:
-        """Remembers what is being traced."""
+        """Remember what is being traced."""
         self.features = features
         self.variables = list(variables)
 
     def drop(self) -> None:
-        """Forgets the functions, and with them the variables that they use."""
+        """Forget the functions, and with them the variables that they use."""
         self._functions.clear()
         self.features = None
 
     def run(self, optimizer: Any, name: str, function: Any) -> None:
-        """Runs a function on every replica, as a graph that is made once."""
+        """Run a function on every replica, as a graph that is made once."""
         strategy = _compat.strategy_of_optimizer(optimizer)
         key = (
             name,

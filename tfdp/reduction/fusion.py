@@ -1,4 +1,4 @@
-"""Gradients of one replica in, reduced gradients out, bucket by bucket."""
+"""Tensor fusion: pack gradients into buckets and all-reduce these."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_plan(
     names: Sequence[str],
     options: CommunicationOptions,
 ) -> BucketPlan:
-    """Plans the buckets for the gradients of one replica.
+    """Plan the buckets for the gradients of one replica.
 
     In a traced function the order of the graph is the order in which the
     backward pass makes the gradients. Eager loops have none; there the last
@@ -80,7 +80,7 @@ def all_reduce_buckets(
     weight: tf.Tensor | None = None,
     algorithms: Sequence[Callable[..., tf.Tensor]] | None = None,
 ) -> list[tf.Tensor]:
-    """Sums tensors over the group by one all-reduce for each bucket.
+    """Sum tensors over the group by one all-reduce for each bucket.
 
     Args:
         tensors: Sequence of dense tensors, as given to the plan.
@@ -112,7 +112,7 @@ def all_reduce_buckets(
 
 
 def weighted(gradient: Any, weight: tf.Tensor) -> Any:
-    """Multiplies a gradient by the weight of its replica, before it is summed.
+    """Multiply a gradient by the weight of its replica, before it is summed.
 
     The gradients of a replica without rows are 0 / 0: a weight of zero makes them
     zeros.
@@ -138,7 +138,7 @@ def weighted(gradient: Any, weight: tf.Tensor) -> Any:
 def all_reduce_any_shape(
     tensor: tf.Tensor, group: ProcessGroup, replica: int
 ) -> tf.Tensor:
-    """Sums a tensor whose shape is known only at run time.
+    """Sum a tensor whose shape is known only at run time.
 
     Args:
         tensor: Tensor, of the same shape on every replica.
@@ -161,7 +161,7 @@ def all_reduce_any_shape(
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Lays tensors end to end; a single one is only reshaped, not copied."""
+    """Lay tensors end to end; a single one is only reshaped, not copied."""
     flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
     return flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)  # [bucket_size]
 

@@ -1,4 +1,4 @@
-"""All-reduce of what the replicas hand over: dense in buckets, sparse as rows."""
+"""All-reduce over the replicas: dense tensors in buckets, sparse ones as rows."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Reducer:
         may_sum: bool,
         weight: tf.Tensor | None,
     ) -> ReducedGradients:
-        """Sums the gradients of variables over all replicas, bucket by bucket.
+        """Sum the gradients of variables over all replicas, bucket by bucket.
 
         Args:
             gradients: List of tensors and `tf.IndexedSlices`, one for each
@@ -174,7 +174,7 @@ class Reducer:
     def routes_of(
         self, plan: BucketPlan, *, are_gradients: bool = True
     ) -> tuple[AlgorithmChoice, ...]:
-        """How each bucket of a plan is reduced.
+        """Choose the algorithm of each bucket of a plan.
 
         Args:
             plan: `BucketPlan`.
@@ -201,7 +201,7 @@ class Reducer:
     def gather_rows(
         self, gradients: list, variables: list[Any], replica: int, *, may_sum: bool
     ) -> list[tf.IndexedSlices]:
-        """Puts the rows of sparse gradients of all replicas together.
+        """Put the rows of sparse gradients of all replicas together.
 
         Args:
             gradients: List of `tf.IndexedSlices`.
@@ -221,7 +221,7 @@ class Reducer:
             ]
 
     def _check(self, variables: list[Any], replica: int) -> None:
-        """Compares the trained variables across workers, once for each set."""
+        """Compare the trained variables across workers, once for each set."""
         if replica == 0 and self.plan_of(variables) is None:
             self._remember(variables, BucketPlan(()))
             check_same_variables(

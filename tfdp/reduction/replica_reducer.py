@@ -14,7 +14,7 @@ from tfdp.reduction.reducer import Reducer
 
 
 class GradientReducer(Protocol):
-    """What a step hands its gradients to: the seam for other ways to reduce."""
+    """Reducer of the gradients of a step: the seam for other ways to reduce."""
 
     @property
     def num_replicas(self) -> int:
@@ -28,15 +28,15 @@ class GradientReducer(Protocol):
         may_sum: bool,
         weight: tf.Tensor | None,
     ) -> ReducedGradients:
-        """Sums gradients over all replicas, see `Reducer.reduce_gradients`."""
+        """Sum gradients over all replicas, see `Reducer.reduce_gradients`."""
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums tensors that are no gradients over all replicas."""
+        """Sum tensors that are no gradients over all replicas."""
 
     def gather_rows(
         self, gradients: list, variables: list[Any], *, may_sum: bool
     ) -> list:
-        """Puts sparse gradients together, see `Reducer.gather_rows`."""
+        """Put sparse gradients together, see `Reducer.gather_rows`."""
 
 
 class LocalReducer:
@@ -52,18 +52,18 @@ class LocalReducer:
         may_sum: bool,
         weight: tf.Tensor | None,
     ) -> ReducedGradients:
-        """Leaves gradients as they are."""
+        """Leave gradients as they are."""
         del variables, may_sum, weight
         return unbucketed(gradients)
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Leaves them as they are."""
+        """Leave them as they are."""
         return tensors
 
     def gather_rows(
         self, gradients: list, variables: list[Any], *, may_sum: bool
     ) -> list:
-        """Leaves them as they are."""
+        """Leave them as they are."""
         del variables, may_sum
         return gradients
 
@@ -89,7 +89,7 @@ class ReplicaReducer:
         may_sum: bool,
         weight: tf.Tensor | None,
     ) -> ReducedGradients:
-        """Sums gradients over all replicas, see `Reducer.reduce_gradients`."""
+        """Sum gradients over all replicas, see `Reducer.reduce_gradients`."""
         if self._meets_first():
             if weight is not None:
                 gradients = [weighted(gradient, weight) for gradient in gradients]
@@ -103,13 +103,13 @@ class ReplicaReducer:
         )
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Sums tensors that are no gradients over all replicas."""
+        """Sum tensors that are no gradients over all replicas."""
         return list(self._context.strategy.extended.sum_over_replicas(tensors))
 
     def gather_rows(
         self, gradients: list, variables: list[Any], *, may_sum: bool
     ) -> list:
-        """Puts sparse gradients together, see `Reducer.gather_rows`."""
+        """Put sparse gradients together, see `Reducer.gather_rows`."""
         if self._meets_first():
             return self.sum(gradients) if gradients else []
         return self._reducer.gather_rows(

@@ -73,7 +73,7 @@ class ShardedGradientStatistics:
 def own_squares(
     part: ShardedParamGroup, sums: ShardedGradients, owner: int
 ) -> tf.Tensor:
-    """What an owner's slices add to the squared norm of all gradients.
+    """Contribution of an owner's slices to the squared norm of all gradients.
 
     Args:
         part: `ShardedParamGroup`.
@@ -92,7 +92,7 @@ def own_squares(
 def _squares_and_flags(
     part: ShardedParamGroup, sums: ShardedGradients, owner: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """What the own slices add to each variable's squared norm and to its flag."""
+    """Contribution of the own slices to each variable's squared norm and flag."""
     found: dict[int, list[tf.Tensor]] = {}
     for bucket, piece in zip(part.plan.buckets, sums.slices, strict=True):
         if piece is None:

@@ -14,7 +14,7 @@ from tfdp.sharding.packing import pack_row
 
 @dataclasses.dataclass(frozen=True)
 class ShardedGradients:
-    """The own slices of the sums of a part.
+    """Own slices of the reduced gradients of a parameter group.
 
     Args:
         slices: List with a tensor of shape `[slice_size]` for each bucket, or

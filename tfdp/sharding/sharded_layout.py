@@ -17,7 +17,7 @@ from tfdp.sharding.sharded_param_group import ShardedParamGroup
 
 
 class ShardedLayout:
-    """What a step does with gradients where the state is sharded, on one replica.
+    """Operations of a step on one replica where the state is sharded.
 
     Args:
         groups: Dict from the `id` of an inner optimizer to its `ShardedParamGroup`.
@@ -47,7 +47,7 @@ class ShardedLayout:
         may_sum: bool,
         weight: tf.Tensor | None,
     ) -> ShardedGradients:
-        """By a reduce-scatter of each bucket; rows of sparse gradients go to all."""
+        """Reduce-scatter each bucket; all-gather the rows of sparse gradients."""
         own = self._sharded(group)
         positions = [_compat.index_in(group.optimizer, v) for v in variables]
         sparse = {
@@ -83,15 +83,15 @@ class ShardedLayout:
     def slices_of(
         self, groups: Sequence[ParamGroup], sums: list[ShardedGradients]
     ) -> tuple[list[tf.Tensor], list[int]]:
-        """What is accumulated of sums: slices, and which accumulators take them."""
-        tensors, places = [], []
+        """Slices of reduced gradients to accumulate, and the position of each."""
+        tensors, positions = [], []
         for group, item in zip(groups, sums, strict=True):
             first = self._first_slice(group)
             for number, piece in enumerate(item.slices):
                 if piece is not None:
                     tensors.append(piece)
-                    places.append(first + number)
-        return tensors, places
+                    positions.append(first + number)
+        return tensors, positions
 
     def from_slices(
         self,
@@ -99,7 +99,7 @@ class ShardedLayout:
         variables: Sequence[Any],
         tensors: list[tf.Tensor],
     ) -> list[ShardedGradients]:
-        """Sums made of what was accumulated, the inverse of `slices_of`.
+        """Make reduced gradients of accumulated slices, the inverse of `slices_of`.
 
         Args:
             groups: Sequence of `ParamGroup`.
@@ -137,7 +137,7 @@ class ShardedLayout:
         checks: bool,
         measures: bool,
     ) -> ShardedGradientStatistics:
-        """By one small all-reduce, if anybody asks."""
+        """Compute them by one small all-reduce, if anybody asks."""
         needed = checks or measures or any(_clips_by_norm(p.optimizer) for p in groups)
         own = [self._sharded(group) for group in groups]
         return ShardedGradientStatistics(
@@ -147,7 +147,7 @@ class ShardedLayout:
     def own_squares(
         self, groups: Sequence[ParamGroup], sums: list[ShardedGradients]
     ) -> tf.Tensor:
-        """Those of the own slices, of which there may be copies on other nodes."""
+        """Squares of the own slices, of which there may be copies on other nodes."""
         own = [self._sharded(group) for group in groups]
         collectives = self._collectives_of(own[0])
         pairs = zip(own, sums, strict=True)
@@ -160,7 +160,7 @@ class ShardedLayout:
         sums: ShardedGradients,
         statistics: ShardedGradientStatistics,
     ) -> ShardedGradients:
-        """Clips by norms of whole variables, of which the replica has slices."""
+        """Clip by norms of whole variables, of which the replica has slices."""
         optimizer = group.optimizer
         if not _clips_by_norm(optimizer):
             limit = optimizer.clipvalue
@@ -195,7 +195,7 @@ class ShardedLayout:
     def update(
         self, group: ParamGroup, gradients: ShardedGradients, variables: list, rate: Any
     ) -> None:
-        """Updates what the replica owns; all-gathers the new values by bucket."""
+        """Update what the replica owns; all-gather the new values by bucket."""
         own = self._sharded(group)
         optimizer = group.optimizer
         if rate is None:
@@ -208,7 +208,7 @@ class ShardedLayout:
         self._spread(own, news, gradients.present)
 
     def average(self, group: ParamGroup) -> None:
-        """Each replica those of what it owns."""
+        """Average what the replica owns."""
         own = self._sharded(group)
         self._state(own).average(group.optimizer, own.variables)
 
@@ -219,7 +219,7 @@ class ShardedLayout:
         self._spread(own, self._state(own).averages(), everything)
 
     def swap_with_average(self, group: ParamGroup) -> None:
-        """Gives variables the values of their averages, and the other way round."""
+        """Give variables the values of their averages, and the other way round."""
         own = self._sharded(group)
         state = self._state(own)
         values = state.own_values(own.variables)
@@ -227,7 +227,7 @@ class ShardedLayout:
         state.set_averages(values)
 
     def restart_average(self, group: ParamGroup) -> None:
-        """Gives averages the values of their variables."""
+        """Give averages the values of their variables."""
         own = self._sharded(group)
         state = self._state(own)
         state.set_averages(state.own_values(own.variables))
@@ -254,6 +254,6 @@ def _clips_by_norm(optimizer: Any) -> bool:
 
 
 def _factors(norms: tf.Tensor, limit: float) -> tf.Tensor:
-    """What `tf.clip_by_norm` multiplies a tensor of each norm with."""
+    """Factor of `tf.clip_by_norm` for a tensor of each norm."""
     bound = tf.constant(limit, norms.dtype)
     return bound / tf.maximum(norms, bound)

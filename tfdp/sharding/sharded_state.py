@@ -1,4 +1,4 @@
-"""Builds the sharded state of an optimizer, and shows it to a step and to files."""
+"""Sharded state of an optimizer, as a step and as files see it."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class ShardedState:
             self._take_over()
 
     def _check_alike(self, settings: tuple[str | None, ...]) -> None:
-        """Raises on every worker if they shard different things, or differently."""
+        """Raise on every worker if they shard different things, or differently."""
         worker_group = self._extended.worker_group
         kinds = [type(part.optimizer).__name__ for part in self.parts.values()]
         plans = [part.plan.fingerprint for part in self.parts.values()]
@@ -124,7 +124,7 @@ class ShardedState:
         return self._states[id(part.optimizer)]
 
     def _state_of(self, part: ShardedParamGroup) -> list[StateTensor]:
-        """Raises, before anything is trained, if variables cannot be told apart."""
+        """Raise, before anything is trained, if variables cannot be told apart."""
         optimizer = part.optimizer
         found = state_of_part(
             part,
@@ -144,7 +144,7 @@ class ShardedState:
         return [t for part in self.parts.values() for t in self.state(part)]
 
     def accumulated(self, sums: list[Any]) -> dict[int, StateTensor]:
-        """What is accumulated in slices, as whole tensors.
+        """Accumulated slices as whole tensors.
 
         Args:
             sums: List of Keras variables, one for each bucket.
@@ -167,7 +167,7 @@ class ShardedState:
         return found
 
     def _take_over(self) -> None:
-        """Copies what each replica owns out of full slots, and frees them."""
+        """Copy what each replica owns out of full slots, and free them."""
         for part in self.parts.values():
             slots = slot_names(part.optimizer, part.variables)
             take_over(self.state(part), [slot for _, slot in slots])
@@ -175,7 +175,7 @@ class ShardedState:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """What each reduce-scatter and all-gather moves, in launch order."""
+        """Buckets of each reduce-scatter and all-gather, in launch order."""
         return tuple(
             _shown(bucket, part.variables)
             for part in self.parts.values()
@@ -242,7 +242,7 @@ def _shown(bucket: ShardBucket, variables: list[Any]) -> Bucket:
 def shard_plan(
     optimizer: Any, variables: list[Any], num_owners: int, options: CommunicationOptions
 ) -> ShardPlan:
-    """How the state of an optimizer for some variables is spread.
+    """Plan the shards of an optimizer's state for some variables.
 
     Args:
         optimizer: Keras optimizer that is no wrapper, built or not.

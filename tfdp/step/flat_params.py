@@ -14,7 +14,7 @@ _ids = itertools.count()
 
 
 class FlatParameter:
-    """What an optimizer takes for one variable, and is several small ones.
+    """Several small variables that an optimizer updates as one.
 
     It is read once, changed as a tensor, and written back once.
 
@@ -54,16 +54,16 @@ class FlatParameter:
         return self._tensor
 
     def assign(self, value: Any) -> None:
-        """Sets the value."""
+        """Set the value."""
         self._tensor, self._subtrahend = tf.cast(value, self.dtype), None
         self._is_changed = True
 
     def assign_add(self, value: Any) -> None:
-        """Adds to the value."""
+        """Add to the value."""
         self.assign(self.read_value() + tf.cast(value, self.dtype))
 
     def assign_sub(self, value: Any) -> None:
-        """Subtracts from the value; the variables do it themselves where they can."""
+        """Subtract from the value; the variables do it themselves where they can."""
         value = tf.cast(value, self.dtype)
         if self._tensor is None and self._subtrahend is None:
             self._subtrahend = value
@@ -71,7 +71,7 @@ class FlatParameter:
             self.assign(self.read_value() - value)
 
     def write_back(self) -> None:
-        """Gives the variables their parts of the value, if it was changed."""
+        """Give the variables their parts of the value, if it was changed."""
         if self._subtrahend is not None:
             for variable, part in self._parts_of(self._subtrahend):
                 variable.assign_sub(part, read_value=False)
@@ -89,7 +89,7 @@ class FlatParameter:
 
 
 class TensorView(FlatParameter):
-    """What an optimizer takes for a variable, and is a tensor: its new value is read.
+    """Tensor that an optimizer updates like a variable; its new value is read.
 
     Args:
         value: Flat tensor.
@@ -105,15 +105,15 @@ class TensorView(FlatParameter):
         self._is_changed = False
 
     def scatter_update(self, rows: tf.IndexedSlices) -> None:
-        """Sets single elements, as a `tf.Variable` does."""
+        """Set single elements, as a `tf.Variable` does."""
         self.assign(_scattered(tf.tensor_scatter_nd_update, self, rows))
 
     def scatter_add(self, rows: tf.IndexedSlices) -> None:
-        """Adds to single elements."""
+        """Add to single elements."""
         self.assign(_scattered(tf.tensor_scatter_nd_add, self, rows))
 
     def scatter_sub(self, rows: tf.IndexedSlices) -> None:
-        """Subtracts from single elements."""
+        """Subtract from single elements."""
         self.assign(_scattered(tf.tensor_scatter_nd_sub, self, rows))
 
 
@@ -131,7 +131,7 @@ class FlatParameterRange(TensorView):
         self._variable, self._start, self._stop = variable, start, stop
 
     def write_back(self) -> None:
-        """Gives the variable its part of the value, if it was changed."""
+        """Give the variable its part of the value, if it was changed."""
         if self._is_changed:
             self._variable[self._start : self._stop].assign(self.read_value())
 

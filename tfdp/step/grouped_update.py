@@ -27,7 +27,7 @@ LARGEST_GROUP = 2**15
 def decay_and_update(
     optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], rate: Any
 ) -> None:
-    """Runs weight decay and the optimizer's own update on variables.
+    """Run weight decay and the optimizer's own update on variables.
 
     Args:
         optimizer: Keras optimizer, no wrapper.
@@ -56,7 +56,7 @@ def decay_and_update(
 def plan_groups(
     optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
 ) -> list[list[int]]:
-    """Which variables are updated as one: small, alike, with dense gradients.
+    """Group variables to be updated as one: small, alike, with dense gradients.
 
     Args:
         optimizer: Keras optimizer, no wrapper.

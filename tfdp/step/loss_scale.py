@@ -18,7 +18,7 @@ MOST_SKIPS = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossScaling:
-    """How the loss is scaled.
+    """Settings of loss scaling.
 
     Args:
         initial_scale: Float, the first factor. Defaults to `2**15`.
@@ -69,7 +69,7 @@ class LossScaling:
 
 
 class LossScale:
-    """The scale of the loss and what has become of it, as variables.
+    """Loss scale with its counters, as variables.
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.
@@ -110,7 +110,7 @@ class LossScale:
         return _local(self.value).read_value()
 
     def note_success(self) -> None:
-        """Counts a step that was made; doubles the scale when it is time."""
+        """Count a step that was made; double the scale when it is time."""
         _set(self.skips_at_minimum, 0)
         if self.options.growth_steps is None:
             return
@@ -125,7 +125,7 @@ class LossScale:
     def note_skip(
         self, non_finite: Sequence[tf.Tensor], positions: Sequence[int]
     ) -> None:
-        """Counts a step that was skipped; halves the scale down to the smallest.
+        """Count a step that was skipped; halve the scale down to the smallest.
 
         Args:
             non_finite: Sequence of scalar bool tensors, whether a reduced gradient

@@ -13,7 +13,7 @@ from tfdp import _compat
 
 @dataclasses.dataclass(frozen=True)
 class WarmupOptions:
-    """How the learning rate is raised.
+    """Length and factors of a learning-rate warmup.
 
     Args:
         steps: Int, updates until the last factor is reached.
@@ -62,19 +62,19 @@ class Warmup:
         return [self._steps, self._start, self._first, self._last]
 
     def set(self, options: WarmupOptions) -> None:
-        """Changes length and factors."""
+        """Change length and factors."""
         self._steps.assign(options.steps)
         self._start.assign(options.start)
         self._first.assign(options.first)
         self._last.assign(options.last)
 
     def switch_off(self) -> None:
-        """Leaves the base rate as it is from now on."""
+        """Leave the base rate as it is from now on."""
         self._first.assign(1.0)
         self._last.assign(1.0)
 
     def factor(self, update: tf.Tensor) -> tf.Tensor:
-        """Scalar float64 tensor, what to multiply the base rate by.
+        """Scalar float64 tensor, the factor of the base rate.
 
         Args:
             update: Scalar int tensor, number of updates made so far.

@@ -44,7 +44,7 @@ class CrossDeviceOps(_compat.CollectiveAllReduce):
 
 
 class _Launcher:
-    """What the stock gather asks for, on one replica."""
+    """Launcher of collectives for the stock gather, on one replica."""
 
     def __init__(self, reducer: Reducer, replica: int) -> None:
         self._reducer = reducer

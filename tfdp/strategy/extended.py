@@ -1,4 +1,4 @@
-"""What the two strategies do differently from the stock ones.
+"""Extended classes of the two strategies: differences from the stock ones.
 
 The classes here hook into the places where tf.distribute reduces, creates
 variables and updates them. Everything else is TensorFlow's.
@@ -65,7 +65,7 @@ class ReplicaExtended:
     _collective_keys: Any
 
     def explaining(self) -> contextlib.AbstractContextManager:
-        """Names the worker that is lost where TensorFlow only says that one is."""
+        """Name the worker that is lost where TensorFlow only says that one is."""
         return contextlib.nullcontext()
 
     def _use_merge_call(self) -> bool:
@@ -74,7 +74,7 @@ class ReplicaExtended:
     def _set_up_communication(
         self, rank: int, hosts: Sequence[str], all_devices: Sequence[str]
     ) -> None:
-        """Replaces the stock cross-device operations by ours.
+        """Replace the stock cross-device operations by ours.
 
         Args:
             rank: Int, this worker's.
@@ -165,7 +165,7 @@ class ReplicaExtended:
 
     @contextlib.contextmanager
     def step_scope(self, weights: list | None = None) -> Iterator[None]:
-        """Averages the moving statistics that the replicas assign inside.
+        """Average the moving statistics that the replicas assign inside.
 
         Args:
             weights: List of scalar tensors, the local replicas' shares of the
@@ -184,7 +184,7 @@ class ReplicaExtended:
                 average_statistics(statistics, weights or equal, self.host_group)
 
     def note_statistic(self, variable: Any) -> None:
-        """Remembers that a replica assigned a moving statistic."""
+        """Remember that a replica assigned a moving statistic."""
         if getattr(self, "_statistics", None) is not None:
             self._statistics[id(variable)] = variable  # type: ignore[index]
 
@@ -259,7 +259,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         self._set_up_communication(worker.rank, hosts, all_devices)
 
     def explaining(self) -> contextlib.AbstractContextManager:
-        """Names the worker that is lost where TensorFlow only says that one is."""
+        """Name the worker that is lost where TensorFlow only says that one is."""
         dog = self._watchdog
         return contextlib.nullcontext() if dog is None else dog.explaining()
 
@@ -275,7 +275,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
     ) -> Any:
-        """Leaves out the broadcast of each variable; one follows for them all.
+        """Leave out the broadcast of each variable; one follows for them all.
 
         Variables that a `tf.function` creates are initialized after tracing,
         so they keep TensorFlow's own broadcast.
@@ -296,7 +296,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
 
 
 def next_stock_key_base() -> int:
-    """Where TensorFlow's own group keys of a new strategy start.
+    """First of TensorFlow's own group keys of a new strategy.
 
     A few of its collectives are still used, and those of two strategies of a
     process would meet: all stock strategies count from the same number.

@@ -1,4 +1,4 @@
-"""What Keras hands to `strategy.run`: the step of a replica and its rows."""
+"""Steps that Keras hands to `strategy.run`: rows and weight of each replica."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LIBRARIES = ("keras", "tensorflow", "tfdp")
 def prepare_run(
     strategy: Any, fn: Callable, args: tuple
 ) -> tuple[Callable, tuple, list | None]:
-    """Prepares what Keras gives to `strategy.run`; leaves other calls alone.
+    """Prepare what Keras gives to `strategy.run`; leave other calls alone.
 
     Args:
         strategy: A tfdp strategy.
@@ -63,7 +63,7 @@ def prepare_run(
     told = strategy.extended.told_of_losses.setdefault(loop.model, set())
     if tf.executing_eagerly():
         _tell_of_eager_steps(told, loop.model)
-    return _step_on_share(strategy, _after_its_data(fn), parts, told), args, weights
+    return _weighted_step(strategy, _after_its_data(fn), parts, told), args, weights
 
 
 def _none_for_optional(part: Any) -> Any:
@@ -72,10 +72,10 @@ def _none_for_optional(part: Any) -> Any:
     return None if isinstance(first, tf.experimental.Optional) else part
 
 
-def _step_on_share(
+def _weighted_step(
     strategy: Any, fn: Callable, parts: list[BatchWeight], told: set[str]
 ) -> Callable:
-    """Lets each replica's gradients and logs count by its part of the batch."""
+    """Weight each replica's gradients and logs by its part of the batch."""
 
     @functools.wraps(fn)
     def step(*args: Any) -> Any:
@@ -100,7 +100,7 @@ def _step_on_share(
 
 
 def _tell_of_eager_steps(told: set[str], model: Any) -> None:
-    """Warns, once for a model, where no graph tells what a user's loss is."""
+    """Warn, once for a model, where no graph tells what a user's loss is."""
     names = _compat.overridden(model, ("train_step", "test_step", "compute_loss"))
     if not names or "eager" in told:
         return
@@ -119,7 +119,7 @@ def _is_traced(value: Any) -> bool:
 
 
 def note_count_read(strategy: Any, reader: str) -> None:
-    """Notes that a user asks for the number of replicas: a loss may be divided by it.
+    """Note that a user asks for the number of replicas: a loss may be divided by it.
 
     Args:
         strategy: A tfdp strategy.
@@ -134,7 +134,7 @@ def note_count_read(strategy: Any, reader: str) -> None:
 
 
 def _after_its_data(fn: Callable) -> Callable:
-    """Starts a step only when its data is there.
+    """Start a step only when its data is there.
 
     At the end of the data the iterator fails while operations that do not wait
     for it, such as the counter of iterations, would already have run.
@@ -158,14 +158,14 @@ def _own_samples(batch: Any) -> tf.Tensor | None:
 
 
 def _split(strategy: Any, batch: Any) -> Any:
-    """Gives each local replica its rows of a global batch."""
+    """Split a global batch into the rows of each local replica."""
     extended = strategy.extended
     tensors = keras.tree.map_structure(
         lambda x: None if x is None else _tensor(x), batch
     )
     return _compat.per_replica(
         [
-            _share(
+            _rows_of(
                 tensors, extended.first_rank + replica, strategy.num_replicas_in_sync
             )
             for replica in range(extended.num_local)
@@ -173,7 +173,7 @@ def _split(strategy: Any, batch: Any) -> Any:
     )
 
 
-def _share(batch: Any, rank: int, num_replicas: int) -> Any:
+def _rows_of(batch: Any, rank: int, num_replicas: int) -> Any:
     return keras.tree.map_structure(
         lambda x: None if x is None else rows_of_rank(x, rank, num_replicas), batch
     )

@@ -25,7 +25,7 @@ from tfdp.strategy.extended import (
 
 
 class _Strategy:
-    """Mixin of both strategies: what they do for Keras."""
+    """Mixin of both strategies, with what Keras calls."""
 
     extended: Any
 
@@ -52,7 +52,7 @@ class _Strategy:
         kwargs: dict | None = None,
         options: Any = None,
     ) -> Any:
-        """Runs a function on every replica.
+        """Run a function on every replica.
 
         Args:
             fn: Callable, run in each replica's context.
@@ -73,7 +73,7 @@ class _Strategy:
     def experimental_distribute_dataset(
         self, dataset: tf.data.Dataset, options: Any = None
     ) -> Any:
-        """Splits every global batch of a dataset between the replicas.
+        """Split every global batch of a dataset between the replicas.
 
         Where workers have different numbers of batches, a loop of your own goes on
         until the last is through, whatever `CommunicationOptions.uneven` says; those
@@ -94,7 +94,7 @@ class _Strategy:
         return distribute.distribute(self, dataset, options, super())
 
     def communication_plan(self, model: Any) -> CommunicationPlan:
-        """Shows which gradients travel together.
+        """Show which gradients travel together.
 
         Args:
             model: A built Keras model.
