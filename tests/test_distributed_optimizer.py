@@ -11,7 +11,7 @@ import tfdp
 from harness.pool import ClusterPool
 from harness.registry import Case
 from tfdp.base import param_groups
-from tfdp.reduction.reduced_gradients import ReducedGradients, unbucketed
+from tfdp.reduction.fusion import ReducedGradients, unbucketed
 from tfdp.step import grouped_update
 from tfdp.step.flat_params import FlatParameter
 from tfdp.step.loss_scale import LossScaling

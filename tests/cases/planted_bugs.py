@@ -57,7 +57,7 @@ def clips_before_it_reduces(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def looks_for_overflow_on_one_replica(env: Env, column: Any) -> Iterator[None]:
     """The first replica's own gradients decide for all, as in stock."""
-    from tfdp.reduction.reduced_gradients import ReducedGradients
+    from tfdp.reduction.fusion import ReducedGradients
 
     def after(reduced: Any, gradients: list) -> Any:
         values = [getattr(item, "values", item) for item in gradients]
@@ -137,7 +137,7 @@ def weighs_all_replicas_alike(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def clips_before_it_unscales(env: Env, column: Any) -> Iterator[None]:
     """The limit is held against gradients that are multiplied by the loss scale."""
-    from tfdp.reduction.reduced_gradients import ReducedGradients
+    from tfdp.reduction.fusion import ReducedGradients
     from tfdp.step.state_layout import WholeVariables
 
     clip = WholeVariables.clip
@@ -218,7 +218,7 @@ def _around_reduction(
     after: Callable[[Any, list], Any] = lambda reduced, gradients: reduced,
 ) -> Iterator[None]:
     """Does something to a replica's gradients, or to their sums."""
-    from tfdp.reduction.replica_reducer import ReplicaReducer
+    from tfdp.reduction.reducer import ReplicaReducer
 
     reduce = ReplicaReducer.reduce_gradients
 

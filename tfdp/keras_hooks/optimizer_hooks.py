@@ -18,10 +18,9 @@ from tfdp import _compat
 from tfdp.base import batch_weight
 from tfdp.base.ownership import replica_context
 from tfdp.base.param_groups import innermost
-from tfdp.reduction.replica_reducer import replica_reducer
-from tfdp.step.inputs import checked_gradients
+from tfdp.reduction.reducer import replica_reducer
 from tfdp.step.path import take_step
-from tfdp.step.step import keras_step
+from tfdp.step.step import checked_gradients, keras_step
 
 
 def apply(

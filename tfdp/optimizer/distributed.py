@@ -23,7 +23,7 @@ from tfdp.base.param_groups import (
 from tfdp.keras_hooks import file_view, install
 from tfdp.optimizer import arguments
 from tfdp.optimizer.shardable import ShardableOptimizer
-from tfdp.reduction.replica_reducer import GradientReducer, replica_reducer
+from tfdp.reduction.reducer import GradientReducer, replica_reducer
 from tfdp.sharding.full_state import FullState
 from tfdp.step.accumulation import (
     Accumulator,
@@ -31,11 +31,10 @@ from tfdp.step.accumulation import (
     NoAccumulation,
     ShardedAccumulation,
 )
-from tfdp.step.inputs import checked_gradients
 from tfdp.step.loss_scale import MOST_SKIPS, LossScaling
 from tfdp.step.path import take_step
 from tfdp.step.state_layout import StateLayout, WholeVariables
-from tfdp.step.step import Schedule, Step, reduce_groups
+from tfdp.step.step import Schedule, Step, checked_gradients, reduce_groups
 
 
 @keras.saving.register_keras_serializable(package="tfdp")

@@ -11,7 +11,7 @@ from tfdp.keras_hooks.saving import is_saving
 from tfdp.optimizer import arguments
 from tfdp.optimizer.settings import OptimizerSettings
 from tfdp.plans.memory import MemoryReport
-from tfdp.reduction.replica_reducer import replica_reducer
+from tfdp.reduction.reducer import replica_reducer
 from tfdp.replicas.initial_values import synchronize_new_variables
 from tfdp.sharding import ShardedLayout, ShardedState, memory_report
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
+from tfdp import _compat
+from tfdp.base.ownership import replica_context
 from tfdp.base.param_groups import path_of
 from tfdp.collectives import ProcessGroup, timing
 from tfdp.coordination.checks import check_same_plan, check_same_variables
@@ -15,26 +15,16 @@ from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import BucketPlan
 from tfdp.reduction.fusion import (
+    ReducedGradients,
     all_reduce_any_shape,
     all_reduce_buckets,
     make_plan,
+    unbucketed,
     weighted,
 )
-from tfdp.reduction.reduced_gradients import ReducedGradients, unbucketed
 from tfdp.reduction.selection import AlgorithmChoice, AlgorithmSelector
 from tfdp.reduction.sparse import reduce_indexed_slices
-
-
-@dataclasses.dataclass(frozen=True)
-class _Trained:
-    """Variables that were trained together.
-
-    Paths do not tell them: two models of one process may have the same.
-    """
-
-    refs: list
-    plan: BucketPlan
-    routes: tuple[AlgorithmChoice, ...] = ()
+from tfdp.reduction.trained_plans import TrainedPlans
 
 
 class Reducer:
@@ -62,7 +52,7 @@ class Reducer:
         self.first_rank = first_rank
         self.options = options
         self._worker_group = worker_group
-        self._plans: dict[tuple[int, ...], _Trained] = {}
+        self.plans = TrainedPlans()
 
     def reduce(self, reduce_op: Any, value: Any, replica: int) -> Any:
         """All-reduces a nest of tensors and `IndexedSlices` of one replica.
@@ -162,9 +152,9 @@ class Reducer:
         routes = self.routes_of(plan, are_gradients=variables is not None)
         if variables is not None and replica == 0:
             # Only once: not all workers trace again when a batch has another size.
-            if plan and not self.plan_of(variables):
+            if plan and not self.plans.plan_of(variables):
                 check_same_plan(self._worker_group, plan)
-            self._remember(variables, plan, routes)
+            self.plans.remember(variables, plan, routes)
         algorithms = [route.all_reduce for route in routes]
         flats = all_reduce_buckets(
             tensors, plan, self.group, replica, weight, algorithms
@@ -222,40 +212,11 @@ class Reducer:
 
     def _check(self, variables: list[Any], replica: int) -> None:
         """Compare the trained variables across workers, once for each set."""
-        if replica == 0 and self.plan_of(variables) is None:
-            self._remember(variables, BucketPlan(()))
+        if replica == 0 and self.plans.plan_of(variables) is None:
+            self.plans.remember(variables, BucketPlan(()))
             check_same_variables(
                 self._worker_group, "first training step", variables, "trains"
             )
-
-    def _remember(
-        self,
-        variables: list[Any],
-        plan: BucketPlan,
-        routes: tuple[AlgorithmChoice, ...] = (),
-    ) -> None:
-        key = tuple(map(id, variables))
-        self._plans.pop(key, None)  # the latest comes last
-        refs = [weakref.ref(variable) for variable in variables]
-        self._plans[key] = _Trained(refs, plan, routes)
-
-    def plan_of(self, variables: list[Any]) -> BucketPlan | None:
-        """The plan by which exactly these variables were trained, or `None`."""
-        trained = self._plans.get(tuple(map(id, variables)))
-        alive = trained is not None and all(ref() is not None for ref in trained.refs)
-        return trained.plan if trained is not None and alive else None
-
-    def plans_within(
-        self, variables: list[Any]
-    ) -> list[tuple[list[Any], BucketPlan, tuple[AlgorithmChoice, ...]]]:
-        """Which of these variables were trained by which plan, the latest first."""
-        wanted = set(map(id, variables))
-        found = []
-        for key, trained in reversed(self._plans.items()):
-            members = [ref() for ref in trained.refs]
-            if wanted.issuperset(key) and all(m is not None for m in members):
-                found.append((members, trained.plan, trained.routes))
-        return found
 
 
 def _check_compressible(plan: BucketPlan) -> None:
@@ -279,3 +240,123 @@ def _divide(value: Any, count: int) -> Any:
     if _is_sparse(value):
         return tf.IndexedSlices(value.values / count, value.indices, value.dense_shape)
     return value / count
+
+
+class GradientReducer(Protocol):
+    """Reducer of the gradients of a step: the seam for other ways to reduce."""
+
+    @property
+    def num_replicas(self) -> int:
+        """Int, over how many replicas it sums."""
+
+    def reduce_gradients(
+        self,
+        gradients: list,
+        variables: list[Any],
+        *,
+        may_sum: bool,
+        weight: tf.Tensor | None,
+    ) -> ReducedGradients:
+        """Sum gradients over all replicas, see `Reducer.reduce_gradients`."""
+
+    def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sum tensors that are no gradients over all replicas."""
+
+    def gather_rows(
+        self, gradients: list, variables: list[Any], *, may_sum: bool
+    ) -> list:
+        """Put sparse gradients together, see `Reducer.gather_rows`."""
+
+
+class LocalReducer:
+    """The reducer of a single device, which has nobody to share with."""
+
+    num_replicas = 1
+
+    def reduce_gradients(
+        self,
+        gradients: list,
+        variables: list[Any],
+        *,
+        may_sum: bool,
+        weight: tf.Tensor | None,
+    ) -> ReducedGradients:
+        """Leave gradients as they are."""
+        del variables, may_sum, weight
+        return unbucketed(gradients)
+
+    def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Leave them as they are."""
+        return tensors
+
+    def gather_rows(
+        self, gradients: list, variables: list[Any], *, may_sum: bool
+    ) -> list:
+        """Leave them as they are."""
+        del variables, may_sum
+        return gradients
+
+
+class ReplicaReducer:
+    """The reducer as one replica sees it.
+
+    Args:
+        reducer: `Reducer` of the strategy.
+        context: The replica context.
+    """
+
+    def __init__(self, reducer: Reducer, context: Any) -> None:
+        self.num_replicas = reducer.group.size
+        self._reducer = reducer
+        self._context = context
+
+    def reduce_gradients(
+        self,
+        gradients: list,
+        variables: list[Any],
+        *,
+        may_sum: bool,
+        weight: tf.Tensor | None,
+    ) -> ReducedGradients:
+        """Sum gradients over all replicas, see `Reducer.reduce_gradients`."""
+        if self._meets_first():
+            if weight is not None:
+                gradients = [weighted(gradient, weight) for gradient in gradients]
+            return unbucketed(self.sum(gradients))
+        return self._reducer.reduce_gradients(
+            gradients,
+            variables,
+            _compat.local_replica_id(self._context),
+            may_sum=may_sum,
+            weight=weight,
+        )
+
+    def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        """Sum tensors that are no gradients over all replicas."""
+        return list(self._context.strategy.extended.sum_over_replicas(tensors))
+
+    def gather_rows(
+        self, gradients: list, variables: list[Any], *, may_sum: bool
+    ) -> list:
+        """Put sparse gradients together, see `Reducer.gather_rows`."""
+        if self._meets_first():
+            return self.sum(gradients) if gradients else []
+        return self._reducer.gather_rows(
+            gradients,
+            variables,
+            _compat.local_replica_id(self._context),
+            may_sum=may_sum,
+        )
+
+    def _meets_first(self) -> bool:
+        # Eager replicas of a process run one after the other: a collective would wait
+        # for one that has not started.
+        return tf.executing_eagerly() and len(self._reducer.group.devices) > 1
+
+
+def replica_reducer() -> GradientReducer:
+    """The reducer of the replica that is running, or of a single device."""
+    context = replica_context()
+    if context is None:
+        return LocalReducer()
+    return ReplicaReducer(tf.distribute.get_strategy().extended.reducer, context)

@@ -127,7 +127,7 @@ def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
     memory = None
     if hasattr(optimizer, "memory_report") and optimizer.built:
         memory = optimizer.memory_report()
-    for trained, plan, routes in reducer.plans_within(model.trainable_variables):
+    for trained, plan, routes in reducer.plans.plans_within(model.trainable_variables):
         if plan.buckets:
             dense = {e.name for bucket in plan for e in bucket.entries}
             sparse = [v.path for v in trained if v.path not in dense]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfdp.plans.shards import ShardPlan
-from tfdp.reduction.reduced_gradients import divided
+from tfdp.reduction.fusion import divided
 from tfdp.sharding.packing import pack_row
 
 

@@ -17,7 +17,7 @@ from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import Bucket
 from tfdp.plans.shards import ShardBucket, ShardPlan, plan_slices, plan_whole
 from tfdp.reduction.fusion import bucket_bytes_of, entry_of
-from tfdp.reduction.replica_reducer import ReplicaReducer
+from tfdp.reduction.reducer import ReplicaReducer
 from tfdp.sharding.shard_collectives import (
     EagerShardCollectives,
     GraphShardCollectives,

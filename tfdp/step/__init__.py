@@ -5,7 +5,7 @@ Read `path` first: `take_step` calls nine stages, in order.
 | stage | file |
 | --- | --- |
 | 1 take in | `accumulation`: none, local, sharded (ZeRO-2), Keras's own |
-| 2 reduce | `state_layout` (all-reduce), `tfdp.sharding.sharded_layout` (reduce-scatter) |
+| 2 reduce | `state_layout`: all-reduce; `tfdp.sharding`: reduce-scatter |
 | 3 unscale | `path`: by micro-batches and by the scale of `loss_scale` |
 | 4 all finite? | `state_layout`, agreed by all replicas |
 | 5 clip | `state_layout` |
@@ -13,6 +13,5 @@ Read `path` first: `take_step` calls nine stages, in order.
 | 7 averages, 8 constraints, 9 count | `path`, after every micro-batch |
 
 `step` has the `Step` that the path reads, and makes that of a plain Keras optimizer;
-`tfdp.optimizer.distributed` makes that of a `DistributedOptimizer`. `inputs` checks what
-`Optimizer.apply` is given.
+`tfdp.optimizer.distributed` makes that of a `DistributedOptimizer`.
 """

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base.param_groups import ParamGroup
+from tfdp.reduction.fusion import ReducedGradients
 from tfdp.reduction.gradient_noise import squared_norm
-from tfdp.reduction.reduced_gradients import ReducedGradients
 from tfdp.step.grouped_update import decay_and_update
 from tfdp.step.loss_scale import not_finite
 
