@@ -93,7 +93,7 @@ def _make(**options: Any) -> optimizers.Optimizer:
 
 
 def _saved_and_continued(env: Env, model: keras.Model) -> dict:
-    """What the process that wrote the files goes on to, in the same terms."""
+    """What the process that wrote the files goes on to, in the same loss_terms."""
     optimizer = model.optimizer
     assert optimizer.accumulated_steps == 2
     x, y = (array[REST] for array in common.regression_data())

@@ -12,6 +12,7 @@ from cases import common
 from harness.env import Env
 from harness.registry import case
 from tfdp import _compat
+from tfdp.base import stand_in_seed
 from tfdp.checkpoint.random_state import random_states, set_random_states
 from tfdp.replicas import random_seed
 
@@ -127,7 +128,7 @@ def seeds_of_operations_give_the_numbers_of_one_device(env: Env) -> dict:
     batch = expected[0][0][: common.BATCH_SIZE]
     np.testing.assert_array_equal(np.flatnonzero(seen.batches[0]), sorted(batch))
     # As in another process, with a seed of its own, that goes on with this run.
-    _compat.set_stand_in_seed(before["seed"] + 1)
+    stand_in_seed.set_seed(before["seed"] + 1)
     set_random_states(state)
     assert seeded() == expected
     return {

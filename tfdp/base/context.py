@@ -34,3 +34,9 @@ def in_tfdp_scope() -> bool:
 def replica_context() -> Any:
     """Return the context of the running replica of a tfdp strategy, or `None`."""
     return tf.distribute.get_replica_context() if in_tfdp_scope() else None
+
+
+def in_replica_thread() -> bool:
+    """Return whether this thread runs one replica's part of any `strategy.run`."""
+    context = tf.distribute.get_replica_context()
+    return context is not None and tf.distribute.has_strategy()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tfdp import _compat
+from tfdp.base import stand_in_seed
 
 
 def random_states() -> dict[str, Any]:
@@ -21,7 +22,7 @@ def random_states() -> dict[str, Any]:
     return {
         "python": [version, list(words), gauss],
         "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
-        "tensorflow": _compat.tensorflow_random_state(),
+        "tensorflow": _state_of_tensorflow(),
         "keras": _compat.keras_seed_state(),
     }
 
@@ -36,5 +37,15 @@ def set_random_states(states: dict[str, Any]) -> None:
     random.setstate((version, tuple(words), gauss))
     name, keys, position, has_gauss, cached = states["numpy"]
     np.random.set_state((name, np.array(keys, "uint32"), position, has_gauss, cached))
-    _compat.set_tensorflow_random_state(states["tensorflow"])
+    state = states["tensorflow"]
+    if state.get("stands_in"):
+        stand_in_seed.set_seed(state["seed"])
+    _compat.set_tensorflow_random_state(state)
     _compat.set_keras_seed_state(states["keras"])
+
+
+def _state_of_tensorflow() -> dict[str, Any]:
+    """TensorFlow's state, and whether its seed is one that the user has not set."""
+    state = _compat.tensorflow_random_state()
+    seed = state["seed"]
+    return {**state, "stands_in": seed is not None and seed == stand_in_seed.seed()}

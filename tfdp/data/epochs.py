@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdp import _compat
-from tfdp.base import loops
+from tfdp.base import loops, stand_in_seed
 from tfdp.base.context import is_tfdp
 from tfdp.coordination.progress import progress
 from tfdp.data import position as data_position
@@ -42,7 +42,7 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
         extended = strategy.extended
         position.attach(
             iterator,
-            _compat.stand_in_seed(),
+            stand_in_seed.seed(),
             getattr(extended, "worker_group", None),
         )
 
@@ -104,7 +104,7 @@ def _agree_on_shuffling(strategy: Any, iterator: Any, of_loop: Callable) -> None
         return
     extended = strategy.extended
     same, _ = extended.worker_group.all_equal("shuffling", _compat.random_state())
-    if same and _compat.global_seed() != _compat.stand_in_seed():
+    if same and _compat.global_seed() != stand_in_seed.seed():
         return  # the user's own seed, as on one device
     if not same:
         warnings.warn(

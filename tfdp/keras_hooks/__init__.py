@@ -1,1 +1,19 @@
-"""keras_hooks."""
+"""Keras under a tfdp strategy: what is replaced in it, and what its loops are given.
+
+Read in this order:
+
+    install           THE TABLE of replaced functions: where, why, upstream issue
+    trainer_hooks     compile, fit, evaluate, predict, save
+    loss_hooks        losses and metrics: means over the rows of all replicas
+    layer_hooks       moments of BatchNormalization, convolutions, seeds
+    optimizer_hooks   a plain Keras optimizer: its updates take the path of a step
+    file_hooks        saving and loading with the user's own optimizer
+    runtime_hooks     TensorFlow's hash of traced functions, seeds of operations
+    file_view         that optimizer, as a view of the DistributedOptimizer around it
+    scope_checks      what was made in which strategy's scope
+    worker_callbacks  callbacks that each worker runs
+    added_callbacks   callbacks that tfdp adds to the user's
+    logs              logs of a step over the whole global batch
+    saving            files that several workers write
+    rebalancing       rows of a batch by the speed of the workers
+"""

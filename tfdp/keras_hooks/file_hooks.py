@@ -1,14 +1,14 @@
-"""Files hold the user's own optimizer, so that plain Keras opens them.
+"""Keras's saving and loading with the user's own optimizer, so that Keras opens it.
 
 A `DistributedOptimizer` shows itself to Keras's saving and loading as the optimizer
-that it wraps, see `tfdp.keras_hooks.file_view`: these are the functions that take the
-place of Keras's. What is loaded goes back the same way.
+that it wraps, see `tfdp.keras_hooks.file_view`. The functions that save and load here
+take the place of Keras's, see `tfdp.keras_hooks.install`. What is loaded goes back the
+same way.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,23 +21,10 @@ from tfdp.keras_hooks.file_view import scaling_of, sharded_tensors
 from tfdp.sharding.full_state import FullState, collect
 
 
-@functools.cache
-def install() -> None:
-    """Replaces Keras's functions, once for a process."""
-    for owner, name in _compat.SAVING_FUNCTIONS:
-        _compat.replace(owner, name, _save_with_plain_optimizer)
-    for owner, name in _compat.LOADING_FUNCTIONS:
-        _compat.replace(owner, name, _load_with_plain_optimizer)
-    _compat.replace(_compat.BaseTrainer, "compile", _unwrap_after_compile)
-    base = _compat.BaseOptimizer
-    _compat.replace(base, "save_own_variables", _save_own_variables)
-    _compat.replace(base, "load_own_variables", _load_own_variables)
-
-
-def _save_with_plain_optimizer(
+def save_with_plain_optimizer(
     original: Callable, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls a function of Keras that saves with the plain optimizer.
+    """Call a function of Keras that saves with the plain optimizer.
 
     Where state is sharded all workers take part, and the first one writes.
     """
@@ -67,7 +54,7 @@ def _save_with_plain_optimizer(
 
 
 def _collect(distributed: Any) -> tuple[FullState, bool]:
-    """Brings sharded state to the first worker, and says whether this is the one."""
+    """Gather sharded state on the first worker, and tell whether this is the one."""
     extended = _compat.strategy_of_optimizer(distributed).extended
     is_first = extended.worker_group.rank == 0
     extended.worker_group.all_gather(
@@ -77,10 +64,10 @@ def _collect(distributed: Any) -> tuple[FullState, bool]:
     return collect(tensors, extended.host_group, keeps=is_first), is_first
 
 
-def _load_with_plain_optimizer(
+def load_with_plain_optimizer(
     original: Callable, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls a function of Keras that loads with the plain optimizer."""
+    """Call a function of Keras that loads with the plain optimizer."""
     if getattr(getattr(model, "optimizer", None), "is_sharded", False):
         _check_all_see(model.optimizer, args[0] if args else kwargs.get("filepath"))
     with plain_optimizer(model):
@@ -88,7 +75,7 @@ def _load_with_plain_optimizer(
 
 
 def _check_all_see(distributed: Any, path: Any) -> None:
-    """Each worker reads its own slices: the first one cannot load for all."""
+    """Raise unless all workers see the file: each reads its own slices."""
     worker_group = _compat.strategy_of_optimizer(distributed).extended.worker_group
     is_there = os.path.exists(path) if isinstance(path, (str, os.PathLike)) else True
     topic = "loading a file into a sharded optimizer, which all workers have to do"
@@ -103,7 +90,7 @@ def _check_all_see(distributed: Any, path: Any) -> None:
 
 @contextlib.contextmanager
 def plain_optimizer(model: Any, whole: FullState | None = None) -> Iterator[None]:
-    """Lets a model show the user's own optimizer, as files hold it.
+    """Show the user's own optimizer as the model's, as files hold it.
 
     Args:
         model: Keras model.
@@ -118,8 +105,8 @@ def plain_optimizer(model: Any, whole: FullState | None = None) -> Iterator[None
         yield
 
 
-def _save_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
-    """Writes the sums of all replicas where Keras's own accumulators differ."""
+def save_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
+    """Write the sums of all replicas where Keras's own accumulators differ."""
     sums = _accumulators_of_replicas(optimizer)
     if not sums:
         original(optimizer, store)
@@ -135,8 +122,8 @@ def _save_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
         store[str(index)] = value
 
 
-def _load_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
-    """Gives each replica its part of what one device had accumulated."""
+def load_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
+    """Give each replica its part of what one device had accumulated."""
     original(optimizer, store)
     for variable in _accumulators_of_replicas(optimizer):
         variable.assign(variable.numpy() / num_replicas_of(optimizer))
@@ -148,11 +135,8 @@ def _accumulators_of_replicas(optimizer: Any) -> list:
     return _compat.accumulators(optimizer)
 
 
-def _unwrap_after_compile(
-    original: Callable, model: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Takes off the `LossScaleOptimizer` that `compile` puts around float16."""
-    result = original(model, *args, **kwargs)
+def unwrap_loss_scaling(model: Any) -> None:
+    """Take off the `LossScaleOptimizer` that `compile` puts around float16."""
     outer = model.optimizer
     is_scaled = isinstance(outer, keras.optimizers.LossScaleOptimizer)
     inner: Any = getattr(outer, "inner_optimizer", None)
@@ -160,4 +144,3 @@ def _unwrap_after_compile(
         if inner.loss_scaling is None:
             inner.loss_scaling = scaling_of(outer)
         model.optimizer = inner
-    return result

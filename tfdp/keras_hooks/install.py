@@ -1,320 +1,409 @@
-"""Keras's `fit`, `evaluate` and `predict` under a tfdp strategy.
+"""The table of all functions of Keras and TensorFlow that tfdp replaces.
 
-Keras has no hooks for what is done here, so that its functions are replaced
-once, when the first strategy is made. Each replacement hands over to Keras at
-once for a model of no tfdp strategy.
+Keras has no hooks for what is done here. Each entry says why, and `install` puts it in
+its place, once for a process, when the first strategy, callback or optimizer of tfdp is
+made. Nothing else replaces a function of Keras or TensorFlow. The test of the table
+fails where a release changes the signature of one of them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
-import json
-import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import loops
-from tfdp.base.context import is_tfdp, strategy_of
-from tfdp.collectives import timing
-from tfdp.coordination.progress import progress
-from tfdp.data import checks, epochs
-from tfdp.data import position as data_position
-from tfdp.data.distribute import check_batch_size
-from tfdp.keras_hooks import file_hooks, layer_hooks, optimizer_hooks, scope_checks
-from tfdp.keras_hooks.logs import merge_logs
-from tfdp.keras_hooks.saving import save_atomically
-from tfdp.keras_hooks.worker_callbacks import (
-    callbacks_of_worker,
-    difference_of,
-    names_of_ours,
-    ordered,
-    others_of,
-    problem_of,
-    restart_averages,
-    swap_averages,
-    that_resume,
-    with_care_of_optimizer,
+from tfdp._compat import Replacement
+from tfdp.data import epochs, position
+from tfdp.keras_hooks import (
+    file_hooks,
+    layer_hooks,
+    loss_hooks,
+    optimizer_hooks,
+    runtime_hooks,
+    trainer_hooks,
+    worker_callbacks,
 )
-from tfdp.reduction import link_measure
-from tfdp.replicas import drift_probe
+from tfdp.losses import loss_terms
+
+TENSORFLOW = "TensorFlow 2.19 to 2.21"
+
+_KERAS_ISSUE = "https://github.com/keras-team/keras/issues"
+_TENSORFLOW_ISSUE = "https://github.com/tensorflow/tensorflow/issues"
 
 
 @functools.cache
 def install() -> None:
-    """Replaces Keras's functions, once for a process."""
-    _compat.hash_function_types_once()
-    layer_hooks.install()
-    optimizer_hooks.install()
-    file_hooks.install()
-    owner = _compat.TensorFlowTrainer
-    for name in ("fit", "evaluate", "predict"):
-        _compat.replace(owner, name, functools.partial(_loop, name))
-    for name in ("train_on_batch", "test_on_batch", "predict_on_batch"):
-        _compat.replace(owner, name, _on_batch)
-    for name in ("train_function", "test_function", "predict_function"):
-        make = functools.partial(_make_function, name)
-        _compat.replace(owner, f"make_{name}", make)
-    for name in ("save", "save_weights", "export"):
-        _compat.replace(keras.Model, name, _save)
-    _compat.replace(owner, "_maybe_symbolic_build", _symbolic_build)
-    swap = keras.callbacks.SwapEMAWeights
-    _compat.replace(swap, "_swap_variables", swap_averages)
-    _compat.replace(swap, "_finalize_ema_values", restart_averages)
-    _compat.replace(_compat.BaseTrainer, "compile", _compile)
-    _compat.replace(_compat.EpochIterator, "__init__", epochs.make_iterator)
-    _compat.replace(
-        _compat.EpochIterator, "_enumerate_iterator", data_position.enumerate_batches
-    )
-    _compat.replace(_compat.BaseTrainer, "_get_metrics_result_or_logs", _epoch_logs)
-    _compat.replace(_compat.EpochIterator, "__iter__", epochs.begin_epoch)
-    _compat.replace(_compat.EpochIterator, "__next__", epochs.next_step)
-    _compat.replace(_compat.keras_trainer, "reduce_per_replica", _reduce_per_replica)
+    """Put every replacement of the table in its place; again has no effect."""
+    for entry in REPLACEMENTS:
+        _compat.replace(entry)
 
 
-def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = strategy_of(model)
-    bound = inspect.signature(original).bind(model, *args, **kwargs)
-    resuming = that_resume(bound.arguments.get("callbacks")) if name == "fit" else []
-    position = data_position.DataPosition() if resuming else None
-    with data_position.tracking(position):
-        if strategy is None:
-            return _run_loop(name, original, model, bound, strategy)
-        with progress.looping(name), strategy.extended.explaining():  # noqa: SIM117
-            with checks.translate_errors():
-                return _run_loop(name, original, model, bound, strategy)
-
-
-def _run_loop(
-    name: str,
-    original: Callable,
-    model: Any,
-    bound: inspect.BoundArguments,
-    strategy: Any,
-) -> Any:
-    arguments = bound.arguments
-    if name == "fit":
-        given = arguments.get("callbacks")
-        _check_callbacks(strategy, given, arguments)
-        arguments["callbacks"] = with_care_of_optimizer(model, given)
-    if strategy is None:
-        scope_checks.check_no_strategy_in_force(model, name)
-        _choose_callbacks(arguments, arguments.get("callbacks"), is_fit=name == "fit")
-        return original(*bound.args, **bound.kwargs)
-    worker_group = strategy.extended.worker_group
-    _check_data(model, arguments)
-    if name != "predict":
-        check_batch_size(strategy, arguments.get("batch_size"), "`batch_size`")
-    if worker_group.rank > 0 and worker_group.num_workers > 1:
-        arguments["verbose"] = 0
-    chosen = callbacks_of_worker(
-        strategy, model, arguments.get("callbacks"), is_fit=name == "fit"
-    )
-    _choose_callbacks(arguments, chosen, is_fit=name == "fit")
-    if name == "fit":
-        extended = strategy.extended
-        steps = link_measure.num_steps_of(arguments)
-        link_measure.learn_links(
-            extended.algorithm_selector,
-            extended.group,
-            worker_group,
-            str(extended.hosts),
-            steps,
+# Compile, fit, evaluate, predict.
+_TRAINER = (
+    Replacement(
+        _compat.BaseTrainer,
+        "compile(self, optimizer, loss, loss_weights, metrics, weighted_metrics, "
+        "run_eagerly, steps_per_execution, jit_compile, auto_scale_loss)",
+        trainer_hooks.compile_model,
+        "An optimizer or metric that was made outside the scope has variables that no "
+        "strategy mirrors; float16 gets a loss scaler around a DistributedOptimizer.",
+    ),
+    Replacement(
+        _compat.TensorFlowTrainer,
+        "fit(self, x, y, batch_size, epochs, verbose, callbacks, validation_split, "
+        "validation_data, shuffle, class_weight, sample_weight, initial_epoch, "
+        "steps_per_epoch, validation_steps, validation_batch_size, validation_freq)",
+        trainer_hooks.fit,
+        "Every worker runs every callback; wrong data, or a callback that only one "
+        "worker has, is an error of TensorFlow's or a hang.",
+        f"{_KERAS_ISSUE}/20585",
+    ),
+    Replacement(
+        _compat.TensorFlowTrainer,
+        "evaluate(self, x, y, batch_size, verbose, sample_weight, steps, callbacks, "
+        "return_dict, **kwargs)",
+        trainer_hooks.evaluate,
+        "As `fit`.",
+        f"{_KERAS_ISSUE}/20585",
+    ),
+    Replacement(
+        _compat.TensorFlowTrainer,
+        "predict(self, x, batch_size, verbose, steps, callbacks)",
+        trainer_hooks.predict,
+        "As `fit`.",
+        f"{_KERAS_ISSUE}/20585",
+    ),
+    *(
+        Replacement(
+            _compat.TensorFlowTrainer,
+            call,
+            trainer_hooks.run_on_batch,
+            "The global batch is not divided: it goes to every replica whole.",
         )
-    is_fit = name == "fit"
-    with loops.looping(model, is_fit=is_fit), _recording(model, is_fit=is_fit):
-        result = original(*bound.args, **bound.kwargs)
-    if name == "fit":
-        # The first worker's files are complete when the others go on.
-        worker_group.all_gather("the end of fit")
-    return result
-
-
-def _check_data(model: Any, arguments: dict[str, Any]) -> None:
-    """Raises what is wrong with the data, or lets a generator say so later."""
-    checks.check_arrays(model, arguments)
-    for key in ("x", "validation_data"):
-        if key in arguments:
-            arguments[key] = checks.check_structure(arguments[key])
-
-
-def _choose_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -> None:
-    """Gives Keras callbacks; those that save the others' state are told of them."""
-    arguments["callbacks"] = chosen
-    resuming = that_resume(chosen) if is_fit else []
-    if resuming:
-        arguments["callbacks"] = ordered(chosen)
-        others = others_of(arguments["callbacks"])
-        for callback in resuming:
-            callback.follow(data_position.current(), others)
-
-
-def _epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
-    """The logs of an epoch, also of one whose batches a run before had all done."""
-    position = data_position.current()
-    if not logs and position is not None and position.last_logs:
-        logs = position.last_logs
-    return original(model, logs)
-
-
-def _check_callbacks(strategy: Any, callbacks: Any, arguments: dict[str, Any]) -> None:
-    """Raises on every worker what is wrong with the callbacks of any of them."""
-    worker_group = None if strategy is None else strategy.extended.worker_group
-    is_chief = worker_group is None or worker_group.rank == 0
-    problem = problem_of(callbacks, arguments) if is_chief else ""
-    if worker_group is not None and worker_group.num_workers > 1:
-        own = json.dumps([problem, names_of_ours(callbacks)])
-        told = [json.loads(text) for text in worker_group.all_gather("callbacks", own)]
-        problem = told[0][0] or difference_of([names for _, names in told])
-        if problem:
-            worker_group.leave()
-    if problem:
-        raise ValueError(problem)
-
-
-@contextlib.contextmanager
-def _recording(model: Any, *, is_fit: bool) -> Iterator[None]:
-    """In `fit` callbacks may add to what is traced; nothing is left of it after."""
-    if not is_fit:
-        with _unrecorded():
-            yield
-        return
-    recorders, probes = timing.recorders.active(), drift_probe.probes.active()
-    try:
-        yield
-    finally:
-        was_recorded = timing.recorders.deactivate_since(recorders)
-        if drift_probe.probes.deactivate_since(probes) or was_recorded:
-            model.train_function = None
-
-
-@contextlib.contextmanager
-def _unrecorded() -> Iterator[None]:
-    """What a callback evaluates in the middle of a `fit` is no part of its steps."""
-    if loops.is_nested():
-        with timing.recorders.suspended(), drift_probe.probes.suspended():
-            yield
-    else:
-        yield
-
-
-def _on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = strategy_of(model)
-    if strategy is None:
-        return original(model, *args, **kwargs)
-    name = original.__name__
-    given = inspect.signature(original).bind(model, *args, **kwargs).arguments
-    with progress.looping(name), strategy.extended.explaining():
-        checks.check_batch(strategy, model, given)
-        with loops.looping(model, whole_batches=True), _unrecorded():
-            return original(model, *args, **kwargs)
-
-
-def _make_function(
-    name: str, original: Callable, model: Any, force: bool = False
-) -> Any:
-    """Notes when a step computes, and when callbacks do."""
-    if strategy_of(model) is not None:
-        _leave_out_xla(model)
-    before = getattr(model, name)
-    result = original(model, force)
-    function = getattr(model, name)
-    if strategy_of(model) is None or function is before:
-        return result
-
-    @functools.wraps(function)
-    def compute(*args: Any, **kwargs: Any) -> Any:
-        with progress.computing():
-            return function(*args, **kwargs)
-
-    setattr(model, name, compute)
-    return result
-
-
-def _leave_out_xla(model: Any) -> None:
-    """Warns where XLA was asked for, in `compile` or by the model's attribute."""
-    if model.jit_compile and not model.run_eagerly:
-        warnings.warn(
-            "`jit_compile=True` is left out: XLA cannot compile the collectives of "
-            "a step on all devices. Training goes on without it.",
-            stacklevel=3,
+        for call in (
+            "train_on_batch(self, x, y, sample_weight, class_weight, return_dict)",
+            "test_on_batch(self, x, y, sample_weight, return_dict)",
+            "predict_on_batch(self, x)",
         )
-        model.jit_compile = False
+    ),
+    *(
+        Replacement(
+            _compat.TensorFlowTrainer,
+            call,
+            function,
+            "XLA cannot compile the collectives of a step on all devices; the watchdog "
+            "has to know when a step computes.",
+            f"{_KERAS_ISSUE}/19005",
+        )
+        for call, function in (
+            ("make_train_function(self, force)", trainer_hooks.make_train_function),
+            ("make_test_function(self, force)", trainer_hooks.make_test_function),
+            ("make_predict_function(self, force)", trainer_hooks.make_predict_function),
+        )
+    ),
+    Replacement(
+        _compat.TensorFlowTrainer,
+        "_maybe_symbolic_build(self, iterator, data_batch)",
+        trainer_hooks.build_symbolically,
+        "Keras takes a batch to build from, which a generator loses, and a mean of it "
+        "over the replicas, which fails on two workers, for strings, and for odd rows.",
+        f"{_KERAS_ISSUE}/20585",
+    ),
+    Replacement(
+        _compat.keras_trainer,
+        "reduce_per_replica(values, strategy, reduction)",
+        trainer_hooks.reduce_per_replica,
+        "Logs are those of one replica; a scalar has no axis to reduce on two workers; "
+        "the rows of `predict` come in the order of stock sharding.",
+        f"{_TENSORFLOW_ISSUE}/72388",
+    ),
+    Replacement(
+        _compat.BaseTrainer,
+        "_get_metrics_result_or_logs(self, logs)",
+        trainer_hooks.epoch_logs,
+        "An epoch whose batches a run before had all done has no logs.",
+    ),
+    *(
+        Replacement(
+            keras.Model,
+            call,
+            trainer_hooks.save,
+            "Workers that save to one path write into each other's file.",
+            f"{_TENSORFLOW_ISSUE}/38635",
+        )
+        for call in (
+            "save(self, filepath, overwrite, zipped, **kwargs)",
+            "save_weights(self, filepath, overwrite, max_shard_size)",
+            "export(self, filepath, format, verbose, input_signature, **kwargs)",
+        )
+    ),
+    Replacement(
+        keras.callbacks.SwapEMAWeights,
+        "_swap_variables(self)",
+        worker_callbacks.swap_averages,
+        "Averages that are sharded are in no variable of Keras's optimizer.",
+    ),
+    Replacement(
+        keras.callbacks.SwapEMAWeights,
+        "_finalize_ema_values(self)",
+        worker_callbacks.restart_averages,
+        "The same, where averages start again from the weights.",
+    ),
+)
 
+# Batches and their order.
+_DATA = (
+    Replacement(
+        _compat.EpochIterator,
+        "__init__(self, distribute_strategy, *args, **kwargs)",
+        epochs.make_iterator,
+        "Workers count the batches of their own data, and wait for ever where one "
+        "has more; each shuffles arrays in an order of its own.",
+    ),
+    Replacement(
+        _compat.EpochIterator,
+        "__iter__(self)",
+        epochs.begin_epoch,
+        "The watchdog has to know that a loop reads its data.",
+    ),
+    Replacement(
+        _compat.EpochIterator,
+        "__next__(self)",
+        epochs.next_step,
+        "The watchdog has to know the step that a loop has come to.",
+    ),
+    Replacement(
+        _compat.EpochIterator,
+        "_enumerate_iterator(self)",
+        position.enumerate_batches,
+        "A run that resumes has to go on with the batch after the last it has done.",
+        "https://github.com/keras-team/keras-hub/issues/204",
+    ),
+)
 
-def _save(
-    original: Callable, model: Any, filepath: Any, *args: Any, **kwargs: Any
-) -> Any:
-    strategy = strategy_of(model)
-    if strategy is None:
-        return original(model, filepath, *args, **kwargs)
-    return save_atomically(strategy, original, model, filepath, *args, **kwargs)
+# Losses, metrics and gradients: a mean is over the rows of all replicas.
+_LOSSES = (
+    Replacement(
+        _compat.CompileLoss,
+        "__call__(self, y_true, y_pred, sample_weight)",
+        loss_hooks.compiled_loss,
+        "A loss of `compile` that is a sum, not a mean, would be summed by the mean's "
+        "weights; only there is it known that nothing else is computed of it.",
+    ),
+    Replacement(
+        _compat.keras_loss,
+        "reduce_values(values, sample_weight, reduction)",
+        loss_hooks.reduce_values,
+        "A mean over a replica's rows is taken for one over all rows; a loss that is a "
+        "scalar already is not divided by the number of replicas.",
+        f"{_KERAS_ISSUE}/19891",
+    ),
+    Replacement(
+        _compat.keras_loss,
+        "apply_mask(sample_weight, mask, dtype, reduction)",
+        loss_hooks.apply_mask,
+        "The mean under a mask divides by what the mask keeps on this replica.",
+    ),
+    Replacement(
+        _compat.keras_loss,
+        "scale_loss_for_distribution(value)",
+        loss_hooks.scale_loss,
+        "Keras divides by the number of replicas, which is wrong where they hold "
+        "different numbers of rows.",
+        f"{_KERAS_ISSUE}/19891",
+    ),
+    Replacement(
+        _compat.keras_loss,
+        "unscale_loss_for_distribution(value)",
+        loss_hooks.unscale_loss,
+        "The logs would multiply by the number of replicas what was not divided by it.",
+        f"{_KERAS_ISSUE}/19891",
+    ),
+    Replacement(
+        tf.nn,
+        "compute_average_loss(per_example_loss, sample_weight, global_batch_size)",
+        loss_hooks.average_loss,
+        "A step of the user's own divides by the rows of all replicas, where tfdp "
+        "weighs the mean over a replica's rows.",
+        checked_on=TENSORFLOW,
+    ),
+    Replacement(
+        tf.nn,
+        "scale_regularization_loss(regularization_loss)",
+        loss_hooks.scale_regularization,
+        "It divides by the number of replicas, where tfdp weighs by their rows.",
+        checked_on=TENSORFLOW,
+    ),
+    *(
+        Replacement(
+            metric,
+            "update_state(self, values, sample_weight)",
+            loss_hooks.update_by_rows,
+            "A number that speaks of a whole batch counts once on each replica, and is "
+            "0 / 0 on one without rows.",
+            f"{_TENSORFLOW_ISSUE}/36224",
+        )
+        for metric in (keras.metrics.Mean, keras.metrics.Sum)
+    ),
+    Replacement(
+        tf.GradientTape,
+        "gradient(self, target, sources, output_gradients, unconnected_gradients)",
+        loss_terms.gradient,
+        "The terms of a loss are means, sums and constants, each of which counts "
+        "differently where replicas are added up by their rows.",
+        checked_on=TENSORFLOW,
+    ),
+    Replacement(
+        tf.distribute.ReplicaContext,
+        "all_reduce(self, reduce_op, value, options)",
+        loss_hooks.all_reduce,
+        "Its gradient adds up the replicas' losses as if all had as many rows.",
+        checked_on=TENSORFLOW,
+    ),
+)
 
+# Layers: what is computed over a batch, and what is drawn.
+_LAYERS = (
+    Replacement(
+        _compat.keras_nn,
+        "_compute_moments_sync(x, axes, keepdims)",
+        layer_hooks.moments,
+        "Synchronized BatchNormalization issues three all-reduces a layer, one after "
+        "the other.",
+    ),
+    Replacement(
+        keras.layers.BatchNormalization,
+        "_moments(self, inputs, mask)",
+        layer_hooks.moments_of_masked,
+        "With a mask the moments are those of the replica's samples, also where the "
+        "layer is synchronized.",
+    ),
+    *(
+        Replacement(
+            _compat.keras_nn,
+            call,
+            layer_hooks.convolve,
+            "Convolutions by oneDNN return a wrong shape where there are no rows.",
+        )
+        for call in (
+            "conv(inputs, kernel, strides, padding, data_format, dilation_rate)",
+            "depthwise_conv(inputs, kernel, strides, padding, data_format, "
+            "dilation_rate)",
+            "separable_conv(inputs, depthwise_kernel, pointwise_kernel, strides, "
+            "padding, data_format, dilation_rate)",
+        )
+    ),
+    *(
+        Replacement(
+            module,
+            "draw_seed(seed)",
+            layer_hooks.draw_seed,
+            "All replicas draw the same Dropout mask.",
+        )
+        for module in (_compat.keras_random, _compat.keras_image)
+    ),
+)
 
-def _symbolic_build(
-    original: Callable, model: Any, iterator: Any = None, data_batch: Any = None
-) -> Any:
-    """Builds from the data's spec; stock takes a batch, which generators lose."""
-    if strategy_of(model) is None or iterator is None:
-        return original(model, iterator=iterator, data_batch=data_batch)
-    spec = _compat.local_element_spec(_compat.distributed_dataset(iterator))
-    checks.check_element(model, spec)
-    shapes = [s.shape for s in tf.nest.flatten(spec) if s is not None]
-    if any(shape.rank is None for shape in shapes):
-        return original(model, iterator=iterator)
-    try:
-        return _compat.build_symbolically(model, spec)
-    except Exception:
-        # A step of the user's own need not use `call`, which may not even exist.
-        if not _compat.overridden(model):
-            raise
-    return _compat.build_by_steps(model, spec)
+# Updates by a plain Keras optimizer.
+_OPTIMIZERS = (
+    Replacement(
+        _compat.BaseOptimizer,
+        "apply(self, grads, trainable_variables)",
+        optimizer_hooks.apply,
+        "Each replica clips, accumulates and checks its own gradients before they are "
+        "added up.",
+        f"{_KERAS_ISSUE}/20582",
+    ),
+    Replacement(
+        keras.optimizers.LossScaleOptimizer,
+        "check_finite(self, grads)",
+        optimizer_hooks.check_finite,
+        "A replica that overflows alone would skip an update, and its collectives, "
+        "that the others make.",
+        f"{_KERAS_ISSUE}/18666",
+    ),
+    Replacement(
+        keras.optimizers.LossScaleOptimizer,
+        "scale_loss(self, loss)",
+        optimizer_hooks.scale_loss,
+        "The loss has to be weighed by the replica's rows before float16 gradients are "
+        "made of it.",
+    ),
+)
 
+# Files, which hold the user's own optimizer.
+_FILES = (
+    *(
+        Replacement(
+            module,
+            call,
+            file_hooks.save_with_plain_optimizer,
+            "Plain Keras could not open a file with a DistributedOptimizer; sharded "
+            "state is on all workers.",
+        )
+        for module, call in (
+            (
+                _compat.saving_lib,
+                "save_model(model, filepath, weights_format, zipped)",
+            ),
+            (
+                _compat.saving_lib,
+                "save_weights_only(model, filepath, max_shard_size, objects_to_skip)",
+            ),
+            (
+                _compat.legacy_h5_format,
+                "save_model_to_hdf5(model, filepath, overwrite, include_optimizer)",
+            ),
+        )
+    ),
+    Replacement(
+        _compat.saving_lib,
+        "load_weights_only(model, filepath, skip_mismatch, objects_to_skip)",
+        file_hooks.load_with_plain_optimizer,
+        "A file holds the user's own optimizer, without the DistributedOptimizer.",
+    ),
+    Replacement(
+        _compat.BaseOptimizer,
+        "save_own_variables(self, store)",
+        file_hooks.save_own_variables,
+        "Of Keras's accumulators, which differ, the first replica's are written.",
+    ),
+    Replacement(
+        _compat.BaseOptimizer,
+        "load_own_variables(self, store)",
+        file_hooks.load_own_variables,
+        "Each replica would add all that one device had accumulated.",
+    ),
+)
 
-def _reduce_per_replica(
-    original: Callable, values: Any, strategy: Any, reduction: Any
-) -> Any:
-    """What a step returns for all replicas: the last thing that it does."""
-    reduced = _reduced(original, values, strategy, reduction)
-    if is_tfdp(strategy):
-        timing.gather()
-    return reduced
+# TensorFlow's runtime.
+_RUNTIME = (
+    Replacement(
+        _compat.FunctionType,
+        "__hash__(self)",
+        runtime_hooks.hash_once,
+        "Every call of a traced function hashes the types of all that it captures, "
+        "once or twice for each variable.",
+        checked_on=TENSORFLOW,
+    ),
+    Replacement(
+        _compat.random_seed,
+        "get_seed(op_seed)",
+        runtime_hooks.seeds_of_operation,
+        "A global seed that tfdp sets, so that workers draw alike, would change the "
+        "numbers of operations with a seed of their own.",
+        checked_on=TENSORFLOW,
+    ),
+)
 
-
-def _reduced(original: Callable, values: Any, strategy: Any, reduction: Any) -> Any:
-    is_alone = strategy.num_replicas_in_sync == 1
-    loop = loops.current()
-    if not is_tfdp(strategy) or is_alone or loop is None:
-        return original(values, strategy, reduction)
-    if reduction == "concat":
-        return _concatenated(original, values, strategy)
-    return merge_logs(strategy, loop.model, values)
-
-
-def _concatenated(original: Callable, values: Any, strategy: Any) -> Any:
-    """The rows of all replicas in the order of the global batch.
-
-    Keras interleaves the rows of several workers as stock sharding deals them
-    out; here rank r has the r-th rows.
-    """
-    if strategy.extended.worker_group.num_workers == 1:
-        return original(values, strategy, "concat")
-    return keras.tree.map_structure(lambda v: strategy.gather(v, axis=0), values)
-
-
-def _compile(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = strategy_of(model)
-    if strategy is None:
-        scope_checks.check_no_strategy_in_force(model, "compile")
-        return original(model, *args, **kwargs)
-    bound = inspect.signature(original).bind(model, *args, **kwargs)
-    with strategy.scope():
-        scope_checks.move_into_scope(strategy, bound.arguments)
-        result = original(*bound.args, **bound.kwargs)
-        scope_checks.move_optimizer_into_scope(strategy, model.optimizer)
-    return result
+REPLACEMENTS = (
+    *_TRAINER,
+    *_DATA,
+    *_LOSSES,
+    *_LAYERS,
+    *_OPTIMIZERS,
+    *_FILES,
+    *_RUNTIME,
+)

@@ -1,14 +1,13 @@
 """Keras's optimizers under several replicas: their updates take the path of a step.
 
 Keras clips each replica's gradient, and checks it for overflow, before it
-adds them up; one device clips and checks the sum. Each function here takes the
-place of one of Keras, is called with the original first, and hands over to it
-where no tfdp strategy is in force.
+adds them up; one device clips and checks the sum. Each function takes the place of one
+of Keras, see `tfdp.keras_hooks.install`. It is called with the original first, and
+hands over to it where no tfdp strategy is in force.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,15 +23,7 @@ from tfdp.step.path import take_step
 from tfdp.step.step import checked_gradients, keras_step
 
 
-@functools.cache
-def install() -> None:
-    """Puts the functions in place; again has no effect."""
-    _compat.replace(_compat.BaseOptimizer, "apply", _apply)
-    _compat.replace(keras.optimizers.LossScaleOptimizer, "check_finite", _check_finite)
-    _compat.replace(keras.optimizers.LossScaleOptimizer, "scale_loss", _scale_loss)
-
-
-def _apply(
+def apply(
     original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
 ) -> None:
     """Take a step by the path, as `DistributedOptimizer` does."""
@@ -50,14 +41,16 @@ def _apply(
     return None
 
 
-def _scale_loss(original: Callable, optimizer: Any, loss: Any) -> Any:
+def scale_loss(original: Callable, optimizer: Any, loss: Any) -> Any:
+    """Weigh a loss by the rows of a replica before it is scaled."""
     inner = innermost(optimizer.inner_optimizer)
     return original(
         optimizer, batch_weight.weigh_loss(tf.convert_to_tensor(loss), inner)
     )
 
 
-def _check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
+def check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
+    """Agree on whether the gradients of all replicas are finite."""
     finite = original(optimizer, grads)
     context, weight = replica_context(), batch_weight.current()
     if context is None:

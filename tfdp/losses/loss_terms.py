@@ -192,7 +192,7 @@ def _factor(forms: Forms, form: Form, dtype: tf.DType) -> Any:
 
 
 def _split(forms: Forms, tensor: Any) -> list[tuple[Any, Any, int]]:
-    """Split a sum of different forms into its terms.
+    """Split a sum of different forms into its loss_terms.
 
     Returns:
         List of tuples: a term, its coefficient or `None`, and the power of the number

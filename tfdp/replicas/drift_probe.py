@@ -9,6 +9,7 @@ step anyway.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -115,9 +116,7 @@ class DriftProbe:
         for replica, device in enumerate(self._extended.group.devices):
             parts = [weight.values[replica] for weight in weights]
             with tf.device(device):
-                numbers.append(
-                    _compat.as_one_operation(functools.partial(_checksum, parts))
-                )
+                numbers.append(_as_one_operation(functools.partial(_checksum, parts)))
         with tf.device(self._host):
             return tf.stack([tf.cast(number, _DTYPE) for number in numbers])
 
@@ -151,3 +150,15 @@ def pending(model: Any) -> list[DriftProbe]:
     return [
         probe for probe in probes.active() if probe.model is model and probe.is_pending
     ]
+
+
+def _as_one_operation(function: Callable) -> Any:
+    """Call a function as one operation of the graph, which TensorFlow takes whole.
+
+    Where a branch is not taken, each of its operations is passed over by itself, which
+    takes time; a call that is not inlined is one.
+    """
+    if tf.executing_eagerly():
+        return function()
+    attributes = {"_noinline": True}
+    return tf.function(function, autograph=False, experimental_attributes=attributes)()

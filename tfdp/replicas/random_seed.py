@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tfdp import _compat
+from tfdp.base import stand_in_seed
 
 
 def agree_on_seed(strategy: Any) -> None:
@@ -37,7 +38,7 @@ def agree_on_seed(strategy: Any) -> None:
 _SET_SEED: dict[str, Callable] = {
     "python": random.seed,
     "numpy": np.random.seed,
-    "tensorflow": _compat.set_stand_in_seed,
+    "tensorflow": stand_in_seed.set_seed,
     "keras": _compat.set_keras_global_seed,
 }
 _UNSEEDED = "unseeded"

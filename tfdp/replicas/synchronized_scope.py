@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _compat
+from tfdp.base.context import in_replica_thread
 from tfdp.collectives import broadcast
 from tfdp.coordination.checks import check_same_variables
 
@@ -49,7 +49,7 @@ def synchronize_new_variables(strategy: Any) -> None:
     travel together.
     """
     pending = getattr(strategy.extended, "new_variables", None)
-    if pending and not _compat.in_replica_thread():
+    if pending and not in_replica_thread():
         with tf.init_scope():
             _synchronize(strategy)
 

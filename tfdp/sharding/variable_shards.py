@@ -43,11 +43,11 @@ class VariableShards:
                 mine = [_compat.copy_of(variable) for variable in mine]
                 self._copies = dict(zip(self.owned, mine, strict=True))
             self.clone = _compat.plain_clone(optimizer)
-            before = _compat.settings_of(self.clone)
+            before = _settings_of(self.clone)
             # An owner of nothing needs no slots, and not every class makes none.
             if mine:
                 self.clone.build(mine)
-        built = _compat.settings_of(self.clone)
+        built = _settings_of(self.clone)
         # The user's optimizer is never built.
         self._made_by_build = {
             name for name, value in built.items() if before.get(name, self) != value
@@ -151,7 +151,7 @@ class VariableShards:
         _compat.adopt(self.clone, optimizer)
         for index, copy in self._copies.items():
             _compat.decay_alike(self.clone, copy, variables[index])
-        settings = _compat.settings_of(optimizer)
+        settings = _settings_of(optimizer)
         for name in self._made_by_build & settings.keys():
             del settings[name]
         return _compat.stand_in(self.clone, **settings)
@@ -162,3 +162,12 @@ def _whole_of(parts: list[tf.Tensor], variable: Any) -> tf.Tensor:
     if not parts:
         return tf.zeros(variable.shape, variable.dtype)
     return tf.reshape(pack(parts), variable.shape)
+
+
+def _settings_of(optimizer: Any) -> dict[str, Any]:
+    """The plain numbers, texts and switches among an optimizer's attributes."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, (bool, int, float, str, type(None))) and name != "built"
+    }

@@ -1,0 +1,169 @@
+"""The table of what tfdp replaces in Keras and TensorFlow, and that nothing else is.
+
+Where a new release fails here, the sentence names the function, how it has changed and
+what takes its place.
+"""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import functools
+import pathlib
+import re
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import pytest
+
+import tfdp
+from tfdp import _compat
+from tfdp.keras_hooks.install import REPLACEMENTS, install
+
+pytestmark = pytest.mark.core
+
+SOURCE = pathlib.Path(tfdp.__file__).parent
+TABLE = SOURCE / "keras_hooks" / "install.py"
+ISSUE = re.compile(r"https://github\.com/[\w-]+/[\w-]+/(issues|pull)/\d+")
+VERSIONS = re.compile(r"(Keras|TensorFlow) (\d+\.\d+) to \d+\.\d+")
+
+
+def entry_of(path: str) -> _compat.Replacement:
+    return next(entry for entry in REPLACEMENTS if entry.path.endswith(path))
+
+
+@pytest.mark.parametrize("entry", REPLACEMENTS, ids=lambda entry: entry.path)
+def test_each_replaced_function_has_the_parameters_it_was_written_for(entry):
+    change = _compat.change_of(entry)
+    assert not change, change
+
+
+def test_a_changed_signature_is_told_in_one_sentence(monkeypatch):
+    def apply(self: Any, grads: Any, scale: Any = None, **kwargs: Any) -> Any:
+        return grads
+
+    monkeypatch.setattr(_compat.BaseOptimizer, "apply", apply)
+    change = _compat.change_of(entry_of("BaseOptimizer.apply"))
+    assert change == (
+        "`keras.src.optimizers.base_optimizer.BaseOptimizer.apply` is now "
+        f"`apply(self, grads, scale, **kwargs)` in Keras {keras.__version__}, and was "
+        "`apply(self, grads, trainable_variables)` in Keras 3.12 to 3.15: adapt "
+        "`tfdp.keras_hooks.optimizer_hooks.apply`, which takes its place, then its "
+        "entry in tfdp/keras_hooks/install.py."
+    )
+
+
+def test_a_function_that_is_gone_is_told_in_one_sentence(monkeypatch):
+    monkeypatch.delattr(_compat.keras_trainer, "reduce_per_replica")
+    change = _compat.change_of(entry_of("trainer.reduce_per_replica"))
+    assert "reduce_per_replica` is gone in Keras" in change
+    assert "adapt `tfdp.keras_hooks.trainer_hooks.reduce_per_replica`" in change
+
+
+def test_each_of_several_signatures_is_right():
+    owner = types.SimpleNamespace(__name__="keras.owner", call=lambda x, y: None)
+    for call, is_right in (("call(x) | call(x, y)", True), ("call(x)", False)):
+        entry = _compat.Replacement(
+            owner, call, test_each_of_several_signatures_is_right, ""
+        )
+        assert (not _compat.change_of(entry)) is is_right
+
+
+@pytest.mark.parametrize("entry", REPLACEMENTS, ids=lambda entry: entry.path)
+def test_each_entry_says_why_and_where_it_was_checked(entry):
+    assert len(entry.why) > 5
+    assert entry.why.endswith(".")
+    assert entry.upstream is None or ISSUE.fullmatch(entry.upstream)
+    library, first = VERSIONS.fullmatch(entry.checked_on).groups()
+    assert entry.path.startswith(f"{library.lower()}.")
+    assert f"{library.lower()}>={first}" in supported(), "checked from the oldest on"
+
+
+def supported() -> list[str]:
+    """What setup.cfg asks for, each without its upper bound."""
+    config = configparser.ConfigParser()
+    config.read(SOURCE.parent / "setup.cfg")
+    lines = config["options"]["install_requires"].split()
+    return [line.partition(",")[0] for line in lines]
+
+
+def test_no_function_is_replaced_twice():
+    paths = [entry.path for entry in REPLACEMENTS]
+    assert len(set(paths)) == len(paths)
+    install()
+    install.__wrapped__()  # a second time, past its cache
+    for entry in REPLACEMENTS:
+        original = getattr(entry.owner, entry.name).__wrapped__
+        assert not hasattr(original, "_tfdp_entry"), entry.path
+
+
+def test_only_the_table_calls_replace():
+    callers = [path for path in SOURCE.rglob("*.py") if calls_replace(path)]
+    assert callers == [TABLE]
+
+
+def calls_replace(path: pathlib.Path) -> bool:
+    tree = ast.parse(path.read_text("utf-8"))
+    names = {
+        ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)
+    }
+    return bool(names & {"_compat.replace", "patches.replace", "replace"})
+
+
+def test_nothing_of_tfdp_is_in_keras_or_tensorflow_but_what_the_table_has():
+    install()
+    strays = {path for path, value in ours_in_libraries() if not is_in_table(value)}
+    assert not strays, "give each an entry in tfdp/keras_hooks/install.py"
+    found = {id(value) for _, value in ours_in_libraries()}
+    assert {id(getattr(entry.owner, entry.name)) for entry in REPLACEMENTS} <= found
+
+
+def test_a_function_that_is_replaced_past_the_table_is_found(monkeypatch):
+    def stray(original: Any, *args: Any) -> Any:
+        return original(*args)
+
+    code = stray.__code__.replace(co_filename=str(SOURCE / "data" / "stray.py"))
+    planted = types.FunctionType(code, {})
+    monkeypatch.setattr(keras.layers.Dense, "call", functools.partial(planted, None))
+    monkeypatch.setattr(keras.src.ops.numpy, "add", planted)
+    strays = {path for path, value in ours_in_libraries() if not is_in_table(value)}
+    assert strays == {
+        "keras.src.layers.core.dense.Dense.call",
+        "keras.src.ops.numpy.add",
+    }
+
+
+def is_in_table(value: Any) -> bool:
+    return any(getattr(value, "_tfdp_entry", None) is entry for entry in REPLACEMENTS)
+
+
+def ours_in_libraries() -> Iterator[tuple[str, Any]]:
+    """Functions of tfdp among those of Keras's and TensorFlow's modules and classes."""
+    for name, module in list(sys.modules.items()):
+        if not is_of_libraries(name):
+            continue
+        for key, value in list(vars(module).items()):
+            if is_tfdp(value):
+                yield f"{name}.{key}", value
+            if isinstance(value, type) and is_of_libraries(value.__module__):
+                owner = f"{value.__module__}.{value.__qualname__}"
+                for attribute, function in list(vars(value).items()):
+                    if is_tfdp(function):
+                        yield f"{owner}.{attribute}", function
+
+
+def is_of_libraries(module: str) -> bool:
+    return module.partition(".")[0] in ("keras", "tensorflow")
+
+
+def is_tfdp(value: Any) -> bool:
+    if isinstance(value, functools.partial):
+        value = value.func
+    elif isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    if not isinstance(value, types.FunctionType):
+        return False
+    return value.__code__.co_filename.startswith(f"{SOURCE}/")

@@ -1,0 +1,208 @@
+"""Access to private names of TensorFlow and Keras, which no other room touches.
+
+Each function says why it is needed. A release of either library that breaks tfdp is
+mended here, or in the table of what is replaced, `tfdp.keras_hooks.install`. Other
+rooms write `_compat.name`: all names are gathered below. Read in this order:
+
+    patches          machinery that replaces functions of Keras and TensorFlow
+    owners           the classes and modules whose functions are replaced
+    runtime          devices, coordination service, collectives of a process
+    graphs           operations of a graph under construction
+    seeds            global seeds and random states
+    distribute       classes of tf.distribute, values that each replica has its own of
+    datasets         tf.data: datasets, distributed datasets and iterators
+    keras_data       Keras's data adapters and epoch iterators
+    keras_model      Keras's models: strategy, symbolic build, epochs
+    keras_optimizer  Keras's optimizers: what they train, the parts of an update
+    optimizer_state  their variables: slots, accumulators, tracking
+    optimizer_views  stand-ins that show other state to Keras's own update
+
+Checked on TensorFlow 2.21.0 with Keras 3.15.1; `tools/test_matrix` runs the tests on
+the other supported versions, TensorFlow 2.19 to 2.21 with Keras 3.12 to 3.15.
+"""
+
+from __future__ import annotations
+
+from tfdp._compat.datasets import (
+    CompositeTensor,
+    DistributedDatasetsFromFunction,
+    DistributedIteratorInterface,
+    NoneTensorSpec,
+    PerReplicaSpec,
+    any_has_value,
+    asks_for_more,
+    dataset_batch_size,
+    dataset_inputs,
+    empty_optional,
+    is_unordered,
+    kinds_of_parts,
+    local_dataset,
+    local_element_spec,
+    operations_in,
+    optionals_of_replicas,
+    reshuffles,
+    shuffle_seeds,
+    strategy_of_iterator,
+    that_asks,
+    type_spec_of,
+    unseeded_parts,
+    values_or_empty,
+    without_automatic_prefetch,
+    without_partial_batches,
+)
+from tfdp._compat.distribute import (
+    CollectiveAllReduce,
+    MirroredExtended,
+    MirroredVariable,
+    MultiWorkerExtended,
+    PerReplica,
+    StockOptions,
+    SyncOnReadVariable,
+    copy_local_parts,
+    elements_of,
+    is_one_device,
+    local_part,
+    local_replica_id,
+    local_replica_id_in_force,
+    local_value,
+    outside_strategies,
+    per_replica,
+    select_replica,
+    stock_initial_value,
+    sum_of_local_parts,
+    variable_classes,
+)
+from tfdp._compat.graphs import (
+    called_graphs,
+    constant_value,
+    copy_of_operation,
+    in_loop_of_replica,
+    is_pure,
+    op_age,
+    op_position,
+    ordered_by_itself,
+    root_graph,
+)
+from tfdp._compat.keras_data import (
+    dataset_maker,
+    distributed_dataset,
+    epoch_progress,
+    holds_arrays,
+    set_dataset_of_epoch,
+    set_distributed_dataset,
+    set_epoch_progress,
+    shuffles_arrays,
+    source_of,
+)
+from tfdp._compat.keras_model import (
+    OWN_STEPS,
+    backup_that_writes_nothing,
+    build_by_steps,
+    build_symbolically,
+    initial_epoch,
+    is_built_symbolically,
+    overridden,
+    replaced_optimizer,
+    set_initial_epoch,
+    strategy_of,
+)
+from tfdp._compat.keras_optimizer import (
+    apply_weight_decay,
+    check_known,
+    clip_gradients,
+    count_update,
+    decay_alike,
+    finalize_averages,
+    has_rate_variable,
+    index_in,
+    inner_index,
+    is_optimizer_of,
+    move_averages,
+    overwrite_by_gradients,
+    overwrite_with_moving_average,
+    rate_variable,
+    rehome_optimizer,
+    rehome_variable,
+    scope_of_optimizer,
+    set_trained,
+    strategy_of_optimizer,
+    trained_by,
+    update_moving_average,
+    update_variables,
+    uses_weight_decay,
+    without_missing,
+)
+from tfdp._compat.optimizer_state import (
+    accumulators,
+    accumulators_of,
+    build_without_state,
+    built_without_memory,
+    copy_of,
+    drop_state,
+    has_accumulators,
+    is_on,
+    micro_batch_counter,
+    num_variables_before_accumulators,
+    own_variables,
+    single_variables,
+    slots_of,
+    state_variables,
+    take_accumulators,
+    untrack,
+)
+from tfdp._compat.optimizer_views import (
+    adopt,
+    as_accumulating,
+    loss_scale_optimizer,
+    multi_with_parts,
+    plain_clone,
+    stand_in,
+    with_counter_read,
+    with_fixed_scale,
+    with_local_value,
+    with_rate,
+    with_slots,
+    with_state,
+)
+from tfdp._compat.owners import (
+    BaseOptimizer,
+    BaseTrainer,
+    CompileLoss,
+    EpochIterator,
+    FunctionType,
+    TensorFlowTrainer,
+    keras_image,
+    keras_loss,
+    keras_nn,
+    keras_random,
+    keras_trainer,
+    legacy_h5_format,
+    random_seed,
+    saving_lib,
+)
+from tfdp._compat.patches import Replacement, change_of, replace
+from tfdp._compat.runtime import (
+    abort_collectives,
+    configure_coordination_service,
+    coordinated_jobs,
+    delete_key_value,
+    device_type,
+    get_key_value,
+    is_context_initialized,
+    num_local_devices,
+    plain_variable,
+    profile_of,
+    remove_generated_files,
+    set_key_value,
+)
+from tfdp._compat.seeds import (
+    global_seed,
+    keras_global_seed,
+    keras_seed_state,
+    random_state,
+    set_keras_global_seed,
+    set_keras_seed_state,
+    set_tensorflow_random_state,
+    temporary_seed,
+    tensorflow_random_state,
+)

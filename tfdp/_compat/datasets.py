@@ -1,0 +1,200 @@
+"""Datasets of tf.data, and distributed datasets and iterators."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from keras.src import tree as keras_tree
+from tensorflow.python.data.experimental.ops import distribute as data_distribute
+from tensorflow.python.distribute import (
+    input_lib,
+    values,
+)
+from tensorflow.python.framework import (
+    none_tensor,
+    ops,
+)
+from tensorflow.python.types import distribute as distribute_types
+
+# What stands for a None in the spec of a dataset's element.
+NoneTensorSpec = none_tensor.NoneTensorSpec
+PerReplicaSpec = values.PerReplicaSpec
+CompositeTensor = tf.__internal__.CompositeTensor
+# What Keras and AutoGraph take for distributed input, and what `tf.function`
+# takes for an argument that is made of tensors.
+DistributedDatasetsFromFunction = input_lib.DistributedDatasetsFromFunction
+DistributedIteratorInterface = distribute_types.DistributedIteratorInterface
+
+
+def dataset_batch_size(dataset: tf.data.Dataset) -> int:
+    """The batch size of a dataset, or -1 where it has none that shows."""
+    try:
+        return int(data_distribute.compute_batch_size(dataset))
+    except IndexError:  # TensorFlow asks scalars for their rows
+        return -1
+
+
+def dataset_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """A dataset and all that it is made of."""
+    yield dataset
+    for source in dataset._inputs():
+        yield from dataset_inputs(source)
+
+
+def kinds_of_parts(dataset: tf.data.Dataset) -> list[str]:
+    """The class names of a dataset and all that it is made of, from the last on."""
+    return [type(part).__name__.strip("_") for part in dataset_inputs(dataset)]
+
+
+def operations_in(dataset: tf.data.Dataset) -> Iterator[tuple[str, Any]]:
+    """The operations in the functions that a dataset calls, such as those of `map`.
+
+    Yields:
+        Pairs of the type of an operation and its attributes by name.
+    """
+    for part in dataset_inputs(dataset):
+        for function in part._functions():
+            graph = function.function.graph.as_graph_def()
+            libraries = [nested.node_def for nested in graph.library.function]
+            for node in itertools.chain(graph.node, *libraries):
+                yield node.op, node.attr
+
+
+def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
+    """The seeds of every `Dataset.shuffle` in a dataset, (0, 0) for none."""
+    return [
+        (int(part._seed), int(part._seed2))
+        for part in dataset_inputs(dataset)
+        if type(part).__name__ == "_ShuffleDataset"
+    ]
+
+
+def reshuffles(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset has another order each time that it is iterated over."""
+    return any(
+        type(part).__name__ == "_ShuffleDataset" and part._reshuffle_each_iteration
+        for part in dataset_inputs(dataset)
+    )
+
+
+def unseeded_parts(dataset: tf.data.Dataset) -> list[str]:
+    """The class names of what draws at random in a dataset, without a seed."""
+    return [
+        type(part).__name__.strip("_")
+        for part in dataset_inputs(dataset)
+        if hasattr(part, "_seed2") and (int(part._seed), int(part._seed2)) == (0, 0)
+    ]
+
+
+def is_unordered(dataset: tf.data.Dataset) -> bool:
+    """Whether elements may come in another order each time, for speed."""
+    return dataset.options().deterministic is False or any(
+        getattr(part, "_deterministic", None) == "false"
+        for part in dataset_inputs(dataset)
+    )
+
+
+def without_automatic_prefetch(
+    dataset: tf.data.Dataset,
+) -> tuple[tf.data.Dataset, bool]:
+    """A dataset without a last `prefetch(AUTOTUNE)`, and whether it had one."""
+    if type(dataset).__name__ != "_PrefetchDataset":
+        return dataset, False
+    if tf.get_static_value(dataset._buffer_size) != tf.data.AUTOTUNE:
+        return dataset, False
+    return dataset._input_dataset, True
+
+
+def type_spec_of(value: Any) -> Any:
+    """The spec of a value that is made of tensors."""
+    return value._type_spec
+
+
+def empty_optional(spec: Any) -> Any:
+    """An optional of a spec that holds nothing."""
+    return tf.experimental.Optional.empty(spec._element_spec)
+
+
+def local_dataset(distributed: Any) -> tf.data.Dataset:
+    """The dataset that this worker reads for a distributed one."""
+    return distributed._cloned_datasets[0]
+
+
+def local_element_spec(dataset: Any) -> Any:
+    """The spec of the first local replica's share of a distributed dataset.
+
+    None where an element has it, or an empty optional, as Keras's generators do.
+    """
+
+    def first(spec: Any) -> Any:
+        if isinstance(spec, values.PerReplicaSpec):
+            spec = spec._value_specs[0]
+        is_none = isinstance(spec, (tf.OptionalSpec, NoneTensorSpec))
+        return None if is_none else spec
+
+    return keras_tree.map_structure(first, dataset.element_spec)
+
+
+def without_partial_batches(dataset: Any) -> Any:
+    """Mark a distributed dataset of which every replica has equally many batches.
+
+    Stock asks all workers at every step whether anybody has data left. Where
+    all know the number of batches beforehand the answer is known too.
+    """
+    dataset._enable_get_next_as_optional = False
+    return dataset
+
+
+def asks_for_more(dataset: Any) -> bool:
+    """Whether workers ask each other for more data, in a dataset of TensorFlow's."""
+    return dataset._enable_get_next_as_optional
+
+
+def that_asks(dataset: Any) -> Any:
+    """A copy of a distributed dataset of TensorFlow's whose workers ask for more data.
+
+    A worker with an endless dataset does not ask, while one whose data ends does.
+    """
+    changed = copy.copy(dataset)
+    changed._enable_get_next_as_optional = True
+    changed._cardinality = tf.data.UNKNOWN_CARDINALITY
+    return changed
+
+
+def strategy_of_iterator(iterator: Any) -> Any:
+    """The strategy of a distributed iterator of TensorFlow's."""
+    return iterator._strategy
+
+
+def optionals_of_replicas(iterator: Any) -> list[list]:
+    """The next element of each local replica, or none, without asking other workers.
+
+    Returns:
+        List of lists of optionals, one list for each device that reads.
+    """
+    devices = iterator._input_workers.worker_devices
+    found = []
+    for device, local in zip(devices, iterator._iterators, strict=True):
+        with ops.device(device):
+            found.append(local.get_next_as_optional_list())
+    return found
+
+
+def any_has_value(optionals: list[list]) -> tf.Tensor:
+    """Whether one of the optionals of `optionals_of_replicas` has a value."""
+    with ops.device("/device:CPU:0"):
+        flat = [part.has_value() for parts in optionals for part in parts]
+        return tf.reduce_any(tf.stack(flat))
+
+
+def values_or_empty(iterator: Any, optionals: list[list]) -> Any:
+    """The values of `optionals_of_replicas` as one batch, empty where there is none."""
+    workers = iterator._input_workers
+    found = input_lib._get_value_or_dummy(workers, optionals, produce_dummy=True)
+    if getattr(iterator, "_replica_order", None) is not None:
+        found = iterator._reorder_replicas(found)
+    return input_lib._create_per_replica(found, iterator._strategy)

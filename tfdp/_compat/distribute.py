@@ -1,0 +1,153 @@
+"""Classes of tf.distribute, and values of which each replica has its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.distribute import (
+    collective_all_reduce_strategy,
+    collective_util,
+    cross_device_ops,
+    distribute_lib,
+    distribute_utils,
+    mirrored_strategy,
+    values,
+)
+from tensorflow.python.ops import resource_variable_ops
+
+# The strategies derive from the stock extended classes, so that every promise
+# of tf.distribute that tfdp does not touch is kept by TensorFlow's own code.
+MirroredExtended = mirrored_strategy.MirroredExtended
+MultiWorkerExtended = collective_all_reduce_strategy.CollectiveAllReduceExtended
+CollectiveAllReduce = cross_device_ops.CollectiveAllReduce
+StockOptions = collective_util.Options
+MirroredVariable = values.MirroredVariable
+SyncOnReadVariable = values.SyncOnReadVariable
+PerReplica = values.PerReplica
+
+
+def is_one_device(strategy: Any) -> bool:
+    """Whether a strategy is none, or of a single device without replicas."""
+    default = distribute_lib._get_default_strategy()
+    is_default = type(strategy) is type(default)
+    return is_default or isinstance(strategy, tf.distribute.OneDeviceStrategy)
+
+
+@contextlib.contextmanager
+def variable_classes(mapping: dict) -> Iterator[None]:
+    """Make the stock creator of mirrored variables create our classes.
+
+    It takes the classes from a constant of its module.
+    """
+    stock = distribute_utils.VARIABLE_CLASS_MAPPING
+    distribute_utils.VARIABLE_CLASS_MAPPING = mapping
+    try:
+        yield
+    finally:
+        distribute_utils.VARIABLE_CLASS_MAPPING = stock
+
+
+def stock_initial_value(
+    extended: Any, replica_id: int, device: Any, primary: Any, **kwargs: Any
+) -> Any:
+    """The initial value of a mirrored variable, with no broadcast to workers."""
+    return MirroredExtended._get_variable_creator_initial_value(
+        extended, replica_id, device, primary, **kwargs
+    )
+
+
+@contextlib.contextmanager
+def outside_strategies() -> Iterator[None]:
+    """Leave the scope of every strategy, so that variables are plain ones."""
+    default = distribute_lib._get_default_replica_mode()
+    distribute_lib._push_per_thread_mode(default)
+    try:
+        # The creators of the strategy's scope stay in force; this one goes first.
+        with tf.variable_creator_scope(_create_plain_variable):
+            yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
+
+
+def _create_plain_variable(next_creator: Callable, **kwargs: Any) -> Any:
+    del next_creator
+    accepted = ("initial_value", "trainable", "dtype", "name", "shape", "aggregation")
+    return resource_variable_ops.ResourceVariable(
+        **{name: kwargs.get(name) for name in accepted if name in kwargs}
+    )
+
+
+def local_replica_id(replica_context: Any) -> int:
+    """Index of a replica among those of this process."""
+    return replica_context._replica_id
+
+
+def local_replica_id_in_force() -> int:
+    """Index of the replica that is running among those of this process."""
+    return tf.distribute.get_replica_context()._replica_id
+
+
+def local_part(variable: Any) -> Any:
+    """The `tf.Variable` of the replica that is running."""
+    variable = getattr(variable, "value", variable)
+    if callable(variable):  # a tf.Variable's `value` is a method
+        variable = variable.__self__
+    if isinstance(variable, values.DistributedVariable):
+        return variable._get_replica(local_replica_id_in_force())
+    return variable
+
+
+def local_value(variable: Any, replica: int) -> Any:
+    """The `tf.Variable` of one local replica, outside a step."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    if isinstance(value, values.DistributedVariable):
+        return value.values[replica]
+    return value
+
+
+def elements_of(variable: Any, start: int, stop: int) -> Any:
+    """Some elements of a flattened variable, or of what can be read like one."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    if isinstance(value, values.DistributedVariable):
+        value = value._primary
+    if not hasattr(value, "read_value"):
+        return np.asarray(value.numpy()).ravel()[start:stop]
+    with tf.device(value.device):
+        return tf.reshape(value.read_value(), [-1])[start:stop].numpy()
+
+
+def sum_of_local_parts(variable: Any, num_replicas: int) -> Any:
+    """The sum over all replicas of a variable of which each has its own value.
+
+    Those of other workers are taken to be alike on the average.
+    """
+    value = variable.value
+    if not isinstance(value, values.DistributedVariable):
+        return variable.numpy()
+    parts = value.values
+    local = sum(part.numpy().astype("float64") for part in parts)
+    return (local * (num_replicas / len(parts))).astype(parts[0].dtype.as_numpy_dtype)
+
+
+def copy_local_parts(source: Any, target: Any, factor: float) -> None:
+    """Assign to each replica's part of a variable a multiple of another's part."""
+    pairs = [(source.value, target.value)]
+    if isinstance(target.value, values.DistributedVariable):
+        pairs = list(zip(source.value.values, target.value.values, strict=True))
+    for old, new in pairs:
+        new.assign(tf.cast(old, new.dtype) * tf.cast(factor, new.dtype))
+
+
+def select_replica(replica: int, structure: Any) -> Any:
+    """Part of one local replica of a nest of distributed values."""
+    return distribute_utils.select_replica(replica, structure)
+
+
+def per_replica(local_values: list, *, always_wrap: bool = False) -> Any:
+    """One value per local replica as tf.distribute's own container."""
+    return distribute_utils.regroup(tuple(local_values), always_wrap=always_wrap)

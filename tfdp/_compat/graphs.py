@@ -1,0 +1,118 @@
+"""Graphs under construction: operations, their order, and what calls them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.framework import (
+    auto_control_deps,
+    ops,
+    smart_cond,
+)
+
+
+def root_graph() -> Any:
+    """The outermost function being traced: what one call executes.
+
+    Branches and loop bodies are graphs of their own; collectives in them must
+    not get the key of one outside.
+    """
+    graph = ops.get_default_graph()
+    while getattr(graph, "outer_graph", None) is not None and getattr(
+        graph.outer_graph, "building_function", False
+    ):
+        graph = graph.outer_graph
+    return graph
+
+
+def in_loop_of_replica() -> bool:
+    """Whether a loop that began inside a replica's function is being traced."""
+    entry = getattr(threading.current_thread(), "graph", None)
+    graph = ops.get_default_graph()
+    while graph is not None and graph is not entry:
+        if type(graph).__name__ == "WhileBodyFuncGraph":
+            return entry is not None
+        graph = getattr(graph, "outer_graph", None)
+    return False
+
+
+def op_age(op: tf.Operation) -> int:
+    """Position of an operation in its graph: after that of its inputs."""
+    return op._id
+
+
+def op_position(tensor: tf.Tensor) -> int:
+    """Position in the graph of the operation that makes `tensor`."""
+    return op_age(tensor.op)
+
+
+def called_graphs(op: tf.Operation) -> list:
+    """The graphs of the function that an operation calls, or of its two branches."""
+    attributes = op.node_def.attr
+    names = [n for n in ("f", "then_branch", "else_branch") if n in attributes]
+    functions = [op.graph._get_function(attributes[name].func.name) for name in names]
+    return [getattr(function, "graph", None) for function in functions]
+
+
+def is_pure(op: tf.Operation) -> bool:
+    """Whether an operation has no state, no effect and no function inside."""
+    has_function = any(value.HasField("func") for value in op.node_def.attr.values())
+    return not has_function and not auto_control_deps.op_is_stateful(op)
+
+
+def copy_of_operation(op: tf.Operation, inputs: list) -> list:
+    """The outputs of an operation like another one, on other inputs."""
+    attributes = {
+        name: value
+        for name, value in op.node_def.attr.items()
+        if not name.startswith("_")
+    }
+    graph = ops.get_default_graph()
+    dtypes = [output.dtype for output in op.outputs]
+    copy = graph.create_op(op.type, inputs, dtypes, attrs=attributes, op_def=op.op_def)
+    return list(copy.outputs)
+
+
+def constant_value(tensor: tf.Tensor) -> Any:
+    """The value of a tensor that is known while a graph is traced, or `None`.
+
+    `tf.get_static_value` looks through fewer operations: not through a slice of a
+    shape, say.
+    """
+    return smart_cond.smart_constant_value(tensor)
+
+
+@contextlib.contextmanager
+def ordered_by_itself() -> Iterator[None]:
+    """Order the side effects that one replica traces by themselves, not by another's.
+
+    TensorFlow runs operations with side effects and no resource, such as `Assert`, in
+    the order in which they are traced. Replicas are traced one after the other: the
+    first of the second would wait for the last of the first, and that one may wait for
+    a collective in which the second has still to take part.
+    """
+    graph = ops.get_default_graph()
+    manager = graph.experimental_acd_manager
+    first = len(graph.get_operations())
+    yield
+    if manager is None:
+        return
+    previous = None
+    for op in graph.get_operations()[first:]:
+        if not _is_ordered_by_tracing(op):
+            continue
+        manager.run_independently(op)
+        if previous is not None:
+            op._add_control_input(previous)
+        previous = op
+
+
+def _is_ordered_by_tracing(op: Any) -> bool:
+    uses_a_resource = any(tensor.dtype == tf.resource for tensor in op.inputs)
+    is_in_a_branch = op._control_flow_context is not None
+    is_plain = not uses_a_resource and not is_in_a_branch
+    return is_plain and auto_control_deps.op_is_stateful(op)

@@ -1,0 +1,67 @@
+"""Data adapters and epoch iterators of Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def distributed_dataset(epoch_iterator: Any) -> Any:
+    """The distributed dataset behind one of Keras's epoch iterators."""
+    return epoch_iterator._distributed_dataset
+
+
+def set_distributed_dataset(epoch_iterator: Any, dataset: Any) -> None:
+    """Set the distributed dataset that an epoch iterator of Keras reads."""
+    epoch_iterator._distributed_dataset = dataset
+
+
+def dataset_maker(epoch_iterator: Any) -> Callable:
+    """The function that an epoch iterator of Keras asks for its dataset."""
+    return epoch_iterator._get_iterator
+
+
+def set_dataset_of_epoch(epoch_iterator: Any, make: Callable) -> None:
+    """Set the function that an epoch iterator of Keras asks for its dataset."""
+    epoch_iterator._get_iterator = make
+
+
+def epoch_progress(epoch_iterator: Any) -> dict[str, Any]:
+    """Counters of an epoch iterator of Keras, between two epochs."""
+    return {
+        "steps_seen": epoch_iterator._steps_seen,
+        "num_batches": epoch_iterator._num_batches,
+    }
+
+
+def set_epoch_progress(
+    epoch_iterator: Any, progress: dict[str, Any], current: Any
+) -> None:
+    """Set what `epoch_progress` returned, and the iterator that an epoch goes on with.
+
+    Keras makes one for each epoch, but goes on with one where `steps_per_epoch` is
+    given.
+    """
+    epoch_iterator._steps_seen = progress["steps_seen"]
+    if epoch_iterator._num_batches is None:
+        epoch_iterator._num_batches = progress["num_batches"]
+    epoch_iterator._current_iterator = current
+
+
+def holds_arrays(adapter: Any) -> bool:
+    """Whether Keras's adapter holds arrays, of which it knows the length."""
+    return hasattr(adapter, "_inputs")
+
+
+def shuffles_arrays(adapter: Any) -> bool:
+    """Whether Keras's adapter shuffles arrays that it holds."""
+    return bool(getattr(adapter, "_shuffle", False)) and holds_arrays(adapter)
+
+
+def source_of(adapter: Any) -> Any:
+    """Source of a data adapter of Keras: arrays, a dataset, or the user's object."""
+    for name in ("_inputs", "_dataset", "py_dataset", "generator"):
+        found = getattr(adapter, name, None)
+        if found is not None:
+            return found
+    return adapter

@@ -1,0 +1,109 @@
+"""Keras models: strategy, symbolic build, epochs, optimizer shown."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+from keras.src import backend as keras_backend
+from keras.src.backend.common import symbolic_scope
+
+from tfdp._compat.owners import TensorFlowTrainer
+
+OWN_STEPS = ("train_step", "test_step")
+
+
+def strategy_of(model: Any) -> Any:
+    """The strategy in whose scope a model was made, or `None`."""
+    return getattr(model, "_distribute_strategy", None)
+
+
+def overridden(model: Any, names: tuple[str, ...] = OWN_STEPS) -> list[str]:
+    """Names of Keras's functions that a model, or its class, overrides."""
+    return [
+        name
+        for name in names
+        if getattr(getattr(model, name), "__func__", None)
+        is not getattr(TensorFlowTrainer, name)
+    ]
+
+
+def is_built_symbolically() -> bool:
+    """Whether Keras only asks for shapes, as when it builds a model from a batch."""
+    return symbolic_scope.in_symbolic_scope()
+
+
+def build_symbolically(model: Any, data_batch: Any) -> None:
+    """Build model, metrics and optimizer from the shapes of a batch."""
+    with model.distribute_strategy.scope():
+        model._symbolic_build(data_batch=data_batch)
+
+
+def build_by_steps(model: Any, data_batch: Any) -> None:
+    """Build the layers that steps of the user's own call, where any is unbuilt.
+
+    Else replicas would build them while the step is traced, each in its thread, and
+    TensorFlow would initialize them in a branch of the step.
+    """
+    layers = model._flatten_layers(include_self=False)
+    if all(layer.built for layer in layers):
+        return
+    batch = keras.tree.map_structure(
+        lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), data_batch
+    )
+    # An optimizer has no replica to update here, and its error is no news; the
+    # variables that were asked for so far are made at the end all the same.
+    for name in overridden(model):
+        with model.distribute_strategy.scope(), contextlib.suppress(Exception):
+            keras_backend.compute_output_spec(getattr(model, name), batch)
+
+
+def initial_epoch(model: Any) -> int:
+    """The epoch at which a restored model goes on, see BackupAndRestore."""
+    return int(getattr(model, "_initial_epoch", 0) or 0)
+
+
+def set_initial_epoch(model: Any, epoch: int) -> None:
+    """Set what `initial_epoch` reads."""
+    model._initial_epoch = epoch
+
+
+@contextlib.contextmanager
+def replaced_optimizer(model: Any, optimizer: Any) -> Iterator[None]:
+    """Show another optimizer as the model's, and in its compile arguments."""
+    own = model.optimizer
+    config = getattr(getattr(model, "_compile_config", None), "config", {})
+    compiled_with = config.get("optimizer")
+    model.__dict__["optimizer"] = optimizer
+    config["optimizer"] = optimizer
+    try:
+        yield
+    finally:
+        model.__dict__["optimizer"] = own
+        config["optimizer"] = compiled_with
+
+
+def backup_that_writes_nothing(callback: Any) -> Any:
+    """A `BackupAndRestore` that saves and loads the same weights, but no other file.
+
+    What it notes beside the weights goes to a directory of its own.
+    """
+    folder = tempfile.TemporaryDirectory()
+    twin = object.__new__(type(callback))
+    vars(twin).update(vars(callback))
+    path = os.path.join(folder.name, "training_metadata.json")
+    vars(twin).update(
+        # It looks whether the directory is there, and makes it if the first worker
+        # has not yet: one of the two would fail.
+        backup_dir=folder.name,
+        _training_metadata_path=path,
+        _prev_training_metadata_path=f"{path}.bkp",
+        double_checkpoint=False,
+        delete_checkpoint=False,
+        _tfdp_folder=folder,  # lives as long as the callback
+    )
+    return twin

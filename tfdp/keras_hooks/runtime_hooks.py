@@ -1,0 +1,35 @@
+"""TensorFlow's runtime under tfdp: the hash of a traced function, seeds of operations.
+
+Each function takes the place of one of TensorFlow, see `tfdp.keras_hooks.install`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tfdp import _compat
+from tfdp.base import stand_in_seed
+
+
+def hash_once(original: Callable, signature: Any) -> int:
+    """Hash the type of a traced function once, not at every call.
+
+    TensorFlow looks a traced function up by a type that names everything that
+    the function captures, and hashes it all at every call, once or twice for
+    each variable. The types are immutable: TensorFlow keeps other values that
+    it derives from them in the same way.
+    """
+    found = getattr(signature, "_tfdp_hash", None)
+    if found is None:
+        found = original(signature)
+        vars(signature)["_tfdp_hash"] = found
+    return found
+
+
+def seeds_of_operation(original: Callable, op_seed: Any) -> Any:
+    """Leave operations with a seed their numbers, see `stand_in_seed`."""
+    seeds = original(op_seed)
+    if op_seed is not None and seeds[0] == stand_in_seed.seed():
+        return _compat.random_seed.DEFAULT_GRAPH_SEED, seeds[1]
+    return seeds

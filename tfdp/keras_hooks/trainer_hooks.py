@@ -1,0 +1,302 @@
+"""Keras's loops over a tfdp strategy: compile, fit, evaluate, predict, save.
+
+Each function without an underscore takes the place of one of Keras, see
+`tfdp.keras_hooks.install`. It is called with the original first, and hands over to it
+at once for a model of no tfdp strategy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.base import loops
+from tfdp.base.context import is_tfdp, strategy_of
+from tfdp.collectives import timing
+from tfdp.coordination.progress import progress
+from tfdp.data import checks
+from tfdp.data import position as data_position
+from tfdp.data.distribute import check_batch_size
+from tfdp.keras_hooks import file_hooks, scope_checks
+from tfdp.keras_hooks.logs import merge_logs
+from tfdp.keras_hooks.saving import save_atomically
+from tfdp.keras_hooks.worker_callbacks import (
+    callbacks_of_worker,
+    difference_of,
+    names_of_ours,
+    ordered,
+    others_of,
+    problem_of,
+    that_resume,
+    with_care_of_optimizer,
+)
+from tfdp.reduction import link_measure
+from tfdp.replicas import drift_probe
+
+
+def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    strategy = strategy_of(model)
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    resuming = that_resume(bound.arguments.get("callbacks")) if name == "fit" else []
+    position = data_position.DataPosition() if resuming else None
+    with data_position.tracking(position):
+        if strategy is None:
+            return _run_loop(name, original, model, bound, strategy)
+        with progress.looping(name), strategy.extended.explaining():  # noqa: SIM117
+            with checks.translate_errors():
+                return _run_loop(name, original, model, bound, strategy)
+
+
+fit = functools.partial(_loop, "fit")
+evaluate = functools.partial(_loop, "evaluate")
+predict = functools.partial(_loop, "predict")
+
+
+def _run_loop(
+    name: str,
+    original: Callable,
+    model: Any,
+    bound: inspect.BoundArguments,
+    strategy: Any,
+) -> Any:
+    arguments = bound.arguments
+    if name == "fit":
+        given = arguments.get("callbacks")
+        _check_callbacks(strategy, given, arguments)
+        arguments["callbacks"] = with_care_of_optimizer(model, given)
+    if strategy is None:
+        scope_checks.check_no_strategy_in_force(model, name)
+        _choose_callbacks(arguments, arguments.get("callbacks"), is_fit=name == "fit")
+        return original(*bound.args, **bound.kwargs)
+    worker_group = strategy.extended.worker_group
+    _check_data(model, arguments)
+    if name != "predict":
+        check_batch_size(strategy, arguments.get("batch_size"), "`batch_size`")
+    if worker_group.rank > 0 and worker_group.num_workers > 1:
+        arguments["verbose"] = 0
+    chosen = callbacks_of_worker(
+        strategy, model, arguments.get("callbacks"), is_fit=name == "fit"
+    )
+    _choose_callbacks(arguments, chosen, is_fit=name == "fit")
+    if name == "fit":
+        extended = strategy.extended
+        steps = link_measure.num_steps_of(arguments)
+        link_measure.learn_links(
+            extended.algorithm_selector,
+            extended.group,
+            worker_group,
+            str(extended.hosts),
+            steps,
+        )
+    is_fit = name == "fit"
+    with loops.looping(model, is_fit=is_fit), _recording(model, is_fit=is_fit):
+        result = original(*bound.args, **bound.kwargs)
+    if name == "fit":
+        # The first worker's files are complete when the others go on.
+        worker_group.all_gather("the end of fit")
+    return result
+
+
+def _check_data(model: Any, arguments: dict[str, Any]) -> None:
+    """Raise what is wrong with the data; a generator's comes when it is read."""
+    checks.check_arrays(model, arguments)
+    for key in ("x", "validation_data"):
+        if key in arguments:
+            arguments[key] = checks.check_structure(arguments[key])
+
+
+def _choose_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -> None:
+    """Pass callbacks to Keras; those that save the others' state are told of them."""
+    arguments["callbacks"] = chosen
+    resuming = that_resume(chosen) if is_fit else []
+    if resuming:
+        arguments["callbacks"] = ordered(chosen)
+        others = others_of(arguments["callbacks"])
+        for callback in resuming:
+            callback.follow(data_position.current(), others)
+
+
+def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
+    """The logs of an epoch, also of one whose batches a run before had all done."""
+    position = data_position.current()
+    if not logs and position is not None and position.last_logs:
+        logs = position.last_logs
+    return original(model, logs)
+
+
+def _check_callbacks(strategy: Any, callbacks: Any, arguments: dict[str, Any]) -> None:
+    """Raise on every worker what is wrong with the callbacks of any of them."""
+    worker_group = None if strategy is None else strategy.extended.worker_group
+    is_chief = worker_group is None or worker_group.rank == 0
+    problem = problem_of(callbacks, arguments) if is_chief else ""
+    if worker_group is not None and worker_group.num_workers > 1:
+        own = json.dumps([problem, names_of_ours(callbacks)])
+        told = [json.loads(text) for text in worker_group.all_gather("callbacks", own)]
+        problem = told[0][0] or difference_of([names for _, names in told])
+        if problem:
+            worker_group.leave()
+    if problem:
+        raise ValueError(problem)
+
+
+@contextlib.contextmanager
+def _recording(model: Any, *, is_fit: bool) -> Iterator[None]:
+    """Undo after `fit` what its callbacks added to what is traced."""
+    if not is_fit:
+        with _unrecorded():
+            yield
+        return
+    recorders, watches = timing.recorders.active(), drift_probe.probes.active()
+    try:
+        yield
+    finally:
+        was_recorded = timing.recorders.deactivate_since(recorders)
+        if drift_probe.probes.deactivate_since(watches) or was_recorded:
+            model.train_function = None
+
+
+@contextlib.contextmanager
+def _unrecorded() -> Iterator[None]:
+    """Keep a loop inside a callback of `fit` out of what is recorded of its steps."""
+    if loops.is_nested():
+        with timing.recorders.suspended(), drift_probe.probes.suspended():
+            yield
+    else:
+        yield
+
+
+def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run one step on a global batch, divided over the replicas."""
+    strategy = strategy_of(model)
+    if strategy is None:
+        return original(model, *args, **kwargs)
+    name = original.__name__
+    given = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    with progress.looping(name), strategy.extended.explaining():
+        checks.check_batch(strategy, model, given)
+        with loops.looping(model, whole_batches=True), _unrecorded():
+            return original(model, *args, **kwargs)
+
+
+def _make_function(
+    name: str, original: Callable, model: Any, force: bool = False
+) -> Any:
+    """Make the function of a step, which tells the watchdog when it computes."""
+    if strategy_of(model) is not None:
+        _leave_out_xla(model)
+    before = getattr(model, name)
+    result = original(model, force)
+    function = getattr(model, name)
+    if strategy_of(model) is None or function is before:
+        return result
+
+    @functools.wraps(function)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        with progress.computing():
+            return function(*args, **kwargs)
+
+    setattr(model, name, compute)
+    return result
+
+
+make_train_function = functools.partial(_make_function, "train_function")
+make_test_function = functools.partial(_make_function, "test_function")
+make_predict_function = functools.partial(_make_function, "predict_function")
+
+
+def _leave_out_xla(model: Any) -> None:
+    """Warn where XLA was asked for, in `compile` or by the model's attribute."""
+    if model.jit_compile and not model.run_eagerly:
+        warnings.warn(
+            "`jit_compile=True` is left out: XLA cannot compile the collectives of "
+            "a step on all devices. Training goes on without it.",
+            stacklevel=3,
+        )
+        model.jit_compile = False
+
+
+def save(
+    original: Callable, model: Any, filepath: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Save a model on all workers, each into a file of its own before it is moved."""
+    strategy = strategy_of(model)
+    if strategy is None:
+        return original(model, filepath, *args, **kwargs)
+    return save_atomically(strategy, original, model, filepath, *args, **kwargs)
+
+
+def build_symbolically(
+    original: Callable, model: Any, iterator: Any = None, data_batch: Any = None
+) -> Any:
+    """Build from the data's spec; stock takes a batch, which generators lose."""
+    if strategy_of(model) is None or iterator is None:
+        return original(model, iterator=iterator, data_batch=data_batch)
+    spec = _compat.local_element_spec(_compat.distributed_dataset(iterator))
+    checks.check_element(model, spec)
+    shapes = [s.shape for s in tf.nest.flatten(spec) if s is not None]
+    if any(shape.rank is None for shape in shapes):
+        return original(model, iterator=iterator)
+    try:
+        return _compat.build_symbolically(model, spec)
+    except Exception:
+        # A step of the user's own need not use `call`, which may not even exist.
+        if not _compat.overridden(model):
+            raise
+    return _compat.build_by_steps(model, spec)
+
+
+def reduce_per_replica(
+    original: Callable, values: Any, strategy: Any, reduction: Any
+) -> Any:
+    """Merge what the replicas return from a step: the last thing that it does."""
+    reduced = _reduced(original, values, strategy, reduction)
+    if is_tfdp(strategy):
+        timing.gather()
+    return reduced
+
+
+def _reduced(original: Callable, values: Any, strategy: Any, reduction: Any) -> Any:
+    is_alone = strategy.num_replicas_in_sync == 1
+    loop = loops.current()
+    if not is_tfdp(strategy) or is_alone or loop is None:
+        return original(values, strategy, reduction)
+    if reduction == "concat":
+        return _concatenated(original, values, strategy)
+    return merge_logs(strategy, loop.model, values)
+
+
+def _concatenated(original: Callable, values: Any, strategy: Any) -> Any:
+    """The rows of all replicas in the order of the global batch.
+
+    Keras interleaves the rows of several workers as stock sharding deals them
+    out; here rank r has the r-th rows.
+    """
+    if strategy.extended.worker_group.num_workers == 1:
+        return original(values, strategy, "concat")
+    return keras.tree.map_structure(lambda v: strategy.gather(v, axis=0), values)
+
+
+def compile_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compile a model, with its optimizer in the strategy's scope and unwrapped."""
+    strategy = strategy_of(model)
+    if strategy is None:
+        scope_checks.check_no_strategy_in_force(model, "compile")
+        result = original(model, *args, **kwargs)
+        file_hooks.unwrap_loss_scaling(model)
+        return result
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    with strategy.scope():
+        scope_checks.move_into_scope(strategy, bound.arguments)
+        result = original(*bound.args, **bound.kwargs)
+        file_hooks.unwrap_loss_scaling(model)
+        scope_checks.move_optimizer_into_scope(strategy, model.optimizer)
+    return result
