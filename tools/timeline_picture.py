@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tfdp.bench.plots import new_figure, save
+from tfdp.bench.output import new_figure, save
 
 COLORS = {
     "input": "#bbbbbb",

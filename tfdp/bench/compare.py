@@ -8,20 +8,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdp.bench import output
-from tfdp.bench.compare_plot import plot
-from tfdp.bench.compare_table import (
+from tfdp.bench.compare_report import (
     COLUMNS,
     DDP,
     PACKS_MB,
     Row,
     Times,
     cells,
+    plot,
     rows_of,
 )
+from tfdp.bench.machine import HOW_TO_GET_TORCH, torch_version
 from tfdp.bench.models import ModelSettings
-from tfdp.bench.peers import HOW_TO_GET_TORCH, torch_version
-from tfdp.bench.sides import Side, started
-from tfdp.bench.turns import alternate, steps_that_take
+from tfdp.bench.sides import Side, alternate, started, steps_that_take
 
 _BLOCK_SECONDS = 0.4
 
@@ -96,7 +95,7 @@ def _sides(settings: Settings, *, has_torch: bool) -> dict[str, Side]:
         for mb in PACKS_MB
     }
     tuned = {f"{name}, tuned": {**arm, "tuned": True} for name, arm in told.items()}
-    ours, count = "tfdp.bench.train_worker", settings.num_workers
+    ours, count = "tfdp.bench.training", settings.num_workers
     sides = {
         name: Side(name, ours, {"strategy": name, "arms": arms}, count)
         for name, arms in (("tfdp", told), ("stock", {**told, **packs}))

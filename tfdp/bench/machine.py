@@ -1,9 +1,11 @@
-"""What a benchmark ran on: without it a number says nothing."""
+"""Machine, versions, load and rival packages that a benchmark ran with."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from importlib import metadata
@@ -111,3 +113,36 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+HOW_TO_GET_TORCH = (
+    "get it with `pip install torch` (its CPU build is enough), or name an "
+    "interpreter that has it with --torch-python"
+)
+
+
+def torch_version(python: str) -> str | None:
+    """The PyTorch of an interpreter.
+
+    Args:
+        python: String, the interpreter's name or path.
+
+    Returns:
+        String, the version, or `None` if there is no such interpreter, or it has no
+        PyTorch that can talk by Gloo.
+
+    Example:
+
+    >>> torch_version("no such interpreter") is None
+    True
+    """
+    if shutil.which(python) is None:
+        return None
+    program = (
+        "import torch, torch.distributed as d; assert d.is_gloo_available(); "
+        "print(torch.__version__)"
+    )
+    done = subprocess.run(
+        [python, "-c", program], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -10,14 +10,12 @@ from typing import Any
 from tfdp.bench import output
 from tfdp.bench.machine import num_cores
 from tfdp.bench.models import ModelSettings
-from tfdp.bench.scaling import batch_of, efficiency
-from tfdp.bench.sides import Side, started
-from tfdp.bench.train_plot import plot
-from tfdp.bench.train_table import COLUMNS, Row, cells, row_of
-from tfdp.bench.turns import alternate, steps_that_take
+from tfdp.bench.sides import Side, alternate, started, steps_that_take
+from tfdp.bench.stats import batch_of, efficiency
+from tfdp.bench.train_report import COLUMNS, Row, cells, plot, row_of
 
 PLACEMENTS = ("processes", "devices")
-_WORKER = "tfdp.bench.train_worker"
+_WORKER = "tfdp.bench.training"
 _BLOCK_SECONDS = 0.3
 
 
@@ -29,7 +27,7 @@ class Settings(ModelSettings):
         family: String, of `tfdp.bench.models.FAMILIES`.
         millions: Sequence of floats, sizes of the models in million parameters.
         replicas: Sequence of ints, numbers of replicas.
-        scalings: Sequence of strings, of `tfdp.bench.scaling.SCALINGS`.
+        scalings: Sequence of strings, of `tfdp.bench.stats.SCALINGS`.
         batch_size: Int, samples of each replica; see `batch_of`.
         blocks: Int, turns of each number of replicas.
         placement: String, `"processes"`, one for each replica, or `"devices"`,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tfdp.cli import memory, values
+from tfdp.cli import memory
+from tfdp.cli import options as types
 from tfdp.cli.forecast import Forecast, show
 from tfdp.cli.importing import first_line, import_without_gpus
 from tfdp.cluster import Topology
@@ -33,27 +34,27 @@ _MOST_REPLICAS = 2**20
     "--nodes",
     metavar="N",
     required=True,
-    callback=values.count,
+    type=types.COUNT,
     help="Number of nodes.",
 )
 @click.option(
     "--replicas-per-node",
     metavar="L",
     required=True,
-    callback=values.count,
+    type=types.COUNT,
     help="Number of replicas (GPUs) on each node.",
 )
 @click.option(
     "--alpha",
     metavar="US[,US]",
-    callback=values.levels,
+    type=types.Levels(above_zero=False),
     help="Latency of a message in microseconds: inside a node,across nodes; or one "
     "for both.",
 )
 @click.option(
     "--beta",
     metavar="GB/S[,GB/S]",
-    callback=values.levels,
+    type=types.Levels(above_zero=True),
     help="Bandwidth in GB/s (10^9 bytes, one way): between two replicas of a node "
     "(with ring, of all together),of the one link of a node, which its replicas "
     "share; or one for both.",
@@ -69,13 +70,13 @@ _MOST_REPLICAS = 2**20
 @click.option(
     "--step-ms",
     metavar="MS",
-    callback=values.positive,
+    type=types.POSITIVE,
     help="Time of a step on one replica, in milliseconds: for the scaling efficiency.",
 )
 @click.option(
     "--overlap",
     metavar="SHARE",
-    callback=values.share,
+    type=types.FRACTION,
     help="The last part of that time, in which gradients become ready and "
     "communication can hide. Default: 2/3, the backward pass.",
 )
@@ -84,7 +85,7 @@ _MOST_REPLICAS = 2**20
     metavar="NAME",
     default="auto",
     show_default=True,
-    callback=values.algorithm,
+    type=types.AlgorithmName(),
     help="auto (the fastest for each bucket), ring, tree, halving_doubling, "
     "hierarchical, or hierarchical:INNER,OUTER.",
 )
@@ -98,9 +99,9 @@ _MOST_REPLICAS = 2**20
 @click.option(
     "--bucket-mb",
     metavar="MB",
-    default="25",
+    default=25,
     show_default=True,
-    callback=values.positive,
+    type=types.POSITIVE,
     help="Largest size of a bucket, as in CommunicationOptions.",
 )
 @click.option(

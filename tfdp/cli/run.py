@@ -11,7 +11,7 @@ import time
 
 import click
 
-from tfdp.cli import values
+from tfdp.cli import options as types
 from tfdp.cli.job import Job, JobOptions
 from tfdp.cli.launch import (
     Slot,
@@ -26,20 +26,6 @@ from tfdp.cli.worker import shell_code
 from tfdp.cluster import Cluster
 
 
-def _seconds(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> float | None:
-    try:
-        seconds = None if value is None else float(value)
-    except ValueError:
-        seconds = -1.0
-    if seconds is not None and not 0 <= seconds < float("inf"):
-        raise click.BadParameter(
-            f"it must be a number of seconds, not negative. Received: {value}"
-        )
-    return seconds
-
-
 # What follows the script's name is the script's own, options too.
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
@@ -47,14 +33,14 @@ def _seconds(
     "--num-workers",
     metavar="N",
     required=True,
-    callback=values.count,
+    type=types.COUNT,
     help="Number of worker processes.",
 )
 @click.option(
     "-D",
     "--devices-per-worker",
     metavar="D",
-    callback=values.count,
+    type=types.COUNT,
     help="Logical CPU devices in each worker.",
 )
 @click.option(
@@ -65,29 +51,29 @@ def _seconds(
 @click.option(
     "--timeout",
     metavar="S",
-    callback=_seconds,
+    type=types.SECONDS,
     help="Seconds after which the whole job is stopped, with exit code 124.",
 )
 @click.option(
     "--grace",
     metavar="S",
-    default="5",
+    default=5,
     show_default=True,
-    callback=_seconds,
+    type=types.SECONDS,
     help="Seconds between asking workers to stop and killing them.",
 )
 @click.option(
     "--max-restarts",
     metavar="R",
-    default="0",
+    default=0,
     show_default=True,
-    callback=values.number_of_times,
+    type=types.NUMBER_OF_TIMES,
     help="How often the job is started again after a worker has failed.",
 )
 @click.option(
     "--min-workers",
     metavar="M",
-    callback=values.count,
+    type=types.COUNT,
     help="Go on with as few workers, if one fails again and again. Default: all.",
 )
 @click.option(
@@ -98,7 +84,7 @@ def _seconds(
 @click.option(
     "--grow-after",
     metavar="S",
-    callback=_seconds,
+    type=types.SECONDS,
     help="Seconds with fewer workers after which all are tried again, where the script "
     "saves when asked; 0: never. Default: 600.",
 )

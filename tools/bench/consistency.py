@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-
 from tfdp.bench.sides import Side, started
 from tfdp.bench.stats import paired_ratio
 from tools.bench.monitor import blocks
-from tools.bench.report import Figure, Report
+from tools.bench.report import Arguments, Figure, Report
 
 # The interval that is the default: one check falls into each block.
 EVERY = 100
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Arguments) -> None:
     """Measures `fit` with `ConsistencyCheck` and the watchdog, and with neither."""
     for model in args.models:
         setting = {

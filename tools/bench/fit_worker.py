@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tfdp.bench.channel import Arm, serve, take_over_output
+from tfdp.bench.channel import Arm, Arms, work
 
 BATCH_SIZE = 32
 
@@ -50,20 +50,17 @@ def fit_arm(strategy: Any, *, wrapped: bool = False) -> Arm:
     return run
 
 
-def main() -> None:
-    take_over_output()
+def make_arms(setup: dict[str, Any]) -> Arms:
     import tfdp
 
     strategy = tfdp.MirroredStrategy(["CPU:0"])
-    serve(
-        {
-            "plain": fit_arm(None),
-            "tfdp": fit_arm(strategy),
-            "wrapped": fit_arm(None, wrapped=True),
-            "wrapped, tfdp": fit_arm(strategy, wrapped=True),
-        }
-    )
+    return {
+        "plain": fit_arm(None),
+        "tfdp": fit_arm(strategy),
+        "wrapped": fit_arm(None, wrapped=True),
+        "wrapped, tfdp": fit_arm(strategy, wrapped=True),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    work(make_arms)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-
 from tfdp.bench.sides import Side, started
-from tools.bench.report import Figure, Report
+from tools.bench.report import Arguments, Figure, Report
 
 STEPS = 2000
 # Where memory is compared from: allocators and caches have filled by then.
 SETTLED_AFTER = 500
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Arguments) -> None:
     """Measures on two workers, in `fit`."""
     report = Report(args, {"benchmark": "growth, 2 workers, Keras fit, batch 32 each"})
     side = Side("tfdp", "tools.bench.growth_worker", {}, num_workers=2)

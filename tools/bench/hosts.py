@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 
-from tfdp.bench.sides import started
+from tfdp.bench.sides import alternate, started
 from tfdp.bench.stats import paired_ratio, ratio_to_best
-from tfdp.bench.turns import alternate
 from tools.bench.hosts_arms import (
     RATE_OF_GOALS,
     RATE_OF_START,
@@ -22,7 +20,7 @@ from tools.bench.hosts_sides import (
     in_megabytes,
     utilisations,
 )
-from tools.bench.report import Figure, Report
+from tools.bench.report import Arguments, Figure, Report
 
 NUM_TENSORS = 16
 # Speed of an arm relative to a rival, by the workers on a host.
@@ -39,7 +37,7 @@ GOAL_OF_LINK = 0.85
 BOUND_SLACK = 1.05
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Arguments) -> None:
     """Measures every number of workers on every rate."""
     setting = {
         "benchmark": "all-reduce between 2 hosts, network namespaces joined by a veth "
@@ -78,7 +76,7 @@ class Table:
         self,
         bed: TwoHosts,
         sides: tuple[HostsSide, HostsSide],
-        args: argparse.Namespace,
+        args: Arguments,
         workers_per_host: int,
     ) -> None:
         self._bed, self._sides, self._args = bed, sides, args

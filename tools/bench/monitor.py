@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 
 from tfdp.bench.sides import Side, started
 from tfdp.bench.stats import paired_ratio
-from tools.bench.report import Figure, Report
+from tools.bench.report import Arguments, Figure, Report
 
 # A block is a call of `fit`, whose first steps are traced and not timed.
 STEPS = 60
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Arguments) -> None:
     """Measures Keras `fit` on two workers with and without the monitor."""
     for model in args.models:
         setting = {

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 
 from tfdp.bench.sides import Side, started
 from tfdp.bench.stats import paired_ratio
 from tools.bench.monitor import blocks
-from tools.bench.report import Figure, Report
+from tools.bench.report import Arguments, Figure, Report
 
 STEPS = 60
 # What the second worker takes longer for each row: nothing, as much again, and more.
@@ -17,7 +16,7 @@ DELAYS_MS = (0.0, 0.5, 2.0)
 _UNTIMED = 3
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: Arguments) -> None:
     """Measures Keras `fit` on two workers, one slowed, with and without."""
     for delay_ms in DELAYS_MS:
         setting = {

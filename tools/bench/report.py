@@ -1,8 +1,7 @@
-"""What a benchmark found: figures with their goals, on the screen and as JSON."""
+"""Arguments and report of a benchmark: figures with their goals, shown and kept."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,31 @@ from tfdp.bench.machine import describe, load
 from tfdp.bench.stats import Ratio
 
 PROGRAM = "python -m tools.bench"
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Options of a benchmark; each reads those that its command has.
+
+    Args:
+        out: Path of the JSON file, or `None` for none.
+        blocks: Int, turns of each side.
+        models: Sequence of strings, of `tools.bench.models`.
+        torch_python: String, an interpreter that may have PyTorch.
+        rates: Sequence of strings, of the link between two hosts.
+        workers_per_host: Sequence of ints.
+        megabytes: Int, size of the gradients.
+        batch: Int, samples of each worker.
+    """
+
+    out: Path | None
+    blocks: int
+    models: Sequence[str] = ()
+    torch_python: str = ""
+    rates: Sequence[str] = ()
+    workers_per_host: Sequence[int] = ()
+    megabytes: int = 0
+    batch: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +88,7 @@ class Report:
         setting: Mapping, the model, the batch and the like.
     """
 
-    def __init__(self, args: argparse.Namespace, setting: Mapping[str, Any]) -> None:
+    def __init__(self, args: Arguments, setting: Mapping[str, Any]) -> None:
         self._out: Path | None = args.out
         self._content: dict[str, Any] = {**describe(PROGRAM), **setting, "figures": []}
         for name, value in self._content.items():

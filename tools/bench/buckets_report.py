@@ -1,22 +1,24 @@
-"""What the bucket sizes of a study are worth: medians, CSV, JSON and a table."""
+"""Results of a bucket-size study: medians by size, CSV, JSON and a table."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
-import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from tfdp.bench.buckets import Epoch, Run
+from tfdp.bench.output import Table
+from tools.bench.buckets import Epoch, Run
 
 # A larger bucket that gains less than this is not worth its memory, nor the wait
 # for the gradients that fill it.
 TOLERANCE = 0.03
+_COLUMNS = (
+    *("bucket MB", "buckets", "ms per step", "images/s", "of the best"),
+    *("s", "val loss", "val accuracy", ""),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,29 +182,23 @@ def write_csv(results: Sequence[SizeResult], path: Path) -> None:
         writer.writerows(dataclasses.asdict(result) for result in results)
 
 
-def write_json(
-    results: Sequence[SizeResult],
-    runs: Sequence[Run],
-    about: Mapping[str, Any],
-    path: Path,
-) -> None:
-    """Writes what was found, every single run, and what it was found on.
+def content_of(results: Sequence[SizeResult], runs: Sequence[Run]) -> dict[str, Any]:
+    """What was found and every single run, for the JSON file.
 
     Args:
         results: Sequence of `SizeResult`.
         runs: Sequence of `Run`, in the order in which they ran.
-        about: Mapping, the machine, the versions and the command.
-        path: Path of the file.
+
+    Returns:
+        Dict.
     """
-    content = {
-        **about,
+    return {
         "diminishing_returns_mb": diminishing_size(results),
         "tolerance": TOLERANCE,
         "best_over_worst": best_over_worst(results),
         "sizes": [dataclasses.asdict(result) for result in results],
         "runs": [dataclasses.asdict(run) for run in runs],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
 
 def table_of(results: Sequence[SizeResult]) -> Table:
@@ -212,31 +208,28 @@ def table_of(results: Sequence[SizeResult]) -> Table:
         results: Sequence of `SizeResult`.
 
     Returns:
-        `rich.table.Table`.
+        `Table`.
     """
-    table = Table(title="Throughput by bucket size")
-    for name in ("bucket MB", "buckets", "ms per step", "images/s", "of the best"):
-        table.add_column(name, justify="right")
-    for name in ("s", "val loss", "val accuracy"):
-        table.add_column(name, justify="right")
-    table.add_column("")
     best = max(result.samples_per_second for result in results)
     enough = diminishing_size(results)
+    rows = []
     for result in results:
         marks = ["best"] if result.samples_per_second == best else []
         marks += ["returns diminish"] if result.bucket_mb == enough else []
-        table.add_row(
-            f"{result.bucket_mb:g}",
-            _shown(result.num_buckets, "d"),
-            f"{1000 * result.step_seconds:.1f}",
-            f"{result.samples_per_second:.1f}",
-            f"{100 * result.samples_per_second / best:.0f} %",
-            f"{100 * result.communication_fraction:.1f} %",
-            _shown(result.val_loss, ".4f"),
-            _shown(result.val_accuracy, ".4f"),
-            ", ".join(marks),
+        rows.append(
+            [
+                f"{result.bucket_mb:g}",
+                _shown(result.num_buckets, "d"),
+                f"{1000 * result.step_seconds:.1f}",
+                f"{result.samples_per_second:.1f}",
+                f"{100 * result.samples_per_second / best:.0f} %",
+                f"{100 * result.communication_fraction:.1f} %",
+                _shown(result.val_loss, ".4f"),
+                _shown(result.val_accuracy, ".4f"),
+                ", ".join(marks),
+            ]
         )
-    return table
+    return Table(_COLUMNS, rows)
 
 
 def _shown(value: float | None, form: str) -> str:

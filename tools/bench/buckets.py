@@ -1,4 +1,4 @@
-"""Trains a script once for each bucket size, in an order that treats all alike."""
+"""Bucket-size study: train a script once for each size, in a balanced order."""
 
 from __future__ import annotations
 
@@ -124,15 +124,14 @@ def order_of_runs(
 def run_all(
     study: Study,
     runs: Sequence[tuple[float, int]],
-    on_progress: Callable[[int, float], None],
+    on_run: Callable[[], None] = lambda: None,
 ) -> list[Run]:
     """Trains once for each of `runs`.
 
     Args:
         study: `Study`.
         runs: Sequence of tuples of size and repeat, as of `order_of_runs`.
-        on_progress: Callable of the number of runs that are done and the size that
-            comes next.
+        on_run: Callable, called after each run. Defaults to nothing.
 
     Returns:
         List of `Run`.
@@ -141,13 +140,13 @@ def run_all(
         StudyError: If a run fails or leaves no statistics.
     """
     results = []
-    for done, (bucket_mb, repeat) in enumerate(runs):
-        on_progress(done, bucket_mb)
+    for bucket_mb, repeat in runs:
         output = study.run_folder(bucket_mb, repeat)
         output.mkdir(parents=True)
         _train(study.command(bucket_mb, output), output / _LOG)
         epochs = read_statistics(output / STATISTICS)
         results.append(Run(bucket_mb, repeat, epochs))
+        on_run()
     return results
 
 
