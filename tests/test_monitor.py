@@ -20,13 +20,12 @@ from harness.registry import Case, load_cases
 from tfdp.collectives import step_events
 from tfdp.collectives.timing import Collective, Mark
 from tfdp.monitor.advice import Facts, advise
-from tfdp.monitor.board import Board
-from tfdp.monitor.clocks import clock_offset
-from tfdp.monitor.device_profile import DeviceEvent, device_times, read_events
+from tfdp.monitor.device_meter import DeviceEvent, device_times, read_events
 from tfdp.monitor.readings import Reading, Sample, replicas_of, sample_of
+from tfdp.monitor.report import Board
 from tfdp.monitor.sinks import write_json
 from tfdp.monitor.stragglers import Straggler, find_straggler
-from tfdp.monitor.trace import WorkerTrace, chrome_trace, trace_of_worker
+from tfdp.monitor.trace import WorkerTrace, chrome_trace, clock_offset, trace_of_worker
 from tfdp.monitor.windows import Row, Totals, Window, merge, window_of
 
 CASE_MODULES = ("monitor",)

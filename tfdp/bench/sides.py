@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from tfdp.cluster import free_ports
+from tfdp.cluster.process_tree import kill_processes
 
 DEADLINE_SECONDS = 300.0
 # Another interpreter has its own packages, and of ours gets this one only: what else
@@ -78,9 +79,8 @@ class Side:
         return [reply["result"] for reply in self._replies()]
 
     def close(self) -> None:
-        """Ends the workers, also those that wait in native code for ever."""
-        for worker in self._workers:
-            worker.kill()
+        """End the workers, also those that wait in native code for ever."""
+        kill_processes([w.pid for w in self._workers if w.returncode is None])
         for worker in self._workers:
             worker.wait()
 

@@ -9,17 +9,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from tfdp.base.files import problem_of_folder
 from tfdp.base.ownership import strategy_of
 from tfdp.callbacks.measuring import MeasuringCallback
 from tfdp.coordination.mailbox import Mailbox
 from tfdp.coordination.worker_group import WorkerGroup
-from tfdp.monitor.board import Board
-from tfdp.monitor.facts import facts_of, loss_scale_of, settings_of
-from tfdp.monitor.folders import problem_of_folder
+from tfdp.monitor.advice import facts_of, loss_scale_of, settings_of
+from tfdp.monitor.device_meter import meter_for
 from tfdp.monitor.meter import Meter
-from tfdp.monitor.meters import meter_for
 from tfdp.monitor.readings import Reading
-from tfdp.monitor.reporter import Reporter
+from tfdp.monitor.report import Board, Reporter
 from tfdp.monitor.windows import Window, fraction, mean_of, window_of
 
 _KEPT_STEPS = 200

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from typing import Any
 
 import click
 
+from tfdp.base.files import replaced
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.index_file import load_index
 from tfdp.cli.importing import first_line, import_without_gpus
@@ -85,15 +85,10 @@ def _cannot_build(why: str, directory: str) -> click.UsageError:
 
 def _save(model: Any, output: str) -> None:
     """Writes beside the target first, so that no half of a file is left there."""
-    folder, name = os.path.split(output)
-    temporary = os.path.join(folder, f".{os.getpid()}.{name}")
     try:
-        model.save(temporary)
-        os.replace(temporary, output)
+        with replaced(output) as temporary:
+            model.save(temporary)
     except Exception as error:  # a full disk shows in several ways
         raise click.ClickException(
             f"The file cannot be written ({first_line(error)}). Received: {output}"
         ) from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)

@@ -14,12 +14,11 @@ import uuid
 from collections.abc import Sequence
 from types import TracebackType
 
-from tfdp.cli import guard
 from tfdp.cli.launch import Slot, worker_environment
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
 from tfdp.cli.worker import Worker, shell_code, signal_name
-from tfdp.cluster import Cluster
+from tfdp.cluster import Cluster, process_tree
 from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 
 TIMED_OUT = 124
@@ -93,7 +92,7 @@ class Job:
         self._signals = SignalPipe()
         self._selector.register(self._signals, selectors.EVENT_READ)
         self._guard = subprocess.Popen(
-            [sys.executable, guard.__file__, self._id],
+            [sys.executable, process_tree.__file__, self._id],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -314,4 +313,5 @@ class Job:
             self._turn()
 
     def _kill(self) -> None:
-        guard.kill_job(self._id, [worker.pid for worker in self._workers])
+        sessions = [worker.pid for worker in self._workers]
+        process_tree.kill_processes(sessions, self._id)

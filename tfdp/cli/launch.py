@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Mapping
 
-from tfdp.base.private_folder import make_private_folder
+from tfdp.base.files import make_private_folder
 from tfdp.cluster import Cluster, free_ports
 
 

@@ -1,15 +1,63 @@
-"""What a worker reads after a step, and what that says about the step."""
+"""Readings of a step: what a worker recorded, and the times computed from it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from tfdp.collectives import step_events, timing
-from tfdp.monitor.intervals import Interval, clipped, seconds_covered
+
+Interval = tuple[float, float]
+
+
+def seconds_covered(intervals: Iterable[Interval]) -> float:
+    """How long at least one of several intervals lasts.
+
+    Args:
+        intervals: Iterable of begin and end, in seconds.
+
+    Returns:
+        Float, seconds.
+
+    Example:
+
+    >>> seconds_covered([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
+    4.0
+    """
+    return sum(end - begin for begin, end in merged(intervals))
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same moments as intervals that do not overlap, in order.
+
+    Example:
+
+    >>> merged([(1.0, 3.0), (0.0, 2.0), (5.0, 6.0)])
+    [(0.0, 3.0), (5.0, 6.0)]
+    """
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def clipped(intervals: Iterable[Interval], begin: float, end: float) -> list[Interval]:
+    """What of the intervals lies between two moments.
+
+    Example:
+
+    >>> clipped([(0.0, 2.0), (3.0, 4.0)], 1.0, 3.5)
+    [(1.0, 2.0), (3.0, 3.5)]
+    """
+    cut = [(max(b, begin), min(e, end)) for b, e in intervals]
+    return [(b, e) for b, e in cut if e > b]
+
 
 # Collectives that nothing in the forward or backward pass waits for.
 _IN_BACKGROUND = (timing.GRADIENTS, timing.ROWS, "logs", "statistics")
