@@ -37,7 +37,7 @@ from tfdp.bench.stats import (
     speedup,
 )
 from tfdp.cli import main
-from tfdp.cli.options import ManyValues
+from tfdp.cli.parameter_types import ManyValues
 
 DEADLINE_SECONDS = 120
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -43,7 +43,7 @@ def describe(program: str | None = None) -> dict[str, Any]:
         "load_average_1_min": load(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: version_of(name) for name in _PACKAGES},
         "command": command_line(program),
     }
 
@@ -108,7 +108,8 @@ def _cpu_name() -> str:
     return platform.machine()
 
 
-def _version(name: str) -> str:
+def version_of(name: str) -> str:
+    """The version of an installed package, or `"not installed"`."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

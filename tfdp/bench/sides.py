@@ -51,7 +51,9 @@ class Side:
     ) -> None:
         self.name = name
         addresses = [f"127.0.0.1:{port}" for port in free_ports(num_workers)]
-        self._start(worker_commands(module, setup, addresses, python), _environment())
+        self._start(
+            worker_commands(module, setup, addresses, python), worker_environment()
+        )
 
     def _start(
         self, commands: Sequence[Sequence[str]], environment: Mapping[str, str]
@@ -156,8 +158,8 @@ def _started_worker(
     )
 
 
-def _environment() -> dict[str, str]:
-    """This process's, without what it may say about another cluster."""
+def worker_environment() -> dict[str, str]:
+    """This process's environment, without what it may say about another cluster."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
     kept.pop("TF_CONFIG", None)
     return {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", **kept}
@@ -179,8 +181,9 @@ def alternate(
     steps: int,
     warm_up: int = 2,
     on_turn: Callable[[], Any] = lambda: None,
-) -> dict[str, list[float]]:
-    """Runs blocks of all arms in turn, every other time in reverse order.
+    slowest: Callable[[Any], Any] = max,
+) -> dict[str, list[Any]]:
+    """Run blocks of all arms in turn, every other time in reverse order.
 
     Args:
         arms: Sequence of side and name of an arm.
@@ -188,18 +191,20 @@ def alternate(
         steps: Int, steps in a block.
         warm_up: Int, steps of each arm before the first block. Defaults to `2`.
         on_turn: Callable, called after each block. Defaults to nothing.
+        slowest: Callable that takes one of what the workers measured. Defaults to
+            `max`, for seconds per step.
 
     Returns:
-        Dict from `side/arm` to seconds per step of the slowest worker, one
-        value for each block.
+        Dict from `side/arm` to what the slowest worker measured, one value for
+        each block.
     """
-    times: dict[str, list[float]] = {f"{side.name}/{arm}": [] for side, arm in arms}
+    times: dict[str, list[Any]] = {f"{side.name}/{arm}": [] for side, arm in arms}
     for side, arm in arms:
         if warm_up:
             side.run(arm, warm_up)  # traces, and fills caches
     for block in range(blocks):
         for side, arm in arms if block % 2 == 0 else reversed(arms):
-            times[f"{side.name}/{arm}"].append(max(side.run(arm, steps)))
+            times[f"{side.name}/{arm}"].append(slowest(side.run(arm, steps)))
             on_turn()
     return times
 

@@ -13,7 +13,7 @@ from tfdp.bench import train as of_training
 from tfdp.bench.nccl_tests import COLLECTIVES
 from tfdp.bench.stats import SCALINGS
 from tfdp.cli import bench_options as options
-from tfdp.cli import options as types
+from tfdp.cli import parameter_types as types
 from tfdp.cluster import Cluster
 from tfdp.options import FLAT_ALGORITHMS
 

@@ -12,7 +12,7 @@ import click
 
 from tfdp.bench.models import FAMILIES
 from tfdp.bench.output import Files, check_available
-from tfdp.cli import options as types
+from tfdp.cli import parameter_types as types
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 
 from tfdp.base.files import make_private_folder
+from tfdp.bench.machine import num_cores
 from tfdp.cluster import Cluster, free_ports
 
 
@@ -84,13 +85,6 @@ def worker_environment(
         "TF_CONFIG": json.dumps(config),
         "PYTHONUNBUFFERED": "1",
     }
-
-
-def num_cores() -> int:
-    """Returns the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:

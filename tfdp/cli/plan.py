@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tfdp.cli import memory
-from tfdp.cli import options as types
+from tfdp.cli import parameter_types as types
 from tfdp.cli.forecast import Forecast, show
 from tfdp.cli.importing import first_line, import_without_gpus
 from tfdp.cluster import Topology

@@ -11,13 +11,13 @@ import time
 
 import click
 
-from tfdp.cli import options as types
+from tfdp.bench.machine import num_cores
+from tfdp.cli import parameter_types as types
 from tfdp.cli.job import Job, JobOptions
 from tfdp.cli.launch import (
     Slot,
     make_clusters,
     make_log_dir,
-    num_cores,
     visible_gpus,
 )
 from tfdp.cli.restarts import JobEnd, RestartOptions, Restarts, note

@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-from tfdp.cli.lines import LineReader, without_escapes
+from tfdp.cli.screen import LineReader, without_escapes
 from tfdp.coordination.preemption import PREEMPTED
 
 TAIL_LINES = 20

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from tfdp.cli import options as types
+from tfdp.cli import parameter_types as types
 from tfdp.cli.main import run_command
 from tools.bench import (
     accumulation,

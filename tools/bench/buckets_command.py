@@ -15,7 +15,7 @@ from types import FrameType
 import click
 
 from tfdp.bench import output
-from tfdp.cli import options as types
+from tfdp.cli import parameter_types as types
 from tfdp.cli.bench_options import one_sentence
 from tools.bench.buckets import Run, Study, order_of_runs, run_all
 from tools.bench.buckets_report import (

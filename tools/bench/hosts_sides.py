@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import statistics
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.bench.sides import Side, worker_commands
+from tfdp.bench.sides import Side, worker_commands, worker_environment
 from tools.bench.hosts_bed import INTERFACE, TwoHosts
 
 _IDLE_SECONDS = 3.0
@@ -110,17 +109,10 @@ def in_megabytes(num_bytes: list[float]) -> float:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, less other clusters and proxies: no way leads out of a host."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("SLURM") and not name.lower().endswith("_proxy")
-    }
-    kept.pop("TF_CONFIG", None)
-    ours = {
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        "CUDA_VISIBLE_DEVICES": "-1",
+    """The environment of a worker, less proxies: no way leads out of a host."""
+    kept = worker_environment().items()
+    return {
         # Or Gloo listens where the machine's name points to, outside of the bed.
         "GLOO_SOCKET_IFNAME": INTERFACE,
+        **{name: value for name, value in kept if not name.lower().endswith("_proxy")},
     }
-    return {**ours, **kept}
