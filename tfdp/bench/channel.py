@@ -24,7 +24,7 @@ class Arms(Protocol):
 
 
 class OnDemand(Generic[Made]):
-    """Things that are made when they are first asked for; one group of them is kept.
+    """Objects made on first use; one group of them is kept.
 
     All models of a benchmark at once would fill the memory of a small machine.
 

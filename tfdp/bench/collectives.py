@@ -28,7 +28,7 @@ _BLOCK_SECONDS = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """Settings of the measurement.
 
     Args:
         collectives: Sequence of strings, of `tfdp.bench.nccl_tests.COLLECTIVES`.
@@ -55,7 +55,7 @@ class Settings:
 
     @property
     def worker_setup(self) -> dict[str, Any]:
-        """What a worker is told."""
+        """Setup of a worker."""
         return {
             "strategy": "tfdp" if (self.num_workers or 0) > 1 else "auto",
             "devices": self.devices_per_worker,
@@ -72,7 +72,7 @@ class Settings:
         return Topology(tuple(tuple(range(s, min(s + size, count))) for s in starts))
 
     def check(self, topology: Topology) -> None:
-        """Checks that all that is asked for can be run.
+        """Check that all that is asked for can be run.
 
         Args:
             topology: `Topology` of the replicas.
@@ -104,7 +104,7 @@ class Settings:
 
 
 def num_turns(settings: Settings) -> int:
-    """How many blocks a run has.
+    """Number of blocks of a run.
 
     Args:
         settings: `Settings`.
@@ -122,11 +122,11 @@ def measure(
     num_replicas: int,
     on_turn: Callable[[], Any] = lambda: None,
 ) -> tuple[list[Row], dict[str, list[float]]]:
-    """Runs everything; the algorithms of one size take turns.
+    """Run everything; the algorithms of one size take turns.
 
     Args:
         settings: `Settings`.
-        runner: A `Side` of `tfdp.bench.collectives_worker`, or `Here`.
+        runner: A `Side` of `tfdp.bench.collectives_worker`, or `ClusterRunner`.
         num_replicas: Int, number of replicas.
         on_turn: Callable, called after each block. Defaults to nothing.
 
@@ -194,7 +194,7 @@ _WORKER = "tfdp.bench.collectives_worker"
 
 
 def run(settings: Settings, files: output.Files) -> int:
-    """Measures, prints the table and writes the files.
+    """Measure, print the table and write the files.
 
     Args:
         settings: `Settings`.
@@ -242,9 +242,9 @@ def _measure_on_workers(settings: Settings) -> Found:
 
 
 def _measure_here(settings: Settings) -> Found:
-    """Every worker of the cluster does the same; the first one reports."""
+    """Measure on the cluster of this process; the first worker reports."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    from tfdp.bench.collectives_worker import CollectiveArms, Here
+    from tfdp.bench.collectives_worker import ClusterRunner, CollectiveArms
     from tfdp.options import CommunicationOptions
     from tfdp.strategy.strategy import auto_strategy
 
@@ -252,9 +252,9 @@ def _measure_here(settings: Settings) -> Found:
     strategy: Any = auto_strategy(communication=options)
     extended = strategy.extended
     settings.check(extended.algorithm_selector.topology)
-    here = Here(strategy, CollectiveArms(strategy, settings.dtype))
+    runner = ClusterRunner(strategy, CollectiveArms(strategy, settings.dtype))
     is_chief = extended.worker_group.rank == 0
     count = extended.group.size
     with output.progress_bar("collectives", num_turns(settings)) as on_turn:
-        rows, times = measure(settings, here, count, on_turn)
+        rows, times = measure(settings, runner, count, on_turn)
     return rows, times, count, is_chief

@@ -16,7 +16,7 @@ _UNITS = ((2**30, "GB"), (2**20, "MB"), (2**10, "KB"), (1, "B"))
 
 
 def plot(rows: Sequence[Row], num_replicas: int, caption: str, path: Path) -> None:
-    """Draws the table.
+    """Draw the table.
 
     Args:
         rows: Sequence of `Row`.
@@ -65,7 +65,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def cells(row: Row) -> list[str]:
-    """The line as it is printed.
+    """Cells of the line, as printed.
 
     Args:
         row: `Row`.

@@ -19,7 +19,7 @@ _CHECK = "check "
 
 
 class CollectiveArms:
-    """Every collective of every size, made when it is first run.
+    """Collectives by name, made when they are first run.
 
     The arm `all_reduce/ring/4096` takes a number of steps and returns the seconds
     of one; `check all_reduce/ring/4096` returns how many elements are wrong here.
@@ -89,8 +89,8 @@ class _Case:
         return wrong
 
 
-class Here:
-    """Runs the arms of this process, in step with the other workers of its cluster.
+class ClusterRunner:
+    """Runner of this process's arms, in step with the other workers of its cluster.
 
     Args:
         strategy: The strategy of tfdp.
@@ -103,7 +103,7 @@ class Here:
         self._worker_group, self._arms = strategy.extended.worker_group, arms
 
     def run(self, arm: str, steps: int) -> list[float]:
-        """Runs a block of steps and returns what each worker measured."""
+        """Run a block of steps and return what each worker measured."""
         own = json.dumps(self._arms[arm](steps))
         return [
             json.loads(text)

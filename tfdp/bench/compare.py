@@ -1,4 +1,4 @@
-"""Training steps of tfdp, of stock tf.distribute and of PyTorch's DDP, side by side."""
+"""`tfdp bench compare`: training steps of tfdp, stock tf.distribute and DDP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BLOCK_SECONDS = 0.4
 
 @dataclasses.dataclass(frozen=True)
 class Settings(ModelSettings):
-    """What is measured.
+    """Settings of the measurement.
 
     Args:
         num_workers: Int, processes of each side.
@@ -47,7 +47,7 @@ class Settings(ModelSettings):
 
 
 def run(settings: Settings, files: output.Files) -> None:
-    """Measures, prints the table and writes the files.
+    """Measure, print the table and write the files.
 
     Args:
         settings: `Settings`.
@@ -146,7 +146,7 @@ def _title(settings: Settings) -> str:
 
 
 def _notes(settings: Settings, rows: Sequence[Row]) -> list[str]:
-    """What the table does not say, and who reads it should know."""
+    """Note below the table."""
     notes = [
         f"A step with SGD on a fixed batch of {settings.batch_size} for each of "
         f"{settings.num_workers} workers of one thread on this machine, "

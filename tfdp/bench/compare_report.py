@@ -79,7 +79,7 @@ def rows_of(model: str, times: Times, global_batch_size: int) -> list[Row]:
 
 
 def cells(row: Row) -> list[str]:
-    """The line as it is printed.
+    """Cells of the line, as printed.
 
     Args:
         row: `Row`.
@@ -99,7 +99,7 @@ def cells(row: Row) -> list[str]:
 
 
 def plot(rows: Sequence[Row], title: str, caption: str, path: Path) -> None:
-    """Draws the ratios with their intervals.
+    """Draw the ratios with their intervals.
 
     Args:
         rows: Sequence of `Row`.

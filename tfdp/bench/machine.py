@@ -23,7 +23,7 @@ _NAMES = {
 
 
 def describe(program: str | None = None) -> dict[str, Any]:
-    """Describes the machine, how busy it is, the versions and the command.
+    """Describe the machine, how busy it is, the versions and the command.
 
     Args:
         program: String, how this program is called, to which its arguments are
@@ -80,7 +80,7 @@ def command_line(program: str | None = None) -> str:
 
 
 def load() -> float:
-    """How many processes wanted the processor in the last minute, on average.
+    """Load average of the last minute.
 
     Returns:
         Float.

@@ -60,7 +60,7 @@ def algorithm_bandwidth(num_bytes: int, seconds: float) -> float:
 
 
 def bus_factor(collective: str, num_replicas: int) -> float:
-    """What each link of a replica carries at least, relative to the size.
+    """Ratio of bus bandwidth to algorithm bandwidth of a collective.
 
     Times the algorithm's bandwidth it is "busbw", which compares with the speed of
     the hardware whatever the collective and the number of replicas.
@@ -124,7 +124,7 @@ MOST_REPLICAS_OF = {"bfloat16": 256 // _PERIOD, "float16": 2048 // _PERIOD}
 
 
 def input_of(position: int, length: int) -> np.ndarray:
-    """What a replica contributes: small whole numbers that depend on its place.
+    """Input of a replica: small whole numbers that depend on its position.
 
     Args:
         position: Int, its place in the group.
@@ -144,7 +144,7 @@ def input_of(position: int, length: int) -> np.ndarray:
 def expected(
     collective: str, position: int, num_replicas: int, length: int
 ) -> np.ndarray:
-    """What a replica has to get.
+    """Expected result of a replica.
 
     Args:
         collective: String, one of `tfdp.bench.nccl_tests.COLLECTIVES`; the replica
@@ -174,7 +174,7 @@ def expected(
 
 
 def num_wrong(result: np.ndarray, wanted: np.ndarray) -> int:
-    """How many elements are not what they must be.
+    """Count the wrong elements of a result.
 
     Args:
         result: Array of any type.

@@ -55,7 +55,7 @@ def new_console() -> Console:
 
 @contextlib.contextmanager
 def progress_bar(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """Draws a bar on stderr if that is a terminal, until the block ends.
+    """Draw a bar on stderr if that is a terminal, until the block ends.
 
     Args:
         label: String, what is going on.
@@ -73,7 +73,7 @@ def progress_bar(label: str, total: int) -> Iterator[Callable[[], None]]:
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """Where a benchmark writes.
+    """Output files of a benchmark.
 
     Args:
         json: Path of the JSON file.
@@ -86,7 +86,7 @@ class Files:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """What a benchmark prints.
+    """Printed table of a benchmark.
 
     Args:
         columns: Sequence of strings, the headings.
@@ -106,7 +106,7 @@ def report(
     draw: Callable[[str, Path], None],
     notes: Sequence[str] = (),
 ) -> None:
-    """Prints, draws and writes what a run has found, when it is over.
+    """Print, draw and write the results of a run.
 
     Args:
         console: Console.
@@ -161,7 +161,7 @@ _LOOK: Any = {
 
 
 def check_available() -> None:
-    """Checks that figures can be drawn.
+    """Check that figures can be drawn.
 
     Raises:
         ValueError: If matplotlib is not installed.
@@ -174,7 +174,7 @@ def check_available() -> None:
 
 
 def new_figure(title: str, caption: str = "") -> tuple[Figure, Axes]:
-    """Makes a figure with one pair of axes.
+    """Make a figure with one pair of axes.
 
     Args:
         title: String, above the figure.
@@ -191,7 +191,7 @@ def new_figure(title: str, caption: str = "") -> tuple[Figure, Axes]:
 def new_panels(
     title: str, num_panels: int, caption: str = ""
 ) -> tuple[Figure, list[Axes]]:
-    """Makes a figure with several pairs of axes side by side.
+    """Make a figure with several pairs of axes side by side.
 
     Args:
         title: String, above the figure.
@@ -220,7 +220,7 @@ def new_panels(
 
 
 def save(figure: Figure, path: str | Path) -> None:
-    """Writes a figure as PNG.
+    """Write a figure as PNG.
 
     Args:
         figure: The figure.

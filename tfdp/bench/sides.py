@@ -68,11 +68,11 @@ class Side:
             raise
 
     def wait_until_ready(self) -> None:
-        """Waits until all workers have started."""
+        """Wait until all workers have started."""
         self._replies()
 
     def run(self, arm: str, steps: int) -> Any:
-        """Runs a block of steps and returns what each worker measured."""
+        """Run a block of steps and return what each worker measured."""
         for worker in self._workers:
             assert worker.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # the reply says why
@@ -106,7 +106,7 @@ class Side:
 
 @contextlib.contextmanager
 def started(*sides: Side) -> Iterator[None]:
-    """Waits for all sides to be ready and ends them afterwards."""
+    """Wait for all sides to be ready and end them afterwards."""
     try:
         for side in sides:
             side.wait_until_ready()
@@ -166,12 +166,12 @@ def worker_environment() -> dict[str, str]:
 
 
 class Runner(Protocol):
-    """What runs blocks of steps: a `Side`, or something in its place."""
+    """Protocol of what runs blocks of steps, such as a `Side`."""
 
     name: str
 
     def run(self, arm: str, steps: int) -> Any:
-        """Runs a block of steps and returns what each worker measured."""
+        """Run a block of steps and return what each worker measured."""
 
 
 def alternate(
@@ -212,7 +212,7 @@ def alternate(
 def steps_that_take(
     seconds: float, arms: Sequence[tuple[Runner, str]], most: int = 200
 ) -> int:
-    """Warms all arms up, and finds how many steps make a block.
+    """Warm all arms up, and find how many steps make a block.
 
     Args:
         seconds: Float, how long a block of the slowest arm should take.

@@ -41,14 +41,14 @@ class Ratio:
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-    """Compares two sides that ran in turn, block by block."""
+    """Compare two sides that ran in turn, block by block."""
     ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
     low, high = median_interval(ratios)
     return Ratio(statistics.median(ratios), low, high, len(ratios))
 
 
 def ratio_to_best(rivals: Sequence[Sequence[float]], own: Sequence[float]) -> Ratio:
-    """Compares with the fastest of several rivals.
+    """Compare with the fastest of several rivals.
 
     Every other block chooses it and the rest are compared: the best of several
     noisy medians would look faster than it is.
@@ -81,7 +81,7 @@ SCALINGS = ("weak", "strong")
 def efficiency(
     scaling: str, alone: Sequence[float], together: Sequence[float], num_replicas: int
 ) -> Ratio:
-    """The share of N times the speed of one replica that N replicas reach.
+    """Scaling efficiency: the fraction of N times one replica's speed that N reach.
 
     Weak scaling, where each replica keeps its batch: T(1) / T(N). Strong scaling,
     where all share one global batch: T(1) / (N T(N)).
@@ -117,7 +117,7 @@ def efficiency(
 
 
 def speedup(efficiency: Ratio, num_replicas: int) -> Ratio:
-    """How many times the samples per second of one replica; weak scaling's is scaled.
+    """Speedup over one replica: N times the efficiency.
 
     Args:
         efficiency: `Ratio`.

@@ -1,4 +1,4 @@
-"""How training steps scale with the number of replicas: weak and strong."""
+"""`tfdp bench train`: weak and strong scaling of training steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLOCK_SECONDS = 0.3
 
 @dataclasses.dataclass(frozen=True)
 class Settings(ModelSettings):
-    """What is measured.
+    """Settings of the measurement.
 
     Args:
         family: String, of `tfdp.bench.models.FAMILIES`.
@@ -52,7 +52,7 @@ class Settings(ModelSettings):
         return batch_of(scaling, self.batch_size, count, self.counts[-1])
 
     def check(self) -> None:
-        """Checks that all that is asked for can be run, before anything is started.
+        """Check that all that is asked for can be run, before anything is started.
 
         Raises:
             ValueError: If not.
@@ -71,7 +71,7 @@ Times = dict[str, list[float]]
 
 
 def run(settings: Settings, files: output.Files) -> None:
-    """Measures, prints the table and writes the files.
+    """Measure, print the table and write the files.
 
     Args:
         settings: `Settings`.
@@ -151,7 +151,7 @@ def _arm(name: str, batch_size: int) -> str:
 
 
 def _notes(settings: Settings) -> list[str]:
-    """What the table does not say, and who reads it should know."""
+    """Note below the table."""
     notes = [
         "One replica is plain Keras without a strategy; every replica has one thread. "
         "Batch: of each replica.",

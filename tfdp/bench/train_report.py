@@ -73,7 +73,7 @@ def row_of(
 
 
 def cells(row: Row) -> list[str]:
-    """The line as it is printed.
+    """Cells of the line, as printed.
 
     Args:
         row: `Row`.
@@ -95,7 +95,7 @@ def cells(row: Row) -> list[str]:
 
 
 def plot(rows: Sequence[Row], family: str, caption: str, path: Path) -> None:
-    """Draws the table, a panel for each scaling.
+    """Draw the table, a panel for each scaling.
 
     Args:
         rows: Sequence of `Row`.

@@ -48,7 +48,7 @@ from tfdp.options import FLAT_ALGORITHMS
 @options.blocks(10)
 @options.files
 def train(**given: Any) -> None:
-    """Times training steps on 1, 2, ... replicas: speedup and efficiency.
+    """Time training steps on 1, 2, ... replicas: speedup and efficiency.
 
     The numbers of replicas take turns, block by block, on this machine's CPU.
     """
@@ -62,7 +62,7 @@ def train(**given: Any) -> None:
         blocks=given["blocks"],
         placement=given["placement"],
     )
-    with options.one_sentence():
+    with options.errors_in_one_sentence():
         of_training.run(settings, files)
 
 
@@ -87,7 +87,7 @@ def train(**given: Any) -> None:
 @options.blocks(20)
 @options.files
 def compare(**given: Any) -> None:
-    """Times a training step of tfdp, stock tf.distribute and PyTorch's DDP.
+    """Time a training step of tfdp, stock tf.distribute and PyTorch's DDP.
 
     All are alive at the same time and take turns, block by block. Stock is taken at
     its defaults and at its best pack size, DDP (with Gloo, where PyTorch is
@@ -106,7 +106,7 @@ def compare(**given: Any) -> None:
         blocks=given["blocks"],
         torch_python=given["torch_python"],
     )
-    with options.one_sentence():
+    with options.errors_in_one_sentence():
         of_sides.run(settings, files)
 
 
@@ -194,7 +194,7 @@ _ALGORITHMS = (*FLAT_ALGORITHMS, "hierarchical")
 @options.blocks(10)
 @options.files
 def collectives(min_bytes: int, max_bytes: int, factor: int, **given: Any) -> None:
-    """Times every collective and checks its results, as nccl-tests does.
+    """Time every collective and check its results, as nccl-tests does.
 
     The columns are those of nccl-tests: size of the larger of input and output,
     number of elements, median time, bandwidth of the algorithm and of the bus, and
@@ -213,7 +213,7 @@ def collectives(min_bytes: int, max_bytes: int, factor: int, **given: Any) -> No
         devices_per_worker=given["devices_per_worker"],
         node_size=given["node_size"],
     )
-    with options.one_sentence():
+    with options.errors_in_one_sentence():
         num_wrong = of_collectives.run(settings, files)
     if num_wrong:
         click.echo(f"tfdp: {num_wrong} elements are wrong", err=True)
@@ -222,7 +222,7 @@ def collectives(min_bytes: int, max_bytes: int, factor: int, **given: Any) -> No
 
 def _num_workers(given: int | None, devices: int | None) -> int | None:
     """The number of local processes, or `None` for the cluster of this process."""
-    with options.one_sentence():
+    with options.errors_in_one_sentence():
         in_cluster = Cluster.from_environment() is not None
     if given is not None or not devices:
         return given
@@ -241,7 +241,7 @@ def _num_workers(given: int | None, devices: int | None) -> int | None:
 )
 @click.pass_context
 def bench(context: click.Context) -> None:
-    """Measures collectives and training, as ratios of sides that take turns.
+    """Measure collectives and training, as ratios of sides that take turns.
 
     Each benchmark prints a table, writes JSON and a plot, and names the machine
     and the versions. Run it on an idle machine.

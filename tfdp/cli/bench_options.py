@@ -91,7 +91,7 @@ def checked_files(name: str, options: dict[str, Any]) -> Files:
                 f"Either --plot or --no-plot is given. Received: both, --plot {plot}"
             )
     else:
-        with one_sentence():
+        with errors_in_one_sentence():
             check_available()
         plot = plot or _new_file(name, ".png")
     return Files(options["json"] or _new_file(name, ".json"), plot)
@@ -122,7 +122,7 @@ def _new_file(name: str, suffix: str) -> Path:
 
 
 def geometric(first: int, last: int, factor: int) -> list[int]:
-    """Sizes from one to another.
+    """Geometric series of sizes.
 
     Args:
         first: Int, the smallest.
@@ -152,8 +152,8 @@ def geometric(first: int, last: int, factor: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def one_sentence() -> Iterator[None]:
-    """What cannot be run, and a worker that fails, is told without a traceback."""
+def errors_in_one_sentence() -> Iterator[None]:
+    """Report expected errors in one sentence, without a traceback."""
     try:
         yield
     except (ValueError, RuntimeError, OSError) as error:

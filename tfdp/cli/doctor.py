@@ -27,7 +27,7 @@ _TRUST = (
 
 @click.command()
 def doctor() -> None:
-    """Prints versions, devices, NCCL, the cluster, and whether its ports answer."""
+    """Print versions, devices, NCCL, the cluster, and whether its ports answer."""
     try:
         cluster = Cluster.from_environment()
     except ValueError as error:
@@ -55,7 +55,7 @@ def _versions() -> dict[str, str]:
 
 
 def _import_tensorflow(console: Console) -> ModuleType | None:
-    """Imports TensorFlow, here and not above: it takes seconds."""
+    """Import TensorFlow, here and not above: it takes seconds."""
     # Warnings stay: they say which CUDA library is missing.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     try:
@@ -68,7 +68,7 @@ def _import_tensorflow(console: Console) -> ModuleType | None:
 
 
 def _show_devices(console: Console, tf: Any) -> list[str]:
-    """Prints the devices; returns those on which one worker would train."""
+    """Print the devices; return those on which one worker would train."""
     gpus = tf.config.list_physical_devices("GPU")
     for gpu in gpus:
         # Looking at a GPU must not take its memory from a training that runs.
@@ -123,7 +123,7 @@ def _show_cluster(
 
 
 def _is_from_tf_config() -> bool:
-    """Tells whether `TF_CONFIG` names a cluster; Slurm is asked only if not."""
+    """Tell whether `TF_CONFIG` names a cluster; Slurm is asked only if not."""
     return Cluster.from_tf_config(os.environ.get("TF_CONFIG", "")) is not None
 
 
@@ -135,7 +135,7 @@ def _describe_task(cluster: Cluster) -> str:
 
 
 def port_states(cluster: Cluster, timeout_seconds: float = 1.0) -> list[str]:
-    """Says of each worker's port whether it answers, of this one's if it is free.
+    """Say of each worker's port whether it answers, of this one's if it is free.
 
     Args:
         cluster: The `Cluster`.
@@ -170,7 +170,7 @@ def draw_topology(
     states: Sequence[str],
     topology: Topology,
 ) -> Tree:
-    """Draws the tree of nodes, workers and replicas.
+    """Draw the tree of nodes, workers and replicas.
 
     Args:
         cluster: The `Cluster`.
@@ -217,7 +217,7 @@ def _add_replicas(
 
 
 def describe_unevenness(topology: Topology) -> str | None:
-    """Says what follows from nodes that have unequally many replicas.
+    """Say what follows from nodes that have unequally many replicas.
 
     Args:
         topology: The `Topology` of the cluster's replicas.

@@ -1,4 +1,4 @@
-"""What each local worker is given: its port, its share of the machine, its files."""
+"""Launch of local workers: ports, environment, GPUs and log folder of each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Slot:
 def make_clusters(
     num_workers: int, devices_per_worker: int | None, *, rebalance: bool = False
 ) -> list[Cluster]:
-    """Makes the cluster of a job on this machine, as each of its workers sees it.
+    """Make the cluster of a job on this machine, as each of its workers sees it.
 
     Args:
         num_workers: Int, number of processes.
@@ -57,7 +57,7 @@ def make_clusters(
 def worker_environment(
     cluster: Cluster, slot: Slot, job: str, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Makes the environment of one worker.
+    """Make the environment of one worker.
 
     Args:
         cluster: The `Cluster` as this worker sees it.
@@ -88,7 +88,7 @@ def worker_environment(
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Lists the GPUs as `CUDA_VISIBLE_DEVICES` names them, without CUDA.
+    """List the GPUs as `CUDA_VISIBLE_DEVICES` names them, without CUDA.
 
     Args:
         environ: Environment variables. Defaults to `os.environ`.
@@ -107,7 +107,7 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _own_gpus(slot: Slot, environ: Mapping[str, str]) -> dict[str, str]:
-    """Shares the GPUs out: NCCL refuses two workers on one.
+    """Divide the GPUs: NCCL refuses two workers on one.
 
     A share goes with the slot, so that who is left out takes its GPUs along.
     """
@@ -120,7 +120,7 @@ def _own_gpus(slot: Slot, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def make_log_dir(path: str | None) -> pathlib.Path:
-    """Makes the folder for the workers' logs.
+    """Make the folder for the workers' logs.
 
     Args:
         path: String, the user's choice, which may exist; or `None` for a new

@@ -19,7 +19,7 @@ INTERRUPTED = 130
 
 
 def version() -> str:
-    """Returns the version of the installed package, or says that there is none."""
+    """Return the version of the installed package, or says that there is none."""
     try:
         return importlib.metadata.version("tfdp")
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""`tfdp plan`: what a model would communicate on a cluster that is not here."""
+"""`tfdp plan`: predicted communication of a model on a cluster that is not here."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def plan(
     accumulates: bool,
     as_json: bool,
 ) -> None:
-    """Predicts communication and scaling of MODEL.keras on a cluster.
+    """Predict communication and scaling of MODEL.keras on a cluster.
 
     Nothing is trained and no cluster is needed. The prediction is weak scaling:
     every replica keeps its batch.
@@ -208,7 +208,7 @@ def _links(
 
 
 def algorithm_option(algorithm: Algorithm | None) -> str | dict[str, str]:
-    """What `CommunicationOptions` calls an algorithm, or `None` for `auto`."""
+    """Option of `CommunicationOptions` for an algorithm; `None` stands for `auto`."""
     if algorithm is None:
         return "auto"
     if algorithm.name != "hierarchical":
@@ -217,7 +217,7 @@ def algorithm_option(algorithm: Algorithm | None) -> str | dict[str, str]:
 
 
 def compression_option(compression: str) -> str | dict[str, str] | None:
-    """What `CommunicationOptions` calls what the command line does."""
+    """Option of `CommunicationOptions` for a compression of the command line."""
     level, _, name = compression.rpartition(":")
     if level:
         return {level: name}
@@ -230,7 +230,7 @@ def routes_of(
     topology: Topology,
     backend: str,
 ) -> tuple[tuple[AlgorithmChoice, ...], tuple[str, ...]]:
-    """What training would take for each bucket, and what it would warn of."""
+    """Algorithms that training would select for each bucket, and its warnings."""
     from tfdp.reduction.selection import AlgorithmSelector
 
     with warnings.catch_warnings(record=True) as caught:

@@ -110,7 +110,7 @@ def run(
     script: str,
     args: tuple[str, ...],
 ) -> None:
-    """Runs SCRIPT in N worker processes on this machine.
+    """Run SCRIPT in N worker processes on this machine.
 
     Sets TF_CONFIG for each, puts the worker in front of each line of its
     output, and stops all when one fails. With --max-restarts it then starts all again:
@@ -181,7 +181,7 @@ def _attempt(
     screen: Screen,
     options: JobOptions,
 ) -> JobEnd:
-    """Runs the workers once."""
+    """Run the workers once."""
     begin = time.monotonic()
     try:
         with Job(command, clusters, folder, screen, options) as job:
@@ -236,7 +236,7 @@ def _check_platform() -> None:
 
 
 def _check_program(script: str, is_module: bool) -> None:
-    """Finds out now what would otherwise fail in every worker."""
+    """Find out now what would otherwise fail in every worker."""
     if is_module:
         if not _module_exists(script):
             raise click.UsageError(
@@ -254,7 +254,7 @@ def _check_program(script: str, is_module: bool) -> None:
 
 
 def _module_exists(name: str) -> bool:
-    """Looks for the module's outermost package; imports nothing."""
+    """Look for the module's outermost package; imports nothing."""
     sys.path.insert(0, os.getcwd())  # where `python -m` looks first
     try:
         return importlib.util.find_spec(name.partition(".")[0]) is not None

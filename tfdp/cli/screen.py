@@ -22,7 +22,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 class LineReader:
-    r"""Turns the bytes that a worker writes into lines as a terminal shows them.
+    r"""Reader of a worker's bytes as lines, the way a terminal shows them.
 
     A carriage return starts the line anew, as progress bars do: of such a line
     only what was drawn last is kept.
@@ -42,7 +42,7 @@ class LineReader:
         self._pending = ""
 
     def feed(self, data: bytes) -> list[str]:
-        """Takes the next bytes; returns the lines that they complete."""
+        """Take the next bytes; return the lines that they complete."""
         text = self._pending + self._decoder.decode(data)
         *lines, rest = text.split("\n")
         if len(rest) > _MAX_LINE_LENGTH and "\r" not in rest:
@@ -53,7 +53,7 @@ class LineReader:
         return [last_drawn(line) for line in lines]
 
     def close(self) -> list[str]:
-        """Ends the output; returns the unfinished line if there is one."""
+        """End the output; return the unfinished line if there is one."""
         text = self._pending + self._decoder.decode(b"", final=True)
         self._pending = ""
         return [last_drawn(text)] if text.strip() else []
@@ -65,7 +65,7 @@ class LineReader:
 
 
 def last_drawn(line: str) -> str:
-    """Returns what is left to see of a line after its carriage returns.
+    """Return what is left to see of a line after its carriage returns.
 
     Args:
         line: String without a line feed.
@@ -79,12 +79,12 @@ def last_drawn(line: str) -> str:
 
 
 def without_escapes(text: str) -> str:
-    """Removes a terminal's escape sequences: colours, cursor movements, titles."""
+    """Remove a terminal's escape sequences: colours, cursor movements, titles."""
     return _ESCAPE.sub("", text) if "\x1b" in text else text
 
 
 def only_colours(text: str) -> str:
-    """Removes all escape sequences but colours.
+    """Remove all escape sequences but colours.
 
     What moves the cursor would take it away from behind the line's prefix.
     """
@@ -98,7 +98,7 @@ _REDRAW_SECONDS = 0.1
 
 
 class Screen:
-    """Prints the lines of the workers, each behind the name of its worker.
+    """Printer of the workers' lines, each behind the name of its worker.
 
     On a terminal, the line that some worker is drawing (a progress bar) stays
     at the bottom and is redrawn below what others print. In a file or pipe it
@@ -130,7 +130,7 @@ class Screen:
         self._bar_drawn_at = 0.0
 
     def line(self, rank: int, text: str) -> None:
-        """Prints a complete line of a worker."""
+        """Print a complete line of a worker."""
         self._unfinished.pop(rank, None)
         if self._is_terminal:
             self._erase_bar()
@@ -140,40 +140,40 @@ class Screen:
             self._output.write(text.rstrip() + "\n")
 
     def progress(self, rank: int, text: str) -> None:
-        """Notes the line that a worker is drawing; `refresh` shows it."""
+        """Note the line that a worker is drawing; `refresh` shows it."""
         self._unfinished.pop(rank, None)
         if text:
             self._unfinished[rank] = text
 
     def snapshot(self, rank: int, text: str) -> None:
-        """Prints a line that is being drawn, where it cannot be drawn over."""
+        """Print a line that is being drawn, where it cannot be drawn over."""
         if not self._is_terminal:
             self.line(rank, text)
 
     def refresh(self) -> None:
-        """Shows what has changed; to be called a few times a second."""
+        """Show what has changed; to be called a few times a second."""
         if self._is_terminal:
             self._draw_bar()
         self._output.flush()
 
     def message(self, text: str, style: str = "") -> None:
-        """Prints the launcher's own words on stderr."""
+        """Print the launcher's own words on stderr."""
         self._erase_bar()
         self._output.flush()
         self._messages.print(Text(text, style=style))
 
     def quote(self, rank: int, text: str) -> None:
-        """Repeats a line of a worker on stderr."""
+        """Repeat a line of a worker on stderr."""
         self._messages.print(self._decorate(rank, text))
 
     def mute(self) -> None:
-        """Prints nothing more: nobody reads it."""
+        """Print nothing more: nobody reads it."""
         null = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         # Python flushes what it still holds when it exits.
         os.dup2(null.fileno(), self._output.fileno())
 
     def close(self) -> None:
-        """Takes away the bar that is still there."""
+        """Take away the bar that is still there."""
         self._erase_bar()
         self._output.flush()
 

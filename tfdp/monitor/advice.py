@@ -21,7 +21,7 @@ _SMALL_BYTES = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What advice depends on besides the times.
+    """Properties of a run that advice depends on, besides its times.
 
     Args:
         num_replicas: Int.
@@ -43,7 +43,7 @@ class Facts:
 def advise(
     totals: Mapping[str, float], facts: Facts, straggler: Straggler | None
 ) -> str:
-    """What to change first.
+    """Recommend one change.
 
     Args:
         totals: Mapping, see `tfdp.monitor.windows.mean_of_rows`.
@@ -105,7 +105,7 @@ def _sentence(text: str) -> str:
 
 
 def facts_of(model: Any) -> Facts:
-    """What advice depends on.
+    """Properties of a model's run that advice depends on.
 
     Args:
         model: A Keras model that has been trained.
@@ -131,7 +131,7 @@ def facts_of(model: Any) -> Facts:
 
 
 def settings_of(model: Any, every: int) -> dict[str, Any]:
-    """What a run was, for its JSON file.
+    """Settings of a run, for its JSON file.
 
     Args:
         model: A Keras model.

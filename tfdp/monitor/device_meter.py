@@ -45,13 +45,13 @@ class DeviceEvent:
 
     @property
     def is_collective(self) -> bool:
-        """Whether it is a kernel of NCCL."""
+        """Bool, true of a kernel of NCCL."""
         return "nccl" in self.name.lower()
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceTimes:
-    """How the GPUs of a worker spent their time: means over them, in seconds.
+    """Communication times of a worker's GPUs: means over them, in seconds.
 
     Args:
         communication_seconds: Float, in which a collective ran.
@@ -71,7 +71,7 @@ class Profile:
         self._folder: tempfile.TemporaryDirectory | None = None
 
     def begin(self) -> bool:
-        """Starts the profiler, and says whether it was free."""
+        """Start the profiler, and return whether it was free."""
         if self._folder is not None:
             return True
         self._folder = tempfile.TemporaryDirectory(prefix="tfdp-profile-")
@@ -84,7 +84,7 @@ class Profile:
         return True
 
     def end(self) -> list[DeviceEvent]:
-        """Stops the profiler and returns what the GPUs did."""
+        """Stop the profiler and return what the GPUs did."""
         assert self._folder is not None
         try:
             tf.profiler.experimental.stop()
@@ -110,7 +110,7 @@ def read_events(folder: Path) -> list[DeviceEvent]:
 
 
 def device_times(events: Sequence[DeviceEvent]) -> DeviceTimes:
-    """Sums up what kernels did.
+    """Sum up the times of kernels.
 
     Args:
         events: Sequence of `DeviceEvent`.
@@ -140,7 +140,7 @@ def device_times(events: Sequence[DeviceEvent]) -> DeviceTimes:
 
 
 def _overlap(some: Iterable[Interval], others: list[Interval]) -> float:
-    """How long an interval of both lists is under way."""
+    """Seconds covered by both lists of intervals."""
     both = [cut for begin, end in some for cut in clipped(others, begin, end)]
     return seconds_covered(both)
 
@@ -163,7 +163,7 @@ _PROFILED_STEP = 5
 
 
 class DeviceMeter(Meter):
-    """Times steps whose kernels run after the host has launched them.
+    """Meter of steps whose kernels run after the host has launched them.
 
     Time stamps in the graph would tell when a kernel was launched. So the step time
     is the host's, and what of it was communication is taken from the profile of one
@@ -195,19 +195,19 @@ class DeviceMeter(Meter):
         return _labels(self._times)
 
     def interrupt(self) -> None:
-        """What happens until the next step begins belongs to none."""
+        """Attribute the time until the next step begins to no step."""
         super().interrupt()
         self._step_of_epoch = 0
 
     def step_begins(self) -> None:
-        """Takes the time; begins to profile if it is the step for that."""
+        """Take the time; begins to profile if it is the step for that."""
         super().step_begins()
         self._step_of_epoch += 1
         if self._step_of_epoch == _PROFILED_STEP and not self._traces:
             self._is_profiling = self._profile.begin()
 
     def step_ends(self, num_steps: int = 1) -> Reading | None:
-        """Takes the time; a step that was profiled is slower and does not count."""
+        """Take the time; a step that was profiled is slower and does not count."""
         reading = super().step_ends(num_steps)
         if not self._is_profiling or self._traces:
             return reading
@@ -252,7 +252,7 @@ class DeviceMeter(Meter):
         )
 
     def trace_begins(self) -> None:
-        """Profiles from now on."""
+        """Begin to profile."""
         if not self._traces:
             self._traces = True
             self._is_profiling = self._profile.begin()

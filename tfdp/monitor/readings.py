@@ -14,7 +14,7 @@ Interval = tuple[float, float]
 
 
 def seconds_covered(intervals: Iterable[Interval]) -> float:
-    """How long at least one of several intervals lasts.
+    """Seconds covered by at least one of several intervals.
 
     Args:
         intervals: Iterable of begin and end, in seconds.
@@ -48,7 +48,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def clipped(intervals: Iterable[Interval], begin: float, end: float) -> list[Interval]:
-    """What of the intervals lies between two moments.
+    """Intervals cut to those between two moments.
 
     Example:
 
@@ -69,7 +69,7 @@ Timed = tuple[timing.Collective, float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What was read when a step had ended.
+    """Recorded values, read when a step had ended.
 
     Args:
         values: Array of shape `[num_rows, 3]`, see `Recorder.read`.
@@ -117,7 +117,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Replica:
-    """When things happened in a step of one replica, in seconds of the wall clock.
+    """Times of one replica's step, in seconds of the wall clock.
 
     Args:
         begin: Float, when its data was there.
@@ -133,7 +133,7 @@ class Replica:
     collectives: list[Timed]
 
     def labelled(self) -> dict[str, Interval]:
-        """From the begin of a label's first collective to the end of its last."""
+        """Intervals from a label's first collective to the end of its last."""
         found: dict[str, Interval] = {}
         for collective, begin, end in self.collectives:
             first, last = found.get(collective.label, (begin, end))
@@ -141,7 +141,7 @@ class Replica:
         return found
 
     def exposed(self) -> list[Interval]:
-        """When collectives kept the replica from computing.
+        """Intervals in which collectives kept the replica from computing.
 
         In the forward and the backward pass these are the ones that it waits for,
         such as those of synchronized BatchNormalization; afterwards all.
@@ -156,7 +156,7 @@ class Replica:
 
 
 def replicas_of(reading: Reading, rows: Sequence[timing.Row]) -> list[Replica]:
-    """What each local replica did in the last step of a reading.
+    """Times of the last step of a reading on each local replica.
 
     Args:
         reading: `Reading`.
@@ -182,7 +182,7 @@ def replicas_of(reading: Reading, rows: Sequence[timing.Row]) -> list[Replica]:
 def _of_this_step(
     reading: Reading, rows: Sequence[timing.Row], replica: int, since: float
 ) -> list[Timed]:
-    """What was not run in this step holds the times of an earlier one."""
+    """Collectives of this step: others hold the times of an earlier one."""
     return [
         (_of_known_size(row, int(size)), float(begin), float(end))
         for row, (begin, end, size) in zip(rows, reading.values, strict=False)
@@ -218,7 +218,7 @@ def _one_by_one(collectives: list[Timed]) -> list[Timed]:
 
 
 def sample_of(reading: Reading, rows: Sequence[timing.Row]) -> Sample:
-    """What a reading says about a step: means over the local replicas.
+    """Compute the sample of a step: means over the local replicas.
 
     Args:
         reading: `Reading`.

@@ -36,7 +36,7 @@ _KEPT_WINDOWS = 10_000
 
 
 class Board:
-    """Takes the rows of a run and writes them.
+    """Writer of the rows of a run, on worker 0.
 
     Args:
         folder: `Path`, which is there.
@@ -71,7 +71,7 @@ class Board:
         self._events: TensorBoardFile | None = None
 
     def take(self, row: Row) -> None:
-        """Writes a row; the first one of an epoch ends the epoch before."""
+        """Write a row; the first one of an epoch ends the epoch before."""
         if self._before is not None and row.epoch != self._before.epoch:
             self.end_epoch()
         recent = [row] if self._before is None else [self._before, row]
@@ -92,7 +92,7 @@ class Board:
         self.totals.add(row)
 
     def end_epoch(self) -> None:
-        """Says in `notices` which worker was slow in the windows of the epoch."""
+        """Note in `notices` which worker was slow in the windows of the epoch."""
         windows, self._windows_of_epoch = self._windows_of_epoch, _no_windows()
         if not windows or self._before is None:
             return
@@ -108,13 +108,13 @@ class Board:
             )
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         for file in (self._csv, self._events):
             if file is not None:
                 file.close()
 
     def finish(self, facts: Facts, settings: dict[str, Any]) -> str:
-        """Writes the JSON file.
+        """Write the JSON file.
 
         Args:
             facts: `Facts`.
@@ -202,7 +202,7 @@ class Reporter(threading.Thread):
         self._silent: set[int] = set()
 
     def put(self, make: Callable[[], Window]) -> None:
-        """Takes a window of this worker, which is computed by the thread.
+        """Take a window of this worker, which is computed by the thread.
 
         Args:
             make: Callable that returns the `Window`.
@@ -211,13 +211,13 @@ class Reporter(threading.Thread):
             self._made.put(make)
 
     def close(self) -> None:
-        """Waits until all windows are through, but not for ever."""
+        """Wait until all windows are through, but not for ever."""
         self._is_closing.set()
         self._made.put(None)
         self.join(_PARTING_SECONDS)
 
     def run(self) -> None:
-        """Works until it is closed; an error ends the reports, not the training."""
+        """Work until closed; an error ends the reports, not the training."""
         is_open = True
         try:
             while is_open:
@@ -252,7 +252,7 @@ class Reporter(threading.Thread):
         return found
 
     def _receive(self, rank: int) -> bool:
-        """Takes in a message of a worker, and says whether there was one."""
+        """Take in a message of a worker, and return whether there was one."""
         patience = 0.01 if rank in self._silent else _PATIENCE_SECONDS
         text = self._mailbox.receive(self._num_received[rank], rank, patience)
         if text is None:

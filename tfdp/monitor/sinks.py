@@ -110,12 +110,12 @@ class CsvFile:
         self._writer.writeheader()
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Writes a row; what is unknown stays empty."""
+        """Write a row; what is unknown stays empty."""
         self._writer.writerow({k: v for k, v in values.items() if not math.isnan(v)})
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -138,7 +138,7 @@ class TensorBoardFile:
         scalars: Mapping[str, float],
         histograms: Mapping[str, Sequence[float]],
     ) -> None:
-        """Writes what belongs to a step.
+        """Write what belongs to a step.
 
         Args:
             step: Int.
@@ -160,17 +160,17 @@ class TensorBoardFile:
             tf.summary.experimental.write_raw_pb(joined, step)
 
     def close(self) -> None:
-        """Writes what is still in memory."""
+        """Write what is still in memory."""
         self._writer.close()
 
 
 def has_tensorboard() -> bool:
-    """Whether TensorBoard is installed."""
+    """Tell if TensorBoard is installed."""
     return importlib.util.find_spec("tensorboard") is not None
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a file whole or not at all; what is no number becomes `null`."""
+    """Write a file whole or not at all; what is no number becomes `null`."""
     text = json.dumps(_finite(content), indent=1) + "\n"
     with replaced(path) as temporary:
         Path(temporary).write_text(text, "utf-8")

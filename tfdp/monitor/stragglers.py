@@ -1,4 +1,4 @@
-"""Which worker the others wait for."""
+"""Stragglers: detection of the worker that the others wait for."""
 
 from __future__ import annotations
 

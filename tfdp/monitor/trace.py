@@ -11,7 +11,7 @@ from tfdp.monitor.readings import Interval, Reading, Replica, clipped, merged
 
 
 def clock_offset(first: Sequence[Interval], other: Sequence[Interval]) -> float:
-    """By how much another worker's clock is ahead of the first one's.
+    """Estimate by how much another worker's clock is ahead of the first one's.
 
     A collective ends on all workers at nearly the same time, the shorter it is the
     more so; and on none before it has begun on all, which bounds the error however
@@ -71,7 +71,7 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerTrace:
-    """What one worker did in some steps.
+    """Trace of one worker over some steps.
 
     Args:
         rank: Int.
@@ -159,7 +159,7 @@ def chrome_trace(workers: Sequence[WorkerTrace]) -> dict[str, Any]:
 
 
 def _phases(lane: int, reading: Reading, replica: Replica) -> list[Slice]:
-    """What a replica computes, from end to end of a step."""
+    """Bars of what a replica computes, from end to end of a step."""
     begin = max(replica.begin, reading.begin)
     name = "input" if reading.num_steps == 1 else "earlier steps"
     bars = [Slice(lane, name, reading.begin, begin)]
@@ -188,7 +188,7 @@ def _phases(lane: int, reading: Reading, replica: Replica) -> list[Slice]:
 def _add_collectives(
     trace: WorkerTrace, first_lane: int, number: int, step: int, replica: Replica
 ) -> None:
-    """Puts collectives into as many lanes as overlap each other."""
+    """Put collectives into as many lanes as overlap each other."""
     free: list[float] = []
     for collective, begin, end in sorted(replica.collectives, key=lambda c: c[1]):
         lane = next((i for i, until in enumerate(free) if until <= begin), len(free))
@@ -207,7 +207,7 @@ def _add_collectives(
 def _note_common(
     trace: WorkerTrace, number: int, step: int, replica: Replica, num_replicas: int
 ) -> None:
-    """Remembers the collectives that all workers take part in, to align clocks."""
+    """Note the collectives that all workers take part in, to align clocks."""
     counts: dict[str, int] = {}
     for collective, begin, end in replica.collectives:
         if collective.group_size == num_replicas or collective.label == "logs":

@@ -16,7 +16,7 @@ SHARE_OF_BLOCKS = 0.5
 
 
 def run(args: Arguments) -> None:
-    """Measures the transformer.
+    """Measure the transformer.
 
     One device is timed as two processes that do the same, each by itself, at the
     same time: alone, it would have the caches, the memory and the clock of the

@@ -32,7 +32,7 @@ SIZES_ACROSS = [2**14, 2**16, 2**20, 2**24, 2**26]  # all held out
 
 
 def run(args: Arguments) -> None:
-    """Measures all sizes, then asks the model what it would have taken."""
+    """Measure all sizes, then ask the cost model what it would have taken."""
     report = Report(
         args,
         {
@@ -62,7 +62,7 @@ def run(args: Arguments) -> None:
 
 
 def run_on_hosts(args: Arguments) -> None:
-    """Fits the links as training does, on every rate, and measures other sizes."""
+    """Fit the links as training does, on every rate, and measure other sizes."""
     report = Report(
         args,
         {
@@ -96,7 +96,7 @@ def run_on_hosts(args: Arguments) -> None:
 def _add_error(
     report: Report, title: str, times: dict, topology: Topology, links: Links
 ) -> None:
-    """Prints all predictions, and adds the median error of those held out."""
+    """Print all predictions, and add the median error of those held out."""
     errors = []
     for arm, seconds in times.items():
         _, name, size = arm.split("/")

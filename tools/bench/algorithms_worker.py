@@ -30,7 +30,7 @@ def all_reduce_arm(strategy: Any, name: str, num_bytes: int) -> Arm:
 
 
 def measured_links(strategy: Any) -> Callable[[int], Any]:
-    """What a long `fit` measures at its start, and how long that takes."""
+    """Links as a long `fit` measures them at its start, and the seconds that takes."""
     from tfdp.reduction.link_measure import LONG_RUN_STEPS, learn_links
 
     def run(steps: int) -> Any:

@@ -15,7 +15,7 @@ PACKS_MB = (1, 2, 4, 8, 25)
 
 
 def run(args: Arguments) -> None:
-    """Measures 100 MB in 25 MB buckets and 4 KB."""
+    """Measure 100 MB in 25 MB buckets and 4 KB."""
     report = Report(
         args, {"benchmark": "all-reduce, 2 workers on loopback, float32, 1 thread each"}
     )

@@ -27,7 +27,7 @@ class StudyError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Epoch:
-    """What a script tells of one epoch; `None` where it tells nothing."""
+    """Statistics of one epoch; `None` where the script gives none."""
 
     step_seconds: float
     samples_per_second: float
@@ -48,7 +48,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What is run, and where its results go.
+    """Command and folder of a study.
 
     Args:
         script: String, the training script. It must take `--bucket-mb X` and
@@ -90,7 +90,7 @@ class Study:
 def order_of_runs(
     sizes: Sequence[float], num_repeats: int, seed: int = 0
 ) -> list[tuple[float, int]]:
-    """Puts the runs in an order in which drift of the machine hurts all sizes alike.
+    """Put the runs in an order in which drift of the machine hurts all sizes alike.
 
     Every second repeat is a fresh shuffle, and the one after it the same backwards:
     a size that came early then comes late.
@@ -126,7 +126,7 @@ def run_all(
     runs: Sequence[tuple[float, int]],
     on_run: Callable[[], None] = lambda: None,
 ) -> list[Run]:
-    """Trains once for each of `runs`.
+    """Train once for each of `runs`.
 
     Args:
         study: `Study`.
@@ -151,7 +151,7 @@ def run_all(
 
 
 def _train(command: list[str], log: Path) -> None:
-    """Runs a command to its end, with its output in a file."""
+    """Run a command to its end, with its output in a file."""
     with log.open("w", encoding="utf-8") as file:
         file.write(f"$ {shlex.join(command)}\n")
         file.flush()
@@ -188,7 +188,7 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def read_statistics(path: Path) -> tuple[Epoch, ...]:
-    """Reads what a script tells of its epochs.
+    """Read the statistics that a script wrote.
 
     Args:
         path: Path of a CSV file with a header and a row for each epoch.

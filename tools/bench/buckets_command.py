@@ -16,7 +16,7 @@ import click
 
 from tfdp.bench import output
 from tfdp.cli import parameter_types as types
-from tfdp.cli.bench_options import one_sentence
+from tfdp.cli.bench_options import errors_in_one_sentence
 from tools.bench.buckets import Run, Study, order_of_runs, run_all
 from tools.bench.buckets_report import (
     TOLERANCE,
@@ -96,7 +96,7 @@ def buckets(
     script: str,
     args: tuple[str, ...],
 ) -> None:
-    """Trains SCRIPT once for each bucket size.
+    """Train SCRIPT once for each bucket size.
 
     Any script will do that takes --bucket-mb X and --output DIR, and writes
     DIR/statistics.csv, a row for each epoch with the columns step_seconds,
@@ -117,7 +117,7 @@ def buckets(
     }
     order = order_of_runs(sizes, repeats)
     with (
-        one_sentence(),
+        errors_in_one_sentence(),
         _leaving_at_sigterm(),
         output.progress_bar("training runs", len(order)) as on_run,
     ):
@@ -133,7 +133,7 @@ def _check(
     *,
     plots: bool,
 ) -> None:
-    """Finds out now what would otherwise fail after minutes."""
+    """Check now what would otherwise fail after minutes."""
     if not Path(script).is_file():
         raise click.UsageError(
             "The script to train is not there; give the path of a Python file. "
@@ -150,7 +150,7 @@ def _check(
             f"Received: both, -n {num_workers}"
         )
     if plots:
-        with one_sentence():
+        with errors_in_one_sentence():
             output.check_available()
 
 

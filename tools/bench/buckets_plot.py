@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # it is an extra
 def plot(
     results: Sequence[SizeResult], runs: Sequence[Run], caption: str, path: Path
 ) -> None:
-    """Draws throughput and s against bucket size, and s against validation loss.
+    """Draw throughput and s against bucket size, and s against validation loss.
 
     Args:
         results: Sequence of `SizeResult`.

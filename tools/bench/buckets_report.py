@@ -23,7 +23,7 @@ _COLUMNS = (
 
 @dataclasses.dataclass(frozen=True)
 class SizeResult:
-    """What one bucket size gave: medians over its runs.
+    """Result of one bucket size: medians over its runs.
 
     Args:
         bucket_mb: Float, the size in megabytes.
@@ -51,7 +51,7 @@ class SizeResult:
 
 
 def summarize(runs: Sequence[Run]) -> list[SizeResult]:
-    """Takes the medians of each size.
+    """Take the medians of each size.
 
     The first epoch counts only where there is no other: it traces the step.
 
@@ -110,7 +110,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 def diminishing_returns(
     sizes: Sequence[float], speeds: Sequence[float], tolerance: float = TOLERANCE
 ) -> float:
-    """Where larger buckets stop to pay.
+    """Smallest size from which on larger buckets stop to pay.
 
     The smallest size whose throughput is within `tolerance` of the best one: all
     that any larger bucket could still gain is less than that.
@@ -169,7 +169,7 @@ def best_over_worst(results: Sequence[SizeResult]) -> float:
 
 
 def write_csv(results: Sequence[SizeResult], path: Path) -> None:
-    """Writes a row for each size.
+    """Write a row for each size.
 
     Args:
         results: Sequence of `SizeResult`.
@@ -183,7 +183,7 @@ def write_csv(results: Sequence[SizeResult], path: Path) -> None:
 
 
 def content_of(results: Sequence[SizeResult], runs: Sequence[Run]) -> dict[str, Any]:
-    """What was found and every single run, for the JSON file.
+    """Results and every single run, for the JSON file.
 
     Args:
         results: Sequence of `SizeResult`.

@@ -1,4 +1,4 @@
-"""What looking after workers and replicas costs in Keras `fit` on two workers."""
+"""Cost of the watchdog and of `ConsistencyCheck` in Keras `fit` on two workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EVERY = 100
 
 
 def run(args: Arguments) -> None:
-    """Measures `fit` with `ConsistencyCheck` and the watchdog, and with neither."""
+    """Measure `fit` with `ConsistencyCheck` and the watchdog, and with neither."""
     for model in args.models:
         setting = {
             "benchmark": f"Keras fit on 2 workers, Adam, {EVERY} timed steps a block, "

@@ -33,7 +33,7 @@ def make_arms(setup: dict[str, Any]) -> Arms:
 
 @contextlib.contextmanager
 def _unwatched() -> Iterator[None]:
-    """This worker neither gives signs of life nor looks for those of others."""
+    """Run without heartbeats and without the watchdog."""
     from tfdp.coordination.watch.heartbeat import Heartbeat
     from tfdp.coordination.watch.watchdog import Watchdog
 

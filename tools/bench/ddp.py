@@ -12,7 +12,7 @@ from tools.bench.report import Arguments, Figure, Report
 
 
 def run(args: Arguments) -> None:
-    """Measures the MLP, where PyTorch is installed."""
+    """Measure the MLP, where PyTorch is installed."""
     version = torch_version(args.torch_python)
     if version is None:
         print(

@@ -30,7 +30,7 @@ def calls_arm(strategy: Any, num_variables: int) -> Arm:
         model.compile("sgd", "mse")
 
     class Profile(keras.callbacks.Callback):
-        """Profiles the steps after the first few."""
+        """Profiler of the steps after the first few."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -74,7 +74,7 @@ def memory_arm(strategy: Any, kind: str) -> Arm:
     process = psutil.Process(os.getpid())
 
     class Memory(keras.callbacks.Callback):
-        """Samples resident memory."""
+        """Sampler of resident memory."""
 
         def __init__(self) -> None:
             super().__init__()

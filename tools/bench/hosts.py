@@ -38,7 +38,7 @@ BOUND_SLACK = 1.05
 
 
 def run(args: Arguments) -> None:
-    """Measures every number of workers on every rate."""
+    """Measure every number of workers on every rate."""
     setting = {
         "benchmark": "all-reduce between 2 hosts, network namespaces joined by a veth "
         "pair with tbf in each direction, 1 thread each",
@@ -87,7 +87,7 @@ class Table:
         self._bytes: dict[str, list[float]] = {}
 
     def measure(self) -> None:
-        """Runs the blocks of all arms in turn."""
+        """Run the blocks of all arms in turn."""
         ours, stock = self._sides
         arms = [(ours, name) for name in TFDP_ARMS]
         arms += [(stock, name) for name in STOCK_ARMS]
@@ -99,7 +99,7 @@ class Table:
             self._bytes[f"{side.name}/{arm}"] = sent
 
     def report(self, report: Report) -> None:
-        """Prints the table and the figures."""
+        """Print the table and the figures."""
         print(f"\n{self._title}; idle: {self._idle:.0f} bytes/s", flush=True)
         report.add_times({f"{self._title}: {k}": v for k, v in self._times.items()})
         for name in self._times:

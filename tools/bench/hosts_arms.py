@@ -1,4 +1,4 @@
-"""What the benchmarks on two hosts compare, and on which links."""
+"""Arms of the benchmarks on two hosts, and rates of their link."""
 
 from __future__ import annotations
 

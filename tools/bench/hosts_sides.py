@@ -1,4 +1,4 @@
-"""Sides of a benchmark whose workers live on two hosts, and what they send."""
+"""Sides of a benchmark with workers on two hosts, and the bytes that they send."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IDLE_SECONDS = 3.0
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What passed the link while an arm had its turn.
+    """Traffic of the link while an arm had its turn.
 
     Args:
         num_steps: Int, steps of the block.
@@ -67,7 +67,7 @@ class HostsSide(Side):
         self._start(entered, _environment())
 
     def run(self, arm: str, steps: int) -> Any:
-        """Runs a block of steps, as a `Side` does, and reads the counters around it."""
+        """Run a block of steps, as a `Side` does, and read the counters around it."""
         begin, before = time.perf_counter(), self._bed.bytes_sent()
         results = super().run(arm, steps)
         there, back = (
@@ -87,7 +87,7 @@ class HostsSide(Side):
 
 
 def idle_bytes_per_second(bed: TwoHosts) -> float:
-    """What the link carries while all sides wait: heartbeats and the like."""
+    """Traffic of the link while all sides wait: heartbeats and the like."""
     before = bed.bytes_sent()
     time.sleep(_IDLE_SECONDS)
     after = bed.bytes_sent()

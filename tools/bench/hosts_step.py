@@ -31,7 +31,7 @@ Times = dict[str, list[float]]
 
 
 def run(args: Arguments) -> None:
-    """Measures the transformer on every rate."""
+    """Measure the transformer on every rate."""
     version = torch_version(args.torch_python)
     setting = {
         "benchmark": "step of a GradientTape loop with SGD, 2 hosts x 2 workers, "

@@ -51,10 +51,10 @@ def gradients_step(
     import tensorflow as tf
 
     class Discards(keras.optimizers.Optimizer):
-        """Has the gradients reduced and does nothing with them."""
+        """Optimizer that has gradients reduced and does nothing with them."""
 
         def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-            """Leaves the variable as it is."""
+            """Leave the variable as it is."""
 
     with strategy.scope():
         optimizer = Discards(learning_rate=0.0)

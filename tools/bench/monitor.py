@@ -1,4 +1,4 @@
-"""What the communication monitor costs, and whether its parts add up to the step."""
+"""Cost of the communication monitor, and the sum of its parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = 60
 
 
 def run(args: Arguments) -> None:
-    """Measures Keras `fit` on two workers with and without the monitor."""
+    """Measure Keras `fit` on two workers with and without the monitor."""
     for model in args.models:
         setting = {
             "benchmark": f"Keras fit on 2 workers, Adam, {STEPS} steps a block, "

@@ -1,4 +1,4 @@
-"""What `tfdp run --rebalance` is worth where one worker is slower than the other."""
+"""Gain of `tfdp run --rebalance` where one worker is slower than the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _UNTIMED = 3
 
 
 def run(args: Arguments) -> None:
-    """Measures Keras `fit` on two workers, one slowed, with and without."""
+    """Measure Keras `fit` on two workers, one slowed, with and without."""
     for delay_ms in DELAYS_MS:
         setting = {
             "benchmark": f"Keras fit on 2 workers, Adam, {STEPS} steps a block, "

@@ -16,7 +16,7 @@ def slow_layer(seconds: float) -> Any:
     import tensorflow as tf
 
     class SlowByRows(keras.layers.Layer):
-        """Sleeps in proportion to the rows that it is given."""
+        """Layer that sleeps in proportion to its rows."""
 
         def call(self, x: Any) -> Any:
             def sleep(rows: Any) -> Any:

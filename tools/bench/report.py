@@ -66,7 +66,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the median meets the goal; `None` without a goal."""
+        """Bool, true if the median meets the goal; `None` without a goal."""
         median = self.value.median if isinstance(self.value, Ratio) else self.value
         if self.at_least is not None:
             return median >= self.at_least
@@ -81,7 +81,7 @@ class Figure:
 
 
 class Report:
-    """Collects the figures of a run.
+    """Figures of a run.
 
     Args:
         args: The command line; `out` is where the JSON goes.
@@ -97,13 +97,13 @@ class Report:
         print(flush=True)
 
     def add(self, figure: Figure) -> None:
-        """Prints a figure and keeps it."""
+        """Print a figure and keeps it."""
         print(figure, flush=True)
         kept = dataclasses.asdict(figure)
         self._content["figures"].append({**kept, "met": figure.met})
 
     def add_times(self, times: Mapping[str, Sequence[float]]) -> None:
-        """Keeps the raw times, in seconds, and prints their medians."""
+        """Keep the raw times, in seconds, and print their medians."""
         self._content.setdefault("seconds_per_step", {}).update(times)
         for name, values in times.items():
             middle = sorted(values)[len(values) // 2]
@@ -111,7 +111,7 @@ class Report:
             print(f"  {name}: median {middle * 1e3:.2f} ms, best {best * 1e3:.2f} ms")
 
     def finish(self) -> None:
-        """Writes the JSON, if asked to."""
+        """Write the JSON, if asked to."""
         self._content["load_average_at_end"] = load()
         if self._out:
             self._out.write_text(json.dumps(self._content, indent=1) + "\n", "utf-8")

@@ -15,7 +15,7 @@ _SLACK_BYTES = 64 * 2**10
 
 
 def run(args: Arguments) -> None:
-    """Measures the transformer with Adam."""
+    """Measure the transformer with Adam."""
     setting = {
         "benchmark": "step of a GradientTape loop with Adam, 1 thread for each worker, "
         "optimizer state sharded (ZeRO-1) and not",

@@ -1,4 +1,4 @@
-"""What one replica costs under tfdp, against plain Keras `fit` in one process."""
+"""Overhead of one replica under tfdp, against plain Keras `fit` in one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tools.bench.report import Arguments, Figure, Report
 
 
 def run(args: Arguments) -> None:
-    """Measures `fit` of the MLP."""
+    """Measure `fit` of the MLP."""
     setting = {
         "benchmark": "Keras fit on one replica, CPU",
         "model": str(MODELS["mlp"]),

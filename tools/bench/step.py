@@ -14,7 +14,7 @@ SHARE_OF_BLOCKS = {"mlp": 1.0, "transformer": 0.3}
 
 
 def run(args: Arguments) -> None:
-    """Measures the models named on the command line."""
+    """Measure the models named on the command line."""
     setting = {
         "benchmark": "step of a GradientTape loop with SGD, 2 workers, 1 thread each",
         "models": ", ".join(args.models),

@@ -23,7 +23,7 @@ STEPS = {LAYERS: 50, SMALL: 50, LARGE: 5}
 
 
 def run(args: Arguments) -> None:
-    """Measures Adam in a `tf.function` that does nothing else.
+    """Measure Adam in a `tf.function` that does nothing else.
 
     Calling a function that captures so many variables takes a good part of that
     time, whatever it does with them. So the update itself is compared too: what is
@@ -55,6 +55,6 @@ def run(args: Arguments) -> None:
 
 
 def without(call: Sequence[float], times: Sequence[float]) -> list[float]:
-    """What was measured less the median time of a call."""
+    """Times less the median time of a call."""
     median = statistics.median(call)
     return [value - median for value in times]

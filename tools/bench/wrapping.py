@@ -1,4 +1,4 @@
-"""What a `DistributedOptimizer` with nothing switched on costs in Keras `fit`."""
+"""Overhead of a `DistributedOptimizer` with nothing switched on in Keras `fit`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ARMS = {"wrapped": "under no strategy", "wrapped, tfdp": "under tfdp.MirroredStr
 
 
 def run(args: Arguments) -> None:
-    """Measures `fit` of the MLP on one replica, as `single` does."""
+    """Measure `fit` of the MLP on one replica, as `single` does."""
     setting = {
         "benchmark": "Keras fit on one replica, CPU, DistributedOptimizer(SGD)",
         "model": "MLP 784-1024-1024-10, 1.86 million parameters",
