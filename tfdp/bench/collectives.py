@@ -19,7 +19,7 @@ from tfdp.bench.nccl_tests import (
     bus_factor,
     padded_bytes,
 )
-from tfdp.bench.sides import Runner, Side, alternate, started, steps_that_take
+from tfdp.bench.sides import Runner, Side, alternate_for, started
 from tfdp.cluster import Topology
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4}
@@ -156,10 +156,7 @@ def _times_of(
     settings: Settings, runner: Runner, names: list[str], on_turn: Callable[[], Any]
 ) -> Mapping[str, list[float]]:
     arms = [(runner, name) for name in names]
-    steps = steps_that_take(_BLOCK_SECONDS, arms)
-    times = alternate(
-        arms, blocks=settings.blocks, steps=steps, warm_up=0, on_turn=on_turn
-    )
+    times = alternate_for(_BLOCK_SECONDS, arms, blocks=settings.blocks, on_turn=on_turn)
     return {name: times[f"{runner.name}/{name}"] for name in names}
 
 

@@ -20,7 +20,7 @@ from tfdp.bench.compare_report import (
 )
 from tfdp.bench.machine import HOW_TO_GET_TORCH, torch_version
 from tfdp.bench.models import ModelSettings
-from tfdp.bench.sides import Side, alternate, started, steps_that_take
+from tfdp.bench.sides import Side, alternate_for, started
 
 _BLOCK_SECONDS = 0.4
 
@@ -121,9 +121,8 @@ def _measure(
     all_times: Times = {}
     for model in settings.models:
         arms = _arms(sides, model)
-        steps = steps_that_take(_BLOCK_SECONDS, arms)
-        times = alternate(
-            arms, blocks=settings.blocks, steps=steps, warm_up=0, on_turn=on_turn
+        times = alternate_for(
+            _BLOCK_SECONDS, arms, blocks=settings.blocks, on_turn=on_turn
         )
         all_times |= times
         global_batch = settings.batch_size * settings.num_workers

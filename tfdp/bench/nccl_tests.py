@@ -82,11 +82,11 @@ def bus_factor(collective: str, num_replicas: int) -> float:
 
     Source: https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
     """
-    share = (num_replicas - 1) / num_replicas
+    fraction = (num_replicas - 1) / num_replicas
     factors = {
-        "all_reduce": 2 * share,
-        "reduce_scatter": share,
-        "all_gather": share,
+        "all_reduce": 2 * fraction,
+        "reduce_scatter": fraction,
+        "all_gather": fraction,
         "broadcast": 1.0,
     }
     if collective not in factors:
@@ -169,8 +169,8 @@ def expected(
     total = np.sum(inputs, axis=0)
     if collective == "all_reduce":
         return total
-    share = length // num_replicas
-    return total[position * share : (position + 1) * share]
+    shard_length = length // num_replicas
+    return total[position * shard_length : (position + 1) * shard_length]
 
 
 def num_wrong(result: np.ndarray, wanted: np.ndarray) -> int:

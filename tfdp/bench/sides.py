@@ -209,6 +209,28 @@ def alternate(
     return times
 
 
+def alternate_for(
+    seconds: float,
+    arms: Sequence[tuple[Runner, str]],
+    *,
+    blocks: int,
+    on_turn: Callable[[], Any] = lambda: None,
+) -> dict[str, list[float]]:
+    """Warm all arms up, then run blocks of a length, as `alternate` does.
+
+    Args:
+        seconds: Float, how long a block of the slowest arm should take.
+        arms: Sequence of side and name of an arm.
+        blocks: Int, how often each arm has its turn.
+        on_turn: Callable, called after each block. Defaults to nothing.
+
+    Returns:
+        Dict, as of `alternate`.
+    """
+    steps = steps_that_take(seconds, arms)
+    return alternate(arms, blocks=blocks, steps=steps, warm_up=0, on_turn=on_turn)
+
+
 def steps_that_take(
     seconds: float, arms: Sequence[tuple[Runner, str]], most: int = 200
 ) -> int:

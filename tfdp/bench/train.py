@@ -10,7 +10,7 @@ from typing import Any
 from tfdp.bench import output
 from tfdp.bench.machine import num_cores
 from tfdp.bench.models import ModelSettings
-from tfdp.bench.sides import Side, alternate, started, steps_that_take
+from tfdp.bench.sides import Side, alternate_for, started
 from tfdp.bench.stats import batch_of, efficiency
 from tfdp.bench.train_report import COLUMNS, Row, cells, plot, row_of
 
@@ -132,16 +132,15 @@ def _measure(
         for scaling in settings.scalings:
             batches = {count: settings.batch(scaling, count) for count in sides}
             arms = [(sides[n], _arm(name, batches[n])) for n in sides]
-            steps = steps_that_take(_BLOCK_SECONDS, arms)
-            times = alternate(
-                arms, blocks=settings.blocks, steps=steps, warm_up=0, on_turn=on_turn
+            times = alternate_for(
+                _BLOCK_SECONDS, arms, blocks=settings.blocks, on_turn=on_turn
             )
             of_count = {n: times[f"{n}/{_arm(name, batches[n])}"] for n in sides}
             for count, seconds in of_count.items():
                 all_times[f"{name}, {scaling}, {count}"] = seconds
-                share = efficiency(scaling, of_count[1], seconds, count)
+                ratio = efficiency(scaling, of_count[1], seconds, count)
                 rows.append(
-                    row_of((name, scaling), count, batches[count], seconds, share)
+                    row_of((name, scaling), count, batches[count], seconds, ratio)
                 )
     return rows, all_times
 

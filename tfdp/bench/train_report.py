@@ -46,7 +46,7 @@ def row_of(
     count: int,
     batch_size: int,
     times: Sequence[float],
-    share: Ratio,
+    ratio: Ratio,
 ) -> Row:
     """The line of one number of replicas.
 
@@ -55,7 +55,7 @@ def row_of(
         count: Int, number of replicas.
         batch_size: Int, of each.
         times: Sequence of floats, seconds of a step, block by block.
-        share: `Ratio`, the efficiency.
+        ratio: `Ratio`, the efficiency.
 
     Returns:
         A `Row`.
@@ -67,8 +67,8 @@ def row_of(
         batch_size=batch_size,
         step_seconds=seconds,
         samples_per_second=batch_size * count / seconds,
-        speedup=speedup(share, count),
-        efficiency=share,
+        speedup=speedup(ratio, count),
+        efficiency=ratio,
     )
 
 

@@ -159,7 +159,7 @@ def training_step(
 def _loss_and_gradients(
     network: Any, batch: tuple[Any, ...], global_batch_size: int
 ) -> tuple[Any, list[Any]]:
-    """A replica's share of the mean loss of the global batch."""
+    """Loss of a replica's rows, whose sum over replicas is the mean loss."""
     x, y = batch
     with tf.GradientTape() as tape:
         losses = keras.losses.sparse_categorical_crossentropy(

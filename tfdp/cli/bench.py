@@ -151,7 +151,7 @@ _ALGORITHMS = (*FLAT_ALGORITHMS, "hierarchical")
     "--sizes",
     metavar="SIZE...",
     multiple=True,
-    type=types.Size(),
+    type=types.SIZE,
     help="Sizes, such as 4KB 1MB; instead of the three options below.",
 )
 @click.option(
@@ -159,7 +159,7 @@ _ALGORITHMS = (*FLAT_ALGORITHMS, "hierarchical")
     metavar="SIZE",
     default="4KB",
     show_default=True,
-    type=types.Size(),
+    type=types.SIZE,
     help="Smallest size.",
 )
 @click.option(
@@ -167,7 +167,7 @@ _ALGORITHMS = (*FLAT_ALGORITHMS, "hierarchical")
     metavar="SIZE",
     default="16MB",
     show_default=True,
-    type=types.Size(),
+    type=types.SIZE,
     help="Largest size.",
 )
 @click.option(

@@ -68,13 +68,13 @@ def files(function: _Function) -> _Function:
         click.option(
             "--plot",
             metavar="FILE",
-            type=types.OutputFile(),
+            type=types.OUTPUT_FILE,
             help="Where the picture goes, a PNG. Default: a new file in ./tfdp-bench.",
         ),
         click.option(
             "--json",
             metavar="FILE",
-            type=types.OutputFile(),
+            type=types.OUTPUT_FILE,
             help="Where everything goes, as JSON. Default: a new file in ./tfdp-bench.",
         ),
     ):

@@ -18,7 +18,7 @@ from tfdp.cluster import Cluster, free_ports
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """The place of a worker on this machine, with a share of its GPUs of its own.
+    """Slot of a worker on this machine, with GPUs of its own.
 
     Args:
         index: Int.
@@ -109,13 +109,13 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
 def _own_gpus(slot: Slot, environ: Mapping[str, str]) -> dict[str, str]:
     """Divide the GPUs: NCCL refuses two workers on one.
 
-    A share goes with the slot, so that who is left out takes its GPUs along.
+    GPUs belong to the slot, so that who is left out takes them along.
     """
     gpus = visible_gpus(environ)
-    share = len(gpus) // slot.count
-    if share == 0 or slot.count == 1:
+    count = len(gpus) // slot.count
+    if count == 0 or slot.count == 1:
         return {}
-    own = gpus[slot.index * share : (slot.index + 1) * share]
+    own = gpus[slot.index * count : (slot.index + 1) * count]
     return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,103 +66,89 @@ SECONDS = Number("a number of seconds, not negative", min=0)
 MILLIONS = Number("millions of parameters, above 0", min=0, min_open=True)
 
 
-class Size(click.ParamType):
-    """A number of bytes, such as `4KB` or `64 MB` (units of 1024)."""
-
-    name = "size"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> int:
-        match = _SIZE.fullmatch(str(value).strip())
-        unit = match["unit"].upper() if match else ""
-        unit += "B" if unit and not unit.endswith("B") else ""
-        num_bytes = int(float(match["number"]) * _UNITS[unit]) if match else 0
-        if num_bytes < 1:
-            self.fail(
-                "it must be a size of at least 1 byte, such as 65536, 64KB or 1MB. "
-                f"Received: {value}",
-                param,
-                ctx,
-            )
-        return num_bytes
-
-
-class Levels(click.ParamType):
-    """One number for both levels, or two: inside a node, across nodes.
+class Checked(click.ParamType):
+    """A type of values that a function reads.
 
     Args:
-        above_zero: Bool, whether 0 is refused.
+        name: String, for the help.
+        parse: Callable from the text to the value, which raises `ValueError` with a
+            sentence about what the text must be.
     """
 
-    name = "levels"
-
-    def __init__(self, *, above_zero: bool) -> None:
-        least = "above 0" if above_zero else "not negative"
-        what = f"one number, or two: inside a node,across nodes, {least}"
-        self._what = what
-        self._number = Number(what, min=0, min_open=above_zero)
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[float, float]:
-        texts = value.split(",")
-        try:
-            numbers = [self._number.convert(text, param, ctx) for text in texts]
-        except click.BadParameter:
-            numbers = []
-        if 1 <= len(numbers) <= 2:
-            return numbers[0], numbers[-1]
-        return self.fail(f"it must be {self._what}. Received: {value}", param, ctx)
-
-
-class AlgorithmName(click.ParamType):
-    """An algorithm of the all-reduce by its name; `None` for `auto`."""
-
-    name = "algorithm"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Algorithm | None:
-        if isinstance(value, Algorithm) or value == "auto":
-            return None if value == "auto" else value
-        name, _, levels = value.partition(":")
-        inner, _, outer = levels.partition(",")
-        if not levels or name == "hierarchical":
-            try:
-                return Algorithm(name, inner or "ring", outer or "ring")
-            except ValueError:
-                pass
-        return self.fail(
-            "it must be auto, ring, tree, halving_doubling, hierarchical, or "
-            f"hierarchical:INNER,OUTER. Received: {value}",
-            param,
-            ctx,
-        )
-
-
-class OutputFile(click.Path):
-    """A file that can be written, which is found out now and not after minutes."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
-
-    def convert(
-        self,
-        value: Any,
-        param: click.Parameter | None,
-        ctx: click.Context | None,
     ) -> Any:
-        path = Path(value)
-        if path.is_dir():
-            fault = "is a folder"
-        elif not path.parent.is_dir():
-            fault = "lies in a folder that is not there"
-        elif not os.access(path if path.exists() else path.parent, os.W_OK):
-            fault = "cannot be written"
-        else:
-            return super().convert(value, param, ctx)
-        return self.fail(f"the file {fault}. Received: {value}", param, ctx)
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            return self.fail(f"{error}. Received: {value}", param, ctx)
+
+
+def _num_bytes(text: str) -> int:
+    match = _SIZE.fullmatch(text.strip())
+    unit = match["unit"].upper() if match else ""
+    unit += "B" if unit and not unit.endswith("B") else ""
+    num_bytes = int(float(match["number"]) * _UNITS[unit]) if match else 0
+    if num_bytes < 1:
+        raise ValueError(
+            "it must be a size of at least 1 byte, such as 65536, 64KB or 1MB"
+        )
+    return num_bytes
+
+
+def _levels(text: str, *, above_zero: bool) -> tuple[float, float]:
+    least = "above 0" if above_zero else "not negative"
+    what = f"it must be one number, or two: inside a node,across nodes, {least}"
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(what) from None
+    is_right = all(n > 0 or (n == 0 and not above_zero) for n in numbers)
+    if not is_right or math.inf in numbers or len(numbers) > 2:
+        raise ValueError(what)
+    return numbers[0], numbers[-1]
+
+
+def _algorithm(text: str) -> Algorithm | None:
+    if text == "auto":
+        return None
+    name, _, levels = text.partition(":")
+    inner, _, outer = levels.partition(",")
+    try:
+        if levels and name != "hierarchical":
+            raise ValueError("Only a hierarchical algorithm has an inner and an outer")
+        return Algorithm(name, inner or "ring", outer or "ring")
+    except ValueError as error:
+        raise ValueError(
+            "it must be auto, ring, tree, halving_doubling, hierarchical, or "
+            "hierarchical:INNER,OUTER"
+        ) from error
+
+
+def _output_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir():
+        raise ValueError("the file is a folder")
+    if not path.parent.is_dir():
+        raise ValueError("the file lies in a folder that is not there")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError("the file cannot be written")
+    return path
+
+
+# A number of bytes, such as `4KB` or `64 MB` (units of 1024).
+SIZE = Checked("size", _num_bytes)
+# One number for both levels, or two: inside a node, across nodes.
+LATENCIES = Checked("levels", functools.partial(_levels, above_zero=False))
+BANDWIDTHS = Checked("levels", functools.partial(_levels, above_zero=True))
+# An algorithm of the all-reduce by its name; `None` for `auto`.
+ALGORITHM = Checked("algorithm", _algorithm)
+# A file that can be written, which is found out now and not after minutes.
+OUTPUT_FILE = Checked("file", _output_file)
 
 
 class ManyValues(click.Command):

@@ -47,14 +47,14 @@ _MOST_REPLICAS = 2**20
 @click.option(
     "--alpha",
     metavar="US[,US]",
-    type=types.Levels(above_zero=False),
+    type=types.LATENCIES,
     help="Latency of a message in microseconds: inside a node,across nodes; or one "
     "for both.",
 )
 @click.option(
     "--beta",
     metavar="GB/S[,GB/S]",
-    type=types.Levels(above_zero=True),
+    type=types.BANDWIDTHS,
     help="Bandwidth in GB/s (10^9 bytes, one way): between two replicas of a node "
     "(with ring, of all together),of the one link of a node, which its replicas "
     "share; or one for both.",
@@ -85,7 +85,7 @@ _MOST_REPLICAS = 2**20
     metavar="NAME",
     default="auto",
     show_default=True,
-    type=types.AlgorithmName(),
+    type=types.ALGORITHM,
     help="auto (the fastest for each bucket), ring, tree, halving_doubling, "
     "hierarchical, or hierarchical:INNER,OUTER.",
 )

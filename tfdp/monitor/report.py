@@ -35,7 +35,7 @@ _NAME = "communication"
 _KEPT_WINDOWS = 10_000
 
 
-class Board:
+class RunReport:
     """Writer of the rows of a run, on worker 0.
 
     Args:
@@ -177,21 +177,21 @@ _PATIENCE_SECONDS, _PARTING_SECONDS = 10.0, 20.0
 _PAUSE_SECONDS = 1.0
 
 
-class Reporter(threading.Thread):
+class ReportThread(threading.Thread):
     """A thread that sends this worker's windows, or on the first worker merges them.
 
     Training never waits for it: a worker that is silent is left out.
 
     Args:
         mailbox: `Mailbox` of all workers.
-        board: `Board` on the first worker, which takes each `Row`; `None` on others.
+        report: `RunReport` on the first worker, which takes each `Row`, or `None`.
     """
 
-    def __init__(self, mailbox: Mailbox, board: Board | None) -> None:
+    def __init__(self, mailbox: Mailbox, report: RunReport | None) -> None:
         super().__init__(name="tfdp monitor", daemon=True)
         self.error: Exception | None = None
         self._mailbox = mailbox
-        self._board = board
+        self._report = report
         self._made: queue.SimpleQueue[Callable[[], Window] | None]
         self._made = queue.SimpleQueue()
         self._is_closing = threading.Event()
@@ -231,11 +231,11 @@ class Reporter(threading.Thread):
             self.error = error
 
     def _pass_on(self, windows: list[Window]) -> None:
-        if self._board is not None:
+        if self._report is not None:
             for window in windows:
                 others = self._of_others(window.step)
                 windows_of_all = {0: window, **others}
-                self._board.take(merge(windows_of_all, self._mailbox.num_workers))
+                self._report.take(merge(windows_of_all, self._mailbox.num_workers))
         elif windows:
             texts = [window.to_json() for window in windows]
             self._mailbox.send(self._num_sent, json.dumps(texts))

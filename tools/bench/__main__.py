@@ -43,7 +43,7 @@ from tools.bench.report import PROGRAM, Arguments
 Option = Callable[[Callable], Callable]
 
 OUT = click.option(
-    "--out", metavar="FILE", type=types.OutputFile(), help="Write all here as JSON."
+    "--out", metavar="FILE", type=types.OUTPUT_FILE, help="Write all here as JSON."
 )
 BLOCKS = click.option(
     "--blocks",
@@ -70,26 +70,20 @@ TORCH = click.option(
 )
 
 
-class Rate(click.ParamType):
-    """A rate as `tc` writes it."""
-
-    name = "rate"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> str:
-        try:
-            bits_per_second(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-        return value
+def _rate(text: str) -> str:
+    try:
+        bits_per_second(text)
+    except ValueError:
+        what = "it must be a positive number of kbit, mbit or gbit, such as 200mbit"
+        raise ValueError(what) from None
+    return text
 
 
 RATES_OF_LINK = click.option(
     "--rates",
     metavar="RATE...",
     multiple=True,
-    type=Rate(),
+    type=types.Checked("rate", _rate),
     default=RATES,
     show_default=True,
     help="Rates of the link between the hosts.",
