@@ -37,6 +37,7 @@ def load_links(key: str, path: pathlib.Path | None = None) -> Links | None:
 
     Example:
 
+    >>> import tempfile
     >>> from tfdp.links import Link
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "links.json"
     >>> store_links("2 x 4", Links(Link(0.5, 0.25), Link(1.0, 0.5)), path)
