@@ -35,8 +35,8 @@ from tools.bench import (
     wrapping,
 )
 from tools.bench.buckets_command import buckets
-from tools.bench.hosts_arms import RATES
 from tools.bench.hosts_bed import bits_per_second, missing
+from tools.bench.hosts_sides import RATES
 from tools.bench.models import MODELS
 from tools.bench.report import PROGRAM, Arguments
 

@@ -13,9 +13,8 @@ from tfdp.cluster import Topology
 from tfdp.links import Links
 from tfdp.plans.cost_model import choose, predict_seconds
 from tfdp.plans.traffic import FLAT, Algorithm
-from tools.bench.hosts_arms import RATE_OF_START
 from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
-from tools.bench.hosts_sides import HostsSide
+from tools.bench.hosts_sides import RATE_OF_START, HostsSide
 from tools.bench.report import Arguments, Figure, Report
 
 NUM_WORKERS = 4

@@ -6,18 +6,16 @@ import statistics
 
 from tfdp.bench.sides import alternate, started
 from tfdp.bench.stats import paired_ratio, ratio_to_best
-from tools.bench.hosts_arms import (
+from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts, bits_per_second
+from tools.bench.hosts_sides import (
     RATE_OF_GOALS,
     RATE_OF_START,
     STOCK_ARMS,
     TFDP_ARMS,
-    make_sides,
-)
-from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts, bits_per_second
-from tools.bench.hosts_sides import (
     HostsSide,
     idle_bytes_per_second,
     in_megabytes,
+    make_sides,
     utilisations,
 )
 from tools.bench.report import Arguments, Figure, Report

@@ -8,15 +8,17 @@ import statistics
 from tfdp.bench.machine import torch_version
 from tfdp.bench.sides import alternate, started
 from tfdp.bench.stats import paired_ratio, ratio_to_best
-from tools.bench.hosts_arms import (
+from tools.bench.hosts_bed import TwoHosts, bits_per_second
+from tools.bench.hosts_sides import (
     RATE_OF_GOALS,
     RATE_OF_START,
     STOCK_ARMS,
     TFDP_ARMS,
+    HostsSide,
+    in_megabytes,
     make_sides,
+    utilisations,
 )
-from tools.bench.hosts_bed import TwoHosts, bits_per_second
-from tools.bench.hosts_sides import HostsSide, in_megabytes, utilisations
 from tools.bench.models import MODELS
 from tools.bench.report import Arguments, Figure, Report
 
