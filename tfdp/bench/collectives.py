@@ -24,6 +24,8 @@ from tfdp.cluster import Topology
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4}
 _BLOCK_SECONDS = 0.1
+_WORKER = "tfdp.bench.collectives_worker"
+Found = tuple[list[Row], dict[str, list[float]], int, bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,9 +189,6 @@ def _algorithms(settings: Settings, collective: str) -> Sequence[str]:
     return settings.algorithms if collective == "all_reduce" else (NO_ALGORITHM,)
 
 
-_WORKER = "tfdp.bench.collectives_worker"
-
-
 def run(settings: Settings, files: output.Files) -> int:
     """Measure, print the table and write the files.
 
@@ -220,9 +219,6 @@ def run(settings: Settings, files: output.Files) -> int:
             draw=functools.partial(plot, rows, count),
         )
     return sum(row.num_wrong for row in rows)
-
-
-Found = tuple[list[Row], dict[str, list[float]], int, bool]
 
 
 def _measure_on_workers(settings: Settings) -> Found:

@@ -20,6 +20,10 @@ _NAMES = {
     "torch": "PyTorch",
     "python": "Python",
 }
+HOW_TO_GET_TORCH = (
+    "get it with `pip install torch` (its CPU build is enough), or name an "
+    "interpreter that has it with --torch-python"
+)
 
 
 def describe(program: str | None = None) -> dict[str, Any]:
@@ -114,12 +118,6 @@ def version_of(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-HOW_TO_GET_TORCH = (
-    "get it with `pip install torch` (its CPU build is enough), or name an "
-    "interpreter that has it with --torch-python"
-)
 
 
 def torch_version(python: str) -> str | None:

@@ -10,6 +10,11 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 # Only an all-reduce has a choice.
 NO_ALGORITHM = "-"
+# A prime: data that comes out at another place is noticed, for places are shifted
+# by lengths of pieces, which it does not divide as a rule.
+_PERIOD = 7
+# Sums of small whole numbers are exact in all types: bfloat16 holds them up to 256.
+MOST_REPLICAS_OF = {"bfloat16": 256 // _PERIOD, "float16": 2048 // _PERIOD}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,13 +119,6 @@ def padded_bytes(num_bytes: int, item_bytes: int, num_replicas: int) -> int:
     """
     unit = item_bytes * num_replicas
     return max(1, -(-num_bytes // unit)) * unit
-
-
-# A prime: data that comes out at another place is noticed, for places are shifted
-# by lengths of pieces, which it does not divide as a rule.
-_PERIOD = 7
-# Sums of small whole numbers are exact in all types: bfloat16 holds them up to 256.
-MOST_REPLICAS_OF = {"bfloat16": 256 // _PERIOD, "float16": 2048 // _PERIOD}
 
 
 def input_of(position: int, length: int) -> np.ndarray:

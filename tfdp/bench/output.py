@@ -24,6 +24,19 @@ if TYPE_CHECKING:  # it is an extra
 
 # A table that is cut off says nothing: better that a narrow terminal breaks lines.
 _LEAST_WIDTH = 120
+# Okabe and Ito's: told apart by those who do not see red and green alike.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+_DOTS_PER_INCH = 150
+_WIDTH, _HEIGHT = 7.5, 4.5  # inches
+_LOOK: Any = {
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 10,
+    "grid.alpha": 0.3,
+}
 
 
 def about(
@@ -143,21 +156,6 @@ def _drawn(table: Table) -> rich.table.Table:
     for row in table.rows:
         drawn.add_row(*row)
     return drawn
-
-
-# Okabe and Ito's: told apart by those who do not see red and green alike.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKERS = ("o", "s", "^", "D", "v", "P")
-_DOTS_PER_INCH = 150
-_WIDTH, _HEIGHT = 7.5, 4.5  # inches
-_LOOK: Any = {
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "font.size": 10,
-    "grid.alpha": 0.3,
-}
 
 
 def check_available() -> None:

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Sequence
 
 CONFIDENCE = 0.95
+SCALINGS = ("weak", "strong")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +74,6 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
         skipped += 1
     skipped = max(0, skipped - 1)
     return ordered[skipped], ordered[count - 1 - skipped]
-
-
-SCALINGS = ("weak", "strong")
 
 
 def efficiency(

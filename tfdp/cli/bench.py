@@ -17,6 +17,8 @@ from tfdp.cli import parameter_types as types
 from tfdp.cluster import Cluster
 from tfdp.options import FLAT_ALGORITHMS
 
+_ALGORITHMS = (*FLAT_ALGORITHMS, "hierarchical")
+
 
 @click.command(cls=types.ManyValues)
 @options.models
@@ -108,9 +110,6 @@ def compare(**given: Any) -> None:
     )
     with options.errors_in_one_sentence():
         of_sides.run(settings, files)
-
-
-_ALGORITHMS = (*FLAT_ALGORITHMS, "hierarchical")
 
 
 @click.command(cls=types.ManyValues)

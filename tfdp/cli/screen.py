@@ -19,6 +19,8 @@ _ESCAPE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])"
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
+_REDRAW_SECONDS = 0.1
 
 
 class LineReader:
@@ -91,10 +93,6 @@ def only_colours(text: str) -> str:
     if "\x1b" not in text:
         return text
     return _ESCAPE.sub(lambda m: m[0] if _COLOUR.fullmatch(m[0]) else "", text)
-
-
-_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
-_REDRAW_SECONDS = 0.1
 
 
 class Screen:

@@ -24,6 +24,9 @@ from tfdp.monitor.readings import (
 )
 from tfdp.monitor.trace import Slice, WorkerTrace
 
+# Which step of an epoch is profiled: the first ones still allocate memory.
+_PROFILED_STEP = 5
+
 
 @dataclasses.dataclass(frozen=True)
 class DeviceEvent:
@@ -156,10 +159,6 @@ def _events_of(plane: object) -> Iterator[DeviceEvent]:
             end = begin + 1e-12 * event.duration_ps
             name = names.get(event.metadata_id, "")
             yield DeviceEvent(plane.name, line.name, name, begin, end)  # type: ignore[attr-defined]
-
-
-# Which step of an epoch is profiled: the first ones still allocate memory.
-_PROFILED_STEP = 5
 
 
 class DeviceMeter(Meter):

@@ -11,6 +11,10 @@ import numpy as np
 from tfdp.collectives import step_events, timing
 
 Interval = tuple[float, float]
+# Collectives that nothing in the forward or backward pass waits for.
+_IN_BACKGROUND = (timing.GRADIENTS, timing.ROWS, "logs", "statistics")
+# A collective, and when it began and ended.
+Timed = tuple[timing.Collective, float, float]
 
 
 def seconds_covered(intervals: Iterable[Interval]) -> float:
@@ -57,14 +61,6 @@ def clipped(intervals: Iterable[Interval], begin: float, end: float) -> list[Int
     """
     cut = [(max(b, begin), min(e, end)) for b, e in intervals]
     return [(b, e) for b, e in cut if e > b]
-
-
-# Collectives that nothing in the forward or backward pass waits for.
-_IN_BACKGROUND = (timing.GRADIENTS, timing.ROWS, "logs", "statistics")
-
-
-# A collective, and when it began and ended.
-Timed = tuple[timing.Collective, float, float]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,6 +33,10 @@ from tfdp.monitor.windows import Row, Totals, Window, merge
 _NAME = "communication"
 # Of so many windows it is known at the end who was slow; a run may have millions.
 _KEPT_WINDOWS = 10_000
+# How long the first worker waits for another one's windows, and at the end for all.
+_PATIENCE_SECONDS, _PARTING_SECONDS = 10.0, 20.0
+# Windows of this time travel together: every message costs the steps beside it.
+_PAUSE_SECONDS = 1.0
 
 
 class RunReport:
@@ -169,12 +173,6 @@ class RunReport:
 
 def _no_windows() -> collections.deque[Excess]:
     return collections.deque(maxlen=_KEPT_WINDOWS)
-
-
-# How long the first worker waits for another one's windows, and at the end for all.
-_PATIENCE_SECONDS, _PARTING_SECONDS = 10.0, 20.0
-# Windows of this time travel together: every message costs the steps beside it.
-_PAUSE_SECONDS = 1.0
 
 
 class ReportThread(threading.Thread):

@@ -36,6 +36,11 @@ VALUES = (
     "loss_scale",
     "skipped_steps",
 )
+_NAMES = {
+    "compute": "compute",
+    "exposed": "communication, exposed",
+    "input": "of compute: until the data was there",
+}
 
 
 def column_names(num_workers: int, labels: Sequence[str]) -> list[str]:
@@ -238,13 +243,6 @@ def summary_table(totals: Totals, hosts: Mapping[int, str], advice: str) -> str:
     shown = io.StringIO()
     Console(file=shown, width=100).print(table)
     return f"{shown.getvalue()}{advice}"
-
-
-_NAMES = {
-    "compute": "compute",
-    "exposed": "communication, exposed",
-    "input": "of compute: until the data was there",
-}
 
 
 def _ms(seconds: float) -> str:

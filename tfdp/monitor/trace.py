@@ -9,6 +9,9 @@ from typing import Any
 
 from tfdp.monitor.readings import Interval, Reading, Replica, clipped, merged
 
+# Lanes of a worker: the steps, and from here on those of each replica.
+_STEPS_LANE, _LANES_PER_REPLICA = 0, 100
+
 
 def clock_offset(first: Sequence[Interval], other: Sequence[Interval]) -> float:
     """Estimate by how much another worker's clock is ahead of the first one's.
@@ -44,10 +47,6 @@ def clock_offset(first: Sequence[Interval], other: Sequence[Interval]) -> float:
     if least > most:  # a clock was set, or drifts, while they ran
         return estimate
     return min(max(estimate, least), most)
-
-
-# Lanes of a worker: the steps, and from here on those of each replica.
-_STEPS_LANE, _LANES_PER_REPLICA = 0, 100
 
 
 @dataclasses.dataclass(frozen=True)

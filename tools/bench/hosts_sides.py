@@ -12,6 +12,21 @@ from tfdp.bench.sides import Side, worker_commands, worker_environment
 from tools.bench.hosts_bed import INTERFACE, TwoHosts
 
 _IDLE_SECONDS = 3.0
+RATES = ("200mbit", "1gbit")
+# The goals are for a link slow enough to be the bottleneck, not the processors.
+RATE_OF_GOALS = "200mbit"
+# While all sides send their models to the other host at once, heartbeats wait behind
+# them in the same connections, and give up after some seconds.
+RATE_OF_START = "10gbit"
+TFDP_ARMS: dict[str, dict[str, Any]] = {
+    "ring": {"algorithm": "ring"},
+    "hierarchical": {"algorithm": "hierarchical"},
+    "hierarchical bf16": {"algorithm": "hierarchical", "compression": "bf16"},
+}
+STOCK_ARMS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "packs of 8 MB": {"pack_bytes": 8 * 2**20},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,23 +131,6 @@ def _environment() -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": INTERFACE,
         **{name: value for name, value in kept if not name.lower().endswith("_proxy")},
     }
-
-
-RATES = ("200mbit", "1gbit")
-# The goals are for a link slow enough to be the bottleneck, not the processors.
-RATE_OF_GOALS = "200mbit"
-# While all sides send their models to the other host at once, heartbeats wait behind
-# them in the same connections, and give up after some seconds.
-RATE_OF_START = "10gbit"
-TFDP_ARMS: dict[str, dict[str, Any]] = {
-    "ring": {"algorithm": "ring"},
-    "hierarchical": {"algorithm": "hierarchical"},
-    "hierarchical bf16": {"algorithm": "hierarchical", "compression": "bf16"},
-}
-STOCK_ARMS: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "packs of 8 MB": {"pack_bytes": 8 * 2**20},
-}
 
 
 def make_sides(
