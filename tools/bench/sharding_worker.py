@@ -41,7 +41,6 @@ def make_arms(setup: dict[str, Any]) -> Arms:
         "step": timed(step),
         "resident": lambda steps: resident,
         "slots": lambda steps: _slot_bytes(made[0]),
-        "all slots": lambda steps: memory.whole.slots,
         "predicted": lambda steps: memory.sharded.slots + memory.sharded.accumulators,
     }
 
