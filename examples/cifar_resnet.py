@@ -5,8 +5,8 @@
 Without `--data`, the folder of CIFAR-10's binary version, the images are made up. After
 each epoch come the time of a step, s (the communication fraction) and the accuracy on
 images that were not trained with; the output folder has them as `statistics.csv`, and a
-model for each epoch that plain Keras opens (`serve_latency.py`). `tfdp bench buckets`
-runs this script once for each bucket size.
+model for each epoch that plain Keras opens (`serve_latency.py`). `python -m tools.bench
+buckets` runs this script once for each bucket size.
 """
 
 from __future__ import annotations

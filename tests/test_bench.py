@@ -12,23 +12,32 @@ import numpy as np
 import pytest
 
 from commands import run_python
-from tfdp.bench import compare_plot, compare_table, plots, train_plot, train_table
-from tfdp.bench.arguments import ManyValues
-from tfdp.bench.bandwidth import (
-    COLLECTIVES,
-    algorithm_bandwidth,
-    bus_factor,
-    padded_bytes,
-)
+from tfdp.bench import compare_report, output, train_report
 from tfdp.bench.channel import OnDemand
 from tfdp.bench.collectives import Settings, measure
-from tfdp.bench.correctness import MOST_REPLICAS_OF, expected, input_of, num_wrong
 from tfdp.bench.models import FAMILIES, model_of_size
-from tfdp.bench.scaling import batch_of, efficiency, speedup
-from tfdp.bench.sides import Side, started, worker_commands
-from tfdp.bench.stats import Ratio, median_interval, paired_ratio, ratio_to_best
-from tfdp.bench.turns import alternate, steps_that_take
+from tfdp.bench.nccl_tests import (
+    COLLECTIVES,
+    MOST_REPLICAS_OF,
+    algorithm_bandwidth,
+    bus_factor,
+    expected,
+    input_of,
+    num_wrong,
+    padded_bytes,
+)
+from tfdp.bench.sides import Side, alternate, started, steps_that_take, worker_commands
+from tfdp.bench.stats import (
+    Ratio,
+    batch_of,
+    efficiency,
+    median_interval,
+    paired_ratio,
+    ratio_to_best,
+    speedup,
+)
 from tfdp.cli import main
+from tfdp.cli.parameter_types import ManyValues
 
 DEADLINE_SECONDS = 120
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -280,7 +289,7 @@ def test_without_matplotlib_the_way_to_get_it_is_told(
     capsys, tmp_path, monkeypatch, command
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(output.importlib.util, "find_spec", lambda name: None)
     said = refused(capsys, command)
     assert "pip install tfdp[bench]" in said
     assert "--no-plot" in said
@@ -292,21 +301,21 @@ def test_without_matplotlib_the_way_to_get_it_is_told(
 def test_comparisons_and_scaling_are_drawn_from_their_tables(tmp_path):
     times = {"tfdp/1M": [1.0, 1.0], "stock/1M": [2.0, 2.0], "ddp/1M": [3.0, 3.0]}
     times |= {
-        f"stock/1M, packs of {mb} MB": [1.5, 1.5] for mb in compare_table.PACKS_MB
+        f"stock/1M, packs of {mb} MB": [1.5, 1.5] for mb in compare_report.PACKS_MB
     }
     times["ddp/1M, tuned"] = [0.5, 0.5]
-    rows = compare_table.rows_of("1M", times, global_batch_size=64)
+    rows = compare_report.rows_of("1M", times, global_batch_size=64)
     ratios = [row.speed_of_tfdp.median for row in rows if row.speed_of_tfdp]
     assert ratios == [2.0, 1.5, 3.0, 0.5]
     assert rows[0].samples_per_second == 64.0
-    compare_plot.plot(rows, "title", "caption", tmp_path / "compare.png")
+    compare_report.plot(rows, "title", "caption", tmp_path / "compare.png")
     ratio = Ratio(0.5, 0.4, 0.6, 9)
     scaled = [
-        train_table.Row("1M", scaling, count, 8, 0.1, 80.0, ratio, ratio)
+        train_report.Row("1M", scaling, count, 8, 0.1, 80.0, ratio, ratio)
         for scaling in ("weak", "strong")
         for count in (1, 2)
     ]
-    train_plot.plot(scaled, "mlp", "caption", tmp_path / "scaling.png")
+    train_report.plot(scaled, "mlp", "caption", tmp_path / "scaling.png")
     for name in ("compare.png", "scaling.png"):
         assert (tmp_path / name).read_bytes().startswith(PNG)
 
@@ -366,15 +375,15 @@ def test_a_comparison_goes_on_without_torch_and_says_how_to_get_it(full, tmp_pat
     assert content["torch"] is None
     ratios = {row["side"]: row["speed_of_tfdp"] for row in content["rows"]}
     assert list(ratios) == [
-        compare_table.OURS,
-        compare_table.STOCK,
-        compare_table.STOCK_BEST,
+        compare_report.OURS,
+        compare_report.STOCK,
+        compare_report.STOCK_BEST,
     ]
     times = content["seconds_per_step"]
     pairs = zip(times["stock/0.05M"], times["tfdp/0.05M"], strict=True)
     in_range = sorted(stock / ours for stock, ours in pairs)
-    assert in_range[0] <= ratios[compare_table.STOCK]["median"] <= in_range[-1]
-    assert ratios[compare_table.STOCK_BEST]["median"] > 0
+    assert in_range[0] <= ratios[compare_report.STOCK]["median"] <= in_range[-1]
+    assert ratios[compare_report.STOCK_BEST]["median"] > 0
 
 
 @pytest.mark.processes

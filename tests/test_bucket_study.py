@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 from commands import ROOT, run_python
-from tfdp.bench.buckets import (
+from tfdp.cli.main import run_command
+from tools.bench.__main__ import bench as command
+from tools.bench.buckets import (
     Epoch,
     Run,
     Study,
@@ -23,16 +25,15 @@ from tfdp.bench.buckets import (
     order_of_runs,
     read_statistics,
 )
-from tfdp.bench.buckets_plot import plot
-from tfdp.bench.buckets_report import (
+from tools.bench.buckets_plot import plot
+from tools.bench.buckets_report import (
     best_over_worst,
+    content_of,
     diminishing_returns,
     summarize,
     table_of,
     write_csv,
-    write_json,
 )
-from tfdp.cli import main
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -238,13 +239,11 @@ def test_results_are_written_as_csv_json_table_and_picture(tmp_path):
     assert [row["val_loss"] for row in rows] == ["0.5", "", "0.5"]
     assert rows[1]["num_buckets"] == "4"
 
-    write_json(results, runs, {"machine": "made up"}, tmp_path / "b.json")
-    content = json.loads((tmp_path / "b.json").read_text())
-    assert content["machine"] == "made up"
+    content = json.loads(json.dumps(content_of(results, runs)))
     assert content["diminishing_returns_mb"] == 2
     assert len(content["runs"]) == 6
 
-    marks = list(table_of(results).columns[-1].cells)
+    marks = [row[-1] for row in table_of(results).rows]
     assert marks == ["", "returns diminish", "best"]
 
     plot(results, runs, "a machine", tmp_path / "b.png")
@@ -302,7 +301,7 @@ def script(tmp_path) -> Path:
 
 def bench(capsys, *arguments: object) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as stopped:
-        main.main(["bench", "buckets", *map(str, arguments)])
+        run_command(command, "tools.bench", ["buckets", *map(str, arguments)])
     captured = capsys.readouterr()
     return stopped.value.code, captured.out, captured.err
 
@@ -353,7 +352,7 @@ def test_what_cannot_be_studied_is_answered_by_one_sentence(
     code, _, errors = bench(capsys, *words)
     assert code == 2
     assert message in errors
-    assert errors.startswith("tfdp: error: ")
+    assert errors.startswith("tools.bench: error: ")
     assert "Traceback" not in errors
 
 

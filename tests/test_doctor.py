@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from tfdp.cli import doctor
-from tfdp.cli.topology import describe_unevenness, draw_topology, port_states
+from tfdp.cli.doctor import describe_unevenness, draw_topology, port_states
 from tfdp.cluster import Cluster, topology_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]

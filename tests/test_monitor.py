@@ -20,13 +20,12 @@ from harness.registry import Case, load_cases
 from tfdp.collectives import step_events
 from tfdp.collectives.timing import Collective, Mark
 from tfdp.monitor.advice import Facts, advise
-from tfdp.monitor.board import Board
-from tfdp.monitor.clocks import clock_offset
-from tfdp.monitor.device_profile import DeviceEvent, device_times, read_events
+from tfdp.monitor.device_meter import DeviceEvent, device_times, read_events
 from tfdp.monitor.readings import Reading, Sample, replicas_of, sample_of
+from tfdp.monitor.report import RunReport
 from tfdp.monitor.sinks import write_json
 from tfdp.monitor.stragglers import Straggler, find_straggler
-from tfdp.monitor.trace import WorkerTrace, chrome_trace, trace_of_worker
+from tfdp.monitor.trace import WorkerTrace, chrome_trace, clock_offset, trace_of_worker
 from tfdp.monitor.windows import Row, Totals, Window, merge, window_of
 
 CASE_MODULES = ("monitor",)
@@ -154,17 +153,17 @@ def test_a_worker_is_slow_if_it_costs_much_or_again_and_again():
 
 
 def notices_of(folder: Path, epochs: list[list[float]]) -> list[str]:
-    """What a board says when worker 1 is slower by so many seconds in each window."""
-    board = Board(folder, ["a", "b"], histogram=False)
+    """What a report says when worker 1 is slower by so many seconds in each window."""
+    report = RunReport(folder, ["a", "b"], histogram=False)
     for epoch, excesses in enumerate(epochs):
         for excess in excesses:
             own, slow = (
                 dataclasses.replace(window(1.0 + e), epoch=epoch) for e in (0, excess)
             )
-            board.take(merge({0: own, 1: slow}, 2))
-    board.end_epoch()
-    board.close()
-    return [notice.partition(":")[0] for notice in board.notices]
+            report.take(merge({0: own, 1: slow}, 2))
+    report.end_epoch()
+    report.close()
+    return [notice.partition(":")[0] for notice in report.notices]
 
 
 def test_a_worker_that_stays_slow_is_named_once_in_each_epoch(tmp_path: Path):
@@ -278,11 +277,11 @@ def test_advice_names_what_costs_most(totals, facts, straggler, expected):
 
 
 def test_a_board_writes_what_it_is_told(tmp_path: Path):
-    board = Board(tmp_path, ["a", "b"], histogram=True)
-    board.labels = ["bucket 0"]
-    board.take(merge({0: window(norm=math.nan), 1: window()}, 2))
-    said = board.finish(FACTS, {"every": 2})
-    board.close()
+    report = RunReport(tmp_path, ["a", "b"], histogram=True)
+    report.labels = ["bucket 0"]
+    report.take(merge({0: window(norm=math.nan), 1: window()}, 2))
+    said = report.finish(FACTS, {"every": 2})
+    report.close()
     header, line = (tmp_path / "communication.csv").read_text().splitlines()
     values = dict(zip(header.split(","), line.split(","), strict=True))
     assert values["gradient_norm"] == ""

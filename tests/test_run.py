@@ -22,8 +22,7 @@ import psutil
 import pytest
 
 from tfdp.cli import launch, worker
-from tfdp.cli.lines import LineReader
-from tfdp.cli.screen import Screen
+from tfdp.cli.screen import LineReader, Screen
 from tfdp.cluster import Cluster, local_ports
 from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 

@@ -1,4 +1,4 @@
-"""What `tools/keras_suite --full` adds: Keras's tests inside a strategy's scope."""
+"""Part of `tools/keras_suite --full`: Keras's tests inside a strategy's scope."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def find_tests(source: Path) -> list[Path]:
 
 
 def prepare(*, with_strategy: bool) -> None:
-    """Readies this process for Keras's tests.
+    """Prepare this process for Keras's tests.
 
     Args:
         with_strategy: Bool, whether the tests run in the scope of a
@@ -65,7 +65,7 @@ def prepare(*, with_strategy: bool) -> None:
 
 
 def _enter_scope_in_each_test() -> None:
-    """Enters a scope at the end of `setUp`.
+    """Enter a scope at the end of `setUp`.
 
     Keras's `setUp` resets the default graph, which holds the scopes in force.
     """
@@ -92,7 +92,7 @@ def _enter_scope_in_each_test() -> None:
 
 
 def _stand_in_for_missing_modules() -> None:
-    """Lets files be imported that need JAX, or the helpers of Keras's repository."""
+    """Stand in for JAX and the helpers of Keras's repository, which files import."""
     import keras  # noqa: F401, it would take a stand-in for JAX itself
 
     if importlib.util.find_spec("jax") is None:

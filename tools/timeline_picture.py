@@ -1,11 +1,11 @@
-"""Draws a trace of `tfdp.callbacks.Timeline` as a picture for the docs."""
+"""Picture of a trace of `tfdp.callbacks.Timeline`, for the docs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from tfdp.bench.plots import new_figure, save
+from tfdp.bench.output import new_figure, save
 
 COLORS = {
     "input": "#bbbbbb",
@@ -19,7 +19,7 @@ BUCKET_COLORS = ("#e45756", "#f58518", "#ff9da6", "#d67195")
 
 
 def draw(trace: dict[str, Any], path: Path, steps: tuple[str, ...]) -> None:
-    """Draws some steps, a row for each lane.
+    """Draw some steps, a row for each lane.
 
     Args:
         trace: Dict, as read from the file.
@@ -59,7 +59,7 @@ def draw(trace: dict[str, Any], path: Path, steps: tuple[str, ...]) -> None:
 
 
 def lane_names(trace: dict[str, Any]) -> dict[tuple[int, int], str]:
-    """What each lane of each worker shows."""
+    """Names of the lanes of each worker."""
     return {
         (event["pid"], event["tid"]): f"worker {event['pid']}, {event['args']['name']}"
         for event in trace["traceEvents"]

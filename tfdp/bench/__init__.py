@@ -1,1 +1,16 @@
-"""Benchmarks that `tfdp bench` runs: ratios of sides that take turns."""
+"""Benchmarks of `tfdp bench`: paired ratios of sides that take turns on one machine.
+
+The engine, in the order in which to read it, which `tools/bench` uses too:
+
+- `sides`: the driver. A `Side` is a group of worker processes; `alternate` gives all
+  sides their turns, block by block.
+- `channel`: the worker's end of the pipe.
+- `stats`: paired ratios with their intervals, scaling efficiency.
+- `machine`, `output`: what it ran on; table, JSON and plot.
+
+What is measured: `models` (sizes), `keras_models` (built by Keras), `training` (the
+worker that trains), `torch_worker` (its rival, which needs no TensorFlow).
+
+The benchmarks, each with a file for its table and plot: `collectives` (with
+`collectives_worker` and `nccl_tests`), `train`, `compare`.
+"""

@@ -1,4 +1,4 @@
-"""A worker of a benchmark takes orders on its standard input, one JSON line each."""
+"""Worker side of a benchmark: orders on standard input, one line of JSON each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Arms(Protocol):
 
 
 class OnDemand(Generic[Made]):
-    """Things that are made when they are first asked for; one group of them is kept.
+    """Objects made on first use; one group of them is kept.
 
     All models of a benchmark at once would fill the memory of a small machine.
 
@@ -57,35 +57,30 @@ class OnDemand(Generic[Made]):
         return self._made[name]
 
 
-def serve(arms: Arms) -> None:
-    """Runs blocks of steps as the driver asks, until it closes the pipe.
+def work(make_arms: Callable[[dict[str, Any]], Arms]) -> None:
+    """Run blocks of steps as the driver asks, until it closes the pipe.
+
+    The pipe to the driver is kept for replies; what others print is the log.
 
     Args:
-        arms: Mapping from a name to a callable that runs so many steps and
+        make_arms: Callable that is given what the driver told this worker, and
+            returns a mapping from a name to a callable that runs so many steps and
             returns what it measured.
     """
-    replies = os.fdopen(_replies, "w", buffering=1)
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    orders: queue.Queue[dict[str, Any]] = queue.Queue()
+    threading.Thread(target=_read_orders, args=(orders,), daemon=True).start()
+    arms = make_arms(json.loads(sys.argv[1]))
     print(json.dumps({"ready": True}), file=replies)
     while True:
-        order = _orders.get()
+        order = orders.get()
         result = arms[order["arm"]](order["steps"])
         print(json.dumps({"result": result}), file=replies)
 
 
-def take_over_output() -> None:
-    """Keeps the pipe to the driver for replies; what others print is the log."""
-    global _replies
-    _replies = os.dup(1)
-    os.dup2(2, 1)
-    threading.Thread(target=_read_orders, daemon=True).start()
-
-
-def _read_orders() -> None:
+def _read_orders(orders: queue.Queue[dict[str, Any]]) -> None:
     for line in sys.stdin:
-        _orders.put(json.loads(line))
+        orders.put(json.loads(line))
     # The driver is gone. A collective that waits for a dead peer never ends.
     os._exit(0)
-
-
-_replies = 1
-_orders: queue.Queue[dict[str, Any]] = queue.Queue()

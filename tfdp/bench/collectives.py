@@ -1,29 +1,39 @@
-"""Time and bandwidth of every collective by every algorithm, as nccl-tests has them."""
+"""`tfdp bench collectives`: time and bandwidth of every collective and algorithm."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfdp.bench.bandwidth import algorithm_bandwidth, bus_factor, padded_bytes
-from tfdp.bench.correctness import MOST_REPLICAS_OF
-from tfdp.bench.turns import Runner, alternate, steps_that_take
+from tfdp.bench import output
+from tfdp.bench.collectives_report import COLUMNS, cells, plot
+from tfdp.bench.nccl_tests import (
+    MOST_REPLICAS_OF,
+    NO_ALGORITHM,
+    Row,
+    algorithm_bandwidth,
+    bus_factor,
+    padded_bytes,
+)
+from tfdp.bench.sides import Runner, Side, alternate_for, started
 from tfdp.cluster import Topology
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4}
-# Only an all-reduce has a choice.
-NO_ALGORITHM = "-"
 _BLOCK_SECONDS = 0.1
+_WORKER = "tfdp.bench.collectives_worker"
+Found = tuple[list[Row], dict[str, list[float]], int, bool]
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """Settings of the measurement.
 
     Args:
-        collectives: Sequence of strings, of `tfdp.bench.bandwidth.COLLECTIVES`.
+        collectives: Sequence of strings, of `tfdp.bench.nccl_tests.COLLECTIVES`.
         algorithms: Sequence of strings, of the all-reduce.
         sizes: Sequence of ints, bytes.
         dtype: String, a key of `ITEM_BYTES`.
@@ -47,7 +57,7 @@ class Settings:
 
     @property
     def worker_setup(self) -> dict[str, Any]:
-        """What a worker is told."""
+        """Setup of a worker."""
         return {
             "strategy": "tfdp" if (self.num_workers or 0) > 1 else "auto",
             "devices": self.devices_per_worker,
@@ -64,7 +74,7 @@ class Settings:
         return Topology(tuple(tuple(range(s, min(s + size, count))) for s in starts))
 
     def check(self, topology: Topology) -> None:
-        """Checks that all that is asked for can be run.
+        """Check that all that is asked for can be run.
 
         Args:
             topology: `Topology` of the replicas.
@@ -95,35 +105,8 @@ class Settings:
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A line of the table: the names are those of nccl-tests.
-
-    Args:
-        collective: String.
-        algorithm: String, or `NO_ALGORITHM`.
-        size_bytes: Int.
-        count: Int, elements.
-        dtype: String.
-        seconds: Float, the median.
-        algbw_gb_per_second: Float.
-        busbw_gb_per_second: Float.
-        num_wrong: Int, wrong elements on all replicas together.
-    """
-
-    collective: str
-    algorithm: str
-    size_bytes: int
-    count: int
-    dtype: str
-    seconds: float
-    algbw_gb_per_second: float
-    busbw_gb_per_second: float
-    num_wrong: int
-
-
 def num_turns(settings: Settings) -> int:
-    """How many blocks a run has.
+    """Number of blocks of a run.
 
     Args:
         settings: `Settings`.
@@ -141,11 +124,11 @@ def measure(
     num_replicas: int,
     on_turn: Callable[[], Any] = lambda: None,
 ) -> tuple[list[Row], dict[str, list[float]]]:
-    """Runs everything; the algorithms of one size take turns.
+    """Run everything; the algorithms of one size take turns.
 
     Args:
         settings: `Settings`.
-        runner: A `Side` of `tfdp.bench.collectives_worker`, or `Here`.
+        runner: A `Side` of `tfdp.bench.collectives_worker`, or `ClusterRunner`.
         num_replicas: Int, number of replicas.
         on_turn: Callable, called after each block. Defaults to nothing.
 
@@ -175,10 +158,7 @@ def _times_of(
     settings: Settings, runner: Runner, names: list[str], on_turn: Callable[[], Any]
 ) -> Mapping[str, list[float]]:
     arms = [(runner, name) for name in names]
-    steps = steps_that_take(_BLOCK_SECONDS, arms)
-    times = alternate(
-        arms, blocks=settings.blocks, steps=steps, warm_up=0, on_turn=on_turn
-    )
+    times = alternate_for(_BLOCK_SECONDS, arms, blocks=settings.blocks, on_turn=on_turn)
     return {name: times[f"{runner.name}/{name}"] for name in names}
 
 
@@ -207,3 +187,67 @@ def _row(
 
 def _algorithms(settings: Settings, collective: str) -> Sequence[str]:
     return settings.algorithms if collective == "all_reduce" else (NO_ALGORITHM,)
+
+
+def run(settings: Settings, files: output.Files) -> int:
+    """Measure, print the table and write the files.
+
+    Args:
+        settings: `Settings`.
+        files: `Files` to write.
+
+    Returns:
+        Int, how many elements were wrong in all.
+
+    Raises:
+        ValueError: If what is asked for cannot be run.
+        RuntimeError: If a worker fails.
+    """
+    content = output.about("collectives", dataclasses.asdict(settings))
+    measured = _measure_here if settings.num_workers is None else _measure_on_workers
+    rows, times, count, is_chief = measured(settings)
+    if is_chief:
+        console = output.new_console()
+        console.print(f"collectives between {count} replicas")
+        found = [dataclasses.asdict(row) for row in rows]
+        content |= {"num_replicas": count, "rows": found, "seconds": times}
+        output.report(
+            console,
+            content,
+            files,
+            table=output.Table(COLUMNS, [cells(row) for row in rows]),
+            draw=functools.partial(plot, rows, count),
+        )
+    return sum(row.num_wrong for row in rows)
+
+
+def _measure_on_workers(settings: Settings) -> Found:
+    topology = settings.topology
+    settings.check(topology)
+    count = topology.num_replicas
+    side = Side("workers", _WORKER, settings.worker_setup, settings.num_workers or 1)
+    with (
+        output.progress_bar("collectives", num_turns(settings)) as on_turn,
+        started(side),
+    ):
+        rows, times = measure(settings, side, count, on_turn)
+    return rows, times, count, True
+
+
+def _measure_here(settings: Settings) -> Found:
+    """Measure on the cluster of this process; the first worker reports."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from tfdp.bench.collectives_worker import ClusterRunner, CollectiveArms
+    from tfdp.options import CommunicationOptions
+    from tfdp.strategy.strategy import auto_strategy
+
+    options = CommunicationOptions(node_size=settings.node_size)
+    strategy: Any = auto_strategy(communication=options)
+    extended = strategy.extended
+    settings.check(extended.algorithm_selector.topology)
+    runner = ClusterRunner(strategy, CollectiveArms(strategy, settings.dtype))
+    is_chief = extended.worker_group.rank == 0
+    count = extended.group.size
+    with output.progress_bar("collectives", num_turns(settings)) as on_turn:
+        rows, times = measure(settings, runner, count, on_turn)
+    return rows, times, count, is_chief

@@ -1,22 +1,134 @@
-"""One worker that runs every collective on tensors of several sizes."""
+"""Worker of `tfdp bench collectives`: collectives to be timed and checked."""
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
+from typing import Any
 
-from tfdp.bench.channel import serve, take_over_output
+import tensorflow as tf
+
+from tfdp.bench.channel import Arm, Arms, OnDemand, work
+from tfdp.bench.nccl_tests import NO_ALGORITHM, expected, input_of, num_wrong
+from tfdp.bench.training import make_strategy, timed
+from tfdp.collectives import ProcessGroup, all_gather, broadcast, reduce_scatter
+from tfdp.plans.traffic import Algorithm
+from tfdp.reduction.selection import AlgorithmChoice
+
+_CHECK = "check "
 
 
-def main() -> None:
-    """Runs what the driver asks for."""
-    take_over_output()
-    setup = json.loads(sys.argv[1])
-    from tfdp.bench.collective_arms import CollectiveArms
-    from tfdp.bench.training import make_strategy
+class CollectiveArms:
+    """Collectives by name, made when they are first run.
 
-    serve(CollectiveArms(make_strategy(setup), setup["dtype"]))
+    The arm `all_reduce/ring/4096` takes a number of steps and returns the seconds
+    of one; `check all_reduce/ring/4096` returns how many elements are wrong here.
+
+    Args:
+        strategy: A strategy of tfdp.
+        dtype: String.
+    """
+
+    def __init__(self, strategy: Any, dtype: str) -> None:
+        self._group, self._dtype = strategy.extended.group, tf.as_dtype(dtype)
+        # Algorithms of one collective and size take turns.
+        self._cases = OnDemand(self._make, lambda n: (n.split("/")[0], n.split("/")[2]))
+
+    def __getitem__(self, name: str) -> Arm:
+        case = self._cases[name.removeprefix(_CHECK)]
+        return case.num_wrong if name.startswith(_CHECK) else case.seconds
+
+    def _make(self, name: str) -> _Case:
+        collective, algorithm, size = name.split("/")
+        length = int(size) // self._dtype.size
+        if collective == "all_gather":
+            length //= self._group.size  # the size is that of what is gathered
+        call = _call(collective, algorithm)
+        return _Case(collective, call, self._group, length, self._dtype)
+
+
+class _Case:
+    """One collective of one size on the local replicas."""
+
+    def __init__(
+        self,
+        collective: str,
+        call: Callable[..., tf.Tensor],
+        group: ProcessGroup,
+        length: int,
+        dtype: tf.DType,
+    ) -> None:
+        self._collective, self._group, self._length = collective, group, length
+        self._values = []
+        for replica, device in enumerate(group.devices):
+            mine = input_of(group.position(replica), length)
+            with tf.device(device):
+                self._values.append(tf.Variable(tf.cast(mine, dtype)))  # [length]
+        values = self._values
+
+        @tf.function(autograph=False)
+        def step() -> tuple[tf.Tensor, list[tf.Tensor]]:
+            results = []
+            for replica, device in enumerate(group.devices):
+                with tf.device(device):
+                    results.append(call(values[replica].read_value(), group, replica))
+            # One element of each tells that all are there, and is cheap to read.
+            return tf.stack([result[0] for result in results]), results
+
+        self._step = step
+        self.seconds = timed(lambda: step()[0])
+
+    def num_wrong(self, steps: int) -> int:
+        """Wrong elements on the local replicas."""
+        del steps
+        group, wrong = self._group, 0
+        for replica, result in enumerate(self._step()[1]):
+            place = group.position(replica)
+            wanted = expected(self._collective, place, group.size, self._length)
+            wrong += num_wrong(result.numpy(), wanted)
+        return wrong
+
+
+class ClusterRunner:
+    """Runner of this process's arms, in step with the other workers of its cluster.
+
+    Args:
+        strategy: The strategy of tfdp.
+        arms: `CollectiveArms`.
+    """
+
+    name = "here"
+
+    def __init__(self, strategy: Any, arms: CollectiveArms) -> None:
+        self._worker_group, self._arms = strategy.extended.worker_group, arms
+
+    def run(self, arm: str, steps: int) -> list[float]:
+        """Run a block of steps and return what each worker measured."""
+        own = json.dumps(self._arms[arm](steps))
+        return [
+            json.loads(text)
+            for text in self._worker_group.all_gather(f"time of {arm}", own)
+        ]
+
+
+def _call(collective: str, algorithm: str) -> Callable[..., tf.Tensor]:
+    if algorithm != NO_ALGORITHM:
+        return AlgorithmChoice(Algorithm(algorithm)).all_reduce
+    if collective == "broadcast":
+        return _broadcast_from_first
+    return {"all_gather": all_gather, "reduce_scatter": reduce_scatter}[collective]
+
+
+def _broadcast_from_first(
+    tensor: tf.Tensor, group: ProcessGroup, replica: int
+) -> tf.Tensor:
+    return broadcast(tensor, group, replica, is_source=group.position(replica) == 0)
+
+
+def make_arms(setup: dict[str, Any]) -> Arms:
+    """Make the collectives that the driver asks for."""
+    return CollectiveArms(make_strategy(setup), setup["dtype"])
 
 
 if __name__ == "__main__":
-    main()
+    work(make_arms)

@@ -1,4 +1,4 @@
-"""Training steps of tfdp, of stock tf.distribute and of PyTorch's DDP, side by side."""
+"""`tfdp bench compare`: training steps of tfdp, stock tf.distribute and DDP."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdp.bench import output
-from tfdp.bench.compare_plot import plot
-from tfdp.bench.compare_table import (
+from tfdp.bench.compare_report import (
     COLUMNS,
     DDP,
     PACKS_MB,
     Row,
     Times,
     cells,
+    plot,
     rows_of,
 )
+from tfdp.bench.machine import HOW_TO_GET_TORCH, torch_version
 from tfdp.bench.models import ModelSettings
-from tfdp.bench.peers import HOW_TO_GET_TORCH, torch_version
-from tfdp.bench.sides import Side, started
-from tfdp.bench.turns import alternate, steps_that_take
+from tfdp.bench.sides import Side, alternate_for, started
 
 _BLOCK_SECONDS = 0.4
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings(ModelSettings):
-    """What is measured.
+    """Settings of the measurement.
 
     Args:
         num_workers: Int, processes of each side.
@@ -48,7 +47,7 @@ class Settings(ModelSettings):
 
 
 def run(settings: Settings, files: output.Files) -> None:
-    """Measures, prints the table and writes the files.
+    """Measure, print the table and write the files.
 
     Args:
         settings: `Settings`.
@@ -96,7 +95,7 @@ def _sides(settings: Settings, *, has_torch: bool) -> dict[str, Side]:
         for mb in PACKS_MB
     }
     tuned = {f"{name}, tuned": {**arm, "tuned": True} for name, arm in told.items()}
-    ours, count = "tfdp.bench.train_worker", settings.num_workers
+    ours, count = "tfdp.bench.training", settings.num_workers
     sides = {
         name: Side(name, ours, {"strategy": name, "arms": arms}, count)
         for name, arms in (("tfdp", told), ("stock", {**told, **packs}))
@@ -122,9 +121,8 @@ def _measure(
     all_times: Times = {}
     for model in settings.models:
         arms = _arms(sides, model)
-        steps = steps_that_take(_BLOCK_SECONDS, arms)
-        times = alternate(
-            arms, blocks=settings.blocks, steps=steps, warm_up=0, on_turn=on_turn
+        times = alternate_for(
+            _BLOCK_SECONDS, arms, blocks=settings.blocks, on_turn=on_turn
         )
         all_times |= times
         global_batch = settings.batch_size * settings.num_workers
@@ -147,7 +145,7 @@ def _title(settings: Settings) -> str:
 
 
 def _notes(settings: Settings, rows: Sequence[Row]) -> list[str]:
-    """What the table does not say, and who reads it should know."""
+    """Note below the table."""
     notes = [
         f"A step with SGD on a fixed batch of {settings.batch_size} for each of "
         f"{settings.num_workers} workers of one thread on this machine, "

@@ -32,7 +32,7 @@ def make_batch(model: Model, size: int) -> Batch:
 
 
 def build(model: Model) -> Any:
-    """Builds the Keras model.
+    """Build the Keras model.
 
     Args:
         model: `Model`.

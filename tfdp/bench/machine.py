@@ -1,9 +1,11 @@
-"""What a benchmark ran on: without it a number says nothing."""
+"""Machine, versions, load and rival packages that a benchmark ran with."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from importlib import metadata
@@ -18,10 +20,14 @@ _NAMES = {
     "torch": "PyTorch",
     "python": "Python",
 }
+HOW_TO_GET_TORCH = (
+    "get it with `pip install torch` (its CPU build is enough), or name an "
+    "interpreter that has it with --torch-python"
+)
 
 
 def describe(program: str | None = None) -> dict[str, Any]:
-    """Describes the machine, how busy it is, the versions and the command.
+    """Describe the machine, how busy it is, the versions and the command.
 
     Args:
         program: String, how this program is called, to which its arguments are
@@ -41,7 +47,7 @@ def describe(program: str | None = None) -> dict[str, Any]:
         "load_average_1_min": load(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: version_of(name) for name in _PACKAGES},
         "command": command_line(program),
     }
 
@@ -78,7 +84,7 @@ def command_line(program: str | None = None) -> str:
 
 
 def load() -> float:
-    """How many processes wanted the processor in the last minute, on average.
+    """Load average of the last minute.
 
     Returns:
         Float.
@@ -106,8 +112,36 @@ def _cpu_name() -> str:
     return platform.machine()
 
 
-def _version(name: str) -> str:
+def version_of(name: str) -> str:
+    """The version of an installed package, or `"not installed"`."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def torch_version(python: str) -> str | None:
+    """The PyTorch of an interpreter.
+
+    Args:
+        python: String, the interpreter's name or path.
+
+    Returns:
+        String, the version, or `None` if there is no such interpreter, or it has no
+        PyTorch that can talk by Gloo.
+
+    Example:
+
+    >>> torch_version("no such interpreter") is None
+    True
+    """
+    if shutil.which(python) is None:
+        return None
+    program = (
+        "import torch, torch.distributed as d; assert d.is_gloo_available(); "
+        "print(torch.__version__)"
+    )
+    done = subprocess.run(
+        [python, "-c", program], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else None

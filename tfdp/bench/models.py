@@ -16,7 +16,7 @@ _BLOCKS, _HEADS = 4, 4
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What a model looks like, for Keras and for PyTorch to build it.
+    """Shape of a model, for Keras and for PyTorch to build it.
 
     Args:
         family: String, `"mlp"` (two hidden layers) or `"transformer"` (pre-norm

@@ -1,14 +1,15 @@
-"""What every benchmark prints and writes: the machine, a table, a bar, files."""
+"""Output of a benchmark: progress bar, table, JSON file and plot."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import rich.table
 from rich import box
@@ -17,21 +18,41 @@ from rich.progress import Progress
 
 from tfdp.bench.machine import caption, describe, load
 
+if TYPE_CHECKING:  # it is an extra
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 # A table that is cut off says nothing: better that a narrow terminal breaks lines.
 _LEAST_WIDTH = 120
+# Okabe and Ito's: told apart by those who do not see red and green alike.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+_DOTS_PER_INCH = 150
+_WIDTH, _HEIGHT = 7.5, 4.5  # inches
+_LOOK: Any = {
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 10,
+    "grid.alpha": 0.3,
+}
 
 
-def about(benchmark: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run is: the first part of its JSON.
+def about(
+    benchmark: str, settings: Mapping[str, Any], program: str = "tfdp"
+) -> dict[str, Any]:
+    """Describe a run: the first part of its JSON.
 
     Args:
         benchmark: String, its name.
         settings: Mapping of what was asked for.
+        program: String, how the program is called. Defaults to `"tfdp"`.
 
     Returns:
         Dict.
     """
-    return {"benchmark": benchmark, **describe("tfdp"), "settings": dict(settings)}
+    return {"benchmark": benchmark, **describe(program), "settings": dict(settings)}
 
 
 def new_console() -> Console:
@@ -47,7 +68,7 @@ def new_console() -> Console:
 
 @contextlib.contextmanager
 def progress_bar(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """Draws a bar on stderr if that is a terminal, until the block ends.
+    """Draw a bar on stderr if that is a terminal, until the block ends.
 
     Args:
         label: String, what is going on.
@@ -65,7 +86,7 @@ def progress_bar(label: str, total: int) -> Iterator[Callable[[], None]]:
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """Where a benchmark writes.
+    """Output files of a benchmark.
 
     Args:
         json: Path of the JSON file.
@@ -78,7 +99,7 @@ class Files:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """What a benchmark prints.
+    """Printed table of a benchmark.
 
     Args:
         columns: Sequence of strings, the headings.
@@ -98,7 +119,7 @@ def report(
     draw: Callable[[str, Path], None],
     notes: Sequence[str] = (),
 ) -> None:
-    """Prints, draws and writes what a run has found, when it is over.
+    """Print, draw and write the results of a run.
 
     Args:
         console: Console.
@@ -135,3 +156,72 @@ def _drawn(table: Table) -> rich.table.Table:
     for row in table.rows:
         drawn.add_row(*row)
     return drawn
+
+
+def check_available() -> None:
+    """Check that figures can be drawn.
+
+    Raises:
+        ValueError: If matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "A plot needs matplotlib, which is not installed: get it with "
+            "`pip install tfdp[bench]`, or go without a plot by --no-plot."
+        )
+
+
+def new_figure(title: str, caption: str = "") -> tuple[Figure, Axes]:
+    """Make a figure with one pair of axes.
+
+    Args:
+        title: String, above the figure.
+        caption: String, in small letters below the title: the machine and the
+            versions. Defaults to none.
+
+    Returns:
+        Tuple of the figure and its axes.
+    """
+    figure, (axes,) = new_panels(title, 1, caption)
+    return figure, axes
+
+
+def new_panels(
+    title: str, num_panels: int, caption: str = ""
+) -> tuple[Figure, list[Axes]]:
+    """Make a figure with several pairs of axes side by side.
+
+    Args:
+        title: String, above the figure.
+        num_panels: Int, pairs of axes.
+        caption: String, as for `new_figure`. Defaults to none.
+
+    Returns:
+        Tuple of the figure and the list of its axes.
+    """
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    width = _WIDTH + (num_panels - 1) * 0.6 * _WIDTH
+    # Not by pyplot: it would change the backend and the look of its caller.
+    with mpl.rc_context(_LOOK):
+        figure = Figure(figsize=(width, _HEIGHT), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = [figure.add_subplot(1, num_panels, 1 + n) for n in range(num_panels)]
+        for each in axes:
+            each.set_prop_cycle(color=COLOURS, marker=MARKERS)
+    figure.suptitle(title, fontsize=12, fontweight="bold")
+    if caption:
+        figure.supxlabel(caption, fontsize=7.5, color="0.35")
+    return figure, axes
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a figure as PNG.
+
+    Args:
+        figure: The figure.
+        path: String or path of the file.
+    """
+    figure.savefig(path, format="png", dpi=_DOTS_PER_INCH)

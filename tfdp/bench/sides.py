@@ -1,4 +1,4 @@
-"""The sides of a benchmark: groups of worker processes, and how they are started."""
+"""Sides of a benchmark: groups of worker processes that take turns, block by block."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from tfdp.cluster import free_ports
+from tfdp.cluster.process_tree import kill_processes
 
 DEADLINE_SECONDS = 300.0
 # Another interpreter has its own packages, and of ours gets this one only: what else
@@ -50,7 +51,9 @@ class Side:
     ) -> None:
         self.name = name
         addresses = [f"127.0.0.1:{port}" for port in free_ports(num_workers)]
-        self._start(worker_commands(module, setup, addresses, python), _environment())
+        self._start(
+            worker_commands(module, setup, addresses, python), worker_environment()
+        )
 
     def _start(
         self, commands: Sequence[Sequence[str]], environment: Mapping[str, str]
@@ -65,11 +68,11 @@ class Side:
             raise
 
     def wait_until_ready(self) -> None:
-        """Waits until all workers have started."""
+        """Wait until all workers have started."""
         self._replies()
 
     def run(self, arm: str, steps: int) -> Any:
-        """Runs a block of steps and returns what each worker measured."""
+        """Run a block of steps and return what each worker measured."""
         for worker in self._workers:
             assert worker.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # the reply says why
@@ -78,9 +81,8 @@ class Side:
         return [reply["result"] for reply in self._replies()]
 
     def close(self) -> None:
-        """Ends the workers, also those that wait in native code for ever."""
-        for worker in self._workers:
-            worker.kill()
+        """End the workers, also those that wait in native code for ever."""
+        kill_processes([w.pid for w in self._workers if w.returncode is None])
         for worker in self._workers:
             worker.wait()
 
@@ -104,7 +106,7 @@ class Side:
 
 @contextlib.contextmanager
 def started(*sides: Side) -> Iterator[None]:
-    """Waits for all sides to be ready and ends them afterwards."""
+    """Wait for all sides to be ready and end them afterwards."""
     try:
         for side in sides:
             side.wait_until_ready()
@@ -156,8 +158,93 @@ def _started_worker(
     )
 
 
-def _environment() -> dict[str, str]:
-    """This process's, without what it may say about another cluster."""
+def worker_environment() -> dict[str, str]:
+    """This process's environment, without what it may say about another cluster."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
     kept.pop("TF_CONFIG", None)
     return {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", **kept}
+
+
+class Runner(Protocol):
+    """Protocol of what runs blocks of steps, such as a `Side`."""
+
+    name: str
+
+    def run(self, arm: str, steps: int) -> Any:
+        """Run a block of steps and return what each worker measured."""
+
+
+def alternate(
+    arms: Sequence[tuple[Runner, str]],
+    *,
+    blocks: int,
+    steps: int,
+    warm_up: int = 2,
+    on_turn: Callable[[], Any] = lambda: None,
+    slowest: Callable[[Any], Any] = max,
+) -> dict[str, list[Any]]:
+    """Run blocks of all arms in turn, every other time in reverse order.
+
+    Args:
+        arms: Sequence of side and name of an arm.
+        blocks: Int, how often each arm has its turn.
+        steps: Int, steps in a block.
+        warm_up: Int, steps of each arm before the first block. Defaults to `2`.
+        on_turn: Callable, called after each block. Defaults to nothing.
+        slowest: Callable that takes one of what the workers measured. Defaults to
+            `max`, for seconds per step.
+
+    Returns:
+        Dict from `side/arm` to what the slowest worker measured, one value for
+        each block.
+    """
+    times: dict[str, list[Any]] = {f"{side.name}/{arm}": [] for side, arm in arms}
+    for side, arm in arms:
+        if warm_up:
+            side.run(arm, warm_up)  # traces, and fills caches
+    for block in range(blocks):
+        for side, arm in arms if block % 2 == 0 else reversed(arms):
+            times[f"{side.name}/{arm}"].append(slowest(side.run(arm, steps)))
+            on_turn()
+    return times
+
+
+def alternate_for(
+    seconds: float,
+    arms: Sequence[tuple[Runner, str]],
+    *,
+    blocks: int,
+    on_turn: Callable[[], Any] = lambda: None,
+) -> dict[str, list[float]]:
+    """Warm all arms up, then run blocks of a length, as `alternate` does.
+
+    Args:
+        seconds: Float, how long a block of the slowest arm should take.
+        arms: Sequence of side and name of an arm.
+        blocks: Int, how often each arm has its turn.
+        on_turn: Callable, called after each block. Defaults to nothing.
+
+    Returns:
+        Dict, as of `alternate`.
+    """
+    steps = steps_that_take(seconds, arms)
+    return alternate(arms, blocks=blocks, steps=steps, warm_up=0, on_turn=on_turn)
+
+
+def steps_that_take(
+    seconds: float, arms: Sequence[tuple[Runner, str]], most: int = 200
+) -> int:
+    """Warm all arms up, and find how many steps make a block.
+
+    Args:
+        seconds: Float, how long a block of the slowest arm should take.
+        arms: Sequence of side and name of an arm.
+        most: Int, the largest result. Defaults to `200`.
+
+    Returns:
+        Int, steps of every arm: at least one.
+    """
+    for side, arm in arms:
+        side.run(arm, 1)  # traces
+    slowest = max(max(side.run(arm, 2)) for side, arm in arms)
+    return max(1, min(most, round(seconds / slowest)))

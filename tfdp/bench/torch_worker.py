@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.bench.channel import Arm, OnDemand, serve, take_over_output
+from tfdp.bench.channel import Arm, Arms, OnDemand, work
 from tfdp.bench.models import CONTEXT, NUM_CLASSES, NUM_INPUTS, VOCABULARY, Model
 
 
@@ -140,10 +138,8 @@ def timed(step: Callable[[], Any], *, meets: bool) -> Arm:
     return run
 
 
-def main() -> None:
-    """Takes steps as the driver asks."""
-    take_over_output()
-    setup = json.loads(sys.argv[1])
+def make_arms(setup: dict[str, Any]) -> Arms:
+    """Make the training steps that the driver asks for."""
     import torch
 
     torch.set_num_threads(1)
@@ -160,8 +156,8 @@ def main() -> None:
         step = training_step(Model(**arm.pop("model")), arm.pop("batch_size"), **arm)
         return timed(step, meets=setup.get("meets", False))
 
-    serve(OnDemand(make, lambda name: str(told[name]["model"])))
+    return OnDemand(make, lambda name: str(told[name]["model"]))
 
 
 if __name__ == "__main__":
-    main()
+    work(make_arms)

@@ -1,4 +1,4 @@
-"""How training steps scale with the number of replicas: weak and strong."""
+"""`tfdp bench train`: weak and strong scaling of training steps."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ from typing import Any
 from tfdp.bench import output
 from tfdp.bench.machine import num_cores
 from tfdp.bench.models import ModelSettings
-from tfdp.bench.scaling import batch_of, efficiency
-from tfdp.bench.sides import Side, started
-from tfdp.bench.train_plot import plot
-from tfdp.bench.train_table import COLUMNS, Row, cells, row_of
-from tfdp.bench.turns import alternate, steps_that_take
+from tfdp.bench.sides import Side, alternate_for, started
+from tfdp.bench.stats import batch_of, efficiency
+from tfdp.bench.train_report import COLUMNS, Row, cells, plot, row_of
 
 PLACEMENTS = ("processes", "devices")
-_WORKER = "tfdp.bench.train_worker"
+_WORKER = "tfdp.bench.training"
 _BLOCK_SECONDS = 0.3
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings(ModelSettings):
-    """What is measured.
+    """Settings of the measurement.
 
     Args:
         family: String, of `tfdp.bench.models.FAMILIES`.
         millions: Sequence of floats, sizes of the models in million parameters.
         replicas: Sequence of ints, numbers of replicas.
-        scalings: Sequence of strings, of `tfdp.bench.scaling.SCALINGS`.
+        scalings: Sequence of strings, of `tfdp.bench.stats.SCALINGS`.
         batch_size: Int, samples of each replica; see `batch_of`.
         blocks: Int, turns of each number of replicas.
         placement: String, `"processes"`, one for each replica, or `"devices"`,
@@ -54,7 +52,7 @@ class Settings(ModelSettings):
         return batch_of(scaling, self.batch_size, count, self.counts[-1])
 
     def check(self) -> None:
-        """Checks that all that is asked for can be run, before anything is started.
+        """Check that all that is asked for can be run, before anything is started.
 
         Raises:
             ValueError: If not.
@@ -73,7 +71,7 @@ Times = dict[str, list[float]]
 
 
 def run(settings: Settings, files: output.Files) -> None:
-    """Measures, prints the table and writes the files.
+    """Measure, print the table and write the files.
 
     Args:
         settings: `Settings`.
@@ -134,16 +132,15 @@ def _measure(
         for scaling in settings.scalings:
             batches = {count: settings.batch(scaling, count) for count in sides}
             arms = [(sides[n], _arm(name, batches[n])) for n in sides]
-            steps = steps_that_take(_BLOCK_SECONDS, arms)
-            times = alternate(
-                arms, blocks=settings.blocks, steps=steps, warm_up=0, on_turn=on_turn
+            times = alternate_for(
+                _BLOCK_SECONDS, arms, blocks=settings.blocks, on_turn=on_turn
             )
             of_count = {n: times[f"{n}/{_arm(name, batches[n])}"] for n in sides}
             for count, seconds in of_count.items():
                 all_times[f"{name}, {scaling}, {count}"] = seconds
-                share = efficiency(scaling, of_count[1], seconds, count)
+                ratio = efficiency(scaling, of_count[1], seconds, count)
                 rows.append(
-                    row_of((name, scaling), count, batches[count], seconds, share)
+                    row_of((name, scaling), count, batches[count], seconds, ratio)
                 )
     return rows, all_times
 
@@ -153,7 +150,7 @@ def _arm(name: str, batch_size: int) -> str:
 
 
 def _notes(settings: Settings) -> list[str]:
-    """What the table does not say, and who reads it should know."""
+    """Note below the table."""
     notes = [
         "One replica is plain Keras without a strategy; every replica has one thread. "
         "Batch: of each replica.",

@@ -1,4 +1,4 @@
-"""The strategy of a benchmark's worker, and a training step to be timed."""
+"""Worker of a training benchmark: its strategy and timed training steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.bench.channel import Arm
+from tfdp.bench.channel import Arm, Arms, OnDemand, work
 from tfdp.bench.keras_models import build, make_batch
 from tfdp.bench.models import Model
 from tfdp.cluster import Cluster
@@ -159,7 +159,7 @@ def training_step(
 def _loss_and_gradients(
     network: Any, batch: tuple[Any, ...], global_batch_size: int
 ) -> tuple[Any, list[Any]]:
-    """A replica's share of the mean loss of the global batch."""
+    """Loss of a replica's rows, whose sum over replicas is the mean loss."""
     x, y = batch
     with tf.GradientTape() as tape:
         losses = keras.losses.sparse_categorical_crossentropy(
@@ -216,3 +216,25 @@ def apply_in_packs(gradients: list[Any], variables: list[Any], pack_bytes: int) 
 
     sums = sums_in_packs(gradients, pack_bytes)
     tf.distribute.get_replica_context().merge_call(update, args=(sums,))
+
+
+def make_arms(setup: dict[str, Any]) -> Arms:
+    """Make the training steps that the driver asks for."""
+    strategy = make_strategy(setup)
+    told = setup["arms"]
+
+    def make(name: str) -> Arm:
+        arm = told[name]
+        step = training_step(
+            strategy,
+            Model(**arm["model"]),
+            batch_size=arm["batch_size"],
+            pack_bytes=arm.get("pack_bytes", 0),
+        )
+        return timed(step)
+
+    return OnDemand(make, lambda name: str(told[name]["model"]))
+
+
+if __name__ == "__main__":
+    work(make_arms)

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from tfdp.base.context import strategy_of
+from tfdp.base.files import problem_of_folder
 from tfdp.callbacks.measuring import MeasuringCallback
 from tfdp.coordination.mailbox import Mailbox
 from tfdp.coordination.worker_group import WorkerGroup
-from tfdp.monitor.board import Board
-from tfdp.monitor.facts import facts_of, loss_scale_of, settings_of
-from tfdp.monitor.folders import problem_of_folder
+from tfdp.monitor.advice import facts_of, loss_scale_of, settings_of
+from tfdp.monitor.device_meter import meter_for
 from tfdp.monitor.meter import Meter
-from tfdp.monitor.meters import meter_for
 from tfdp.monitor.readings import Reading
-from tfdp.monitor.reporter import Reporter
+from tfdp.monitor.report import ReportThread, RunReport
 from tfdp.monitor.windows import Window, fraction, mean_of, window_of
 
 _KEPT_STEPS = 200
@@ -90,8 +89,8 @@ class CommunicationMonitor(MeasuringCallback):
         self.histogram = histogram
         self._epoch = 0
         self._num_fits = 0
-        self._board: Board | None = None
-        self._reporter: Reporter | None = None
+        self._run_report: RunReport | None = None
+        self._report_thread: ReportThread | None = None
         self._window: list[Reading] = []
         self._recent: collections.deque[Reading] = collections.deque(maxlen=_KEPT_STEPS)
         self._last_meter: Meter | None = None
@@ -141,16 +140,16 @@ class CommunicationMonitor(MeasuringCallback):
         self._last_meter = self.meter
         if strategy is not None:
             self.meter.start()
-        if self._reporter is not None:  # of a `fit` that was broken off
-            self._reporter.close()
+        if self._report_thread is not None:  # of a `fit` that was broken off
+            self._report_thread.close()
         self._num_fits += 1
         if worker_group.rank == 0:
             hosts = strategy.extended.hosts if strategy else ("localhost",)
-            self._board = Board(
+            self._run_report = RunReport(
                 self.log_dir, hosts, histogram=self.histogram, number=self._num_fits
             )
-        self._reporter = Reporter(Mailbox(worker_group), self._board)
-        self._reporter.start()
+        self._report_thread = ReportThread(Mailbox(worker_group), self._run_report)
+        self._report_thread.start()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Begins to count batches."""
@@ -168,22 +167,22 @@ class CommunicationMonitor(MeasuringCallback):
 
     def on_train_end(self, logs: Any = None) -> None:
         """Writes what is left, and on the first worker the summary."""
-        if self._reporter is None:
+        if self._report_thread is None:
             return
         self._report()
-        self._reporter.close()
-        if self._board is not None:
-            self._board.end_epoch()
+        self._report_thread.close()
+        if self._run_report is not None:
+            self._run_report.end_epoch()
         self._speak()
         self.meter = None
-        error = self._reporter.error
-        self._reporter = None
+        error = self._report_thread.error
+        self._report_thread = None
         try:
-            if self._board is not None and self._board.totals.num_steps:
+            if self._run_report is not None and self._run_report.totals.num_steps:
                 facts = facts_of(self.model)
                 settings = settings_of(self.model, self.every)
-                print(self._board.finish(facts, settings))
-                self._board.close()
+                print(self._run_report.finish(facts, settings))
+                self._run_report.close()
         except OSError as later:
             error = error or later
         if error is not None:
@@ -195,17 +194,17 @@ class CommunicationMonitor(MeasuringCallback):
 
     def _speak(self) -> None:
         """Prints what the thread has found of the epochs that are over."""
-        while self._board is not None and self._board.notices:
-            print(f"\nCommunicationMonitor: {self._board.notices.popleft()}")
+        while self._run_report is not None and self._run_report.notices:
+            print(f"\nCommunicationMonitor: {self._run_report.notices.popleft()}")
 
     def _report(self) -> None:
         """Hands the window to the thread that computes and writes."""
         readings, self._window = self._window, []
         meter = self.meter
-        if not readings or meter is None or self._reporter is None:
+        if not readings or meter is None or self._report_thread is None:
             return
-        if self._board is not None:
-            self._board.labels = meter.labels
+        if self._run_report is not None:
+            self._run_report.labels = meter.labels
         scale, skipped = loss_scale_of(self.model.optimizer)
         step, epoch = self.step, self._epoch
 
@@ -218,4 +217,4 @@ class CommunicationMonitor(MeasuringCallback):
                 skipped_steps=skipped,
             )
 
-        self._reporter.put(make)
+        self._report_thread.put(make)

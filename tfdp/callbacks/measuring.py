@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfdp.keras_hooks import install
-from tfdp.monitor.timed_steps import TimedSteps
+from tfdp.monitor.meter import TimedSteps
 from tfdp.optimizer.arguments import check_strategy
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tfdp.base.context import strategy_of
+from tfdp.base.files import problem_of_folder
 from tfdp.callbacks.measuring import MeasuringCallback
 from tfdp.coordination.mailbox import Mailbox
 from tfdp.coordination.worker_group import WorkerGroup
-from tfdp.monitor.folders import problem_of_folder
-from tfdp.monitor.meters import meter_for
+from tfdp.monitor.device_meter import meter_for
 from tfdp.monitor.readings import Reading
 from tfdp.monitor.sinks import write_json
 from tfdp.monitor.trace import WorkerTrace, chrome_trace

@@ -17,13 +17,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tfdp.base.files import write_text
 from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint.api import save_state, together
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.index_file import INDEX_FILE, UnknownFormat, load_index
 from tfdp.checkpoint.run_state import Wanted
-from tfdp.checkpoint.writer import write_text
 from tfdp.sharding.state_tensors import StateTensor
 
 _NAME = re.compile(r"step-(\d+)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -15,7 +14,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.base.private_folder import make_private_folder
+from tfdp.base.files import (
+    make_private_folder,
+    replaced,
+    sync_folder,
+    write_text,
+)
 from tfdp.checkpoint import files
 from tfdp.checkpoint.index import Extent, File, Shard, cut
 from tfdp.checkpoint.index_file import (
@@ -130,30 +134,10 @@ def write_parts(state: Sequence[StateTensor], folder: str, worker: int) -> list[
 
 def replace_index(directory: str, token: str, text: str) -> None:
     """Puts an index in place: from here on the checkpoint is the new one."""
-    temporary = os.path.join(directory, token, INDEX_FILE)
-    write_text(temporary, text)
-    os.replace(temporary, os.path.join(directory, INDEX_FILE))
+    own = os.path.join(directory, token, INDEX_FILE)
+    with replaced(os.path.join(directory, INDEX_FILE), own) as temporary:
+        write_text(temporary, text)
     sync_folder(directory)
-
-
-def write_text(path: str, text: str) -> None:
-    """Writes a file, all the way to the disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: str) -> None:
-    """Takes the names of a directory's files to the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # no such thing here
-            raise
-    finally:
-        os.close(number)
 
 
 class _Reader:

@@ -1,1 +1,9 @@
-"""The command line: `tfdp run`, `doctor`, `plan`, `bench` and `convert`."""
+"""The command line: `tfdp run`, `doctor`, `plan`, `bench` and `convert`.
+
+`main` has the commands, each in a file of its name; `parameter_types` the types of
+their options. `run` starts a `job` of local workers: `launch` (the environment of
+each), `worker` (a process and its output), `screen` (the output of all), `signals`,
+and `restarts` (what follows a failure). `plan` prints a `forecast` with its `memory`;
+`bench` has options of its own in `bench_options`. TensorFlow is imported late, by
+`importing`.
+"""

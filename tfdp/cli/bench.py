@@ -1,22 +1,246 @@
-"""`tfdp bench`: what communication and training cost here, measured side by side."""
+"""`tfdp bench`: collectives and training, measured side by side on this machine."""
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import click
 
-from tfdp.cli.bench_buckets import buckets
-from tfdp.cli.bench_collectives import collectives
-from tfdp.cli.bench_training import compare, train
+from tfdp.bench import collectives as of_collectives
+from tfdp.bench import compare as of_sides
+from tfdp.bench import train as of_training
+from tfdp.bench.nccl_tests import COLLECTIVES
+from tfdp.bench.stats import SCALINGS
+from tfdp.cli import bench_options as options
+from tfdp.cli import parameter_types as types
+from tfdp.cluster import Cluster
+from tfdp.options import FLAT_ALGORITHMS
+
+_ALGORITHMS = (*FLAT_ALGORITHMS, "hierarchical")
+
+
+@click.command(cls=types.ManyValues)
+@options.models
+@click.option(
+    "--replicas",
+    metavar="N...",
+    multiple=True,
+    default=(1, 2, 4),
+    show_default=True,
+    type=types.COUNT,
+    help="Numbers of replicas; one is always measured, to compare with.",
+)
+@click.option(
+    "--scaling",
+    multiple=True,
+    type=click.Choice(SCALINGS),
+    default=SCALINGS,
+    show_default=True,
+    help="weak: every replica keeps its batch. strong: all share one global batch.",
+)
+@options.batch("each replica; in strong scaling of each of the most replicas")
+@click.option(
+    "--placement",
+    type=click.Choice(of_training.PLACEMENTS),
+    default="processes",
+    show_default=True,
+    help="A process for each replica, or logical CPU devices of one process.",
+)
+@options.blocks(10)
+@options.files
+def train(**given: Any) -> None:
+    """Time training steps on 1, 2, ... replicas: speedup and efficiency.
+
+    The numbers of replicas take turns, block by block, on this machine's CPU.
+    """
+    files = options.checked_files("train", given)
+    settings = of_training.Settings(
+        family=given["family"],
+        millions=given["models"],
+        replicas=given["replicas"],
+        scalings=given["scaling"],
+        batch_size=given["batch"],
+        blocks=given["blocks"],
+        placement=given["placement"],
+    )
+    with options.errors_in_one_sentence():
+        of_training.run(settings, files)
+
+
+@click.command(cls=types.ManyValues)
+@click.option(
+    "-n",
+    "--workers",
+    metavar="N",
+    default=2,
+    show_default=True,
+    type=types.COUNT,
+    help="Local worker processes of each side, of one thread each.",
+)
+@options.models
+@options.batch("each worker")
+@click.option(
+    "--torch-python",
+    metavar="PATH",
+    default=sys.executable,
+    help="An interpreter that has PyTorch. Default: this one.",
+)
+@options.blocks(20)
+@options.files
+def compare(**given: Any) -> None:
+    """Time a training step of tfdp, stock tf.distribute and PyTorch's DDP.
+
+    All are alive at the same time and take turns, block by block. Stock is taken at
+    its defaults and at its best pack size, DDP (with Gloo, where PyTorch is
+    installed) at its defaults and tuned.
+    """
+    files = options.checked_files("compare", given)
+    if given["workers"] < 2:
+        raise click.UsageError(
+            f"A comparison needs at least 2 workers. Received: -n {given['workers']}"
+        )
+    settings = of_sides.Settings(
+        num_workers=given["workers"],
+        family=given["family"],
+        millions=given["models"],
+        batch_size=given["batch"],
+        blocks=given["blocks"],
+        torch_python=given["torch_python"],
+    )
+    with options.errors_in_one_sentence():
+        of_sides.run(settings, files)
+
+
+@click.command(cls=types.ManyValues)
+@click.option(
+    "-n",
+    "--workers",
+    metavar="N",
+    type=types.COUNT,
+    help="Local worker processes, on the CPU. Default: all workers of TF_CONFIG or of "
+    "the Slurm step, each of which runs this command; else this machine's devices.",
+)
+@click.option(
+    "-D",
+    "--devices-per-worker",
+    metavar="D",
+    type=types.COUNT,
+    help="Logical CPU devices in each local worker. Default: 1.",
+)
+@click.option(
+    "--collectives",
+    metavar="NAME...",
+    multiple=True,
+    type=click.Choice(COLLECTIVES),
+    default=("all_reduce",),
+    show_default=True,
+    help=f"Of {', '.join(COLLECTIVES)}.",
+)
+@click.option(
+    "--algorithms",
+    metavar="NAME...",
+    multiple=True,
+    type=click.Choice(_ALGORITHMS),
+    default=FLAT_ALGORITHMS,
+    show_default=True,
+    help="Of the all-reduce: ring, tree, halving_doubling, hierarchical.",
+)
+@click.option(
+    "--sizes",
+    metavar="SIZE...",
+    multiple=True,
+    type=types.SIZE,
+    help="Sizes, such as 4KB 1MB; instead of the three options below.",
+)
+@click.option(
+    "--min-bytes",
+    metavar="SIZE",
+    default="4KB",
+    show_default=True,
+    type=types.SIZE,
+    help="Smallest size.",
+)
+@click.option(
+    "--max-bytes",
+    metavar="SIZE",
+    default="16MB",
+    show_default=True,
+    type=types.SIZE,
+    help="Largest size.",
+)
+@click.option(
+    "--factor",
+    metavar="F",
+    default=4,
+    show_default=True,
+    type=types.AT_LEAST_TWO,
+    help="What a size is multiplied by to get the next.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(tuple(of_collectives.ITEM_BYTES)),
+    default="float32",
+    show_default=True,
+    help="Type of the elements.",
+)
+@click.option(
+    "--node-size",
+    metavar="L",
+    type=types.COUNT,
+    help="Replicas of consecutive ranks that count as one node.",
+)
+@options.blocks(10)
+@options.files
+def collectives(min_bytes: int, max_bytes: int, factor: int, **given: Any) -> None:
+    """Time every collective and check its results, as nccl-tests does.
+
+    The columns are those of nccl-tests: size of the larger of input and output,
+    number of elements, median time, bandwidth of the algorithm and of the bus, and
+    how many elements are wrong. The algorithms of a size take turns.
+    """
+    sizes = given["sizes"] or options.geometric(min_bytes, max_bytes, factor)
+    files = options.checked_files("collectives", given)
+    num_workers = _num_workers(given["workers"], given["devices_per_worker"])
+    settings = of_collectives.Settings(
+        collectives=given["collectives"],
+        algorithms=given["algorithms"],
+        sizes=sizes,
+        dtype=given["dtype"],
+        blocks=given["blocks"],
+        num_workers=num_workers,
+        devices_per_worker=given["devices_per_worker"],
+        node_size=given["node_size"],
+    )
+    with options.errors_in_one_sentence():
+        num_wrong = of_collectives.run(settings, files)
+    if num_wrong:
+        click.echo(f"tfdp: {num_wrong} elements are wrong", err=True)
+        sys.exit(1)
+
+
+def _num_workers(given: int | None, devices: int | None) -> int | None:
+    """The number of local processes, or `None` for the cluster of this process."""
+    with options.errors_in_one_sentence():
+        in_cluster = Cluster.from_environment() is not None
+    if given is not None or not devices:
+        return given
+    if in_cluster:
+        raise click.UsageError(
+            "In a cluster TF_CONFIG says how many devices a worker has. "
+            f"Received: --devices-per-worker {devices}"
+        )
+    return 1
 
 
 @click.group(
-    commands=[collectives, train, compare, buckets],
+    commands=[collectives, train, compare],
     no_args_is_help=False,
     invoke_without_command=True,
 )
 @click.pass_context
 def bench(context: click.Context) -> None:
-    """Measures collectives and training, as ratios of sides that take turns.
+    """Measure collectives and training, as ratios of sides that take turns.
 
     Each benchmark prints a table, writes JSON and a plot, and names the machine
     and the versions. Run it on an idle machine.

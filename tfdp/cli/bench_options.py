@@ -1,19 +1,18 @@
-"""Options that benchmarks share: models, batch, blocks, and what files are written."""
+"""Options that benchmarks share: models, batch, blocks, sizes and output files."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from tfdp.bench import arguments
 from tfdp.bench.models import FAMILIES
-from tfdp.bench.output import Files
-from tfdp.bench.plots import check_available
-from tfdp.cli import values
+from tfdp.bench.output import Files, check_available
+from tfdp.cli import parameter_types as types
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -23,9 +22,9 @@ def blocks(default: int) -> Callable[[_Function], _Function]:
     return click.option(
         "--blocks",
         metavar="B",
-        default=str(default),
+        default=default,
         show_default=True,
-        callback=arguments.pairs,
+        type=types.AT_LEAST_TWO,
         help="Turns of each side, at least 2: more make the intervals narrower.",
     )
 
@@ -43,9 +42,9 @@ def models(function: _Function) -> _Function:
         "--models",
         metavar="MILLIONS...",
         multiple=True,
-        default=("1", "5", "20"),
+        default=(1, 5, 20),
         show_default=True,
-        callback=arguments.millions,
+        type=types.MILLIONS,
         help="Sizes of the models, in million parameters.",
     )(function)
 
@@ -55,9 +54,9 @@ def batch(whose: str) -> Callable[[_Function], _Function]:
     return click.option(
         "--batch",
         metavar="B",
-        default="32",
+        default=32,
         show_default=True,
-        callback=values.count,
+        type=types.COUNT,
         help=f"Samples of {whose}.",
     )
 
@@ -69,13 +68,13 @@ def files(function: _Function) -> _Function:
         click.option(
             "--plot",
             metavar="FILE",
-            callback=arguments.file_to_write,
+            type=types.OUTPUT_FILE,
             help="Where the picture goes, a PNG. Default: a new file in ./tfdp-bench.",
         ),
         click.option(
             "--json",
             metavar="FILE",
-            callback=arguments.file_to_write,
+            type=types.OUTPUT_FILE,
             help="Where everything goes, as JSON. Default: a new file in ./tfdp-bench.",
         ),
     ):
@@ -92,15 +91,69 @@ def checked_files(name: str, options: dict[str, Any]) -> Files:
                 f"Either --plot or --no-plot is given. Received: both, --plot {plot}"
             )
     else:
-        with one_sentence():
+        with errors_in_one_sentence():
             check_available()
-        plot = plot or arguments.new_file(name, ".png")
-    return Files(options["json"] or arguments.new_file(name, ".json"), plot)
+        plot = plot or _new_file(name, ".png")
+    return Files(options["json"] or _new_file(name, ".json"), plot)
+
+
+def _new_file(name: str, suffix: str) -> Path:
+    """A file in ./tfdp-bench that is not there yet.
+
+    Args:
+        name: String, of the benchmark.
+        suffix: String, such as `".json"`.
+
+    Returns:
+        Path.
+
+    Raises:
+        click.UsageError: If the folder cannot be written.
+    """
+    folder = Path("tfdp-bench")
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise click.UsageError(
+            f"The folder {folder} cannot be made ({error.strerror}); say with --json "
+            "and --plot where results go."
+        ) from error
+    return folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}{suffix}"
+
+
+def geometric(first: int, last: int, factor: int) -> list[int]:
+    """Geometric series of sizes.
+
+    Args:
+        first: Int, the smallest.
+        last: Int, the largest or a little more.
+        factor: Int, what each is multiplied by.
+
+    Returns:
+        List of int.
+
+    Raises:
+        click.UsageError: If there is none.
+
+    Example:
+
+    >>> geometric(1024, 20000, 4)
+    [1024, 4096, 16384]
+    """
+    if last < first:
+        raise click.UsageError(
+            "The smallest size is larger than the largest. "
+            f"Received: --min-bytes {first} --max-bytes {last}"
+        )
+    sizes = [first]
+    while sizes[-1] * factor <= last:
+        sizes.append(sizes[-1] * factor)
+    return sizes
 
 
 @contextlib.contextmanager
-def one_sentence() -> Iterator[None]:
-    """What cannot be run, and a worker that fails, is told without a traceback."""
+def errors_in_one_sentence() -> Iterator[None]:
+    """Report expected errors in one sentence, without a traceback."""
     try:
         yield
     except (ValueError, RuntimeError, OSError) as error:

@@ -1,14 +1,14 @@
-"""`tfdp convert`: a checkpoint of any number of workers becomes one Keras file."""
+"""`tfdp convert`: one Keras file from a checkpoint of any number of workers."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from typing import Any
 
 import click
 
+from tfdp.base.files import replaced
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.index_file import load_index
 from tfdp.cli.importing import first_line, import_without_gpus
@@ -19,7 +19,7 @@ from tfdp.cli.importing import first_line, import_without_gpus
 @click.argument("output", metavar="MODEL.keras")
 @click.option("--force", is_flag=True, help="Replaces MODEL.keras if it is there.")
 def convert(directory: str, output: str, force: bool) -> None:
-    """Turns the checkpoint in DIR into the ordinary file MODEL.keras.
+    """Turn the checkpoint in DIR into the ordinary file MODEL.keras.
 
     DIR is what `tfdp.checkpoint.save` wrote. The model and the state of its
     optimizer must fit into the memory of this machine; no GPU is used.
@@ -84,16 +84,11 @@ def _cannot_build(why: str, directory: str) -> click.UsageError:
 
 
 def _save(model: Any, output: str) -> None:
-    """Writes beside the target first, so that no half of a file is left there."""
-    folder, name = os.path.split(output)
-    temporary = os.path.join(folder, f".{os.getpid()}.{name}")
+    """Write beside the target first, so that no half of a file is left there."""
     try:
-        model.save(temporary)
-        os.replace(temporary, output)
+        with replaced(output) as temporary:
+            model.save(temporary)
     except Exception as error:  # a full disk shows in several ways
         raise click.ClickException(
             f"The file cannot be written ({first_line(error)}). Received: {output}"
         ) from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)

@@ -1,18 +1,26 @@
-"""`tfdp doctor`: what this machine and this cluster look like to tfdp."""
+"""`tfdp doctor`: versions, devices, cluster and topology as tfdp sees them."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import click
 from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
 
-from tfdp.cli.topology import describe_unevenness, draw_topology, port_states
-from tfdp.cluster import Cluster, topology_of
+from tfdp.bench.machine import version_of
+from tfdp.cluster import (
+    Cluster,
+    Topology,
+    check_port_free,
+    topology_of,
+    unreachable_workers,
+)
 
 _PACKAGES = ("tfdp", "tensorflow", "keras", "numpy")
 _TRUST = (
@@ -25,7 +33,7 @@ _TRUST = (
 
 @click.command()
 def doctor() -> None:
-    """Prints versions, devices, NCCL, the cluster, and whether its ports answer."""
+    """Print versions, devices, NCCL, the cluster, and whether its ports answer."""
     try:
         cluster = Cluster.from_environment()
     except ValueError as error:
@@ -48,17 +56,12 @@ def _title(console: Console, text: str, style: str = "bold") -> None:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
+    own = {"python": platform.python_version()}
+    return own | {name: version_of(name) for name in _PACKAGES}
 
 
 def _import_tensorflow(console: Console) -> ModuleType | None:
-    """Imports TensorFlow, here and not above: it takes seconds."""
+    """Import TensorFlow, here and not above: it takes seconds."""
     # Warnings stay: they say which CUDA library is missing.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     try:
@@ -71,7 +74,7 @@ def _import_tensorflow(console: Console) -> ModuleType | None:
 
 
 def _show_devices(console: Console, tf: Any) -> list[str]:
-    """Prints the devices; returns those on which one worker would train."""
+    """Print the devices; return those on which one worker would train."""
     gpus = tf.config.list_physical_devices("GPU")
     for gpu in gpus:
         # Looking at a GPU must not take its memory from a training that runs.
@@ -126,7 +129,7 @@ def _show_cluster(
 
 
 def _is_from_tf_config() -> bool:
-    """Tells whether `TF_CONFIG` names a cluster; Slurm is asked only if not."""
+    """Tell whether `TF_CONFIG` names a cluster; Slurm is asked only if not."""
     return Cluster.from_tf_config(os.environ.get("TF_CONFIG", "")) is not None
 
 
@@ -135,3 +138,103 @@ def _describe_task(cluster: Cluster) -> str:
         return "the evaluator, which takes no part in training"
     chief = ", the chief" if cluster.is_chief else ""
     return f"worker {cluster.rank} of {cluster.num_workers}{chief}"
+
+
+def port_states(cluster: Cluster, timeout_seconds: float = 1.0) -> list[str]:
+    """Say of each worker's port whether it answers, of this one's if it is free.
+
+    Args:
+        cluster: The `Cluster`.
+        timeout_seconds: Float, how long to wait for answers. Defaults to
+            `1.0`.
+
+    Returns:
+        List of strings, in the order of ranks.
+    """
+    silent = unreachable_workers(cluster, timeout_seconds)
+    states = [
+        "does not answer" if rank in silent else "answers"
+        for rank in range(cluster.num_workers)
+    ]
+    if not cluster.is_evaluator:
+        states[cluster.rank] = f"this task, {_own_port_state(cluster)}"
+    return states
+
+
+def _own_port_state(cluster: Cluster) -> str:
+    assert cluster.address is not None
+    try:
+        check_port_free(cluster.address)
+    except ValueError:
+        return "port taken: by its own training if that runs, else by another process"
+    return "port free"
+
+
+def draw_topology(
+    cluster: Cluster,
+    devices: Sequence[str],
+    states: Sequence[str],
+    topology: Topology,
+) -> Tree:
+    """Draw the tree of nodes, workers and replicas.
+
+    Args:
+        cluster: The `Cluster`.
+        devices: Sequence of strings, the devices that each worker trains on.
+            All workers have the same number of them.
+        states: Sequence of strings, what to say of each worker's port.
+        topology: The `Topology` of the cluster's replicas.
+
+    Returns:
+        A `rich.tree.Tree`.
+    """
+    # `Text`, for in a plain string an IPv6 address would be taken for markup.
+    tree = Tree(
+        Text(
+            f"{topology.num_nodes} nodes, {cluster.num_workers} workers, "
+            f"{topology.num_replicas} replicas, numbered by global rank"
+        )
+    )
+    for node_rank, ranks in enumerate(topology.nodes):
+        on_node: dict[int, list[int]] = {}
+        for rank in ranks:
+            on_node.setdefault(rank // len(devices), []).append(rank)
+        hosts = dict.fromkeys(cluster.hosts[worker] for worker in on_node)
+        node = tree.add(Text(f"node {node_rank}  {', '.join(hosts)}"))
+        for worker, replicas in on_node.items():
+            chief = " (chief)" if worker == 0 else ""
+            address = cluster.workers[worker]
+            branch = node.add(
+                Text(f"worker {worker}{chief}  {address}  {states[worker]}")
+            )
+            _add_replicas(branch, replicas, devices, topology)
+    for address in cluster.evaluators:
+        tree.add(Text(f"evaluator  {address}  takes no part in training"))
+    return tree
+
+
+def _add_replicas(
+    branch: Tree, ranks: Sequence[int], devices: Sequence[str], topology: Topology
+) -> None:
+    for rank in ranks:
+        device = devices[rank % len(devices)]
+        local_rank = topology.local_rank(rank)
+        branch.add(Text(f"replica {rank}  {device}  local rank {local_rank}"))
+
+
+def describe_unevenness(topology: Topology) -> str | None:
+    """Say what follows from nodes that have unequally many replicas.
+
+    Args:
+        topology: The `Topology` of the cluster's replicas.
+
+    Returns:
+        String, or `None` if the nodes are even.
+    """
+    if topology.is_even:
+        return None
+    sizes = ", ".join(str(len(node)) for node in topology.nodes)
+    return (
+        f"The nodes are uneven, with {sizes} replicas: hierarchical algorithms fall "
+        "back to flat ones."
+    )

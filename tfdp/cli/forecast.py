@@ -1,4 +1,4 @@
-"""Prints what `tfdp plan` predicts, and everything that the prediction assumes."""
+"""Output of `tfdp plan`: the forecast, and everything that it assumes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Forecast:
 
 
 def show(forecast: Forecast, *, as_json: bool) -> None:
-    """Prints a forecast.
+    """Print a forecast.
 
     Args:
         forecast: `Forecast`.

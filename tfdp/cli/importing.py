@@ -1,4 +1,4 @@
-"""Imports TensorFlow late, without GPUs, and says in one sentence if that fails."""
+"""Late import of TensorFlow without GPUs, with errors in one sentence."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def import_without_gpus(name: str) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line without a full stop."""
+    """First line of an error, without a full stop."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].strip().rstrip(".:")

@@ -1,4 +1,4 @@
-"""Runs the workers of a local job until all are done, or one is not."""
+"""Local job: its workers run until all are done, or one fails."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import uuid
 from collections.abc import Sequence
 from types import TracebackType
 
-from tfdp.cli import guard
 from tfdp.cli.launch import Slot, worker_environment
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
 from tfdp.cli.worker import Worker, shell_code, signal_name
-from tfdp.cluster import Cluster
+from tfdp.cluster import Cluster, process_tree
 from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 
 TIMED_OUT = 124
@@ -32,7 +31,7 @@ _ASK_AGAIN_SECONDS = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class JobOptions:
-    """How long a job may take, and with what.
+    """Limits and slots of a job.
 
     Args:
         timeout_seconds: Float, for the whole job, or `None` for no limit.
@@ -93,7 +92,7 @@ class Job:
         self._signals = SignalPipe()
         self._selector.register(self._signals, selectors.EVENT_READ)
         self._guard = subprocess.Popen(
-            [sys.executable, guard.__file__, self._id],
+            [sys.executable, process_tree.__file__, self._id],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -138,13 +137,13 @@ class Job:
 
     @property
     def has_saved(self) -> bool:
-        """Whether the workers have saved and ended because they were asked to."""
+        """Bool, true if the workers have saved and ended because they were asked to."""
         failed = self._failed
         is_saved = failed is not None and failed.exit_code == PREEMPTED
         return is_saved and self._asked_at is not None
 
     def run(self) -> int:
-        """Starts the workers and waits for their end.
+        """Start the workers and waits for their end.
 
         Returns:
             Int, the exit code: `0`; that of the first worker that failed; 124
@@ -179,7 +178,7 @@ class Job:
         return 0
 
     def _ask_to_save(self, elapsed: float) -> None:
-        """Asks when it is time, and again while nobody has done it."""
+        """Ask when it is time, and again while nobody has done it."""
         after = self._options.save_after_seconds
         if after is None or elapsed < after:
             return
@@ -207,7 +206,7 @@ class Job:
             self._guard.stdin.flush()
 
     def _turn(self) -> None:
-        """Waits a moment, then shows what was written and notes who has ended."""
+        """Wait a moment, then show what was written and note who has ended."""
         ready = self._selector.select(_TURN_SECONDS)
         self._signals.read()
         ended = [worker for worker in self._workers if worker.poll()]
@@ -240,7 +239,7 @@ class Job:
             self._selector.unregister(worker)
 
     def _report(self, failed: Worker) -> None:
-        """Shows the last lines of a worker that failed."""
+        """Show the last lines of a worker that failed."""
         if failed.exit_code == PREEMPTED:
             return
         self._screen.message(
@@ -289,7 +288,7 @@ class Job:
         return TIMED_OUT
 
     def _stop(self, signum: int) -> None:
-        """Asks the workers to end, and after a while kills what is left."""
+        """Ask the workers to end, and after a while kills what is left."""
         self._is_stopping = True
         for worker in self._running():
             worker.send(signum)
@@ -308,10 +307,11 @@ class Job:
         self._turn()
 
     def _wait_for_exits(self) -> None:
-        """Lets workers that have saved together end by themselves."""
+        """Wait for workers that have saved together to end by themselves."""
         end = time.monotonic() + self._options.grace_seconds
         while self._running() and time.monotonic() < end:
             self._turn()
 
     def _kill(self) -> None:
-        guard.kill_job(self._id, [worker.pid for worker in self._workers])
+        sessions = [worker.pid for worker in self._workers]
+        process_tree.kill_processes(sessions, self._id)

@@ -1,4 +1,4 @@
-"""What each local worker is given: its port, its share of the machine, its files."""
+"""Launch of local workers: ports, environment, GPUs and log folder of each."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import re
 import time
 from collections.abc import Mapping
 
-from tfdp.base.private_folder import make_private_folder
+from tfdp.base.files import make_private_folder
+from tfdp.bench.machine import num_cores
 from tfdp.cluster import Cluster, free_ports
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """The place of a worker on this machine, with a share of its GPUs of its own.
+    """Slot of a worker on this machine, with GPUs of its own.
 
     Args:
         index: Int.
@@ -31,7 +32,7 @@ class Slot:
 def make_clusters(
     num_workers: int, devices_per_worker: int | None, *, rebalance: bool = False
 ) -> list[Cluster]:
-    """Makes the cluster of a job on this machine, as each of its workers sees it.
+    """Make the cluster of a job on this machine, as each of its workers sees it.
 
     Args:
         num_workers: Int, number of processes.
@@ -56,7 +57,7 @@ def make_clusters(
 def worker_environment(
     cluster: Cluster, slot: Slot, job: str, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Makes the environment of one worker.
+    """Make the environment of one worker.
 
     Args:
         cluster: The `Cluster` as this worker sees it.
@@ -86,15 +87,8 @@ def worker_environment(
     }
 
 
-def num_cores() -> int:
-    """Returns the number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Lists the GPUs as `CUDA_VISIBLE_DEVICES` names them, without CUDA.
+    """List the GPUs as `CUDA_VISIBLE_DEVICES` names them, without CUDA.
 
     Args:
         environ: Environment variables. Defaults to `os.environ`.
@@ -113,20 +107,20 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _own_gpus(slot: Slot, environ: Mapping[str, str]) -> dict[str, str]:
-    """Shares the GPUs out: NCCL refuses two workers on one.
+    """Divide the GPUs: NCCL refuses two workers on one.
 
-    A share goes with the slot, so that who is left out takes its GPUs along.
+    GPUs belong to the slot, so that who is left out takes them along.
     """
     gpus = visible_gpus(environ)
-    share = len(gpus) // slot.count
-    if share == 0 or slot.count == 1:
+    count = len(gpus) // slot.count
+    if count == 0 or slot.count == 1:
         return {}
-    own = gpus[slot.index * share : (slot.index + 1) * share]
+    own = gpus[slot.index * count : (slot.index + 1) * count]
     return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
 
 
 def make_log_dir(path: str | None) -> pathlib.Path:
-    """Makes the folder for the workers' logs.
+    """Make the folder for the workers' logs.
 
     Args:
         path: String, the user's choice, which may exist; or `None` for a new

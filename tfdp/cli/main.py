@@ -19,7 +19,7 @@ INTERRUPTED = 130
 
 
 def version() -> str:
-    """Returns the version of the installed package, or says that there is none."""
+    """Return the version of the installed package, or says that there is none."""
     try:
         return importlib.metadata.version("tfdp")
     except importlib.metadata.PackageNotFoundError:
@@ -41,18 +41,31 @@ def cli(context: click.Context) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line and exits with its code.
+    """Run the command line and exit with its code.
+
+    Args:
+        arguments: Sequence of strings. Defaults to `sys.argv[1:]`.
+    """
+    run_command(cli, "tfdp", arguments)
+
+
+def run_command(
+    command: click.Command, program: str, arguments: Sequence[str] | None = None
+) -> None:
+    """Run a command and exit with its code.
 
     A wrong argument is answered by one sentence on stderr and exit code 2,
     without the lines about usage that click would put around it.
 
     Args:
+        command: The `click.Command`.
+        program: String, how it is called.
         arguments: Sequence of strings. Defaults to `sys.argv[1:]`.
     """
     try:
-        code = cli.main(arguments, prog_name="tfdp", standalone_mode=False)
+        code = command.main(arguments, prog_name=program, standalone_mode=False)
     except click.ClickException as error:
-        click.echo(f"tfdp: error: {error.format_message()}", err=True)
+        click.echo(f"{program}: error: {error.format_message()}", err=True)
         code = USAGE_ERROR
     except (click.Abort, KeyboardInterrupt):
         code = INTERRUPTED

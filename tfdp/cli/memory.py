@@ -1,4 +1,4 @@
-"""What training state takes on a replica of a cluster that is not here."""
+"""Memory of training state on a replica, predicted for `tfdp plan`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def memory_of(
     *,
     accumulates: bool,
 ) -> tuple[Row, ...]:
-    """What a replica holds, with and without sharding.
+    """Memory of a replica, with and without sharding.
 
     Args:
         model: Keras model.

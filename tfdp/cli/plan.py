@@ -1,4 +1,4 @@
-"""`tfdp plan`: what a model would communicate on a cluster that is not here."""
+"""`tfdp plan`: predicted communication of a model on a cluster that is not here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tfdp.cli import memory, values
+from tfdp.cli import memory
+from tfdp.cli import parameter_types as types
 from tfdp.cli.forecast import Forecast, show
 from tfdp.cli.importing import first_line, import_without_gpus
 from tfdp.cluster import Topology
@@ -33,27 +34,27 @@ _MOST_REPLICAS = 2**20
     "--nodes",
     metavar="N",
     required=True,
-    callback=values.count,
+    type=types.COUNT,
     help="Number of nodes.",
 )
 @click.option(
     "--replicas-per-node",
     metavar="L",
     required=True,
-    callback=values.count,
+    type=types.COUNT,
     help="Number of replicas (GPUs) on each node.",
 )
 @click.option(
     "--alpha",
     metavar="US[,US]",
-    callback=values.levels,
+    type=types.LATENCIES,
     help="Latency of a message in microseconds: inside a node,across nodes; or one "
     "for both.",
 )
 @click.option(
     "--beta",
     metavar="GB/S[,GB/S]",
-    callback=values.levels,
+    type=types.BANDWIDTHS,
     help="Bandwidth in GB/s (10^9 bytes, one way): between two replicas of a node "
     "(with ring, of all together),of the one link of a node, which its replicas "
     "share; or one for both.",
@@ -69,13 +70,13 @@ _MOST_REPLICAS = 2**20
 @click.option(
     "--step-ms",
     metavar="MS",
-    callback=values.positive,
+    type=types.POSITIVE,
     help="Time of a step on one replica, in milliseconds: for the scaling efficiency.",
 )
 @click.option(
     "--overlap",
     metavar="SHARE",
-    callback=values.share,
+    type=types.FRACTION,
     help="The last part of that time, in which gradients become ready and "
     "communication can hide. Default: 2/3, the backward pass.",
 )
@@ -84,7 +85,7 @@ _MOST_REPLICAS = 2**20
     metavar="NAME",
     default="auto",
     show_default=True,
-    callback=values.algorithm,
+    type=types.ALGORITHM,
     help="auto (the fastest for each bucket), ring, tree, halving_doubling, "
     "hierarchical, or hierarchical:INNER,OUTER.",
 )
@@ -98,9 +99,9 @@ _MOST_REPLICAS = 2**20
 @click.option(
     "--bucket-mb",
     metavar="MB",
-    default="25",
+    default=25,
     show_default=True,
-    callback=values.positive,
+    type=types.POSITIVE,
     help="Largest size of a bucket, as in CommunicationOptions.",
 )
 @click.option(
@@ -132,7 +133,7 @@ def plan(
     accumulates: bool,
     as_json: bool,
 ) -> None:
-    """Predicts communication and scaling of MODEL.keras on a cluster.
+    """Predict communication and scaling of MODEL.keras on a cluster.
 
     Nothing is trained and no cluster is needed. The prediction is weak scaling:
     every replica keeps its batch.
@@ -207,7 +208,7 @@ def _links(
 
 
 def algorithm_option(algorithm: Algorithm | None) -> str | dict[str, str]:
-    """What `CommunicationOptions` calls an algorithm, or `None` for `auto`."""
+    """Option of `CommunicationOptions` for an algorithm; `None` stands for `auto`."""
     if algorithm is None:
         return "auto"
     if algorithm.name != "hierarchical":
@@ -216,7 +217,7 @@ def algorithm_option(algorithm: Algorithm | None) -> str | dict[str, str]:
 
 
 def compression_option(compression: str) -> str | dict[str, str] | None:
-    """What `CommunicationOptions` calls what the command line does."""
+    """Option of `CommunicationOptions` for a compression of the command line."""
     level, _, name = compression.rpartition(":")
     if level:
         return {level: name}
@@ -229,7 +230,7 @@ def routes_of(
     topology: Topology,
     backend: str,
 ) -> tuple[tuple[AlgorithmChoice, ...], tuple[str, ...]]:
-    """What training would take for each bucket, and what it would warn of."""
+    """Algorithms that training would select for each bucket, and its warnings."""
     from tfdp.reduction.selection import AlgorithmSelector
 
     with warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""When a job that failed is started again, and with which workers."""
+"""Restart policy: when a failed job starts again, and with which workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
 @dataclasses.dataclass(frozen=True)
 class RestartOptions:
-    """How often a job is started again.
+    """Limits of restarts.
 
     Args:
         max_restarts: Int. Defaults to 0, never.
@@ -36,7 +36,7 @@ class RestartOptions:
 
 @dataclasses.dataclass(frozen=True)
 class JobEnd:
-    """How an attempt ended.
+    """End of an attempt.
 
     Args:
         code: Int, the exit code.
@@ -69,7 +69,7 @@ class Next:
 
 
 class Restarts:
-    """Decides what follows the end of an attempt.
+    """Policy that decides what follows the end of an attempt.
 
     Workers have slots, each with its share of the machine. The one that is left out
     is that whose worker failed again and again. The batch size of Keras is that of all
@@ -109,11 +109,11 @@ class Restarts:
 
     @property
     def grow_after_seconds(self) -> float | None:
-        """How long the next attempt trains before all are tried; `None` for ever."""
+        """Seconds of the next attempt before all are tried; `None` for ever."""
         return self._wait if self._wait and self.slots != self._all else None
 
     def after(self, end: JobEnd) -> Next | None:
-        """What follows an attempt; sets `slots` for it.
+        """Decide what follows an attempt, and set `slots` for it.
 
         Args:
             end: `JobEnd`.
@@ -145,7 +145,7 @@ class Restarts:
         )
 
     def _grow(self, end: JobEnd) -> Next:
-        """All are tried again. That is no failure, and so not counted."""
+        """Try all slots again: no failure, and so not counted."""
         fewer = len(self.slots)
         self._bring_back()
         return Next(
@@ -155,7 +155,7 @@ class Restarts:
         )
 
     def _end_trial(self, end: JobEnd, failed: int) -> Next:
-        """Who was brought back and failed at once goes, and waits for longer.
+        """Leave out a slot that was brought back and failed at once, for longer.
 
         It was the launcher's own attempt, and not counted: else a device that stays
         broken would use all restarts up.
@@ -169,7 +169,7 @@ class Restarts:
         )
 
     def _begin_afresh(self) -> None:
-        """After a stable run: what was left out may be well again."""
+        """Forget failures after a stable run, and bring back what was left out."""
         if self._on_trial:
             self._wait = self._options.grow_after_seconds
         self._failed_slot, self._pause = None, _FIRST_PAUSE_SECONDS
@@ -180,7 +180,7 @@ class Restarts:
         self.slots = self._all
 
     def _blame(self, failed: int) -> None:
-        """Leaves a slot out whose worker failed first too often in a row."""
+        """Leave a slot out whose worker failed first too often in a row."""
         self._in_a_row = self._in_a_row + 1 if failed == self._failed_slot else 1
         self._failed_slot = failed
         if self._in_a_row >= _TOLERATED and len(self.slots) > self._least:
@@ -203,7 +203,7 @@ def _cause(end: JobEnd) -> str:
 
 
 def note(folder: pathlib.Path, line: str) -> None:
-    """Adds a line to the history of restarts beside the logs of the workers."""
+    """Add a line to the history of restarts beside the logs of the workers."""
     moment = time.strftime("%Y-%m-%d %H:%M:%S")
     # A full disk ends the history, not the training.
     with contextlib.suppress(OSError), open(folder / "restarts.log", "a") as file:

@@ -11,33 +11,19 @@ import time
 
 import click
 
-from tfdp.cli import values
+from tfdp.bench.machine import num_cores
+from tfdp.cli import parameter_types as types
 from tfdp.cli.job import Job, JobOptions
 from tfdp.cli.launch import (
     Slot,
     make_clusters,
     make_log_dir,
-    num_cores,
     visible_gpus,
 )
 from tfdp.cli.restarts import JobEnd, RestartOptions, Restarts, note
 from tfdp.cli.screen import Screen
 from tfdp.cli.worker import shell_code
 from tfdp.cluster import Cluster
-
-
-def _seconds(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> float | None:
-    try:
-        seconds = None if value is None else float(value)
-    except ValueError:
-        seconds = -1.0
-    if seconds is not None and not 0 <= seconds < float("inf"):
-        raise click.BadParameter(
-            f"it must be a number of seconds, not negative. Received: {value}"
-        )
-    return seconds
 
 
 # What follows the script's name is the script's own, options too.
@@ -47,14 +33,14 @@ def _seconds(
     "--num-workers",
     metavar="N",
     required=True,
-    callback=values.count,
+    type=types.COUNT,
     help="Number of worker processes.",
 )
 @click.option(
     "-D",
     "--devices-per-worker",
     metavar="D",
-    callback=values.count,
+    type=types.COUNT,
     help="Logical CPU devices in each worker.",
 )
 @click.option(
@@ -65,29 +51,29 @@ def _seconds(
 @click.option(
     "--timeout",
     metavar="S",
-    callback=_seconds,
+    type=types.SECONDS,
     help="Seconds after which the whole job is stopped, with exit code 124.",
 )
 @click.option(
     "--grace",
     metavar="S",
-    default="5",
+    default=5,
     show_default=True,
-    callback=_seconds,
+    type=types.SECONDS,
     help="Seconds between asking workers to stop and killing them.",
 )
 @click.option(
     "--max-restarts",
     metavar="R",
-    default="0",
+    default=0,
     show_default=True,
-    callback=values.number_of_times,
+    type=types.NUMBER_OF_TIMES,
     help="How often the job is started again after a worker has failed.",
 )
 @click.option(
     "--min-workers",
     metavar="M",
-    callback=values.count,
+    type=types.COUNT,
     help="Go on with as few workers, if one fails again and again. Default: all.",
 )
 @click.option(
@@ -98,7 +84,7 @@ def _seconds(
 @click.option(
     "--grow-after",
     metavar="S",
-    callback=_seconds,
+    type=types.SECONDS,
     help="Seconds with fewer workers after which all are tried again, where the script "
     "saves when asked; 0: never. Default: 600.",
 )
@@ -124,7 +110,7 @@ def run(
     script: str,
     args: tuple[str, ...],
 ) -> None:
-    """Runs SCRIPT in N worker processes on this machine.
+    """Run SCRIPT in N worker processes on this machine.
 
     Sets TF_CONFIG for each, puts the worker in front of each line of its
     output, and stops all when one fails. With --max-restarts it then starts all again:
@@ -195,7 +181,7 @@ def _attempt(
     screen: Screen,
     options: JobOptions,
 ) -> JobEnd:
-    """Runs the workers once."""
+    """Run the workers once."""
     begin = time.monotonic()
     try:
         with Job(command, clusters, folder, screen, options) as job:
@@ -250,7 +236,7 @@ def _check_platform() -> None:
 
 
 def _check_program(script: str, is_module: bool) -> None:
-    """Finds out now what would otherwise fail in every worker."""
+    """Find out now what would otherwise fail in every worker."""
     if is_module:
         if not _module_exists(script):
             raise click.UsageError(
@@ -268,7 +254,7 @@ def _check_program(script: str, is_module: bool) -> None:
 
 
 def _module_exists(name: str) -> bool:
-    """Looks for the module's outermost package; imports nothing."""
+    """Look for the module's outermost package; imports nothing."""
     sys.path.insert(0, os.getcwd())  # where `python -m` looks first
     try:
         return importlib.util.find_spec(name.partition(".")[0]) is not None

@@ -1,8 +1,10 @@
-"""Shows the output of all workers on one screen, or in one file."""
+"""Output of all workers: cut into lines, shown on one screen or in one file."""
 
 from __future__ import annotations
 
+import codecs
 import os
+import re
 import sys
 import time
 from typing import TextIO
@@ -10,14 +12,91 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from tfdp.cli.lines import only_colours, without_escapes
+# Longer text without an end is cut: nobody reads it, and memory is finite.
+_MAX_LINE_LENGTH = 1 << 16
 
+_ESCAPE = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])"
+)
+_COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 _REDRAW_SECONDS = 0.1
 
 
+class LineReader:
+    r"""Reader of a worker's bytes as lines, the way a terminal shows them.
+
+    A carriage return starts the line anew, as progress bars do: of such a line
+    only what was drawn last is kept.
+
+    Example:
+    >>> reader = LineReader()
+    >>> reader.feed(b"one\n 1/9\r 2/9")
+    ['one']
+    >>> reader.unfinished
+    ' 2/9'
+    >>> reader.feed(b"\r 9/9\n")
+    [' 9/9']
+    """
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._pending = ""
+
+    def feed(self, data: bytes) -> list[str]:
+        """Take the next bytes; return the lines that they complete."""
+        text = self._pending + self._decoder.decode(data)
+        *lines, rest = text.split("\n")
+        if len(rest) > _MAX_LINE_LENGTH and "\r" not in rest:
+            lines.append(rest)
+            rest = ""
+        # A return at the very end must stay: what comes next draws over.
+        self._pending = last_drawn(rest) + "\r" * rest.endswith("\r")
+        return [last_drawn(line) for line in lines]
+
+    def close(self) -> list[str]:
+        """End the output; return the unfinished line if there is one."""
+        text = self._pending + self._decoder.decode(b"", final=True)
+        self._pending = ""
+        return [last_drawn(text)] if text.strip() else []
+
+    @property
+    def unfinished(self) -> str:
+        """The line that is being drawn; empty if there is none."""
+        return last_drawn(self._pending)
+
+
+def last_drawn(line: str) -> str:
+    """Return what is left to see of a line after its carriage returns.
+
+    Args:
+        line: String without a line feed.
+
+    Returns:
+        String, the last part that is not blank.
+    """
+    parts = line.replace("\b", "").split("\r")
+    drawn = [part for part in parts if without_escapes(part).strip()]
+    return drawn[-1] if drawn else ""
+
+
+def without_escapes(text: str) -> str:
+    """Remove a terminal's escape sequences: colours, cursor movements, titles."""
+    return _ESCAPE.sub("", text) if "\x1b" in text else text
+
+
+def only_colours(text: str) -> str:
+    """Remove all escape sequences but colours.
+
+    What moves the cursor would take it away from behind the line's prefix.
+    """
+    if "\x1b" not in text:
+        return text
+    return _ESCAPE.sub(lambda m: m[0] if _COLOUR.fullmatch(m[0]) else "", text)
+
+
 class Screen:
-    """Prints the lines of the workers, each behind the name of its worker.
+    """Printer of the workers' lines, each behind the name of its worker.
 
     On a terminal, the line that some worker is drawing (a progress bar) stays
     at the bottom and is redrawn below what others print. In a file or pipe it
@@ -49,7 +128,7 @@ class Screen:
         self._bar_drawn_at = 0.0
 
     def line(self, rank: int, text: str) -> None:
-        """Prints a complete line of a worker."""
+        """Print a complete line of a worker."""
         self._unfinished.pop(rank, None)
         if self._is_terminal:
             self._erase_bar()
@@ -59,40 +138,40 @@ class Screen:
             self._output.write(text.rstrip() + "\n")
 
     def progress(self, rank: int, text: str) -> None:
-        """Notes the line that a worker is drawing; `refresh` shows it."""
+        """Note the line that a worker is drawing; `refresh` shows it."""
         self._unfinished.pop(rank, None)
         if text:
             self._unfinished[rank] = text
 
     def snapshot(self, rank: int, text: str) -> None:
-        """Prints a line that is being drawn, where it cannot be drawn over."""
+        """Print a line that is being drawn, where it cannot be drawn over."""
         if not self._is_terminal:
             self.line(rank, text)
 
     def refresh(self) -> None:
-        """Shows what has changed; to be called a few times a second."""
+        """Show what has changed; to be called a few times a second."""
         if self._is_terminal:
             self._draw_bar()
         self._output.flush()
 
     def message(self, text: str, style: str = "") -> None:
-        """Prints the launcher's own words on stderr."""
+        """Print the launcher's own words on stderr."""
         self._erase_bar()
         self._output.flush()
         self._messages.print(Text(text, style=style))
 
     def quote(self, rank: int, text: str) -> None:
-        """Repeats a line of a worker on stderr."""
+        """Repeat a line of a worker on stderr."""
         self._messages.print(self._decorate(rank, text))
 
     def mute(self) -> None:
-        """Prints nothing more: nobody reads it."""
+        """Print nothing more: nobody reads it."""
         null = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         # Python flushes what it still holds when it exits.
         os.dup2(null.fileno(), self._output.fileno())
 
     def close(self) -> None:
-        """Takes away the bar that is still there."""
+        """Take away the bar that is still there."""
         self._erase_bar()
         self._output.flush()
 

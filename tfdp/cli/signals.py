@@ -1,4 +1,4 @@
-"""Receives signals as bytes in a pipe, for a loop that waits on several things."""
+"""Signals as bytes in a pipe, for a loop that waits on several things."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SignalPipe:
-    """Wakes a selector when a signal arrives, instead of interrupting the code.
+    """Pipe that wakes a selector when a signal arrives; no code is interrupted.
 
     Python's own handler for Ctrl-C raises between any two lines, also while
     workers are being started or killed. Here a signal is a byte that waits
@@ -34,18 +34,18 @@ class SignalPipe:
         }
 
     def fileno(self) -> int:
-        """Returns the descriptor to wait on."""
+        """Return the descriptor to wait on."""
         return self._reader.fileno()
 
     def read(self) -> None:
-        """Moves the signals that have arrived to `received`."""
+        """Move the signals that have arrived to `received`."""
         with contextlib.suppress(BlockingIOError):
             self.received += [
                 signum for signum in self._reader.recv(4096) if signum in _END_SIGNALS
             ]
 
     def close(self) -> None:
-        """Puts the earlier handlers back."""
+        """Put the earlier handlers back."""
         for signum, handler in self._old_handlers.items():
             signal.signal(signum, handler)
         signal.set_wakeup_fd(self._old_fd)
@@ -54,5 +54,5 @@ class SignalPipe:
 
 
 def _is_ignored_hangup(signum: int) -> bool:
-    """Whether the user asked, with nohup, to survive the end of the terminal."""
+    """Tell if the user asked, with nohup, to survive the end of the terminal."""
     return signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN

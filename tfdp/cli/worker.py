@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-from tfdp.cli.lines import LineReader, without_escapes
+from tfdp.cli.screen import LineReader, without_escapes
 from tfdp.coordination.preemption import PREEMPTED
 
 TAIL_LINES = 20
@@ -97,11 +97,11 @@ class Worker:
         return int(found[-1]) if found else None
 
     def fileno(self) -> int:
-        """Returns the descriptor of the worker's output, for a selector."""
+        """Return the descriptor of the worker's output, for a selector."""
         return self._pipe.fileno()
 
     def read(self) -> list[str] | None:
-        """Reads what there is, at most one chunk of it.
+        """Read what there is, at most one chunk of it.
 
         Returns:
             The lines that became complete, or `None` at the end of the output.
@@ -117,7 +117,7 @@ class Worker:
         return lines
 
     def read_rest(self) -> list[str]:
-        """Reads what is left once the process has ended."""
+        """Read what is left once the process has ended."""
         lines: list[str] = []
         for _ in range(_MAX_PIPE_BYTES // _CHUNK_BYTES):
             more = self.read()
@@ -129,7 +129,7 @@ class Worker:
         return lines + last
 
     def snapshot(self) -> str | None:
-        """Returns, and logs, the line being drawn if it is time to show it.
+        """Return, and log, the line being drawn if it is time to show it.
 
         A progress bar ends its line only when it is full. In a log it is drawn
         once for each of these moments, and not for each step.
@@ -153,7 +153,7 @@ class Worker:
             self._log.write(text.encode("utf-8", errors="replace"))
 
     def poll(self) -> bool:
-        """Notes the end of the process; returns whether it has just ended.
+        """Note the end of the process; return whether it has just ended.
 
         The process is not reaped: as a zombie it keeps its id from being given
         to another process, to which our signals would then go.
@@ -169,7 +169,7 @@ class Worker:
         return True
 
     def send(self, signum: int) -> None:
-        """Sends a signal: Ctrl-C to all its processes, as a terminal does."""
+        """Send a signal: Ctrl-C to all its processes, as a terminal does."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if signum == signal.SIGINT:
                 os.killpg(self.pid, signum)
@@ -177,7 +177,7 @@ class Worker:
                 os.kill(self.pid, signum)
 
     def describe_end(self) -> str:
-        """Says in words how the process ended."""
+        """Say in words how the process ended."""
         code = self.exit_code or 0
         if code == PREEMPTED:
             return f"was preempted and has saved its training (exit code {code})"
@@ -187,7 +187,7 @@ class Worker:
         return f"was killed by {signal_name(-code)}{hint}"
 
     def close(self) -> None:
-        """Reaps the process, which must have been killed, and closes its files."""
+        """Reap the process, which must have been killed, and close its files."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
         self._pipe.close()
@@ -195,7 +195,7 @@ class Worker:
 
 
 def signal_name(signum: int) -> str:
-    """Returns a signal's name, such as `"SIGTERM"`."""
+    """Return a signal's name, such as `"SIGTERM"`."""
     try:
         return signal.Signals(signum).name
     except ValueError:
@@ -203,5 +203,5 @@ def signal_name(signum: int) -> str:
 
 
 def shell_code(exit_code: int) -> int:
-    """Returns the code by which a shell reports the end of a process."""
+    """Return the code by which a shell reports the end of a process."""
     return exit_code if exit_code >= 0 else 128 - exit_code

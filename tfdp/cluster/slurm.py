@@ -121,6 +121,8 @@ def expand_nodelist(text: str) -> list[str]:
 
     Source: https://slurm.schedmd.com/scontrol.html (`show hostnames`)
     """
+    # No library does it: ranks follow Slurm's order and its repeats, which
+    # ClusterShell's NodeSet sorts and drops, and python-hostlist is under the GPL.
     hosts: list[str] = []
     # A comma inside brackets does not separate hosts.
     for item in re.split(r",(?![^\[]*\])", text):

@@ -9,9 +9,9 @@ import statistics
 from typing import Any
 
 from tfdp.data.load_balancer import LoadBalancer
-from tfdp.monitor.meters import meter_for
+from tfdp.monitor.device_meter import meter_for
+from tfdp.monitor.meter import TimedSteps
 from tfdp.monitor.readings import Reading
-from tfdp.monitor.timed_steps import TimedSteps
 
 # So many of the latest steps tell how fast a worker is, and fewer than that nothing.
 _KEPT_STEPS, _FEWEST_STEPS = 64, 5

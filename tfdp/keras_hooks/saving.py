@@ -7,12 +7,12 @@ place, which is atomic: whoever comes last replaces equal contents.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import threading
 from collections.abc import Callable
 from typing import Any
+
+from tfdp.base.files import replaced
 
 _FILE_ENDINGS = (".weights.h5", ".keras", ".h5", ".hdf5")
 
@@ -59,13 +59,11 @@ def _save(
         # Object stores have no atomic move; one writer needs none.
         is_chief = worker_group.rank == 0
         return original(model, path, *rest, **options) if is_chief else None
-    temporary = _beside(target, worker_group.rank)
-    try:
-        result = original(model, temporary, *rest, **options)
-        _move(temporary, target, is_chief=worker_group.rank == 0)
-        return result
-    finally:
-        _remove(temporary)
+    rank = worker_group.rank
+    own = _beside(target, rank)
+    # Of folders, which cannot replace each other, the first worker's stays.
+    with replaced(target, own, replaces_folder=rank == 0) as temporary:
+        return original(model, temporary, *rest, **options)
 
 
 def _replaces(rest: tuple, options: dict) -> bool:
@@ -79,22 +77,3 @@ def _beside(target: str, rank: int) -> str:
     ending = next((e for e in _FILE_ENDINGS if name.endswith(e)), "")
     stem = name[: len(name) - len(ending)]
     return os.path.join(directory, f".{stem}.worker{rank}{ending}")
-
-
-def _move(temporary: str, target: str, *, is_chief: bool) -> None:
-    if not os.path.isdir(temporary):
-        if os.path.exists(temporary):
-            os.replace(temporary, target)
-        return
-    # A directory cannot replace another one. The first worker's stays.
-    if os.path.exists(target) and is_chief:
-        shutil.rmtree(target, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        os.rename(temporary, target)
-
-
-def _remove(path: str) -> None:
-    if os.path.isdir(path):
-        shutil.rmtree(path, ignore_errors=True)
-    elif os.path.exists(path):
-        os.remove(path)

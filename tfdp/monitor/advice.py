@@ -1,11 +1,16 @@
-"""One sentence about what would make a run faster."""
+"""Advice: one sentence about what would make a run faster."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
+import keras
+import tensorflow as tf
+
+from tfdp.base.context import strategy_of
 from tfdp.monitor.stragglers import Straggler
 
 # Below these parts of a step there is little to gain.
@@ -16,7 +21,7 @@ _SMALL_BYTES = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What advice depends on besides the times.
+    """Properties of a run that advice depends on, besides its times.
 
     Args:
         num_replicas: Int.
@@ -38,7 +43,7 @@ class Facts:
 def advise(
     totals: Mapping[str, float], facts: Facts, straggler: Straggler | None
 ) -> str:
-    """What to change first.
+    """Recommend one change.
 
     Args:
         totals: Mapping, see `tfdp.monitor.windows.mean_of_rows`.
@@ -97,3 +102,64 @@ def _remedy(exposed: float, facts: Facts) -> str:
 
 def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
+
+
+def facts_of(model: Any) -> Facts:
+    """Properties of a model's run that advice depends on.
+
+    Args:
+        model: A Keras model that has been trained.
+    """
+    strategy = strategy_of(model)
+    optimizer = model.optimizer
+    steps = getattr(optimizer, "accumulation_steps", 1)
+    if strategy is None:
+        return Facts(1, 1, 0, 0, compression=False, accumulates=steps > 1)
+    try:
+        plan = strategy.communication_plan(model)
+        num_buckets, num_bytes = len(plan.buckets), plan.num_bytes
+    except ValueError:  # a model that was only run eagerly, of no known inputs
+        num_buckets = num_bytes = 0
+    return Facts(
+        num_replicas=strategy.num_replicas_in_sync,
+        num_nodes=strategy.extended.algorithm_selector.topology.num_nodes,
+        num_buckets=num_buckets,
+        gradient_bytes=num_bytes,
+        compression=strategy.extended.options.compression is not None,
+        accumulates=steps > 1,
+    )
+
+
+def settings_of(model: Any, every: int) -> dict[str, Any]:
+    """Settings of a run, for its JSON file.
+
+    Args:
+        model: A Keras model.
+        every: Int, steps of a window.
+    """
+    strategy = strategy_of(model)
+    return {
+        "every": every,
+        "model": model.name,
+        "strategy": type(model.distribute_strategy).__name__,
+        "backend": strategy.extended.group.backend if strategy else "none",
+        "hosts": list(strategy.extended.hosts) if strategy else ["localhost"],
+        "tensorflow": tf.__version__,
+        "keras": keras.__version__,
+    }
+
+
+def loss_scale_of(optimizer: Any) -> tuple[float, int]:
+    """The loss scale in force, and how many steps were skipped so far.
+
+    Args:
+        optimizer: A Keras optimizer, or `None`.
+
+    Returns:
+        Tuple of a float, NaN without a loss scale, and an int.
+    """
+    scale = getattr(optimizer, "loss_scale", None)
+    if scale is None:
+        dynamic = getattr(optimizer, "dynamic_scale", None)
+        scale = math.nan if dynamic is None else float(dynamic.numpy())
+    return float(scale), int(getattr(optimizer, "skipped_steps", 0) or 0)

@@ -1,8 +1,11 @@
-"""Times every step of a worker, and reads what the step noted."""
+"""Meter of a worker's steps, and the callback base that drives it."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
+
+import keras
 
 from tfdp.collectives.timing import Recorder
 from tfdp.monitor.readings import Reading, Replica, Sample, replicas_of, sample_of
@@ -10,7 +13,7 @@ from tfdp.monitor.trace import WorkerTrace, trace_of_worker
 
 
 class Meter:
-    """Times steps on CPUs by stamps inside the graph.
+    """Meter of steps on CPUs, by time stamps inside the graph.
 
     Args:
         norm_every: Int, after how many steps the gradient's norm is noted again, or
@@ -26,25 +29,25 @@ class Meter:
         self._num_rows = -1
 
     def start(self) -> None:
-        """What is traced from now on is recorded."""
+        """Record what is traced from now on."""
         self.recorder.stop()
         self.recorder.__enter__()
 
     def stop(self) -> None:
-        """What is traced from now on is not recorded."""
+        """Stop recording what is traced."""
         self.recorder.stop()
 
     def interrupt(self) -> None:
-        """What happens until the next step begins belongs to none."""
+        """Attribute the time until the next step begins to no step."""
         self._begin = None
 
     def step_begins(self) -> None:
-        """Takes the time, unless the step before has just ended."""
+        """Take the time, unless the step before has just ended."""
         if self._begin is None:
             self._begin, self._clock = time.time(), time.perf_counter()
 
     def step_ends(self, num_steps: int = 1) -> Reading | None:
-        """Takes the time and reads what the step noted.
+        """Take the time and read what the step noted.
 
         Args:
             num_steps: Int, steps of this execution. Defaults to 1.
@@ -63,20 +66,20 @@ class Meter:
         return Reading(values, begin, self._begin, seconds, num_steps)
 
     def sample(self, reading: Reading) -> Sample:
-        """What a reading says about its step."""
+        """Convert a reading to a sample."""
         return sample_of(reading, self.recorder.rows)
 
     def replicas(self, reading: Reading) -> list[Replica]:
-        """When things happened in the step of a reading, on each local replica."""
+        """Times of the step of a reading on each local replica."""
         return replicas_of(reading, self.recorder.rows)
 
     def trace_begins(self) -> None:
-        """Called before the first step that is to be shown."""
+        """Prepare for the first step that is to be traced."""
 
     def trace(
         self, rank: int, host: str, readings: list[tuple[int, Reading]]
     ) -> WorkerTrace:
-        """What this worker did in some steps.
+        """Trace of this worker over some steps.
 
         Args:
             rank: Int, this worker's.
@@ -88,5 +91,62 @@ class Meter:
 
     @property
     def labels(self) -> list[str]:
-        """What the collectives are for, in the order in which they were traced."""
+        """Labels of the collectives, in the order in which they were traced."""
         return list(dict.fromkeys(c.label for c in self.recorder.collectives))
+
+
+class TimedSteps(keras.callbacks.Callback):
+    """A callback that is told of every step, and of what the step noted.
+
+    While `meter` is set, steps are timed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter: Meter | None = None
+        self.step = 0
+        self._last_batch = -1
+
+    def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
+        """Take in an execution; `step` is its last step.
+
+        Args:
+            num_steps: Int, steps of the execution.
+            reading: `Reading`, or `None` where it was being traced.
+        """
+        raise NotImplementedError
+
+    def set_model(self, model: Any) -> None:
+        """Have a step that was traced before traced again."""
+        super().set_model(model)
+        model.train_function = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin to count batches."""
+        self._last_batch = -1
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Take the time of the first step of an epoch."""
+        if self.meter is not None:
+            self.meter.step_begins()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count the steps of the execution, and read what they noted."""
+        if self.meter is None:
+            return
+        num_steps = batch - self._last_batch
+        self._last_batch = batch
+        self.step += num_steps
+        self.on_step_end(num_steps, self.meter.step_ends(num_steps))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Attribute the time between epochs to no step."""
+        self._interrupt()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Attribute the time of an evaluation to no step."""
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        if self.meter is not None:
+            self.meter.interrupt()

@@ -1,27 +1,71 @@
-"""What a worker reads after a step, and what that says about the step."""
+"""Readings of a step: what a worker recorded, and the times computed from it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from tfdp.collectives import step_events, timing
-from tfdp.monitor.intervals import Interval, clipped, seconds_covered
 
+Interval = tuple[float, float]
 # Collectives that nothing in the forward or backward pass waits for.
 _IN_BACKGROUND = (timing.GRADIENTS, timing.ROWS, "logs", "statistics")
-
-
 # A collective, and when it began and ended.
 Timed = tuple[timing.Collective, float, float]
 
 
+def seconds_covered(intervals: Iterable[Interval]) -> float:
+    """Seconds covered by at least one of several intervals.
+
+    Args:
+        intervals: Iterable of begin and end, in seconds.
+
+    Returns:
+        Float, seconds.
+
+    Example:
+
+    >>> seconds_covered([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
+    4.0
+    """
+    return sum(end - begin for begin, end in merged(intervals))
+
+
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same moments as intervals that do not overlap, in order.
+
+    Example:
+
+    >>> merged([(1.0, 3.0), (0.0, 2.0), (5.0, 6.0)])
+    [(0.0, 3.0), (5.0, 6.0)]
+    """
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def clipped(intervals: Iterable[Interval], begin: float, end: float) -> list[Interval]:
+    """Intervals cut to those between two moments.
+
+    Example:
+
+    >>> clipped([(0.0, 2.0), (3.0, 4.0)], 1.0, 3.5)
+    [(1.0, 2.0), (3.0, 3.5)]
+    """
+    cut = [(max(b, begin), min(e, end)) for b, e in intervals]
+    return [(b, e) for b, e in cut if e > b]
+
+
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What was read when a step had ended.
+    """Recorded values, read when a step had ended.
 
     Args:
         values: Array of shape `[num_rows, 3]`, see `Recorder.read`.
@@ -69,7 +113,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Replica:
-    """When things happened in a step of one replica, in seconds of the wall clock.
+    """Times of one replica's step, in seconds of the wall clock.
 
     Args:
         begin: Float, when its data was there.
@@ -85,7 +129,7 @@ class Replica:
     collectives: list[Timed]
 
     def labelled(self) -> dict[str, Interval]:
-        """From the begin of a label's first collective to the end of its last."""
+        """Intervals from a label's first collective to the end of its last."""
         found: dict[str, Interval] = {}
         for collective, begin, end in self.collectives:
             first, last = found.get(collective.label, (begin, end))
@@ -93,7 +137,7 @@ class Replica:
         return found
 
     def exposed(self) -> list[Interval]:
-        """When collectives kept the replica from computing.
+        """Intervals in which collectives kept the replica from computing.
 
         In the forward and the backward pass these are the ones that it waits for,
         such as those of synchronized BatchNormalization; afterwards all.
@@ -108,7 +152,7 @@ class Replica:
 
 
 def replicas_of(reading: Reading, rows: Sequence[timing.Row]) -> list[Replica]:
-    """What each local replica did in the last step of a reading.
+    """Times of the last step of a reading on each local replica.
 
     Args:
         reading: `Reading`.
@@ -134,7 +178,7 @@ def replicas_of(reading: Reading, rows: Sequence[timing.Row]) -> list[Replica]:
 def _of_this_step(
     reading: Reading, rows: Sequence[timing.Row], replica: int, since: float
 ) -> list[Timed]:
-    """What was not run in this step holds the times of an earlier one."""
+    """Collectives of this step: others hold the times of an earlier one."""
     return [
         (_of_known_size(row, int(size)), float(begin), float(end))
         for row, (begin, end, size) in zip(rows, reading.values, strict=False)
@@ -170,7 +214,7 @@ def _one_by_one(collectives: list[Timed]) -> list[Timed]:
 
 
 def sample_of(reading: Reading, rows: Sequence[timing.Row]) -> Sample:
-    """What a reading says about a step: means over the local replicas.
+    """Compute the sample of a step: means over the local replicas.
 
     Args:
         reading: `Reading`.

@@ -1,18 +1,102 @@
-"""Where a monitor writes: a table of rows, and TensorBoard."""
+"""Sinks of a monitor: columns, CSV, TensorBoard, JSON and the summary table."""
 
 from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
+
+from tfdp.base.files import replaced
+from tfdp.monitor.windows import Row, Totals
+
+VALUES = (
+    "step_seconds",
+    "p50_seconds",
+    "p95_seconds",
+    "p99_seconds",
+    "samples_per_second",
+    "input_seconds",
+    "compute_seconds",
+    "communication_seconds",
+    "exposed_seconds",
+    "communication_fraction",
+    "bytes_sent",
+    "busbw_bytes_per_second",
+    "gradient_norm",
+    "loss_scale",
+    "skipped_steps",
+)
+_NAMES = {
+    "compute": "compute",
+    "exposed": "communication, exposed",
+    "input": "of compute: until the data was there",
+}
+
+
+def column_names(num_workers: int, labels: Sequence[str]) -> list[str]:
+    """The columns of a run, in order.
+
+    Args:
+        num_workers: Int.
+        labels: Sequence of strings, what the collectives of a step are for.
+
+    Returns:
+        List of strings.
+
+    Example:
+
+    >>> column_names(1, ["bucket 0"])[-4:]
+    ['straggler', 'worker0_step_seconds', 'worker0_wait_seconds', 'bucket0_seconds']
+    """
+    workers = [
+        f"worker{rank}_{what}_seconds"
+        for rank in range(num_workers)
+        for what in ("step", "wait")
+    ]
+    return [
+        "step",
+        "epoch",
+        *VALUES,
+        "straggler",
+        *workers,
+        *(_column_of(label) for label in labels),
+    ]
+
+
+def _column_of(label: str) -> str:
+    """The column of a label."""
+    return f"{label.replace(' ', '')}_seconds"
+
+
+def column_values(row: Row, straggler: int | None) -> dict[str, float]:
+    """The numbers of a row, by column.
+
+    Args:
+        row: `Row`.
+        straggler: Int, the rank of the worker that the others wait for, or `None`.
+
+    Returns:
+        Dict from column to number.
+    """
+    found: dict[str, float] = {"step": row.step, "epoch": row.epoch, **row.values}
+    if straggler is not None:
+        found["straggler"] = straggler
+    for rank, wait in row.waits().items():
+        found[f"worker{rank}_step_seconds"] = row.workers[rank].mean.step_seconds
+        found[f"worker{rank}_wait_seconds"] = wait
+    for label, seconds in row.buckets.items():
+        found[_column_of(label)] = seconds
+    return found
 
 
 class CsvFile:
@@ -31,12 +115,12 @@ class CsvFile:
         self._writer.writeheader()
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Writes a row; what is unknown stays empty."""
+        """Write a row; what is unknown stays empty."""
         self._writer.writerow({k: v for k, v in values.items() if not math.isnan(v)})
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
@@ -59,7 +143,7 @@ class TensorBoardFile:
         scalars: Mapping[str, float],
         histograms: Mapping[str, Sequence[float]],
     ) -> None:
-        """Writes what belongs to a step.
+        """Write what belongs to a step.
 
         Args:
             step: Int.
@@ -81,20 +165,20 @@ class TensorBoardFile:
             tf.summary.experimental.write_raw_pb(joined, step)
 
     def close(self) -> None:
-        """Writes what is still in memory."""
+        """Write what is still in memory."""
         self._writer.close()
 
 
 def has_tensorboard() -> bool:
-    """Whether TensorBoard is installed."""
+    """Tell if TensorBoard is installed."""
     return importlib.util.find_spec("tensorboard") is not None
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes a file whole or not at all; what is no number becomes `null`."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(_finite(content), indent=1) + "\n", "utf-8")
-    os.replace(temporary, path)
+    """Write a file whole or not at all; what is no number becomes `null`."""
+    text = json.dumps(_finite(content), indent=1) + "\n"
+    with replaced(path) as temporary:
+        Path(temporary).write_text(text, "utf-8")
 
 
 def _finite(value: Any) -> Any:
@@ -103,3 +187,70 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def summary_table(totals: Totals, hosts: Mapping[int, str], advice: str) -> str:
+    """A run as a table.
+
+    Args:
+        totals: `Totals`, with at least one row.
+        hosts: Mapping from rank to the name of a host.
+        advice: String, one sentence.
+
+    Returns:
+        String of several lines.
+    """
+    values = totals.values
+    step = values["step_seconds"]
+    table = Table(title=f"Communication in {totals.num_steps} steps", show_header=False)
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    table.add_column("note")
+    table.add_row("step", _ms(step), _percentiles(values))
+    if not math.isnan(values["samples_per_second"]):
+        speed = f"{values['samples_per_second']:,.0f}"
+        table.add_row("samples per second", speed, "of all replicas")
+    for name in ("compute", "exposed", "input"):
+        seconds = values[f"{name}_seconds"]
+        table.add_row(_NAMES[name], _ms(seconds), f"{seconds / step:.0%} of the step")
+    hidden = values["communication_seconds"] - values["exposed_seconds"]
+    table.add_row(
+        "communication, all",
+        _ms(values["communication_seconds"]),
+        f"{_ms(max(0.0, hidden))} hidden behind compute; "
+        f"s = {values['communication_fraction']:.2f}",
+    )
+    table.add_row(
+        "sent by each replica",
+        f"{values['bytes_sent'] / 1e6:.2f} MB",
+        f"busbw {values['busbw_bytes_per_second'] / 1e9:.2f} GB/s",
+    )
+    for name, text in (
+        ("gradient_norm", "gradient norm"),
+        ("loss_scale", "loss scale"),
+    ):
+        if not math.isnan(values[name]):
+            table.add_row(text, f"{values[name]:.4g}", "the latest")
+    if values["skipped_steps"]:
+        table.add_row("skipped steps", f"{values['skipped_steps']:.0f}", "overflows")
+    if len(totals.workers) > 1:
+        for rank, own in totals.workers.items():
+            table.add_row(
+                f"worker {rank} ({hosts[rank]})",
+                _ms(own["compute_seconds"]),
+                f"own part of a step; waits {_ms(own['wait_seconds'])} for others",
+            )
+    shown = io.StringIO()
+    Console(file=shown, width=100).print(table)
+    return f"{shown.getvalue()}{advice}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.2f} ms"
+
+
+def _percentiles(values: Mapping[str, float]) -> str:
+    shown = [
+        f"{name} {_ms(values[f'{name}_seconds'])}" for name in ("p50", "p95", "p99")
+    ]
+    return ", ".join(shown)

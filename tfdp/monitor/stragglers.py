@@ -1,4 +1,4 @@
-"""Which worker the others wait for."""
+"""Stragglers: detection of the worker that the others wait for."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class Excess:
         rank: Int.
         seconds: Float, by how much it is slower than the others in each step.
         before_data_seconds: Float, how much of that passes before it has its data.
-        share: Float, the part of a step that this is.
+        step_fraction: Float, the part of a step that this is.
         num_steps: Int, steps of the window.
     """
 
     rank: int
     seconds: float
     before_data_seconds: float
-    share: float
+    step_fraction: float
     num_steps: int
 
 
@@ -102,8 +102,8 @@ def excess_of(row: Row) -> Excess | None:
     rank, seconds = slowest({r: w.mean.compute_seconds for r, w in row.workers.items()})
     inputs = {r: w.mean.input_seconds for r, w in row.workers.items()}
     step = row.values["step_seconds"]
-    share = seconds / step if step else 0.0
-    return Excess(rank, seconds, _above_others(inputs, rank), share, row.num_steps)
+    fraction = seconds / step if step else 0.0
+    return Excess(rank, seconds, _above_others(inputs, rank), fraction, row.num_steps)
 
 
 def find_straggler(rows: Sequence[Row], hosts: Sequence[str]) -> Straggler | None:
@@ -121,8 +121,12 @@ def find_straggler(rows: Sequence[Row], hosts: Sequence[str]) -> Straggler | Non
         return None
     last = found[-1]
     before = found[0] if len(found) == 2 else None
-    again = before is not None and before.rank == last.rank and before.share >= _NOTABLE
-    if last.share >= _CLEAR or (last.share >= _NOTABLE and again):
+    again = (
+        before is not None
+        and before.rank == last.rank
+        and before.step_fraction >= _NOTABLE
+    )
+    if last.step_fraction >= _CLEAR or (last.step_fraction >= _NOTABLE and again):
         return _straggler_of([last], hosts)
     return None
 
@@ -149,7 +153,7 @@ def persistent_straggler(
     """
     num_steps = sum(window.num_steps for window in windows)
     for rank in {window.rank for window in windows}:
-        slow = [w for w in windows if w.rank == rank and w.share >= _NOTABLE]
+        slow = [w for w in windows if w.rank == rank and w.step_fraction >= _NOTABLE]
         slow_steps = sum(window.num_steps for window in slow)
         if len(slow) >= _SEVERAL and 2 * slow_steps >= num_steps:
             return _straggler_of(slow, hosts)

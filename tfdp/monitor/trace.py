@@ -1,17 +1,52 @@
-"""Steps of all workers as a trace for Chrome and Perfetto."""
+"""Timeline: steps of all workers as a trace for Chrome and Perfetto."""
 
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from tfdp.monitor.clocks import clock_offset
-from tfdp.monitor.intervals import Interval, clipped, merged
-from tfdp.monitor.readings import Reading, Replica
+from tfdp.monitor.readings import Interval, Reading, Replica, clipped, merged
 
 # Lanes of a worker: the steps, and from here on those of each replica.
 _STEPS_LANE, _LANES_PER_REPLICA = 0, 100
+
+
+def clock_offset(first: Sequence[Interval], other: Sequence[Interval]) -> float:
+    """Estimate by how much another worker's clock is ahead of the first one's.
+
+    A collective ends on all workers at nearly the same time, the shorter it is the
+    more so; and on none before it has begun on all, which bounds the error however
+    unequal they are.
+
+    Args:
+        first: Sequence of begin and end of each collective by the first worker's
+            clock, in seconds.
+        other: The same collectives by the other worker's clock.
+
+    Returns:
+        Float, seconds; 0 where there are no collectives.
+
+    Example:
+
+    >>> clock_offset([(0.0, 1.0), (2.0, 2.5)], [(100.9, 101.0), (102.0, 102.5)])
+    100.0
+
+    Source: Mills 1991, "Internet time synchronization: the network time protocol",
+    for the bounds.
+    """
+    pairs = list(zip(first, other, strict=True))
+    if not pairs:
+        return 0.0
+    pairs.sort(key=lambda pair: max(pair[0][1] - pair[0][0], pair[1][1] - pair[1][0]))
+    short = pairs[: max(1, len(pairs) // 4)]
+    estimate = statistics.median(b[1] - a[1] for a, b in short)
+    least = max(b[0] - a[1] for a, b in pairs)
+    most = min(b[1] - a[0] for a, b in pairs)
+    if least > most:  # a clock was set, or drifts, while they ran
+        return estimate
+    return min(max(estimate, least), most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +70,7 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerTrace:
-    """What one worker did in some steps.
+    """Trace of one worker over some steps.
 
     Args:
         rank: Int.
@@ -123,7 +158,7 @@ def chrome_trace(workers: Sequence[WorkerTrace]) -> dict[str, Any]:
 
 
 def _phases(lane: int, reading: Reading, replica: Replica) -> list[Slice]:
-    """What a replica computes, from end to end of a step."""
+    """Bars of what a replica computes, from end to end of a step."""
     begin = max(replica.begin, reading.begin)
     name = "input" if reading.num_steps == 1 else "earlier steps"
     bars = [Slice(lane, name, reading.begin, begin)]
@@ -152,7 +187,7 @@ def _phases(lane: int, reading: Reading, replica: Replica) -> list[Slice]:
 def _add_collectives(
     trace: WorkerTrace, first_lane: int, number: int, step: int, replica: Replica
 ) -> None:
-    """Puts collectives into as many lanes as overlap each other."""
+    """Put collectives into as many lanes as overlap each other."""
     free: list[float] = []
     for collective, begin, end in sorted(replica.collectives, key=lambda c: c[1]):
         lane = next((i for i, until in enumerate(free) if until <= begin), len(free))
@@ -171,7 +206,7 @@ def _add_collectives(
 def _note_common(
     trace: WorkerTrace, number: int, step: int, replica: Replica, num_replicas: int
 ) -> None:
-    """Remembers the collectives that all workers take part in, to align clocks."""
+    """Note the collectives that all workers take part in, to align clocks."""
     counts: dict[str, int] = {}
     for collective, begin, end in replica.collectives:
         if collective.group_size == num_replicas or collective.label == "logs":

@@ -1,4 +1,4 @@
-"""Several steps as one: of a worker, and of all workers together."""
+"""Windows: means over several steps of a worker, and of all workers together."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def window_of(
     loss_scale: float = math.nan,
     skipped_steps: int = 0,
 ) -> Window:
-    """Puts the samples of a worker together.
+    """Put the samples of a worker together.
 
     Args:
         samples: Sequence of `Sample`, at least one.
@@ -138,7 +138,7 @@ class Row:
 
 
 def merge(windows: dict[int, Window], num_workers: int) -> Row:
-    """Puts the windows of the workers together.
+    """Put the windows of the workers together.
 
     Args:
         windows: Dict from rank to `Window`; rank 0 is there.
@@ -200,7 +200,7 @@ class WeightedMean:
         self._weight = 0.0
 
     def add(self, value: float, weight: float) -> None:
-        """Takes in a number."""
+        """Take in a number."""
         if not math.isnan(value):
             self._sum += value * weight
             self._weight += weight
@@ -215,7 +215,7 @@ Means = collections.defaultdict[str, WeightedMean]
 
 
 class Totals:
-    """What a run was like: means over its rows, weighted by their steps."""
+    """Totals of a run: means over its rows, weighted by their steps."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -226,7 +226,7 @@ class Totals:
         self._times: collections.deque[float] = collections.deque(maxlen=_KEPT_TIMES)
 
     def add(self, row: Row) -> None:
-        """Takes in a row."""
+        """Take in a row."""
         count = row.num_steps
         self.num_steps += count
         self._times.extend(row.times)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 import pathlib
-import tempfile
 from typing import Any
 
+import platformdirs
+
+from tfdp.base.files import replaced
 from tfdp.links import Links
 
 
@@ -22,10 +22,7 @@ def links_path() -> pathlib.Path:
 
     Source: the XDG base directory specification.
     """
-    folder = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(folder):
-        folder = os.path.join(os.path.expanduser("~"), ".cache")
-    return pathlib.Path(folder) / "tfdp" / "links.json"
+    return platformdirs.user_cache_path("tfdp") / "links.json"
 
 
 def load_links(key: str, path: pathlib.Path | None = None) -> Links | None:
@@ -40,6 +37,7 @@ def load_links(key: str, path: pathlib.Path | None = None) -> Links | None:
 
     Example:
 
+    >>> import tempfile
     >>> from tfdp.links import Link
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "links.json"
     >>> store_links("2 x 4", Links(Link(0.5, 0.25), Link(1.0, 0.5)), path)
@@ -74,17 +72,11 @@ def store_links(key: str, links: Links, path: pathlib.Path | None = None) -> boo
     """
     path = path or links_path()
     text = json.dumps({**_read(path), key: dataclasses.asdict(links)}, indent=1)
-    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        number, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with open(number, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
+        with replaced(path) as temporary:
+            pathlib.Path(temporary).write_text(text, "utf-8")
     except (OSError, ValueError):
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
         return False
     return True
 

@@ -1,17 +1,22 @@
-"""Measures one of the figures of docs/performance.md, as ratios in one run.
+"""Measure one of the figures of docs/performance.md, as ratios in one run.
 
     python -m tools.bench NAME [--out FILE]
 
 Both sides are alive at the same time and take turns, block by block. Run it on an
-idle machine: a busy one makes the intervals wide.
+idle machine: a busy one makes the intervals wide. `buckets` trains a script with
+several bucket sizes.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
+import click
+
+from tfdp.cli import parameter_types as types
+from tfdp.cli.main import run_command
 from tools.bench import (
     accumulation,
     algorithms,
@@ -29,96 +34,140 @@ from tools.bench import (
     update,
     wrapping,
 )
-from tools.bench.hosts_arms import RATES
+from tools.bench.buckets_command import buckets
 from tools.bench.hosts_bed import bits_per_second, missing
+from tools.bench.hosts_sides import RATES
+from tools.bench.models import MODELS
+from tools.bench.report import PROGRAM, Arguments
 
-BENCHMARKS = {
-    "single": single.run,
-    "all-reduce": all_reduce.run,
-    "algorithms": algorithms.run,
-    "step": step.run,
-    "ddp": ddp.run,
-    "growth": growth.run,
-    "accumulation": accumulation.run,
-    "update": update.run,
-    "sharding": sharding.run,
-    "wrapping": wrapping.run,
-    "monitor": monitor.run,
-    "consistency": consistency.run,
-    "rebalance": rebalance.run,
-    "hosts": hosts.run,
-    "hosts-step": hosts_step.run,
-    "hosts-plan": algorithms.run_on_hosts,
-}
+Option = Callable[[Callable], Callable]
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("benchmark", choices=BENCHMARKS)
-    parser.add_argument("--out", type=Path, help="write everything here as JSON")
-    parser.add_argument(
-        "--blocks", type=int, default=30, help="turns of each side, default 30"
-    )
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        choices=["mlp", "transformer"],
-        default=["mlp", "transformer"],
-        help="for `step`, `monitor` and `consistency`",
-    )
-    parser.add_argument(
-        "--torch-python",
-        default=sys.executable,
-        metavar="PATH",
-        help="for `ddp` and `hosts-step`: an interpreter that has PyTorch",
-    )
-    _add_hosts(parser)
-    args = parser.parse_args()
-    if args.blocks < 1:
-        parser.error(f"--blocks must be at least 1. Received: {args.blocks}")
-    if args.benchmark.startswith("hosts") and (lacks := missing()):
-        parser.error(lacks)
-    BENCHMARKS[args.benchmark](args)
-
-
-def _add_hosts(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("two hosts", "for `hosts...`")
-    group.add_argument(
-        "--rates", nargs="+", default=RATES, type=_rate, help="default 200mbit 1gbit"
-    )
-    group.add_argument(
-        "--workers-per-host",
-        nargs="+",
-        type=_at_least_one,
-        default=[2, 4],
-        help="for `hosts`, default 2 4",
-    )
-    group.add_argument(
-        "--megabytes", type=_at_least_one, default=64, help="for `hosts`, default 64"
-    )
-    group.add_argument(
-        "--batch",
-        type=_at_least_one,
-        default=2,
-        help="of each worker, for `hosts-step`, default 2",
-    )
-
-
-def _at_least_one(text: str) -> int:
-    if not (text.isdecimal() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"must be at least 1. Received: {text}")
-    return int(text)
+OUT = click.option(
+    "--out", metavar="FILE", type=types.OUTPUT_FILE, help="Write all here as JSON."
+)
+BLOCKS = click.option(
+    "--blocks",
+    metavar="B",
+    type=types.COUNT,
+    default=30,
+    show_default=True,
+    help="Turns of each side.",
+)
+MODELS_TO_TRAIN = click.option(
+    "--models",
+    metavar="NAME...",
+    multiple=True,
+    type=click.Choice(tuple(MODELS)),
+    default=tuple(MODELS),
+    show_default=True,
+    help="Models to train.",
+)
+TORCH = click.option(
+    "--torch-python",
+    metavar="PATH",
+    default=sys.executable,
+    help="An interpreter that has PyTorch. Default: this one.",
+)
 
 
 def _rate(text: str) -> str:
     try:
         bits_per_second(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    except ValueError:
+        what = "it must be a positive number of kbit, mbit or gbit, such as 200mbit"
+        raise ValueError(what) from None
     return text
 
 
+RATES_OF_LINK = click.option(
+    "--rates",
+    metavar="RATE...",
+    multiple=True,
+    type=types.Checked("rate", _rate),
+    default=RATES,
+    show_default=True,
+    help="Rates of the link between the hosts.",
+)
+WORKERS_PER_HOST = click.option(
+    "--workers-per-host",
+    metavar="N...",
+    multiple=True,
+    type=types.COUNT,
+    default=(2, 4),
+    show_default=True,
+    help="Workers on each host.",
+)
+MEGABYTES = click.option(
+    "--megabytes",
+    metavar="MB",
+    type=types.COUNT,
+    default=64,
+    show_default=True,
+    help="Size of the gradients.",
+)
+BATCH = click.option(
+    "--batch",
+    metavar="B",
+    type=types.COUNT,
+    default=2,
+    show_default=True,
+    help="Samples of each worker.",
+)
+
+
+def benchmark(
+    name: str, run: Callable[[Arguments], None], *options: Option
+) -> click.Command:
+    """Make the command of a benchmark.
+
+    Args:
+        name: String.
+        run: Callable of `Arguments`.
+        *options: Options beside those that all have.
+
+    Returns:
+        `click.Command`.
+    """
+
+    def command(**given: Any) -> None:
+        if name.startswith("hosts") and (lacks := missing()):
+            raise click.UsageError(lacks)
+        run(Arguments(**given))
+
+    for option in (*options, BLOCKS, OUT):
+        command = option(command)
+    text = sys.modules[run.__module__].__doc__ or ""
+    return click.command(name, cls=types.ManyValues, help=text)(command)
+
+
+BENCHMARKS = [
+    benchmark("single", single.run),
+    benchmark("all-reduce", all_reduce.run),
+    benchmark("algorithms", algorithms.run),
+    benchmark("step", step.run, MODELS_TO_TRAIN),
+    benchmark("ddp", ddp.run, TORCH),
+    benchmark("growth", growth.run),
+    benchmark("accumulation", accumulation.run),
+    benchmark("update", update.run),
+    benchmark("sharding", sharding.run),
+    benchmark("wrapping", wrapping.run),
+    benchmark("monitor", monitor.run, MODELS_TO_TRAIN),
+    benchmark("consistency", consistency.run, MODELS_TO_TRAIN),
+    benchmark("rebalance", rebalance.run),
+    benchmark("hosts", hosts.run, RATES_OF_LINK, WORKERS_PER_HOST, MEGABYTES),
+    benchmark("hosts-step", hosts_step.run, RATES_OF_LINK, BATCH, TORCH),
+    benchmark("hosts-plan", algorithms.run_on_hosts, RATES_OF_LINK),
+]
+
+
+@click.group(
+    commands=[*BENCHMARKS, buckets],
+    help=(__doc__ or "").partition("\n")[0],
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+def bench() -> None:
+    """Run one of the benchmarks."""
+
+
 if __name__ == "__main__":
-    main()
+    run_command(bench, PROGRAM)

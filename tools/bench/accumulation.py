@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-
-from tfdp.bench.sides import Side, started
+from tfdp.bench.sides import Side, alternate, started
 from tfdp.bench.stats import paired_ratio
-from tfdp.bench.turns import alternate
-from tools.bench.report import Figure, Report
+from tools.bench.report import Arguments, Figure, Report
 
 STEPS = 8  # micro-batches of an update
 NUM_WORKERS = 2
@@ -18,8 +15,8 @@ BATCH_SIZE = 4
 SHARE_OF_BLOCKS = 0.5
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measures the transformer.
+def run(args: Arguments) -> None:
+    """Measure the transformer.
 
     One device is timed as two processes that do the same, each by itself, at the
     same time: alone, it would have the caches, the memory and the clock of the

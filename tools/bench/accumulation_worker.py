@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
-from tfdp.bench.channel import serve, take_over_output
+from tfdp.bench.channel import Arms, work
 from tfdp.bench.training import make_strategy, timed, training_step
 from tools.bench.models import MODELS
 
 
-def main() -> None:
-    take_over_output()
-    setup = json.loads(sys.argv[1])
+def make_arms(setup: dict[str, Any]) -> Arms:
     strategy = make_strategy(setup)
     steps = setup["accumulation_steps"]
 
@@ -33,8 +29,8 @@ def main() -> None:
         make_optimizer=make_optimizer,
         batch_size=setup["batch_size"],
     )
-    serve({"micro-batch": timed(step)})
+    return {"micro-batch": timed(step)}
 
 
 if __name__ == "__main__":
-    main()
+    work(make_arms)

@@ -5,20 +5,17 @@ And between two hosts, only what was predicted: `hosts-plan`.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 
-from tfdp.bench.sides import Side, started
+from tfdp.bench.sides import Side, alternate, started
 from tfdp.bench.stats import paired_ratio
-from tfdp.bench.turns import alternate
 from tfdp.cluster import Topology
 from tfdp.links import Links
 from tfdp.plans.cost_model import choose, predict_seconds
 from tfdp.plans.traffic import FLAT, Algorithm
-from tools.bench.hosts_arms import RATE_OF_START
 from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
-from tools.bench.hosts_sides import HostsSide
-from tools.bench.report import Figure, Report
+from tools.bench.hosts_sides import RATE_OF_START, HostsSide
+from tools.bench.report import Arguments, Figure, Report
 
 NUM_WORKERS = 4
 # The links are fitted to 4 KB, 256 KB and 4 MB; the other sizes are held out.
@@ -33,8 +30,8 @@ ACROSS = ("ring", "halving_doubling", "hierarchical")
 SIZES_ACROSS = [2**14, 2**16, 2**20, 2**24, 2**26]  # all held out
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measures all sizes, then asks the model what it would have taken."""
+def run(args: Arguments) -> None:
+    """Measure all sizes, then ask the cost model what it would have taken."""
     report = Report(
         args,
         {
@@ -63,8 +60,8 @@ def run(args: argparse.Namespace) -> None:
     report.finish()
 
 
-def run_on_hosts(args: argparse.Namespace) -> None:
-    """Fits the links as training does, on every rate, and measures other sizes."""
+def run_on_hosts(args: Arguments) -> None:
+    """Fit the links as training does, on every rate, and measure other sizes."""
     report = Report(
         args,
         {
@@ -98,7 +95,7 @@ def run_on_hosts(args: argparse.Namespace) -> None:
 def _add_error(
     report: Report, title: str, times: dict, topology: Topology, links: Links
 ) -> None:
-    """Prints all predictions, and adds the median error of those held out."""
+    """Print all predictions, and add the median error of those held out."""
     errors = []
     for arm, seconds in times.items():
         _, name, size = arm.split("/")

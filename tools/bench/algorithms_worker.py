@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.bench.channel import Arm, serve, take_over_output
+from tfdp.bench.channel import Arm, Arms, work
 from tfdp.bench.training import barrier, make_strategy, timed
 
 
@@ -32,7 +30,7 @@ def all_reduce_arm(strategy: Any, name: str, num_bytes: int) -> Arm:
 
 
 def measured_links(strategy: Any) -> Callable[[int], Any]:
-    """What a long `fit` measures at its start, and how long that takes."""
+    """Links as a long `fit` measures them at its start, and the seconds that takes."""
     from tfdp.reduction.link_measure import LONG_RUN_STEPS, learn_links
 
     def run(steps: int) -> Any:
@@ -59,16 +57,14 @@ def measured_links(strategy: Any) -> Callable[[int], Any]:
     return run
 
 
-def main() -> None:
-    take_over_output()
-    setup = json.loads(sys.argv[1])
+def make_arms(setup: dict[str, Any]) -> Arms:
     strategy = make_strategy(setup)
     arms: dict[str, Any] = {"links": measured_links(strategy)}
     for name in setup["algorithms"]:
         for num_bytes in setup["sizes"]:
             arms[f"{name}/{num_bytes}"] = all_reduce_arm(strategy, name, num_bytes)
-    serve(arms)
+    return arms
 
 
 if __name__ == "__main__":
-    main()
+    work(make_arms)

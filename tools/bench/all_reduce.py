@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 
-from tfdp.bench.sides import Side, started
+from tfdp.bench.sides import Side, alternate, started
 from tfdp.bench.stats import paired_ratio, ratio_to_best
-from tfdp.bench.turns import alternate
-from tools.bench.report import Figure, Report
+from tools.bench.report import Arguments, Figure, Report
 
 MB = 2**20
 BUCKETS = [25 * MB // 4] * 4  # floats
@@ -16,8 +14,8 @@ SMALL = [1024]  # 4 KB
 PACKS_MB = (1, 2, 4, 8, 25)
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measures 100 MB in 25 MB buckets and 4 KB."""
+def run(args: Arguments) -> None:
+    """Measure 100 MB in 25 MB buckets and 4 KB."""
     report = Report(
         args, {"benchmark": "all-reduce, 2 workers on loopback, float32, 1 thread each"}
     )

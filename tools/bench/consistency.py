@@ -1,20 +1,18 @@
-"""What looking after workers and replicas costs in Keras `fit` on two workers."""
+"""Cost of the watchdog and of `ConsistencyCheck` in Keras `fit` on two workers."""
 
 from __future__ import annotations
-
-import argparse
 
 from tfdp.bench.sides import Side, started
 from tfdp.bench.stats import paired_ratio
 from tools.bench.monitor import blocks
-from tools.bench.report import Figure, Report
+from tools.bench.report import Arguments, Figure, Report
 
 # The interval that is the default: one check falls into each block.
 EVERY = 100
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measures `fit` with `ConsistencyCheck` and the watchdog, and with neither."""
+def run(args: Arguments) -> None:
+    """Measure `fit` with `ConsistencyCheck` and the watchdog, and with neither."""
     for model in args.models:
         setting = {
             "benchmark": f"Keras fit on 2 workers, Adam, {EVERY} timed steps a block, "

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
-from tfdp.bench.channel import serve, take_over_output
+from tfdp.bench.channel import Arms, work
 from tfdp.bench.training import make_strategy
 
 
-def main() -> None:
-    take_over_output()
-    setup = json.loads(sys.argv[1])
+def make_arms(setup: dict[str, Any]) -> Arms:
     strategy = make_strategy(setup)
 
     from tfdp.callbacks import ConsistencyCheck
@@ -31,12 +28,12 @@ def main() -> None:
     def on(steps: int) -> dict[str, float]:
         return block(steps + every + 6, ConsistencyCheck(every=every))
 
-    serve({"off": off, "on": on})
+    return {"off": off, "on": on}
 
 
 @contextlib.contextmanager
 def _unwatched() -> Iterator[None]:
-    """This worker neither gives signs of life nor looks for those of others."""
+    """Run without heartbeats and without the watchdog."""
     from tfdp.coordination.watch.heartbeat import Heartbeat
     from tfdp.coordination.watch.watchdog import Watchdog
 
@@ -51,4 +48,4 @@ def _unwatched() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main()
+    work(make_arms)

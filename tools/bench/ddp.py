@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 
-from tfdp.bench.peers import torch_version
-from tfdp.bench.sides import Side, started
+from tfdp.bench.machine import torch_version
+from tfdp.bench.sides import Side, alternate, started
 from tfdp.bench.stats import paired_ratio
-from tfdp.bench.turns import alternate
 from tools.bench.models import MODELS
-from tools.bench.report import Figure, Report
+from tools.bench.report import Arguments, Figure, Report
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measures the MLP, where PyTorch is installed."""
+def run(args: Arguments) -> None:
+    """Measure the MLP, where PyTorch is installed."""
     version = torch_version(args.torch_python)
     if version is None:
         print(

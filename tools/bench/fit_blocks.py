@@ -17,7 +17,7 @@ SKIPPED = 5
 
 
 class Clock(keras.callbacks.Callback):
-    """Takes the time after each step.
+    """Clock of steps.
 
     Args:
         skipped: Int, steps at the begin that are not timed.
@@ -28,11 +28,11 @@ class Clock(keras.callbacks.Callback):
         self._skipped = skipped
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Forgets the `fit` before."""
+        """Forget the `fit` before."""
         self.times: list[float] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Takes the time."""
+        """Take the time."""
         self.times.append(time.perf_counter())
 
     @property
@@ -45,7 +45,7 @@ class Clock(keras.callbacks.Callback):
 def block_of(
     strategy: Any, name: str, skipped: int = SKIPPED, first: Any = None
 ) -> Callable[..., dict[str, float]]:
-    """Makes a model, and a function that fits it for a block.
+    """Make a model, and a function that fits it for a block.
 
     Args:
         strategy: A `tf.distribute` strategy.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
-from tfdp.bench.channel import Arm, serve, take_over_output
+from tfdp.bench.channel import Arm, Arms, work
 
 BATCH_SIZE = 32
 
@@ -18,17 +17,8 @@ def fit_arm(strategy: Any, *, wrapped: bool = False) -> Arm:
 
     from tfdp.bench.keras_models import build, make_batch
     from tfdp.optimizer.distributed import DistributedOptimizer
+    from tools.bench.fit_blocks import Clock
     from tools.bench.models import MODELS
-
-    class Clock(keras.callbacks.Callback):
-        """Notes when the first and the last step of a fit end."""
-
-        first = last = 0.0
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.last = time.perf_counter()
-            if batch == 0:
-                self.first = self.last
 
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
@@ -43,27 +33,24 @@ def fit_arm(strategy: Any, *, wrapped: bool = False) -> Arm:
 
     def run(steps: int) -> float:
         x, y = make_batch(MODELS["mlp"], steps * BATCH_SIZE)
-        clock = Clock()
+        clock = Clock(skipped=0)
         model.fit(x, y, batch_size=BATCH_SIZE, verbose=0, callbacks=[clock])
-        return (clock.last - clock.first) / max(1, steps - 1)
+        return clock.seconds
 
     return run
 
 
-def main() -> None:
-    take_over_output()
+def make_arms(setup: dict[str, Any]) -> Arms:
     import tfdp
 
     strategy = tfdp.MirroredStrategy(["CPU:0"])
-    serve(
-        {
-            "plain": fit_arm(None),
-            "tfdp": fit_arm(strategy),
-            "wrapped": fit_arm(None, wrapped=True),
-            "wrapped, tfdp": fit_arm(strategy, wrapped=True),
-        }
-    )
+    return {
+        "plain": fit_arm(None),
+        "tfdp": fit_arm(strategy),
+        "wrapped": fit_arm(None, wrapped=True),
+        "wrapped, tfdp": fit_arm(strategy, wrapped=True),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    work(make_arms)

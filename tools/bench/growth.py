@@ -1,19 +1,17 @@
-"""What must not grow: Python's work with the variables, memory with the steps."""
+"""Growth: Python's work with more variables, memory with more steps."""
 
 from __future__ import annotations
 
-import argparse
-
 from tfdp.bench.sides import Side, started
-from tools.bench.report import Figure, Report
+from tools.bench.report import Arguments, Figure, Report
 
 STEPS = 2000
 # Where memory is compared from: allocators and caches have filled by then.
 SETTLED_AFTER = 500
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measures on two workers, in `fit`."""
+def run(args: Arguments) -> None:
+    """Measure on two workers, in `fit`."""
     report = Report(args, {"benchmark": "growth, 2 workers, Keras fit, batch 32 each"})
     side = Side("tfdp", "tools.bench.growth_worker", {}, num_workers=2)
     with started(side):
@@ -32,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _add_memory(report: Report, kind: str, workers: list[list[float]]) -> None:
-    """Compares resident memory after `SETTLED_AFTER` and after all steps."""
+    """Compare resident memory after `SETTLED_AFTER` and after all steps."""
     for rank, samples in enumerate(workers):
         begin = samples[round(len(samples) * SETTLED_AFTER / STEPS)]
         growth = samples[-1] - begin

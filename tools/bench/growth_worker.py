@@ -5,13 +5,12 @@ from __future__ import annotations
 import cProfile
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tfdp.bench.channel import Arm, serve, take_over_output
+from tfdp.bench.channel import Arm, Arms, work
 
 BATCH_SIZE = 64  # global
 SAMPLE_EVERY = 50
@@ -31,7 +30,7 @@ def calls_arm(strategy: Any, num_variables: int) -> Arm:
         model.compile("sgd", "mse")
 
     class Profile(keras.callbacks.Callback):
-        """Profiles the steps after the first few."""
+        """Profiler of the steps after the first few."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -75,7 +74,7 @@ def memory_arm(strategy: Any, kind: str) -> Arm:
     process = psutil.Process(os.getpid())
 
     class Memory(keras.callbacks.Callback):
-        """Samples resident memory."""
+        """Sampler of resident memory."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -100,24 +99,20 @@ def memory_arm(strategy: Any, kind: str) -> Arm:
     return run
 
 
-def main() -> None:
-    take_over_output()
-    setup = json.loads(sys.argv[1])
+def make_arms(setup: dict[str, Any]) -> Arms:
     task = {"type": "worker", "index": setup["rank"]}
     cluster = {"worker": setup["addresses"]}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
     import tfdp
 
     strategy = tfdp.MultiWorkerMirroredStrategy()
-    serve(
-        {
-            "calls 10": calls_arm(strategy, 10),
-            "calls 500": calls_arm(strategy, 500),
-            "memory dense": memory_arm(strategy, "dense"),
-            "memory embedding": memory_arm(strategy, "embedding"),
-        }
-    )
+    return {
+        "calls 10": calls_arm(strategy, 10),
+        "calls 500": calls_arm(strategy, 500),
+        "memory dense": memory_arm(strategy, "dense"),
+        "memory embedding": memory_arm(strategy, "embedding"),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    work(make_arms)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 
-from tfdp.bench.sides import started
+from tfdp.bench.sides import alternate, started
 from tfdp.bench.stats import paired_ratio, ratio_to_best
-from tfdp.bench.turns import alternate
-from tools.bench.hosts_arms import (
+from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts, bits_per_second
+from tools.bench.hosts_sides import (
     RATE_OF_GOALS,
     RATE_OF_START,
     STOCK_ARMS,
     TFDP_ARMS,
-    make_sides,
-)
-from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts, bits_per_second
-from tools.bench.hosts_sides import (
     HostsSide,
     idle_bytes_per_second,
     in_megabytes,
+    make_sides,
     utilisations,
 )
-from tools.bench.report import Figure, Report
+from tools.bench.report import Arguments, Figure, Report
 
 NUM_TENSORS = 16
 # Speed of an arm relative to a rival, by the workers on a host.
@@ -39,8 +35,8 @@ GOAL_OF_LINK = 0.85
 BOUND_SLACK = 1.05
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measures every number of workers on every rate."""
+def run(args: Arguments) -> None:
+    """Measure every number of workers on every rate."""
     setting = {
         "benchmark": "all-reduce between 2 hosts, network namespaces joined by a veth "
         "pair with tbf in each direction, 1 thread each",
@@ -78,7 +74,7 @@ class Table:
         self,
         bed: TwoHosts,
         sides: tuple[HostsSide, HostsSide],
-        args: argparse.Namespace,
+        args: Arguments,
         workers_per_host: int,
     ) -> None:
         self._bed, self._sides, self._args = bed, sides, args
@@ -89,7 +85,7 @@ class Table:
         self._bytes: dict[str, list[float]] = {}
 
     def measure(self) -> None:
-        """Runs the blocks of all arms in turn."""
+        """Run the blocks of all arms in turn."""
         ours, stock = self._sides
         arms = [(ours, name) for name in TFDP_ARMS]
         arms += [(stock, name) for name in STOCK_ARMS]
@@ -101,7 +97,7 @@ class Table:
             self._bytes[f"{side.name}/{arm}"] = sent
 
     def report(self, report: Report) -> None:
-        """Prints the table and the figures."""
+        """Print the table and the figures."""
         print(f"\n{self._title}; idle: {self._idle:.0f} bytes/s", flush=True)
         report.add_times({f"{self._title}: {k}": v for k, v in self._times.items()})
         for name in self._times:

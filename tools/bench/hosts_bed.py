@@ -44,7 +44,7 @@ class BedError(RuntimeError):
 
 
 def missing() -> str:
-    """What this process lacks to make two hosts: a sentence, or `""`."""
+    """Sentence about what this process lacks to make two hosts, or `""`."""
     lacks = [name for name in ("ip", "tc") if shutil.which(name) is None]
     user = "root" if os.geteuid() == 0 else f"user {os.geteuid()}"
     if not lacks and user == "root":
@@ -56,7 +56,7 @@ def missing() -> str:
 
 
 def bits_per_second(rate: str) -> float:
-    """Reads a rate as `tc` writes it.
+    """Read a rate as `tc` writes it.
 
     Args:
         rate: String, such as `"200mbit"` or `"1gbit"`.
@@ -142,11 +142,11 @@ class TwoHosts:
         self._keeper.wait()
 
     def enter(self, host: int) -> list[str]:
-        """Returns what to put before a command to run it on a host."""
+        """Return what to put before a command to run it on a host."""
         return ["ip", "netns", "exec", self.names[host]]
 
     def worker_addresses(self, workers_per_host: int) -> list[str]:
-        """Returns an unused `host:port` for each worker, host by host."""
+        """Return an unused `host:port` for each worker, host by host."""
         return [
             f"{address}:{next(self._ports)}"
             for address in self.addresses
@@ -154,7 +154,7 @@ class TwoHosts:
         ]
 
     def set_rate(self, rate: str) -> None:
-        """Changes the rate of the link in both directions."""
+        """Change the rate of the link in both directions."""
         burst = max(_LEAST_BURST_BYTES, round(bits_per_second(rate) / 8 / 1000))
         limit = f"rate {rate} burst {burst} latency {_LATENCY}".split()
         for name in self.names:
@@ -168,7 +168,7 @@ class TwoHosts:
         self.rate = rate
 
     def bytes_sent(self) -> tuple[int, int]:
-        """Returns the bytes that have left each host, as its interface counts them."""
+        """Return the bytes that have left each host, as its interface counts them."""
         show = f"-s -j link show dev {INTERFACE}".split()
         counted = [json.loads(_call("ip", "-n", name, *show)) for name in self.names]
         first, second = (found[0]["stats64"]["tx"]["bytes"] for found in counted)
@@ -187,7 +187,7 @@ class TwoHosts:
 
 
 def _call(*command: str) -> str:
-    """Runs a command of iproute2 and returns what it prints."""
+    """Run a command of iproute2 and return what it prints."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BedError(

@@ -1,23 +1,37 @@
-"""Sides of a benchmark whose workers live on two hosts, and what they send."""
+"""Sides on two hosts: their workers, arms, the rates of the link and its traffic."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import statistics
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.bench.sides import Side, worker_commands
+from tfdp.bench.sides import Side, worker_commands, worker_environment
 from tools.bench.hosts_bed import INTERFACE, TwoHosts
 
 _IDLE_SECONDS = 3.0
+RATES = ("200mbit", "1gbit")
+# The goals are for a link slow enough to be the bottleneck, not the processors.
+RATE_OF_GOALS = "200mbit"
+# While all sides send their models to the other host at once, heartbeats wait behind
+# them in the same connections, and give up after some seconds.
+RATE_OF_START = "10gbit"
+TFDP_ARMS: dict[str, dict[str, Any]] = {
+    "ring": {"algorithm": "ring"},
+    "hierarchical": {"algorithm": "hierarchical"},
+    "hierarchical bf16": {"algorithm": "hierarchical", "compression": "bf16"},
+}
+STOCK_ARMS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "packs of 8 MB": {"pack_bytes": 8 * 2**20},
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What passed the link while an arm had its turn.
+    """Traffic of the link while an arm had its turn.
 
     Args:
         num_steps: Int, steps of the block.
@@ -68,7 +82,7 @@ class HostsSide(Side):
         self._start(entered, _environment())
 
     def run(self, arm: str, steps: int) -> Any:
-        """Runs a block of steps, as a `Side` does, and reads the counters around it."""
+        """Run a block of steps, as a `Side` does, and read the counters around it."""
         begin, before = time.perf_counter(), self._bed.bytes_sent()
         results = super().run(arm, steps)
         there, back = (
@@ -88,7 +102,7 @@ class HostsSide(Side):
 
 
 def idle_bytes_per_second(bed: TwoHosts) -> float:
-    """What the link carries while all sides wait: heartbeats and the like."""
+    """Traffic of the link while all sides wait: heartbeats and the like."""
     before = bed.bytes_sent()
     time.sleep(_IDLE_SECONDS)
     after = bed.bytes_sent()
@@ -110,17 +124,23 @@ def in_megabytes(num_bytes: list[float]) -> float:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, less other clusters and proxies: no way leads out of a host."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("SLURM") and not name.lower().endswith("_proxy")
-    }
-    kept.pop("TF_CONFIG", None)
-    ours = {
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        "CUDA_VISIBLE_DEVICES": "-1",
+    """The environment of a worker, less proxies: no way leads out of a host."""
+    kept = worker_environment().items()
+    return {
         # Or Gloo listens where the machine's name points to, outside of the bed.
         "GLOO_SOCKET_IFNAME": INTERFACE,
+        **{name: value for name, value in kept if not name.lower().endswith("_proxy")},
     }
-    return {**ours, **kept}
+
+
+def make_sides(
+    bed: TwoHosts, workers_per_host: int, setup: dict
+) -> tuple[HostsSide, HostsSide]:
+    """The workers of tfdp and those of the stock strategy."""
+    module = "tools.bench.hosts_worker"
+    sides = []
+    for name, arms in (("tfdp", TFDP_ARMS), ("stock", STOCK_ARMS)):
+        told = {**setup, "strategy": name, "arms": arms}
+        sides.append(HostsSide(bed, name, module, told, workers_per_host))
+    ours, stock = sides
+    return ours, stock

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 
-from tfdp.bench.peers import torch_version
-from tfdp.bench.sides import started
+from tfdp.bench.machine import torch_version
+from tfdp.bench.sides import alternate, started
 from tfdp.bench.stats import paired_ratio, ratio_to_best
-from tfdp.bench.turns import alternate
-from tools.bench.hosts_arms import (
+from tools.bench.hosts_bed import TwoHosts, bits_per_second
+from tools.bench.hosts_sides import (
     RATE_OF_GOALS,
     RATE_OF_START,
     STOCK_ARMS,
     TFDP_ARMS,
+    HostsSide,
+    in_megabytes,
     make_sides,
+    utilisations,
 )
-from tools.bench.hosts_bed import TwoHosts, bits_per_second
-from tools.bench.hosts_sides import HostsSide, in_megabytes, utilisations
 from tools.bench.models import MODELS
-from tools.bench.report import Figure, Report
+from tools.bench.report import Arguments, Figure, Report
 
 WORKERS_PER_HOST = 2
 ALONE = "no communication"
@@ -32,8 +32,8 @@ WIRE_TYPES = {"hierarchical": "float32", "hierarchical bf16": "bf16"}
 Times = dict[str, list[float]]
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measures the transformer on every rate."""
+def run(args: Arguments) -> None:
+    """Measure the transformer on every rate."""
     version = torch_version(args.torch_python)
     setting = {
         "benchmark": "step of a GradientTape loop with SGD, 2 hosts x 2 workers, "
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     report.finish()
 
 
-def _torch_side(bed: TwoHosts, args: argparse.Namespace) -> HostsSide:
+def _torch_side(bed: TwoHosts, args: Arguments) -> HostsSide:
     model = dataclasses.asdict(MODELS["transformer"])
     told = {"model": model, "batch_size": args.batch, "tuned": True}
     arms = {"float32": told, "bf16": {**told, "bf16": True}}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.bench.channel import serve, take_over_output
+from tfdp.bench.channel import Arms, work
 from tfdp.bench.training import (
     barrier,
     make_strategy,
@@ -53,10 +51,10 @@ def gradients_step(
     import tensorflow as tf
 
     class Discards(keras.optimizers.Optimizer):
-        """Has the gradients reduced and does nothing with them."""
+        """Optimizer that has gradients reduced and does nothing with them."""
 
         def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-            """Leaves the variable as it is."""
+            """Leave the variable as it is."""
 
     with strategy.scope():
         optimizer = Discards(learning_rate=0.0)
@@ -114,13 +112,11 @@ def step_arms(strategies: dict[str, Any], setup: dict[str, Any]) -> dict:
     return arms
 
 
-def main() -> None:
-    take_over_output()
-    setup = json.loads(sys.argv[1])
+def make_arms(setup: dict[str, Any]) -> Arms:
     strategies = make_strategies(setup)
     arms = {"all_reduce": all_reduce_arms, "step": step_arms}
-    serve(arms[setup["benchmark"]](strategies, setup))
+    return arms[setup["benchmark"]](strategies, setup)
 
 
 if __name__ == "__main__":
-    main()
+    work(make_arms)

@@ -1,20 +1,19 @@
-"""What the communication monitor costs, and whether its parts add up to the step."""
+"""Cost of the communication monitor, and the sum of its parts."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 
-from tfdp.bench.sides import Side, started
+from tfdp.bench.sides import Side, alternate, started
 from tfdp.bench.stats import paired_ratio
-from tools.bench.report import Figure, Report
+from tools.bench.report import Arguments, Figure, Report
 
 # A block is a call of `fit`, whose first steps are traced and not timed.
 STEPS = 60
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measures Keras `fit` on two workers with and without the monitor."""
+def run(args: Arguments) -> None:
+    """Measure Keras `fit` on two workers with and without the monitor."""
     for model in args.models:
         setting = {
             "benchmark": f"Keras fit on 2 workers, Adam, {STEPS} steps a block, "
@@ -43,11 +42,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def blocks(side: Side, count: int, steps: int) -> dict[str, list[dict]]:
-    """Blocks of both arms in turn, every other time in reverse order."""
-    found: dict[str, list[dict]] = {"off": [], "on": []}
-    for block in range(count):
-        for arm in ("off", "on") if block % 2 == 0 else ("on", "off"):
-            workers = side.run(arm, steps)
-            slowest = max(workers, key=lambda worker: worker["seconds"])
-            found[arm].append(slowest)
-    return found
+    """Blocks of both arms in turn, each as the slowest worker measured it."""
+    arms = ("off", "on")
+    found = alternate(
+        [(side, arm) for arm in arms],
+        blocks=count,
+        steps=steps,
+        warm_up=0,
+        slowest=lambda workers: max(workers, key=lambda found: found["seconds"]),
+    )
+    return {arm: found[f"{side.name}/{arm}"] for arm in arms}

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
+from typing import Any
 
-from tfdp.bench.channel import serve, take_over_output
+from tfdp.bench.channel import Arms, work
 from tfdp.bench.training import make_strategy
 
 
-def main() -> None:
-    take_over_output()
-    setup = json.loads(sys.argv[1])
+def make_arms(setup: dict[str, Any]) -> Arms:
     strategy = make_strategy(setup)
 
     from tfdp.callbacks import CommunicationMonitor
@@ -28,8 +25,8 @@ def main() -> None:
         parts = (last.compute_seconds + last.exposed_seconds) / last.step_seconds
         return {**result, "parts": parts}
 
-    serve({"off": block, "on": on})
+    return {"off": block, "on": on}
 
 
 if __name__ == "__main__":
-    main()
+    work(make_arms)

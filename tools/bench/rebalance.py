@@ -1,14 +1,13 @@
-"""What `tfdp run --rebalance` is worth where one worker is slower than the other."""
+"""Gain of `tfdp run --rebalance` where one worker is slower than the other."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 
 from tfdp.bench.sides import Side, started
 from tfdp.bench.stats import paired_ratio
 from tools.bench.monitor import blocks
-from tools.bench.report import Figure, Report
+from tools.bench.report import Arguments, Figure, Report
 
 STEPS = 60
 # What the second worker takes longer for each row: nothing, as much again, and more.
@@ -17,8 +16,8 @@ DELAYS_MS = (0.0, 0.5, 2.0)
 _UNTIMED = 3
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measures Keras `fit` on two workers, one slowed, with and without."""
+def run(args: Arguments) -> None:
+    """Measure Keras `fit` on two workers, one slowed, with and without."""
     for delay_ms in DELAYS_MS:
         setting = {
             "benchmark": f"Keras fit on 2 workers, Adam, {STEPS} steps a block, "

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from typing import Any
 
-from tfdp.bench.channel import serve, take_over_output
+from tfdp.bench.channel import Arms, work
 from tfdp.bench.training import make_strategy
 
 
@@ -18,7 +16,7 @@ def slow_layer(seconds: float) -> Any:
     import tensorflow as tf
 
     class SlowByRows(keras.layers.Layer):
-        """Sleeps in proportion to the rows that it is given."""
+        """Layer that sleeps in proportion to its rows."""
 
         def call(self, x: Any) -> Any:
             def sleep(rows: Any) -> Any:
@@ -32,9 +30,7 @@ def slow_layer(seconds: float) -> Any:
     return SlowByRows()
 
 
-def main() -> None:
-    take_over_output()
-    setup = json.loads(sys.argv[1])
+def make_arms(setup: dict[str, Any]) -> Arms:
     strategy = make_strategy(setup)
 
     from tfdp.data.load_balancer import LoadBalancer
@@ -51,13 +47,11 @@ def main() -> None:
         extended.balance = chosen
         return {**block(steps), "rows": balance.rows(64)[1]}
 
-    serve(
-        {
-            "off": lambda steps: with_balance(None, steps),
-            "on": lambda steps: with_balance(balance, steps),
-        }
-    )
+    return {
+        "off": lambda steps: with_balance(None, steps),
+        "on": lambda steps: with_balance(balance, steps),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    work(make_arms)

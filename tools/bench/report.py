@@ -1,8 +1,7 @@
-"""What a benchmark found: figures with their goals, on the screen and as JSON."""
+"""Arguments and report of a benchmark: figures with their goals, shown and kept."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,31 @@ from tfdp.bench.machine import describe, load
 from tfdp.bench.stats import Ratio
 
 PROGRAM = "python -m tools.bench"
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """Options of a benchmark; each reads those that its command has.
+
+    Args:
+        out: Path of the JSON file, or `None` for none.
+        blocks: Int, turns of each side.
+        models: Sequence of strings, of `tools.bench.models`.
+        torch_python: String, an interpreter that may have PyTorch.
+        rates: Sequence of strings, of the link between two hosts.
+        workers_per_host: Sequence of ints.
+        megabytes: Int, size of the gradients.
+        batch: Int, samples of each worker.
+    """
+
+    out: Path | None
+    blocks: int
+    models: Sequence[str] = ()
+    torch_python: str = ""
+    rates: Sequence[str] = ()
+    workers_per_host: Sequence[int] = ()
+    megabytes: int = 0
+    batch: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +66,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the median meets the goal; `None` without a goal."""
+        """Bool, true if the median meets the goal; `None` without a goal."""
         median = self.value.median if isinstance(self.value, Ratio) else self.value
         if self.at_least is not None:
             return median >= self.at_least
@@ -57,14 +81,14 @@ class Figure:
 
 
 class Report:
-    """Collects the figures of a run.
+    """Figures of a run.
 
     Args:
         args: The command line; `out` is where the JSON goes.
         setting: Mapping, the model, the batch and the like.
     """
 
-    def __init__(self, args: argparse.Namespace, setting: Mapping[str, Any]) -> None:
+    def __init__(self, args: Arguments, setting: Mapping[str, Any]) -> None:
         self._out: Path | None = args.out
         self._content: dict[str, Any] = {**describe(PROGRAM), **setting, "figures": []}
         for name, value in self._content.items():
@@ -73,13 +97,13 @@ class Report:
         print(flush=True)
 
     def add(self, figure: Figure) -> None:
-        """Prints a figure and keeps it."""
+        """Print a figure and keeps it."""
         print(figure, flush=True)
         kept = dataclasses.asdict(figure)
         self._content["figures"].append({**kept, "met": figure.met})
 
     def add_times(self, times: Mapping[str, Sequence[float]]) -> None:
-        """Keeps the raw times, in seconds, and prints their medians."""
+        """Keep the raw times, in seconds, and print their medians."""
         self._content.setdefault("seconds_per_step", {}).update(times)
         for name, values in times.items():
             middle = sorted(values)[len(values) // 2]
@@ -87,7 +111,7 @@ class Report:
             print(f"  {name}: median {middle * 1e3:.2f} ms, best {best * 1e3:.2f} ms")
 
     def finish(self) -> None:
-        """Writes the JSON, if asked to."""
+        """Write the JSON, if asked to."""
         self._content["load_average_at_end"] = load()
         if self._out:
             self._out.write_text(json.dumps(self._content, indent=1) + "\n", "utf-8")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-
-from tfdp.bench.sides import Side, started
+from tfdp.bench.sides import Side, alternate, started
 from tfdp.bench.stats import paired_ratio
-from tfdp.bench.turns import alternate
 from tools.bench.models import MODELS
-from tools.bench.report import Figure, Report
+from tools.bench.report import Arguments, Figure, Report
 
 NUM_WORKERS = (2, 4)
 # A small batch: what is compared is the reduction and the update.
@@ -17,8 +14,8 @@ SHARE_OF_BLOCKS = 0.5
 _SLACK_BYTES = 64 * 2**10
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measures the transformer with Adam."""
+def run(args: Arguments) -> None:
+    """Measure the transformer with Adam."""
     setting = {
         "benchmark": "step of a GradientTape loop with Adam, 1 thread for each worker, "
         "optimizer state sharded (ZeRO-1) and not",

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import sys
 from typing import Any
 
 import psutil
 
-from tfdp.bench.channel import serve, take_over_output
+from tfdp.bench.channel import Arms, work
 from tfdp.bench.training import make_strategy, timed, training_step
 from tools.bench.models import MODELS
 
 
-def main() -> None:
-    take_over_output()
-    setup = json.loads(sys.argv[1])
+def make_arms(setup: dict[str, Any]) -> Arms:
     strategy = make_strategy(setup)
     made: list[Any] = []
 
@@ -41,17 +37,12 @@ def main() -> None:
     )
     resident = psutil.Process(os.getpid()).memory_info().rss
     memory = made[0].memory_report()
-    serve(
-        {
-            "step": timed(step),
-            "resident": lambda steps: resident,
-            "slots": lambda steps: _slot_bytes(made[0]),
-            "all slots": lambda steps: memory.whole.slots,
-            "predicted": lambda steps: (
-                memory.sharded.slots + memory.sharded.accumulators
-            ),
-        }
-    )
+    return {
+        "step": timed(step),
+        "resident": lambda steps: resident,
+        "slots": lambda steps: _slot_bytes(made[0]),
+        "predicted": lambda steps: memory.sharded.slots + memory.sharded.accumulators,
+    }
 
 
 def _slot_bytes(optimizer: Any) -> int:
@@ -65,4 +56,4 @@ def _slot_bytes(optimizer: Any) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    work(make_arms)

@@ -1,18 +1,15 @@
-"""What one replica costs under tfdp, against plain Keras `fit` in one process."""
+"""Overhead of one replica under tfdp, against plain Keras `fit` in one process."""
 
 from __future__ import annotations
 
-import argparse
-
-from tfdp.bench.sides import Side, started
+from tfdp.bench.sides import Side, alternate, started
 from tfdp.bench.stats import paired_ratio
-from tfdp.bench.turns import alternate
 from tools.bench.models import MODELS
-from tools.bench.report import Figure, Report
+from tools.bench.report import Arguments, Figure, Report
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measures `fit` of the MLP."""
+def run(args: Arguments) -> None:
+    """Measure `fit` of the MLP."""
     setting = {
         "benchmark": "Keras fit on one replica, CPU",
         "model": str(MODELS["mlp"]),

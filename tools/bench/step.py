@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-
-from tfdp.bench.sides import Side, started
+from tfdp.bench.sides import Side, alternate, started
 from tfdp.bench.stats import paired_ratio, ratio_to_best
-from tfdp.bench.turns import alternate
-from tools.bench.report import Figure, Report
+from tools.bench.report import Arguments, Figure, Report
 
 PACKS_MB = (1, 2, 4, 8, 25)
 # Steps in a block: long enough for the clock, short enough to take turns often.
@@ -16,8 +13,8 @@ STEPS = {"mlp": 20, "transformer": 1}
 SHARE_OF_BLOCKS = {"mlp": 1.0, "transformer": 0.3}
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measures the models named on the command line."""
+def run(args: Arguments) -> None:
+    """Measure the models named on the command line."""
     setting = {
         "benchmark": "step of a GradientTape loop with SGD, 2 workers, 1 thread each",
         "models": ", ".join(args.models),

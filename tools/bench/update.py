@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Sequence
 
-from tfdp.bench.sides import Side, started
+from tfdp.bench.sides import Side, alternate, started
 from tfdp.bench.stats import paired_ratio
-from tfdp.bench.turns import alternate
-from tools.bench.report import Figure, Report
+from tools.bench.report import Arguments, Figure, Report
 
 LAYERS = "50 layers of 64 units with LayerNormalization, 200 variables"
 SMALL = "200 variables of 64 to 4,096 values, each of another size"
@@ -24,8 +22,8 @@ GOALS = {
 STEPS = {LAYERS: 50, SMALL: 50, LARGE: 5}
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measures Adam in a `tf.function` that does nothing else.
+def run(args: Arguments) -> None:
+    """Measure Adam in a `tf.function` that does nothing else.
 
     Calling a function that captures so many variables takes a good part of that
     time, whatever it does with them. So the update itself is compared too: what is
@@ -57,6 +55,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def without(call: Sequence[float], times: Sequence[float]) -> list[float]:
-    """What was measured less the median time of a call."""
+    """Times less the median time of a call."""
     median = statistics.median(call)
     return [value - median for value in times]

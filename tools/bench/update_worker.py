@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdp.bench.channel import serve, take_over_output
+from tfdp.bench.channel import Arms, work
 from tfdp.bench.training import timed
 from tools.bench.update import GOALS, LARGE, LAYERS, SMALL
 
@@ -79,8 +79,7 @@ def call_step(shapes: list[tuple[int, ...]]) -> Callable[[], Any]:
     return step
 
 
-def main() -> None:
-    take_over_output()
+def make_arms(setup: dict[str, Any]) -> Arms:
     arms = {}
     for variables, optimizer in GOALS:
         shapes, options = SHAPES[variables], OPTIONS[optimizer]
@@ -91,8 +90,8 @@ def main() -> None:
         }
         for kind, step in steps.items():
             arms[f"{kind}: {optimizer}, {variables}"] = timed(step)
-    serve(arms)
+    return arms
 
 
 if __name__ == "__main__":
-    main()
+    work(make_arms)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfdp.bench.channel import Arm, serve, take_over_output
+from tfdp.bench.channel import Arm, Arms, work
 from tfdp.bench.training import make_strategy, sums_in_packs, timed, training_step
 from tools.bench.models import MODELS
 
@@ -51,13 +49,11 @@ def step_arms(strategy: Any, setup: dict[str, Any]) -> dict[str, Arm]:
     return arms
 
 
-def main() -> None:
-    take_over_output()
-    setup = json.loads(sys.argv[1])
+def make_arms(setup: dict[str, Any]) -> Arms:
     strategy = make_strategy(setup)
     arms = {"all_reduce": all_reduce_arms, "step": step_arms}
-    serve(arms[setup["benchmark"]](strategy, setup))
+    return arms[setup["benchmark"]](strategy, setup)
 
 
 if __name__ == "__main__":
-    main()
+    work(make_arms)

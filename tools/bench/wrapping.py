@@ -1,14 +1,12 @@
-"""What a `DistributedOptimizer` with nothing switched on costs in Keras `fit`."""
+"""Overhead of a `DistributedOptimizer` with nothing switched on in Keras `fit`."""
 
 from __future__ import annotations
 
-import argparse
 import statistics
 
-from tfdp.bench.sides import Side, started
+from tfdp.bench.sides import Side, alternate, started
 from tfdp.bench.stats import paired_ratio
-from tfdp.bench.turns import alternate
-from tools.bench.report import Figure, Report
+from tools.bench.report import Arguments, Figure, Report
 
 # Where a process happens to lay its weights makes it faster or slower by up to 7 % for
 # as long as it lives: a pair is the medians of one process.
@@ -16,8 +14,8 @@ BLOCKS_PER_PROCESS = 8
 ARMS = {"wrapped": "under no strategy", "wrapped, tfdp": "under tfdp.MirroredStrategy"}
 
 
-def run(args: argparse.Namespace) -> None:
-    """Measures `fit` of the MLP on one replica, as `single` does."""
+def run(args: Arguments) -> None:
+    """Measure `fit` of the MLP on one replica, as `single` does."""
     setting = {
         "benchmark": "Keras fit on one replica, CPU, DistributedOptimizer(SGD)",
         "model": "MLP 784-1024-1024-10, 1.86 million parameters",

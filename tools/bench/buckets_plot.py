@@ -1,4 +1,4 @@
-"""The pictures of a bucket-size study, in one file."""
+"""Plots of a bucket-size study, in one file."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tfdp.bench.buckets import Run
-from tfdp.bench.buckets_report import (
+from tfdp.bench.output import COLOURS, MARKERS, new_panels, save
+from tools.bench.buckets import Run
+from tools.bench.buckets_report import (
     TOLERANCE,
     SizeResult,
     diminishing_size,
     timed_epochs,
 )
-from tfdp.bench.plots import COLOURS, MARKERS, new_panels, save
 
 if TYPE_CHECKING:  # it is an extra
     from matplotlib.axes import Axes
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # it is an extra
 def plot(
     results: Sequence[SizeResult], runs: Sequence[Run], caption: str, path: Path
 ) -> None:
-    """Draws throughput and s against bucket size, and s against validation loss.
+    """Draw throughput and s against bucket size, and s against validation loss.
 
     Args:
         results: Sequence of `SizeResult`.

@@ -1,6 +1,6 @@
-"""Kills every process of a job, also when the launcher itself was killed.
+"""Kill processes with all that they have started, also when their launcher is gone.
 
-Run as a script, by its path, this file is the guard: a process that outlives
+Run as a script, by its path, this file is the guard of a job: a process that outlives
 a launcher killed by SIGKILL. It waits for the pipe from the launcher to close.
 
 Why not `prctl(PR_SET_PDEATHSIG)`, which the kernel would see to: it has to be
@@ -20,14 +20,14 @@ from collections.abc import Collection
 import psutil
 
 
-def find_processes(job: str, sessions: Collection[int]) -> list[psutil.Process]:
-    """Finds the running processes of a job and all that these have started.
+def find_processes(sessions: Collection[int], job: str = "") -> list[psutil.Process]:
+    """Find the running processes of some sessions and all that these have started.
 
     Args:
-        job: String, the job's id, which stands in the `TF_CONFIG` of each of
-            its processes.
-        sessions: Ids of the sessions of the workers. A process is found by
-            its session too, for it may have changed its environment.
+        sessions: Ids of sessions, each of them that of the process that leads it.
+        job: String, what stands in the `TF_CONFIG` of further processes: one may have
+            left its session, or changed its environment, but hardly both. Defaults to
+            none.
 
     Returns:
         List of `psutil.Process`, zombies left out.
@@ -39,7 +39,8 @@ def find_processes(job: str, sessions: Collection[int]) -> list[psutil.Process]:
             if process.status() == psutil.STATUS_ZOMBIE:
                 continue
             others.append((process, process.ppid()))
-            if os.getsid(process.pid) in sessions or job in _tf_config_of(process):
+            is_of_job = job and job in _tf_config_of(process)
+            if os.getsid(process.pid) in sessions or is_of_job:
                 found[process.pid] = process
         except (psutil.Error, OSError):
             continue  # it has just ended
@@ -57,17 +58,19 @@ def _tf_config_of(process: psutil.Process) -> str:
         return ""  # another user's
 
 
-def kill_job(job: str, sessions: Collection[int], timeout_seconds: float = 5.0) -> None:
-    """Kills a job's processes with SIGKILL until none is left.
+def kill_processes(
+    sessions: Collection[int], job: str = "", timeout_seconds: float = 5.0
+) -> None:
+    """Kill processes with SIGKILL until none is left.
 
     Args:
-        job: String, the job's id.
-        sessions: Ids of the sessions of the workers.
+        sessions: Ids of sessions, as for `find_processes`.
+        job: String, as for `find_processes`. Defaults to none.
         timeout_seconds: Float, when to give up: a process inside a system
             call that cannot be interrupted does not die. Defaults to `5.0`.
     """
     deadline = time.monotonic() + timeout_seconds
-    while processes := find_processes(job, sessions):
+    while processes := find_processes(sessions, job):
         for process in processes:
             try:
                 process.kill()
@@ -79,16 +82,16 @@ def kill_job(job: str, sessions: Collection[int], timeout_seconds: float = 5.0) 
 
 
 def main() -> None:
-    """Waits for the launcher to die; reads the ids of sessions until then."""
+    """Wait for the launcher to die; read the ids of sessions until then."""
     # What ends the launcher must not end its guard first.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     job = sys.argv[1]
     sessions = [int(line) for line in sys.stdin]
-    kill_job(job, sessions)
+    kill_processes(sessions, job)
     # A worker that was just being started may not have shown itself yet.
     time.sleep(0.3)
-    kill_job(job, sessions)
+    kill_processes(sessions, job)
 
 
 if __name__ == "__main__":

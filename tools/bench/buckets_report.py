@@ -1,27 +1,29 @@
-"""What the bucket sizes of a study are worth: medians, CSV, JSON and a table."""
+"""Results of a bucket-size study: medians by size, CSV, JSON and a table."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
-import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from tfdp.bench.buckets import Epoch, Run
+from tfdp.bench.output import Table
+from tools.bench.buckets import Epoch, Run
 
 # A larger bucket that gains less than this is not worth its memory, nor the wait
 # for the gradients that fill it.
 TOLERANCE = 0.03
+_COLUMNS = (
+    *("bucket MB", "buckets", "ms per step", "images/s", "of the best"),
+    *("s", "val loss", "val accuracy", ""),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class SizeResult:
-    """What one bucket size gave: medians over its runs.
+    """Result of one bucket size: medians over its runs.
 
     Args:
         bucket_mb: Float, the size in megabytes.
@@ -49,7 +51,7 @@ class SizeResult:
 
 
 def summarize(runs: Sequence[Run]) -> list[SizeResult]:
-    """Takes the medians of each size.
+    """Take the medians of each size.
 
     The first epoch counts only where there is no other: it traces the step.
 
@@ -108,7 +110,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 def diminishing_returns(
     sizes: Sequence[float], speeds: Sequence[float], tolerance: float = TOLERANCE
 ) -> float:
-    """Where larger buckets stop to pay.
+    """Smallest size from which on larger buckets stop to pay.
 
     The smallest size whose throughput is within `tolerance` of the best one: all
     that any larger bucket could still gain is less than that.
@@ -167,7 +169,7 @@ def best_over_worst(results: Sequence[SizeResult]) -> float:
 
 
 def write_csv(results: Sequence[SizeResult], path: Path) -> None:
-    """Writes a row for each size.
+    """Write a row for each size.
 
     Args:
         results: Sequence of `SizeResult`.
@@ -180,29 +182,23 @@ def write_csv(results: Sequence[SizeResult], path: Path) -> None:
         writer.writerows(dataclasses.asdict(result) for result in results)
 
 
-def write_json(
-    results: Sequence[SizeResult],
-    runs: Sequence[Run],
-    about: Mapping[str, Any],
-    path: Path,
-) -> None:
-    """Writes what was found, every single run, and what it was found on.
+def content_of(results: Sequence[SizeResult], runs: Sequence[Run]) -> dict[str, Any]:
+    """Results and every single run, for the JSON file.
 
     Args:
         results: Sequence of `SizeResult`.
         runs: Sequence of `Run`, in the order in which they ran.
-        about: Mapping, the machine, the versions and the command.
-        path: Path of the file.
+
+    Returns:
+        Dict.
     """
-    content = {
-        **about,
+    return {
         "diminishing_returns_mb": diminishing_size(results),
         "tolerance": TOLERANCE,
         "best_over_worst": best_over_worst(results),
         "sizes": [dataclasses.asdict(result) for result in results],
         "runs": [dataclasses.asdict(run) for run in runs],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
 
 
 def table_of(results: Sequence[SizeResult]) -> Table:
@@ -212,31 +208,28 @@ def table_of(results: Sequence[SizeResult]) -> Table:
         results: Sequence of `SizeResult`.
 
     Returns:
-        `rich.table.Table`.
+        `Table`.
     """
-    table = Table(title="Throughput by bucket size")
-    for name in ("bucket MB", "buckets", "ms per step", "images/s", "of the best"):
-        table.add_column(name, justify="right")
-    for name in ("s", "val loss", "val accuracy"):
-        table.add_column(name, justify="right")
-    table.add_column("")
     best = max(result.samples_per_second for result in results)
     enough = diminishing_size(results)
+    rows = []
     for result in results:
         marks = ["best"] if result.samples_per_second == best else []
         marks += ["returns diminish"] if result.bucket_mb == enough else []
-        table.add_row(
-            f"{result.bucket_mb:g}",
-            _shown(result.num_buckets, "d"),
-            f"{1000 * result.step_seconds:.1f}",
-            f"{result.samples_per_second:.1f}",
-            f"{100 * result.samples_per_second / best:.0f} %",
-            f"{100 * result.communication_fraction:.1f} %",
-            _shown(result.val_loss, ".4f"),
-            _shown(result.val_accuracy, ".4f"),
-            ", ".join(marks),
+        rows.append(
+            [
+                f"{result.bucket_mb:g}",
+                _shown(result.num_buckets, "d"),
+                f"{1000 * result.step_seconds:.1f}",
+                f"{result.samples_per_second:.1f}",
+                f"{100 * result.samples_per_second / best:.0f} %",
+                f"{100 * result.communication_fraction:.1f} %",
+                _shown(result.val_loss, ".4f"),
+                _shown(result.val_accuracy, ".4f"),
+                ", ".join(marks),
+            ]
         )
-    return table
+    return Table(_COLUMNS, rows)
 
 
 def _shown(value: float | None, form: str) -> str:

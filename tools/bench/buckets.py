@@ -1,4 +1,4 @@
-"""Trains a script once for each bucket size, in an order that treats all alike."""
+"""Bucket-size study: train a script once for each size, in a balanced order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StudyError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Epoch:
-    """What a script tells of one epoch; `None` where it tells nothing."""
+    """Statistics of one epoch; `None` where the script gives none."""
 
     step_seconds: float
     samples_per_second: float
@@ -48,7 +48,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What is run, and where its results go.
+    """Command and folder of a study.
 
     Args:
         script: String, the training script. It must take `--bucket-mb X` and
@@ -90,7 +90,7 @@ class Study:
 def order_of_runs(
     sizes: Sequence[float], num_repeats: int, seed: int = 0
 ) -> list[tuple[float, int]]:
-    """Puts the runs in an order in which drift of the machine hurts all sizes alike.
+    """Put the runs in an order in which drift of the machine hurts all sizes alike.
 
     Every second repeat is a fresh shuffle, and the one after it the same backwards:
     a size that came early then comes late.
@@ -124,15 +124,14 @@ def order_of_runs(
 def run_all(
     study: Study,
     runs: Sequence[tuple[float, int]],
-    on_progress: Callable[[int, float], None],
+    on_run: Callable[[], None] = lambda: None,
 ) -> list[Run]:
-    """Trains once for each of `runs`.
+    """Train once for each of `runs`.
 
     Args:
         study: `Study`.
         runs: Sequence of tuples of size and repeat, as of `order_of_runs`.
-        on_progress: Callable of the number of runs that are done and the size that
-            comes next.
+        on_run: Callable, called after each run. Defaults to nothing.
 
     Returns:
         List of `Run`.
@@ -141,18 +140,18 @@ def run_all(
         StudyError: If a run fails or leaves no statistics.
     """
     results = []
-    for done, (bucket_mb, repeat) in enumerate(runs):
-        on_progress(done, bucket_mb)
+    for bucket_mb, repeat in runs:
         output = study.run_folder(bucket_mb, repeat)
         output.mkdir(parents=True)
         _train(study.command(bucket_mb, output), output / _LOG)
         epochs = read_statistics(output / STATISTICS)
         results.append(Run(bucket_mb, repeat, epochs))
+        on_run()
     return results
 
 
 def _train(command: list[str], log: Path) -> None:
-    """Runs a command to its end, with its output in a file."""
+    """Run a command to its end, with its output in a file."""
     with log.open("w", encoding="utf-8") as file:
         file.write(f"$ {shlex.join(command)}\n")
         file.flush()
@@ -189,7 +188,7 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def read_statistics(path: Path) -> tuple[Epoch, ...]:
-    """Reads what a script tells of its epochs.
+    """Read the statistics that a script wrote.
 
     Args:
         path: Path of a CSV file with a header and a row for each epoch.

@@ -1,18 +1,22 @@
-"""Bus bandwidth against size, a line for each collective and algorithm."""
+"""Table and plot of `tfdp bench collectives`: bus bandwidth by size."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfdp.bench.collectives import NO_ALGORITHM, Row
-from tfdp.bench.plots import new_figure, save
+from tfdp.bench.nccl_tests import NO_ALGORITHM, Row
+from tfdp.bench.output import new_figure, save
 
+COLUMNS = (
+    *("collective", "algorithm", "size\n(B)", "count", "type", "time\n(us)"),
+    *("algbw\n(GB/s)", "busbw\n(GB/s)", "#wrong"),
+)
 _UNITS = ((2**30, "GB"), (2**20, "MB"), (2**10, "KB"), (1, "B"))
 
 
 def plot(rows: Sequence[Row], num_replicas: int, caption: str, path: Path) -> None:
-    """Draws the table.
+    """Draw the table.
 
     Args:
         rows: Sequence of `Row`.
@@ -58,3 +62,25 @@ def size_text(num_bytes: int) -> str:
     """
     factor, unit = next(u for u in _UNITS if num_bytes >= u[0] or u[0] == 1)
     return f"{num_bytes / factor:.3g} {unit}"
+
+
+def cells(row: Row) -> list[str]:
+    """Cells of the line, as printed.
+
+    Args:
+        row: `Row`.
+
+    Returns:
+        List of strings, one for each of `COLUMNS`.
+    """
+    return [
+        row.collective,
+        row.algorithm,
+        str(row.size_bytes),
+        str(row.count),
+        row.dtype,
+        f"{1e6 * row.seconds:.1f}",
+        f"{row.algbw_gb_per_second:.3f}",
+        f"{row.busbw_gb_per_second:.3f}",
+        str(row.num_wrong),
+    ]

@@ -1,32 +1,46 @@
-"""What the first worker keeps and writes of a run."""
+"""Report of a run: the windows of all workers, merged and written by worker 0."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+import json
+import queue
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdp.monitor import columns
+from tfdp.coordination.mailbox import Mailbox
 from tfdp.monitor.advice import Facts, advise
-from tfdp.monitor.sinks import CsvFile, TensorBoardFile, has_tensorboard, write_json
+from tfdp.monitor.sinks import (
+    CsvFile,
+    TensorBoardFile,
+    column_names,
+    column_values,
+    has_tensorboard,
+    summary_table,
+    write_json,
+)
 from tfdp.monitor.stragglers import (
     Excess,
     excess_of,
     find_straggler,
     persistent_straggler,
 )
-from tfdp.monitor.summary import summary_table
-from tfdp.monitor.windows import Row, Totals
+from tfdp.monitor.windows import Row, Totals, Window, merge
 
 _NAME = "communication"
 # Of so many windows it is known at the end who was slow; a run may have millions.
 _KEPT_WINDOWS = 10_000
+# How long the first worker waits for another one's windows, and at the end for all.
+_PATIENCE_SECONDS, _PARTING_SECONDS = 10.0, 20.0
+# Windows of this time travel together: every message costs the steps beside it.
+_PAUSE_SECONDS = 1.0
 
 
-class Board:
-    """Takes the rows of a run and writes them.
+class RunReport:
+    """Writer of the rows of a run, on worker 0.
 
     Args:
         folder: `Path`, which is there.
@@ -61,7 +75,7 @@ class Board:
         self._events: TensorBoardFile | None = None
 
     def take(self, row: Row) -> None:
-        """Writes a row; the first one of an epoch ends the epoch before."""
+        """Write a row; the first one of an epoch ends the epoch before."""
         if self._before is not None and row.epoch != self._before.epoch:
             self.end_epoch()
         recent = [row] if self._before is None else [self._before, row]
@@ -75,14 +89,14 @@ class Board:
             self._open()
         assert self._csv is not None
         rank = None if straggler is None else straggler.rank
-        values = columns.values_of(row, rank)
+        values = column_values(row, rank)
         self._csv.add(values)
         if self._events is not None:
             self._write_events(row, values)
         self.totals.add(row)
 
     def end_epoch(self) -> None:
-        """Says in `notices` which worker was slow in the windows of the epoch."""
+        """Note in `notices` which worker was slow in the windows of the epoch."""
         windows, self._windows_of_epoch = self._windows_of_epoch, _no_windows()
         if not windows or self._before is None:
             return
@@ -98,13 +112,13 @@ class Board:
             )
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         for file in (self._csv, self._events):
             if file is not None:
                 file.close()
 
     def finish(self, facts: Facts, settings: dict[str, Any]) -> str:
-        """Writes the JSON file.
+        """Write the JSON file.
 
         Args:
             facts: `Facts`.
@@ -137,7 +151,7 @@ class Board:
         return summary_table(self.totals, hosts, advice)
 
     def _open(self) -> None:
-        names = columns.names(len(self._hosts), self.labels)
+        names = column_names(len(self._hosts), self.labels)
         self._csv = CsvFile(self._folder / f"{self._name}.csv", names)
         if has_tensorboard():
             self._events = TensorBoardFile(self._folder)
@@ -159,3 +173,91 @@ class Board:
 
 def _no_windows() -> collections.deque[Excess]:
     return collections.deque(maxlen=_KEPT_WINDOWS)
+
+
+class ReportThread(threading.Thread):
+    """A thread that sends this worker's windows, or on the first worker merges them.
+
+    Training never waits for it: a worker that is silent is left out.
+
+    Args:
+        mailbox: `Mailbox` of all workers.
+        report: `RunReport` on the first worker, which takes each `Row`, or `None`.
+    """
+
+    def __init__(self, mailbox: Mailbox, report: RunReport | None) -> None:
+        super().__init__(name="tfdp monitor", daemon=True)
+        self.error: Exception | None = None
+        self._mailbox = mailbox
+        self._report = report
+        self._made: queue.SimpleQueue[Callable[[], Window] | None]
+        self._made = queue.SimpleQueue()
+        self._is_closing = threading.Event()
+        self._num_sent = 0
+        others = range(1, mailbox.num_workers)
+        self._arrived: dict[int, dict[int, Window]] = {rank: {} for rank in others}
+        self._num_received = dict.fromkeys(others, 0)
+        self._silent: set[int] = set()
+
+    def put(self, make: Callable[[], Window]) -> None:
+        """Take a window of this worker, which is computed by the thread.
+
+        Args:
+            make: Callable that returns the `Window`.
+        """
+        if self.error is None:
+            self._made.put(make)
+
+    def close(self) -> None:
+        """Wait until all windows are through, but not for ever."""
+        self._is_closing.set()
+        self._made.put(None)
+        self.join(_PARTING_SECONDS)
+
+    def run(self) -> None:
+        """Work until closed; an error ends the reports, not the training."""
+        is_open = True
+        try:
+            while is_open:
+                batch = [self._made.get()]
+                self._is_closing.wait(_PAUSE_SECONDS)
+                while not self._made.empty():
+                    batch.append(self._made.get())
+                is_open = None not in batch
+                self._pass_on([make() for make in batch if make is not None])
+        except Exception as error:  # noqa: BLE001
+            self.error = error
+
+    def _pass_on(self, windows: list[Window]) -> None:
+        if self._report is not None:
+            for window in windows:
+                others = self._of_others(window.step)
+                windows_of_all = {0: window, **others}
+                self._report.take(merge(windows_of_all, self._mailbox.num_workers))
+        elif windows:
+            texts = [window.to_json() for window in windows]
+            self._mailbox.send(self._num_sent, json.dumps(texts))
+            self._num_sent += 1
+
+    def _of_others(self, step: int) -> dict[int, Window]:
+        """The other workers' windows that end with a step, by rank."""
+        found = {}
+        for rank, arrived in self._arrived.items():
+            while step not in arrived and self._receive(rank):
+                pass
+            if step in arrived:
+                found[rank] = arrived.pop(step)
+        return found
+
+    def _receive(self, rank: int) -> bool:
+        """Take in a message of a worker, and return whether there was one."""
+        patience = 0.01 if rank in self._silent else _PATIENCE_SECONDS
+        text = self._mailbox.receive(self._num_received[rank], rank, patience)
+        if text is None:
+            self._silent.add(rank)
+            return False
+        self._silent.discard(rank)
+        self._num_received[rank] += 1
+        for window in map(Window.from_json, json.loads(text)):
+            self._arrived[rank][window.step] = window
+        return True

@@ -1,9 +1,9 @@
-"""`tfdp bench buckets`: trains a script with several bucket sizes and compares them."""
+"""`python -m tools.bench buckets`: train a script with several bucket sizes."""
 
 from __future__ import annotations
 
 import contextlib
-import math
+import functools
 import shlex
 import signal
 import sys
@@ -13,59 +13,45 @@ from pathlib import Path
 from types import FrameType
 
 import click
-from rich.console import Console
-from rich.progress import Progress
 
-from tfdp.bench.arguments import ManyValues
-from tfdp.bench.buckets import Run, Study, StudyError, order_of_runs, run_all
-from tfdp.bench.buckets_report import (
+from tfdp.bench import output
+from tfdp.cli import parameter_types as types
+from tfdp.cli.bench_options import errors_in_one_sentence
+from tools.bench.buckets import Run, Study, order_of_runs, run_all
+from tools.bench.buckets_report import (
     TOLERANCE,
     best_over_worst,
+    content_of,
     diminishing_size,
     summarize,
     table_of,
     write_csv,
-    write_json,
 )
-from tfdp.bench.machine import caption, describe, load
-from tfdp.bench.plots import check_available
-from tfdp.cli import values
+from tools.bench.report import PROGRAM
 
-DEFAULT_SIZES = ("0.5", "1", "2", "4", "8", "16", "25")
-_FILE_WIDTH = 110  # characters of the table in a file or pipe
+DEFAULT_SIZES = (0.5, 1, 2, 4, 8, 16, 25)
+_MEGABYTES = types.Number("a size in megabytes, above 0", min=0, min_open=True)
 _OWN = ("--bucket-mb", "--output")
 
 
-def _sizes(
-    context: click.Context, parameter: click.Parameter, value: tuple[str, ...]
-) -> list[float]:
-    sizes = [_megabytes(text) for text in value]
-    if len(set(sizes)) < len(sizes):
-        raise click.BadParameter(
-            f"each size is given once. Received: {' '.join(value)}"
-        )
-    return sizes
-
-
-def _megabytes(text: str) -> float:
-    try:
-        size = float(text)
-    except ValueError:
-        size = math.nan
-    if not (math.isfinite(size) and size > 0):
-        raise click.BadParameter(
-            f"they must be sizes in megabytes, above 0. Received: {text}"
-        )
-    return size
+def _once(
+    context: click.Context, parameter: click.Parameter, value: tuple[float, ...]
+) -> tuple[float, ...]:
+    if len(set(value)) < len(value):
+        given = " ".join(f"{size:g}" for size in value)
+        raise click.BadParameter(f"each size is given once. Received: {given}")
+    return value
 
 
 # What follows the script's name is the script's own, options too.
-@click.command(cls=ManyValues, context_settings={"allow_interspersed_args": False})
+@click.command(
+    cls=types.ManyValues, context_settings={"allow_interspersed_args": False}
+)
 @click.option(
     "-n",
     "--num-workers",
     metavar="N",
-    callback=values.count,
+    type=types.COUNT,
     help="Number of worker processes on this machine. Default: 2.",
 )
 @click.option(
@@ -74,15 +60,16 @@ def _megabytes(text: str) -> float:
     multiple=True,
     default=DEFAULT_SIZES,
     show_default=True,
-    callback=_sizes,
+    type=_MEGABYTES,
+    callback=_once,
     help="Bucket sizes in megabytes (2**20 bytes).",
 )
 @click.option(
     "--repeats",
     metavar="R",
-    default="1",
+    default=1,
     show_default=True,
-    callback=values.count,
+    type=types.COUNT,
     help="Runs of each size; the medians are compared.",
 )
 @click.option(
@@ -101,7 +88,7 @@ def _megabytes(text: str) -> float:
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def buckets(
     num_workers: int | None,
-    sizes: list[float],
+    sizes: tuple[float, ...],
     repeats: int,
     out: str | None,
     launcher: str | None,
@@ -109,7 +96,7 @@ def buckets(
     script: str,
     args: tuple[str, ...],
 ) -> None:
-    """Trains SCRIPT once for each bucket size.
+    """Train SCRIPT once for each bucket size.
 
     Any script will do that takes --bucket-mb X and --output DIR, and writes
     DIR/statistics.csv, a row for each epoch with the columns step_seconds,
@@ -123,18 +110,19 @@ def buckets(
     study = Study(
         script, args, shlex.split(launcher or ""), num_workers or 2, folder / "runs"
     )
-    about = {
-        **describe("tfdp"),
+    content = {
+        **output.about("buckets", {"sizes": sizes}, PROGRAM),
         "script_command": shlex.join(study.command(sizes[0], Path("DIR"))),
         "repeats": repeats,
     }
-    try:
-        with _leaving_at_sigterm():
-            runs = _run(study, order_of_runs(sizes, repeats))
-    except StudyError as error:
-        raise click.ClickException(str(error)) from error
-    about["load_average_1_min_at_end"] = load()
-    _finish(runs, about, folder, plots=not no_plot)
+    order = order_of_runs(sizes, repeats)
+    with (
+        errors_in_one_sentence(),
+        _leaving_at_sigterm(),
+        output.progress_bar("training runs", len(order)) as on_run,
+    ):
+        runs = run_all(study, order, on_run)
+    _finish(runs, content, folder, plots=not no_plot)
 
 
 def _check(
@@ -145,7 +133,7 @@ def _check(
     *,
     plots: bool,
 ) -> None:
-    """Finds out now what would otherwise fail after minutes."""
+    """Check now what would otherwise fail after minutes."""
     if not Path(script).is_file():
         raise click.UsageError(
             "The script to train is not there; give the path of a Python file. "
@@ -162,10 +150,8 @@ def _check(
             f"Received: both, -n {num_workers}"
         )
     if plots:
-        try:
-            check_available()
-        except ValueError as error:
-            raise click.UsageError(str(error)) from error
+        with errors_in_one_sentence():
+            output.check_available()
 
 
 def _new_folder(out: str | None) -> Path:
@@ -197,40 +183,22 @@ def _leaving_at_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _run(study: Study, order: list[tuple[float, int]]) -> list[Run]:
-    """Runs the study behind a bar, where there is a terminal to draw one on."""
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(order))
+def _finish(runs: list[Run], content: dict, folder: Path, *, plots: bool) -> None:
+    from tools.bench.buckets_plot import plot
 
-        def show(done: int, bucket_mb: float) -> None:
-            progress.update(
-                task, completed=done, description=f"buckets of {bucket_mb:g} MB"
-            )
-
-        runs = run_all(study, order, show)
-        progress.update(task, completed=len(order), description="done")
-    return runs
-
-
-def _finish(runs: list[Run], about: dict, folder: Path, *, plots: bool) -> None:
     results = summarize(runs)
+    picture = folder / "buckets.png" if plots else None
     write_csv(results, folder / "buckets.csv")
-    write_json(results, runs, about, folder / "buckets.json")
-    if plots:
-        from tfdp.bench.buckets_plot import plot
-
-        plot(results, runs, caption(about), folder / "buckets.png")
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
-    console.print(table_of(results))
-    console.print(
-        f"The best size has {best_over_worst(results):.2f} times the throughput of "
-        f"the worst. Returns diminish at {diminishing_size(results):g} MB, the "
-        f"smallest size within {100 * TOLERANCE:.0f} % of the best."
+    output.report(
+        output.new_console(),
+        {**content, **content_of(results, runs)},
+        output.Files(folder / "buckets.json", picture),
+        table=table_of(results),
+        draw=functools.partial(plot, results, runs),
+        notes=[
+            f"The best size has {best_over_worst(results):.2f} times the throughput of "
+            f"the worst. Returns diminish at {diminishing_size(results):g} MB, the "
+            f"smallest size within {100 * TOLERANCE:.0f} % of the best.",
+            f"Results, and the output of each run: {folder}",
+        ],
     )
-    console.print(
-        f"{about['machine']}, load {about['load_average_1_min']} at the start"
-    )
-    console.print(f"Results, and the output of each run: {folder}")

@@ -1,0 +1,139 @@
+"""Files and folders: atomic writes, private folders, and a check for write access."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def replaced(
+    path: str | os.PathLike,
+    temporary: str | None = None,
+    *,
+    replaces_folder: bool = True,
+) -> Iterator[str]:
+    """Replace a file or folder, in one move, by what the block writes.
+
+    Whoever reads meanwhile finds the old contents or the new ones. If the block
+    fails, the old ones stay and what it has written is removed.
+
+    Args:
+        path: String or path-like, the target.
+        temporary: String, the path to write to, on the same disk. Defaults to
+            `None`: beside the target, with the same ending.
+        replaces_folder: Bool, whether a folder that is there goes; if not, the new one
+            does. Defaults to `True`.
+
+    Yields:
+        String, the path to write to.
+
+    Example:
+
+    >>> path = os.path.join(tempfile.mkdtemp(), "numbers.json")
+    >>> with replaced(path) as temporary:
+    ...     write_text(temporary, "[1, 2]")
+    >>> os.listdir(os.path.dirname(path))
+    ['numbers.json']
+    """
+    target = os.fspath(path)
+    temporary = temporary or _beside(target)
+    try:
+        yield temporary
+        if os.path.isdir(temporary):
+            _replace_folder(temporary, target, replaces_folder)
+        elif os.path.exists(temporary):
+            os.replace(temporary, target)
+    except BaseException:
+        _remove(temporary)
+        raise
+
+
+def _beside(target: str) -> str:
+    folder, name = os.path.split(target)
+    return os.path.join(folder, f".{uuid.uuid4().hex[:12]}.{name}")
+
+
+def _replace_folder(temporary: str, target: str, replaces_folder: bool) -> None:
+    """A folder cannot replace another one, which goes first."""
+    if replaces_folder and os.path.exists(target):
+        shutil.rmtree(target, ignore_errors=True)
+    try:
+        os.rename(temporary, target)
+    except OSError:  # another process was first
+        _remove(temporary)
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Write a file, all the way to the disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: str | os.PathLike) -> None:
+    """Take the names of a folder's files to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # no such thing here
+            raise
+    finally:
+        os.close(number)
+
+
+def make_private_folder(path: str | os.PathLike, *, exist_ok: bool = True) -> None:
+    """Make a folder that only its owner can read; one that is there stays as it is.
+
+    Args:
+        path: String or path-like. Folders above it are made where they are missing.
+        exist_ok: Bool, whether it may be there. Defaults to `True`.
+
+    Raises:
+        OSError: If it cannot be made.
+
+    Example:
+
+    >>> path = os.path.join(tempfile.mkdtemp(), "logs")
+    >>> make_private_folder(path)
+    >>> oct(os.stat(path).st_mode & 0o777)
+    '0o700'
+    """
+    os.makedirs(path, mode=0o700, exist_ok=exist_ok)
+
+
+def problem_of_folder(folder: str | os.PathLike, argument: str) -> str:
+    """Make a folder and try to write into it.
+
+    Args:
+        folder: String or path-like.
+        argument: String, the name of the argument that it came from.
+
+    Returns:
+        String, one sentence, or `""` if it can be written.
+    """
+    try:
+        make_private_folder(folder)
+        with tempfile.TemporaryFile(dir=os.fspath(folder)):
+            return ""
+    except OSError as error:
+        return (
+            f"`{argument}` cannot be written: {error.strerror or error}. Give a folder "
+            "that the first worker can write to. "
+            f"Received: {argument}={os.fspath(folder)!r}"
+        )
