@@ -155,9 +155,9 @@ def _read_shards(
     values = {}
     for tensor in tensors:
         value = whole.read(tensor)
-        for piece in tensor.held:
+        for shard in tensor.local_shards:
             np.testing.assert_array_equal(
-                piece.read(), value.ravel()[piece.start : piece.stop], tensor.name
+                shard.read(), value.ravel()[shard.start : shard.stop], tensor.name
             )
         name = tensor.name.removeprefix(f"{optimizer.name}/")
         values[_with_path(name, part.variables)] = value

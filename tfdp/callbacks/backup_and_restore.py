@@ -14,18 +14,18 @@ import keras
 from tfdp import _compat
 from tfdp.callbacks.run_batches import RunBatches
 from tfdp.checkpoint import api
-from tfdp.checkpoint.backups import Backups, WrongBackup
+from tfdp.checkpoint.backups import Backups, IncompatibleBackup
 from tfdp.checkpoint.callback_state import (
-    decoded,
+    callback_states,
     empty_arrays,
-    encoded,
-    set_states,
-    states_of,
+    from_json,
+    set_callback_states,
+    to_json,
 )
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.random_state import random_states, set_random_states
 from tfdp.checkpoint.reader import check_model
-from tfdp.checkpoint.run_state import RunState, Wanted
+from tfdp.checkpoint.run_state import LoadPlan, RunState
 from tfdp.coordination.preemption import PREEMPTED, Notice, PreemptionWatch
 from tfdp.data.batch_change import BatchChange
 from tfdp.data.position import Position
@@ -109,7 +109,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.delete_at_end = delete_at_end
         self.batch = batch
         self._others: list[Any] = []
-        self._resumed: tuple[Index, Wanted] | None = None
+        self._resumed: tuple[Index, LoadPlan] | None = None
         self._change: BatchChange | None = None
 
     def set_model(self, model: Any) -> None:
@@ -135,7 +135,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._resumed = None
         self._build_what_is_saved()
         self._backups.prepare()
-        found = self._backups.choose(self._plan)
+        found = self._backups.find_newest(self._plan)
         if found is not None:
             self._go_back_to(*found)
         elif self.save_freq != "epoch":
@@ -150,13 +150,13 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._begin = self._position.snapshot()
         if self._resumed is None:
             return
-        index, wanted = self._resumed
+        index, load_plan = self._resumed
         self._resumed = None
-        self._load(index, wanted)
+        self._load(index, load_plan)
         self._begin, batches = self._batches.place_of(index.run, self._change)
         self._last_batch = batches - 1
         self._position.go_to(self._begin, batches)
-        self._position.last_logs = decoded(index.run["logs"])
+        self._position.last_logs = from_json(index.run["logs"])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Saves if it is time, or if the machine is to be taken away."""
@@ -193,23 +193,23 @@ class BackupAndRestore(keras.callbacks.Callback):
             batches: Int, how many of its batches are done.
             logs: Dict, those of the last batch.
         """
-        states, arrays = states_of(self._others)
+        states, arrays = callback_states(self._others)
         state = RunState(self.model, arrays)
         run = {
             "format": _FORMAT,
-            **self._batches.facts(epoch),
-            "facts": state.facts(),
+            **self._batches.metadata(epoch),
+            "facts": state.metadata(),
             "epoch": epoch,
             "batches": batches,
             "steps": self._total,
             "is_stopped": not batches and bool(self.model.stop_training),
-            "logs": encoded(logs or {}),
+            "logs": to_json(logs or {}),
             "callbacks": states,
             "random": self._random_states(),
             "data": self._begin if batches else self._position.snapshot(),
         }
-        tensors = state.to_save(in_epoch=batches > 0)
-        serialize = functools.partial(api.serialized, self.model)
+        tensors = state.tensors_to_save(in_epoch=batches > 0)
+        serialize = functools.partial(api.serialize_model, self.model)
         self._backups.save(self._total, tensors, run, serialize)
 
     def _random_states(self) -> list[Any]:
@@ -233,34 +233,34 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     # Going on.
 
-    def _plan(self, index: Index) -> Wanted:
+    def _plan(self, index: Index) -> LoadPlan:
         """What is read of a backup, if it is one of this run."""
         run = index.run
         if not isinstance(run, dict):
-            raise WrongBackup("it is a checkpoint, and none of a run")
+            raise IncompatibleBackup("it is a checkpoint, and none of a run")
         if run.get("format", 0) > _FORMAT:
             made_by = index.versions.get("tfdp", "a newer version")
-            raise WrongBackup(
+            raise IncompatibleBackup(
                 f"it was made by tfdp {made_by}, which is newer than this"
             )
         change = self._batches.change_since(run)
         in_epoch = run["batches"] > 0 and self._difference_to(run, change) is None
         try:
             state = RunState(self.model, empty_arrays(run["callbacks"]))
-            wanted = state.to_restore(index, run["facts"], with_metrics=in_epoch)
-            check_model(index, wanted.tensors, wanted.left_out)
+            load_plan = state.plan_load(index, run["facts"], with_metrics=in_epoch)
+            check_model(index, load_plan.tensors, load_plan.left_out)
         except ValueError as error:
-            raise WrongBackup(str(error)) from error
-        return wanted
+            raise IncompatibleBackup(str(error)) from error
+        return load_plan
 
-    def _go_back_to(self, index: Index, wanted: Wanted) -> None:
+    def _go_back_to(self, index: Index, load_plan: LoadPlan) -> None:
         run, self._change = index.run, self._batches.change_since(index.run)
         difference = self._difference_to(run, self._change)
         self._total = run["steps"]
         if difference is None and run["batches"]:
-            self._resumed = index, wanted
+            self._resumed = index, load_plan
         else:
-            self._load(index, wanted)
+            self._load(index, load_plan)
             data, batches = self._batches.place_of(run, self._change)
             if difference is None:
                 self._position.go_to(data, batches)
@@ -274,14 +274,14 @@ class BackupAndRestore(keras.callbacks.Callback):
         # Keras would begin with it in the next `fit`, too.
         self._position.after.callback(_compat.set_initial_epoch, self.model, 0)
 
-    def _load(self, index: Index, wanted: Wanted) -> None:
+    def _load(self, index: Index, load_plan: LoadPlan) -> None:
         run = index.run
-        self._backups.load(index, run["steps"], wanted)
-        set_states(self._others, run["callbacks"], wanted.state.arrays)
+        self._backups.load(index, run["steps"], load_plan)
+        set_callback_states(self._others, run["callbacks"], load_plan.state.arrays)
         states = run["random"]
         is_own = len(states) == self._worker_group.num_workers
         set_random_states(states[self._worker_group.rank if is_own else 0])
-        said = self._batches.adapt(run, self._change, wanted)
+        said = self._batches.adapt(run, self._change, load_plan)
         if said is not None and self._worker_group.rank == 0:
             print(f"tfdp: {said}", file=sys.stderr, flush=True)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from tfdp.base.param_groups import innermost
 from tfdp.callbacks import rates
-from tfdp.checkpoint.backups import WrongBackup
-from tfdp.checkpoint.replica_state import replicas_of
-from tfdp.checkpoint.run_state import Wanted
+from tfdp.checkpoint.backups import IncompatibleBackup
+from tfdp.checkpoint.replica_state import local_replicas
+from tfdp.checkpoint.run_state import LoadPlan
 from tfdp.data.batch_change import (
     BatchChange,
     Batches,
@@ -37,7 +37,7 @@ class RunBatches:
         self._position = position
         self._kept = kept
 
-    def facts(self, epoch: int) -> dict[str, Any]:
+    def metadata(self, epoch: int) -> dict[str, Any]:
         """What a backup tells of them.
 
         Args:
@@ -62,13 +62,13 @@ class RunBatches:
             `BatchChange` or `None`.
 
         Raises:
-            WrongBackup: If the backup is not of this run.
+            IncompatibleBackup: If the backup is not of this run.
         """
         change = self._change(run)
         for name, now in self._identity().items():
             then = run["identity"].get(name)
             if then != now and not (change and name in _OF_BATCHES):
-                raise WrongBackup(
+                raise IncompatibleBackup(
                     f"it is of another run, in which `{name}` was {then!r} and not "
                     f"{now!r}"
                 )
@@ -88,7 +88,7 @@ class RunBatches:
         return self._position.moved(run["data"], batches, change)
 
     def adapt(
-        self, run: dict[str, Any], change: BatchChange | None, wanted: Wanted
+        self, run: dict[str, Any], change: BatchChange | None, load_plan: LoadPlan
     ) -> str | None:
         """Brings what was restored in line with the batches of now.
 
@@ -106,7 +106,7 @@ class RunBatches:
             ratio = change.before / change.now
             self._model.optimizer.recount(change.whole(waiting), ratio)
         else:
-            wanted.state.forget()
+            load_plan.state.clear_accumulated()
         return (
             f"training goes on with batches of {change.now} samples, after "
             f"{change.before}, and as many samples for an update as before."
@@ -132,7 +132,7 @@ class RunBatches:
         )
         identity = self._identity()
         now = Batches(
-            replicas_of(self._model).count,
+            local_replicas(self._model).count,
             identity["batch_size"],
             identity["steps_per_epoch"],
             self._accumulation_steps(run["epoch"]),
@@ -143,7 +143,7 @@ class RunBatches:
             waiting = accumulation["waiting"]
             return change_for_updates(then, now, waiting, run["batches"])
         except ValueError as error:
-            raise WrongBackup(str(error)) from error
+            raise IncompatibleBackup(str(error)) from error
 
     def _identity(self) -> dict[str, Any]:
         """What has to be the same in the run that goes on."""

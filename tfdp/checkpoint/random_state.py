@@ -1,4 +1,4 @@
-"""The state of the random generators that a training script draws from."""
+"""State of the random generators that a training script draws from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfdp import _compat
 
 
 def random_states() -> dict[str, Any]:
-    """The states of Python's, NumPy's, TensorFlow's and Keras's global generators.
+    """States of Python's, NumPy's, TensorFlow's and Keras's global generators.
 
     Returns:
         Dict that JSON can hold.
@@ -27,7 +27,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Sets the generators as they were.
+    """Restore the states of the generators.
 
     Args:
         states: Dict, what `random_states` returned.

@@ -121,8 +121,8 @@ def _with_whole_state(optimizer: Any, shards: ShardedState, whole: FullState) ->
 def _entry(tensor: StateTensor, whole: FullState) -> Entry:
     def write(value: Any) -> None:
         flat = np.asarray(value).ravel()
-        for piece in tensor.held:
-            piece.write(flat[piece.start : piece.stop])
+        for shard in tensor.local_shards:
+            shard.write(flat[shard.start : shard.stop])
 
     return Entry(tensor.name, tensor.shape, lambda: whole.read(tensor), write)
 

@@ -34,14 +34,14 @@ class FullState:
         """
         if tensor.name in self._collected:
             return self._collected[tensor.name].reshape(tensor.shape)
-        if sum(piece.stop - piece.start for piece in tensor.owned) < tensor.size:
+        if sum(shard.stop - shard.start for shard in tensor.owned_shards) < tensor.size:
             raise RuntimeError(
                 f"Other workers hold a part of {tensor.name!r}. Save the model by "
                 "`model.save` or `model.save_weights`, on all workers."
             )
         whole = np.zeros(tensor.size, tf.as_dtype(tensor.dtype).as_numpy_dtype)
-        for piece in tensor.owned:
-            whole[piece.start : piece.stop] = piece.read()
+        for shard in tensor.owned_shards:
+            whole[shard.start : shard.stop] = shard.read()
         return whole.reshape(tensor.shape)
 
 
@@ -121,10 +121,10 @@ def _runs_of_rows(shape: tuple[int, ...], item_bytes: int) -> Iterator[tf.Tensor
 
 def _fill(part: np.ndarray, start: int, tensor: StateTensor) -> None:
     stop = start + len(part)
-    for piece in tensor.owned:
-        first, last = max(start, piece.start), min(stop, piece.stop)
+    for shard in tensor.owned_shards:
+        first, last = max(start, shard.start), min(stop, shard.stop)
         if first < last:
-            values = piece.read()[first - piece.start : last - piece.start]
+            values = shard.read()[first - shard.start : last - shard.start]
             part[first - start : last - start] = values
 
 

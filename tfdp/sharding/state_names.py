@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base.param_groups import path_of
 from tfdp.sharding.sharded_param_group import Owned, ShardedParamGroup
-from tfdp.sharding.state_tensors import READ_ELEMENTS, Piece, StateTensor
+from tfdp.sharding.state_tensors import READ_ELEMENTS, LocalShard, StateTensor
 from tfdp.sharding.variable_shards import VariableShards
 
 # What Keras puts behind the name of a layer to make it unique.
@@ -61,7 +61,7 @@ def state_of_part(
         List of `StateTensor`.
     """
     template = _compat.built_without_memory(part.optimizer, part.variables)
-    pieces: dict[str, list[tuple[bool, Piece]]] = {}
+    pieces: dict[str, list[tuple[bool, LocalShard]]] = {}
     for replica, state in enumerate(part.replicas):
         for name, piece in _pieces(part, state):
             single = name in state.singles
@@ -76,7 +76,7 @@ def state_of_part(
                 part
                 for is_owned, piece in pieces.get(name, [])
                 if is_owned
-                for part in piece.cut(READ_ELEMENTS)
+                for part in piece.split(READ_ELEMENTS)
             ),
             tuple(piece for _, piece in pieces.get(name, [])),
         )
@@ -101,8 +101,8 @@ def state_of_sums(
     Returns:
         List of `StateTensor`, one for each variable of the part.
     """
-    owned: list[list[Piece]] = [[] for _ in part.variables]
-    held: list[list[Piece]] = [[] for _ in part.variables]
+    owned: list[list[LocalShard]] = [[] for _ in part.variables]
+    held: list[list[LocalShard]] = [[] for _ in part.variables]
     dtypes = {}
     for total, bucket in zip(sums, part.plan.buckets, strict=True):
         dtypes.update(dict.fromkeys(bucket.indices, str(total.dtype)))
@@ -113,7 +113,7 @@ def state_of_sums(
                 piece = _range(local, begin, segment.start, segment.size)
                 held[segment.index].append(piece)
                 if is_first_copy(replica):
-                    owned[segment.index] += piece.cut(READ_ELEMENTS)
+                    owned[segment.index] += piece.split(READ_ELEMENTS)
                 begin += segment.size
     names = [_slot_name(prefix, i, part.variables) for i in range(len(part.variables))]
     return [
@@ -137,11 +137,11 @@ def take_over(tensors: Sequence[StateTensor], slots: Sequence[Any]) -> None:
     """
     for tensor, slot in zip(tensors, slots, strict=True):
         whole = np.asarray(_compat.local_value(slot, 0).numpy()).ravel()
-        for piece in tensor.held:
+        for piece in tensor.local_shards:
             piece.write(whole[piece.start : piece.stop])
 
 
-def _pieces(part: ShardedParamGroup, state: Owned) -> list[tuple[str, Piece]]:
+def _pieces(part: ShardedParamGroup, state: Owned) -> list[tuple[str, LocalShard]]:
     found = [(name, _whole(item)) for name, item in state.singles.items()]
     if isinstance(state, VariableShards):
         return found + _pieces_of_variables(part, state)
@@ -159,7 +159,7 @@ def _pieces(part: ShardedParamGroup, state: Owned) -> list[tuple[str, Piece]]:
 
 def _pieces_of_variables(
     part: ShardedParamGroup, state: VariableShards
-) -> list[tuple[str, Piece]]:
+) -> list[tuple[str, LocalShard]]:
     names = {
         id(slot): _slot_name(attribute, index, part.variables)
         for attribute, slots in state.slots.items()
@@ -188,7 +188,7 @@ def _slot_name(attribute: str, index: int, variables: Sequence[Any]) -> str:
     return f"{attribute.strip('_')}/{place(index, variables)}"
 
 
-def _whole(variable: Any) -> Piece:
+def _whole(variable: Any) -> LocalShard:
     shape = tuple(variable.shape)
     size = int(np.prod(shape, dtype=np.int64))
     read = functools.partial(_compat.elements_of, variable)
@@ -196,10 +196,10 @@ def _whole(variable: Any) -> Piece:
     def write(values: Any) -> None:
         variable.assign(np.asarray(values).reshape(shape))
 
-    return Piece(0, size, lambda: read(0, size), write, read)
+    return LocalShard(0, size, lambda: read(0, size), write, read)
 
 
-def _range(variable: Any, begin: int, start: int, size: int) -> Piece:
+def _range(variable: Any, begin: int, start: int, size: int) -> LocalShard:
     """Elements of a flat `tf.Variable` that are elements `start`... of a tensor."""
 
     def read(first: int, last: int) -> np.ndarray:
@@ -211,4 +211,4 @@ def _range(variable: Any, begin: int, start: int, size: int) -> Piece:
     def write(values: Any) -> None:
         variable[begin : begin + size].assign(values)
 
-    return Piece(start, start + size, lambda: read(0, size), write, read)
+    return LocalShard(start, start + size, lambda: read(0, size), write, read)

@@ -1,4 +1,4 @@
-"""Gradients that wait for the next update, as a checkpoint holds them.
+"""Accumulated gradients as tensors of a checkpoint.
 
 That is as one device would have them: summed over all replicas, without the loss
 scale, which the next run may have or not.
@@ -16,109 +16,115 @@ import numpy as np
 from tfdp import _compat
 from tfdp.base.ownership import strategy_of
 from tfdp.base.param_groups import innermost, is_multi
-from tfdp.checkpoint.model_state import COUNTER, PENDING, ShardWriter, shard_writer_of
+from tfdp.checkpoint.model_state import (
+    ACCUMULATED_PREFIX,
+    COUNTER,
+    ShardWriter,
+    shard_writer_of,
+)
 from tfdp.keras_hooks.file_view import Entry
 from tfdp.sharding import place
 from tfdp.sharding.full_state import redistribute_sum
-from tfdp.sharding.state_tensors import Piece, StateTensor
+from tfdp.sharding.state_tensors import LocalShard, StateTensor
 
 
-def pending_state_of(model: keras.Model) -> list[StateTensor]:
-    """What has been accumulated for the next update, without the loss scale.
+def accumulated_state(model: keras.Model) -> list[StateTensor]:
+    """State tensors of the accumulated gradients, without the loss scale.
 
     Args:
         model: Built Keras model, with its optimizer if it is compiled.
 
     Returns:
         List of `StateTensor`, empty where nothing can be accumulated. Where each
-        replica has a sum of its own, `redistribute_pending` makes them right to read.
+        replica has a sum of its own, call `redistribute_accumulated_gradients` before
+        they are read.
     """
     count = _counter(model)
     if count is None:
         return []
     shard_writer = shard_writer_of(model)
-    tensors = [shard_writer.replicated(f"{PENDING}/steps", count, COUNTER)]
-    if _holds_slices(model):
-        return tensors + list(_of_slices(model))
-    return tensors + list(_of_sums(model, shard_writer))
+    tensors = [shard_writer.replicated(f"{ACCUMULATED_PREFIX}/steps", count, COUNTER)]
+    if _shards_gradients(model):
+        return tensors + list(_shard_tensors(model))
+    return tensors + list(_replica_sum_tensors(model, shard_writer))
 
 
-def num_pending(model: keras.Model) -> int:
-    """How many micro-batches wait for the next update."""
+def num_accumulated(model: keras.Model) -> int:
+    """Number of micro-batches accumulated since the last update."""
     count = _counter(model)
     return 0 if count is None else int(count.numpy())
 
 
-def redistribute_pending(model: keras.Model) -> None:
-    """Gives every replica an equal part of what waits. All workers call it.
+def redistribute_accumulated_gradients(model: keras.Model) -> None:
+    """Give every replica an equal fraction of the sum. All workers call it.
 
     What all of them have together stays as it is. Gradients are summed one after the
     other, so that it takes the memory of the largest.
 
     Args:
-        model: As for `pending_state_of`.
+        model: As for `accumulated_state`.
     """
     strategy = strategy_of(model)
-    if strategy is None or _holds_slices(model) or not num_pending(model):
+    if strategy is None or _shards_gradients(model) or not num_accumulated(model):
         return
     extended = strategy.extended
     for _, total in _sums(model):
-        parts = [
+        local_sums = [
             _compat.local_value(total, replica)
             for replica in range(len(extended.group.devices))
         ]
-        redistribute_sum(parts, extended.host_group, strategy.num_replicas_in_sync)
+        redistribute_sum(local_sums, extended.host_group, strategy.num_replicas_in_sync)
 
 
-def counter_of(model: keras.Model) -> Any:
-    """The number of micro-batches that wait, like a variable, or `None`."""
+def accumulation_counter(model: keras.Model) -> Any:
+    """Counter of accumulated micro-batches, like a variable, or `None`."""
     return _counter(model)
 
 
-def slices_of(model: keras.Model) -> list[StateTensor]:
-    """What is accumulated as slices of the sum of all replicas, as it is.
+def accumulated_shards(model: keras.Model) -> list[StateTensor]:
+    """State tensors of sums that are accumulated in shards (ZeRO-2), as they are.
 
     Args:
-        model: As for `pending_state_of`.
+        model: As for `accumulated_state`.
 
     Returns:
         List of `StateTensor`, named by the variables, empty where there are none.
     """
-    return list(_named_slices(model)) if _holds_slices(model) else []
+    return list(_accumulated_shards(model)) if _shards_gradients(model) else []
 
 
-def own_sums_of(model: keras.Model) -> list[tuple[str, Any]]:
-    """What each replica has accumulated by itself, as it is.
+def per_replica_sums(model: keras.Model) -> list[tuple[str, Any]]:
+    """Accumulators in which each replica has a sum of its own.
 
     Args:
-        model: As for `pending_state_of`.
+        model: As for `accumulated_state`.
 
     Returns:
         List of pairs: the name of the trained variable, and the Keras variable that
         holds another value on each replica. It is empty where there are none.
     """
-    is_empty = _counter(model) is None or _holds_slices(model)
+    is_empty = _counter(model) is None or _shards_gradients(model)
     return [] if is_empty else list(_sums(model))
 
 
-def _holds_slices(model: keras.Model) -> bool:
-    """Whether slices of the sum over replicas are accumulated (ZeRO-2)."""
+def _shards_gradients(model: keras.Model) -> bool:
+    """True if the sum over replicas is accumulated in shards (ZeRO-2)."""
     return getattr(model.optimizer, "accumulates_sums", False)
 
 
 def _counter(model: keras.Model) -> Any:
-    """The number of micro-batches that wait, or `None` where none can."""
+    """Counter of accumulated micro-batches, or `None` without accumulation."""
     optimizer: Any = getattr(model, "optimizer", None)
     if hasattr(optimizer, "as_keras"):
         accumulation = optimizer.features.accumulation
         return None if accumulation is None else accumulation.count
-    parts = _accumulating_parts(optimizer)
-    if not parts:
+    groups = _accumulating_groups(optimizer)
+    if not groups:
         return None
-    counters = [_compat.own_variables(part)[0] for part in parts]
+    counters = [_compat.own_variables(group)[0] for group in groups]
     if is_multi(_inner(optimizer)):
         counters.append(_compat.own_variables(_inner(optimizer))[0])
-    steps = parts[0].gradient_accumulation_steps
+    steps = groups[0].gradient_accumulation_steps
 
     def write(value: Any) -> None:
         for counter in counters:
@@ -129,7 +135,7 @@ def _counter(model: keras.Model) -> Any:
 
 
 def _sums(model: keras.Model) -> Iterator[tuple[str, Any]]:
-    """The name and the accumulator of each trained variable, of tfdp or of Keras."""
+    """Name and accumulator of each trained variable, of tfdp or of Keras."""
     optimizer: Any = model.optimizer
     trained = _compat.trained_by(_inner(optimizer))
     if hasattr(optimizer, "as_keras"):
@@ -137,8 +143,8 @@ def _sums(model: keras.Model) -> Iterator[tuple[str, Any]]:
             yield place(index, trained), total
         return
     places = {id(v): place(index, trained) for index, v in enumerate(trained)}
-    for part in _accumulating_parts(optimizer):
-        pairs = zip(_compat.trained_by(part), _compat.accumulators(part), strict=True)
+    for group in _accumulating_groups(optimizer):
+        pairs = zip(_compat.trained_by(group), _compat.accumulators(group), strict=True)
         for variable, total in pairs:
             if total is not None:
                 yield places[id(variable)], total
@@ -149,28 +155,32 @@ def _inner(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def _accumulating_parts(optimizer: Any) -> list[Any]:
+def _accumulating_groups(optimizer: Any) -> list[Any]:
     inner = _inner(optimizer)
-    parts = [] if inner is None else innermost(inner)
-    return [part for part in parts if _compat.has_accumulators(part)]
+    groups = [] if inner is None else innermost(inner)
+    return [group for group in groups if _compat.has_accumulators(group)]
 
 
-def _of_sums(model: keras.Model, shard_writer: ShardWriter) -> Iterator[StateTensor]:
-    """Each replica has an equal part of the sum, a fraction of what is saved."""
+def _replica_sum_tensors(
+    model: keras.Model, shard_writer: ShardWriter
+) -> Iterator[StateTensor]:
+    """Sums of which each replica has an equal fraction."""
     strategy = strategy_of(model)
     replicas = 1 if strategy is None else strategy.num_replicas_in_sync
     for where, total in _sums(model):
-        tensor = shard_writer.replicated(f"{PENDING}/{where}", total, str(total.dtype))
-        yield _times(tensor, lambda: replicas / _scale_of(model))
+        tensor = shard_writer.replicated(
+            f"{ACCUMULATED_PREFIX}/{where}", total, str(total.dtype)
+        )
+        yield _scaled(tensor, lambda: replicas / _scale_of(model))
 
 
-def _of_slices(model: keras.Model) -> Iterator[StateTensor]:
-    for tensor in _named_slices(model):
-        named = dataclasses.replace(tensor, name=f"{PENDING}/{tensor.name}")
-        yield _times(named, lambda: 1.0 / _scale_of(model))
+def _shard_tensors(model: keras.Model) -> Iterator[StateTensor]:
+    for tensor in _accumulated_shards(model):
+        named = dataclasses.replace(tensor, name=f"{ACCUMULATED_PREFIX}/{tensor.name}")
+        yield _scaled(named, lambda: 1.0 / _scale_of(model))
 
 
-def _named_slices(model: keras.Model) -> Iterator[StateTensor]:
+def _accumulated_shards(model: keras.Model) -> Iterator[StateTensor]:
     optimizer: Any = model.optimizer
     trained = _compat.trained_by(optimizer)
     tensors = optimizer.shards.accumulated(optimizer.features.accumulation.sums)
@@ -179,15 +189,15 @@ def _named_slices(model: keras.Model) -> Iterator[StateTensor]:
 
 
 def _scale_of(model: keras.Model) -> float:
-    """By what tfdp's sums are too large, and Keras's are not; it is restored first."""
+    """Loss scale to divide accumulated gradients by; it is restored before them."""
     optimizer: Any = model.optimizer
     return (hasattr(optimizer, "as_keras") and optimizer.loss_scale) or 1.0
 
 
-def _times(tensor: StateTensor, factor: Callable[[], float]) -> StateTensor:
-    """A tensor of which a checkpoint holds a multiple."""
+def _scaled(tensor: StateTensor, factor: Callable[[], float]) -> StateTensor:
+    """State tensor that a checkpoint holds multiplied by a factor."""
 
-    def of_piece(given: Piece) -> Piece:
+    def scale(given: LocalShard) -> LocalShard:
         def read() -> np.ndarray:
             values = given.read()
             values = values * np.asarray(factor(), values.dtype)  # a copy
@@ -199,10 +209,10 @@ def _times(tensor: StateTensor, factor: Callable[[], float]) -> StateTensor:
             values /= np.asarray(factor(), values.dtype)  # no copy of a large one
             given.write(values)
 
-        return Piece(given.start, given.stop, read, write)
+        return LocalShard(given.start, given.stop, read, write)
 
     return dataclasses.replace(
         tensor,
-        owned=tuple(map(of_piece, tensor.owned)),
-        held=tuple(map(of_piece, tensor.held)),
+        owned_shards=tuple(map(scale, tensor.owned_shards)),
+        local_shards=tuple(map(scale, tensor.local_shards)),
     )
