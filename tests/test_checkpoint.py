@@ -21,7 +21,7 @@ import tensorflow as tf
 import forks
 from commands import run_python
 from tfdp import checkpoint
-from tfdp.checkpoint import files
+from tfdp.checkpoint import api, files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing
 from tfdp.checkpoint.index import Extent, Shard, TensorMetadata, check_complete
@@ -155,7 +155,7 @@ def save(
 ) -> list:
     workers = make_workers(tensors, count, is_filled=True)
     states = [worker.state for worker in workers]
-    return on_workers(checkpoint.save_state, states, [directory] * count)
+    return on_workers(api.save_state, states, [directory] * count)
 
 
 def restore(
@@ -164,7 +164,7 @@ def restore(
     """What each worker returned or raised, and the workers."""
     workers = make_workers(tensors, count, is_filled=False, seed=count)
     states = [worker.state for worker in workers]
-    replies = on_workers(checkpoint.restore_state, states, [directory] * count)
+    replies = on_workers(api.restore_state, states, [directory] * count)
     return replies, workers
 
 
@@ -233,7 +233,7 @@ def test_each_worker_writes_only_what_it_owns_in_parts_of_limited_size(
     tensors = values()
     workers = make_workers(tensors, 3, is_filled=True)
     states = [worker.state for worker in workers]
-    on_workers(checkpoint.save_state, states, [tmp_path] * 3)
+    on_workers(api.save_state, states, [tmp_path] * 3)
     index = load_index(str(tmp_path))
     for rank, state in enumerate(states):
         own = [part for part in index.shards if part.worker == rank]
@@ -263,7 +263,7 @@ def test_a_worker_reads_only_the_files_that_it_needs(tmp_path, small_parts):
     for path in folders(tmp_path)[0].iterdir():
         if path.name.split(".")[0] not in needed:
             path.unlink()
-    assert on_workers(checkpoint.restore_state, [state], [tmp_path]) == [None]
+    assert on_workers(api.restore_state, [state], [tmp_path]) == [None]
     assert elements.tolist() == list(range(90, 120))
 
 
@@ -273,7 +273,7 @@ def test_several_local_replicas_may_hold_the_same_elements(tmp_path, small_parts
     first, second = np.zeros(200), np.zeros(150)
     held = (_local_shard(first, 0, 0, 200), _local_shard(second, 50, 50, 200))
     state = [StateTensor("a", (200,), "float64", (), held)]
-    assert on_workers(checkpoint.restore_state, [state], [tmp_path]) == [None]
+    assert on_workers(api.restore_state, [state], [tmp_path]) == [None]
     assert first.tolist() == list(range(200))
     assert second.tolist() == list(range(50, 200))
 
@@ -328,9 +328,7 @@ def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(
             for owner, name in OPERATIONS:
                 _end_at(patch, owner, name, calls, number, error, is_after)
             with contextlib.suppress(Killed, OSError):
-                checkpoint.save_state(
-                    new_state, directory, checkpoint.SingleProcessGroup()
-                )
+                api.save_state(new_state, directory, api.SingleProcessGroup())
             total = next(calls)
         is_new = holds(new, directory)
         assert is_new or holds(old, directory)
@@ -395,24 +393,24 @@ def test_when_one_worker_fails_all_say_so_and_the_previous_one_stays(
 FULL_DISK = """
 import resource, signal, sys
 import numpy as np, tensorflow as tf
-from tfdp import checkpoint
-from tfdp.sharding.state_tensors import Piece, StateTensor
+from tfdp.checkpoint import api
+from tfdp.sharding.state_tensors import LocalShard, StateTensor
 directory = sys.argv[1]
 def state(value):
     elements = np.full(10**6, value, "float32")
     def write(values): elements[:] = values
-    piece = Piece(0, elements.size, lambda: elements, write)
+    piece = LocalShard(0, elements.size, lambda: elements, write)
     return [StateTensor("x", elements.shape, "float32", (piece,), (piece,))], elements
-alone = checkpoint.SingleProcessGroup()
-checkpoint.save_state(state(1)[0], directory, alone)
+alone = api.SingleProcessGroup()
+api.save_state(state(1)[0], directory, alone)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
 try:
-    checkpoint.save_state(state(2)[0], directory, alone)
+    api.save_state(state(2)[0], directory, alone)
 except OSError as error:
     print("ERROR", error)
 tensors, elements = state(0)
-checkpoint.restore_state(tensors, directory, alone)
+api.restore_state(tensors, directory, alone)
 print("RESTORED", set(elements.tolist()))
 """
 
@@ -540,7 +538,7 @@ def test_workers_with_different_models_do_not_save(tmp_path):
         make_workers(tensors, 2, is_filled=True)[rank].state
         for rank, tensors in enumerate((values(), _without("seed")))
     ]
-    replies = on_workers(checkpoint.save_state, states, [tmp_path] * 2)
+    replies = on_workers(api.save_state, states, [tmp_path] * 2)
     assert {type(reply) for reply in replies} == {ValueError}
     assert "worker 0 saves 'seed'" in str(replies[0])
     assert not list(tmp_path.iterdir())
@@ -549,7 +547,7 @@ def test_workers_with_different_models_do_not_save(tmp_path):
 def test_workers_that_share_no_directory_are_told_to(tmp_path):
     states = [w.state for w in make_workers(values(), 2, is_filled=True)]
     places = [tmp_path / "first", tmp_path / "second"]
-    replies = on_workers(checkpoint.save_state, states, places)
+    replies = on_workers(api.save_state, states, places)
     assert {type(reply) for reply in replies} == {ValueError}
     assert "worker 1: it does not see the folder that worker 0" in str(replies[0])
     assert folders(places[0]) == []
@@ -561,7 +559,7 @@ def test_workers_that_find_different_checkpoints_load_none(tmp_path):
         save(values(), place)
     workers = make_workers(values(), 2, is_filled=False)
     states = [worker.state for worker in workers]
-    replies = on_workers(checkpoint.restore_state, states, places)
+    replies = on_workers(api.restore_state, states, places)
     assert "The workers found different checkpoints." in str(replies[1])
     check_nothing_loaded(workers)
 

@@ -14,7 +14,7 @@ from tfdp.bench.correctness import expected, input_of, num_wrong
 from tfdp.bench.training import timed
 from tfdp.collectives import ProcessGroup, all_gather, broadcast, reduce_scatter
 from tfdp.plans.traffic import Algorithm
-from tfdp.reduction.selection import AlgorithmChoice
+from tfdp.reduction.algorithm_selector import AlgorithmChoice
 
 _CHECK = "check "
 

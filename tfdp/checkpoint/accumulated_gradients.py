@@ -23,7 +23,7 @@ from tfdp.checkpoint.model_state import (
     shard_writer_of,
 )
 from tfdp.keras_hooks.file_view import Entry
-from tfdp.sharding import place
+from tfdp.sharding import variable_name
 from tfdp.sharding.full_state import redistribute_sum
 from tfdp.sharding.state_tensors import LocalShard, StateTensor
 
@@ -140,9 +140,9 @@ def _sums(model: keras.Model) -> Iterator[tuple[str, Any]]:
     trained = _compat.trained_by(_inner(optimizer))
     if hasattr(optimizer, "as_keras"):
         for index, total in enumerate(optimizer.features.accumulation.sums):
-            yield place(index, trained), total
+            yield variable_name(index, trained), total
         return
-    places = {id(v): place(index, trained) for index, v in enumerate(trained)}
+    places = {id(v): variable_name(index, trained) for index, v in enumerate(trained)}
     for group in _accumulating_groups(optimizer):
         pairs = zip(_compat.trained_by(group), _compat.accumulators(group), strict=True)
         for variable, total in pairs:
@@ -185,7 +185,9 @@ def _accumulated_shards(model: keras.Model) -> Iterator[StateTensor]:
     trained = _compat.trained_by(optimizer)
     tensors = optimizer.shards.accumulated(optimizer.features.accumulation.sums)
     for index, variable in enumerate(trained):
-        yield dataclasses.replace(tensors[id(variable)], name=place(index, trained))
+        yield dataclasses.replace(
+            tensors[id(variable)], name=variable_name(index, trained)
+        )
 
 
 def _scale_of(model: keras.Model) -> float:

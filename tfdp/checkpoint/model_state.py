@@ -18,7 +18,7 @@ from tfdp import _compat
 from tfdp.base.ownership import strategy_of
 from tfdp.base.param_groups import innermost, is_multi
 from tfdp.keras_hooks.file_view import Entry
-from tfdp.sharding import place, slot_names
+from tfdp.sharding import slot_names, variable_name
 from tfdp.sharding.state_tensors import READ_ELEMENTS, LocalShard, StateTensor
 
 # What names begin with that a checkpoint may have or not.
@@ -56,7 +56,7 @@ def model_state(model: keras.Model) -> list[StateTensor]:
     metrics = {id(v) for metric in model.metrics for v in metric.variables}
     variables = [v for v in model.variables if id(v) not in metrics]
     tensors = [
-        shard_writer.replicated(f"model/{place(i, variables)}", v, str(v.dtype))
+        shard_writer.replicated(f"model/{variable_name(i, variables)}", v, str(v.dtype))
         for i, v in enumerate(variables)
     ]
     optimizer = getattr(model, "optimizer", None)

@@ -18,7 +18,7 @@ import keras
 from tfdp import _compat
 from tfdp.base.ownership import num_replicas_of
 from tfdp.keras_hooks.file_view import scaling_of, sharded_tensors
-from tfdp.sharding.full_state import FullState, collect
+from tfdp.sharding.full_state import FullState, gather_full_state
 
 
 @functools.cache
@@ -74,7 +74,7 @@ def _collect(distributed: Any) -> tuple[FullState, bool]:
         "saving a model with a sharded optimizer, which all workers have to do"
     )
     tensors = sharded_tensors(distributed)
-    return collect(tensors, extended.host_group, keeps=is_first), is_first
+    return gather_full_state(tensors, extended.host_group, keep=is_first), is_first
 
 
 def _load_with_plain_optimizer(

@@ -118,8 +118,8 @@ def _run_loop(
     _choose_callbacks(arguments, chosen, is_fit=name == "fit")
     if name == "fit":
         extended = strategy.extended
-        steps = link_measure.num_steps_of(arguments)
-        link_measure.learn_links(
+        steps = link_measure.num_fit_steps(arguments)
+        link_measure.load_or_measure_links(
             extended.algorithm_selector,
             extended.group,
             worker_group,

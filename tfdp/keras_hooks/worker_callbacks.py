@@ -17,7 +17,7 @@ from tfdp.keras_hooks.added_callbacks import (
     StopTogether,
 )
 from tfdp.keras_hooks.rebalancing import Rebalance
-from tfdp.reduction.link_measure import num_steps_of
+from tfdp.reduction.link_measure import num_fit_steps
 
 # They write what the user names by one path for all workers.
 _WRITERS = (
@@ -121,7 +121,7 @@ def problem_of(callbacks: Any, arguments: dict[str, Any]) -> str:
     if len(that_resume(callbacks)) > 1:
         return "Give `fit` one `tfdp.callbacks.BackupAndRestore`. Received: several"
     asked = [c for c in _given(callbacks) if hasattr(c, "find_problem")]
-    num_steps = num_steps_of(arguments) if asked else None
+    num_steps = num_fit_steps(arguments) if asked else None
     problems = [callback.find_problem(num_steps) for callback in asked]
     return next((problem for problem in problems if problem), "")
 

@@ -17,6 +17,7 @@ from tfdp.coordination.checks import check_same_plan, check_same_variables
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import BucketPlan
+from tfdp.reduction.algorithm_selector import AlgorithmChoice, AlgorithmSelector
 from tfdp.reduction.fusion import (
     all_reduce_any_shape,
     all_reduce_buckets,
@@ -25,7 +26,6 @@ from tfdp.reduction.fusion import (
 )
 from tfdp.reduction.gradient_noise import squared_norm
 from tfdp.reduction.reduced_gradients import ReducedGradients, unbucketed
-from tfdp.reduction.selection import AlgorithmChoice, AlgorithmSelector
 from tfdp.reduction.sparse import reduce_indexed_slices
 
 _described = threading.local()

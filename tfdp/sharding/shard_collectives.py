@@ -1,4 +1,4 @@
-"""How one replica hands in its gradients and gets slices, and the other way round."""
+"""Reduce-scatter of gradients to shards, all-gather of shards to variables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Slices = list[tf.Tensor | None]
 
 
 class ShardCollectives(Protocol):
-    """What a step asks of the replicas that share its optimizer state."""
+    """Collectives that a step with sharded optimizer state needs."""
 
     owner: int
     num_copies: int
@@ -28,7 +28,7 @@ class ShardCollectives(Protocol):
         tensors: Mapping[int, tf.Tensor],
         weight: tf.Tensor | None,
     ) -> Slices:
-        """Sums tensors over all replicas and keeps the own slice of each bucket.
+        """Sum tensors over all replicas and keep the own slice of each bucket.
 
         Args:
             plan: `ShardPlan`.
@@ -42,7 +42,7 @@ class ShardCollectives(Protocol):
         """
 
     def gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
-        """Gets all variables of the buckets whose slices are given.
+        """Gather all variables of the buckets whose slices are given.
 
         Args:
             plan: `ShardPlan`.
@@ -53,11 +53,11 @@ class ShardCollectives(Protocol):
         """
 
     def sum(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Sums a small tensor over the owners of different slices."""
+        """Sum a small tensor over the owners of different slices."""
 
 
 class GraphShardCollectives:
-    """By reduce-scatter and all-gather, in a graph.
+    """Shard collectives by reduce-scatter and all-gather, in a graph.
 
     Args:
         groups: `ShardGroups`.
@@ -126,7 +126,7 @@ class GraphShardCollectives:
 
 
 class EagerShardCollectives:
-    """By all-reduces of whole variables: for eager steps, and where rows are uneven.
+    """Shard collectives by all-reduce: for eager steps, and where rows are uneven.
 
     Eager replicas run one after the other and cannot wait for each other in a
     collective. And where one variable is larger than a fair share, rows would be
@@ -135,18 +135,18 @@ class EagerShardCollectives:
     Args:
         groups: `ShardGroups`.
         replica: Int, index of the calling replica among the local ones.
-        total: Callable that sums a list of tensors over all replicas.
+        all_reduce: Callable that sums a list of tensors over all replicas.
     """
 
     def __init__(
         self,
         groups: ShardGroups,
         replica: int,
-        total: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+        all_reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     ) -> None:
         self.owner = groups.owner(replica)
         self.num_copies = groups.num_copies
-        self._total = total
+        self._all_reduce = all_reduce
         self._is_first_copy = groups.is_first_copy(replica)
 
     def scatter(
@@ -161,7 +161,7 @@ class EagerShardCollectives:
             tensors[index] if weight is None else weighted(tensors[index], weight)
             for index in indices
         ]
-        sums = dict(zip(indices, self._total(given), strict=True))
+        sums = dict(zip(indices, self._all_reduce(given), strict=True))
         slices: Slices = []
         for bucket in plan.buckets:
             present = sorted(bucket.indices & sums.keys())
@@ -174,7 +174,7 @@ class EagerShardCollectives:
 
     def gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
         """See `ShardCollectives`: others' elements count as zeros in a sum."""
-        sizes = _sizes(plan, slices)
+        sizes = _variable_sizes(plan, slices)
         own: dict[int, list[tuple[Segment, tf.Tensor]]] = {index: [] for index in sizes}
         dtypes: dict[int, tf.DType] = {}
         for bucket, piece in zip(plan.buckets, slices, strict=True):
@@ -186,20 +186,20 @@ class EagerShardCollectives:
                 elements = piece[begin : begin + segment.size]
                 own[segment.index].append((segment, elements))
                 begin += segment.size
-        wholes = [
-            _among_zeros(own[index], size, dtypes[index])
+        padded = [
+            _pad_with_zeros(own[index], size, dtypes[index])
             for index, size in sizes.items()
         ]
-        return dict(zip(sizes, self._total(wholes), strict=True))
+        return dict(zip(sizes, self._all_reduce(padded), strict=True))
 
     def sum(self, tensor: tf.Tensor) -> tf.Tensor:
         """See `ShardCollectives`."""
         mine = tensor if self._is_first_copy else tf.zeros_like(tensor)
-        return self._total([mine])[0]
+        return self._all_reduce([mine])[0]
 
 
-def _sizes(plan: ShardPlan, slices: Slices) -> dict[int, int]:
-    """The size of each variable of the buckets that are given, in one order."""
+def _variable_sizes(plan: ShardPlan, slices: Slices) -> dict[int, int]:
+    """Size of each variable of the buckets that are given, in one order."""
     sizes: dict[int, int] = {}
     for bucket, piece in zip(plan.buckets, slices, strict=True):
         if piece is not None:
@@ -208,7 +208,7 @@ def _sizes(plan: ShardPlan, slices: Slices) -> dict[int, int]:
     return sizes
 
 
-def _among_zeros(
+def _pad_with_zeros(
     parts: list[tuple[Segment, tf.Tensor]], size: int, dtype: tf.DType
 ) -> tf.Tensor:
     pieces, end = [], 0

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: tensors of which every process has some elements."""
+"""State tensors: named tensors of which every process has some elements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LocalShard:
     read_range: Callable[[int, int], np.ndarray] | None = None
 
     def split(self, max_elements: int) -> list[LocalShard]:
-        """Pieces of at most so many elements, to be read one after the other.
+        """Split into shards of at most so many elements, to read one after the other.
 
         Args:
             max_elements: Int.
@@ -63,13 +63,13 @@ class LocalShard:
 
 
 def _not_written(values: Any) -> None:
-    """What is cut is only read."""
+    """Refuse to write: split shards are only read."""
     raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class StateTensor:
-    """A tensor of the training state, whole or in slices on the replicas.
+    """Named tensor of the training state, whole or in shards on the replicas.
 
     Args:
         name: String, unique among all, and the same on every worker.
@@ -89,10 +89,10 @@ class StateTensor:
 
     @property
     def size(self) -> int:
-        """Int, the number of elements."""
+        """Int, number of elements."""
         return int(np.prod(self.shape, dtype=np.int64))
 
 
 def renamed(tensor: StateTensor, name: str) -> StateTensor:
-    """The same tensor by another name."""
+    """Copy of a state tensor with another name."""
     return dataclasses.replace(tensor, name=name)
