@@ -22,7 +22,7 @@ from tfdp.checkpoint.model_state import (
     ShardWriter,
     shard_writer_of,
 )
-from tfdp.keras_hooks.file_view import Entry
+from tfdp.keras_hooks.file_view import VariableView
 from tfdp.sharding import variable_name
 from tfdp.sharding.full_state import redistribute_sum
 from tfdp.sharding.state_tensors import LocalShard, StateTensor
@@ -131,7 +131,9 @@ def _counter(model: keras.Model) -> Any:
             updates = int(counter.numpy()) // steps
             counter.assign(updates * steps + int(np.asarray(value)))
 
-    return Entry("", (), lambda: np.asarray(int(counters[0].numpy()) % steps), write)
+    return VariableView(
+        "", (), lambda: np.asarray(int(counters[0].numpy()) % steps), write
+    )
 
 
 def _sums(model: keras.Model) -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ import numpy as np
 from tfdp import _compat
 from tfdp.base.ownership import strategy_of
 from tfdp.base.param_groups import innermost, is_multi
-from tfdp.keras_hooks.file_view import Entry
+from tfdp.keras_hooks.file_view import VariableView
 from tfdp.sharding import slot_names, variable_name
 from tfdp.sharding.state_tensors import READ_ELEMENTS, LocalShard, StateTensor
 
@@ -170,6 +170,6 @@ def _update_counter(group: Any) -> Any:
         rest = int(counter.numpy()) % steps
         counter.assign(int(np.asarray(value)) * steps + rest)
 
-    return Entry(
+    return VariableView(
         counter.path, (), lambda: np.asarray(int(counter.numpy()) // steps), write
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -38,3 +39,25 @@ def set_random_states(states: dict[str, Any]) -> None:
     np.random.set_state((name, np.array(keys, "uint32"), position, has_gauss, cached))
     _compat.set_tensorflow_random_state(states["tensorflow"])
     _compat.set_keras_seed_state(states["keras"])
+
+
+def gather_random_states(worker_group: Any) -> list[dict[str, Any]]:
+    """Gather the random states of each worker, or one if all are alike.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+    """
+    texts = worker_group.all_gather("random states", json.dumps(random_states()))
+    alike = len(set(texts)) == 1
+    return [json.loads(text) for text in (texts[:1] if alike else texts)]
+
+
+def restore_random_states(states: list[dict[str, Any]], worker_group: Any) -> None:
+    """Restore this worker's random states, or the first's on other numbers of workers.
+
+    Args:
+        states: List of dicts, what `gather_random_states` returned.
+        worker_group: `WorkerGroup` between the workers.
+    """
+    is_own = len(states) == worker_group.num_workers
+    set_random_states(states[worker_group.rank if is_own else 0])

@@ -32,7 +32,7 @@ from tfdp.checkpoint.replica_state import (
     per_replica_tensors,
     zero_local_values,
 )
-from tfdp.keras_hooks.file_view import Entry
+from tfdp.keras_hooks.file_view import VariableView
 from tfdp.sharding.state_tensors import StateTensor, renamed
 
 _METRICS = f"{RUN_PREFIX}/metrics"
@@ -210,5 +210,5 @@ def _of_array(name: str, array: np.ndarray, shard_writer: ShardWriter) -> StateT
     def write(value: Any) -> None:
         array[...] = np.asarray(value).reshape(array.shape)
 
-    entry = Entry(name, array.shape, lambda: array, write)
+    entry = VariableView(name, array.shape, lambda: array, write)
     return shard_writer.replicated(name, entry, array.dtype.name)

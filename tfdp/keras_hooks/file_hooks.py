@@ -17,7 +17,7 @@ import keras
 
 from tfdp import _compat
 from tfdp.base.ownership import num_replicas_of
-from tfdp.keras_hooks.file_view import scaling_of, sharded_tensors
+from tfdp.keras_hooks.file_view import loss_scaling_of, sharded_tensors
 from tfdp.sharding.full_state import FullState, gather_full_state
 
 
@@ -158,6 +158,6 @@ def _unwrap_after_compile(
     inner: Any = getattr(outer, "inner_optimizer", None)
     if is_scaled and hasattr(inner, "as_keras"):
         if inner.loss_scaling is None:
-            inner.loss_scaling = scaling_of(outer)
+            inner.loss_scaling = loss_scaling_of(outer)
         model.optimizer = inner
     return result
