@@ -154,10 +154,10 @@ class AccumulatedGradients:
         """
         if self.slices is not None:
             # Slices are those of the sum over replicas, and each has one owner.
-            inner, fraction = _view_of(*self.slices[index]), 1
+            inner, divisor = _view_of(*self.slices[index]), 1
         else:
             inner = self._local_sum(self.accumulation.sums[index])
-            fraction = self.num_replicas
+            divisor = self.num_replicas
 
         def factor() -> float:
             return 1.0 if self.scale is None else float(self.scale.value.numpy())
@@ -169,7 +169,7 @@ class AccumulatedGradients:
             return total if np.isfinite(total).all() else np.zeros_like(total)
 
         def write(value: Any) -> None:
-            inner.assign(np.asarray(value) * (factor() / fraction))
+            inner.assign(np.asarray(value) * (factor() / divisor))
 
         return VariableView(inner.path, inner.shape, read, write)
 

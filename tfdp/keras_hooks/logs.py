@@ -196,14 +196,14 @@ def _is_state(variable: Any) -> bool:
     )
 
 
-def _weighted_by_rows(of_replicas: list) -> list[tf.Tensor]:
+def _weighted_by_rows(local_values: list) -> list[tf.Tensor]:
     """Weight the values of a mean, each local replica's by its rows."""
     loop = loops.current()
     weights = loop.weights if loop is not None else None
     assert weights is not None  # with one replica nothing is merged
     return [
         tf.math.multiply_no_nan(_as_number(value), tf.cast(weight, tf.float64))
-        for value, weight in zip(of_replicas, weights, strict=True)
+        for value, weight in zip(local_values, weights, strict=True)
     ]
 
 

@@ -58,7 +58,7 @@ class Rebalance(TimedSteps):
         self._rebalance()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Stop to record."""
+        """Stop recording."""
         if self.meter is not None:
             self.meter.stop()
             self.meter = None

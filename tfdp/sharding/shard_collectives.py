@@ -22,7 +22,7 @@ class ShardCollectives(Protocol):
     owner: int
     num_copies: int
 
-    def scatter(
+    def reduce_scatter(
         self,
         plan: ShardPlan,
         tensors: Mapping[int, tf.Tensor],
@@ -41,18 +41,18 @@ class ShardCollectives(Protocol):
             where there is nothing to sum.
         """
 
-    def gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
+    def all_gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
         """Gather all variables of the buckets whose slices are given.
 
         Args:
             plan: `ShardPlan`.
-            slices: As `scatter` returns them.
+            slices: As `reduce_scatter` returns them.
 
         Returns:
             Dict from position to flat tensor, alike on all replicas.
         """
 
-    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
+    def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """Sum a small tensor over the owners of different slices."""
 
 
@@ -63,7 +63,7 @@ class GraphShardCollectives:
         groups: `ShardGroups`.
         replica: Int, index of the calling replica among the local ones.
         reduce_dtypes_of: Callable from what is sent to the dtypes that it travels in,
-            see `ShardGroups.scatter`.
+            see `ShardGroups.reduce_scatter`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class GraphShardCollectives:
         self._replica = replica
         self._reduce_dtypes_of = reduce_dtypes_of
 
-    def scatter(
+    def reduce_scatter(
         self,
         plan: ShardPlan,
         tensors: Mapping[int, tf.Tensor],
@@ -95,7 +95,7 @@ class GraphShardCollectives:
             if weight is not None:
                 flat = weighted(flat, weight)
             with timing.labelled(f"{timing.GRADIENTS} {channel}"):
-                piece = self._groups.scatter(
+                piece = self._groups.reduce_scatter(
                     flat,
                     self._replica,
                     channel=channel,
@@ -104,7 +104,7 @@ class GraphShardCollectives:
             slices.append(piece)
         return slices
 
-    def gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
+    def all_gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
         """See `ShardCollectives`."""
         flats: Slices = []
         for channel, (bucket, piece) in enumerate(
@@ -115,14 +115,16 @@ class GraphShardCollectives:
                 # A key contains the shape, which clipping or an update may have lost.
                 whole = tf.ensure_shape(piece, [bucket.slice_size])
                 with timing.labelled(f"{timing.PARAMETERS} {channel}"):
-                    flat = self._groups.gather(whole, self._replica, channel=channel)
+                    flat = self._groups.all_gather(
+                        whole, self._replica, channel=channel
+                    )
             flats.append(flat)
         return unpack_rows(plan, flats)
 
-    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
+    def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """See `ShardCollectives`."""
         with timing.labelled("norms"):
-            return self._groups.sum(tensor, self._replica)
+            return self._groups.all_reduce(tensor, self._replica)
 
 
 class EagerShardCollectives:
@@ -135,21 +137,21 @@ class EagerShardCollectives:
     Args:
         groups: `ShardGroups`.
         replica: Int, index of the calling replica among the local ones.
-        all_reduce: Callable that sums a list of tensors over all replicas.
+        sum_tensors: Callable that sums a list of tensors over all replicas.
     """
 
     def __init__(
         self,
         groups: ShardGroups,
         replica: int,
-        all_reduce: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+        sum_tensors: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     ) -> None:
         self.owner = groups.owner(replica)
         self.num_copies = groups.num_copies
-        self._all_reduce = all_reduce
+        self._sum_tensors = sum_tensors
         self._is_first_copy = groups.is_first_copy(replica)
 
-    def scatter(
+    def reduce_scatter(
         self,
         plan: ShardPlan,
         tensors: Mapping[int, tf.Tensor],
@@ -161,7 +163,7 @@ class EagerShardCollectives:
             tensors[index] if weight is None else weighted(tensors[index], weight)
             for index in indices
         ]
-        sums = dict(zip(indices, self._all_reduce(given), strict=True))
+        sums = dict(zip(indices, self._sum_tensors(given), strict=True))
         slices: Slices = []
         for bucket in plan.buckets:
             present = sorted(bucket.indices & sums.keys())
@@ -172,7 +174,7 @@ class EagerShardCollectives:
             slices.append(pack_row(row, padding, sums, sums[present[0]].dtype))
         return slices
 
-    def gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
+    def all_gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
         """See `ShardCollectives`: others' elements count as zeros in a sum."""
         sizes = _variable_sizes(plan, slices)
         own: dict[int, list[tuple[Segment, tf.Tensor]]] = {index: [] for index in sizes}
@@ -190,12 +192,12 @@ class EagerShardCollectives:
             _pad_with_zeros(own[index], size, dtypes[index])
             for index, size in sizes.items()
         ]
-        return dict(zip(sizes, self._all_reduce(padded), strict=True))
+        return dict(zip(sizes, self._sum_tensors(padded), strict=True))
 
-    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
+    def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """See `ShardCollectives`."""
         mine = tensor if self._is_first_copy else tf.zeros_like(tensor)
-        return self._all_reduce([mine])[0]
+        return self._sum_tensors([mine])[0]
 
 
 def _variable_sizes(plan: ShardPlan, slices: Slices) -> dict[int, int]:

@@ -74,7 +74,7 @@ class ShardGroups:
         is_only = outer is None or not self._is_copied
         return is_only or (outer is not None and outer.position(replica) == 0)
 
-    def scatter(
+    def reduce_scatter(
         self,
         flat: tf.Tensor,
         replica: int,
@@ -120,8 +120,10 @@ class ShardGroups:
             reduce_dtype=reduce_dtypes[1],
         )
 
-    def gather(self, piece: tf.Tensor, replica: int, *, channel: int = 0) -> tf.Tensor:
-        """Concatenate the slices of all owners, the inverse of `scatter`.
+    def all_gather(
+        self, piece: tf.Tensor, replica: int, *, channel: int = 0
+    ) -> tf.Tensor:
+        """Concatenate the slices of all owners, the inverse of `reduce_scatter`.
 
         Args:
             piece: Tensor of shape `[slice_size]`.
@@ -136,7 +138,7 @@ class ShardGroups:
             piece = all_gather(piece, outer, replica, channel=channel)
         return all_gather(piece, inner, replica, channel=channel)
 
-    def sum(self, tensor: tf.Tensor, replica: int) -> tf.Tensor:
+    def all_reduce(self, tensor: tf.Tensor, replica: int) -> tf.Tensor:
         """Sum over the owners of different slices.
 
         Args:

@@ -65,7 +65,7 @@ class ShardedLayout:
             )
             if position not in sparse
         }
-        slices = self._collectives_of(own).scatter(own.plan, dense, weight)
+        slices = self._collectives_of(own).reduce_scatter(own.plan, dense, weight)
         rows = self._reducer.gather_rows(
             [
                 gradient if weight is None else weighted(gradient, weight)
@@ -237,7 +237,7 @@ class ShardedLayout:
     def _spread(
         self, own: ShardedParamGroup, slices: list, present: frozenset[int]
     ) -> None:
-        wholes = self._collectives_of(own).gather(own.plan, slices)
+        wholes = self._collectives_of(own).all_gather(own.plan, slices)
         for index in sorted(present & wholes.keys()):
             part = _compat.local_part(own.variables[index])
             value = tf.reshape(wholes[index], part.shape)
