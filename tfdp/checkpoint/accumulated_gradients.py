@@ -39,7 +39,7 @@ def accumulated_state(model: keras.Model) -> list[StateTensor]:
         replica has a sum of its own, call `redistribute_accumulated_gradients` before
         they are read.
     """
-    count = _counter(model)
+    count = accumulation_counter(model)
     if count is None:
         return []
     shard_writer = shard_writer_of(model)
@@ -51,7 +51,7 @@ def accumulated_state(model: keras.Model) -> list[StateTensor]:
 
 def num_accumulated(model: keras.Model) -> int:
     """Number of micro-batches accumulated since the last update."""
-    count = _counter(model)
+    count = accumulation_counter(model)
     return 0 if count is None else int(count.numpy())
 
 
@@ -76,11 +76,6 @@ def redistribute_accumulated_gradients(model: keras.Model) -> None:
         redistribute_sum(local_sums, extended.host_group, strategy.num_replicas_in_sync)
 
 
-def accumulation_counter(model: keras.Model) -> Any:
-    """Counter of accumulated micro-batches, like a variable, or `None`."""
-    return _counter(model)
-
-
 def accumulated_shards(model: keras.Model) -> list[StateTensor]:
     """State tensors of sums that are accumulated in shards (ZeRO-2), as they are.
 
@@ -103,7 +98,7 @@ def per_replica_sums(model: keras.Model) -> list[tuple[str, Any]]:
         List of pairs: the name of the trained variable, and the Keras variable that
         holds another value on each replica. It is empty where there are none.
     """
-    is_empty = _counter(model) is None or _shards_gradients(model)
+    is_empty = accumulation_counter(model) is None or _shards_gradients(model)
     return [] if is_empty else list(_sums(model))
 
 
@@ -112,8 +107,8 @@ def _shards_gradients(model: keras.Model) -> bool:
     return getattr(model.optimizer, "accumulates_sums", False)
 
 
-def _counter(model: keras.Model) -> Any:
-    """Counter of accumulated micro-batches, or `None` without accumulation."""
+def accumulation_counter(model: keras.Model) -> Any:
+    """Counter of accumulated micro-batches, like a variable; `None` without any."""
     optimizer: Any = getattr(model, "optimizer", None)
     if hasattr(optimizer, "as_keras"):
         accumulation = optimizer.features.accumulation
