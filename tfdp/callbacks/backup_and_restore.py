@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from tfdp import _compat
-from tfdp.callbacks.arguments import check_count, check_directory, is_count
+from tfdp.callbacks.arguments import check_directory, is_count
 from tfdp.callbacks.resumed_batches import ResumedBatches
 from tfdp.checkpoint import api
 from tfdp.checkpoint.backups import Backups, IncompatibleBackup
@@ -304,7 +304,10 @@ def _check_arguments(directory: Any, save_freq: Any, keep: Any, batch: Any) -> N
             '`save_freq` must be "epoch" or an integer of at least 1. '
             f"Received: save_freq={save_freq!r}"
         )
-    check_count("keep", keep)
+    if not is_count(keep):
+        raise ValueError(
+            f"`keep` must be an integer of at least 1. Received: keep={keep!r}"
+        )
     if batch not in ("global", "per_replica"):
         raise ValueError(
             f'`batch` must be "global" or "per_replica". Received: batch={batch!r}'
