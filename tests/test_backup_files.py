@@ -27,7 +27,7 @@ from test_backup_position import (
 )
 from tfdp.callbacks import BackupAndRestore
 from tfdp.checkpoint import index_file, replica_state, writer
-from tfdp.checkpoint.callback_state import decoded, encoded
+from tfdp.checkpoint.callback_state import from_json, to_json
 from tfdp.checkpoint.random_state import random_states, set_random_states
 from tfdp.coordination.preemption import PREEMPTED, PreemptionNotice, PreemptionWatch
 
@@ -132,7 +132,7 @@ def test_a_full_disk_ends_training_and_leaves_the_backups(tmp_path, monkeypatch)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "write_parts", full)
+        patch.setattr(writer, "write_shards", full)
         with pytest.raises(OSError, match="No space left"):
             fit(arrays(**PLAIN), BackupAndRestore(tmp_path, 1))
     assert "step-2" in names(tmp_path)
@@ -300,13 +300,13 @@ def test_random_generators_go_on(tmp_path):
 
 def test_values_come_back_as_they_were():
     values = {"a": [1, 2.5, None, True], 3: {"b": np.float32(0.1)}, "n": float("inf")}
-    found = decoded(json.loads(json.dumps(encoded(values))))
+    found = from_json(json.loads(json.dumps(to_json(values))))
     assert found == values
     assert isinstance(found[3]["b"], np.float32)
     array = np.arange(6, dtype="int16").reshape(2, 3)
-    np.testing.assert_array_equal(decoded(encoded(array)), array)
+    np.testing.assert_array_equal(from_json(to_json(array)), array)
     with pytest.raises(TypeError, match="must be numbers, strings"):
-        encoded(object())
+        to_json(object())
 
 
 def test_a_backup_can_be_restored_as_a_checkpoint(tmp_path):
@@ -320,24 +320,26 @@ def test_a_backup_can_be_restored_as_a_checkpoint(tmp_path):
 def test_one_replica_takes_what_several_had_together(merge, total):
     start = {"sum": 0, "max": -9, "min": 9}[merge]
     variable = keras.Variable(np.full((2, 1), start, "float32"))
-    item = replica_state.OwnValues("m", variable, merge)
-    tensors = replica_state.own_tensors([item], replica_state.Replicas(), 3)
+    item = replica_state.PerReplicaVariable("m", variable, merge)
+    tensors = replica_state.per_replica_tensors(
+        [item], replica_state.LocalReplicas(), 3
+    )
     assert [tensor.name for tensor in tensors] == [f"m/replica{r}" for r in range(3)]
     for tensor, value in zip(tensors, (1, 2, 4), strict=True):
-        for piece in tensor.held:
-            piece.write(np.full(2, value, "float32"))
+        for shard in tensor.local_shards:
+            shard.write(np.full(2, value, "float32"))
     assert variable.numpy().tolist() == [[total], [total]]
 
 
 def test_each_replica_takes_its_own_value_where_they_are_as_many():
     variable = keras.Variable(np.zeros(2, "float32"))
-    item = replica_state.OwnValues("m", variable)
-    second = replica_state.Replicas(first=1, num_local=1, count=3)
-    tensors = replica_state.own_tensors([item], second)
-    assert [len(tensor.held) for tensor in tensors] == [0, 1, 0]
-    tensors[1].held[0].write(np.array([1, 2], "float32"))
-    assert tensors[1].owned[0].read().tolist() == [1, 2]
-    replica_state.clear([item], second)
+    item = replica_state.PerReplicaVariable("m", variable)
+    second = replica_state.LocalReplicas(first=1, num_local=1, count=3)
+    tensors = replica_state.per_replica_tensors([item], second)
+    assert [len(tensor.local_shards) for tensor in tensors] == [0, 1, 0]
+    tensors[1].local_shards[0].write(np.array([1, 2], "float32"))
+    assert tensors[1].owned_shards[0].read().tolist() == [1, 2]
+    replica_state.zero_local_values([item], second)
     assert variable.numpy().tolist() == [0, 0]
 
 

@@ -21,13 +21,13 @@ import tensorflow as tf
 import forks
 from commands import run_python
 from tfdp import checkpoint
-from tfdp.checkpoint import files
+from tfdp.checkpoint import api, files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing
-from tfdp.checkpoint.index import Entry, Extent, Shard, check_complete
+from tfdp.checkpoint.index import Extent, Shard, TensorMetadata, check_complete
 from tfdp.checkpoint.index_file import INDEX_FILE, load_index, to_text
 from tfdp.cli import main
-from tfdp.sharding.state_tensors import Piece, StateTensor
+from tfdp.sharding.state_tensors import LocalShard, StateTensor
 
 COUNTS = (1, 2, 3, 4, 8)
 DTYPES = (
@@ -127,23 +127,23 @@ def make_workers(
             buffer = np.zeros_like(flat[held[0] : held[1]])
             if is_filled:
                 buffer[:] = flat[held[0] : held[1]]
-            owned = _piece(buffer, held[0], *own)
-            pieces = (_piece(buffer, held[0], *held),)
+            owned = _local_shard(buffer, held[0], *own)
+            shards = (_local_shard(buffer, held[0], *held),)
             worker.buffers.append((name, held[0], buffer))
             worker.state.append(
-                StateTensor(name, tensor.shape, _dtype(tensor), (owned,), pieces)
+                StateTensor(name, tensor.shape, _dtype(tensor), (owned,), shards)
             )
     return workers
 
 
-def _piece(buffer: np.ndarray, first: int, start: int, stop: int) -> Piece:
+def _local_shard(buffer: np.ndarray, first: int, start: int, stop: int) -> LocalShard:
     view = buffer[start - first : stop - first]
 
     def write(elements: np.ndarray) -> None:
         assert elements.dtype == view.dtype
         view[:] = elements
 
-    return Piece(start, stop, lambda: view, write)
+    return LocalShard(start, stop, lambda: view, write)
 
 
 def _dtype(tensor: np.ndarray) -> str:
@@ -155,7 +155,7 @@ def save(
 ) -> list:
     workers = make_workers(tensors, count, is_filled=True)
     states = [worker.state for worker in workers]
-    return on_workers(checkpoint.save_state, states, [directory] * count)
+    return on_workers(api.save_state, states, [directory] * count)
 
 
 def restore(
@@ -164,7 +164,7 @@ def restore(
     """What each worker returned or raised, and the workers."""
     workers = make_workers(tensors, count, is_filled=False, seed=count)
     states = [worker.state for worker in workers]
-    replies = on_workers(checkpoint.restore_state, states, [directory] * count)
+    replies = on_workers(api.restore_state, states, [directory] * count)
     return replies, workers
 
 
@@ -194,8 +194,8 @@ def folders(directory: pathlib.Path) -> list[pathlib.Path]:
 @pytest.fixture
 def small_parts(monkeypatch) -> None:
     """Parts of a few hundred bytes, so that a small model has many."""
-    monkeypatch.setattr(files, "PART_BYTES", 300)
-    monkeypatch.setattr(files, "RUN_BYTES", 200)
+    monkeypatch.setattr(files, "SHARD_BYTES", 300)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 200)
 
 
 @pytest.mark.parametrize("restored_on", COUNTS)
@@ -233,18 +233,20 @@ def test_each_worker_writes_only_what_it_owns_in_parts_of_limited_size(
     tensors = values()
     workers = make_workers(tensors, 3, is_filled=True)
     states = [worker.state for worker in workers]
-    on_workers(checkpoint.save_state, states, [tmp_path] * 3)
+    on_workers(api.save_state, states, [tmp_path] * 3)
     index = load_index(str(tmp_path))
     for rank, state in enumerate(states):
-        own = [part for part in index.parts if part.worker == rank]
+        own = [part for part in index.shards if part.worker == rank]
         written = sorted(extent for part in own for extent in part.extents)
         sizes = [
             sum(e.stop - e.start for e in written if e.tensor == n) for n in range(7)
         ]
-        assert sizes == [t.owned[0].stop - t.owned[0].start for t in state]
-    for part in index.parts:
+        assert sizes == [
+            t.owned_shards[0].stop - t.owned_shards[0].start for t in state
+        ]
+    for part in index.shards:
         data = next(file for file in part.files if ".data" in file.name)
-        assert data.num_bytes <= files.PART_BYTES
+        assert data.num_bytes <= files.SHARD_BYTES
 
 
 def test_a_worker_reads_only_the_files_that_it_needs(tmp_path, small_parts):
@@ -253,15 +255,15 @@ def test_a_worker_reads_only_the_files_that_it_needs(tmp_path, small_parts):
     index = load_index(str(tmp_path))
     elements = np.zeros(30)
     state = [
-        StateTensor("a", (500,), "float64", (), (_piece(elements, 90, 90, 120),)),
+        StateTensor("a", (500,), "float64", (), (_local_shard(elements, 90, 90, 120),)),
         StateTensor("b", (500,), "float64", (), ()),
     ]
-    needed = {part.prefix for part in reading.needed_parts(state, index)}
-    assert 0 < len(needed) < len(index.parts) / 4
+    needed = {part.prefix for part in reading.needed_shards(state, index)}
+    assert 0 < len(needed) < len(index.shards) / 4
     for path in folders(tmp_path)[0].iterdir():
         if path.name.split(".")[0] not in needed:
             path.unlink()
-    assert on_workers(checkpoint.restore_state, [state], [tmp_path]) == [None]
+    assert on_workers(api.restore_state, [state], [tmp_path]) == [None]
     assert elements.tolist() == list(range(90, 120))
 
 
@@ -269,9 +271,9 @@ def test_several_local_replicas_may_hold_the_same_elements(tmp_path, small_parts
     tensors = {"a": np.arange(200.0)}
     save(tensors, tmp_path, 2)
     first, second = np.zeros(200), np.zeros(150)
-    held = (_piece(first, 0, 0, 200), _piece(second, 50, 50, 200))
+    held = (_local_shard(first, 0, 0, 200), _local_shard(second, 50, 50, 200))
     state = [StateTensor("a", (200,), "float64", (), held)]
-    assert on_workers(checkpoint.restore_state, [state], [tmp_path]) == [None]
+    assert on_workers(api.restore_state, [state], [tmp_path]) == [None]
     assert first.tolist() == list(range(200))
     assert second.tolist() == list(range(50, 200))
 
@@ -315,7 +317,7 @@ def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(
     tmp_path, monkeypatch, error, is_after
 ):
     """Cut off before or after each operation on the disk, the first to the last."""
-    monkeypatch.setattr(files, "PART_BYTES", 3000)
+    monkeypatch.setattr(files, "SHARD_BYTES", 3000)
     old, new = values(0), values(1)
     (new_state,) = (w.state for w in make_workers(new, 1, is_filled=True))
     for number in itertools.count():
@@ -326,7 +328,7 @@ def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(
             for owner, name in OPERATIONS:
                 _end_at(patch, owner, name, calls, number, error, is_after)
             with contextlib.suppress(Killed, OSError):
-                checkpoint.save_state(new_state, directory, checkpoint._Alone())
+                api.save_state(new_state, directory, api.SingleProcessGroup())
             total = next(calls)
         is_new = holds(new, directory)
         assert is_new or holds(old, directory)
@@ -366,14 +368,14 @@ def test_when_one_worker_fails_all_say_so_and_the_previous_one_stays(
     tmp_path, small_parts, monkeypatch
 ):
     save(values(0), tmp_path)
-    write_parts = writing.write_parts
+    write_shards = writing.write_shards
 
     def fails_on_the_second(state: Any, folder: str, worker: int) -> list[Shard]:
         if worker == 1:
             raise OSError(28, "No space left on device", f"{folder}/worker-1-0")
-        return write_parts(state, folder, worker)
+        return write_shards(state, folder, worker)
 
-    monkeypatch.setattr(writing, "write_parts", fails_on_the_second)
+    monkeypatch.setattr(writing, "write_shards", fails_on_the_second)
     replies = save(values(1), tmp_path, 3)
     monkeypatch.undo()
     assert [type(reply) for reply in replies] == [OSError] * 3
@@ -391,24 +393,24 @@ def test_when_one_worker_fails_all_say_so_and_the_previous_one_stays(
 FULL_DISK = """
 import resource, signal, sys
 import numpy as np, tensorflow as tf
-from tfdp import checkpoint
-from tfdp.sharding.state_tensors import Piece, StateTensor
+from tfdp.checkpoint import api
+from tfdp.sharding.state_tensors import LocalShard, StateTensor
 directory = sys.argv[1]
 def state(value):
     elements = np.full(10**6, value, "float32")
     def write(values): elements[:] = values
-    piece = Piece(0, elements.size, lambda: elements, write)
+    piece = LocalShard(0, elements.size, lambda: elements, write)
     return [StateTensor("x", elements.shape, "float32", (piece,), (piece,))], elements
-alone = checkpoint._Alone()
-checkpoint.save_state(state(1)[0], directory, alone)
+alone = api.SingleProcessGroup()
+api.save_state(state(1)[0], directory, alone)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
 try:
-    checkpoint.save_state(state(2)[0], directory, alone)
+    api.save_state(state(2)[0], directory, alone)
 except OSError as error:
     print("ERROR", error)
 tensors, elements = state(0)
-checkpoint.restore_state(tensors, directory, alone)
+api.restore_state(tensors, directory, alone)
 print("RESTORED", set(elements.tolist()))
 """
 
@@ -536,7 +538,7 @@ def test_workers_with_different_models_do_not_save(tmp_path):
         make_workers(tensors, 2, is_filled=True)[rank].state
         for rank, tensors in enumerate((values(), _without("seed")))
     ]
-    replies = on_workers(checkpoint.save_state, states, [tmp_path] * 2)
+    replies = on_workers(api.save_state, states, [tmp_path] * 2)
     assert {type(reply) for reply in replies} == {ValueError}
     assert "worker 0 saves 'seed'" in str(replies[0])
     assert not list(tmp_path.iterdir())
@@ -545,7 +547,7 @@ def test_workers_with_different_models_do_not_save(tmp_path):
 def test_workers_that_share_no_directory_are_told_to(tmp_path):
     states = [w.state for w in make_workers(values(), 2, is_filled=True)]
     places = [tmp_path / "first", tmp_path / "second"]
-    replies = on_workers(checkpoint.save_state, states, places)
+    replies = on_workers(api.save_state, states, places)
     assert {type(reply) for reply in replies} == {ValueError}
     assert "worker 1: it does not see the folder that worker 0" in str(replies[0])
     assert folders(places[0]) == []
@@ -557,7 +559,7 @@ def test_workers_that_find_different_checkpoints_load_none(tmp_path):
         save(values(), place)
     workers = make_workers(values(), 2, is_filled=False)
     states = [worker.state for worker in workers]
-    replies = on_workers(checkpoint.restore_state, states, places)
+    replies = on_workers(api.restore_state, states, places)
     assert "The workers found different checkpoints." in str(replies[1])
     check_nothing_loaded(workers)
 
@@ -599,7 +601,7 @@ def test_an_index_of_a_later_format_is_refused(tmp_path):
 def test_slices_that_do_not_make_up_a_tensor_are_no_checkpoint(extents, words):
     parts = [Shard("p", 0, (), tuple(Extent(*extent) for extent in extents))]
     with pytest.raises(ValueError, match=f"Elements of 'x' are {words}"):
-        check_complete([Entry("x", (3, 3), "float32")], parts)
+        check_complete([TensorMetadata("x", (3, 3), "float32")], parts)
 
 
 def convert_in_process(capsys, *arguments: object) -> tuple[int, str]:
@@ -757,7 +759,7 @@ def test_two_workers_save_what_one_device_and_three_workers_restore(tmp_path):
         [start(tmp_path, config, is_saved=True) for config in two], DEADLINE_SECONDS
     )
     assert [answer.text for answer in saved] == [""] * 2
-    writers = {part.worker for part in load_index(str(tmp_path)).parts}
+    writers = {part.worker for part in load_index(str(tmp_path)).shards}
     assert writers == {0, 1}
     restored = forks.run(
         [start(tmp_path, config, is_saved=False) for config in [*three, None]],

@@ -19,7 +19,7 @@ from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import Bucket, BucketPlan, Entry
 from tfdp.plans.cost_model import Algorithm, predict_seconds
-from tfdp.reduction.selection import AlgorithmChoice, AlgorithmSelector
+from tfdp.reduction.algorithm_selector import AlgorithmChoice, AlgorithmSelector
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DEADLINE_SECONDS = 120
@@ -307,7 +307,7 @@ def test_hierarchical_with_one_replica_a_node_is_said_to_be_flat(capsys):
 
 
 def test_the_table_shows_what_travels(capsys):
-    route = AlgorithmChoice(Algorithm("hierarchical"), outer_wire="bfloat16")
+    route = AlgorithmChoice(Algorithm("hierarchical"), outer_dtype="bfloat16")
     forecast.show(forecast_of(2, 2, routes=(route,)), as_json=False)
     output = capsys.readouterr().out  # the cell may be broken over lines
     assert "hierarchical (ring, ring)," in output
@@ -353,7 +353,7 @@ def test_what_is_planned_is_what_training_routes(nodes, compression):
     buckets += [bucket_of(10**6, "bfloat16", 2), bucket_of(10**6, "float64", 8)]
     options = CommunicationOptions(compression=compression, links=LINKS)
     found, _ = plan.routes_of(BucketPlan(tuple(buckets)), options, topology, "nccl")
-    algorithm_selector = AlgorithmSelector(options, topology, "nccl", tells=False)
+    algorithm_selector = AlgorithmSelector(options, topology, "nccl", warn=False)
     # Links are known, so nothing that training may take is left out.
     assert algorithm_selector.are_links_known
     assert list(found) == [
@@ -367,7 +367,7 @@ def test_a_bucket_that_gains_little_is_planned_as_it_is():
         route_of(bucket_of(count), cluster(2, 1), compression="bf16")
         for count in (1, 10**8)
     )
-    assert (few.inner_wire, many.inner_wire) == (None, "bfloat16")
+    assert (few.inner_dtype, many.inner_dtype) == (None, "bfloat16")
 
 
 def test_what_has_no_effect_is_told_in_the_assumptions(capsys):

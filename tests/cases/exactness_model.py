@@ -147,17 +147,17 @@ def _read_shards(
 
     Of what several replicas hold, all must hold the same.
     """
-    from tfdp.sharding.full_state import collect
+    from tfdp.sharding.full_state import gather_full_state
 
     part = shards.parts.get(id(optimizer))
     tensors = shards.state(part) if part else []
-    whole = collect(tensors, env.distribution.extended.host_group, keeps=True)
+    whole = gather_full_state(tensors, env.distribution.extended.host_group, keep=True)
     values = {}
     for tensor in tensors:
         value = whole.read(tensor)
-        for piece in tensor.held:
+        for shard in tensor.local_shards:
             np.testing.assert_array_equal(
-                piece.read(), value.ravel()[piece.start : piece.stop], tensor.name
+                shard.read(), value.ravel()[shard.start : shard.stop], tensor.name
             )
         name = tensor.name.removeprefix(f"{optimizer.name}/")
         values[_with_path(name, part.variables)] = value

@@ -162,7 +162,7 @@ def updates_with_the_slice_of_another_owner(env: Env, column: Any) -> Iterator[N
     """Slices of summed gradients go to the neighbours of their owners."""
     from tfdp.sharding.shard_groups import ShardGroups
 
-    scatter = ShardGroups.scatter
+    scatter = ShardGroups.reduce_scatter
 
     def scatter_to_neighbours(
         groups: Any, flat: tf.Tensor, *rest: Any, **options: Any
@@ -170,7 +170,7 @@ def updates_with_the_slice_of_another_owner(env: Env, column: Any) -> Iterator[N
         slice_size = flat.shape[0] // groups.num_owners
         return scatter(groups, tf.roll(flat, slice_size, axis=0), *rest, **options)
 
-    with mock.patch.object(ShardGroups, "scatter", scatter_to_neighbours):
+    with mock.patch.object(ShardGroups, "reduce_scatter", scatter_to_neighbours):
         yield
 
 
@@ -179,7 +179,9 @@ def takes_norms_of_its_own_slices(env: Env, column: Any) -> Iterator[None]:
     """Each replica clips by the norm of what it owns."""
     from tfdp.sharding.shard_collectives import GraphShardCollectives
 
-    with mock.patch.object(GraphShardCollectives, "sum", lambda exchange, own: own):
+    with mock.patch.object(
+        GraphShardCollectives, "all_reduce", lambda exchange, own: own
+    ):
         yield
 
 
@@ -191,7 +193,7 @@ def does_not_gather_averages(env: Env, column: Any) -> Iterator[None]:
     from tfdp.sharding.sharded_layout import ShardedLayout
 
     gather, overwrite = (
-        GraphShardCollectives.gather,
+        GraphShardCollectives.all_gather,
         ShardedLayout.overwrite_with_average,
     )
 
@@ -207,7 +209,7 @@ def does_not_gather_averages(env: Env, column: Any) -> Iterator[None]:
 
     with (
         mock.patch.object(ShardedLayout, "overwrite_with_average", overwrite_with_own),
-        mock.patch.object(GraphShardCollectives, "gather", gather_updates),
+        mock.patch.object(GraphShardCollectives, "all_gather", gather_updates),
     ):
         yield
 

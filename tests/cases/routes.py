@@ -22,9 +22,13 @@ from harness import registry
 from harness.env import Env
 from harness.registry import case
 from tfdp.cluster import Topology
+from tfdp.reduction.algorithm_selector import AlgorithmSelector
 from tfdp.reduction.fusion import make_plan
-from tfdp.reduction.link_measure import LONG_RUN_STEPS, learn_links, num_steps_of
-from tfdp.reduction.selection import AlgorithmSelector
+from tfdp.reduction.link_measure import (
+    LONG_RUN_STEPS,
+    load_or_measure_links,
+    num_fit_steps,
+)
 from tfdp.strategy.extended import _nodes
 
 SETUPS = ("mirrored", "two_by_two")
@@ -232,7 +236,9 @@ def long_runs_measure_their_links_and_keep_them(env: Env) -> dict:
         algorithm_selector = AlgorithmSelector(
             tfdp.CommunicationOptions(), nodes_of(env, 2), "ring"
         )
-        learn_links(algorithm_selector, extended.group, worker_group, name, num_steps)
+        load_or_measure_links(
+            algorithm_selector, extended.group, worker_group, name, num_steps
+        )
         return algorithm_selector.links if algorithm_selector.are_links_known else None
 
     name = str(env.tmp)  # nothing is kept of it yet
@@ -261,7 +267,7 @@ def times_that_fit_nothing_leave_no_worker_waiting(env: Env) -> dict:
             tfdp.CommunicationOptions(), nodes_of(env, 2), "ring"
         )
         name = str(env.tmp / "none")
-        learn_links(
+        load_or_measure_links(
             algorithm_selector,
             extended.group,
             extended.worker_group,
@@ -277,12 +283,12 @@ def number_of_steps_is_told_from_the_arguments(env: Env) -> dict:
     x = np.zeros((100, 2))
     batches = tf.data.Dataset.from_tensor_slices(x).batch(30)
     found = [
-        num_steps_of({"x": x, "epochs": 3}),
-        num_steps_of({"x": [x, x], "batch_size": 10}),
-        num_steps_of({"x": batches, "epochs": 2}),
-        num_steps_of({"x": batches.repeat(), "epochs": 2}),
-        num_steps_of({"x": batches.repeat(), "steps_per_epoch": 7, "epochs": 2}),
-        num_steps_of({"x": iter([]), "epochs": 2}),
+        num_fit_steps({"x": x, "epochs": 3}),
+        num_fit_steps({"x": [x, x], "batch_size": 10}),
+        num_fit_steps({"x": batches, "epochs": 2}),
+        num_fit_steps({"x": batches.repeat(), "epochs": 2}),
+        num_fit_steps({"x": batches.repeat(), "steps_per_epoch": 7, "epochs": 2}),
+        num_fit_steps({"x": iter([]), "epochs": 2}),
     ]
     assert found == [12, 10, 8, None, 14, None]
     return {}

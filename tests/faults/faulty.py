@@ -103,7 +103,7 @@ class Saves:
         from tfdp.checkpoint import writer as writing
         from tfdp.checkpoint.backups import Backups
 
-        write_own, write_text = writing.write_own, writing.write_text
+        write_local_shards, write_text = writing.write_local_shards, writing.write_text
         replace_index, save = writing.replace_index, Backups.save
 
         def noted_save(backups, step, *args):
@@ -111,9 +111,9 @@ class Saves:
                 save(backups, step, *args)
             self._note("backup", str(step))
 
-        def noted_write_own(*args):
+        def noted_write_local_shards(*args):
             self._trigger.reach(self._phase, "files")
-            result = write_own(*args)
+            result = write_local_shards(*args)
             self._trigger.reach(self._phase, "parts")
             return result
 
@@ -128,7 +128,7 @@ class Saves:
             self._trigger.reach(self._phase, "renamed")
 
         Backups.save = noted_save
-        writing.write_own = noted_write_own
+        writing.write_local_shards = noted_write_local_shards
         writing.write_text = noted_write_text
         writing.replace_index = noted_replace_index
 

@@ -126,12 +126,12 @@ def _problem_of_backups(noted: list[Event], state: Path) -> str:
 def _check(directory: Path) -> str:
     """Raises if a checkpoint is not whole, and returns which one it is."""
     index = load_index(str(directory))
-    files.verify(index.parts, str(directory / index.token))
+    files.verify_files(index.shards, str(directory / index.token))
     return index.token
 
 
 def _files_of_checkpoint(directory: Path) -> list[str]:
     index = load_index(str(directory))
     name, data = directory.name, f"{directory.name}/{index.token}"
-    listed = [f"{data}/{file.name}" for part in index.parts for file in part.files]
+    listed = [f"{data}/{file.name}" for part in index.shards for file in part.files]
     return sorted([name, f"{name}/index.json", data, *listed])

@@ -13,7 +13,7 @@ from tfdp.bench.nccl_tests import NO_ALGORITHM, expected, input_of, num_wrong
 from tfdp.bench.training import make_strategy, timed
 from tfdp.collectives import ProcessGroup, all_gather, broadcast, reduce_scatter
 from tfdp.plans.traffic import Algorithm
-from tfdp.reduction.selection import AlgorithmChoice
+from tfdp.reduction.algorithm_selector import AlgorithmChoice
 
 _CHECK = "check "
 

@@ -1,4 +1,16 @@
-"""Callbacks for `model.fit`: each switches one thing on, or observes."""
+"""Callbacks for `model.fit`: each switches one feature on, or observes.
+
+- `optimizer_callback`: base of those that change training; it turns the model's
+  optimizer into a `DistributedOptimizer`, once.
+- `gradient_accumulation`, `loss_scaling`, `sharded_optimizer`, `learning_rate_warmup`,
+  `gradient_noise_scale`: one feature of that optimizer each.
+- `backup_and_restore`, with `resumed_batches` and `learning_rates`: backups, and the
+  resumption of a run on any number of replicas.
+- `measuring_callback`: base of those that time steps: `communication_monitor`,
+  `timeline`.
+- `consistency_check`: a checksum of all replicas' weights.
+- `arguments`: checks of arguments that several take.
+"""
 
 from tfdp.callbacks.backup_and_restore import BackupAndRestore
 from tfdp.callbacks.communication_monitor import CommunicationMonitor

@@ -1,9 +1,8 @@
-"""Training that was interrupted goes on exactly where it was saved."""
+"""Backups of training, and exact resumption after an interruption."""
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
 import warnings
@@ -12,20 +11,21 @@ from typing import Any
 import keras
 
 from tfdp import _compat
-from tfdp.callbacks.run_batches import RunBatches
+from tfdp.callbacks.arguments import check_directory, is_count
+from tfdp.callbacks.resumed_batches import ResumedBatches
 from tfdp.checkpoint import api
-from tfdp.checkpoint.backups import Backups, WrongBackup
+from tfdp.checkpoint.backups import Backups, IncompatibleBackup
 from tfdp.checkpoint.callback_state import (
-    decoded,
+    callback_states,
     empty_arrays,
-    encoded,
-    set_states,
-    states_of,
+    from_json,
+    set_callback_states,
+    to_json,
 )
 from tfdp.checkpoint.index import Index
-from tfdp.checkpoint.random_state import random_states, set_random_states
+from tfdp.checkpoint.random_state import gather_random_states, restore_random_states
 from tfdp.checkpoint.reader import check_model
-from tfdp.checkpoint.run_state import RunState, Wanted
+from tfdp.checkpoint.run_state import LoadPlan, RunState
 from tfdp.coordination.preemption import PREEMPTED, PreemptionNotice, PreemptionWatch
 from tfdp.data.batch_change import BatchChange
 from tfdp.data.position import DataPosition
@@ -37,7 +37,7 @@ _FORMAT = 1
 
 
 class BackupAndRestore(keras.callbacks.Callback):
-    """Saves training as it goes, and goes on from there when it is run again.
+    """Save training as it goes, and resume exactly there when it is run again.
 
     A run that was killed at any moment ends with the weights, and the history, of one
     that was not, bit for bit on as many replicas (where the operations themselves are
@@ -109,57 +109,57 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.delete_at_end = delete_at_end
         self.batch = batch
         self._others: list[Any] = []
-        self._resumed: tuple[Index, Wanted] | None = None
+        self._pending_load: tuple[Index, LoadPlan] | None = None
         self._change: BatchChange | None = None
 
     def set_model(self, model: Any) -> None:
-        """Checks the strategy."""
+        """Check the strategy."""
         super().set_model(model)
         check_strategy(model.distribute_strategy)
 
     def follow(self, position: DataPosition, others: list[Any]) -> None:
-        """Is told by `fit` where it stands in its data, and of all other callbacks."""
+        """Set the position in the data and the other callbacks; called by `fit`."""
         self._position = position
         self._others = others
 
     # What Keras calls, after all other callbacks.
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Looks for a backup; one from between two epochs is loaded."""
+        """Look for a backup; load one from between two epochs."""
         self._worker_group = api.worker_group_of(self.model)
         self._backups = Backups(self.directory, self.keep, self._worker_group)
-        self._batches = RunBatches(self.model, self._position, self.batch)
+        self._batches = ResumedBatches(self.model, self._position, self.batch)
         self._notice = PreemptionNotice()
         self._watch = PreemptionWatch(self._notice, self._worker_group)
         self._epoch, self._last_batch, self._total = 0, -1, 0
-        self._resumed = None
-        self._build_what_is_saved()
+        self._pending_load = None
+        self._build_model()
         self._backups.prepare()
-        found = self._backups.choose(self._plan)
+        found = self._backups.find_newest(self._plan_load)
         if found is not None:
-            self._go_back_to(*found)
+            self._resume(*found)
         elif self.save_freq != "epoch":
-            self._warn_of(self._position.nondeterminism)
+            self._warn_about_position(self._position.nondeterminism)
         self._notice.listen()
         self._position.exit_stack.callback(self._notice.stop)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Loads a backup from within this epoch, once the others have begun it."""
+        """Load a backup from within this epoch, once the others have begun it."""
         self._epoch, self._last_batch = epoch, -1
         self._position.last_logs = None
         self._begin = self._position.snapshot()
-        if self._resumed is None:
+        if self._pending_load is None:
             return
-        index, wanted = self._resumed
-        self._resumed = None
-        self._load(index, wanted)
-        self._begin, batches = self._batches.place_of(index.run, self._change)
+        index, load_plan = self._pending_load
+        self._pending_load = None
+        self._load(index, load_plan)
+        self._begin, batches = self._batches.resume_position(index.run, self._change)
         self._last_batch = batches - 1
         self._position.restore(self._begin, batches)
-        self._position.last_logs = decoded(index.run["logs"])
+        self._position.last_logs = from_json(index.run["logs"])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Saves if it is time, or if the machine is to be taken away."""
+        """Save if it is time, or if the machine is to be taken away."""
         before = self._total
         self._total += batch - self._last_batch
         self._last_batch = batch
@@ -171,7 +171,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._save(self._epoch, batch + 1, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """The same."""
+        """Save if it is time, or if the machine is to be taken away."""
         is_preempted = self._watch.is_given(self._total, must_ask=True)
         if is_preempted or self.save_freq == "epoch":
             self._save(epoch + 1, 0, {})
@@ -179,45 +179,38 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._exit()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Deletes what has done its work."""
+        """Delete the backups, unless they are to be kept."""
         if self.delete_at_end:
             self._backups.delete()
 
     # Saving.
 
     def _save(self, epoch: int, batches: int, logs: Any) -> None:
-        """Adds a backup.
+        """Add a backup.
 
         Args:
             epoch: Int, the epoch to go on with.
             batches: Int, how many of its batches are done.
             logs: Dict, those of the last batch.
         """
-        states, arrays = states_of(self._others)
+        states, arrays = callback_states(self._others)
         state = RunState(self.model, arrays)
         run = {
             "format": _FORMAT,
-            **self._batches.facts(epoch),
-            "facts": state.facts(),
+            **self._batches.metadata(epoch),
+            "facts": state.metadata(),
             "epoch": epoch,
             "batches": batches,
             "steps": self._total,
             "is_stopped": not batches and bool(self.model.stop_training),
-            "logs": encoded(logs or {}),
+            "logs": to_json(logs or {}),
             "callbacks": states,
-            "random": self._random_states(),
+            "random": gather_random_states(self._worker_group),
             "data": self._begin if batches else self._position.snapshot(),
         }
-        tensors = state.to_save(in_epoch=batches > 0)
-        serialize = functools.partial(api.serialized, self.model)
+        tensors = state.tensors_to_save(in_epoch=batches > 0)
+        serialize = functools.partial(api.serialize_model, self.model)
         self._backups.save(self._total, tensors, run, serialize)
-
-    def _random_states(self) -> list[Any]:
-        """Those of each worker, or one if all are alike."""
-        own = json.dumps(random_states())
-        texts = self._worker_group.all_gather("random states", own)
-        alike = len(set(texts)) == 1
-        return [json.loads(text) for text in (texts[:1] if alike else texts)]
 
     def _exit(self) -> None:
         self._notice.is_answered = True
@@ -233,64 +226,60 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     # Going on.
 
-    def _plan(self, index: Index) -> Wanted:
-        """What is read of a backup, if it is one of this run."""
+    def _plan_load(self, index: Index) -> LoadPlan:
+        """Plan what to read of a backup, if it is one of this run."""
         run = index.run
         if not isinstance(run, dict):
-            raise WrongBackup("it is a checkpoint, and none of a run")
+            raise IncompatibleBackup("it is a checkpoint, and none of a run")
         if run.get("format", 0) > _FORMAT:
             made_by = index.versions.get("tfdp", "a newer version")
-            raise WrongBackup(
+            raise IncompatibleBackup(
                 f"it was made by tfdp {made_by}, which is newer than this"
             )
         change = self._batches.change_since(run)
-        in_epoch = run["batches"] > 0 and self._difference_to(run, change) is None
+        in_epoch = (
+            run["batches"] > 0
+            and self._position.difference_to(run["data"], change) is None
+        )
         try:
             state = RunState(self.model, empty_arrays(run["callbacks"]))
-            wanted = state.to_restore(index, run["facts"], with_metrics=in_epoch)
-            check_model(index, wanted.tensors, wanted.left_out)
+            load_plan = state.plan_load(index, run["facts"], with_metrics=in_epoch)
+            check_model(index, load_plan.tensors, load_plan.left_out)
         except ValueError as error:
-            raise WrongBackup(str(error)) from error
-        return wanted
+            raise IncompatibleBackup(str(error)) from error
+        return load_plan
 
-    def _go_back_to(self, index: Index, wanted: Wanted) -> None:
+    def _resume(self, index: Index, load_plan: LoadPlan) -> None:
         run, self._change = index.run, self._batches.change_since(index.run)
-        difference = self._difference_to(run, self._change)
+        difference = self._position.difference_to(run["data"], self._change)
         self._total = run["steps"]
         if difference is None and run["batches"]:
-            self._resumed = index, wanted
+            self._pending_load = index, load_plan
         else:
-            self._load(index, wanted)
-            data, batches = self._batches.place_of(run, self._change)
+            self._load(index, load_plan)
+            data, batches = self._batches.resume_position(run, self._change)
             if difference is None:
                 self._position.restore(data, batches)
             else:
                 self._position.restore_length(data)
         if run["batches"] or self.save_freq != "epoch":
-            self._warn_of(difference)
+            self._warn_about_position(difference)
         epochs = self.params.get("epochs", run["epoch"] + 1)
         is_over = run["is_stopped"] or run["epoch"] >= epochs
         _compat.set_initial_epoch(self.model, epochs if is_over else run["epoch"])
         # Keras would begin with it in the next `fit`, too.
         self._position.exit_stack.callback(_compat.set_initial_epoch, self.model, 0)
 
-    def _load(self, index: Index, wanted: Wanted) -> None:
+    def _load(self, index: Index, load_plan: LoadPlan) -> None:
         run = index.run
-        self._backups.load(index, run["steps"], wanted)
-        set_states(self._others, run["callbacks"], wanted.state.arrays)
-        states = run["random"]
-        is_own = len(states) == self._worker_group.num_workers
-        set_random_states(states[self._worker_group.rank if is_own else 0])
-        said = self._batches.adapt(run, self._change, wanted)
+        self._backups.load(index, run["steps"], load_plan)
+        set_callback_states(self._others, run["callbacks"], load_plan.state.arrays)
+        restore_random_states(run["random"], self._worker_group)
+        said = self._batches.adapt(run, self._change, load_plan)
         if said is not None and self._worker_group.rank == 0:
             print(f"tfdp: {said}", file=sys.stderr, flush=True)
 
-    def _difference_to(
-        self, run: dict[str, Any], change: BatchChange | None
-    ) -> str | None:
-        return self._position.difference_to(run["data"], change)
-
-    def _warn_of(self, difficulty: str | None) -> None:
+    def _warn_about_position(self, difficulty: str | None) -> None:
         if difficulty is not None:
             warnings.warn(
                 f"The position in the data cannot be restored: {difficulty}. A run "
@@ -298,8 +287,8 @@ class BackupAndRestore(keras.callbacks.Callback):
                 stacklevel=2,
             )
 
-    def _build_what_is_saved(self) -> None:
-        """Without a strategy Keras builds metrics and optimizer in the first step."""
+    def _build_model(self) -> None:
+        """Build metrics and optimizer, which Keras does late without a strategy."""
         if not _compat.is_one_device(self.model.distribute_strategy):
             return
         spec = _compat.local_element_spec(self._position.dataset)
@@ -309,22 +298,13 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 
 def _check_arguments(directory: Any, save_freq: Any, keep: Any, batch: Any) -> None:
-    if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
-        raise ValueError(
-            "`directory` must be the path of a directory. "
-            f"Received: directory={directory!r}"
-        )
-    if "://" in os.fspath(directory):
-        raise ValueError(
-            "`directory` must be on a file system: an object store has no atomic move. "
-            f"Received: directory={directory!r}"
-        )
-    if save_freq != "epoch" and not _is_count(save_freq):
+    check_directory(directory)
+    if save_freq != "epoch" and not is_count(save_freq):
         raise ValueError(
             '`save_freq` must be "epoch" or an integer of at least 1. '
             f"Received: save_freq={save_freq!r}"
         )
-    if not _is_count(keep):
+    if not is_count(keep):
         raise ValueError(
             f"`keep` must be an integer of at least 1. Received: keep={keep!r}"
         )
@@ -332,7 +312,3 @@ def _check_arguments(directory: Any, save_freq: Any, keep: Any, batch: Any) -> N
         raise ValueError(
             f'`batch` must be "global" or "per_replica". Received: batch={batch!r}'
         )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

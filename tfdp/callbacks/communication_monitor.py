@@ -1,4 +1,4 @@
-"""What a step spends on communication, which bucket, and which worker is slow."""
+"""Monitor of a step's communication, its buckets and its slow workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 from tfdp.base.context import strategy_of
 from tfdp.base.files import problem_of_folder
-from tfdp.callbacks.measuring import MeasuringCallback
+from tfdp.callbacks.arguments import check_count
+from tfdp.callbacks.measuring_callback import MeasuringCallback
 from tfdp.coordination.mailbox import Mailbox
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.monitor.advice import facts_of, loss_scale_of, settings_of
@@ -44,7 +45,7 @@ class StepStatistics:
 
 
 class CommunicationMonitor(MeasuringCallback):
-    """Measures where the time of a step goes, and says what would make it shorter.
+    """Measure where the time of a step goes, and advise what would make it shorter.
 
     Per window of `every` steps the first worker writes: step time with its
     percentiles, samples per second, compute and communication, what of the
@@ -80,10 +81,7 @@ class CommunicationMonitor(MeasuringCallback):
         self, log_dir: str | os.PathLike, every: int = 10, histogram: bool = True
     ) -> None:
         super().__init__()
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(
-                f"`every` must be an integer of at least 1. Received: every={every!r}"
-            )
+        check_count("every", every)
         self.log_dir = Path(log_dir)
         self.every = every
         self.histogram = histogram
@@ -96,7 +94,7 @@ class CommunicationMonitor(MeasuringCallback):
         self._last_meter: Meter | None = None
 
     def recent(self, num_steps: int = 20) -> StepStatistics:
-        """Means over the last steps of this worker.
+        """Compute means over the last steps of this worker.
 
         Args:
             num_steps: Int, at most 200. Defaults to 20.
@@ -126,12 +124,12 @@ class CommunicationMonitor(MeasuringCallback):
     # What Keras and tfdp call.
 
     def find_problem(self, num_steps: int | None) -> str:
-        """What is wrong with the settings, or `""`; asked on the first worker."""
+        """Describe what is wrong with the settings, or `""`; on the first worker."""
         del num_steps
         return problem_of_folder(self.log_dir, "log_dir")
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Lets steps be traced with time stamps, and starts to report."""
+        """Trace steps with time stamps, and start to report."""
         strategy = strategy_of(self.model)
         worker_group = strategy.extended.worker_group if strategy else WorkerGroup(0, 1)
         self._recent.clear()
@@ -152,28 +150,28 @@ class CommunicationMonitor(MeasuringCallback):
         self._report_thread.start()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begins to count batches."""
+        """Start to count batches."""
         super().on_epoch_begin(epoch, logs)
         self._epoch = epoch
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
-        """Keeps what was read; reports when a window is full."""
+        """Store a reading; report when a window is full."""
         if reading is not None:
             self._window.append(reading)
             self._recent.append(reading)
         if self.step // self.every > (self.step - num_steps) // self.every:
             self._report()
-        self._speak()
+        self._print_notices()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Writes what is left, and on the first worker the summary."""
+        """Write what is left, and on the first worker the summary."""
         if self._report_thread is None:
             return
         self._report()
         self._report_thread.close()
         if self._run_report is not None:
             self._run_report.end_epoch()
-        self._speak()
+        self._print_notices()
         self.meter = None
         error = self._report_thread.error
         self._report_thread = None
@@ -192,13 +190,13 @@ class CommunicationMonitor(MeasuringCallback):
                 stacklevel=2,
             )
 
-    def _speak(self) -> None:
-        """Prints what the thread has found of the epochs that are over."""
+    def _print_notices(self) -> None:
+        """Print what the thread has found of the epochs that are over."""
         while self._run_report is not None and self._run_report.notices:
             print(f"\nCommunicationMonitor: {self._run_report.notices.popleft()}")
 
     def _report(self) -> None:
-        """Hands the window to the thread that computes and writes."""
+        """Pass the window to the thread that computes and writes."""
         readings, self._window = self._window, []
         meter = self.meter
         if not readings or meter is None or self._report_thread is None:

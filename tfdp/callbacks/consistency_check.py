@@ -1,4 +1,4 @@
-"""All replicas hold the same weights, or training stops and one is named."""
+"""Check that all replicas hold the same weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import keras
 
 from tfdp.base.context import strategy_of
+from tfdp.callbacks.arguments import check_count
 from tfdp.keras_hooks import install
 from tfdp.optimizer.arguments import check_strategy
 from tfdp.replicas.drift import check_weights, raise_difference
@@ -14,7 +15,7 @@ from tfdp.replicas.drift_probe import DriftProbe
 
 
 class ConsistencyCheck(keras.callbacks.Callback):
-    """Stops training when a replica no longer has the weights of the others.
+    """Stop training when a replica no longer has the weights of the others.
 
     Data parallelism rests on replicas that are alike; one that computes wrongly, or
     whose weights something has changed, spoils the training of all without a sign.
@@ -46,10 +47,7 @@ class ConsistencyCheck(keras.callbacks.Callback):
 
     def __init__(self, every: int = 100) -> None:
         super().__init__()
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(
-                f"`every` must be an integer of at least 1. Received: every={every!r}"
-            )
+        check_count("every", every)
         install.install()
         self.every = every
         self._probe: DriftProbe | None = None
@@ -57,14 +55,14 @@ class ConsistencyCheck(keras.callbacks.Callback):
         self._last_batch = -1
 
     def set_model(self, model: Any) -> None:
-        """Checks the strategy; a step that was traced before is traced again."""
+        """Check the strategy; have a step that was traced before traced again."""
         super().set_model(model)
         check_strategy(model.distribute_strategy)
         if model.distribute_strategy.num_replicas_in_sync > 1:
             model.train_function = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Compares the weights, and lets steps be traced with checks."""
+        """Compare the weights, and trace steps with checks."""
         self._probe = None
         self._step = 0
         strategy = strategy_of(self.model)
@@ -75,11 +73,11 @@ class ConsistencyCheck(keras.callbacks.Callback):
         self._probe.start()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begins to count batches."""
+        """Start to count batches."""
         self._last_batch = -1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Looks at what came of a check, if there was one."""
+        """Read the result of a check, if there was one."""
         before = self._step
         self._step += batch - self._last_batch
         self._last_batch = batch
@@ -92,7 +90,7 @@ class ConsistencyCheck(keras.callbacks.Callback):
             raise_difference(strategy, self.model, f"at step {step} of `fit`", numbers)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Compares the weights that training has ended with."""
+        """Compare the weights that training has ended with."""
         if self._probe is not None:
             self._probe = None
             self._check("after the last step")

@@ -1,17 +1,17 @@
-"""Updates from several micro-batches: a large batch in little memory."""
+"""Gradient accumulation: updates from several micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.callbacks.conversion import OptimizerCallback
+from tfdp.callbacks.optimizer_callback import OptimizerCallback
 from tfdp.optimizer.distributed import DistributedOptimizer
 from tfdp.plans.schedules import check_steps, steps_at_epoch
 
 
 class GradientAccumulation(OptimizerCallback):
-    """Makes an update from the mean gradient of several batches.
+    """Make an update from the mean gradient of several batches.
 
     Nothing is communicated but at the last of them. `optimizer.iterations` and
     learning-rate schedules count updates.
@@ -45,7 +45,7 @@ class GradientAccumulation(OptimizerCallback):
         self.flush = flush
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Makes room for the sums, so that a later epoch needs no new trace.
+        """Make accumulators, so that a later epoch needs no new trace.
 
         Raises:
             ValueError: If the optimizer was given another number of batches.
@@ -64,15 +64,15 @@ class GradientAccumulation(OptimizerCallback):
         optimizer.accumulation_plan = steps
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Sets the number of batches of this epoch."""
+        """Set the number of batches of this epoch."""
         self.optimizer.accumulation_steps = steps_at_epoch(self.steps, epoch)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Validation within `fit` sees what the epoch has learned."""
+        """Flush, so that validation within `fit` sees what the epoch has learned."""
         self._flush()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Uses up the batches that are left over."""
+        """Flush the batches that are left over."""
         self._flush()
 
     def _flush(self) -> None:

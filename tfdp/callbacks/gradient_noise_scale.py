@@ -1,15 +1,15 @@
-"""The gradient noise scale, from norms that data parallelism has for free."""
+"""Gradient noise scale, from norms that data parallelism has for free."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tfdp.callbacks.conversion import OptimizerCallback
+from tfdp.callbacks.optimizer_callback import OptimizerCallback
 from tfdp.optimizer.distributed import DistributedOptimizer
 
 
 class GradientNoiseScale(OptimizerCallback):
-    """Logs the batch size beyond which more replicas stop paying.
+    """Log the batch size beyond which more replicas stop paying.
 
     The replicas' own gradients are gradients of small batches, their mean is that
     of a large one; from the two norms follow the noise of the gradient and its
@@ -37,7 +37,7 @@ class GradientNoiseScale(OptimizerCallback):
         self.smoothing = float(smoothing)
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Lets each update measure its gradients."""
+        """Have each update measure its gradients."""
         if self.model.distribute_strategy.num_replicas_in_sync == 1:
             raise ValueError(
                 "`GradientNoiseScale` compares the gradients of several replicas. "
@@ -46,6 +46,6 @@ class GradientNoiseScale(OptimizerCallback):
         optimizer.measure_noise(self.smoothing)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Adds the noise scale to the logs."""
+        """Add the noise scale to the logs."""
         if logs is not None:
             logs["gradient_noise_scale"] = self.optimizer.gradient_noise_scale

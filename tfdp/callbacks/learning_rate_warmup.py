@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tfdp.callbacks.conversion import OptimizerCallback
+from tfdp.callbacks.optimizer_callback import OptimizerCallback
 from tfdp.optimizer.distributed import DistributedOptimizer
 from tfdp.plans.schedules import steps_at_epoch
 from tfdp.step.warmup import WarmupOptions
@@ -14,7 +14,7 @@ _WAITING, _RISING, _OVER = "waiting", "rising", "over"
 
 
 class LearningRateWarmup(OptimizerCallback):
-    """Raises the learning rate, update by update, to what a large batch can bear.
+    """Raise the learning rate, update by update, to what a large batch can bear.
 
     The rate goes in a straight line from the base rate, that of the optimizer,
     to the base rate times the number of replicas. Then the product is handed
@@ -74,15 +74,15 @@ class LearningRateWarmup(OptimizerCallback):
         self.scale_with_replicas = scale_with_replicas
         self.momentum_correction = momentum_correction
         self._stage = _WAITING
-        self._warmed: DistributedOptimizer | None = None
+        self._optimizer: DistributedOptimizer | None = None
         self._has_trained = False
         self._updates = 0
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Gives the optimizer a warmup; where it begins and ends is known later."""
-        if optimizer is not self._warmed:
+        """Set a warmup of the optimizer; its begin and end are known later."""
+        if optimizer is not self._optimizer:
             # Another model, or another optimizer: a warmup of its own.
-            self._warmed = optimizer
+            self._optimizer = optimizer
             self._stage = _WAITING
         if self._stage != _OVER:
             self._has_trained = (
@@ -92,7 +92,7 @@ class LearningRateWarmup(OptimizerCallback):
             optimizer.warmup = self._options(self.steps or 1, self._updates)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Asks for the length of an epoch."""
+        """Check that the length of an epoch is known."""
         super().on_train_begin(logs)
         if self.epochs is not None and self.params.get("steps") is None:
             raise ValueError(
@@ -101,7 +101,7 @@ class LearningRateWarmup(OptimizerCallback):
             )
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Begins, or goes on where training that is resumed had stopped.
+        """Start the warmup, or resume it where training had stopped.
 
         Updates that were restored, by a file or by a callback, count as part of the
         warmup; those that the model has made before in this process do not.
@@ -120,18 +120,18 @@ class LearningRateWarmup(OptimizerCallback):
         self.optimizer.warmup = options
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Hands over after the last update of the warmup."""
+        """End the warmup after its last update."""
         if self._stage == _RISING and self.optimizer.finish_warmup():
             self._stage = _OVER
 
     def get_state(self) -> dict[str, Any]:
-        """Where the warmup stands, for `BackupAndRestore`."""
-        options = self._warmed.warmup if self._warmed is not None else None
+        """State of the warmup, for `BackupAndRestore`."""
+        options = self._optimizer.warmup if self._optimizer is not None else None
         plain = None if options is None else dataclasses.asdict(options)
         return {"stage": self._stage, "options": plain}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on as before, also on another number of replicas."""
+        """Restore the state of the warmup, also on another number of replicas."""
         self._stage = state["stage"]
         if self._stage == _WAITING:
             return

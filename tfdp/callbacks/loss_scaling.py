@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdp.callbacks.conversion import OptimizerCallback
+from tfdp.callbacks.optimizer_callback import OptimizerCallback
 from tfdp.optimizer.distributed import DistributedOptimizer
 from tfdp.step import loss_scale
 
 
 class LossScaling(OptimizerCallback):
-    """Scales the loss, and skips a step whose gradients overflow anywhere.
+    """Scale the loss, and skip a step whose gradients overflow anywhere.
 
     A skipped step changes nothing but the scale and its counters. The logs get
     `loss_scale` and `skipped_steps` at the end of each epoch.
@@ -52,11 +52,11 @@ class LossScaling(OptimizerCallback):
         )
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Gives the optimizer a scale; one that it has with these settings stays."""
+        """Set a loss scale of the optimizer; one with these settings stays."""
         optimizer.loss_scaling = self.scaling
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Adds the scale and the number of skipped steps to the logs."""
+        """Add the scale and the number of skipped steps to the logs."""
         if logs is not None:
             logs["loss_scale"] = self.optimizer.loss_scale
             logs["skipped_steps"] = self.optimizer.skipped_steps

@@ -1,8 +1,8 @@
-"""Optimizer state spread over the replicas: each updates a part of the weights."""
+"""Sharded optimizer state: each replica updates its shard of the weights."""
 
 from __future__ import annotations
 
-from tfdp.callbacks.conversion import OptimizerCallback
+from tfdp.callbacks.optimizer_callback import OptimizerCallback
 from tfdp.optimizer.arguments import check_sharding
 from tfdp.optimizer.distributed import DistributedOptimizer
 
@@ -10,7 +10,7 @@ _STAGES = {1: "optimizer", 2: "gradients"}
 
 
 class ShardedOptimizer(OptimizerCallback):
-    """Shards the state of the model's optimizer, with the same result as without.
+    """Shard the state of the model's optimizer, with the same result as without.
 
     Gradients are reduce-scattered, each replica updates the part that it owns, and
     the new weights are all-gathered: as many bytes as an all-reduce, and the slots
@@ -56,5 +56,5 @@ class ShardedOptimizer(OptimizerCallback):
         self.offload = offload
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Shards the optimizer; one that is sharded like this stays as it is."""
+        """Shard the optimizer; one that is sharded like this stays as it is."""
         optimizer.shard(self.sharding, self.shard_scope, self.offload)

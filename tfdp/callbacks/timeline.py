@@ -1,4 +1,4 @@
-"""A trace of some steps: computing and communicating, all workers side by side."""
+"""Trace of some steps: computation and communication of all workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from tfdp.base.context import strategy_of
 from tfdp.base.files import problem_of_folder
-from tfdp.callbacks.measuring import MeasuringCallback
+from tfdp.callbacks.measuring_callback import MeasuringCallback
 from tfdp.coordination.mailbox import Mailbox
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.monitor.device_meter import meter_for
@@ -24,7 +24,7 @@ _PATIENCE_SECONDS = 20.0
 
 
 class Timeline(MeasuringCallback):
-    """Writes some steps as a trace that Perfetto and `chrome://tracing` show.
+    """Write some steps as a trace that Perfetto and `chrome://tracing` show.
 
     Each worker has lanes for its steps, for what every replica computes (forward,
     backward, update) and for its collectives, named by bucket. The clocks of the
@@ -55,14 +55,14 @@ class Timeline(MeasuringCallback):
     ) -> None:
         super().__init__()
         self.path = Path(path)
-        self.steps = _checked(steps)
+        self.steps = _check_steps(steps)
         self._mailbox: Mailbox | None = None
         self._readings: list[tuple[int, Reading]] = []
 
     # What Keras and tfdp call.
 
     def find_problem(self, num_steps: int | None) -> str:
-        """What is wrong with the settings, or `""`; asked on the first worker."""
+        """Describe what is wrong with the settings, or `""`; on the first worker."""
         if num_steps is not None and num_steps < self.steps[1]:
             return (
                 "`Timeline` is to show steps that training does not reach. "
@@ -71,7 +71,7 @@ class Timeline(MeasuringCallback):
         return problem_of_folder(self.path.parent, "path")
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Lets steps be traced with time stamps."""
+        """Trace steps with time stamps."""
         strategy = strategy_of(self.model)
         if strategy is None:
             raise ValueError(
@@ -87,13 +87,13 @@ class Timeline(MeasuringCallback):
         self.meter.start()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Lets the meter know when the steps to be shown begin."""
+        """Tell the meter when the steps to be shown begin."""
         if self.meter is not None and self.step >= self.steps[0] - 1:
             self.meter.trace_begins()
         super().on_train_batch_begin(batch, logs)
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
-        """Keeps what was read of the steps that are asked for."""
+        """Store the readings of the steps that are asked for."""
         first, last = self.steps
         if reading is not None and self.step >= first:
             self._readings.append((self.step, reading))
@@ -101,7 +101,7 @@ class Timeline(MeasuringCallback):
             self._write()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Writes what there is if training ended before the last step."""
+        """Write what there is if training ended before the last step."""
         if self.meter is None:
             return
         warnings.warn(
@@ -112,7 +112,7 @@ class Timeline(MeasuringCallback):
         self._write()
 
     def _write(self) -> None:
-        """The first worker puts the parts of all together."""
+        """Send this worker's part to the first, which merges and writes all."""
         meter, self.meter = self.meter, None
         assert meter is not None
         assert self._mailbox is not None
@@ -142,7 +142,7 @@ class Timeline(MeasuringCallback):
             )
 
 
-def _checked(steps: Any) -> tuple[int, int]:
+def _check_steps(steps: Any) -> tuple[int, int]:
     is_pair = isinstance(steps, (tuple, list)) and len(steps) == 2
     if not is_pair or not all(type(step) is int for step in steps):
         raise ValueError(

@@ -1,4 +1,17 @@
-"""Checkpoints that move between any number of replicas."""
+"""Checkpoints and backups that move between any number of replicas.
+
+A save goes through these files from top to bottom, a restore from `api` to `reader`:
+
+- `api`: `save` and `restore`, on all workers together.
+- `model_state`: weights and optimizer as named state tensors.
+- `accumulated_gradients`: gradients accumulated for the next update.
+- `index`, `index_file`: which file holds which elements; the index as JSON.
+- `files`: sizes, tensor keys and checksums of the shards' files.
+- `writer`, `reader`: shards to the disk, and back into variables.
+- `backups`: a directory of backups of one run.
+- `run_state`, `replica_state`: what a backup has besides, of a `fit` under way.
+- `callback_state`, `random_state`: state of callbacks and of random generators.
+"""
 
 from __future__ import annotations
 

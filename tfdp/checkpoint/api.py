@@ -1,4 +1,4 @@
-"""Checkpoints that move between any number of replicas: `save` and `restore`."""
+"""`save` and `restore`: checkpoints for any number of replicas."""
 
 from __future__ import annotations
 
@@ -15,10 +15,19 @@ from tfdp.base.context import strategy_of
 from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing
+from tfdp.checkpoint.accumulated_gradients import (
+    accumulated_state,
+    num_accumulated,
+    redistribute_accumulated_gradients,
+)
 from tfdp.checkpoint.index import Index, check_complete
 from tfdp.checkpoint.index_file import load_index, to_text, versions
-from tfdp.checkpoint.model_state import LOSS_SCALE, PENDING, RUN, state_of
-from tfdp.checkpoint.pending import num_pending, pending_state_of, redistribute_pending
+from tfdp.checkpoint.model_state import (
+    ACCUMULATED_PREFIX,
+    LOSS_SCALE_PREFIX,
+    RUN_PREFIX,
+    model_state,
+)
 from tfdp.coordination.checks import check_same_variables
 from tfdp.keras_hooks.file_hooks import plain_optimizer
 from tfdp.sharding.state_tensors import StateTensor
@@ -31,7 +40,7 @@ _PARTLY_LOADED = "The model may hold some of it; restore again before you go on.
 
 
 def save(model: keras.Model, directory: str | os.PathLike) -> None:
-    """Writes the training state into a directory, each worker its own part.
+    """Write the training state into a directory, each worker its own shards.
 
     All workers call it together, with a directory that all of them share. The
     checkpoint that was there stays until the new one is complete, and is then
@@ -57,16 +66,16 @@ def save(model: keras.Model, directory: str | os.PathLike) -> None:
     >>> sorted(os.listdir(directory))
     ['data-...', 'index.json']
     """
-    state = state_of(model)
-    if num_pending(model):
-        state += pending_state_of(model)
-    prepare = functools.partial(redistribute_pending, model)
-    serialize = functools.partial(serialized, model)
+    state = model_state(model)
+    if num_accumulated(model):
+        state += accumulated_state(model)
+    prepare = functools.partial(redistribute_accumulated_gradients, model)
+    serialize = functools.partial(serialize_model, model)
     save_state(state, directory, worker_group_of(model), serialize, prepare)
 
 
 def restore(model: keras.Model, directory: str | os.PathLike) -> None:
-    """Reads the training state that `save` wrote, on any number of replicas.
+    """Read the training state that `save` wrote, on any number of replicas.
 
     All workers call it together. Each reads only the files that hold something
     it needs, and nothing is loaded anywhere unless all of these are intact.
@@ -92,8 +101,8 @@ def restore(model: keras.Model, directory: str | os.PathLike) -> None:
     >>> bool((model.get_weights()[0] == before[0]).all())
     True
     """
-    state, pending = state_of(model), pending_state_of(model)
-    restore_state(state, directory, worker_group_of(model), pending)
+    state, accumulated = model_state(model), accumulated_state(model)
+    restore_state(state, directory, worker_group_of(model), accumulated)
 
 
 def save_state(
@@ -104,34 +113,36 @@ def save_state(
     prepare: Callable[[], None] = lambda: None,
     run: Any = None,
 ) -> None:
-    """What `save` does with the tensors of a model, and the model as a string.
+    """Write state tensors, and the model as a string, into a directory.
 
     All workers `prepare` the tensors together, once it is known that they are alike.
     The index gets what the first worker gives as `run`.
     """
     path, rank = os.fspath(directory), worker_group.rank
-    entries = files.entries_of(state)
+    entries = files.metadata_of(state)
     check_same_variables(worker_group, "checkpoint.save", entries, "saves")
     prepare()
-    act = functools.partial(together, worker_group, path, "saved", _INTACT)
-    token = act("the folder", lambda: writing.new_folder(path) if rank == 0 else "")
+    act = functools.partial(run_on_all_workers, worker_group, path, "saved", _INTACT)
+    token = act(
+        "the folder", lambda: writing.make_data_folder(path) if rank == 0 else ""
+    )
     token = worker_group.all_gather("checkpoint.save: the folder's name", token)[0]
     folder = os.path.join(path, token)
 
     def publish() -> None:
         if rank == 0:
-            parts = writing.listed_parts(folder, worker_group.num_workers)
-            check_complete(entries, parts)
-            index = Index(token, entries, parts, versions(), serialize(), run)
+            shards = writing.collect_shard_lists(folder, worker_group.num_workers)
+            check_complete(entries, shards)
+            index = Index(token, entries, shards, versions(), serialize(), run)
             writing.replace_index(path, token, to_text(index))
-            writing.remove_folders(path, keep=token)
+            writing.remove_old_folders(path, keep=token)
 
     try:
-        act("the files", lambda: writing.write_own(state, folder, rank))
+        act("the files", lambda: writing.write_local_shards(state, folder, rank))
         act("the index", publish)
     except (OSError, ValueError):
         if rank == 0:
-            writing.discard(path, token)
+            writing.discard_save(path, token)
         raise
 
 
@@ -139,18 +150,18 @@ def restore_state(
     state: Sequence[StateTensor],
     directory: str | os.PathLike,
     worker_group: Any,
-    pending: Sequence[StateTensor] = (),
+    accumulated: Sequence[StateTensor] = (),
 ) -> None:
-    """What `restore` does with the tensors of a model, and with accumulated ones."""
+    """Read state tensors, and accumulated gradients, from a directory."""
     path = os.fspath(directory)
 
     def find() -> tuple[Index, list[StateTensor]]:
         index = load_index(path)
-        wanted, left_out = _chosen(index, state, pending)
+        wanted, left_out = _select_tensors(index, state, accumulated)
         reading.check_index(index, wanted, path, left_out)
         return index, wanted
 
-    index, wanted = together(
+    index, wanted = run_on_all_workers(
         worker_group, path, "restored", _NOTHING_LOADED, "its files", find
     )
     if len(set(worker_group.all_gather("checkpoint.restore: which", index.token))) > 1:
@@ -161,26 +172,28 @@ def restore_state(
             f"Received: directory={path!r}"
         )
     folder = os.path.join(path, index.token)
-    load = functools.partial(reading.read_parts, wanted, index, folder)
-    together(worker_group, path, "restored", _PARTLY_LOADED, "its tensors", load)
+    load = functools.partial(reading.read_shards, wanted, index, folder)
+    run_on_all_workers(
+        worker_group, path, "restored", _PARTLY_LOADED, "its tensors", load
+    )
     restored = {tensor.name for tensor in wanted}
-    reading.write_zeros(tensor for tensor in pending if tensor.name not in restored)
+    reading.write_zeros(tensor for tensor in accumulated if tensor.name not in restored)
 
 
-def _chosen(
-    index: Index, state: Sequence[StateTensor], pending: Sequence[StateTensor]
+def _select_tensors(
+    index: Index, state: Sequence[StateTensor], accumulated: Sequence[StateTensor]
 ) -> tuple[list[StateTensor], list[str]]:
-    """What of a model is restored, and what of the checkpoint is left out.
+    """Select the tensors to restore, and the names in the checkpoint to leave out.
 
     A callback may switch loss scaling on later, and between two updates nothing is
     accumulated.
     """
-    saved = {entry.name for entry in index.entries}
-    scale = f"{LOSS_SCALE}/"
+    saved = {entry.name for entry in index.tensors}
+    scale = f"{LOSS_SCALE_PREFIX}/"
     wanted = [t for t in state if t.name in saved or not t.name.startswith(scale)]
-    wanted += [tensor for tensor in pending if tensor.name in saved]
-    own = {tensor.name for tensor in wanted}
-    left_out = [n for n in saved if n.startswith(scale) and n not in own]
+    wanted += [tensor for tensor in accumulated if tensor.name in saved]
+    names = {tensor.name for tensor in wanted}
+    left_out = [n for n in saved if n.startswith(scale) and n not in names]
     if left_out:
         warnings.warn(
             "The checkpoint has a loss scale and the optimizer has none, so that it is "
@@ -188,16 +201,16 @@ def _chosen(
             '`DistributedOptimizer(..., loss_scale="dynamic")`.',
             stacklevel=3,
         )
-    of_run = [name for name in saved if name.startswith(f"{RUN}/")]
-    if any(name.startswith(f"{RUN}/{PENDING}/") for name in of_run):
+    of_run = [name for name in saved if name.startswith(f"{RUN_PREFIX}/")]
+    if any(name.startswith(f"{RUN_PREFIX}/{ACCUMULATED_PREFIX}/") for name in of_run):
         warnings.warn(
             "This is a backup from between the micro-batches of an update. What they "
             "had accumulated is left out; `BackupAndRestore` in `fit` goes on with it.",
             stacklevel=3,
         )
     left_out += of_run
-    waiting = [n for n in saved if n.startswith(f"{PENDING}/")]
-    if waiting and not pending:
+    waiting = [n for n in saved if n.startswith(f"{ACCUMULATED_PREFIX}/")]
+    if waiting and not accumulated:
         raise ValueError(
             "it was saved between the micro-batches of an update, and the optimizer "
             "does not accumulate; give it `accumulation_steps` before `restore`"
@@ -205,7 +218,7 @@ def _chosen(
     return wanted, left_out
 
 
-def together(
+def run_on_all_workers(
     worker_group: Any,
     path: str,
     verb: str,
@@ -213,7 +226,7 @@ def together(
     topic: str,
     action: Callable[[], Any],
 ) -> Any:
-    """Does something on every worker; fails on all of them if it fails on one.
+    """Call a function on every worker; fail on all of them if it fails on one.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
@@ -235,11 +248,11 @@ def together(
         result = action()
     except Exception as caught:  # noqa: BLE001 whatever it is, all must hear of it
         error = caught
-    own = error and [isinstance(error, ValueError), files.cause_of(error)]
+    failure = error and [isinstance(error, ValueError), files.error_text(error)]
     limit = worker_group.timeout_seconds and max(
         worker_group.timeout_seconds, _DISK_SECONDS
     )
-    texts = worker_group.all_gather(f"checkpoint: {topic}", json.dumps(own), limit)
+    texts = worker_group.all_gather(f"checkpoint: {topic}", json.dumps(failure), limit)
     replies = [(rank, json.loads(text)) for rank, text in enumerate(texts)]
     failed = [(rank, *reply) for rank, reply in replies if reply]
     if not failed:
@@ -254,8 +267,8 @@ def together(
     ) from error
 
 
-def serialized(model: keras.Model) -> str | None:
-    """The model for `tfdp convert`, with the user's own optimizer."""
+def serialize_model(model: keras.Model) -> str | None:
+    """Serialize the model, with the user's own optimizer, for `tfdp convert`."""
     try:
         with plain_optimizer(model):
             return json.dumps(keras.saving.serialize_keras_object(model))
@@ -264,13 +277,13 @@ def serialized(model: keras.Model) -> str | None:
 
 
 def worker_group_of(model: keras.Model) -> Any:
-    """The group of the workers of a model's strategy."""
+    """Worker group of a model's strategy."""
     strategy = strategy_of(model)
-    return _Alone() if strategy is None else strategy.extended.worker_group
+    return SingleProcessGroup() if strategy is None else strategy.extended.worker_group
 
 
-class _Alone:
-    """The worker group of one process that has no strategy."""
+class SingleProcessGroup:
+    """Worker group of a process without a strategy."""
 
     rank = 0
     num_workers = 1

@@ -1,4 +1,4 @@
-"""A directory of backups: one is added, the newest that is whole is found.
+"""Directory of backups: save one, find the newest that is intact, delete old ones.
 
 Each is a checkpoint in a directory of its own, `step-<batches so far>`, and counts
 once its index is in place.
@@ -20,10 +20,10 @@ from typing import Any
 from tfdp.base.files import write_text
 from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
-from tfdp.checkpoint.api import save_state, together
+from tfdp.checkpoint.api import run_on_all_workers, save_state
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.index_file import INDEX_FILE, UnknownFormat, load_index
-from tfdp.checkpoint.run_state import Wanted
+from tfdp.checkpoint.run_state import LoadPlan
 from tfdp.sharding.state_tensors import StateTensor
 
 _NAME = re.compile(r"step-(\d+)")
@@ -31,15 +31,15 @@ _PROBE = ".tfdp-probe"
 _ASIDE = re.compile(r"step-\d+\.damaged")
 # Only the user who trains has a use for what is in it.
 _MODE = 0o700
-_INTACT, _DAMAGED, _WRONG = "intact", "damaged", "wrong"
+_INTACT, _DAMAGED, _INCOMPATIBLE = "intact", "damaged", "wrong"
 
 
-class WrongBackup(ValueError):
-    """A backup that is whole, but not one to go on from."""
+class IncompatibleBackup(ValueError):
+    """Intact backup that the run cannot resume from."""
 
 
 class Backups:
-    """The backups of one run. All workers make the same calls.
+    """Backups of one run. All workers make the same calls.
 
     Args:
         directory: String, which all workers share.
@@ -54,7 +54,7 @@ class Backups:
         self._rank = worker_group.rank
 
     def prepare(self) -> None:
-        """Makes the directory, and sees whether backups can be written.
+        """Make the directory, and check that every worker can write into it.
 
         Raises:
             ValueError: On every worker, if there can be no such directory, or a
@@ -62,16 +62,16 @@ class Backups:
             OSError: On every worker, if it cannot be written.
         """
         act = functools.partial(
-            together,
+            run_on_all_workers,
             self._worker_group,
             self.directory,
             "saved",
             "Nothing was trained.",
         )
-        probe = act("the directory of backups", self._make)
+        probe = act("the directory of backups", self._make_directory)
         probe = self._worker_group.all_gather("a backup: its directory", probe)[0]
         try:
-            act("what workers see of it", functools.partial(self._look_for, probe))
+            act("what workers see of it", functools.partial(self._check_probe, probe))
         finally:
             if self._rank == 0:
                 with contextlib.suppress(OSError):
@@ -84,7 +84,7 @@ class Backups:
         run: Any,
         serialize: Callable[[], str | None],
     ) -> None:
-        """Adds a backup, and removes those that are not kept.
+        """Add a backup, and remove those that are not kept.
 
         Args:
             step: Int, batches so far.
@@ -100,26 +100,28 @@ class Backups:
         if self._rank == 0:
             self._prune(os.path.basename(path))
 
-    def choose(self, plan: Callable[[Index], Wanted]) -> tuple[Index, Wanted] | None:
-        """Finds the newest backup that is whole, on all workers the same one.
+    def find_newest(
+        self, make_plan: Callable[[Index], LoadPlan]
+    ) -> tuple[Index, LoadPlan] | None:
+        """Find the newest intact backup, the same one on all workers.
 
         Args:
-            plan: Callable that takes the `Index` of a backup and returns what is
-                read of it, or raises `WrongBackup`.
+            make_plan: Callable that takes the `Index` of a backup and returns what is
+                read of it, or raises `IncompatibleBackup`.
 
         Returns:
-            Tuple of its `Index` and what `plan` returned, or `None` if there is none.
+            Tuple of its `Index` and the load plan, or `None` if there is none.
 
         Raises:
             ValueError: On every worker, if it is not one to go on from, or if there
                 are some and none is whole.
         """
-        own = json.dumps(_numbers(self.directory) if self._rank == 0 else [])
-        steps = json.loads(self._worker_group.all_gather("the backups", own)[0])
+        own_steps = json.dumps(_steps_of(self.directory) if self._rank == 0 else [])
+        steps = json.loads(self._worker_group.all_gather("the backups", own_steps)[0])
         damaged: list[tuple[str, str]] = []
         for step in steps:
             name = f"step-{step}"
-            found, fault = self._look_at(name, plan)
+            found, fault = self._inspect(name, make_plan)
             if found is not None:
                 self._set_aside(damaged, name)
                 return found
@@ -128,12 +130,12 @@ class Backups:
             self._worker_group.leave()
             raise ValueError(
                 f"No backup in {self.directory!r} is whole. To train from the start, "
-                f"give another directory or delete it. Received: {_listed(damaged)}"
+                f"give another directory or delete it. Received: {_describe(damaged)}"
             )
         return None
 
-    def load(self, index: Index, step: int, wanted: Wanted) -> None:
-        """Reads a backup into the variables of this worker.
+    def load(self, index: Index, step: int, load_plan: LoadPlan) -> None:
+        """Read a backup into the variables of this worker.
 
         Raises:
             ValueError: On every worker, if one of them cannot.
@@ -142,26 +144,30 @@ class Backups:
         path = os.path.join(self.directory, f"step-{step}")
 
         def read() -> None:
-            wanted.state.forget()
-            reading.read_parts(wanted.tensors, index, os.path.join(path, index.token))
+            load_plan.state.clear_accumulated()
+            reading.read_shards(
+                load_plan.tensors, index, os.path.join(path, index.token)
+            )
 
         aftermath = "The model may hold some of it; start the script again."
-        together(self._worker_group, path, "restored", aftermath, "its tensors", read)
+        run_on_all_workers(
+            self._worker_group, path, "restored", aftermath, "its tensors", read
+        )
 
     def delete(self) -> None:
-        """Removes all backups, and the directory if nothing else is in it."""
+        """Remove all backups, and the directory if nothing else is in it."""
         self._worker_group.all_gather("the end of the backups")
         if self._rank:
             return
         with contextlib.suppress(OSError):
-            for step in reversed(_numbers(self.directory)):  # the newest goes last
+            for step in reversed(_steps_of(self.directory)):  # the newest goes last
                 _remove(os.path.join(self.directory, f"step-{step}"))
             for name in os.listdir(self.directory):
                 if _NAME.fullmatch(name) or _ASIDE.fullmatch(name):
                     _remove(os.path.join(self.directory, name))
             os.rmdir(self.directory)
 
-    def _make(self) -> str:
+    def _make_directory(self) -> str:
         if self._rank:
             return ""
         if os.path.exists(self.directory) and not os.path.isdir(self.directory):
@@ -171,7 +177,7 @@ class Backups:
         write_text(os.path.join(self.directory, _PROBE), probe)
         return probe
 
-    def _look_for(self, probe: str) -> None:
+    def _check_probe(self, probe: str) -> None:
         found = ""
         path = os.path.join(self.directory, _PROBE)
         with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
@@ -182,46 +188,46 @@ class Backups:
                 "that all workers share"
             )
 
-    def _look_at(
-        self, name: str, plan: Callable[[Index], Wanted]
-    ) -> tuple[tuple[Index, Wanted] | None, str]:
-        """What this worker reads of a backup, or why nobody can."""
+    def _inspect(
+        self, name: str, make_plan: Callable[[Index], LoadPlan]
+    ) -> tuple[tuple[Index, LoadPlan] | None, str]:
+        """Index and load plan of a backup, or why no worker can use it."""
         path = os.path.join(self.directory, name)
         found, kind, text = None, _INTACT, ""
         try:
             index = load_index(path)
-            wanted = plan(index)
-            parts = reading.needed_parts(wanted.tensors, index)
-            files.verify(parts, os.path.join(path, index.token))
-            found, text = (index, wanted), f"{index.token} {wanted.label}"
-        except (WrongBackup, UnknownFormat) as error:
-            kind, text = _WRONG, str(error)
+            load_plan = make_plan(index)
+            shards = reading.needed_shards(load_plan.tensors, index)
+            files.verify_files(shards, os.path.join(path, index.token))
+            found, text = (index, load_plan), f"{index.token} {load_plan.label}"
+        except (IncompatibleBackup, UnknownFormat) as error:
+            kind, text = _INCOMPATIBLE, str(error)
         except Exception as error:  # noqa: BLE001 whatever it is, all must hear of it
-            kind, text = _DAMAGED, files.cause_of(error)
-        told = self._worker_group.all_gather("a backup", json.dumps([kind, text]))
-        verdicts = [json.loads(item) for item in told]
-        self._raise_if_wrong(path, verdicts)
+            kind, text = _DAMAGED, files.error_text(error)
+        replies = self._worker_group.all_gather("a backup", json.dumps([kind, text]))
+        verdicts = [json.loads(item) for item in replies]
+        self._raise_if_incompatible(path, verdicts)
         faults = [
-            text if len(set(told)) == 1 else f"worker {rank}: {text}"
+            text if len(set(replies)) == 1 else f"worker {rank}: {text}"
             for rank, (kind, text) in enumerate(verdicts)
             if kind == _DAMAGED
         ]
-        if not faults and len(set(told)) > 1:
+        if not faults and len(set(replies)) > 1:
             faults = ["workers find different files in it"]
         return (None, faults[0]) if faults else (found, "")
 
-    def _raise_if_wrong(self, path: str, verdicts: list) -> None:
-        wrong = [text for kind, text in verdicts if kind == _WRONG]
-        if wrong:
+    def _raise_if_incompatible(self, path: str, verdicts: list) -> None:
+        causes = [text for kind, text in verdicts if kind == _INCOMPATIBLE]
+        if causes:
             self._worker_group.leave()
             raise ValueError(
-                f"Training cannot go on from this backup: {wrong[0].rstrip('.')}. "
+                f"Training cannot go on from this backup: {causes[0].rstrip('.')}. "
                 "Nothing was loaded. Run what made it, or give another directory. "
                 f"Received: {path!r}"
             )
 
     def _set_aside(self, damaged: list[tuple[str, str]], used: str) -> None:
-        """Keeps what is damaged out of the way of what comes after."""
+        """Rename damaged backups, so that later ones can take their names."""
         if not damaged:
             return
         if self._rank == 0:
@@ -231,22 +237,22 @@ class Backups:
                     os.rename(path, f"{path}.damaged")
         warnings.warn(
             f"Training goes on from the backup {used!r}, since newer ones are damaged. "
-            f"They stay as '{damaged[0][0]}.damaged'. Received: {_listed(damaged)}",
+            f"They stay as '{damaged[0][0]}.damaged'. Received: {_describe(damaged)}",
             stacklevel=2,
         )
 
     def _prune(self, newest: str) -> None:
-        """Removes old backups, and what saves have left that did not end."""
+        """Remove old backups, and what interrupted saves have left."""
         with contextlib.suppress(OSError):  # the next save tries again
             names = [name for name in os.listdir(self.directory) if _NAME.match(name)]
-            kept = [f"step-{step}" for step in _numbers(self.directory)[: self._keep]]
+            kept = [f"step-{step}" for step in _steps_of(self.directory)[: self._keep]]
             for name in names:
                 if _NAME.fullmatch(name) and name not in (newest, *kept):
                     _remove(os.path.join(self.directory, name))
 
 
-def _numbers(directory: str) -> list[int]:
-    """The steps of the backups that have an index, the newest first."""
+def _steps_of(directory: str) -> list[int]:
+    """Steps of the backups that have an index, the newest first."""
     found = []
     names: list[str] = []
     with contextlib.suppress(OSError):
@@ -259,11 +265,11 @@ def _numbers(directory: str) -> list[int]:
 
 
 def _remove(path: str) -> None:
-    """Removes a backup; without its index, what is left of it counts no more."""
+    """Remove a backup, its index first: without one it does not count."""
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(path, INDEX_FILE))
     shutil.rmtree(path, ignore_errors=True)
 
 
-def _listed(damaged: list[tuple[str, str]]) -> str:
+def _describe(damaged: list[tuple[str, str]]) -> str:
     return "; ".join(f"{name}: {fault}" for name, fault in damaged)

@@ -1,4 +1,4 @@
-"""The state of callbacks: Keras's by a table, others by two methods of their own.
+"""State of callbacks: Keras's by a table, others' by `get_state` and `set_state`.
 
 A callback that has `get_state()`, which returns what JSON can hold, and
 `set_state(state)`, which takes it, is asked. Those of Keras have neither.
@@ -37,8 +37,8 @@ _KERAS: tuple[tuple[type, tuple[str, ...], tuple[str, ...]], ...] = (
 _ARRAY, _PAIRS = "__array__", "__pairs__"
 
 
-def states_of(callbacks: Iterable[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What callbacks have to remember.
+def callback_states(callbacks: Iterable[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Collect the state of callbacks.
 
     Args:
         callbacks: Iterable of Keras callbacks.
@@ -49,17 +49,17 @@ def states_of(callbacks: Iterable[Any]) -> tuple[dict[str, Any], dict[str, Any]]
     states: dict[str, Any] = {}
     arrays: dict[str, Any] = {}
     for key, callback in _named(callbacks):
-        if _has_own(callback):
-            states[key] = {"own": encoded(callback.get_state())}
+        if _has_state_methods(callback):
+            states[key] = {"own": to_json(callback.get_state())}
             continue
-        names, lists = _attributes(callback)
+        names, lists = _state_attributes(callback)
         if not names:
             continue
-        values = {name: encoded(getattr(callback, name, None)) for name in names}
+        values = {name: to_json(getattr(callback, name, None)) for name in names}
         counts = {}
         for name in lists:
             found = getattr(callback, name, None)
-            counts[name] = None if found is None else _kinds(found)
+            counts[name] = None if found is None else _array_specs(found)
             for number, array in enumerate(found or ()):
                 arrays[f"{key}/{name}/{number}"] = np.asarray(array)
         states[key] = {"values": values, "arrays": counts}
@@ -67,10 +67,10 @@ def states_of(callbacks: Iterable[Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def empty_arrays(states: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Room for the arrays that belong to states.
+    """Zero arrays to load the arrays of states into.
 
     Args:
-        states: Dict, the first that `states_of` returned.
+        states: Dict, the first that `callback_states` returned.
 
     Returns:
         Dict from names to arrays.
@@ -78,19 +78,19 @@ def empty_arrays(states: dict[str, Any]) -> dict[str, np.ndarray]:
     return {
         f"{key}/{name}/{number}": np.zeros(shape, dtype)
         for key, state in states.items()
-        for name, kinds in state.get("arrays", {}).items()
-        for number, (shape, dtype) in enumerate(kinds or ())
+        for name, specs in state.get("arrays", {}).items()
+        for number, (shape, dtype) in enumerate(specs or ())
     }
 
 
-def set_states(
+def set_callback_states(
     callbacks: Iterable[Any], states: dict[str, Any], arrays: dict[str, Any]
 ) -> None:
-    """Gives callbacks back what they had to remember.
+    """Restore the state of callbacks.
 
     Args:
         callbacks: Iterable of Keras callbacks, of which some may have no state.
-        states: Dict, what `states_of` returned.
+        states: Dict, what `callback_states` returned.
         arrays: Dict, the arrays that it returned.
     """
     for key, callback in _named(callbacks):
@@ -98,35 +98,35 @@ def set_states(
         if state is None:
             continue
         if "own" in state:
-            if _has_own(callback):
-                callback.set_state(decoded(state["own"]))
+            if _has_state_methods(callback):
+                callback.set_state(from_json(state["own"]))
             continue
         for name, value in state["values"].items():
-            setattr(callback, name, decoded(value))
-        for name, kinds in state["arrays"].items():
-            names = [f"{key}/{name}/{number}" for number in range(len(kinds or ()))]
+            setattr(callback, name, from_json(value))
+        for name, specs in state["arrays"].items():
+            names = [f"{key}/{name}/{number}" for number in range(len(specs or ()))]
             found = [arrays[item] for item in names]
-            setattr(callback, name, None if kinds is None else found)
+            setattr(callback, name, None if specs is None else found)
 
 
-def encoded(value: Any) -> Any:
-    """A value as JSON can hold it, arrays and other keys than strings included.
+def to_json(value: Any) -> Any:
+    """Encode a value for JSON, arrays and keys that are no strings included.
 
     Raises:
         TypeError: If it cannot.
 
     Example:
 
-    >>> decoded(encoded({1: np.float32(0.5), "a": [None, True]}))
+    >>> from_json(to_json({1: np.float32(0.5), "a": [None, True]}))
     {1: np.float32(0.5), 'a': [None, True]}
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         # A number of NumPy that is a float, too, stays what it is.
         return _of_array(value) if isinstance(value, np.generic) else value
     if isinstance(value, (list, tuple)):
-        return [encoded(item) for item in value]
+        return [to_json(item) for item in value]
     if isinstance(value, dict):
-        return {_PAIRS: [[encoded(k), encoded(v)] for k, v in value.items()]}
+        return {_PAIRS: [[to_json(k), to_json(v)] for k, v in value.items()]}
     if isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "numpy"):
         return _of_array(value)
     raise TypeError(
@@ -135,14 +135,14 @@ def encoded(value: Any) -> Any:
     )
 
 
-def decoded(value: Any) -> Any:
-    """The value that `encoded` was given; tuples come back as lists."""
+def from_json(value: Any) -> Any:
+    """Decode a value that `to_json` encoded; tuples come back as lists."""
     if isinstance(value, list):
-        return [decoded(item) for item in value]
+        return [from_json(item) for item in value]
     if not isinstance(value, dict):
         return value
     if _PAIRS in value:
-        return {decoded(k): decoded(v) for k, v in value[_PAIRS]}
+        return {from_json(k): from_json(v) for k, v in value[_PAIRS]}
     dtype, shape, text = value[_ARRAY]
     flat = np.frombuffer(base64.b64decode(text), np.dtype(dtype))
     array = flat.reshape(shape).copy()
@@ -160,12 +160,12 @@ def _of_array(value: Any) -> dict[str, list]:
     return {_ARRAY: [array.dtype.str, list(array.shape), text]}
 
 
-def _kinds(arrays: Iterable[Any]) -> list:
+def _array_specs(arrays: Iterable[Any]) -> list:
     return [[list(a.shape), np.dtype(a.dtype).name] for a in map(np.asarray, arrays)]
 
 
 def _named(callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Callbacks by class and number: some workers lack those that write files."""
+    """Name callbacks by class and number: some workers lack those that write files."""
     counts: dict[str, int] = {}
     for callback in callbacks:
         name = type(callback).__qualname__
@@ -173,11 +173,11 @@ def _named(callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
         yield f"{name}-{counts[name]}", callback
 
 
-def _has_own(callback: Any) -> bool:
+def _has_state_methods(callback: Any) -> bool:
     return hasattr(callback, "get_state") and hasattr(callback, "set_state")
 
 
-def _attributes(callback: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _state_attributes(callback: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     for kind, names, lists in _KERAS:
         if isinstance(callback, kind):
             return names, lists

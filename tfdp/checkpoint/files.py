@@ -1,8 +1,8 @@
-"""The files of a checkpoint: what they are like, and whether they are intact.
+"""Files of a checkpoint: sizes, tensor keys, checksums.
 
-The bytes are in TensorFlow's own checkpoint format. Each part is a checkpoint of
+The bytes are in TensorFlow's own checkpoint format. Each shard is a checkpoint of
 its own, so that a reader opens only what it needs and a damaged file has a name.
-Within a part each run of elements is a one-dimensional tensor, not a slice of a
+Within a shard each chunk of elements is a one-dimensional tensor, not a slice of a
 larger one: TensorFlow cannot read slices of float16 and of unsigned integers.
 """
 
@@ -16,38 +16,41 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.checkpoint.index import Entry, Extent, File, Shard
+from tfdp.checkpoint.index import Extent, File, Shard, TensorMetadata
 from tfdp.sharding.state_tensors import StateTensor
 
-# The largest part, and the largest run of elements in it. A part is in memory when
-# it is written and when it is read; so is TensorFlow's buffer of 8 MB, and a second
-# copy of each run for a moment. Together it is less than a bucket of gradients.
-PART_BYTES = 8 * 2**20
-RUN_BYTES = 2**20
-_CHUNK_BYTES = 2**20
+# The largest shard, and the largest chunk of elements in it. A shard is in memory
+# when it is written and when it is read; so is TensorFlow's buffer of 8 MB, and a
+# second copy of each chunk for a moment. Together it is less than a bucket of
+# gradients.
+SHARD_BYTES = 8 * 2**20
+CHUNK_BYTES = 2**20
+_READ_BYTES = 2**20
 _OP_NOISE = re.compile(r"\{\{.*?\}\}\s*|\s*\[Op:\w+\].*", re.DOTALL)
 
 
-def entries_of(state: Sequence[StateTensor]) -> tuple[Entry, ...]:
-    """The state's tensors, as an index lists them."""
-    return tuple(Entry(t.name, tuple(t.shape), t.dtype) for t in state)
+def metadata_of(state: Sequence[StateTensor]) -> tuple[TensorMetadata, ...]:
+    """Metadata of state tensors, as an index lists them."""
+    return tuple(TensorMetadata(t.name, tuple(t.shape), t.dtype) for t in state)
 
 
-def key_of(name: str, extent: Extent) -> str:
-    """What a run of elements is called inside a part."""
+def tensor_key(name: str, extent: Extent) -> str:
+    """Key of a chunk of elements inside a shard."""
     return f"{name}:{extent.start}"
 
 
 def dtype_of(tensor: StateTensor) -> tf.DType:
-    """The type of a tensor's elements, as TensorFlow has it."""
+    """TensorFlow dtype of a tensor's elements."""
     return tf.as_dtype(tensor.dtype)
 
 
-def verify(parts: Iterable[Shard], folder: str, *, contents: bool = True) -> None:
-    """Raises if a file is not as it was written.
+def verify_files(
+    shards: Iterable[Shard], folder: str, *, contents: bool = True
+) -> None:
+    """Raise if a file is not as it was written.
 
     Args:
-        parts: Iterable of `Shard`.
+        shards: Iterable of `Shard`.
         folder: String, the subdirectory of the checkpoint.
         contents: Bool, whether the bytes are looked at, and not only their
             number.
@@ -55,13 +58,13 @@ def verify(parts: Iterable[Shard], folder: str, *, contents: bool = True) -> Non
     Raises:
         ValueError: Naming the file, what is wrong with it, and who wrote it.
     """
-    for part in parts:
-        for file in part.files:
+    for shard in shards:
+        for file in shard.files:
             fault = _fault(os.path.join(folder, file.name), file, contents)
             if fault:
                 name = os.path.join(os.path.basename(folder), file.name)
                 raise ValueError(
-                    f"The file {name!r}, which worker {part.worker} wrote, {fault}."
+                    f"The file {name!r}, which worker {shard.worker} wrote, {fault}."
                 )
 
 
@@ -81,15 +84,15 @@ def _fault(path: str, file: File, contents: bool) -> str | None:
 
 
 def checksum(file: Any) -> int:
-    """The CRC-32 of what an open file still has."""
+    """CRC-32 of the rest of an open file."""
     value = 0
-    while chunk := file.read(_CHUNK_BYTES):
+    while chunk := file.read(_READ_BYTES):
         value = zlib.crc32(chunk, value)
     return value
 
 
-def cause_of(error: Exception) -> str:
-    """What an error says, without the noise that TensorFlow puts around it."""
+def error_text(error: Exception) -> str:
+    """Text of an error, without the noise that TensorFlow puts around it."""
     if isinstance(error, (OSError, ValueError)):
         return str(error)
     text = error.message if isinstance(error, tf.errors.OpError) else str(error)

@@ -1,4 +1,4 @@
-"""What the index of a checkpoint says: which file holds which elements of what.
+"""Index of a checkpoint: which file holds which elements of which tensor.
 
 Elements are counted in the flattened tensor, so that neither the number of
 workers nor the way in which they had sliced it shows.
@@ -15,8 +15,8 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
-    """A tensor of the training state.
+class TensorMetadata:
+    """Name, shape and dtype of a tensor of the training state.
 
     Args:
         name: String, unique among all.
@@ -30,7 +30,7 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Int, the number of elements."""
+        """Int, number of elements."""
         return math.prod(self.shape)
 
 
@@ -51,7 +51,7 @@ class Extent:
 
 @dataclasses.dataclass(frozen=True)
 class File:
-    """A file as it was written.
+    """Name, size and checksum of a file as it was written.
 
     Args:
         name: String, without the directory.
@@ -66,7 +66,7 @@ class File:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A small checkpoint of TensorFlow's, with some elements of some tensors.
+    """Small checkpoint of TensorFlow's, with some elements of some tensors.
 
     Args:
         prefix: String, what its files are called.
@@ -83,12 +83,12 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """All that a checkpoint holds.
+    """Contents of a checkpoint.
 
     Args:
-        token: String, the subdirectory with the parts.
-        entries: Tuple of `Entry`.
-        parts: Tuple of `Shard`.
+        token: String, name of the subdirectory with the shards.
+        tensors: Tuple of `TensorMetadata`.
+        shards: Tuple of `Shard`.
         versions: Dict of strings, what it was written with.
         model: String, the model as Keras serializes it, or `None` if it cannot
             be.
@@ -97,126 +97,131 @@ class Index:
     """
 
     token: str
-    entries: tuple[Entry, ...]
-    parts: tuple[Shard, ...]
+    tensors: tuple[TensorMetadata, ...]
+    shards: tuple[Shard, ...]
     versions: dict[str, str]
     model: str | None = None
     run: Any = None
 
     def find(self, wanted: Extent) -> list[tuple[Shard, Extent]]:
-        """Where elements are.
+        """Find the shards that hold some elements.
 
         Args:
             wanted: `Extent`.
 
         Returns:
-            List of pairs, ordered by element: a part, and an extent in it that
+            List of pairs, ordered by element: a shard, and an extent in it that
             holds some of them.
 
         Example:
 
-        >>> parts = [Part("a", 0, (), (Extent(0, 0, 4),))]
-        >>> parts += [Part("b", 1, (), (Extent(0, 4, 7), Extent(0, 7, 9)))]
-        >>> index = Index("t", (Entry("x", (3, 3), "float32"),), tuple(parts), {})
-        >>> [(part.prefix, e.start) for part, e in index.find(Extent(0, 3, 6))]
+        >>> shards = [Shard("a", 0, (), (Extent(0, 0, 4),))]
+        >>> shards += [Shard("b", 1, (), (Extent(0, 4, 7), Extent(0, 7, 9)))]
+        >>> x = TensorMetadata("x", (3, 3), "float32")
+        >>> index = Index("t", (x,), tuple(shards), {})
+        >>> [(shard.prefix, e.start) for shard, e in index.find(Extent(0, 3, 6))]
         [('a', 0), ('b', 4)]
         """
-        held = self._held[wanted.tensor]
-        first = bisect.bisect_right(held, wanted.start, key=lambda pair: pair[1].start)
+        by_tensor = self._by_tensor[wanted.tensor]
+        first = bisect.bisect_right(
+            by_tensor, wanted.start, key=lambda pair: pair[1].start
+        )
         found = []
-        for part, extent in held[max(first - 1, 0) :]:
+        for shard, extent in by_tensor[max(first - 1, 0) :]:
             if extent.start >= wanted.stop or wanted.start == wanted.stop:
                 break
             if extent.stop > wanted.start:
-                found.append((part, extent))
+                found.append((shard, extent))
         return found
 
     @functools.cached_property
-    def _held(self) -> list[list[tuple[Shard, Extent]]]:
-        """For each tensor, its extents in order."""
-        held: list[list[tuple[Shard, Extent]]] = [[] for _ in self.entries]
-        for part in self.parts:
-            for extent in part.extents:
-                held[extent.tensor].append((part, extent))
-        for pairs in held:
+    def _by_tensor(self) -> list[list[tuple[Shard, Extent]]]:
+        """Shards and extents of each tensor, ordered by element."""
+        by_tensor: list[list[tuple[Shard, Extent]]] = [[] for _ in self.tensors]
+        for shard in self.shards:
+            for extent in shard.extents:
+                by_tensor[extent.tensor].append((shard, extent))
+        for pairs in by_tensor:
             pairs.sort(key=lambda pair: pair[1])
-        return held
+        return by_tensor
 
 
-def cut(
-    extents: Iterable[tuple[Extent, int]], part_bytes: int, run_bytes: int
+def plan_shards(
+    extents: Iterable[tuple[Extent, int]], shard_bytes: int, chunk_bytes: int
 ) -> list[tuple[Extent, ...]]:
-    """Divides what a worker writes into parts.
+    """Divide what a worker writes into shards.
 
     Args:
         extents: Iterable of pairs: an `Extent`, and the bytes of an element.
-        part_bytes: Int, the largest size of a part.
-        run_bytes: Int, the largest size of an extent in it.
+        shard_bytes: Int, the largest size of a shard.
+        chunk_bytes: Int, the largest size of an extent in it.
 
     Returns:
-        List of tuples of `Extent`, one tuple for each part, in order.
+        List of tuples of `Extent`, one tuple for each shard, in order.
 
     Example:
 
-    >>> parts = cut([(Extent(0, 0, 10), 4), (Extent(1, 5, 6), 4)], 32, 16)
-    >>> [[(e.tensor, e.start, e.stop) for e in part] for part in parts]
+    >>> shards = plan_shards([(Extent(0, 0, 10), 4), (Extent(1, 5, 6), 4)], 32, 16)
+    >>> [[(e.tensor, e.start, e.stop) for e in shard] for shard in shards]
     [[(0, 0, 4), (0, 4, 8)], [(0, 8, 10), (1, 5, 6)]]
     """
-    parts: list[tuple[Extent, ...]] = []
-    part: list[Extent] = []
-    room = part_bytes
+    shards: list[tuple[Extent, ...]] = []
+    shard: list[Extent] = []
+    room = shard_bytes
     for extent, item_bytes in extents:
-        step = max(min(run_bytes, part_bytes) // item_bytes, 1)
+        step = max(min(chunk_bytes, shard_bytes) // item_bytes, 1)
         for start in range(extent.start, extent.stop, step):
-            piece = Extent(extent.tensor, start, min(start + step, extent.stop))
-            num_bytes = (piece.stop - piece.start) * item_bytes
-            if part and num_bytes > room:
-                parts.append(tuple(part))
-                part, room = [], part_bytes
-            part.append(piece)
+            chunk = Extent(extent.tensor, start, min(start + step, extent.stop))
+            num_bytes = (chunk.stop - chunk.start) * item_bytes
+            if shard and num_bytes > room:
+                shards.append(tuple(shard))
+                shard, room = [], shard_bytes
+            shard.append(chunk)
             room -= num_bytes
-    return [*parts, tuple(part)] if part else parts
+    return [*shards, tuple(shard)] if shard else shards
 
 
-def check_complete(entries: Sequence[Entry], parts: Iterable[Shard]) -> None:
-    """Raises if the parts do not hold every element once.
+def check_complete(tensors: Sequence[TensorMetadata], shards: Iterable[Shard]) -> None:
+    """Raise if the shards do not hold every element once.
 
     Args:
-        entries: Sequence of `Entry`.
-        parts: Iterable of `Shard`.
+        tensors: Sequence of `TensorMetadata`.
+        shards: Iterable of `Shard`.
 
     Raises:
         ValueError: Naming the first tensor of which elements are missing or
             there twice.
     """
-    reached = [0] * len(entries)
-    for extent in sorted(extent for part in parts for extent in part.extents):
-        entry = entries[extent.tensor]
+    reached = [0] * len(tensors)
+    for extent in sorted(extent for shard in shards for extent in shard.extents):
+        entry = tensors[extent.tensor]
         begin = reached[extent.tensor]
         if extent.start != begin:
             fault = "missing" if extent.start > begin else "there twice"
             raise ValueError(f"Elements of {entry.name!r} are {fault}, at {begin}.")
         reached[extent.tensor] = extent.stop
-    for entry, begin in zip(entries, reached, strict=True):
+    for entry, begin in zip(tensors, reached, strict=True):
         if begin != entry.size:
             fault = "missing" if begin < entry.size else "too many"
             raise ValueError(f"Elements of {entry.name!r} are {fault}, at {begin}.")
 
 
-def first_difference(saved: Sequence[Entry], own: Sequence[Entry]) -> str | None:
-    """How a checkpoint differs from a model.
+def first_difference(
+    saved: Sequence[TensorMetadata], own: Sequence[TensorMetadata]
+) -> str | None:
+    """Describe the first difference between a checkpoint and a model.
 
     Args:
-        saved: Sequence of `Entry`, those of the checkpoint.
-        own: Sequence of `Entry`, those of the model.
+        saved: Sequence of `TensorMetadata`, those of the checkpoint.
+        own: Sequence of `TensorMetadata`, those of the model.
 
     Returns:
         String that names the first tensor that differs and how, or `None`.
 
     Example:
 
-    >>> saved = [Entry("dense/kernel", (2, 3), "float32")]
-    >>> first_difference(saved, [Entry("dense/kernel", (2, 4), "float32")])
+    >>> saved = [TensorMetadata("dense/kernel", (2, 3), "float32")]
+    >>> first_difference(saved, [TensorMetadata("dense/kernel", (2, 4), "float32")])
     "'dense/kernel' has shape (2, 3) in the checkpoint and (2, 4) in the model"
     """
     by_name = {entry.name: entry for entry in saved}

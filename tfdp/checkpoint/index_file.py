@@ -1,4 +1,4 @@
-"""The file that holds the index of a checkpoint: JSON with a checksum of its own."""
+"""File of a checkpoint's index: JSON with a checksum of its own."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
-from tfdp.checkpoint.index import Entry, Extent, File, Index, Shard
+from tfdp.checkpoint.index import Extent, File, Index, Shard, TensorMetadata
 
 FORMAT = 1
 INDEX_FILE = "index.json"
 
 
 class UnknownFormat(ValueError):
-    """A file that a newer version of tfdp has written."""
+    """Index file that a newer version of tfdp has written."""
 
 
-def parts_to_json(parts: Iterable[Shard]) -> list:
-    """Parts as JSON holds them: short, for there may be many."""
+def shards_to_json(shards: Iterable[Shard]) -> list:
+    """Encode shards for JSON: short, for there may be many."""
     return [
         [
-            part.prefix,
-            part.worker,
-            [dataclasses.astuple(file) for file in part.files],
-            [dataclasses.astuple(extent) for extent in part.extents],
+            shard.prefix,
+            shard.worker,
+            [dataclasses.astuple(file) for file in shard.files],
+            [dataclasses.astuple(extent) for extent in shard.extents],
         ]
-        for part in parts
+        for shard in shards
     ]
 
 
-def parts_from_json(rows: list) -> tuple[Shard, ...]:
-    """The parts that `parts_to_json` was given."""
+def shards_from_json(rows: list) -> tuple[Shard, ...]:
+    """Decode shards that `shards_to_json` encoded."""
     return tuple(
         Shard(
             prefix,
@@ -48,12 +48,12 @@ def parts_from_json(rows: list) -> tuple[Shard, ...]:
 
 
 def to_text(index: Index) -> str:
-    """The text of an index file, with a checksum of its own."""
+    """Text of an index file, with a checksum of its own."""
     content = {
         "token": index.token,
         "versions": index.versions,
-        "tensors": [[e.name, list(e.shape), e.dtype] for e in index.entries],
-        "parts": parts_to_json(index.parts),
+        "tensors": [[e.name, list(e.shape), e.dtype] for e in index.tensors],
+        "parts": shards_to_json(index.shards),
         "model": index.model,
     }
     if index.run is not None:
@@ -63,7 +63,7 @@ def to_text(index: Index) -> str:
 
 
 def from_text(text: str) -> Index:
-    """Reads an index file.
+    """Parse the text of an index file.
 
     Args:
         text: String.
@@ -76,7 +76,7 @@ def from_text(text: str) -> Index:
 
     Example:
 
-    >>> index = Index("t", (Entry("x", (2,), "bool"),), (), {"keras": "3"})
+    >>> index = Index("t", (TensorMetadata("x", (2,), "bool"),), (), {"keras": "3"})
     >>> from_text(to_text(index)) == index
     True
     """
@@ -93,8 +93,8 @@ def from_text(text: str) -> Index:
     tensors = ((name, tuple(shape), dtype) for name, shape, dtype in content["tensors"])
     return Index(
         token=content["token"],
-        entries=tuple(Entry(*tensor) for tensor in tensors),
-        parts=parts_from_json(content["parts"]),
+        tensors=tuple(TensorMetadata(*tensor) for tensor in tensors),
+        shards=shards_from_json(content["parts"]),
         versions=content["versions"],
         model=content["model"],
         run=content.get("run"),
@@ -102,7 +102,7 @@ def from_text(text: str) -> Index:
 
 
 def load_index(directory: str) -> Index:
-    """Reads the index of a directory.
+    """Read the index of a directory.
 
     Args:
         directory: String.
@@ -132,7 +132,7 @@ def load_index(directory: str) -> Index:
 
 
 def versions() -> dict[str, str]:
-    """What a checkpoint is written with: distributions and their versions."""
+    """Versions of the packages that write a checkpoint."""
     found = {}
     for name in ("tfdp", "keras", "tensorflow", "tensorflow-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

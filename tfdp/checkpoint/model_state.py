@@ -1,4 +1,4 @@
-"""The training state of a model as tensors with names, however it lies.
+"""Training state of a model as named tensors, sharded or not.
 
 Names, shapes and meaning are those of plain Keras: with and without sharding, on any
 number of replicas, with tfdp's optimizer or Keras's own.
@@ -17,20 +17,20 @@ import numpy as np
 from tfdp import _compat
 from tfdp.base.context import strategy_of
 from tfdp.base.param_groups import innermost, is_multi
-from tfdp.keras_hooks.file_view import Entry
-from tfdp.sharding import place, slot_names
-from tfdp.sharding.state_tensors import READ_ELEMENTS, Piece, StateTensor
+from tfdp.keras_hooks.file_view import VariableView
+from tfdp.sharding import slot_names, variable_name
+from tfdp.sharding.state_tensors import READ_ELEMENTS, LocalShard, StateTensor
 
 # What names begin with that a checkpoint may have or not.
-LOSS_SCALE, PENDING = "loss_scale", "accumulated"
+LOSS_SCALE_PREFIX, ACCUMULATED_PREFIX = "loss_scale", "accumulated"
 # What they begin with that only a backup has: the state of a `fit` that is under way.
-RUN = "run"
+RUN_PREFIX = "run"
 # What Keras counts in.
 COUNTER = "int64"
 
 
-def state_of(model: keras.Model) -> list[StateTensor]:
-    """The weights of a model and the state of its optimizer between two updates.
+def model_state(model: keras.Model) -> list[StateTensor]:
+    """State tensors of the weights and of the optimizer, between two updates.
 
     Args:
         model: Built Keras model, with its optimizer if it is compiled.
@@ -44,7 +44,7 @@ def state_of(model: keras.Model) -> list[StateTensor]:
     Example:
 
     >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="a")])
-    >>> [tensor.shape for tensor in state_of(model)]
+    >>> [tensor.shape for tensor in model_state(model)]
     [(2, 1), (1,)]
     """
     if not model.built:
@@ -56,7 +56,7 @@ def state_of(model: keras.Model) -> list[StateTensor]:
     metrics = {id(v) for metric in model.metrics for v in metric.variables}
     variables = [v for v in model.variables if id(v) not in metrics]
     tensors = [
-        shard_writer.replicated(f"model/{place(i, variables)}", v, str(v.dtype))
+        shard_writer.replicated(f"model/{variable_name(i, variables)}", v, str(v.dtype))
         for i, v in enumerate(variables)
     ]
     optimizer = getattr(model, "optimizer", None)
@@ -64,19 +64,19 @@ def state_of(model: keras.Model) -> list[StateTensor]:
         if not optimizer.built:
             with model.distribute_strategy.scope():
                 optimizer.build(model.trainable_variables)
-        tensors += _state_of_optimizer(optimizer, shard_writer)
+        tensors += _optimizer_state(optimizer, shard_writer)
     return tensors
 
 
 class ShardWriter:
-    """Which elements of what all workers hold this one writes."""
+    """Elements that this worker writes of what all workers hold."""
 
     def __init__(self, rank: int, count: int) -> None:
         self.rank = rank
         self.count = count
 
     def replicated(self, name: str, variable: Any, dtype: str) -> StateTensor:
-        """A variable of which every worker has the same value."""
+        """State tensor of a variable that has the same value on every worker."""
         shape = tuple(variable.shape)
         size = int(np.prod(shape, dtype=np.int64))
         start, stop = (size * r // self.count for r in (self.rank, self.rank + 1))
@@ -86,20 +86,20 @@ class ShardWriter:
         def write(values: Any) -> None:
             variable.assign(np.asarray(values).reshape(shape))
 
-        everything = Piece(0, size, lambda: read(0, size), write, read)
+        everything = LocalShard(0, size, lambda: read(0, size), write, read)
         own = dataclasses.replace(
             everything,
             start=start,
             stop=stop,
-            read_part=lambda first, last: read(start + first, start + last),
+            read_range=lambda first, last: read(start + first, start + last),
         )
         return StateTensor(
-            name, shape, dtype, tuple(own.cut(READ_ELEMENTS)), (everything,)
+            name, shape, dtype, tuple(own.split(READ_ELEMENTS)), (everything,)
         )
 
 
 def shard_writer_of(model: keras.Model) -> ShardWriter:
-    """Which elements this worker writes of what all hold of a model."""
+    """`ShardWriter` of this worker in a model's strategy."""
     strategy = strategy_of(model)
     if strategy is None:
         return ShardWriter(0, 1)
@@ -107,41 +107,47 @@ def shard_writer_of(model: keras.Model) -> ShardWriter:
     return ShardWriter(worker_group.rank, worker_group.num_workers)
 
 
-def _state_of_optimizer(
+def _optimizer_state(
     optimizer: Any, shard_writer: ShardWriter
 ) -> Iterator[StateTensor]:
     sharded = getattr(optimizer, "shards", None)
     scale = _scale_of(optimizer)
     if scale is not None:
         yield shard_writer.replicated(
-            f"{LOSS_SCALE}/value", scale[0], str(scale[0].dtype)
+            f"{LOSS_SCALE_PREFIX}/value", scale[0], str(scale[0].dtype)
         )
-        yield shard_writer.replicated(f"{LOSS_SCALE}/good_steps", scale[1], COUNTER)
+        yield shard_writer.replicated(
+            f"{LOSS_SCALE_PREFIX}/good_steps", scale[1], COUNTER
+        )
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if is_multi(inner):
-        yield shard_writer.replicated("optimizer/iterations", _updates(inner), COUNTER)
-    for number, part in enumerate(innermost(inner)):
-        if part.built and _compat.trained_by(part):
+        yield shard_writer.replicated(
+            "optimizer/iterations", _update_counter(inner), COUNTER
+        )
+    for number, group in enumerate(innermost(inner)):
+        if group.built and _compat.trained_by(group):
             slots = None
             if sharded is not None:
-                slots = sharded.state(sharded.parts[id(part)])
-            yield from _state_of_part(part, number, slots, shard_writer)
+                slots = sharded.state(sharded.parts[id(group)])
+            yield from _param_group_state(group, number, slots, shard_writer)
 
 
-def _state_of_part(
-    part: Any, number: int, slots: list[StateTensor] | None, shard_writer: ShardWriter
+def _param_group_state(
+    group: Any, number: int, slots: list[StateTensor] | None, shard_writer: ShardWriter
 ) -> Iterator[StateTensor]:
     prefix = f"optimizer{number}"
-    yield shard_writer.replicated(f"{prefix}/iterations", _updates(part), COUNTER)
-    if _compat.has_rate_variable(part):
-        rate = _compat.rate_variable(part)
+    yield shard_writer.replicated(
+        f"{prefix}/iterations", _update_counter(group), COUNTER
+    )
+    if _compat.has_rate_variable(group):
+        rate = _compat.rate_variable(group)
         yield shard_writer.replicated(f"{prefix}/learning_rate", rate, str(rate.dtype))
     for tensor in slots or ():
         yield dataclasses.replace(tensor, name=f"{prefix}/{tensor.name}")
     if slots is not None:
         return
-    sums = _compat.accumulators(part) if _compat.has_accumulators(part) else []
-    for name, slot in slot_names(part, _compat.trained_by(part)):
+    sums = _compat.accumulators(group) if _compat.has_accumulators(group) else []
+    for name, slot in slot_names(group, _compat.trained_by(group)):
         if not any(slot is item for item in sums):
             yield shard_writer.replicated(f"{prefix}/{name}", slot, str(slot.dtype))
 
@@ -153,10 +159,10 @@ def _scale_of(optimizer: Any) -> tuple[Any, Any] | None:
     return None if scale is None else (scale.value, scale.good_steps)
 
 
-def _updates(part: Any) -> Any:
-    """The number of updates: Keras's counter, or micro-batches over their number."""
-    counter = _compat.own_variables(part)[0]
-    steps = part.gradient_accumulation_steps
+def _update_counter(group: Any) -> Any:
+    """Counter of updates: Keras's, divided by the micro-batches of an update."""
+    counter = _compat.own_variables(group)[0]
+    steps = group.gradient_accumulation_steps
     if not steps:
         return counter
 
@@ -164,6 +170,6 @@ def _updates(part: Any) -> Any:
         rest = int(counter.numpy()) % steps
         counter.assign(int(np.asarray(value)) * steps + rest)
 
-    return Entry(
+    return VariableView(
         counter.path, (), lambda: np.asarray(int(counter.numpy()) // steps), write
     )

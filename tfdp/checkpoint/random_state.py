@@ -1,7 +1,8 @@
-"""The state of the random generators that a training script draws from."""
+"""State of the random generators that a training script draws from."""
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -12,7 +13,7 @@ from tfdp.base import stand_in_seed
 
 
 def random_states() -> dict[str, Any]:
-    """The states of Python's, NumPy's, TensorFlow's and Keras's global generators.
+    """States of Python's, NumPy's, TensorFlow's and Keras's global generators.
 
     Returns:
         Dict that JSON can hold.
@@ -28,7 +29,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Sets the generators as they were.
+    """Restore the states of the generators.
 
     Args:
         states: Dict, what `random_states` returned.
@@ -49,3 +50,25 @@ def _state_of_tensorflow() -> dict[str, Any]:
     state = _compat.tensorflow_random_state()
     seed = state["seed"]
     return {**state, "stands_in": seed is not None and seed == stand_in_seed.seed()}
+
+
+def gather_random_states(worker_group: Any) -> list[dict[str, Any]]:
+    """Gather the random states of each worker, or one if all are alike.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+    """
+    texts = worker_group.all_gather("random states", json.dumps(random_states()))
+    alike = len(set(texts)) == 1
+    return [json.loads(text) for text in (texts[:1] if alike else texts)]
+
+
+def restore_random_states(states: list[dict[str, Any]], worker_group: Any) -> None:
+    """Restore this worker's random states, or the first's on other numbers of workers.
+
+    Args:
+        states: List of dicts, what `gather_random_states` returned.
+        worker_group: `WorkerGroup` between the workers.
+    """
+    is_own = len(states) == worker_group.num_workers
+    set_random_states(states[worker_group.rank if is_own else 0])

@@ -1,4 +1,4 @@
-"""Variables of which each replica has a value of its own, as tensors of a backup.
+"""Variables with a value of their own on each replica, as tensors of a backup.
 
 A backup holds every replica's value, so that as many replicas go on bit for bit.
 Where there are more or fewer, the first one gets what all of them had together.
@@ -15,14 +15,14 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base.context import strategy_of
-from tfdp.sharding.state_tensors import Piece, StateTensor
+from tfdp.sharding.state_tensors import LocalShard, StateTensor
 
 _MERGES: dict[str, Callable] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnValues:
-    """A variable of which each replica has a value of its own.
+class PerReplicaVariable:
+    """Variable with a value of its own on each replica.
 
     Args:
         name: String, unique among all.
@@ -37,8 +37,8 @@ class OwnValues:
 
 
 @dataclasses.dataclass(frozen=True)
-class Replicas:
-    """Which of all replicas this process has.
+class LocalReplicas:
+    """Replicas of this process among all.
 
     Args:
         first: Int, the rank of its first one.
@@ -51,90 +51,103 @@ class Replicas:
     count: int = 1
 
 
-def replicas_of(model: Any) -> Replicas:
-    """The replicas of a model's strategy."""
+def local_replicas(model: Any) -> LocalReplicas:
+    """Replicas of this process in a model's strategy."""
     strategy = strategy_of(model)
     if strategy is None:
-        return Replicas()
+        return LocalReplicas()
     extended = strategy.extended
-    return Replicas(
+    return LocalReplicas(
         extended.first_rank, extended.num_local, strategy.num_replicas_in_sync
     )
 
 
-def own_tensors(
-    items: Iterable[OwnValues], replicas: Replicas, saved_count: int | None = None
+def per_replica_tensors(
+    items: Iterable[PerReplicaVariable],
+    replicas: LocalReplicas,
+    saved_count: int | None = None,
 ) -> list[StateTensor]:
-    """A tensor for each replica's value of each variable.
+    """One state tensor for each replica's value of each variable.
 
     Args:
-        items: Iterable of `OwnValues`.
-        replicas: `Replicas`.
+        items: Iterable of `PerReplicaVariable`.
+        replicas: `LocalReplicas`.
         saved_count: Int, how many replicas had saved them, to be read by those that
             there are now. Defaults to `None`: as many.
 
     Returns:
-        List of `StateTensor`, the same on every worker but for what is owned and
-        held.
+        List of `StateTensor`, the same on every worker but for its shards.
     """
     count = replicas.count if saved_count is None else saved_count
-    place = _own_place if count == replicas.count else _merged_place
+    make_shard = _shard_of_replica if count == replicas.count else _merged_shard
     return [
-        _tensor(item, rank, place(item, rank, replicas))
+        _tensor(item, rank, make_shard(item, rank, replicas))
         for item in items
         for rank in range(count)
     ]
 
 
-def clear(items: Iterable[OwnValues], replicas: Replicas) -> None:
-    """Sets the value of each local replica to zero."""
+def zero_local_values(
+    items: Iterable[PerReplicaVariable], replicas: LocalReplicas
+) -> None:
+    """Set the value of each local replica to zero."""
     for item in items:
         for replica in range(replicas.num_local):
-            part = _compat.local_value(item.variable, replica)
-            with tf.device(part.device):
-                part.assign(tf.zeros(part.shape, part.dtype))
+            component = _compat.local_value(item.variable, replica)
+            with tf.device(component.device):
+                component.assign(tf.zeros(component.shape, component.dtype))
 
 
-def _tensor(item: OwnValues, rank: int, piece: Piece | None) -> StateTensor:
-    pieces = () if piece is None else (piece,)
+def _tensor(
+    item: PerReplicaVariable, rank: int, local: LocalShard | None
+) -> StateTensor:
+    local_shards = () if local is None else (local,)
     shape, dtype = tuple(item.variable.shape), str(item.variable.dtype)
-    return StateTensor(f"{item.name}/replica{rank}", shape, dtype, pieces, pieces)
+    return StateTensor(
+        f"{item.name}/replica{rank}", shape, dtype, local_shards, local_shards
+    )
 
 
-def _own_place(item: OwnValues, rank: int, replicas: Replicas) -> Piece | None:
-    """The replica of that rank, if it is here."""
+def _shard_of_replica(
+    item: PerReplicaVariable, rank: int, replicas: LocalReplicas
+) -> LocalShard | None:
+    """Local shard of the replica of that rank, if this process has it."""
     local = rank - replicas.first
     if not 0 <= local < replicas.num_local:
         return None
-    part = _compat.local_value(item.variable, local)
+    component = _compat.local_value(item.variable, local)
 
     def read() -> np.ndarray:
-        return part.numpy().reshape(-1)
+        return component.numpy().reshape(-1)
 
     def write(values: Any) -> None:
-        with tf.device(part.device):
-            part.assign(np.reshape(values, part.shape))
+        with tf.device(component.device):
+            component.assign(np.reshape(values, component.shape))
 
-    return Piece(0, _size(item), read, write)
+    return LocalShard(0, _size(item), read, write)
 
 
-def _merged_place(item: OwnValues, rank: int, replicas: Replicas) -> Piece | None:
-    """The first replica of all, which takes what each one had."""
+def _merged_shard(
+    item: PerReplicaVariable, rank: int, replicas: LocalReplicas
+) -> LocalShard | None:
+    """Local shard of the first replica, into which all values are merged."""
     del rank
     if replicas.first:
         return None
-    part = _compat.local_value(item.variable, 0)
+    component = _compat.local_value(item.variable, 0)
 
     def read() -> np.ndarray:
-        return part.numpy().reshape(-1)
+        return component.numpy().reshape(-1)
 
     def write(values: Any) -> None:
-        merged = _MERGES[item.merge](part.numpy(), np.reshape(values, part.shape))
-        with tf.device(part.device):
-            part.assign(merged)
+        merged = _MERGES[item.merge](
+            component.numpy(), np.reshape(values, component.shape)
+        )
+        with tf.device(component.device):
+            component.assign(merged)
 
-    return Piece(0, _size(item), read, write)
+    return LocalShard(0, _size(item), read, write)
 
 
-def _size(item: OwnValues) -> int:
+def _size(item: PerReplicaVariable) -> int:
     return int(np.prod(tuple(item.variable.shape), dtype=np.int64))

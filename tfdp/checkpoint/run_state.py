@@ -1,4 +1,4 @@
-"""The tensors of a `fit` that is under way: more than a checkpoint has of its model.
+"""State of a running `fit`: a backup's tensors besides those of its model.
 
 That is what replicas have accumulated, each by itself; metrics in the middle of an
 epoch; counters that the logs show; and arrays that callbacks keep.
@@ -11,26 +11,36 @@ from typing import Any
 
 import numpy as np
 
+from tfdp.checkpoint.accumulated_gradients import (
+    accumulated_shards,
+    accumulation_counter,
+    num_accumulated,
+    per_replica_sums,
+)
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.model_state import (
+    ACCUMULATED_PREFIX,
     COUNTER,
-    PENDING,
-    RUN,
+    RUN_PREFIX,
     ShardWriter,
+    model_state,
     shard_writer_of,
-    state_of,
 )
-from tfdp.checkpoint.pending import counter_of, num_pending, own_sums_of, slices_of
-from tfdp.checkpoint.replica_state import OwnValues, clear, own_tensors, replicas_of
-from tfdp.keras_hooks.file_view import Entry
+from tfdp.checkpoint.replica_state import (
+    PerReplicaVariable,
+    local_replicas,
+    per_replica_tensors,
+    zero_local_values,
+)
+from tfdp.keras_hooks.file_view import VariableView
 from tfdp.sharding.state_tensors import StateTensor, renamed
 
-_METRICS = f"{RUN}/metrics"
-_SUMS = f"{RUN}/{PENDING}"
+_METRICS = f"{RUN_PREFIX}/metrics"
+_SUMS = f"{RUN_PREFIX}/{ACCUMULATED_PREFIX}"
 
 
 class RunState:
-    """All tensors of a model in `fit`, to be saved or to be restored.
+    """Tensors of a model in `fit`, to save or to restore.
 
     Args:
         model: Built Keras model.
@@ -40,18 +50,18 @@ class RunState:
     def __init__(self, model: Any, arrays: dict[str, np.ndarray]) -> None:
         self.arrays = arrays
         self._model = model
-        self._sharer = shard_writer_of(model)
-        self._replicas = replicas_of(model)
+        self._shard_writer = shard_writer_of(model)
+        self._replicas = local_replicas(model)
 
-    def facts(self) -> dict[str, Any]:
-        """What has to be known to restore it, as JSON can hold it."""
+    def metadata(self) -> dict[str, Any]:
+        """Metadata needed to restore it, as JSON can hold it."""
         return {
             "replicas": self._replicas.count,
-            "merges": [item.merge for item in metrics_of(self._model)],
+            "merges": [item.merge for item in metric_variables(self._model)],
         }
 
-    def to_save(self, *, in_epoch: bool) -> list[StateTensor]:
-        """The tensors as they are.
+    def tensors_to_save(self, *, in_epoch: bool) -> list[StateTensor]:
+        """Tensors of a backup that is made now.
 
         Args:
             in_epoch: Bool, whether metrics are needed: the epoch is not over.
@@ -59,72 +69,80 @@ class RunState:
         Returns:
             List of `StateTensor`.
         """
-        tensors = self._always()
-        if num_pending(self._model):
-            tensors += self._accumulated(self._replicas.count)
+        tensors = self._common_tensors()
+        if num_accumulated(self._model):
+            tensors += self._accumulated_tensors(self._replicas.count)
         if in_epoch:
-            tensors += own_tensors(metrics_of(self._model), self._replicas)
+            tensors += per_replica_tensors(
+                metric_variables(self._model), self._replicas
+            )
         return tensors
 
-    def to_restore(self, index: Index, facts: dict, *, with_metrics: bool) -> Wanted:
-        """The tensors that a backup is read into.
+    def plan_load(
+        self, index: Index, metadata: dict, *, with_metrics: bool
+    ) -> LoadPlan:
+        """Plan which tensors of a backup to read.
 
         Args:
             index: `Index` of the backup.
-            facts: Dict, what `facts` had returned.
+            metadata: Dict, what `metadata` had returned.
             with_metrics: Bool, whether training goes on within the epoch.
 
         Returns:
-            `Wanted`.
+            `LoadPlan`.
         """
-        saved = {entry.name for entry in index.entries}
-        tensors, left_out = self._always(), []
+        saved = {entry.name for entry in index.tensors}
+        tensors, left_out = self._common_tensors(), []
         has_sums = any(name.startswith(f"{_SUMS}/") for name in saved)
         if has_sums:
-            tensors += self._accumulated(facts["replicas"])
+            tensors += self._accumulated_tensors(metadata["replicas"])
         if with_metrics:
-            tensors += own_tensors(
-                metrics_of(self._model, facts["merges"]),
+            tensors += per_replica_tensors(
+                metric_variables(self._model, metadata["merges"]),
                 self._replicas,
-                facts["replicas"],
+                metadata["replicas"],
             )
         else:
             left_out = [name for name in saved if name.startswith(f"{_METRICS}/")]
         label = "within the epoch" if with_metrics else "at its start"
-        return Wanted(self, tensors, left_out, label)
+        return LoadPlan(self, tensors, left_out, label)
 
-    def forget(self) -> None:
-        """Forgets what has been accumulated; the backup has it, or there is none."""
-        count = counter_of(self._model)
+    def clear_accumulated(self) -> None:
+        """Clear accumulated gradients; the backup has them, or there are none."""
+        count = accumulation_counter(self._model)
         if count is None:
             return
         count.assign(0)
-        clear(sums_of(self._model), self._replicas)
-        for tensor in slices_of(self._model):
-            for piece in tensor.held:
-                piece.write(np.zeros_like(piece.read()))
+        zero_local_values(accumulated_variables(self._model), self._replicas)
+        for tensor in accumulated_shards(self._model):
+            for local in tensor.local_shards:
+                local.write(np.zeros_like(local.read()))
 
-    def _always(self) -> list[StateTensor]:
-        tensors = state_of(self._model)
-        tensors += _counters(self._model, self._sharer)
+    def _common_tensors(self) -> list[StateTensor]:
+        tensors = model_state(self._model)
+        tensors += _counters(self._model, self._shard_writer)
         for name, array in self.arrays.items():
-            tensors.append(_of_array(f"{RUN}/callbacks/{name}", array, self._sharer))
+            tensors.append(
+                _of_array(f"{RUN_PREFIX}/callbacks/{name}", array, self._shard_writer)
+            )
         return tensors
 
-    def _accumulated(self, saved_count: int) -> list[StateTensor]:
-        """Sums as they are, with the loss scale in them: it is restored, too."""
-        count = counter_of(self._model)
+    def _accumulated_tensors(self, saved_count: int) -> list[StateTensor]:
+        """Accumulated sums with the loss scale in them: it is restored, too."""
+        count = accumulation_counter(self._model)
         if count is None:
             return []
-        tensors = [self._sharer.replicated(f"{_SUMS}/steps", count, COUNTER)]
-        tensors += [renamed(t, f"{_SUMS}/{t.name}") for t in slices_of(self._model)]
-        sums = sums_of(self._model)
-        return tensors + own_tensors(sums, self._replicas, saved_count)
+        tensors = [self._shard_writer.replicated(f"{_SUMS}/steps", count, COUNTER)]
+        tensors += [
+            renamed(t, f"{_SUMS}/{t.name}") for t in accumulated_shards(self._model)
+        ]
+        sums = accumulated_variables(self._model)
+        return tensors + per_replica_tensors(sums, self._replicas, saved_count)
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """What is restored of a backup.
+class LoadPlan:
+    """Tensors to restore from a backup, and names to leave out.
 
     Args:
         state: `RunState`.
@@ -139,13 +157,18 @@ class Wanted:
     label: str
 
 
-def sums_of(model: Any) -> list[OwnValues]:
-    """What each replica has accumulated by itself."""
-    return [OwnValues(f"{_SUMS}/{name}", total) for name, total in own_sums_of(model)]
+def accumulated_variables(model: Any) -> list[PerReplicaVariable]:
+    """Gradients that each replica has accumulated by itself."""
+    return [
+        PerReplicaVariable(f"{_SUMS}/{name}", total)
+        for name, total in per_replica_sums(model)
+    ]
 
 
-def metrics_of(model: Any, merges: list[str] | None = None) -> list[OwnValues]:
-    """The variables of a model's metrics.
+def metric_variables(
+    model: Any, merges: list[str] | None = None
+) -> list[PerReplicaVariable]:
+    """Variables of a model's metrics.
 
     Args:
         model: Keras model.
@@ -153,19 +176,19 @@ def metrics_of(model: Any, merges: list[str] | None = None) -> list[OwnValues]:
             would tell has not been traced yet. Defaults to `None`.
 
     Returns:
-        List of `OwnValues`.
+        List of `PerReplicaVariable`.
     """
     variables = [v for metric in model.metrics for v in metric.variables]
     own = [getattr(variable.value, "merge", "sum") for variable in variables]
     kinds = own if merges is None or len(merges) != len(own) else merges
     return [
-        OwnValues(f"{_METRICS}/{number}", variable, kind)
+        PerReplicaVariable(f"{_METRICS}/{number}", variable, kind)
         for number, (variable, kind) in enumerate(zip(variables, kinds, strict=True))
     ]
 
 
 def _counters(model: Any, shard_writer: ShardWriter) -> list[StateTensor]:
-    """Variables of what is switched on that a checkpoint of the model leaves out."""
+    """Counters that the logs show, which a checkpoint of the model leaves out."""
     features = getattr(model.optimizer, "features", None)
     if features is None:
         return []
@@ -176,7 +199,9 @@ def _counters(model: Any, shard_writer: ShardWriter) -> list[StateTensor]:
     if features.noise is not None:
         found.update(signal=features.noise.signal, noise=features.noise.noise)
     return [
-        shard_writer.replicated(f"{RUN}/counters/{name}", variable, str(variable.dtype))
+        shard_writer.replicated(
+            f"{RUN_PREFIX}/counters/{name}", variable, str(variable.dtype)
+        )
         for name, variable in found.items()
     ]
 
@@ -185,5 +210,5 @@ def _of_array(name: str, array: np.ndarray, shard_writer: ShardWriter) -> StateT
     def write(value: Any) -> None:
         array[...] = np.asarray(value).reshape(array.shape)
 
-    entry = Entry(name, array.shape, lambda: array, write)
+    entry = VariableView(name, array.shape, lambda: array, write)
     return shard_writer.replicated(name, entry, array.dtype.name)

@@ -1,4 +1,4 @@
-"""A checkpoint is written: the parts first, and last the index that makes it valid."""
+"""Write a checkpoint: the shards first, and last the index that makes it valid."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from tfdp.base.files import (
     write_text,
 )
 from tfdp.checkpoint import files
-from tfdp.checkpoint.index import Extent, File, Shard, cut
+from tfdp.checkpoint.index import Extent, File, Shard, plan_shards
 from tfdp.checkpoint.index_file import (
     INDEX_FILE,
     load_index,
-    parts_from_json,
-    parts_to_json,
+    shards_from_json,
+    shards_to_json,
 )
-from tfdp.sharding.state_tensors import Piece, StateTensor
+from tfdp.sharding.state_tensors import LocalShard, StateTensor
 
 _FILE_ENDINGS = (".index", ".data-00000-of-00001")
 _FOLDER = re.compile(r"data-[0-9a-f]{12}")
 
 
-def new_folder(directory: str) -> str:
-    """Makes the folder of a new checkpoint.
+def make_data_folder(directory: str) -> str:
+    """Make the data folder of a new checkpoint.
 
     Args:
         directory: String.
@@ -56,48 +56,48 @@ def new_folder(directory: str) -> str:
     return token
 
 
-def discard(directory: str, token: str) -> None:
-    """Removes what a failed save has written, unless it had succeeded by then."""
+def discard_save(directory: str, token: str) -> None:
+    """Remove what a failed save has written, unless it had succeeded by then."""
     with contextlib.suppress(OSError, ValueError):
         if load_index(directory).token == token:
             return
     shutil.rmtree(os.path.join(directory, token), ignore_errors=True)
 
 
-def remove_folders(directory: str, keep: str) -> None:
-    """Removes the data of older checkpoints and of saves that did not end."""
+def remove_old_folders(directory: str, keep: str) -> None:
+    """Remove the data of older checkpoints and of interrupted saves."""
     with contextlib.suppress(OSError):  # the next save tries again
         for name in os.listdir(directory):
             if _FOLDER.fullmatch(name) and name != keep:
                 shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
 
 
-def write_own(state: Sequence[StateTensor], folder: str, worker: int) -> None:
-    """Writes this worker's parts, and the list of them for the first worker."""
+def write_local_shards(state: Sequence[StateTensor], folder: str, worker: int) -> None:
+    """Write this worker's shards, and the list of them for the first worker."""
     if not os.path.isdir(folder):
         raise ValueError(
             "it does not see the folder that worker 0 has made; give a directory "
             "that all workers share"
         )
-    parts = write_parts(state, folder, worker)
-    text = json.dumps(parts_to_json(parts))
+    shards = write_shards(state, folder, worker)
+    text = json.dumps(shards_to_json(shards))
     write_text(_list_path(folder, worker), text)
 
 
-def listed_parts(folder: str, num_workers: int) -> tuple[Shard, ...]:
-    """The parts that all workers have listed, if this one finds their files."""
-    parts: list[Shard] = []
+def collect_shard_lists(folder: str, num_workers: int) -> tuple[Shard, ...]:
+    """Collect the shards that all workers have listed, and check their files."""
+    shards: list[Shard] = []
     for worker in range(num_workers):
         path = _list_path(folder, worker)
         with open(path, encoding="utf-8") as file:
-            parts.extend(parts_from_json(json.load(file)))
+            shards.extend(shards_from_json(json.load(file)))
         os.unlink(path)
-    files.verify(parts, folder, contents=False)
-    return tuple(parts)
+    files.verify_files(shards, folder, contents=False)
+    return tuple(shards)
 
 
-def write_parts(state: Sequence[StateTensor], folder: str, worker: int) -> list[Shard]:
-    """Writes what this process owns of the training state.
+def write_shards(state: Sequence[StateTensor], folder: str, worker: int) -> list[Shard]:
+    """Write what this process owns of the training state.
 
     Args:
         state: Sequence of `StateTensor`.
@@ -108,16 +108,18 @@ def write_parts(state: Sequence[StateTensor], folder: str, worker: int) -> list[
         List of `Shard`, all of them on the disk.
     """
     owned = (
-        (Extent(number, piece.start, piece.stop), files.dtype_of(tensor).size)
+        (Extent(number, local.start, local.stop), files.dtype_of(tensor).size)
         for number, tensor in enumerate(state)
-        for piece in tensor.owned
+        for local in tensor.owned_shards
     )
     reader = _Reader(state)
-    parts = []
-    for number, extents in enumerate(cut(owned, files.PART_BYTES, files.RUN_BYTES)):
+    shards = []
+    for number, extents in enumerate(
+        plan_shards(owned, files.SHARD_BYTES, files.CHUNK_BYTES)
+    ):
         prefix = f"worker-{worker}-{number}"
         tensors = [reader.values(extent) for extent in extents]
-        names = [files.key_of(state[e.tensor].name, e) for e in extents]
+        names = [files.tensor_key(state[e.tensor].name, e) for e in extents]
         with tf.device("CPU:0"):
             tf.raw_ops.SaveV2(
                 prefix=os.path.join(folder, prefix),
@@ -127,9 +129,9 @@ def write_parts(state: Sequence[StateTensor], folder: str, worker: int) -> list[
             )
         del tensors  # before the next are read
         written = tuple(_sync(folder, prefix + ending) for ending in _FILE_ENDINGS)
-        parts.append(Shard(prefix, worker, written, extents))
+        shards.append(Shard(prefix, worker, written, extents))
     sync_folder(folder)
-    return parts
+    return shards
 
 
 def replace_index(directory: str, token: str, text: str) -> None:
@@ -141,40 +143,40 @@ def replace_index(directory: str, token: str, text: str) -> None:
 
 
 class _Reader:
-    """Reads pieces for a part, each once, and holds one at a time."""
+    """Reader of local shards: reads each once, and holds one at a time."""
 
     def __init__(self, state: Sequence[StateTensor]) -> None:
         self._state = state
-        self._piece: Piece | None = None
+        self._local_shard: LocalShard | None = None
         self._values: Any = None
 
     def values(self, extent: Extent) -> tf.Tensor:
-        """The elements of an extent, which lies in one piece. [stop - start]."""
+        """Elements of an extent, which lies in one local shard. [stop - start]."""
         tensor = self._state[extent.tensor]
-        piece = next(p for p in tensor.owned if p.start <= extent.start < p.stop)
-        if piece is not self._piece:
+        local = next(p for p in tensor.owned_shards if p.start <= extent.start < p.stop)
+        if local is not self._local_shard:
             self._values = None  # freed before the next is there
-            self._values = _checked(piece.read(), piece, tensor)
-            self._piece = piece
-        offset = piece.start
+            self._values = _checked(local.read(), local, tensor)
+            self._local_shard = local
+        offset = local.start
         values = self._values[extent.start - offset : extent.stop - offset]
         with tf.device("CPU:0"):
             return tf.constant(values, files.dtype_of(tensor))
 
 
-def _checked(values: Any, piece: Piece, tensor: StateTensor) -> np.ndarray:
-    """What a piece has read, which must fit: a file that does not is of no use."""
+def _checked(values: Any, local: LocalShard, tensor: StateTensor) -> np.ndarray:
+    """Values that a local shard has read, checked for their size."""
     values = np.asarray(values)
-    if values.shape != (piece.stop - piece.start,):
+    if values.shape != (local.stop - local.start,):
         raise ValueError(
             f"A piece of {tensor.name!r} must have the shape "
-            f"({piece.stop - piece.start},). Received: shape={values.shape}"
+            f"({local.stop - local.start},). Received: shape={values.shape}"
         )
     return values
 
 
 def _sync(folder: str, name: str) -> File:
-    """Takes a file to the disk, and looks at it once more for its checksum."""
+    """Sync a file to the disk, and compute its checksum."""
     with open(os.path.join(folder, name), "rb") as file:
         os.fsync(file.fileno())
         return File(name, os.fstat(file.fileno()).st_size, files.checksum(file))

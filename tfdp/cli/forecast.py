@@ -18,7 +18,7 @@ from tfdp.plans.buckets import Bucket
 from tfdp.plans.prediction import BucketPrediction, StepPrediction
 
 if TYPE_CHECKING:  # it imports TensorFlow
-    from tfdp.reduction.selection import AlgorithmChoice
+    from tfdp.reduction.algorithm_selector import AlgorithmChoice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Forecast:
         backend: String, whose defaults stand for what was not given.
         is_given: Bool, whether alpha and beta were.
         compression: String, as on the command line.
-        routes: Tuple of `tfdp.reduction.selection.Route`, one for each bucket.
+        routes: Tuple of `AlgorithmChoice`, one for each bucket.
         ring: The same if all buckets were reduced by the flat ring.
         warned: Tuple of strings, options that have no effect on this cluster.
         compute_seconds: Float or `None`, a step on one replica.
@@ -246,8 +246,8 @@ def _to_dict(forecast: Forecast) -> dict[str, Any]:
                 "dtype": bucket.dtype,
                 "variables": [entry.name for entry in bucket.entries],
                 "algorithm": str(route.algorithm),
-                "inner_wire": route.inner_wire or bucket.dtype,
-                "outer_wire": route.outer_wire or bucket.dtype,
+                "inner_wire": route.inner_dtype or bucket.dtype,
+                "outer_wire": route.outer_dtype or bucket.dtype,
                 "seconds": route.seconds,
                 "ring_seconds": ring.seconds,
             }

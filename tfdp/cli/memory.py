@@ -56,11 +56,14 @@ def memory_of(
         Tuple of pairs: what is sharded, and `ReplicaMemory` of the replica that
         holds most.
     """
-    from tfdp.sharding import part_memory, shard_plan
+    from tfdp.sharding import param_group_memory, shard_plan
 
     variables = model.trainable_variables
     rows = [
-        ("nothing sharded", part_memory(optimizer, variables, accumulates=accumulates))
+        (
+            "nothing sharded",
+            param_group_memory(optimizer, variables, accumulates=accumulates),
+        )
     ]
     scopes = {"": topology.num_replicas}
     if topology.num_nodes > 1:
@@ -70,7 +73,7 @@ def memory_of(
             continue
         plan = shard_plan(optimizer, variables, num_owners, options)
         for stage in (1, 2) if accumulates else (1,):
-            found = part_memory(
+            found = param_group_memory(
                 optimizer,
                 variables,
                 plan,

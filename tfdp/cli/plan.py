@@ -22,7 +22,7 @@ from tfdp.plans.cost_model import Algorithm
 from tfdp.plans.prediction import BACKWARD_FRACTION
 
 if TYPE_CHECKING:  # it imports TensorFlow
-    from tfdp.reduction.selection import AlgorithmChoice
+    from tfdp.reduction.algorithm_selector import AlgorithmChoice
 
 _COMPRESSIONS = ("none", "bf16", "fp16", "outer:bf16", "outer:fp16")
 _MOST_REPLICAS = 2**20
@@ -230,8 +230,8 @@ def routes_of(
     topology: Topology,
     backend: str,
 ) -> tuple[tuple[AlgorithmChoice, ...], tuple[str, ...]]:
-    """Algorithms that training would select for each bucket, and its warnings."""
-    from tfdp.reduction.selection import AlgorithmSelector
+    """What training would take for each bucket, and what it would warn of."""
+    from tfdp.reduction.algorithm_selector import AlgorithmSelector
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -244,7 +244,7 @@ def _plan_of(
     model: Any, path: str, options: CommunicationOptions
 ) -> tuple[BucketPlan, list[str]]:
     """The buckets of a model, and its variables with sparse gradients."""
-    from tfdp.reduction.report import plan_of_backward_pass
+    from tfdp.reduction.communication_plan import plan_of_backward_pass
 
     try:
         buckets, sparse = plan_of_backward_pass(model, options)
@@ -266,7 +266,7 @@ def _loaded(path: str) -> Any:
             "The file is not a saved Keras model; give one that `model.save` wrote. "
             f"Received: {path}"
         )
-    import_without_gpus("tfdp.reduction.report")
+    import_without_gpus("tfdp.reduction.communication_plan")
     return _load(path)
 
 

@@ -1,4 +1,4 @@
-"""Callbacks that Keras's loops are given besides the user's: all stay together."""
+"""Callbacks that tfdp adds to Keras's loops, to keep the workers in step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tfdp.replicas.synchronized_scope import broadcast_variables
 _CHECK_EVERY = 10
 
 
-class SaveWithTensorBoard(keras.callbacks.Callback):
-    """Takes part when the first worker's `TensorBoard` saves weights for embeddings.
+class TensorBoardParticipant(keras.callbacks.Callback):
+    """Take part when the first worker's `TensorBoard` saves weights for embeddings.
 
     Args:
         every: Int, epochs between.
@@ -31,8 +31,8 @@ class SaveWithTensorBoard(keras.callbacks.Callback):
             self.model.save_weights("taking-part.weights.h5")
 
 
-class StopTogether(keras.callbacks.Callback):
-    """Stops all workers when one of them decides to, at the end of an epoch.
+class SyncStopTraining(keras.callbacks.Callback):
+    """Stop all workers when one of them decides to, at the end of an epoch.
 
     Args:
         strategy: A tfdp strategy.
@@ -43,23 +43,23 @@ class StopTogether(keras.callbacks.Callback):
         self._strategy = strategy
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._agree()
+        self._synchronize()
 
-    def _agree(self) -> None:
+    def _synchronize(self) -> None:
         worker_group = self._strategy.extended.worker_group
         stop = bool(self.model.stop_training)
         self.model.stop_training = worker_group.any("stop_training", stop)
 
 
-class StopEachBatchTogether(StopTogether):
-    """The same after every batch, where callbacks of the user's may decide."""
+class SyncStopTrainingEachBatch(SyncStopTraining):
+    """Stop all workers after any batch, where callbacks of the user's may decide."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._agree()
+        self._synchronize()
 
 
-class ShareRestoredState(keras.callbacks.Callback):
-    """Gives all workers what the first one restored from its backup.
+class BroadcastRestoredState(keras.callbacks.Callback):
+    """Broadcast what the first worker restored from its backup.
 
     Args:
         strategy: A tfdp strategy.
@@ -82,8 +82,8 @@ class ShareRestoredState(keras.callbacks.Callback):
         broadcast_variables(self._strategy, list(seen.values()))
 
 
-class LookAfterOptimizer(keras.callbacks.Callback):
-    """Stops training that gets nowhere; makes what was accumulated fit for files."""
+class OptimizerProgressCheck(keras.callbacks.Callback):
+    """Stop training that makes no progress; prepare accumulated gradients for files."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch % _CHECK_EVERY == _CHECK_EVERY - 1:

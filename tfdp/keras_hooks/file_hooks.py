@@ -17,8 +17,8 @@ import keras
 
 from tfdp import _compat
 from tfdp.base.context import num_replicas_of
-from tfdp.keras_hooks.file_view import scaling_of, sharded_tensors
-from tfdp.sharding.full_state import FullState, collect
+from tfdp.keras_hooks.file_view import loss_scaling_of, sharded_tensors
+from tfdp.sharding.full_state import FullState, gather_full_state
 
 
 def save_with_plain_optimizer(
@@ -61,7 +61,7 @@ def _collect(distributed: Any) -> tuple[FullState, bool]:
         "saving a model with a sharded optimizer, which all workers have to do"
     )
     tensors = sharded_tensors(distributed)
-    return collect(tensors, extended.host_group, keeps=is_first), is_first
+    return gather_full_state(tensors, extended.host_group, keep=is_first), is_first
 
 
 def load_with_plain_optimizer(
@@ -142,5 +142,5 @@ def unwrap_loss_scaling(model: Any) -> None:
     inner: Any = getattr(outer, "inner_optimizer", None)
     if is_scaled and hasattr(inner, "as_keras"):
         if inner.loss_scaling is None:
-            inner.loss_scaling = scaling_of(outer)
+            inner.loss_scaling = loss_scaling_of(outer)
         model.optimizer = inner

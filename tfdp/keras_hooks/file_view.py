@@ -1,4 +1,4 @@
-"""The user's own optimizer, as a view of the `DistributedOptimizer` around it.
+"""Keras optimizer that files hold, as a view of a `DistributedOptimizer`.
 
 That is what files hold: accumulation as `gradient_accumulation_steps`, loss scaling
 as a `LossScaleOptimizer`, sharded state as if it were whole. What is loaded into the
@@ -24,8 +24,8 @@ from tfdp.step.accumulation import AccumulationState
 from tfdp.step.loss_scale import LossScale, LossScaling
 
 
-class Entry:
-    """A value of a file: read when it is written, and taken in when it is loaded.
+class VariableView:
+    """Stand-in for a variable: read when a file is written, assigned on loading.
 
     Args:
         name: String.
@@ -47,12 +47,12 @@ class Entry:
         return np.asarray(self.numpy(), dtype)
 
 
-def plain_view(distributed: Any, whole: FullState) -> Any:
-    """An optimizer as a file should hold it, sharing the state of another.
+def keras_view(distributed: Any, full_state: FullState) -> Any:
+    """Make the optimizer that a file should hold, sharing the state of another.
 
     Args:
         distributed: `DistributedOptimizer`, built or not.
-        whole: `FullState`, what is known of sharded state.
+        full_state: `FullState`, what is known of sharded state.
 
     Returns:
         A Keras optimizer of the class of the wrapped one, or a
@@ -60,9 +60,11 @@ def plain_view(distributed: Any, whole: FullState) -> Any:
     """
     view, features = distributed.inner_optimizer, distributed.features
     if distributed.is_sharded:
-        view = _with_whole_state(view, distributed.shards, whole)
+        view = _with_full_state(view, distributed.shards, full_state)
     if features.steps > 1:
-        view = _accumulating(view, features.steps, sums_of(distributed, whole))
+        view = _accumulating(
+            view, features.steps, accumulated_gradients_of(distributed, full_state)
+        )
     scaling, scale = features.scaling, features.scale
     if scaling is None:
         return view
@@ -77,7 +79,7 @@ def plain_view(distributed: Any, whole: FullState) -> Any:
 
 
 def sharded_tensors(distributed: Any) -> list[StateTensor]:
-    """What the replicas share: slots, and slices that are accumulated.
+    """State tensors that are sharded: slots, and gradients accumulated in shards.
 
     Args:
         distributed: `DistributedOptimizer`.
@@ -94,42 +96,46 @@ def sharded_tensors(distributed: Any) -> list[StateTensor]:
     return tensors
 
 
-def _with_whole_state(optimizer: Any, shards: ShardedState, whole: FullState) -> Any:
-    """An optimizer whose state is sharded, as if its slots were whole.
+def _with_full_state(
+    optimizer: Any, shards: ShardedState, full_state: FullState
+) -> Any:
+    """View of an optimizer with sharded state, as if its slots were whole.
 
     Args:
         optimizer: The user's Keras optimizer.
         shards: `ShardedState`, where its state lies.
-        whole: `FullState`, what is known of it.
+        full_state: `FullState`, what is known of it.
 
     Returns:
         A Keras optimizer of the same class.
     """
     views = {}
-    for part in innermost(optimizer):
-        sharded = shards.parts.get(id(part))
-        views[id(part)] = part
+    for group in innermost(optimizer):
+        sharded = shards.parts.get(id(group))
+        views[id(group)] = group
         if sharded is not None:
-            entries = [_entry(tensor, whole) for tensor in shards.state(sharded)]
-            num_averages = len(sharded.variables) if part.use_ema else 0
-            views[id(part)] = _compat.with_state(part, entries, num_averages)
+            entries = [_view_of(tensor, full_state) for tensor in shards.state(sharded)]
+            num_averages = len(sharded.variables) if group.use_ema else 0
+            views[id(group)] = _compat.with_state(group, entries, num_averages)
     if not is_multi(optimizer):
         return views[id(optimizer)]
     return _compat.multi_with_parts(optimizer, views, None)
 
 
-def _entry(tensor: StateTensor, whole: FullState) -> Entry:
+def _view_of(tensor: StateTensor, full_state: FullState) -> VariableView:
     def write(value: Any) -> None:
         flat = np.asarray(value).ravel()
-        for piece in tensor.held:
-            piece.write(flat[piece.start : piece.stop])
+        for shard in tensor.local_shards:
+            shard.write(flat[shard.start : shard.stop])
 
-    return Entry(tensor.name, tensor.shape, lambda: whole.read(tensor), write)
+    return VariableView(
+        tensor.name, tensor.shape, lambda: full_state.read(tensor), write
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class Sums:
-    """What has been accumulated, as one device would hold it."""
+class AccumulatedGradients:
+    """Accumulated gradients, as one device would hold them."""
 
     accumulation: AccumulationState
     scale: LossScale | None
@@ -141,17 +147,17 @@ class Sums:
     def steps(self) -> int:
         return int(self.accumulation.steps.numpy())
 
-    def entry(self, index: int) -> Entry:
-        """The sum over replicas: while nothing is under way each holds its N-th.
+    def view_of_sum(self, index: int) -> VariableView:
+        """View of the sum over replicas, of which each holds an N-th between steps.
 
         Keras accumulates unscaled gradients, tfdp scaled ones.
         """
         if self.slices is not None:
             # Slices are those of the sum over replicas, and each has one owner.
-            inner, share = _entry(*self.slices[index]), 1
+            inner, divisor = _view_of(*self.slices[index]), 1
         else:
-            inner = self._own_entry(self.accumulation.sums[index])
-            share = self.num_replicas
+            inner = self._local_sum(self.accumulation.sums[index])
+            divisor = self.num_replicas
 
         def factor() -> float:
             return 1.0 if self.scale is None else float(self.scale.value.numpy())
@@ -163,20 +169,20 @@ class Sums:
             return total if np.isfinite(total).all() else np.zeros_like(total)
 
         def write(value: Any) -> None:
-            inner.assign(np.asarray(value) * (factor() / share))
+            inner.assign(np.asarray(value) * (factor() / divisor))
 
-        return Entry(inner.path, inner.shape, read, write)
+        return VariableView(inner.path, inner.shape, read, write)
 
-    def _own_entry(self, variable: Any) -> Entry:
-        return Entry(
+    def _local_sum(self, variable: Any) -> VariableView:
+        return VariableView(
             variable.path,
             tuple(variable.shape),
             lambda: _compat.sum_of_local_parts(variable, self.num_replicas),
             variable.assign,
         )
 
-    def counter(self, iterations: Any) -> Entry:
-        """Keras counts micro-batches where it accumulates; tfdp counts updates."""
+    def counter(self, iterations: Any) -> VariableView:
+        """View of the counter of updates as one of micro-batches, as Keras has it."""
         count = self.accumulation.count
 
         def read() -> np.ndarray:
@@ -188,11 +194,13 @@ class Sums:
             iterations.assign(updates)
             count.assign(rest)
 
-        return Entry(iterations.path, (), read, write)
+        return VariableView(iterations.path, (), read, write)
 
 
-def sums_of(distributed: Any, whole: FullState) -> Sums | None:
-    """What a `DistributedOptimizer` has accumulated, or `None` without variables."""
+def accumulated_gradients_of(
+    distributed: Any, full_state: FullState
+) -> AccumulatedGradients | None:
+    """Accumulated gradients of a `DistributedOptimizer`, or `None`."""
     features, shards = distributed.features, distributed.shards
     accumulation, slices = features.accumulation, None
     if accumulation is None:
@@ -200,26 +208,28 @@ def sums_of(distributed: Any, whole: FullState) -> Sums | None:
     if distributed.accumulates_sums:
         tensors = shards.accumulated(accumulation.sums)
         trained = _compat.trained_by(distributed)
-        slices = [(tensors[id(variable)], whole) for variable in trained]
+        slices = [(tensors[id(variable)], full_state) for variable in trained]
     replicas = num_replicas_of(distributed)
-    return Sums(accumulation, features.scale, replicas, slices)
+    return AccumulatedGradients(accumulation, features.scale, replicas, slices)
 
 
-def _accumulating(optimizer: Any, steps: int, sums: Sums | None) -> Any:
+def _accumulating(optimizer: Any, steps: int, sums: AccumulatedGradients | None) -> Any:
     parts = innermost(optimizer)
-    views = {id(p): _part_view(optimizer, p, steps, sums) for p in parts}
+    views = {id(p): _accumulating_view(optimizer, p, steps, sums) for p in parts}
     if not is_multi(optimizer):
         return views[id(optimizer)]
     counter = sums and sums.counter(_compat.own_variables(optimizer)[0])
     return _compat.multi_with_parts(optimizer, views, counter)
 
 
-def _part_view(outer: Any, optimizer: Any, steps: int, sums: Sums | None) -> Any:
-    """An optimizer with the variables that it would have if Keras accumulated."""
+def _accumulating_view(
+    outer: Any, optimizer: Any, steps: int, sums: AccumulatedGradients | None
+) -> Any:
+    """View of an optimizer with the variables of Keras's accumulation."""
     if sums is None:
         return _compat.as_accumulating(optimizer, steps, None)
     entries = [
-        sums.entry(_compat.index_in(outer, variable))
+        sums.view_of_sum(_compat.index_in(outer, variable))
         for variable in _compat.trained_by(optimizer)
     ]
     own = _compat.own_variables(optimizer)
@@ -228,14 +238,14 @@ def _part_view(outer: Any, optimizer: Any, steps: int, sums: Sums | None) -> Any
     return _compat.as_accumulating(optimizer, steps, variables)
 
 
-def inherit(
+def take_accumulated_gradients(
     optimizer: Any,
     steps: int,
     accumulation: AccumulationState | None,
     trained: list[Any],
     scale: float,
 ) -> None:
-    """Takes what a built optimizer has accumulated, and frees its accumulators.
+    """Move what a built optimizer has accumulated, and free its accumulators.
 
     Args:
         optimizer: Keras optimizer, maybe built for `gradient_accumulation_steps`.
@@ -245,16 +255,16 @@ def inherit(
         scale: Float, the loss scale, by which Keras had divided.
     """
     positions = {id(variable): index for index, variable in enumerate(trained)}
-    parts = [part for part in innermost(optimizer) if _compat.has_accumulators(part)]
-    for part in parts:
-        sums = _compat.take_accumulators(part)
-        iterations = _compat.own_variables(part)[0]
+    parts = [group for group in innermost(optimizer) if _compat.has_accumulators(group)]
+    for group in parts:
+        sums = _compat.take_accumulators(group)
+        iterations = _compat.own_variables(group)[0]
         updates, count = divmod(int(iterations.numpy()), steps)
         iterations.assign(updates)
         if accumulation is None:
             continue
         accumulation.count.assign(count)
-        for variable, total in zip(_compat.trained_by(part), sums, strict=True):
+        for variable, total in zip(_compat.trained_by(group), sums, strict=True):
             if total is not None:
                 own = accumulation.sums[positions[id(variable)]]
                 _compat.copy_local_parts(total, own, scale)
@@ -263,27 +273,27 @@ def inherit(
         iterations.assign(int(iterations.numpy()) // steps)
 
 
-def scaling_of(optimizer: keras.optimizers.LossScaleOptimizer) -> LossScaling:
-    """The settings of Keras's loss scaling."""
+def loss_scaling_of(optimizer: keras.optimizers.LossScaleOptimizer) -> LossScaling:
+    """Settings of Keras's loss scaling."""
     return LossScaling(
         initial_scale=float(optimizer.initial_scale),
         growth_steps=int(optimizer.dynamic_growth_steps),
     )
 
 
-def take_accumulation_steps(optimizer: Any) -> int:
-    """Takes `gradient_accumulation_steps` over from an optimizer or its parts.
+def pop_accumulation_steps(optimizer: Any) -> int:
+    """Remove `gradient_accumulation_steps` from an optimizer, and return it.
 
     Raises:
         ValueError: If the optimizers of a `MultiOptimizer` have different ones.
     """
     parts = innermost(optimizer)
-    found = {part.gradient_accumulation_steps or 1 for part in parts}
+    found = {group.gradient_accumulation_steps or 1 for group in parts}
     if len(found) > 1:
         raise ValueError(
             "The optimizers of a `MultiOptimizer` must accumulate alike. Received: "
             f"gradient_accumulation_steps={sorted(found)}"
         )
-    for part in parts:
-        part.gradient_accumulation_steps = None
+    for group in parts:
+        group.gradient_accumulation_steps = None
     return found.pop() if found else 1

@@ -1,4 +1,4 @@
-"""Logs of a step that speak of the whole global batch, alike on every worker."""
+"""Logs of a step for the whole global batch, alike on every worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfdp.replicas.variables import MetricVariable
 
 
 def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
-    """Turns each replica's logs into those of the global data.
+    """Merge each replica's logs into those of the global batch.
 
     Metrics are computed again from the merged states of all replicas, so that
     AUC or precision are right too. Any other number that a custom step returns
@@ -33,51 +33,51 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
     """
     with timing.labelled("logs"):
         if not isinstance(outputs, dict):
-            return _mean(strategy, model, outputs)
-        return _merge(strategy, model, _flat(outputs))
+            return _merge_values(strategy, model, outputs)
+        return _merge_dict(strategy, model, _flatten_logs(outputs))
 
 
-def _merge(strategy: Any, model: Any, outputs: dict) -> dict:
+def _merge_dict(strategy: Any, model: Any, outputs: dict) -> dict:
     variables = [v for m in model.metrics for v in m.variables if _is_state(v)]
     states = [[part.read_value() for part in v.value.values] for v in variables]
     names = _metric_names(strategy, model, outputs, variables, states)
     raw = {name: value for name, value in outputs.items() if name not in names}
 
-    leaves = [_of_replicas(strategy, x) for x in tf.nest.flatten(raw)]
+    leaves = [_local_values(strategy, x) for x in tf.nest.flatten(raw)]
     kinds = [v.value.merge for v in variables] + ["sum"] * len(leaves)
-    numbers = [_by_rows(leaf) for leaf in leaves]
-    merged = _merged(strategy, model, [*states, *numbers], kinds)
+    numbers = [_weighted_by_rows(leaf) for leaf in leaves]
+    merged = _merge_states(strategy, model, [*states, *numbers], kinds)
     totals = merged[len(variables) :]
-    means = [_restored(t, leaf[0]) for t, leaf in zip(totals, leaves, strict=True)]
+    means = [_cast_like(t, leaf[0]) for t, leaf in zip(totals, leaves, strict=True)]
     logs = dict(tf.nest.pack_sequence_as(raw, means))
     if names:
-        results = _results(model, variables, merged[: len(variables)])
+        results = _metric_results(model, variables, merged[: len(variables)])
         logs.update({name: results[own] for name, own in names.items()})
     return {name: logs[name] for name in outputs}
 
 
-def _flat(logs: dict) -> dict:
-    """Lifts dicts within logs, as those of compiled metrics; Keras does so later."""
+def _flatten_logs(logs: dict) -> dict:
+    """Flatten dicts within logs, as those of compiled metrics; Keras does so later."""
     flat: dict[str, Any] = {}
     for name, value in logs.items():
-        flat.update(_flat(value) if isinstance(value, dict) else {name: value})
+        flat.update(_flatten_logs(value) if isinstance(value, dict) else {name: value})
     return flat
 
 
-def _mean(strategy: Any, model: Any, outputs: Any) -> Any:
-    leaves = [_of_replicas(strategy, x) for x in tf.nest.flatten(outputs)]
-    numbers = [_by_rows(leaf) for leaf in leaves]
-    totals = _merged(strategy, model, numbers, ["sum"] * len(leaves))
+def _merge_values(strategy: Any, model: Any, outputs: Any) -> Any:
+    leaves = [_local_values(strategy, x) for x in tf.nest.flatten(outputs)]
+    numbers = [_weighted_by_rows(leaf) for leaf in leaves]
+    totals = _merge_states(strategy, model, numbers, ["sum"] * len(leaves))
     if not leaves:
         return outputs
-    means = [_restored(t, leaf[0]) for t, leaf in zip(totals, leaves, strict=True)]
+    means = [_cast_like(t, leaf[0]) for t, leaf in zip(totals, leaves, strict=True)]
     return tf.nest.pack_sequence_as(outputs, means)
 
 
-def _merged(
+def _merge_states(
     strategy: Any, model: Any, states: list, kinds: list[str]
 ) -> list[tf.Tensor]:
-    """The states of all replicas as one; what probes the replicas travels along."""
+    """Merge the states of all replicas; drift probes travel along."""
     probes = drift_probe.pending(model)
     merged = merge_states(
         [*states, *(probe.rows for probe in probes)],
@@ -96,7 +96,7 @@ def _metric_names(
     variables: Sequence[Any],
     states: Sequence[Sequence[tf.Tensor]],
 ) -> dict[str, str]:
-    """The logs that are results of the model's metrics, not values of its own.
+    """Find the logs that are results of the model's metrics.
 
     A custom step may return a plain loss under the name of a metric that it
     never updates, or a metric's result under another name. In a traced step the
@@ -107,14 +107,14 @@ def _metric_names(
     """
     if not variables:
         return {}
-    own = _results(model, variables, [state[0] for state in states])
+    own = _metric_results(model, variables, [state[0] for state in states])
     handles = [part.handle for v in variables for part in v.value.values]
     names = {}
     for name, value in outputs.items():
         if name not in own:
-            names.update(_renamed(strategy, name, value, own))
+            names.update(_metric_of_log(strategy, name, value, own))
             continue
-        first = [_of_replicas(strategy, x)[0] for x in tf.nest.flatten(value)]
+        first = [_local_values(strategy, x)[0] for x in tf.nest.flatten(value)]
         if tf.executing_eagerly():
             expected = tf.nest.flatten(own[name])
             pairs = zip(first, expected, strict=False)
@@ -126,50 +126,52 @@ def _metric_names(
     return names
 
 
-def _renamed(strategy: Any, name: str, value: Any, own: dict) -> dict[str, str]:
-    """The metric whose result a log is under another name, if it is one."""
-    first = _of_replicas(strategy, value)[0]
+def _metric_of_log(strategy: Any, name: str, value: Any, own: dict) -> dict[str, str]:
+    """Find the metric whose result a log is under another name."""
+    first = _local_values(strategy, value)[0]
     if not tf.is_symbolic_tensor(first):
         return {}
-    formula = _formula(first)
+    formula = _expression(first)
     found = [
         metric
         for metric, result in own.items()
-        if tf.is_symbolic_tensor(result) and _formula(result) == formula
+        if tf.is_symbolic_tensor(result) and _expression(result) == formula
     ]
     return {name: found[0]} if found else {}
 
 
-def _formula(tensor: Any) -> Any:
-    """By what operations a traced tensor is computed from variables."""
+def _expression(tensor: Any) -> Any:
+    """Expression by which a traced tensor is computed from variables."""
     op = tensor.op
     if op.type == "Identity":
-        return _formula(op.inputs[0])
+        return _expression(op.inputs[0])
     if op.type == "Const":
         return str(tf.get_static_value(tensor))
     if op.type == "ReadVariableOp":
         return op.inputs[0].name
     if op.type not in ("Cast", "DivNoNan", "RealDiv", "Sqrt"):
         return op.name
-    return (op.type, *(_formula(source) for source in op.inputs))
+    return (op.type, *(_expression(source) for source in op.inputs))
 
 
-def _of_replicas(strategy: Any, value: Any) -> list:
-    """A value on each local replica, also where all returned the same object."""
+def _local_values(strategy: Any, value: Any) -> list:
+    """Values on the local replicas, also where all returned the same object."""
     found = list(strategy.experimental_local_results(value))
     num_local = strategy.extended.num_local
     return found if len(found) == num_local else found * num_local
 
 
-def _results(model: Any, variables: Sequence[Any], values: Sequence[Any]) -> dict:
-    """What the metrics would say if their states were `values`."""
+def _metric_results(
+    model: Any, variables: Sequence[Any], values: Sequence[Any]
+) -> dict:
+    """Compute the metrics as if their states were `values`."""
     mapping = list(zip(variables, values, strict=True))
     with keras.StatelessScope(state_mapping=mapping):
         return model.get_metrics_result()
 
 
 def _reads(tensor: Any, handles: Sequence[Any]) -> bool:
-    """Whether a traced tensor is computed from one of the resources."""
+    """True if a traced tensor is computed from one of the resources."""
     if not tf.is_symbolic_tensor(tensor):
         return False
     graph = tensor.graph
@@ -194,14 +196,14 @@ def _is_state(variable: Any) -> bool:
     )
 
 
-def _by_rows(of_replicas: list) -> list[tf.Tensor]:
-    """The parts of a mean, in which each local replica counts by its rows."""
+def _weighted_by_rows(local_values: list) -> list[tf.Tensor]:
+    """Weight the values of a mean, each local replica's by its rows."""
     loop = loops.current()
     weights = loop.batch_weights if loop is not None else None
     assert weights is not None  # with one replica nothing is merged
     return [
         tf.math.multiply_no_nan(_as_number(value), tf.cast(weight, tf.float64))
-        for value, weight in zip(of_replicas, weights, strict=True)
+        for value, weight in zip(local_values, weights, strict=True)
     ]
 
 
@@ -209,6 +211,6 @@ def _as_number(value: Any) -> tf.Tensor:
     return tf.cast(tf.convert_to_tensor(value), tf.float64)
 
 
-def _restored(mean: tf.Tensor, like: Any) -> tf.Tensor:
+def _cast_like(mean: tf.Tensor, like: Any) -> tf.Tensor:
     like = tf.convert_to_tensor(like)
     return tf.cast(mean, like.dtype) if like.dtype.is_floating else mean

@@ -1,4 +1,4 @@
-"""Rows of a batch follow the measured speed of the workers, while `fit` runs."""
+"""Rebalancing of a batch's rows by the measured speed of the workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIRST_STEP = 20
 
 
 class Rebalance(TimedSteps):
-    """Gives slow workers fewer rows of each batch, and fast ones more.
+    """Give slow workers fewer rows of each batch, and fast ones more.
 
     All workers see the same times, and compute the same weights from them. The mean
     of a batch stays that of its rows: each replica counts by how many it has.
@@ -40,12 +40,12 @@ class Rebalance(TimedSteps):
         self._readings = collections.deque(maxlen=_KEPT_STEPS)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Lets steps be traced with time stamps."""
+        """Trace steps with time stamps."""
         self.meter = meter_for(self.model, self._strategy)
         self.meter.start()
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
-        """Keeps what was read; the first epoch has some ends of its own."""
+        """Store a reading; rebalance early within the first epoch."""
         if reading is not None:
             self._readings.append(reading)
         if self.step >= self._due:
@@ -53,19 +53,21 @@ class Rebalance(TimedSteps):
             self._rebalance()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Moves rows, with all other workers."""
+        """Move rows, with all other workers."""
         super().on_epoch_end(epoch, logs)
         self._rebalance()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Records no longer."""
+        """Stop recording."""
         if self.meter is not None:
             self.meter.stop()
             self.meter = None
 
     def _rebalance(self) -> None:
         worker_group = self._strategy.extended.worker_group
-        texts = worker_group.all_gather("the speed of workers", json.dumps(self._own()))
+        texts = worker_group.all_gather(
+            "the speed of workers", json.dumps(self._measured())
+        )
         found = [json.loads(text) for text in texts]
         self._interrupt()
         if None in found:
@@ -82,8 +84,8 @@ class Rebalance(TimedSteps):
                 f"{num_rows} rows they get {after} from here on, {before} before."
             )
 
-    def _own(self) -> tuple[int, int] | None:
-        """Microseconds of a step for this worker's own part, and rows of a batch."""
+    def _measured(self) -> tuple[int, int] | None:
+        """Microseconds of this worker's own part of a step, and rows of a batch."""
         assert self.meter is not None
         samples = [self.meter.sample(reading) for reading in self._readings]
         self._readings.clear()

@@ -1,4 +1,4 @@
-"""Workers that save to one path do not write into each other's file.
+"""Atomic saves by Keras: workers do not write into each other's file.
 
 Every worker may have a disk of its own, or all may share one. So each writes
 beside the target, under a name of its own, and moves the complete file into
@@ -17,18 +17,18 @@ from tfdp.base.files import replaced
 _FILE_ENDINGS = (".weights.h5", ".keras", ".h5", ".hdf5")
 
 
-_thread = threading.local()
+_thread_state = threading.local()
 
 
 def is_saving() -> bool:
-    """Whether one of Keras's own saving functions is under way."""
-    return getattr(_thread, "is_saving", False)
+    """True while one of Keras's own saving functions runs."""
+    return getattr(_thread_state, "is_saving", False)
 
 
 def save_atomically(
     strategy: Any, original: Callable, model: Any, path: Any, *rest: Any, **options: Any
 ) -> Any:
-    """Calls a saving function of Keras with a path beside the one asked for.
+    """Call a saving function of Keras with a temporary path, and move the result.
 
     Args:
         strategy: The model's tfdp strategy.
@@ -41,11 +41,11 @@ def save_atomically(
     Returns:
         What `original` returns.
     """
-    _thread.is_saving = True
+    _thread_state.is_saving = True
     try:
         return _save(strategy, original, model, path, *rest, **options)
     finally:
-        _thread.is_saving = False
+        _thread_state.is_saving = False
 
 
 def _save(
@@ -53,26 +53,30 @@ def _save(
 ) -> Any:
     worker_group = strategy.extended.worker_group
     target = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    if worker_group.num_workers == 1 or target is None or not _replaces(rest, options):
+    if (
+        worker_group.num_workers == 1
+        or target is None
+        or not _may_replace(rest, options)
+    ):
         return original(model, path, *rest, **options)
     if "://" in target:
         # Object stores have no atomic move; one writer needs none.
         is_chief = worker_group.rank == 0
         return original(model, path, *rest, **options) if is_chief else None
     rank = worker_group.rank
-    own = _beside(target, rank)
+    own = _temporary_path(target, rank)
     # Of folders, which cannot replace each other, the first worker's stays.
     with replaced(target, own, replaces_folder=rank == 0) as temporary:
         return original(model, temporary, *rest, **options)
 
 
-def _replaces(rest: tuple, options: dict) -> bool:
-    """Whether the target may be replaced; if not, Keras asks the user."""
+def _may_replace(rest: tuple, options: dict) -> bool:
+    """True if the target may be replaced; if not, Keras asks the user."""
     overwrite = options.get("overwrite", rest[0] if rest else True)
     return overwrite is not False
 
 
-def _beside(target: str, rank: int) -> str:
+def _temporary_path(target: str, rank: int) -> str:
     directory, name = os.path.split(target.rstrip(os.sep))
     ending = next((e for e in _FILE_ENDINGS if name.endswith(e)), "")
     stem = name[: len(name) - len(ending)]

@@ -1,4 +1,4 @@
-"""What a user may get wrong around `strategy.scope()`, said at the door."""
+"""Checks of what is made outside of `strategy.scope()`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tfdp import _compat
 from tfdp.base.context import in_tfdp_scope
 
 
-def check_no_strategy_in_force(model: Any, name: str) -> None:
-    """Raises if a model made outside the scope is used inside it.
+def check_outside_scope(model: Any, name: str) -> None:
+    """Raise if a model made outside the scope is used inside it.
 
     Raises:
         ValueError: If a tfdp strategy's scope is in force.
@@ -24,8 +24,8 @@ def check_no_strategy_in_force(model: Any, name: str) -> None:
         )
 
 
-def move_into_scope(strategy: Any, arguments: dict[str, Any]) -> None:
-    """Moves metrics that were made outside the scope into it, in place."""
+def move_metrics_into_scope(strategy: Any, arguments: dict[str, Any]) -> None:
+    """Move metrics that were made outside the scope into it, in place."""
     del strategy
     for key in ("metrics", "weighted_metrics"):
         for metric in keras.tree.flatten(arguments.get(key)):
@@ -35,7 +35,7 @@ def move_into_scope(strategy: Any, arguments: dict[str, Any]) -> None:
 
 
 def move_optimizer_into_scope(strategy: Any, optimizer: Any) -> None:
-    """Moves an optimizer that was made outside the scope into it, in place.
+    """Move an optimizer that was made outside the scope into it, in place.
 
     Raises:
         ValueError: If it has been built outside already.

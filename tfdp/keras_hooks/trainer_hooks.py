@@ -30,14 +30,14 @@ from tfdp.keras_hooks import file_hooks, scope_checks
 from tfdp.keras_hooks.logs import merge_logs
 from tfdp.keras_hooks.saving import save_atomically
 from tfdp.keras_hooks.worker_callbacks import (
-    callbacks_of_worker,
-    difference_of,
-    names_of_ours,
-    ordered,
-    others_of,
-    problem_of,
-    that_resume,
-    with_care_of_optimizer,
+    add_optimizer_check,
+    backup_callbacks,
+    describe_mismatch,
+    find_callback_problem,
+    order_callbacks,
+    other_callbacks,
+    select_callbacks,
+    tfdp_callback_names,
 )
 from tfdp.reduction import link_measure
 from tfdp.replicas import drift_probe
@@ -46,7 +46,9 @@ from tfdp.replicas import drift_probe
 def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = strategy_of(model)
     bound = inspect.signature(original).bind(model, *args, **kwargs)
-    resuming = that_resume(bound.arguments.get("callbacks")) if name == "fit" else []
+    resuming = (
+        backup_callbacks(bound.arguments.get("callbacks")) if name == "fit" else []
+    )
     position = data_position.DataPosition() if resuming else None
     with data_position.tracking(position):
         if strategy is None:
@@ -72,9 +74,9 @@ def _run_loop(
     if name == "fit":
         given = arguments.get("callbacks")
         _check_callbacks(strategy, given, arguments)
-        arguments["callbacks"] = with_care_of_optimizer(model, given)
+        arguments["callbacks"] = add_optimizer_check(model, given)
     if strategy is None:
-        scope_checks.check_no_strategy_in_force(model, name)
+        scope_checks.check_outside_scope(model, name)
         _choose_callbacks(arguments, arguments.get("callbacks"), is_fit=name == "fit")
         return original(*bound.args, **bound.kwargs)
     worker_group = strategy.extended.worker_group
@@ -83,14 +85,14 @@ def _run_loop(
         check_batch_size(strategy, arguments.get("batch_size"), "`batch_size`")
     if worker_group.rank > 0 and worker_group.num_workers > 1:
         arguments["verbose"] = 0
-    chosen = callbacks_of_worker(
+    chosen = select_callbacks(
         strategy, model, arguments.get("callbacks"), is_fit=name == "fit"
     )
     _choose_callbacks(arguments, chosen, is_fit=name == "fit")
     if name == "fit":
         extended = strategy.extended
-        steps = link_measure.num_steps_of(arguments)
-        link_measure.learn_links(
+        steps = link_measure.num_fit_steps(arguments)
+        link_measure.load_or_measure_links(
             extended.algorithm_selector,
             extended.group,
             worker_group,
@@ -117,10 +119,10 @@ def _check_data(model: Any, arguments: dict[str, Any]) -> None:
 def _choose_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -> None:
     """Pass callbacks to Keras; those that save the others' state are told of them."""
     arguments["callbacks"] = chosen
-    resuming = that_resume(chosen) if is_fit else []
+    resuming = backup_callbacks(chosen) if is_fit else []
     if resuming:
-        arguments["callbacks"] = ordered(chosen)
-        others = others_of(arguments["callbacks"])
+        arguments["callbacks"] = order_callbacks(chosen)
+        others = other_callbacks(arguments["callbacks"])
         for callback in resuming:
             callback.follow(data_position.current(), others)
 
@@ -137,11 +139,11 @@ def _check_callbacks(strategy: Any, callbacks: Any, arguments: dict[str, Any]) -
     """Raise on every worker what is wrong with the callbacks of any of them."""
     worker_group = None if strategy is None else strategy.extended.worker_group
     is_chief = worker_group is None or worker_group.rank == 0
-    problem = problem_of(callbacks, arguments) if is_chief else ""
+    problem = find_callback_problem(callbacks, arguments) if is_chief else ""
     if worker_group is not None and worker_group.num_workers > 1:
-        own = json.dumps([problem, names_of_ours(callbacks)])
+        own = json.dumps([problem, tfdp_callback_names(callbacks)])
         told = [json.loads(text) for text in worker_group.all_gather("callbacks", own)]
-        problem = told[0][0] or difference_of([names for _, names in told])
+        problem = told[0][0] or describe_mismatch([names for _, names in told])
         if problem:
             worker_group.leave()
     if problem:
@@ -289,13 +291,13 @@ def compile_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> 
     """Compile a model, with its optimizer in the strategy's scope and unwrapped."""
     strategy = strategy_of(model)
     if strategy is None:
-        scope_checks.check_no_strategy_in_force(model, "compile")
+        scope_checks.check_outside_scope(model, "compile")
         result = original(model, *args, **kwargs)
         file_hooks.unwrap_loss_scaling(model)
         return result
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     with strategy.scope():
-        scope_checks.move_into_scope(strategy, bound.arguments)
+        scope_checks.move_metrics_into_scope(strategy, bound.arguments)
         result = original(*bound.args, **bound.kwargs)
         file_hooks.unwrap_loss_scaling(model)
         scope_checks.move_optimizer_into_scope(strategy, model.optimizer)

@@ -1,4 +1,4 @@
-"""Which callbacks each worker runs: one writes the files, all stop together."""
+"""Selection of the callbacks that each worker runs: one writes the files."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import keras
 from tfdp import _compat
 from tfdp.base.param_groups import innermost
 from tfdp.keras_hooks.added_callbacks import (
-    LookAfterOptimizer,
-    SaveWithTensorBoard,
-    ShareRestoredState,
-    StopEachBatchTogether,
-    StopTogether,
+    BroadcastRestoredState,
+    OptimizerProgressCheck,
+    SyncStopTraining,
+    SyncStopTrainingEachBatch,
+    TensorBoardParticipant,
 )
 from tfdp.keras_hooks.rebalancing import Rebalance
-from tfdp.reduction.link_measure import num_steps_of
+from tfdp.reduction.link_measure import num_fit_steps
 
 # They write what the user names by one path for all workers.
 _WRITERS = (
@@ -34,10 +34,8 @@ _BATCH_HOOKS = (
 )
 
 
-def callbacks_of_worker(
-    strategy: Any, model: Any, callbacks: Any, *, is_fit: bool
-) -> Any:
-    """The callbacks that this worker runs.
+def select_callbacks(strategy: Any, model: Any, callbacks: Any, *, is_fit: bool) -> Any:
+    """Select the callbacks that this worker runs.
 
     Args:
         strategy: A tfdp strategy.
@@ -54,28 +52,30 @@ def callbacks_of_worker(
     ):
         return callbacks
     chosen = []
-    given = _given(callbacks)
+    given = _callback_list(callbacks)
     is_sharded = _is_sharded(model, given)
     for callback in given:
         if worker_group.rank == 0 or not isinstance(callback, _WRITERS):
             chosen.append(callback)
         elif is_sharded:
-            chosen += _taking_part(callback)
+            chosen += _saving_participants(callback)
         if isinstance(callback, keras.callbacks.BackupAndRestore):
-            chosen.append(ShareRestoredState(strategy))
+            chosen.append(BroadcastRestoredState(strategy))
     if is_fit:
         own = any(_decides_per_batch(callback) for callback in chosen)
         each_batch = worker_group.any("callbacks", own)
         chosen.append(
-            StopEachBatchTogether(strategy) if each_batch else StopTogether(strategy)
+            SyncStopTrainingEachBatch(strategy)
+            if each_batch
+            else SyncStopTraining(strategy)
         )
         if strategy.extended.balance is not None:
             chosen.append(Rebalance(strategy, strategy.extended.balance))
     return chosen
 
 
-def ordered(callbacks: Any) -> Any:
-    """Puts callbacks that look at the state of all the others behind them.
+def order_callbacks(callbacks: Any) -> Any:
+    """Order callbacks: those that save the state of all the others come last.
 
     Args:
         callbacks: What Keras is given.
@@ -83,8 +83,8 @@ def ordered(callbacks: Any) -> Any:
     Returns:
         List of callbacks.
     """
-    given, last = _given(callbacks), that_resume(callbacks)
-    first = others_of(callbacks)
+    given, last = _callback_list(callbacks), backup_callbacks(callbacks)
+    first = other_callbacks(callbacks)
     if isinstance(callbacks, keras.callbacks.CallbackList):
         given[:] = [*first, *last]
         return callbacks
@@ -94,22 +94,22 @@ def ordered(callbacks: Any) -> Any:
     return [*first, *last]
 
 
-def that_resume(callbacks: Any) -> list:
-    """The callbacks that save the state of `fit`, or let it go on from there."""
-    return [c for c in _given(callbacks) if _resumes(c)]
+def backup_callbacks(callbacks: Any) -> list:
+    """Callbacks that save the state of `fit`, or resume it."""
+    return [c for c in _callback_list(callbacks) if _resumes(c)]
 
 
-def others_of(callbacks: Any) -> list:
-    """All callbacks but those."""
-    return [c for c in _given(callbacks) if not _resumes(c)]
+def other_callbacks(callbacks: Any) -> list:
+    """Callbacks that neither save the state of `fit` nor resume it."""
+    return [c for c in _callback_list(callbacks) if not _resumes(c)]
 
 
 def _resumes(callback: Any) -> bool:
     return getattr(callback, "resumes_fit", False)
 
 
-def problem_of(callbacks: Any, arguments: dict[str, Any]) -> str:
-    """What is wrong with a callback that writes, before training begins.
+def find_callback_problem(callbacks: Any, arguments: dict[str, Any]) -> str:
+    """Find what is wrong with the callbacks before training begins.
 
     Args:
         callbacks: What the user gave to Keras.
@@ -118,27 +118,27 @@ def problem_of(callbacks: Any, arguments: dict[str, Any]) -> str:
     Returns:
         String, one sentence, or `""`.
     """
-    if len(that_resume(callbacks)) > 1:
+    if len(backup_callbacks(callbacks)) > 1:
         return "Give `fit` one `tfdp.callbacks.BackupAndRestore`. Received: several"
-    asked = [c for c in _given(callbacks) if hasattr(c, "find_problem")]
-    num_steps = num_steps_of(arguments) if asked else None
+    asked = [c for c in _callback_list(callbacks) if hasattr(c, "find_problem")]
+    num_steps = num_fit_steps(arguments) if asked else None
     problems = [callback.find_problem(num_steps) for callback in asked]
     return next((problem for problem in problems if problem), "")
 
 
-def names_of_ours(callbacks: Any) -> list[str]:
-    """The callbacks of tfdp among those that the user gave to Keras, in order."""
-    kinds = [type(callback) for callback in _given(callbacks)]
+def tfdp_callback_names(callbacks: Any) -> list[str]:
+    """Names of the callbacks of tfdp that the user gave to Keras, in order."""
+    kinds = [type(callback) for callback in _callback_list(callbacks)]
     return [k.__name__ for k in kinds if k.__module__.startswith("tfdp.")]
 
 
-def _given(callbacks: Any) -> list:
+def _callback_list(callbacks: Any) -> list:
     is_list = isinstance(callbacks, keras.callbacks.CallbackList)
     return callbacks.callbacks if is_list else keras.tree.flatten(callbacks or [])
 
 
-def difference_of(names: list[list[str]]) -> str:
-    """What is wrong if workers have different callbacks of tfdp, or `""`.
+def describe_mismatch(names: list[list[str]]) -> str:
+    """Describe how workers' callbacks of tfdp differ, or `""`.
 
     Args:
         names: List of the names on each worker.
@@ -152,8 +152,8 @@ def difference_of(names: list[list[str]]) -> str:
     )
 
 
-def with_care_of_optimizer(model: Any, callbacks: Any) -> Any:
-    """Adds what a `DistributedOptimizer` needs in `fit`, before all others.
+def add_optimizer_check(model: Any, callbacks: Any) -> Any:
+    """Add the check that a `DistributedOptimizer` needs in `fit`, before all others.
 
     Args:
         model: The Keras model.
@@ -162,38 +162,38 @@ def with_care_of_optimizer(model: Any, callbacks: Any) -> Any:
     Returns:
         List of callbacks, or what was given where nothing is needed.
     """
-    given = _given(callbacks)
+    given = _callback_list(callbacks)
     optimizer = getattr(model, "optimizer", None)
     if getattr(optimizer, "needs_trace", False):
         model.train_function = None
     is_needed = hasattr(optimizer, "check_progress") or any(
         hasattr(callback, "switch_on") for callback in given
     )
-    is_there = any(isinstance(callback, LookAfterOptimizer) for callback in given)
+    is_there = any(isinstance(callback, OptimizerProgressCheck) for callback in given)
     if not is_needed or is_there:
         return callbacks
-    care = LookAfterOptimizer()
+    check = OptimizerProgressCheck()
     if not isinstance(callbacks, keras.callbacks.CallbackList):
-        return [care, *given]
-    care.set_model(model)
-    callbacks.append(care)
+        return [check, *given]
+    check.set_model(model)
+    callbacks.append(check)
     return callbacks
 
 
 def swap_averages(original: Callable, callback: Any) -> Any:
-    """`SwapEMAWeights` swaps; sharded averages swap themselves."""
-    optimizer = _averaging(callback)
+    """Swap weights and averages for `SwapEMAWeights`, sharded or not."""
+    optimizer = _sharded_averages_owner(callback)
     return original(callback) if optimizer is None else optimizer.swap_averages()
 
 
 def restart_averages(original: Callable, callback: Any) -> Any:
-    """`SwapEMAWeights` gives averages the values of the weights."""
-    optimizer = _averaging(callback)
+    """Restart averages from the weights for `SwapEMAWeights`, sharded or not."""
+    optimizer = _sharded_averages_owner(callback)
     return original(callback) if optimizer is None else optimizer.restart_averages()
 
 
-def _averaging(callback: Any) -> Any:
-    """The optimizer of a callback's model, if it has averages that are sharded."""
+def _sharded_averages_owner(callback: Any) -> Any:
+    """Optimizer of a callback's model, if it has averages that are sharded."""
     optimizer = callback.model.optimizer
     if not getattr(optimizer, "is_sharded", False):
         return None
@@ -205,25 +205,25 @@ def _averaging(callback: Any) -> Any:
 
 
 def _is_sharded(model: Any, callbacks: list) -> bool:
-    """Whether the optimizer's state is sharded, or will be by a callback."""
+    """True if the optimizer's state is sharded, or will be by a callback."""
     optimizer = getattr(model, "optimizer", None)
     wanted = getattr(optimizer, "sharding", "none") != "none"
     return wanted or any(getattr(item, "shards", False) for item in callbacks)
 
 
-def _taking_part(callback: Any) -> list:
-    """What saves when the first worker's callback does, and writes nothing."""
+def _saving_participants(callback: Any) -> list:
+    """Callbacks that save when the first worker's callback does, and write nothing."""
     if isinstance(callback, keras.callbacks.BackupAndRestore):
         return [_compat.backup_that_writes_nothing(callback)]
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         return [callback]
     if getattr(callback, "embeddings_freq", 0):
-        return [SaveWithTensorBoard(callback.embeddings_freq)]
+        return [TensorBoardParticipant(callback.embeddings_freq)]
     return []
 
 
 def _decides_per_batch(callback: Any) -> bool:
-    """Whether a callback that is not Keras's own acts after a batch."""
+    """True if a callback that is not Keras's own acts after a batch."""
     kind = type(callback)
     if isinstance(callback, keras.callbacks.LambdaCallback):
         return any(name in vars(callback) for name in _BATCH_HOOKS)

@@ -91,12 +91,12 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             outer, optimizer = optimizer, optimizer.inner_optimizer
         arguments.check_strategy(_compat.strategy_of_optimizer(optimizer))
         arguments.bring_into_scope(optimizer)
-        own_steps = file_view.take_accumulation_steps(optimizer)
+        own_steps = file_view.pop_accumulation_steps(optimizer)
         steps = arguments.agreed_steps(accumulation_steps, own_steps)
         super().__init__(learning_rate=0.0, name=name)
         _compat.untrack(self, [self._learning_rate])
         self._distribution_strategy = _compat.strategy_of_optimizer(optimizer)
-        scaling = scaling or (outer and file_view.scaling_of(outer))
+        scaling = scaling or (outer and file_view.loss_scaling_of(outer))
         self._set_up_features(optimizer, steps, scaling)
         self._set_up_sharding(sharding, shard_scope, offload)
         if optimizer.built:
@@ -224,7 +224,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             A Keras optimizer: the wrapped one with `gradient_accumulation_steps`,
             in a `LossScaleOptimizer` where the loss is scaled.
         """
-        return file_view.plain_view(self, whole or FullState())
+        return file_view.keras_view(self, whole or FullState())
 
     def get_config(self) -> dict:
         """The arguments of the constructor, as Keras serializes them."""
@@ -258,7 +258,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         if outer is not None and outer.built and scale is not None:
             scale.value.assign(outer.dynamic_scale.numpy())
             scale.good_steps.assign(outer.step_counter.numpy())
-        file_view.inherit(
+        file_view.take_accumulated_gradients(
             self.inner_optimizer,
             steps,
             self._features.accumulation,

@@ -201,8 +201,8 @@ class ShardableOptimizer(OptimizerSettings):
             return
         tensors = self._shards.accumulated(accumulation.sums)
         for variable, total in zip(_compat.trained_by(self), totals, strict=True):
-            for piece in tensors[id(variable)].held:
-                piece.write(total[piece.start : piece.stop])
+            for shard in tensors[id(variable)].local_shards:
+                shard.write(total[shard.start : shard.stop])
         accumulation.count.assign(count)
 
     @property

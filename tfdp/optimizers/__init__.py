@@ -1,4 +1,7 @@
-"""Optimizers that Keras lacks: LARS."""
+"""Optimizers that Keras lacks.
+
+- `lars`: LARS, for training with large batches.
+"""
 
 from tfdp.optimizers.lars import LARS
 

@@ -100,20 +100,20 @@ class LARS(keras.optimizers.Optimizer):
         exclude_biases_and_norms: bool = True,
         **kwargs: Any,
     ) -> None:
-        _check("momentum", momentum, 0 <= _number(momentum) <= 1, "from 0 to 1")
+        _check("momentum", momentum, 0 <= _finite(momentum) <= 1, "from 0 to 1")
         _check(
             "trust_coefficient",
             trust_coefficient,
-            _number(trust_coefficient) > 0,
+            _finite(trust_coefficient) > 0,
             "greater than zero",
         )
         _check(
             "weight_decay",
             weight_decay,
-            weight_decay is None or _number(weight_decay) >= 0,
+            weight_decay is None or _finite(weight_decay) >= 0,
             "of at least zero, or None",
         )
-        _check("epsilon", epsilon, _number(epsilon) >= 0, "of at least zero")
+        _check("epsilon", epsilon, _finite(epsilon) >= 0, "of at least zero")
         if nesterov and not momentum:
             warnings.warn(
                 "`nesterov=True` changes nothing without momentum. Give a "
@@ -135,7 +135,7 @@ class LARS(keras.optimizers.Optimizer):
         var_list: Sequence[Any] | None = None,
         var_names: Sequence[str] | None = None,
     ) -> None:
-        """Excludes variables from the trust ratio, before the first step.
+        """Exclude variables from the trust ratio, before the first step.
 
         A second call replaces the first. Biases and the parameters of
         normalisation stay excluded, see `exclude_biases_and_norms`.
@@ -162,7 +162,7 @@ class LARS(keras.optimizers.Optimizer):
         self._excluded_names = "|".join(var_names or ())
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Makes a velocity for each variable, unless the momentum is zero."""
+        """Make a velocity for each variable, unless the momentum is zero."""
         if self.built:
             return
         super().build(variables)
@@ -171,22 +171,22 @@ class LARS(keras.optimizers.Optimizer):
             self.momentums = self.add_optimizer_variables(variables, "momentum")
         # By position: under a strategy `update_step` meets the variables of one
         # replica, which have other names.
-        self._plain = frozenset(
+        self._excluded = frozenset(
             index
             for index, variable in enumerate(variables)
             if self.exclude_biases_and_norms and _is_bias_or_norm(variable)
         )
-        self._unadapted = self._plain | {
+        self._unadapted = self._excluded | {
             index
             for index, variable in enumerate(variables)
             if self._is_excluded_from_adaptation(variable)
         }
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Updates one variable and its velocity."""
+        """Update one variable and its velocity."""
         index = self._get_variable_index(variable)
         dtype = _norm_dtype(variable.dtype)
-        gradient = _dense(gradient, variable, dtype)
+        gradient = _densify(gradient, variable, dtype)
         weights = tf.cast(tf.convert_to_tensor(variable), dtype)
         rate = tf.cast(tf.convert_to_tensor(learning_rate), dtype)  # []
         decay = self._decay_of(variable, index)
@@ -211,7 +211,7 @@ class LARS(keras.optimizers.Optimizer):
         }
 
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
-        """Leaves out Keras's decoupled decay: `update_step` decays.
+        """Skip Keras's decoupled decay: `update_step` decays.
 
         Guarded by test_weight_decay_is_applied_once.
         """
@@ -223,7 +223,7 @@ class LARS(keras.optimizers.Optimizer):
         return bool(self._excluded_names and re.search(self._excluded_names, path))
 
     def _decay_of(self, variable: Any, index: int) -> float:
-        if index in self._plain or not self._use_weight_decay(variable):
+        if index in self._excluded or not self._use_weight_decay(variable):
             return 0.0
         return self.weight_decay or 0.0
 
@@ -244,12 +244,12 @@ def _is_bias_or_norm(variable: Any) -> bool:
 
 
 def _norm_dtype(dtype: Any) -> tf.DType:
-    """Squares of half precision leave its range."""
+    """Dtype to compute norms in: squares of half precision leave its range."""
     return tf.float64 if tf.as_dtype(dtype) == tf.float64 else tf.float32
 
 
-def _dense(gradient: Any, variable: Any, dtype: tf.DType) -> tf.Tensor:
-    """The gradient as one tensor: a norm needs rows that occur twice as a sum."""
+def _densify(gradient: Any, variable: Any, dtype: tf.DType) -> tf.Tensor:
+    """Convert a gradient to one tensor: a norm needs rows that occur twice as a sum."""
     if isinstance(gradient, tf.IndexedSlices):
         values = tf.cast(gradient.values, dtype)
         return tf.math.unsorted_segment_sum(values, gradient.indices, variable.shape[0])
@@ -260,8 +260,8 @@ def _norm(tensor: tf.Tensor) -> tf.Tensor:
     return tf.sqrt(tf.reduce_sum(tf.square(tensor)))  # []
 
 
-def _number(value: Any) -> float:
-    """The value where it is a finite number, else NaN, which fails comparisons."""
+def _finite(value: Any) -> float:
+    """Value if it is a finite number, else NaN, which fails comparisons."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if is_number and math.isfinite(value) else math.nan
 

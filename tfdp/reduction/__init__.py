@@ -1,1 +1,11 @@
-"""reduction."""
+"""Reduction of gradients over replicas: one fused all-reduce for each bucket.
+
+- `reducer`, `replica_reducer`: gradients of all local replicas, or of one, reduced.
+- `fusion`: buckets of gradients, packed, all-reduced and unpacked.
+- `sparse`: gradients that are rows of a table.
+- `reduced_gradients`: the result, as the later stages of a step take it.
+- `algorithm_selector`: each bucket's algorithm and communication dtype.
+- `link_measure`, `link_fit`, `link_cache`: the links that this choice depends on.
+- `communication_plan`: all of it as a table for the user.
+- `gradient_noise`: noise scale, from the norms before and after.
+"""

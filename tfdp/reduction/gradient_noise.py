@@ -1,4 +1,4 @@
-"""The gradient noise scale, measured from small and large batches of one step."""
+"""Gradient noise scale, measured from small and large batches of one step."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class GradientNoise:
 
     @property
     def variables(self) -> list:
-        """Its Keras variables."""
+        """List of its Keras variables."""
         return [self.signal, self.noise]
 
     @property
     def scale(self) -> float:
-        """Float, the noise scale in samples; NaN before it can be told."""
+        """Float, noise scale in samples; NaN before it is known."""
         signal, noise = float(self.signal.numpy()), float(self.noise.numpy())
         return noise / signal if signal > 0 else float("nan")
 
     def update(
         self, small: tf.Tensor, large: tf.Tensor, num_replicas: int, samples: tf.Tensor
     ) -> None:
-        """Takes in the norms of one update.
+        """Update the moving averages with the norms of one update.
 
         Args:
             small: Scalar tensor, mean over replicas of the squared norm of a
@@ -62,7 +62,7 @@ class GradientNoise:
 
 
 def squared_norm(gradients: Sequence[Any]) -> tf.Tensor:
-    """Scalar float32 tensor, the sum of the squares of all elements.
+    """Sum the squares of all elements: a scalar float32 tensor.
 
     Args:
         gradients: Sequence of tensors and `tf.IndexedSlices`, whose rows of one

@@ -1,4 +1,4 @@
-"""Measured links are kept on disk, so that the next run need not measure them."""
+"""Cache of measured links on disk, so that the next run need not measure them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfdp.links import Links
 
 
 def links_path() -> pathlib.Path:
-    """The user's file of measured links.
+    """Path of the user's file of measured links.
 
     Returns:
         A path: `tfdp/links.json` in `XDG_CACHE_HOME`, or in `~/.cache` where that
@@ -26,7 +26,7 @@ def links_path() -> pathlib.Path:
 
 
 def load_links(key: str, path: pathlib.Path | None = None) -> Links | None:
-    """Looks up links that were measured before.
+    """Load links that were measured before.
 
     Args:
         key: String, what they were measured on: topology, backend, versions.
@@ -55,7 +55,7 @@ def load_links(key: str, path: pathlib.Path | None = None) -> Links | None:
 
 
 def store_links(key: str, links: Links, path: pathlib.Path | None = None) -> bool:
-    """Keeps links for another run; others' entries stay.
+    """Store links for another run; other entries of the file stay.
 
     The file is replaced at once, so that nobody reads half of it. Of two
     processes that store at the same time, one may lose its entry: it will be

@@ -1,4 +1,4 @@
-"""Latency and bandwidth of a cluster's links, fitted to times that were measured."""
+"""Fit of latency and bandwidth of a cluster's links to measured times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TIE, _ROUNDING = 0.01, 1e-12
 # square. A link lets through a burst, a worker was late: times that no constants
 # explain, and that would pull all of them.
 _OUTLIER = 0.1
-_NOTHING = Link(0.0, 0.0)
+_ZERO_LINK = Link(0.0, 0.0)
 # Predicted over measured: a fit can come out at no time at all.
 _LEAST_RATIO = 1e-6
 # Alpha and beta inside, alpha and beta across, and an operation.
@@ -30,7 +30,7 @@ _NUM_CONSTANTS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One measured all-reduce.
+    """Measured time of one all-reduce.
 
     Args:
         algorithm: `Algorithm` that ran.
@@ -56,7 +56,7 @@ class Sample:
 
 
 def fit_links(samples: Sequence[Sample], default: Links | None = None) -> Links:
-    """Fits alpha and beta inside and across nodes.
+    """Fit alpha and beta inside and across nodes.
 
     The constants are not negative. What is least is the sum of Huber's function
     of the logarithms of predicted over measured: samples differ in size by
@@ -94,8 +94,8 @@ def fit_links(samples: Sequence[Sample], default: Links | None = None) -> Links:
     default = default or DEFAULT_LINKS["ring"]
     fitted = [
         _with_default(links, default)
-        for start in _starts(default)
-        for links in _fit_in_turn(samples, start)
+        for start in _initial_guesses(default)
+        for links in _fit_alternately(samples, start)
     ]
     if not fitted:
         raise ValueError(
@@ -109,15 +109,15 @@ def fit_links(samples: Sequence[Sample], default: Links | None = None) -> Links:
     return max(good, key=lambda links: _plausibility(links, default))
 
 
-def _starts(default: Links) -> list[Links]:
-    """Guesses at which link is the slower, and at whether replicas share one.
+def _initial_guesses(default: Links) -> list[Links]:
+    """Guess which link is the slower, and whether replicas share one.
 
     The constants may agree on a wrong answer, so each is tried.
     """
     levels = [
         (default.inside, default.across),
-        (default.inside, _NOTHING),
-        (_NOTHING, default.across),
+        (default.inside, _ZERO_LINK),
+        (_ZERO_LINK, default.across),
     ]
     return [
         Links(inside, across, is_inside_shared=is_shared)
@@ -126,11 +126,11 @@ def _starts(default: Links) -> list[Links]:
     ]
 
 
-def _fit_in_turn(samples: Sequence[Sample], links: Links) -> list[Links]:
+def _fit_alternately(samples: Sequence[Sample], links: Links) -> list[Links]:
     found: list[Links] = []
     weights = np.ones(len(samples))  # [num_samples]
     for _ in range(_MAX_ROUNDS):
-        rows = np.array([_row(sample, links) for sample in samples])
+        rows = np.array([_design_row(sample, links) for sample in samples])
         constants = _fit_constants(rows.reshape(-1, _NUM_CONSTANTS), weights)
         if constants is None:
             break
@@ -147,31 +147,31 @@ def _fit_in_turn(samples: Sequence[Sample], links: Links) -> list[Links]:
     return found
 
 
-def _row(sample: Sample, links: Links) -> list[float]:
+def _design_row(sample: Sample, links: Links) -> list[float]:
     """Messages, bytes and operations over the time: times the constants, 1."""
     counts = [0.0] * _NUM_CONSTANTS
-    for exchange in transfers_of(sample.algorithm, sample.topology):
-        num_inside = num_serial_messages(exchange, links)
-        num_bytes = sample.num_bytes * exchange.fraction
-        outer_bytes = num_bytes * exchange.num_streams
+    for transfer in transfers_of(sample.algorithm, sample.topology):
+        num_inside = num_serial_messages(transfer, links)
+        num_bytes = sample.num_bytes * transfer.fraction
+        outer_bytes = num_bytes * transfer.num_streams
         counts_both = links.is_inside_shared  # one after the other
         is_inside_slower = links.inside.seconds(num_bytes) > links.across.seconds(
             outer_bytes
         )
-        if exchange.num_streams and (
+        if transfer.num_streams and (
             counts_both or not (num_inside and is_inside_slower)
         ):
-            counts[2] += exchange.repeats
-            counts[3] += exchange.repeats * outer_bytes
-        if num_inside and (counts_both or not exchange.num_streams or is_inside_slower):
-            counts[0] += exchange.repeats * num_inside
-            counts[1] += exchange.repeats * num_inside * num_bytes
+            counts[2] += transfer.repeats
+            counts[3] += transfer.repeats * outer_bytes
+        if num_inside and (counts_both or not transfer.num_streams or is_inside_slower):
+            counts[0] += transfer.repeats * num_inside
+            counts[1] += transfer.repeats * num_inside * num_bytes
         counts[4] += 1
     return [count / sample.seconds for count in counts]
 
 
 def _fit_constants(rows: np.ndarray, weights: np.ndarray) -> list[float] | None:
-    """Fits all constants, or all but that of an operation if it does not show."""
+    """Fit all constants, or all but that of an operation if it does not show."""
     constants = _non_negative_least_squares(rows, weights)
     if constants is None:
         rows[:, 4] = 0
@@ -182,7 +182,7 @@ def _fit_constants(rows: np.ndarray, weights: np.ndarray) -> list[float] | None:
 def _non_negative_least_squares(
     rows: np.ndarray, weights: np.ndarray
 ) -> list[float] | None:
-    """Solves `rows @ x = 1`, x >= 0; 0 where a column is; `None` if not unique.
+    """Solve `rows @ x = 1`, x >= 0; 0 where a column is; `None` if not unique.
 
     With so few unknowns, every choice of those that are not 0 can be tried.
 
@@ -212,11 +212,11 @@ def _non_negative_least_squares(
 
 
 def _with_default(links: Links, default: Links) -> Links:
-    """Fills in a level that did not show; inside is then no slower than across."""
+    """Fill in a level that did not show; inside is then no slower than across."""
     inside, across = links.inside, links.across
-    if across == _NOTHING:
+    if across == _ZERO_LINK:
         across = default.across
-    elif inside == _NOTHING:
+    elif inside == _ZERO_LINK:
         inside = Link(
             min(default.inside.alpha_seconds, across.alpha_seconds),
             min(default.inside.seconds_per_byte, across.seconds_per_byte),
@@ -225,7 +225,7 @@ def _with_default(links: Links, default: Links) -> Links:
 
 
 def _ratios(samples: Sequence[Sample], links: Links) -> np.ndarray:
-    """Predicted over measured, and above 0 where nothing is predicted."""
+    """Predicted over measured times, above 0 where nothing is predicted."""
     ratios = [
         predict_seconds(s.algorithm, s.num_bytes, s.topology, links) / s.seconds
         for s in samples
@@ -240,7 +240,7 @@ def _loss(ratios: np.ndarray) -> float:
 
 
 def _weights(ratios: np.ndarray) -> np.ndarray:
-    """With these, the squares of `ratios - 1` are least where the loss is."""
+    """Weights with which the squares of `ratios - 1` are least where the loss is."""
     differences, errors = ratios - 1, np.log(ratios)
     # The logarithm of a ratio near 1 is the ratio less 1.
     is_near = np.abs(differences) < 1e-6
@@ -250,7 +250,7 @@ def _weights(ratios: np.ndarray) -> np.ndarray:
 
 
 def _plausibility(links: Links, default: Links) -> tuple[bool, bool]:
-    """Of equally good fits, one like the default whose links across are slower.
+    """Rank among equally good fits: links across are slower, sharing as by default.
 
     Two nodes of two replicas look the same the other way round.
     """

@@ -1,4 +1,4 @@
-"""Latency and bandwidth of this cluster's links, measured where that pays."""
+"""Measurement of the latency and bandwidth of this cluster's links."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from tfdp.collectives import ProcessGroup
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.links import DEFAULT_LINKS, Links
 from tfdp.plans.traffic import FLAT, Algorithm
+from tfdp.reduction.algorithm_selector import AlgorithmChoice, AlgorithmSelector
 from tfdp.reduction.link_cache import load_links, store_links
 from tfdp.reduction.link_fit import Sample, fit_links
-from tfdp.reduction.selection import AlgorithmChoice, AlgorithmSelector
 
 # Steps from which on a measurement of a second or two is repaid.
 LONG_RUN_STEPS = 500
 _SIZES_BYTES = (2**12, 2**18, 2**22)
-_IN_A_ROW, _REPEATS = 2, 3
+_CALLS_PER_REPEAT, _REPEATS = 2, 3
 # The version of the cost model that constants are fitted to.
-_MODEL = 2
+_MODEL_VERSION = 2
 
 
-def learn_links(
+def load_or_measure_links(
     algorithm_selector: AlgorithmSelector,
     group: ProcessGroup,
     worker_group: WorkerGroup,
     hosts: str,
     num_steps: int | None,
 ) -> None:
-    """Gives a router the figures of its links, the same on all workers.
+    """Set the links of an algorithm selector, the same on all workers.
 
     Those that were measured before and kept; or measured now if the run is long.
     Every worker has to call it.
@@ -48,7 +48,7 @@ def learn_links(
         hosts: String, what names the machines.
         num_steps: Int, steps that will be trained, or `None` if unknown.
     """
-    if algorithm_selector.are_links_known or not algorithm_selector.chooses:
+    if algorithm_selector.are_links_known or not algorithm_selector.depends_on_links:
         return
     key = _key(algorithm_selector, group, hosts)
     found = load_links(key) if worker_group.rank == 0 else None
@@ -59,18 +59,18 @@ def learn_links(
     if first["kept"]:
         algorithm_selector.set_links(Links.from_dict(json.loads(first["kept"])))
     elif first["is_long"]:
-        samples = _samples(algorithm_selector, group)
+        samples = _measure_samples(algorithm_selector, group)
         # The workers' clocks differ, and their figures must not.
-        mine = _fitted(samples, group.backend) if worker_group.rank == 0 else ""
-        told = worker_group.all_gather("measured links", mine)[0]
-        if told:
-            algorithm_selector.set_links(Links.from_dict(json.loads(told)))
-        if told and worker_group.rank == 0:
+        fitted = _fit_to_json(samples, group.backend) if worker_group.rank == 0 else ""
+        text_of_first = worker_group.all_gather("measured links", fitted)[0]
+        if text_of_first:
+            algorithm_selector.set_links(Links.from_dict(json.loads(text_of_first)))
+        if text_of_first and worker_group.rank == 0:
             store_links(key, algorithm_selector.links)
 
 
-def num_steps_of(arguments: dict[str, Any]) -> int | None:
-    """How many steps a call of `fit` will train.
+def num_fit_steps(arguments: dict[str, Any]) -> int | None:
+    """Number of steps that a call of `fit` will train.
 
     Args:
         arguments: Dict, the arguments of `fit` by name.
@@ -95,8 +95,8 @@ def num_steps_of(arguments: dict[str, Any]) -> int | None:
     return None if steps is None else epochs * int(steps)
 
 
-def _fitted(samples: list[Sample], backend: str) -> str:
-    """The links as JSON, or `""` where the times make no sense: nobody may wait."""
+def _fit_to_json(samples: list[Sample], backend: str) -> str:
+    """Fit links and encode them as JSON, or `""` where the times make no sense."""
     try:
         links = fit_links(samples, DEFAULT_LINKS[backend])
     except ValueError:
@@ -104,10 +104,10 @@ def _fitted(samples: list[Sample], backend: str) -> str:
     return json.dumps(dataclasses.asdict(links))
 
 
-def _samples(
+def _measure_samples(
     algorithm_selector: AlgorithmSelector, group: ProcessGroup
 ) -> list[Sample]:
-    """Times of small and large tensors by each algorithm.
+    """Measure small and large tensors by each algorithm.
 
     Only algorithms with other numbers of messages and operations tell what these
     cost, and whether replicas share a link.
@@ -117,27 +117,29 @@ def _samples(
     if topology.num_nodes > 1 and topology.replicas_per_node > 1 and topology.is_even:
         algorithms.append(Algorithm("hierarchical"))
     return [
-        Sample(algorithm, size, topology, _seconds(algorithm, size, group))
+        Sample(algorithm, size, topology, _measure_seconds(algorithm, size, group))
         for algorithm in algorithms
         for size in _SIZES_BYTES
     ]
 
 
-def _seconds(algorithm: Algorithm, num_bytes: int, group: ProcessGroup) -> float:
-    run = _traced(AlgorithmChoice(algorithm).all_reduce, num_bytes // 4, group)
+def _measure_seconds(
+    algorithm: Algorithm, num_bytes: int, group: ProcessGroup
+) -> float:
+    run = _trace(AlgorithmChoice(algorithm).all_reduce, num_bytes // 4, group)
     run()  # makes connections and groups
     times = []
     for _ in range(_REPEATS):
         begin = time.perf_counter()
         run()
-        times.append((time.perf_counter() - begin) / _IN_A_ROW)
+        times.append((time.perf_counter() - begin) / _CALLS_PER_REPEAT)
     return statistics.median(times)
 
 
-def _traced(
+def _trace(
     all_reduce: Callable, length: int, group: ProcessGroup
 ) -> Callable[[], None]:
-    """Several all-reduces of float32, one after the other, on every local replica."""
+    """Trace several all-reduces of float32 in a row, on every local replica."""
 
     @tf.function(autograph=False)
     def function() -> list[tf.Tensor]:
@@ -145,7 +147,7 @@ def _traced(
         for replica, device in enumerate(group.devices):
             with tf.device(device):
                 value = tf.zeros([length])  # [length]
-                for _ in range(_IN_A_ROW):
+                for _ in range(_CALLS_PER_REPEAT):
                     value = all_reduce(value, group, replica)
                 results.append(value[0])
         return results
@@ -158,11 +160,11 @@ def _traced(
 
 
 def _key(algorithm_selector: AlgorithmSelector, group: ProcessGroup, hosts: str) -> str:
-    facts = (
-        _MODEL,
+    parts = (
+        _MODEL_VERSION,
         algorithm_selector.topology.nodes,
         group.backend,
         hosts,
         tf.__version__,
     )
-    return json.dumps(facts)
+    return json.dumps(parts)

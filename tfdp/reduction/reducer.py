@@ -14,6 +14,7 @@ from tfdp.coordination.checks import check_same_plan, check_same_variables
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import BucketPlan
+from tfdp.reduction.algorithm_selector import AlgorithmChoice, AlgorithmSelector
 from tfdp.reduction.fusion import (
     ReducedGradients,
     all_reduce_any_shape,
@@ -22,7 +23,6 @@ from tfdp.reduction.fusion import (
     unbucketed,
     weighted,
 )
-from tfdp.reduction.selection import AlgorithmChoice, AlgorithmSelector
 from tfdp.reduction.sparse import reduce_indexed_slices
 from tfdp.reduction.trained_plans import TrainedPlans
 

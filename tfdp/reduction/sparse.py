@@ -1,4 +1,4 @@
-"""Sparse gradients: rows travel, or the whole table where that is less.
+"""Reduction of sparse gradients: by rows, or by the whole table where that is less.
 
 Keras applies `IndexedSlices` element by element. A row that occurs twice, as
 the rows of an Embedding do, is then not the same as one row with the sum: Adam
@@ -25,7 +25,7 @@ def reduce_indexed_slices(
     *,
     may_sum: bool = False,
 ) -> tf.IndexedSlices:
-    """Puts the rows of all replicas together.
+    """Gather the rows of all replicas, or sum them.
 
     Args:
         slices: `tf.IndexedSlices` with values `[rows, ...]`.
@@ -40,7 +40,7 @@ def reduce_indexed_slices(
     """
     if group.size == 1:
         return slices
-    if not may_sum and occur_once(slices.indices):
+    if not may_sum and are_unique(slices.indices):
         summed = reduce_indexed_slices(slices, group, replica, may_sum=True)
         with tf.device(group.devices[replica]):
             indices, values = _sum_duplicates(summed.indices, summed.values)
@@ -70,8 +70,8 @@ def reduce_indexed_slices(
         return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
-def occur_once(indices: tf.Tensor) -> bool:
-    """Whether each index is there once, in whatever batch, by how they are made.
+def are_unique(indices: tf.Tensor) -> bool:
+    """True if no index can occur twice in any batch, by how they are made.
 
     Indices that Python knows are those of positions in a sample, or of the samples
     of a batch of known size, which come again in each sample.
@@ -83,31 +83,31 @@ def occur_once(indices: tf.Tensor) -> bool:
     if not tf.is_symbolic_tensor(source):
         is_known = source is not indices and source is not None
         return is_known and _has_no_duplicates(source)
-    if source.op.type in _GIVES_EACH_ONCE:
+    if source.op.type in _UNIQUE_OPS:
         return source.value_index == 0
     value = tf.get_static_value(source)
     return value is not None and _has_no_duplicates(value)
 
 
 # The first result of these holds nothing twice.
-_GIVES_EACH_ONCE = ("Range", "Unique", "UniqueV2")
+_UNIQUE_OPS = ("Range", "Unique", "UniqueV2")
 # Their result holds elements of their first input, none of them more often.
-_KEEPS_ELEMENTS = (
+_SELECTING_OPS = (
     *("Reshape", "Identity", "Cast", "ExpandDims", "Squeeze"),
     *("StridedSlice", "Slice"),
 )
 
 
 def _source(tensor: Any) -> Any:
-    """What a tensor holds elements of, all or some, in another shape or type."""
+    """Trace a tensor back to the one whose elements it holds, all or some."""
     while tf.is_symbolic_tensor(tensor):
         op = tensor.op
-        if op.type in _KEEPS_ELEMENTS:
+        if op.type in _SELECTING_OPS:
             tensor = op.inputs[0]
         elif _wraps_negative(op):
             tensor = op.inputs[2]
         elif op.type == "Placeholder":
-            outer = [o for o, i in _captures(tensor.graph) if i is tensor]
+            outer = [o for o, i in _graph_captures(tensor.graph) if i is tensor]
             if not outer:
                 return tensor
             tensor = outer[0]
@@ -117,14 +117,14 @@ def _source(tensor: Any) -> Any:
 
 
 def _wraps_negative(op: Any) -> bool:
-    """Whether an operation is the end of Keras's `where(i < 0, i + size, i)`."""
+    """True for the last operation of Keras's `where(i < 0, i + size, i)`."""
     if op.type != "SelectV2":
         return False
     wrapped = op.inputs[1].op
     return wrapped.type == "AddV2" and wrapped.inputs[0] is op.inputs[2]
 
 
-def _captures(graph: Any) -> Any:
+def _graph_captures(graph: Any) -> Any:
     return getattr(graph, "captures", ())
 
 
@@ -148,7 +148,7 @@ def _gather_rows(
     group: ProcessGroup,
     replica: int,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Every replica's rows, padded to one length for the collective."""
+    """Gather every replica's rows, padded to one length for the collective."""
     length, size = padded_length(tf.reduce_max(counts))
     missing = length - tf.size(indices, out_type=tf.int32)
     padding = [[0, missing]] + [[0, 0]] * (values.shape.rank - 1)
@@ -165,7 +165,7 @@ def _reduce_table(
     group: ProcessGroup,
     replica: int,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """The whole table and, beside each row, how many replicas touched it."""
+    """Reduce the whole table and, beside each row, how many replicas touched it."""
     row_size = tf.reduce_prod(tf.shape(values)[1:])
     flat = tf.reshape(values, [-1, row_size])  # [rows, row_size]
     touched = tf.concat([flat, tf.ones_like(flat[:, :1])], axis=1)

@@ -1,16 +1,26 @@
-"""Optimizer state that is spread over the replicas, each part with one owner."""
+"""Sharded optimizer state (ZeRO-1 and ZeRO-2): each replica owns and updates a shard.
 
-from tfdp.sharding.memory_report import memory_report, part_memory
+- `sharded_state`: builds the state, shows it to a step and to files.
+- `sharded_param_group`, `element_shards`, `variable_shards`: the state of one inner
+  optimizer, in flat shards or in whole variables.
+- `sharded_layout`, `sharded_gradients`, `gradient_statistics`: its stages of a step.
+- `shard_groups`, `shard_collectives`, `packing`: reduce-scatter and all-gather.
+- `state_tensors`, `state_names`, `optimizer_state`, `full_state`: the state as files
+  hold it, whole tensors by name.
+- `memory_report`: what the state takes on each replica.
+"""
+
+from tfdp.sharding.memory_report import memory_report, param_group_memory
 from tfdp.sharding.sharded_layout import ShardedLayout
 from tfdp.sharding.sharded_state import ShardedState, shard_plan
-from tfdp.sharding.state_names import place, slot_names
+from tfdp.sharding.state_names import slot_names, variable_name
 
 __all__ = [
     "ShardedLayout",
     "ShardedState",
     "memory_report",
-    "part_memory",
-    "place",
+    "param_group_memory",
     "shard_plan",
     "slot_names",
+    "variable_name",
 ]

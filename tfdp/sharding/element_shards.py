@@ -1,4 +1,4 @@
-"""Optimizer state on flat slices, and how the optimizer updates them.
+"""Optimizer state on flat shards, and the optimizer's update of them.
 
 An ordinary Keras optimizer, a clone of the user's, is built on the slices that the
 replica owns. So slots are born sharded.
@@ -22,7 +22,7 @@ from tfdp.step.flat_params import FlatParameterRange, TensorView
 
 
 class ElementShards:
-    """Slots on flat slices, for optimizers that treat every element by itself.
+    """Slots on flat shards, for optimizers that treat every element by itself.
 
     Args:
         optimizer: Keras optimizer, one of those known to be elementwise.
@@ -65,7 +65,7 @@ class ElementShards:
         variables: list[Any],
         rate: Any,
     ) -> list[tf.Tensor | None]:
-        """Decays and updates what the replica owns.
+        """Decay and update what the replica owns.
 
         Args:
             optimizer: Keras optimizer, the user's or a stand-in.
@@ -79,25 +79,27 @@ class ElementShards:
         """
         optimizer = _compat.stand_in(optimizer, **self.singles)
         _compat.update_variables(optimizer, [], [], rate)
-        news: list[tf.Tensor | None] = []
+        updated: list[tf.Tensor | None] = []
         for number, bucket in enumerate(self._plan.buckets):
             if not bucket.indices & gradients.present:
-                news.append(None)
+                updated.append(None)
                 continue
             row = bucket.rows[self.owner]
             parts = []
             for first, last in _runs(row, gradients):
                 parts.append(
-                    self._updated(
+                    self._update_run(
                         optimizer, number, first, last, gradients, variables, rate
                     )
                 )
             dtype = tf.as_dtype(bucket.dtype)
             padding = [tf.zeros([bucket.padding(self.owner)], dtype)]
-            news.append(pack(parts + padding if bucket.padding(self.owner) else parts))
-        return news
+            updated.append(
+                pack(parts + padding if bucket.padding(self.owner) else parts)
+            )
+        return updated
 
-    def _updated(
+    def _update_run(
         self,
         optimizer: Any,
         number: int,
@@ -107,7 +109,7 @@ class ElementShards:
         variables: list[Any],
         rate: Any,
     ) -> tf.Tensor:
-        """The new values of segments that are updated as one."""
+        """Update segments as one, and return their new values."""
         row = self._plan.buckets[number].rows[self.owner]
         segments = row[first:last]
         start = sum(segment.size for segment in row[:first])
@@ -124,9 +126,9 @@ class ElementShards:
             is_all = (start, stop) == (0, piece.shape[0])
             gradient = piece if is_all else piece[start:stop]
         with tf.device(self.device):
-            return self._step(optimizer, number, start, stop, values, gradient, rate)
+            return self._apply(optimizer, number, start, stop, values, gradient, rate)
 
-    def _step(
+    def _apply(
         self,
         optimizer: Any,
         number: int,
@@ -136,10 +138,10 @@ class ElementShards:
         gradient: Any,
         rate: Any,
     ) -> tf.Tensor:
-        """The optimizer's own update of elements `start` to `stop` of a slice."""
+        """Apply the optimizer's own update to elements `start` to `stop` of a shard."""
         view = TensorView(values)
         slots = {
-            name: self._slot(items[self.buckets.index(number)], start, stop)
+            name: self._slot_range(items[self.buckets.index(number)], start, stop)
             for name, items in self.slots.items()
         }
         flat = _compat.with_slots(
@@ -151,35 +153,35 @@ class ElementShards:
                 slot.write_back()
         return view.read_value()
 
-    def _slot(self, slot: Any, start: int, stop: int) -> Any:
+    def _slot_range(self, slot: Any, start: int, stop: int) -> Any:
         is_whole = slot is None or (start, stop) == (0, slot.shape[0])
         return slot if is_whole else FlatParameterRange(slot.value, start, stop)
 
     def scale_momentum(self, growth: tf.Tensor) -> None:
-        """Multiplies every momentum."""
+        """Multiply every momentum."""
         for slot in self.slots.get("momentums", []):
             slot.assign(slot * tf.cast(growth, slot.dtype))
 
     def own_values(self, variables: list[Any]) -> list[tf.Tensor]:
-        """The values of what the replica owns, one tensor for each average."""
+        """Values of what the replica owns, one tensor for each average."""
         rows = [self._plan.buckets[number].rows[self.owner] for number in self.buckets]
         return [pack([_value(s, variables) for s in row]) for row in rows]
 
     def average(self, optimizer: Any, variables: list[Any]) -> None:
-        """Moves the averages towards the variables."""
+        """Move the averages towards the variables."""
         views = [TensorView(value) for value in self.own_values(variables)]
         averages = self.slots.get("_model_variables_moving_average", [])
         stand_in = _compat.stand_in(optimizer, _model_variables_moving_average=averages)
         _compat.move_averages(stand_in, views)
 
     def set_averages(self, values: list[tf.Tensor]) -> None:
-        """Gives the averages values, as `own_values` returns them."""
+        """Set the averages to values, as `own_values` returns them."""
         averages = self.slots.get("_model_variables_moving_average", [])
         for average, value in zip(averages, values, strict=True):
             average.assign(value)
 
     def averages(self) -> list[tf.Tensor | None]:
-        """The averages, as slices of every bucket."""
+        """Averages, as slices of every bucket."""
         found: list[tf.Tensor | None] = []
         averages = self.slots.get("_model_variables_moving_average", [])
         for number, bucket in enumerate(self._plan.buckets):
@@ -214,7 +216,7 @@ def _decayed(
 
 
 def _runs(row: Sequence[Segment], gradients: ShardedGradients) -> list[tuple[int, int]]:
-    """Neighbouring segments that are updated as one: first and one after the last.
+    """Group neighbouring segments that are updated as one: first, one after the last.
 
     Those with sparse gradients are each by themselves.
     """
@@ -233,7 +235,7 @@ def _runs(row: Sequence[Segment], gradients: ShardedGradients) -> list[tuple[int
 
 
 def _sparse_elements(rows: tf.IndexedSlices, segment: Segment) -> tf.IndexedSlices:
-    """Rows of a variable as single elements of a segment of it.
+    """Convert rows of a variable to single elements of a segment of it.
 
     Keras applies rows of one index one by one, and so it must the elements.
     """

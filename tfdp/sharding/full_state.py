@@ -1,4 +1,4 @@
-"""Whole tensors from the elements that replicas hold of them, for ordinary files."""
+"""Full state: whole tensors from the shards that replicas hold, for Keras's files."""
 
 from __future__ import annotations
 
@@ -13,73 +13,73 @@ from tfdp.sharding.state_tensors import StateTensor
 # The heartbeats of workers wait behind a message on a slow link, and must not for long.
 _MESSAGE_BYTES = 2**22
 # Sums need several times their memory on the way.
-_RUN_BYTES = 2**20
+_SUM_BYTES = 2**20
 
 
 class FullState:
-    """The values of state tensors, as far as this process knows them.
+    """Values of state tensors, as far as this process knows them.
 
     Args:
-        collected: Dict from name to array, what other processes hold a part of.
+        gathered: Dict from name to array, what other processes hold a part of.
     """
 
-    def __init__(self, collected: dict[str, np.ndarray] | None = None) -> None:
-        self._collected = collected or {}
+    def __init__(self, gathered: dict[str, np.ndarray] | None = None) -> None:
+        self._gathered = gathered or {}
 
     def read(self, tensor: StateTensor) -> np.ndarray:
-        """The whole tensor.
+        """Assemble the whole tensor.
 
         Raises:
             RuntimeError: If others hold elements of it, and it was not collected.
         """
-        if tensor.name in self._collected:
-            return self._collected[tensor.name].reshape(tensor.shape)
-        if sum(piece.stop - piece.start for piece in tensor.owned) < tensor.size:
+        if tensor.name in self._gathered:
+            return self._gathered[tensor.name].reshape(tensor.shape)
+        if sum(shard.stop - shard.start for shard in tensor.owned_shards) < tensor.size:
             raise RuntimeError(
                 f"Other workers hold a part of {tensor.name!r}. Save the model by "
                 "`model.save` or `model.save_weights`, on all workers."
             )
-        whole = np.zeros(tensor.size, tf.as_dtype(tensor.dtype).as_numpy_dtype)
-        for piece in tensor.owned:
-            whole[piece.start : piece.stop] = piece.read()
-        return whole.reshape(tensor.shape)
+        full = np.zeros(tensor.size, tf.as_dtype(tensor.dtype).as_numpy_dtype)
+        for shard in tensor.owned_shards:
+            full[shard.start : shard.stop] = shard.read()
+        return full.reshape(tensor.shape)
 
 
-def collect(
-    tensors: Sequence[StateTensor], host_group: ProcessGroup, *, keeps: bool
+def gather_full_state(
+    tensors: Sequence[StateTensor], host_group: ProcessGroup, *, keep: bool
 ) -> FullState:
-    """Brings tensors together, a few megabytes at a time. All workers call it.
+    """Gather whole tensors, a few megabytes at a time. All workers call it.
 
     Args:
         tensors: Sequence of `StateTensor`.
         host_group: `ProcessGroup` with one member for each worker.
-        keeps: Bool, whether this worker wants them.
+        keep: Bool, whether this worker wants them.
 
     Returns:
         `FullState`, empty on a worker that does not want them.
     """
     if host_group.size == 1:
         return FullState()
-    collected: dict[str, np.ndarray] = {}
+    gathered: dict[str, np.ndarray] = {}
     for tensor in tensors:
         dtype = tf.as_dtype(tensor.dtype).as_numpy_dtype
         step = max(1, _MESSAGE_BYTES // np.dtype(dtype).itemsize)
-        whole = np.zeros(tensor.size if keeps else 0, dtype)
+        full = np.zeros(tensor.size if keep else 0, dtype)
         for start in range(0, tensor.size, step):
             part = np.zeros(min(step, tensor.size - start), dtype)
             _fill(part, start, tensor)
-            total = _sum_of_bits(part, host_group)
-            if keeps:
-                whole[start : start + len(part)] = total
-        if keeps:
-            collected[tensor.name] = whole
-    return FullState(collected)
+            total = _sum_bits(part, host_group)
+            if keep:
+                full[start : start + len(part)] = total
+        if keep:
+            gathered[tensor.name] = full
+    return FullState(gathered)
 
 
 def redistribute_sum(
     parts: Sequence[tf.Variable], host_group: ProcessGroup, num_replicas: int
 ) -> None:
-    """Gives every replica an N-th of the sum of what all have. All workers call it.
+    """Set every replica's tensor to an N-th of the sum of all. All workers call it.
 
     It takes a few megabytes, and for a moment the memory of one part.
 
@@ -100,7 +100,7 @@ def redistribute_sum(
         for part in parts:
             part.assign(value)
         return
-    for rows in _runs_of_rows(tuple(parts[0].shape), parts[0].dtype.size):
+    for rows in _row_ranges(tuple(parts[0].shape), parts[0].dtype.size):
         value = mean([tf.gather(part, rows) for part in parts])
         for part in parts:
             part.scatter_update(tf.IndexedSlices(value, rows))
@@ -110,26 +110,26 @@ def redistribute_sum(
         part.assign(part.read_value())
 
 
-def _runs_of_rows(shape: tuple[int, ...], item_bytes: int) -> Iterator[tf.Tensor]:
-    """The rows of a tensor, few megabytes of them at a time."""
+def _row_ranges(shape: tuple[int, ...], item_bytes: int) -> Iterator[tf.Tensor]:
+    """Divide the rows of a tensor into ranges of few megabytes."""
     num_rows = shape[0]
     row_bytes = max(1, int(np.prod(shape[1:], dtype=np.int64)) * item_bytes)
-    step = max(1, _RUN_BYTES // row_bytes)
+    step = max(1, _SUM_BYTES // row_bytes)
     for start in range(0, num_rows, step):
         yield tf.range(start, min(start + step, num_rows))
 
 
 def _fill(part: np.ndarray, start: int, tensor: StateTensor) -> None:
     stop = start + len(part)
-    for piece in tensor.owned:
-        first, last = max(start, piece.start), min(stop, piece.stop)
+    for shard in tensor.owned_shards:
+        first, last = max(start, shard.start), min(stop, shard.stop)
         if first < last:
-            values = piece.read()[first - piece.start : last - piece.start]
+            values = shard.read()[first - shard.start : last - shard.start]
             part[first - start : last - start] = values
 
 
-def _sum_of_bits(part: np.ndarray, group: ProcessGroup) -> np.ndarray:
-    """Elements that are zero on all workers but one, bit by bit, in any dtype."""
+def _sum_bits(part: np.ndarray, group: ProcessGroup) -> np.ndarray:
+    """Sum elements, bit by bit in any dtype, that are zero on all workers but one."""
     raw = part.tobytes()
     words = np.frombuffer(raw + b"\0" * (-len(raw) % 4), np.int32)
     total = all_reduce(tf.constant(words), group, 0).numpy()

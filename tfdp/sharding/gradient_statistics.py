@@ -36,7 +36,9 @@ class ShardedGradientStatistics:
             own = [
                 _squares_and_flags(p, s, collectives.owner) for p, s in self._pairs()
             ]
-            total = collectives.sum(_joined([fact for pair in own for fact in pair]))
+            total = collectives.all_reduce(
+                _joined([fact for pair in own for fact in pair])
+            )
             sizes = [len(p.variables) for p in parts for _ in range(2)]
             self._facts = tf.split(total, sizes)
 

@@ -1,4 +1,4 @@
-"""Measures the training state of an optimizer against `tfdp.plans.memory`."""
+"""Memory of an optimizer's training state, by the model of `tfdp.plans.memory`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tfdp.sharding.state_names import slot_names
 
 
 def memory_report(distributed: Any) -> MemoryReport:
-    """What the state of a `DistributedOptimizer` takes, see `MemoryReport`."""
+    """Compute the memory of a `DistributedOptimizer`, see `MemoryReport`."""
     accumulates = distributed.features.accumulation is not None
     sharded, whole = NOTHING, NOTHING
     for part in innermost(distributed.inner_optimizer):
         variables = _compat.trained_by(part) if part.built else []
         if not variables:
             continue
-        found = part_memory(part, variables, accumulates=accumulates)
+        found = param_group_memory(part, variables, accumulates=accumulates)
         whole += found
         if distributed.shards is None:
             sharded += found
         else:
-            sharded += part_memory(
+            sharded += param_group_memory(
                 part,
                 variables,
                 distributed.shards.parts[id(part)].plan,
@@ -41,7 +41,7 @@ def memory_report(distributed: Any) -> MemoryReport:
     return MemoryReport(sharded, whole)
 
 
-def part_memory(
+def param_group_memory(
     optimizer: Any,
     variables: list[Any],
     plan: ShardPlan | None = None,
@@ -49,7 +49,7 @@ def part_memory(
     accumulates: bool = False,
     shards_gradients: bool = False,
 ) -> ReplicaMemory:
-    """What an optimizer that is no wrapper takes for some variables.
+    """Compute the memory of an optimizer that is no wrapper, for some variables.
 
     Args:
         optimizer: Keras optimizer, built or not.

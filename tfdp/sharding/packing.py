@@ -1,4 +1,4 @@
-"""Packs variables into the rows of a shard plan and takes them out again."""
+"""Packing of variables into the rows of a shard plan, and unpacking."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdp.plans.shards import Row, Segment, ShardBucket, ShardPlan
 def pack_rows(
     bucket: ShardBucket, tensors: Mapping[int, tf.Tensor], dtype: tf.DType
 ) -> tf.Tensor:
-    """Lays all rows of a bucket end to end, each padded to the size of a slice.
+    """Lay all rows of a bucket end to end, each padded to the size of a slice.
 
     Args:
         bucket: `ShardBucket`.
@@ -34,7 +34,7 @@ def pack_rows(
 def pack_row(
     row: Row, padding: int, tensors: Mapping[int, tf.Tensor], dtype: tf.DType
 ) -> tf.Tensor:
-    """Lays one row of a bucket end to end, as `pack_rows` does with all.
+    """Lay one row of a bucket end to end, as `pack_rows` does with all.
 
     Args:
         row: Tuple of `Segment`.
@@ -53,7 +53,7 @@ def pack_row(
 
 
 def elements_of(tensor: tf.Tensor, segment: Segment) -> tf.Tensor:
-    """A flat tensor of a segment's elements; the whole is not copied."""
+    """Flat tensor of a segment's elements; the whole is not copied."""
     flat = tf.reshape(tensor, [-1])
     if segment.start == 0 and segment.stop == flat.shape[0]:
         return flat
@@ -63,7 +63,7 @@ def elements_of(tensor: tf.Tensor, segment: Segment) -> tf.Tensor:
 def unpack_rows(
     plan: ShardPlan, flats: Sequence[tf.Tensor | None]
 ) -> dict[int, tf.Tensor]:
-    """Takes the variables out of gathered buckets.
+    """Take the variables out of gathered buckets.
 
     Args:
         plan: `ShardPlan`.
@@ -83,10 +83,10 @@ def unpack_rows(
                 found = (segment.start, number, begin, begin + segment.size)
                 ranges.setdefault(segment.index, []).append(found)
                 begin += segment.size
-    return {index: _joined(sorted(parts), flats) for index, parts in ranges.items()}
+    return {index: _join(sorted(parts), flats) for index, parts in ranges.items()}
 
 
-def _joined(
+def _join(
     parts: list[tuple[int, int, int, int]], flats: Sequence[tf.Tensor | None]
 ) -> tf.Tensor:
     merged: list[list[int]] = []
@@ -95,17 +95,17 @@ def _joined(
             merged[-1][2] = end
         else:
             merged.append([number, begin, end])
-    tensors = [_given(flats[number])[begin:end] for number, begin, end in merged]
+    tensors = [_require(flats[number])[begin:end] for number, begin, end in merged]
     return tensors[0] if len(tensors) == 1 else tf.concat(tensors, axis=0)
 
 
-def _given(flat: tf.Tensor | None) -> tf.Tensor:
+def _require(flat: tf.Tensor | None) -> tf.Tensor:
     assert flat is not None
     return flat
 
 
 def _append(runs: list[Segment | int], item: Segment | int) -> None:
-    """Adds elements, or a number of zeros, to what they continue."""
+    """Append elements, or a number of zeros, joined to what they continue."""
     last = runs[-1] if runs else None
     if isinstance(item, int):
         if isinstance(last, int):

@@ -1,4 +1,4 @@
-"""How one replica hands in its gradients and gets slices, and the other way round."""
+"""Reduce-scatter of gradients to shards, all-gather of shards to variables."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Slices = list[tf.Tensor | None]
 
 
 class ShardCollectives(Protocol):
-    """What a step asks of the replicas that share its optimizer state."""
+    """Collectives that a step with sharded optimizer state needs."""
 
     owner: int
     num_copies: int
 
-    def scatter(
+    def reduce_scatter(
         self,
         plan: ShardPlan,
         tensors: Mapping[int, tf.Tensor],
         weight: tf.Tensor | None,
     ) -> Slices:
-        """Sums tensors over all replicas and keeps the own slice of each bucket.
+        """Sum tensors over all replicas and keep the own slice of each bucket.
 
         Args:
             plan: `ShardPlan`.
@@ -41,29 +41,29 @@ class ShardCollectives(Protocol):
             where there is nothing to sum.
         """
 
-    def gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
-        """Gets all variables of the buckets whose slices are given.
+    def all_gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
+        """Gather all variables of the buckets whose slices are given.
 
         Args:
             plan: `ShardPlan`.
-            slices: As `scatter` returns them.
+            slices: As `reduce_scatter` returns them.
 
         Returns:
             Dict from position to flat tensor, alike on all replicas.
         """
 
-    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Sums a small tensor over the owners of different slices."""
+    def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Sum a small tensor over the owners of different slices."""
 
 
 class GraphShardCollectives:
-    """By reduce-scatter and all-gather, in a graph.
+    """Shard collectives by reduce-scatter and all-gather, in a graph.
 
     Args:
         groups: `ShardGroups`.
         replica: Int, index of the calling replica among the local ones.
         reduce_dtypes_of: Callable from what is sent to the dtypes that it travels in,
-            see `ShardGroups.scatter`.
+            see `ShardGroups.reduce_scatter`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class GraphShardCollectives:
         self._replica = replica
         self._reduce_dtypes_of = reduce_dtypes_of
 
-    def scatter(
+    def reduce_scatter(
         self,
         plan: ShardPlan,
         tensors: Mapping[int, tf.Tensor],
@@ -95,7 +95,7 @@ class GraphShardCollectives:
             if weight is not None:
                 flat = weighted(flat, weight)
             with timing.labelled(f"{timing.GRADIENTS} {channel}"):
-                piece = self._groups.scatter(
+                piece = self._groups.reduce_scatter(
                     flat,
                     self._replica,
                     channel=channel,
@@ -104,7 +104,7 @@ class GraphShardCollectives:
             slices.append(piece)
         return slices
 
-    def gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
+    def all_gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
         """See `ShardCollectives`."""
         flats: Slices = []
         for channel, (bucket, piece) in enumerate(
@@ -115,18 +115,20 @@ class GraphShardCollectives:
                 # A key contains the shape, which clipping or an update may have lost.
                 whole = tf.ensure_shape(piece, [bucket.slice_size])
                 with timing.labelled(f"{timing.PARAMETERS} {channel}"):
-                    flat = self._groups.gather(whole, self._replica, channel=channel)
+                    flat = self._groups.all_gather(
+                        whole, self._replica, channel=channel
+                    )
             flats.append(flat)
         return unpack_rows(plan, flats)
 
-    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
+    def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """See `ShardCollectives`."""
         with timing.labelled("norms"):
-            return self._groups.sum(tensor, self._replica)
+            return self._groups.all_reduce(tensor, self._replica)
 
 
 class EagerShardCollectives:
-    """By all-reduces of whole variables: for eager steps, and where rows are uneven.
+    """Shard collectives by all-reduce: for eager steps, and where rows are uneven.
 
     Eager replicas run one after the other and cannot wait for each other in a
     collective. And where one variable is larger than a fair share, rows would be
@@ -135,21 +137,21 @@ class EagerShardCollectives:
     Args:
         groups: `ShardGroups`.
         replica: Int, index of the calling replica among the local ones.
-        total: Callable that sums a list of tensors over all replicas.
+        sum_tensors: Callable that sums a list of tensors over all replicas.
     """
 
     def __init__(
         self,
         groups: ShardGroups,
         replica: int,
-        total: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+        sum_tensors: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     ) -> None:
         self.owner = groups.owner(replica)
         self.num_copies = groups.num_copies
-        self._total = total
+        self._sum_tensors = sum_tensors
         self._is_first_copy = groups.is_first_copy(replica)
 
-    def scatter(
+    def reduce_scatter(
         self,
         plan: ShardPlan,
         tensors: Mapping[int, tf.Tensor],
@@ -161,7 +163,7 @@ class EagerShardCollectives:
             tensors[index] if weight is None else weighted(tensors[index], weight)
             for index in indices
         ]
-        sums = dict(zip(indices, self._total(given), strict=True))
+        sums = dict(zip(indices, self._sum_tensors(given), strict=True))
         slices: Slices = []
         for bucket in plan.buckets:
             present = sorted(bucket.indices & sums.keys())
@@ -172,9 +174,9 @@ class EagerShardCollectives:
             slices.append(pack_row(row, padding, sums, sums[present[0]].dtype))
         return slices
 
-    def gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
+    def all_gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
         """See `ShardCollectives`: others' elements count as zeros in a sum."""
-        sizes = _sizes(plan, slices)
+        sizes = _variable_sizes(plan, slices)
         own: dict[int, list[tuple[Segment, tf.Tensor]]] = {index: [] for index in sizes}
         dtypes: dict[int, tf.DType] = {}
         for bucket, piece in zip(plan.buckets, slices, strict=True):
@@ -186,20 +188,20 @@ class EagerShardCollectives:
                 elements = piece[begin : begin + segment.size]
                 own[segment.index].append((segment, elements))
                 begin += segment.size
-        wholes = [
-            _among_zeros(own[index], size, dtypes[index])
+        padded = [
+            _pad_with_zeros(own[index], size, dtypes[index])
             for index, size in sizes.items()
         ]
-        return dict(zip(sizes, self._total(wholes), strict=True))
+        return dict(zip(sizes, self._sum_tensors(padded), strict=True))
 
-    def sum(self, tensor: tf.Tensor) -> tf.Tensor:
+    def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """See `ShardCollectives`."""
         mine = tensor if self._is_first_copy else tf.zeros_like(tensor)
-        return self._total([mine])[0]
+        return self._sum_tensors([mine])[0]
 
 
-def _sizes(plan: ShardPlan, slices: Slices) -> dict[int, int]:
-    """The size of each variable of the buckets that are given, in one order."""
+def _variable_sizes(plan: ShardPlan, slices: Slices) -> dict[int, int]:
+    """Size of each variable of the buckets that are given, in one order."""
     sizes: dict[int, int] = {}
     for bucket, piece in zip(plan.buckets, slices, strict=True):
         if piece is not None:
@@ -208,7 +210,7 @@ def _sizes(plan: ShardPlan, slices: Slices) -> dict[int, int]:
     return sizes
 
 
-def _among_zeros(
+def _pad_with_zeros(
     parts: list[tuple[Segment, tf.Tensor]], size: int, dtype: tf.DType
 ) -> tf.Tensor:
     pieces, end = [], 0

@@ -1,4 +1,4 @@
-"""Who shares the optimizer state with whom, and how its slices travel."""
+"""Process groups of sharded state: the owners of shards, in one or two levels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ReduceDtypes = tuple[tf.DType | None, tf.DType | None]
 
 
 class ShardGroups:
-    """The owners of slices: all replicas, or those of a node, in one or two levels.
+    """Owners of shards: all replicas, or those of a node, in one or two levels.
 
     Across nodes a reduce-scatter is made of one inside the nodes and one across
     them, so that a node's link carries each element once.
@@ -44,17 +44,17 @@ class ShardGroups:
 
     @property
     def num_copies(self) -> int:
-        """Int, how many replicas have the same slices."""
+        """Int, number of replicas that have the same slices."""
         outer = self._outer[0]
         return outer.size if outer is not None and self._is_copied else 1
 
     @property
     def num_owners(self) -> int:
-        """Int, into how many slices a bucket is cut."""
+        """Int, number of slices that a bucket is cut into."""
         return self.group.size // self.num_copies
 
     def owner(self, replica: int) -> int:
-        """Which slice a local replica owns.
+        """Index of the slice that a local replica owns.
 
         Args:
             replica: Int, index among the local replicas.
@@ -69,12 +69,12 @@ class ShardGroups:
         return position * outer.size + outer.position(replica)
 
     def is_first_copy(self, replica: int) -> bool:
-        """Whether no replica with the same slices comes before a local one."""
+        """True if no replica with the same slices comes before a local one."""
         outer = self._outer[replica]
         is_only = outer is None or not self._is_copied
         return is_only or (outer is not None and outer.position(replica) == 0)
 
-    def scatter(
+    def reduce_scatter(
         self,
         flat: tf.Tensor,
         replica: int,
@@ -82,7 +82,7 @@ class ShardGroups:
         channel: int = 0,
         reduce_dtypes: ReduceDtypes = (None, None),
     ) -> tf.Tensor:
-        """Sums over all replicas and keeps the calling one's slice.
+        """Sum over all replicas and keep the calling one's slice.
 
         Args:
             flat: Tensor of shape `[num_owners * slice_size]`.
@@ -120,8 +120,10 @@ class ShardGroups:
             reduce_dtype=reduce_dtypes[1],
         )
 
-    def gather(self, piece: tf.Tensor, replica: int, *, channel: int = 0) -> tf.Tensor:
-        """Puts the slices of all owners end to end, the inverse of `scatter`.
+    def all_gather(
+        self, piece: tf.Tensor, replica: int, *, channel: int = 0
+    ) -> tf.Tensor:
+        """Concatenate the slices of all owners, the inverse of `reduce_scatter`.
 
         Args:
             piece: Tensor of shape `[slice_size]`.
@@ -136,8 +138,8 @@ class ShardGroups:
             piece = all_gather(piece, outer, replica, channel=channel)
         return all_gather(piece, inner, replica, channel=channel)
 
-    def sum(self, tensor: tf.Tensor, replica: int) -> tf.Tensor:
-        """Sums over the owners of different slices.
+    def all_reduce(self, tensor: tf.Tensor, replica: int) -> tf.Tensor:
+        """Sum over the owners of different slices.
 
         Args:
             tensor: Tensor of known shape.

@@ -64,7 +64,7 @@ class ShardedLayout:
             )
             if position not in sparse
         }
-        slices = self._collectives_of(own).scatter(own.plan, dense, weight)
+        slices = self._collectives_of(own).reduce_scatter(own.plan, dense, weight)
         rows = self._reducer.gather_rows(
             [
                 gradient if weight is None else weighted(gradient, weight)
@@ -235,7 +235,7 @@ class ShardedLayout:
     def _spread(
         self, own: ShardedParamGroup, slices: list, present: frozenset[int]
     ) -> None:
-        gathered = self._collectives_of(own).gather(own.plan, slices)
+        gathered = self._collectives_of(own).all_gather(own.plan, slices)
         for index in sorted(present & gathered.keys()):
             variable = _compat.local_part(own.variables[index])
             value = tf.reshape(gathered[index], variable.shape)

@@ -23,6 +23,11 @@ from tfdp.plans.shards import (
 )
 from tfdp.reduction.fusion import bucket_bytes_of, entry_of
 from tfdp.reduction.reducer import ReplicaReducer
+from tfdp.sharding.optimizer_state import (
+    accumulator_state,
+    param_group_state,
+    shard_full_slots,
+)
 from tfdp.sharding.shard_collectives import (
     EagerShardCollectives,
     GraphShardCollectives,
@@ -31,12 +36,7 @@ from tfdp.sharding.shard_collectives import (
 from tfdp.sharding.shard_groups import ReduceDtypes, ShardGroups
 from tfdp.sharding.sharded_layout import ShardedLayout
 from tfdp.sharding.sharded_param_group import ShardedParamGroup, owned_state
-from tfdp.sharding.state_names import (
-    slot_names,
-    state_of_part,
-    state_of_sums,
-    take_over,
-)
+from tfdp.sharding.state_names import slot_names
 from tfdp.sharding.state_tensors import StateTensor
 
 # By how much padding may lengthen a reduce-scatter before all-reduces move less.
@@ -131,7 +131,7 @@ class ShardedState:
     def _state_of(self, part: ShardedParamGroup) -> list[StateTensor]:
         """Raise, before anything is trained, if variables cannot be told apart."""
         optimizer = part.optimizer
-        found = state_of_part(
+        found = param_group_state(
             part,
             self.groups.is_first_copy,
             self._extended.first_rank,
@@ -161,7 +161,7 @@ class ShardedState:
         first = 0
         for part in self.parts.values():
             last = first + len(part.plan.buckets)
-            tensors = state_of_sums(
+            tensors = accumulator_state(
                 sums[first:last],
                 part,
                 self.groups.is_first_copy,
@@ -175,7 +175,7 @@ class ShardedState:
         """Copy what each replica owns out of full slots, and free them."""
         for part in self.parts.values():
             slots = slot_names(part.optimizer, part.variables)
-            take_over(self.state(part), [slot for _, slot in slots])
+            shard_full_slots(self.state(part), [slot for _, slot in slots])
             _compat.drop_state(part.optimizer)
 
     @property
@@ -228,7 +228,7 @@ class ShardedState:
         route = self._extended.algorithm_selector.select(num_bytes, flat.dtype.name)
         inner, outer = (
             None if name is None else tf.as_dtype(name)
-            for name in (route.inner_wire, route.outer_wire)
+            for name in (route.inner_dtype, route.outer_dtype)
         )
         return inner, outer
 
@@ -281,7 +281,9 @@ def _groups(extended: Any, scope: str) -> ShardGroups:
         )
         scope = "all"
     return ShardGroups(
-        extended.group, scope, is_hierarchical=extended.algorithm_selector.goes_by_level
+        extended.group,
+        scope,
+        is_hierarchical=extended.algorithm_selector.is_hierarchical,
     )
 
 

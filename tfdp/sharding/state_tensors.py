@@ -1,4 +1,4 @@
-"""What a checkpoint holds: tensors of which every process has some elements."""
+"""State tensors: named tensors of which every process has some elements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ READ_ELEMENTS = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class LocalShard:
     """Elements of a state tensor that a variable of this process holds.
 
     Elements are counted in the flattened tensor, and so from `start` to `stop`.
@@ -25,7 +25,7 @@ class Piece:
         read: Callable that returns them as a flat array of `stop - start`
             elements.
         write: Callable that takes such an array.
-        read_part: Callable that takes two ints and returns the elements between
+        read_range: Callable that takes two ints and returns the elements between
             them, counted from `start`, without copying the others; or `None`.
             Defaults to `None`.
     """
@@ -34,65 +34,65 @@ class Piece:
     stop: int
     read: Callable[[], np.ndarray]
     write: Callable[[Any], None]
-    read_part: Callable[[int, int], np.ndarray] | None = None
+    read_range: Callable[[int, int], np.ndarray] | None = None
 
-    def cut(self, most: int) -> list[Piece]:
-        """Pieces of at most so many elements, to be read one after the other.
+    def split(self, max_elements: int) -> list[LocalShard]:
+        """Split into shards of at most so many elements, to read one after the other.
 
         Args:
-            most: Int.
+            max_elements: Int.
 
         Returns:
-            List of `Piece`; only itself where it cannot be read in parts.
+            List of `LocalShard`; only itself where it cannot be read in parts.
         """
-        if self.read_part is None:
+        if self.read_range is None:
             return [self]
         return [
-            Piece(
+            LocalShard(
                 first,
-                min(first + most, self.stop),
+                min(first + max_elements, self.stop),
                 functools.partial(
-                    self.read_part,
+                    self.read_range,
                     first - self.start,
-                    min(first + most, self.stop) - self.start,
+                    min(first + max_elements, self.stop) - self.start,
                 ),
                 _not_written,
             )
-            for first in range(self.start, self.stop, most)
+            for first in range(self.start, self.stop, max_elements)
         ]
 
 
 def _not_written(values: Any) -> None:
-    """What is cut is only read."""
+    """Refuse to write: split shards are only read."""
     raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
 class StateTensor:
-    """A tensor of the training state, whole or in slices on the replicas.
+    """Named tensor of the training state, whole or in shards on the replicas.
 
     Args:
         name: String, unique among all, and the same on every worker.
         shape: Tuple of ints.
         dtype: String.
-        owned: Tuple of `Piece`: what this process writes into a checkpoint.
+        owned_shards: Tuple of `LocalShard`: what this process writes into a checkpoint.
             Those of all processes together hold every element once.
-        held: Tuple of `Piece`: all that this process needs from one. Several
-            may hold the same elements.
+        local_shards: Tuple of `LocalShard`: all that this process needs from one.
+            Several may hold the same elements.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    owned: tuple[Piece, ...]
-    held: tuple[Piece, ...]
+    owned_shards: tuple[LocalShard, ...]
+    local_shards: tuple[LocalShard, ...]
 
     @property
     def size(self) -> int:
-        """Int, the number of elements."""
+        """Int, number of elements."""
         return int(np.prod(self.shape, dtype=np.int64))
 
 
 def renamed(tensor: StateTensor, name: str) -> StateTensor:
-    """The same tensor by another name."""
+    """Copy of a state tensor with another name."""
     return dataclasses.replace(tensor, name=name)

@@ -66,28 +66,28 @@ class VariableShards:
         """See `ElementShards`."""
         mine = [index for index in self.owned if index in gradients.present]
         whole = self.gradients(gradients, variables)
-        acting = self._acting_for(optimizer, variables)
+        clone = self._clone_with_settings(optimizer, variables)
         self._refresh(variables)
         updated = [self._copies.get(index, variables[index]) for index in mine]
         if self.owned:
             # Also without gradients: what belongs to no variable moves on.
             with tf.device(self.device):
-                _compat.apply_weight_decay(acting, updated)
+                _compat.apply_weight_decay(clone, updated)
                 given = [whole[index] for index in mine]
-                _compat.update_variables(acting, given, updated, rate)
+                _compat.update_variables(clone, given, updated, rate)
         values = {
             index: _compat.local_part(self._copies.get(index, variables[index]))
             for index in self.owned
         }
         return [
-            self._packed(bucket, values) if bucket.indices & gradients.present else None
+            self._pack(bucket, values) if bucket.indices & gradients.present else None
             for bucket in self._plan.buckets
         ]
 
     def gradients(
         self, gradients: ShardedGradients, variables: list[Any]
     ) -> dict[int, Any]:
-        """The gradients of the owned variables, put together from the buckets."""
+        """Assemble the gradients of the owned variables from the buckets."""
         parts: dict[int, list[tf.Tensor]] = {}
         for bucket, piece in zip(self._plan.buckets, gradients.slices, strict=True):
             if piece is None:
@@ -98,7 +98,7 @@ class VariableShards:
                 parts.setdefault(segment.index, []).append(found)
                 begin += segment.size
         whole: dict[int, Any] = {
-            index: _whole_of(parts.get(index, []), variables[index])
+            index: _assemble(parts.get(index, []), variables[index])
             for index in gradients.dense & set(self.owned)
         }
         for index in set(self.owned) & gradients.sparse.keys():
@@ -114,7 +114,7 @@ class VariableShards:
     def average(self, optimizer: Any, variables: list[Any]) -> None:
         """See `ElementShards`."""
         mine = self.own_values(variables)
-        _compat.move_averages(self._acting_for(optimizer, variables), mine)
+        _compat.move_averages(self._clone_with_settings(optimizer, variables), mine)
 
     def own_values(self, variables: list[Any]) -> list[tf.Tensor]:
         """See `ElementShards`."""
@@ -134,20 +134,20 @@ class VariableShards:
             index: tf.convert_to_tensor(average)
             for index, average in zip(self.owned, averages, strict=True)
         }
-        return [self._packed(bucket, values) for bucket in self._plan.buckets]
+        return [self._pack(bucket, values) for bucket in self._plan.buckets]
 
-    def _packed(self, bucket: ShardBucket, values: dict[int, Any]) -> tf.Tensor:
+    def _pack(self, bucket: ShardBucket, values: dict[int, Any]) -> tf.Tensor:
         row, padding = bucket.rows[self.owner], bucket.padding(self.owner)
         return pack_row(row, padding, values, tf.as_dtype(bucket.dtype))
 
     def _refresh(self, variables: list[Any]) -> None:
-        """Gives the copies the values that the variables have."""
+        """Set the copies to the values of the variables."""
         for index, copy in self._copies.items():
             value = _compat.local_part(variables[index]).read_value()
             _compat.local_part(copy).assign(value, read_value=False)
 
-    def _acting_for(self, optimizer: Any, variables: list[Any]) -> Any:
-        """The clone with the settings, counter and rate that the user's has now."""
+    def _clone_with_settings(self, optimizer: Any, variables: list[Any]) -> Any:
+        """Clone with the settings, counter and rate of the user's optimizer."""
         _compat.adopt(self.clone, optimizer)
         for index, copy in self._copies.items():
             _compat.decay_alike(self.clone, copy, variables[index])
@@ -157,8 +157,8 @@ class VariableShards:
         return _compat.stand_in(self.clone, **settings)
 
 
-def _whole_of(parts: list[tf.Tensor], variable: Any) -> tf.Tensor:
-    """A gradient from its parts; one of no elements lies in no bucket."""
+def _assemble(parts: list[tf.Tensor], variable: Any) -> tf.Tensor:
+    """Assemble a gradient from its parts; one of no elements lies in no bucket."""
     if not parts:
         return tf.zeros(variable.shape, variable.dtype)
     return tf.reshape(pack(parts), variable.shape)

@@ -29,8 +29,8 @@ from tfdp.coordination.watch import Watchdog, watch
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.data.load_balancer import LoadBalancer
 from tfdp.options import CommunicationOptions
+from tfdp.reduction.algorithm_selector import AlgorithmSelector
 from tfdp.reduction.reducer import Reducer
-from tfdp.reduction.selection import AlgorithmSelector
 from tfdp.replicas.state_merge import average_statistics, merge_states
 from tfdp.replicas.variables import (
     MetricVariable,
@@ -100,7 +100,7 @@ class ReplicaExtended:
         # Metric states, statistics and the like are small and live on hosts.
         self.host_group = ProcessGroup(host, len(hosts), "ring")
         self.algorithm_selector = AlgorithmSelector(
-            self.options, topology, backend, tells=rank == 0
+            self.options, topology, backend, warn=rank == 0
         )
         self.hosts = tuple(hosts)
         self.first_rank = first_rank

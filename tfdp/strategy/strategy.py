@@ -14,7 +14,7 @@ from tfdp.coordination.join import start_worker
 from tfdp.data import distribute
 from tfdp.keras_hooks import install
 from tfdp.options import CommunicationOptions
-from tfdp.reduction.report import CommunicationPlan, communication_plan
+from tfdp.reduction.communication_plan import CommunicationPlan, communication_plan
 from tfdp.replicas import random_seed, synchronized_scope
 from tfdp.strategy import replica_step
 from tfdp.strategy.extended import (

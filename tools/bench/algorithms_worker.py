@@ -16,7 +16,7 @@ def all_reduce_arm(strategy: Any, name: str, num_bytes: int) -> Arm:
     import tensorflow as tf
 
     from tfdp.plans.traffic import Algorithm
-    from tfdp.reduction.selection import AlgorithmChoice
+    from tfdp.reduction.algorithm_selector import AlgorithmChoice
 
     group = strategy.extended.group
     all_reduce = AlgorithmChoice(Algorithm(name)).all_reduce
@@ -30,8 +30,8 @@ def all_reduce_arm(strategy: Any, name: str, num_bytes: int) -> Arm:
 
 
 def measured_links(strategy: Any) -> Callable[[int], Any]:
-    """Links as a long `fit` measures them at its start, and the seconds that takes."""
-    from tfdp.reduction.link_measure import LONG_RUN_STEPS, learn_links
+    """What a long `fit` measures at its start, and how long that takes."""
+    from tfdp.reduction.link_measure import LONG_RUN_STEPS, load_or_measure_links
 
     def run(steps: int) -> Any:
         del steps
@@ -41,7 +41,7 @@ def measured_links(strategy: Any) -> Callable[[int], Any]:
         )
         begin = time.perf_counter()
         name = f"a benchmark at {time.time()}"  # nothing is kept of it yet
-        learn_links(
+        load_or_measure_links(
             extended.algorithm_selector,
             extended.group,
             extended.worker_group,

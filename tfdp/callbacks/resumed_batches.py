@@ -1,14 +1,14 @@
-"""The batches of a run beside those of a backup: what may differ, and what follows."""
+"""Batches of a resumed run compared with those of its backup."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from tfdp.base.param_groups import innermost
-from tfdp.callbacks import rates
-from tfdp.checkpoint.backups import WrongBackup
-from tfdp.checkpoint.replica_state import replicas_of
-from tfdp.checkpoint.run_state import Wanted
+from tfdp.callbacks import learning_rates
+from tfdp.checkpoint.backups import IncompatibleBackup
+from tfdp.checkpoint.replica_state import local_replicas
+from tfdp.checkpoint.run_state import LoadPlan
 from tfdp.data.batch_change import (
     BatchChange,
     Batches,
@@ -19,33 +19,33 @@ from tfdp.data.position import DataPosition
 from tfdp.plans.schedules import steps_at_epoch
 
 # Of the identity of a run, what may change with the number of replicas.
-_OF_BATCHES = ("batch_size", "steps_per_epoch")
+_MAY_CHANGE = ("batch_size", "steps_per_epoch")
 
 
-class RunBatches:
-    """What a run has to have in common with a backup to go on from it.
+class ResumedBatches:
+    """Comparison of a run's batches with a backup's, and what follows from it.
 
     Args:
         model: Compiled Keras model, in `fit`.
         position: `DataPosition` of its data.
-        kept: String, `"global"` or `"per_replica"`: the batch that stays the same on
+        batch: String, `"global"` or `"per_replica"`: the batch that stays the same on
             another number of replicas.
     """
 
-    def __init__(self, model: Any, position: DataPosition, kept: str) -> None:
+    def __init__(self, model: Any, position: DataPosition, batch: str) -> None:
         self._model = model
         self._position = position
-        self._kept = kept
+        self._batch = batch
 
-    def facts(self, epoch: int) -> dict[str, Any]:
-        """What a backup tells of them.
+    def metadata(self, epoch: int) -> dict[str, Any]:
+        """Metadata of the batches for a backup.
 
         Args:
             epoch: Int, the epoch to go on with.
         """
         return {
             "identity": self._identity(),
-            "rates": rates.factors_of(self._model),
+            "rates": learning_rates.rate_factors(self._model),
             "accumulation": {
                 "steps": self._accumulation_steps(epoch),
                 "waiting": getattr(self._model.optimizer, "accumulated_steps", 0),
@@ -53,7 +53,7 @@ class RunBatches:
         }
 
     def change_since(self, run: dict[str, Any]) -> BatchChange | None:
-        """How the batch is another one than in a backup, where it may be.
+        """Change of the batch since a backup, where it may change.
 
         Args:
             run: Dict, what the backup tells.
@@ -62,22 +62,22 @@ class RunBatches:
             `BatchChange` or `None`.
 
         Raises:
-            WrongBackup: If the backup is not of this run.
+            IncompatibleBackup: If the backup is not of this run.
         """
         change = self._change(run)
         for name, now in self._identity().items():
             then = run["identity"].get(name)
-            if then != now and not (change and name in _OF_BATCHES):
-                raise WrongBackup(
+            if then != now and not (change and name in _MAY_CHANGE):
+                raise IncompatibleBackup(
                     f"it is of another run, in which `{name}` was {then!r} and not "
                     f"{now!r}"
                 )
         return change
 
-    def place_of(
+    def resume_position(
         self, run: dict[str, Any], change: BatchChange | None
     ) -> tuple[dict[str, Any], int]:
-        """Where the data goes on: as its epoch began, and how many batches since."""
+        """Position to resume at: the data as its epoch began, and batches since."""
         batches = run["batches"]
         if change is None:
             return run["data"], batches
@@ -88,14 +88,14 @@ class RunBatches:
         return self._position.convert_position(run["data"], batches, change)
 
     def adapt(
-        self, run: dict[str, Any], change: BatchChange | None, wanted: Wanted
+        self, run: dict[str, Any], change: BatchChange | None, load_plan: LoadPlan
     ) -> str | None:
-        """Brings what was restored in line with the batches of now.
+        """Adapt what was restored to the batches of this run.
 
         Returns:
             String, what was done, for people; or `None`.
         """
-        rates.restore_factors(self._model, run.get("rates"))
+        learning_rates.restore_rate_factors(self._model, run.get("rates"))
         if change is None:
             return None
         if not change.keeps_updates:
@@ -106,15 +106,15 @@ class RunBatches:
             ratio = change.before / change.now
             self._model.optimizer.recount(change.floor(waiting), ratio)
         else:
-            wanted.state.forget()
+            load_plan.state.clear_accumulated()
         return (
             f"training goes on with batches of {change.now} samples, after "
             f"{change.before}, and as many samples for an update as before."
         )
 
     def _scale_rates(self, change: BatchChange, saved: dict[str, Any] | None) -> str:
-        """A larger batch bears a larger rate, in proportion."""
-        is_scaled = rates.scale_rates(self._model, change.ratio, saved)
+        """Scale the learning rates in proportion to the batch."""
+        is_scaled = learning_rates.scale_rates(self._model, change.ratio, saved)
         done = f"multiplied by {change.ratio:g}" if is_scaled else "the script's own"
         return (
             f"training goes on with batches of {change.now} samples, after "
@@ -132,21 +132,21 @@ class RunBatches:
         )
         identity = self._identity()
         now = Batches(
-            replicas_of(self._model).count,
+            local_replicas(self._model).count,
             identity["batch_size"],
             identity["steps_per_epoch"],
             self._accumulation_steps(run["epoch"]),
         )
         try:
-            if self._kept == "per_replica":
+            if self._batch == "per_replica":
                 return change_for_replicas(then, now)
             waiting = accumulation["waiting"]
             return change_for_updates(then, now, waiting, run["batches"])
         except ValueError as error:
-            raise WrongBackup(str(error)) from error
+            raise IncompatibleBackup(str(error)) from error
 
     def _identity(self) -> dict[str, Any]:
-        """What has to be the same in the run that goes on."""
+        """Identity of the run: what has to be the same in the run that resumes."""
         optimizer: Any = self._model.optimizer
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         names = [] if inner is None else [type(p).__name__ for p in innermost(inner)]

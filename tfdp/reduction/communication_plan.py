@@ -1,4 +1,4 @@
-"""What a step communicates, to be looked at."""
+"""Communication plan of a training step, printable as a table."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rich.table import Table
 
 from tfdp.plans.buckets import Bucket, BucketPlan
 from tfdp.plans.memory import MemoryReport
+from tfdp.reduction.algorithm_selector import AlgorithmChoice
 from tfdp.reduction.fusion import make_plan
-from tfdp.reduction.selection import AlgorithmChoice
 
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationPlan:
-    """The buckets of a training step, in the order in which they are reduced.
+    """Buckets of a training step, in the order in which they are reduced.
 
     Args:
         buckets: Tuple of `tfdp.plans.buckets.Bucket`: entries (name, shape, dtype),
@@ -26,7 +26,7 @@ class CommunicationPlan:
         sparse: Tuple of strings, variables whose gradients travel as rows.
         num_replicas: Int, replicas on all workers.
         backend: String, `"ring"` or `"nccl"`.
-        routes: Tuple of `tfdp.reduction.selection.Route`, one for each bucket:
+        routes: Tuple of `AlgorithmChoice`, one for each bucket:
             algorithm, dtypes that travel, predicted seconds.
         node_size: Int, replicas of a node.
         traced: Bool, whether this is the plan of a step that has been traced,
@@ -69,7 +69,7 @@ class CommunicationPlan:
         return sum(route.seconds for route in self.routes)
 
     def _wire_bytes(self, bucket: Bucket, route: AlgorithmChoice) -> float:
-        def share(reduce_dtype: str | None) -> float:
+        def fraction(reduce_dtype: str | None) -> float:
             return tf.as_dtype(reduce_dtype or bucket.dtype).size / itemsize
 
         itemsize = tf.as_dtype(bucket.dtype).size
@@ -78,7 +78,9 @@ class CommunicationPlan:
             node_size = num_replicas
         inner = 1 - 1 / node_size
         outer = (1 - node_size / num_replicas) / node_size
-        factor = inner * share(route.inner_wire) + outer * share(route.outer_wire)
+        factor = inner * fraction(route.inner_dtype) + outer * fraction(
+            route.outer_dtype
+        )
         # What comes back is as large; of sharded state it is weights, not rounded.
         back = factor if self.sharding == "none" else inner + outer
         return (factor + back) * bucket.num_bytes
@@ -114,7 +116,7 @@ class CommunicationPlan:
 
 
 def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
-    """The plan of a model's step, see `strategy.communication_plan`."""
+    """Make the plan of a model's step, see `strategy.communication_plan`."""
     if not model.built:
         raise ValueError(
             "The model has no variables yet. Call `model.build(input_shape)` or "
@@ -122,7 +124,7 @@ def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
         )
     optimizer: Any = getattr(model, "optimizer", None)
     if getattr(optimizer, "is_sharded", False):
-        return _of_sharded(strategy, optimizer)
+        return _sharded_plan(strategy, optimizer)
     reducer = strategy.extended.reducer
     memory = None
     if hasattr(optimizer, "memory_report") and optimizer.built:
@@ -131,17 +133,19 @@ def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
         if plan.buckets:
             dense = {e.name for bucket in plan for e in bucket.entries}
             sparse = [v.path for v in trained if v.path not in dense]
-            return _shown(strategy, plan, routes, sparse, traced=True, memory=memory)
+            return _build_plan(
+                strategy, plan, routes, sparse, traced=True, memory=memory
+            )
     plan, sparse = plan_of_backward_pass(model, reducer.options)
     routes = reducer.routes_of(plan)
-    return _shown(strategy, plan, routes, sparse, traced=False, memory=memory)
+    return _build_plan(strategy, plan, routes, sparse, traced=False, memory=memory)
 
 
-def _of_sharded(strategy: Any, optimizer: Any) -> CommunicationPlan:
-    """The plan lies with the state; a step may leave buckets out."""
+def _sharded_plan(strategy: Any, optimizer: Any) -> CommunicationPlan:
+    """Plan of a sharded optimizer's buckets, of which a step may leave some out."""
     plan = BucketPlan(optimizer.shards.buckets)
     routes = strategy.extended.reducer.routes_of(plan)
-    return _shown(
+    return _build_plan(
         strategy,
         plan,
         routes,
@@ -152,7 +156,7 @@ def _of_sharded(strategy: Any, optimizer: Any) -> CommunicationPlan:
     )
 
 
-def _shown(
+def _build_plan(
     strategy: Any,
     plan: BucketPlan,
     routes: tuple[AlgorithmChoice, ...],
@@ -176,7 +180,7 @@ def _shown(
 
 
 def plan_of_backward_pass(model: Any, options: Any) -> tuple[BucketPlan, list[str]]:
-    """Plans from the backward pass of the sum of the outputs, and runs nothing.
+    """Plan buckets from the backward pass of the sum of the outputs, running nothing.
 
     Args:
         model: Keras model with symbolic inputs.

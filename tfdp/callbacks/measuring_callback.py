@@ -1,4 +1,4 @@
-"""What callbacks of the user that time every step have in common."""
+"""Base class of the user's callbacks that time every step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tfdp.optimizer.arguments import check_strategy
 
 
 class MeasuringCallback(TimedSteps):
-    """A callback that is told of every step, and that needs a strategy of tfdp."""
+    """Callback that times every step, and needs a strategy of tfdp."""
 
     def __init__(self) -> None:
         super().__init__()
         install.install()
 
     def set_model(self, model: Any) -> None:
-        """Checks the strategy."""
+        """Check the strategy."""
         super().set_model(model)
         check_strategy(model.distribute_strategy)

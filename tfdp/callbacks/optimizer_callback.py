@@ -1,4 +1,4 @@
-"""Callbacks turn a model's optimizer into a `DistributedOptimizer`, once."""
+"""Base class of callbacks that turn an optimizer into a `DistributedOptimizer`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdp.optimizer.distributed import DistributedOptimizer
 
 
 class OptimizerCallback(keras.callbacks.Callback):
-    """A callback that changes how its model's optimizer trains.
+    """Callback that sets a feature of its model's `DistributedOptimizer`.
 
     It does so when `fit` hands it the model, which is before the step is traced.
     """
@@ -23,7 +23,7 @@ class OptimizerCallback(keras.callbacks.Callback):
         self.is_in_fit = False
 
     def set_model(self, model: Any) -> None:
-        """Switches the optimizer; the step is traced again if that changes it.
+        """Switch the feature on; have the step traced again if that changes it.
 
         Raises:
             ValueError: If the model is not compiled, or its strategy is not tfdp's.
@@ -42,7 +42,7 @@ class OptimizerCallback(keras.callbacks.Callback):
             model.train_function = None
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """What the callback is for.
+        """Switch the callback's feature on.
 
         Args:
             optimizer: The model's.
@@ -50,21 +50,21 @@ class OptimizerCallback(keras.callbacks.Callback):
         raise NotImplementedError
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Notes that it is in `fit`, not in `evaluate`."""
+        """Note that `fit` runs, and not `evaluate`."""
         self.is_in_fit = True
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Notes that `fit` is over."""
+        """Note that `fit` is over."""
         self.is_in_fit = False
 
     @property
     def optimizer(self) -> DistributedOptimizer:
-        """The model's optimizer."""
+        """`DistributedOptimizer` of the model."""
         return self.model.optimizer
 
 
 def distributed_optimizer(model: Any) -> DistributedOptimizer:
-    """The model's optimizer as a `DistributedOptimizer`, which it becomes.
+    """Wrap the model's optimizer in a `DistributedOptimizer`, once.
 
     Args:
         model: A compiled Keras model.

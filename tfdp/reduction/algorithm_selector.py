@@ -1,4 +1,4 @@
-"""Which all-reduce algorithm takes each bucket, and in which dtype it travels."""
+"""Selection of each bucket's all-reduce algorithm and communication dtype."""
 
 from __future__ import annotations
 
@@ -25,41 +25,44 @@ _COMPRESSIBLE = ("float32", "float64")
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmChoice:
-    """How one bucket is reduced.
+    """Algorithm and communication dtypes that one bucket is reduced with.
 
     Args:
         algorithm: `Algorithm`. Defaults to the ring.
-        inner_wire: String, dtype that travels inside nodes, and everywhere with
+        inner_dtype: String, dtype that travels inside nodes, and everywhere with
             a flat algorithm; or `None`, its own. Defaults to `None`.
-        outer_wire: String, dtype that travels across nodes, or `None`. Defaults
+        outer_dtype: String, dtype that travels across nodes, or `None`. Defaults
             to `None`.
         seconds: Float, how long it is predicted to take. Defaults to `0.0`.
 
     Example:
 
-    >>> print(Route(Algorithm("hierarchical"), outer_wire="bfloat16"))
+    >>> print(AlgorithmChoice(Algorithm("hierarchical"), outer_dtype="bfloat16"))
     hierarchical (ring, ring), bfloat16 across nodes
     """
 
     algorithm: Algorithm = RING
-    inner_wire: str | None = None
-    outer_wire: str | None = None
+    inner_dtype: str | None = None
+    outer_dtype: str | None = None
     seconds: float = 0.0
 
     def __str__(self) -> str:
         text = str(self.algorithm)
-        if self.algorithm.name != "hierarchical" or self.inner_wire == self.outer_wire:
-            return f"{text}, {self.inner_wire}" if self.inner_wire else text
-        if self.inner_wire:
-            text += f", {self.inner_wire} inside nodes"
-        return text + (f", {self.outer_wire} across nodes" if self.outer_wire else "")
+        if (
+            self.algorithm.name != "hierarchical"
+            or self.inner_dtype == self.outer_dtype
+        ):
+            return f"{text}, {self.inner_dtype}" if self.inner_dtype else text
+        if self.inner_dtype:
+            text += f", {self.inner_dtype} inside nodes"
+        return text + (f", {self.outer_dtype} across nodes" if self.outer_dtype else "")
 
     @property
     def all_reduce(self) -> Callable[..., tf.Tensor]:
-        """Its function, see `tfdp.collectives.ring`."""
+        """Callable of the algorithm, see `tfdp.collectives.ring`."""
         inner, outer = (
-            _reduce_dtype(self.inner_wire),
-            _reduce_dtype(self.outer_wire),
+            _reduce_dtype(self.inner_dtype),
+            _reduce_dtype(self.outer_dtype),
         )
         if self.algorithm.name != "hierarchical":
             return functools.partial(FLAT[self.algorithm.name], reduce_dtype=inner)
@@ -71,13 +74,13 @@ class AlgorithmChoice:
 
 
 class AlgorithmSelector:
-    """Chooses the route of each bucket, alike on every worker.
+    """Selector of each bucket's algorithm, alike on every worker.
 
     Args:
         options: `CommunicationOptions`.
         topology: `Topology` of all replicas.
         backend: String, `"ring"` or `"nccl"`.
-        tells: Bool, whether to warn of options that have no effect here.
+        warn: Bool, whether to warn of options that have no effect here.
             Defaults to `True`.
     """
 
@@ -87,7 +90,7 @@ class AlgorithmSelector:
         topology: Topology,
         backend: str,
         *,
-        tells: bool = True,
+        warn: bool = True,
     ) -> None:
         self.topology = topology
         self.links = options.links or DEFAULT_LINKS[backend]
@@ -98,31 +101,31 @@ class AlgorithmSelector:
             problem = problem or (
                 "`compression` across nodes has no effect: all replicas are on one node"
             )
-        if problem and tells:
+        if problem and warn:
             warnings.warn(f"{problem}.", stacklevel=2)
 
     @property
-    def chooses(self) -> bool:
-        """Whether it depends on the links which algorithm is taken."""
+    def depends_on_links(self) -> bool:
+        """True if the links decide which algorithm is taken."""
         return self._fixed is None and self.topology.num_replicas > 2
 
     @property
-    def goes_by_level(self) -> bool:
-        """Whether to go inside nodes first and then across, where bytes count."""
+    def is_hierarchical(self) -> bool:
+        """True if reductions go inside nodes first and then across."""
         topology = self.topology
         has_levels = topology.num_nodes > 1 and topology.replicas_per_node > 1
         is_flat = self._fixed is not None and self._fixed.name != "hierarchical"
         return has_levels and topology.is_even and not is_flat
 
     def set_links(self, links: Links) -> None:
-        """Takes what was measured; it has to be the same on all workers."""
+        """Set measured links; they have to be the same on all workers."""
         self.links = links
         self.are_links_known = True
 
     def select(
         self, num_bytes: int, dtype: str, *, may_compress: bool = True
     ) -> AlgorithmChoice:
-        """The route of a bucket.
+        """Select the algorithm of a bucket.
 
         Args:
             num_bytes: Int, its size.
@@ -139,21 +142,25 @@ class AlgorithmSelector:
             return plain
         if self._inner is None and self._outer is None:
             return plain
-        share = 2 / tf.as_dtype(dtype).size
-        packed = self._fastest(num_bytes, self._inner, self._outer, share)
-        gains = packed.seconds < plain.seconds * (1 - _LEAST_GAIN)
-        return packed if gains else plain
+        fraction = 2 / tf.as_dtype(dtype).size
+        compressed = self._fastest(num_bytes, self._inner, self._outer, fraction)
+        is_worth_it = compressed.seconds < plain.seconds * (1 - _LEAST_GAIN)
+        return compressed if is_worth_it else plain
 
     def _fastest(
-        self, num_bytes: int, inner: str | None, outer: str | None, share: float = 1.0
+        self,
+        num_bytes: int,
+        inner: str | None,
+        outer: str | None,
+        fraction: float = 1.0,
     ) -> AlgorithmChoice:
         algorithm, seconds = choose(
             num_bytes,
             self.topology,
             self.links,
             self._candidates(),
-            inner_ratio=share if inner else 1.0,
-            outer_ratio=share if outer else 1.0,
+            inner_ratio=fraction if inner else 1.0,
+            outer_ratio=fraction if outer else 1.0,
         )
         if algorithm.name != "hierarchical" and inner != outer:
             # What is compressed on one level only travels by no flat algorithm.
@@ -174,7 +181,7 @@ class AlgorithmSelector:
 def _fixed_algorithm(
     options: CommunicationOptions, topology: Topology
 ) -> tuple[Algorithm | None, str]:
-    """The algorithm that was asked for, as far as it can run, and why not."""
+    """Algorithm that was asked for, as far as it can run, and why not."""
     given = options.algorithm
     if given == "auto":
         return None, ""
