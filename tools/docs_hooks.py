@@ -1,4 +1,4 @@
-"""What the docs site needs besides MkDocs: repository files, public names, checks.
+"""MkDocs hooks of the docs site: repository files, public names, checks.
 
 `mkdocs.yml` names this file as a hook of MkDocs and as an extension of Griffe,
 which reads the docstrings. Pages link to files of the repository as they do on
@@ -110,7 +110,7 @@ def _relink(match: re.Match[str], uri: str, known: set[str]) -> str:
     if page in known:
         relative = posixpath.relpath(page, posixpath.dirname(uri) or ".")
         return f"[{match['text']}]({relative}{match['at'] or ''})"
-    # README's file map lists every file: those that no page links to stay words.
+    # README links to files that are no pages of the site: these stay words.
     is_file = uri.startswith("source/") and (ROOT / path).exists()
     return match["text"] if is_file else match[0]
 

@@ -1,4 +1,4 @@
-"""Finds the public names of tfdp and where each is defined, without importing it."""
+"""Public names of tfdp, and the modules that define them, without importing it."""
 
 from __future__ import annotations
 
@@ -86,9 +86,11 @@ def _literal(module: str, name: str) -> Any:
 
 
 def _imports(module: str) -> dict[str, str]:
+    """Names that a module imports, for type checkers only ones too."""
     return {
         alias.asname or alias.name: node.module
-        for node in _body(module)
+        for statement in _body(module)
+        for node in ast.walk(statement)
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
