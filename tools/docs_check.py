@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # A docstring of fewer words does not say what a package is for.
 MIN_WORDS = 4
 
+README = ROOT / "README.md"
 # A package's line in README: its name, linked to its `__init__`.
 PACKAGE_LINE = re.compile(
     r"^- \[`(?P<name>\w+)`\]\(tfdp/(?P=name)/__init__\.py\): \S", re.M
@@ -58,7 +59,7 @@ def packages() -> list[str]:
 
 def check_packages() -> Iterator[str]:
     """Compare README's lines, and the docstrings, with the packages there are."""
-    readme = (ROOT / "README.md").read_text("utf-8")
+    readme = README.read_text("utf-8")
     listed = [match["name"] for match in PACKAGE_LINE.finditer(readme)]
     if listed != packages():
         yield (
