@@ -41,7 +41,7 @@ FENCE = re.compile(r"^( *)```(?P<lang>\w*)[^\n]*\n(?P<code>.*?)^\1```", re.M | r
 
 
 def tracked_files(*folders: str) -> list[str]:
-    """Paths that git tracks or would track, where they still exist."""
+    """List the paths that git tracks or would track, where they still exist."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     output = subprocess.run(
         [*command, "--", *folders], cwd=ROOT, check=True, capture_output=True, text=True
@@ -50,7 +50,7 @@ def tracked_files(*folders: str) -> list[str]:
 
 
 def packages() -> list[str]:
-    """The packages of tfdp/, in the order of the layers in setup.cfg."""
+    """List the packages of tfdp/, in the order of the layers in setup.cfg."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     layers = config["importlinter:contract:rooms"]["layers"].split()
@@ -88,7 +88,7 @@ def check_walk() -> Iterator[str]:
 
 
 def names_in(file: Path) -> set[str]:
-    """The functions, classes and methods of a file, with and without their class."""
+    """Find the functions, classes and methods of a file, these with their class too."""
     tree = ast.parse(file.read_text("utf-8"))
     nodes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef)]
     methods = {
@@ -120,7 +120,7 @@ def markdown_pages() -> list[str]:
 
 
 def anchors(file: Path) -> set[str]:
-    """The anchors that GitHub gives to a page's headings."""
+    """Compute the anchors that GitHub gives to a page's headings."""
     headings = re.findall(r"^#+ (.*)$", file.read_text("utf-8"), re.M)
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {text.strip().replace(" ", "-") for text in plain}
@@ -139,7 +139,7 @@ def check_code_blocks() -> Iterator[str]:
 
 
 def public_names() -> Iterator[tuple[str, Any]]:
-    """What `tfdp.__all__` names, and what the public modules among it name."""
+    """Yield the names of `tfdp.__all__`, and of the public modules in it."""
     tfdp = importlib.import_module("tfdp")
     for name in tfdp.__all__:
         value = getattr(tfdp, name)
@@ -171,7 +171,7 @@ def check_public_names() -> Iterator[str]:
 
 
 def check_methods(name: str, value: Any) -> Iterator[str]:
-    """Public methods of our own; what overrides another's is documented there."""
+    """Look for docstrings of public methods, overrides of other packages' excepted."""
     bases = inspect.getmro(value) if inspect.isclass(value) else ()
     ours = [base for base in bases if base.__module__.startswith("tfdp")]
     others = [base for base in bases if base not in ours]
