@@ -23,6 +23,7 @@ QUOTE = re.compile(r"^\| (?P<ticks>`+)(?P<text>.+?)(?P=ticks) \|", re.M)
 # which option or argument is wrong.
 NOT_ON_THE_PAGE = (
     "tfdp/__init__.py",
+    "tfdp/checkpoint/__init__.py",
     "tfdp/bench/",
     "tfdp/plans/buckets.py",
     "tfdp/cli/",
@@ -87,7 +88,7 @@ def quotes() -> list[str]:
 
 
 def messages_of_tfdp() -> str:
-    return PAGE.read_text("utf-8").partition("\n## Not ours")[0]
+    return PAGE.read_text("utf-8").partition("\n## Messages of TensorFlow and Keras")[0]
 
 
 def stands_in(quote: str, text: str) -> bool:

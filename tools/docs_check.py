@@ -1,15 +1,16 @@
-"""Checks that README, docs and docstrings agree with the code; --write mends the map.
+"""Check that README, the docs and docstrings agree with the code.
 
-    python tools/docs_check.py [--write]
+    python tools/docs_check.py
 
-The file map in the README gives every file of tfdp/, tools/ and examples/ the
-line that the file itself opens with, so there is one place to change it.
+Each package of tfdp/ has a line in README and a docstring in its `__init__`; the walks
+of docs/step.md name what is there; links and Python blocks of all pages hold; public
+names have docstrings and stand on a page.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
+import configparser
 import dataclasses
 import importlib
 import inspect
@@ -22,20 +23,25 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-MAPPED = ("tfdp", "tools", "examples")
-# Files without a first line of their own.
-SKIPPED = ("py.typed",)
+# A docstring of fewer words does not say what a package is for.
+MIN_WORDS = 4
 
-MAP_HEADING = "## File map"
-MAP_ROW = re.compile(
-    r"^\| \[`(?P<path>[^`]+)`\]\((?P<link>[^)]+)\) \| (?P<text>.*) \|$"
+README = ROOT / "README.md"
+# A package's line in README: its name, linked to its `__init__`.
+PACKAGE_LINE = re.compile(
+    r"^- \[`(?P<name>\w+)`\]\(tfdp/(?P=name)/__init__\.py\): \S", re.M
+)
+# A line of the walks in docs/step.md: a file, and names that are defined in it.
+WALK = ROOT / "docs" / "step.md"
+WALK_LINE = re.compile(
+    r"^\d+\. \[`(?P<path>[\w/.]+)`\]\(\.\./(?P=path)\)\s+(?P<names>`[^:]+`):\s", re.M
 )
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 FENCE = re.compile(r"^( *)```(?P<lang>\w*)[^\n]*\n(?P<code>.*?)^\1```", re.M | re.S)
 
 
 def tracked_files(*folders: str) -> list[str]:
-    """Paths that git tracks or would track, where they still exist."""
+    """List the paths that git tracks or would track, where they still exist."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     output = subprocess.run(
         [*command, "--", *folders], cwd=ROOT, check=True, capture_output=True, text=True
@@ -43,65 +49,56 @@ def tracked_files(*folders: str) -> list[str]:
     return sorted({path for path in output.splitlines() if (ROOT / path).is_file()})
 
 
-def first_line(path: str) -> str:
-    """The line that says what a file is: of its docstring, or its first comment."""
-    text = (ROOT / path).read_text("utf-8")
-    if path.endswith(".py") or "python" in text.partition("\n")[0]:
-        docstring = ast.get_docstring(ast.parse(text)) or ""
-        # Wrapped first sentences are allowed: the first paragraph is the line.
-        return " ".join(docstring.split("\n\n")[0].split())
-    for line in text.splitlines():
-        if line.startswith("#") and not line.startswith("#!"):
-            return line.lstrip("# ").strip()
-    return ""
+def packages() -> list[str]:
+    """List the packages of tfdp/, in the order of the layers in setup.cfg."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    layers = config["importlinter:contract:rooms"]["layers"].split()
+    return [name for name in layers if (ROOT / "tfdp" / name / "__init__.py").is_file()]
 
 
-def wanted_map() -> dict[str, str]:
-    return {
-        path: first_line(path)
-        for path in tracked_files(*MAPPED)
-        if Path(path).name not in SKIPPED
+def check_packages() -> Iterator[str]:
+    """Compare README's lines, and the docstrings, with the packages there are."""
+    readme = README.read_text("utf-8")
+    listed = [match["name"] for match in PACKAGE_LINE.finditer(readme)]
+    if listed != packages():
+        yield (
+            "README.md: the lines of the packages should be those of "
+            f"{', '.join(packages())}, in this order; they are {', '.join(listed)}"
+        )
+    for name in packages():
+        path = f"tfdp/{name}/__init__.py"
+        docstring = ast.get_docstring(ast.parse((ROOT / path).read_text("utf-8")))
+        if len((docstring or "").split()) < MIN_WORDS:
+            yield f"{path}: no docstring that says what the package is for"
+
+
+def check_walk() -> Iterator[str]:
+    """Look for the names of docs/step.md in the files that it says they are in."""
+    text = WALK.read_text("utf-8")
+    lines = list(WALK_LINE.finditer(text))
+    if len(lines) != len(re.findall(r"^\d+\. ", text, re.M)):
+        yield "docs/step.md: a line of a walk has not the form of the others"
+    for line in lines:
+        file = ROOT / line["path"]
+        defined = names_in(file) if file.is_file() else set()
+        for name in re.findall(r"`([\w.]+)`", line["names"]):
+            if name not in defined:
+                yield f"docs/step.md: {line['path']} defines no {name}"
+
+
+def names_in(file: Path) -> set[str]:
+    """Find the functions, classes and methods of a file, these with their class too."""
+    tree = ast.parse(file.read_text("utf-8"))
+    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef)]
+    methods = {
+        f"{node.name}.{item.name}"
+        for node in nodes
+        if isinstance(node, ast.ClassDef)
+        for item in node.body
+        if isinstance(item, ast.FunctionDef)
     }
-
-
-def map_rows(readme: str) -> dict[str, str]:
-    section = readme.partition(MAP_HEADING)[2].partition("\n## ")[0]
-    rows = (MAP_ROW.match(line) for line in section.splitlines())
-    return {row["path"]: row["text"] for row in rows if row}
-
-
-def check_map() -> Iterator[str]:
-    rows = map_rows((ROOT / "README.md").read_text("utf-8"))
-    wanted = wanted_map()
-    for path, line in wanted.items():
-        if not line:
-            yield f"{path}: opens with no line that says what it is"
-        elif path not in rows:
-            yield f"README.md: the file map lacks {path}"
-        elif rows[path] != line:
-            yield f"README.md: the file map's line for {path} is not its first line"
-    for path in rows:
-        if path not in wanted:
-            yield f"README.md: the file map lists {path}, which is not there"
-
-
-def write_map() -> None:
-    """Rewrites the rows of the file map: old order kept, new files at the end."""
-    path = ROOT / "README.md"
-    before, _, rest = path.read_text("utf-8").partition(MAP_HEADING)
-    section, separator, after = rest.partition("\n## ")
-    wanted = wanted_map()
-    kept = [name for name in map_rows(MAP_HEADING + section) if name in wanted]
-    # A folder's files stay together, folders in the order of MAPPED.
-    order = sorted(
-        [*kept, *(name for name in wanted if name not in kept)],
-        key=lambda name: MAPPED.index(name.split("/")[0]),
-    )
-    intro = section.partition("\n| ")[0].rstrip("\n")
-    table = ["| file | what it does |", "| --- | --- |"]
-    table += [f"| [`{name}`]({name}) | {wanted[name]} |" for name in order]
-    section = intro + "\n\n" + "\n".join(table) + "\n"
-    path.write_text(before + MAP_HEADING + section + separator + after, "utf-8")
+    return methods | {node.name for node in nodes}
 
 
 def check_links() -> Iterator[str]:
@@ -123,7 +120,7 @@ def markdown_pages() -> list[str]:
 
 
 def anchors(file: Path) -> set[str]:
-    """The anchors that GitHub gives to a page's headings."""
+    """Compute the anchors that GitHub gives to a page's headings."""
     headings = re.findall(r"^#+ (.*)$", file.read_text("utf-8"), re.M)
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {text.strip().replace(" ", "-") for text in plain}
@@ -142,7 +139,7 @@ def check_code_blocks() -> Iterator[str]:
 
 
 def public_names() -> Iterator[tuple[str, Any]]:
-    """What `tfdp.__all__` names, and what the public modules among it name."""
+    """Yield the names of `tfdp.__all__`, and of the public modules in it."""
     tfdp = importlib.import_module("tfdp")
     for name in tfdp.__all__:
         value = getattr(tfdp, name)
@@ -174,7 +171,7 @@ def check_public_names() -> Iterator[str]:
 
 
 def check_methods(name: str, value: Any) -> Iterator[str]:
-    """Public methods of our own; what overrides another's is documented there."""
+    """Look for docstrings of public methods, overrides of other packages' excepted."""
     bases = inspect.getmro(value) if inspect.isclass(value) else ()
     ours = [base for base in bases if base.__module__.startswith("tfdp")]
     others = [base for base in bases if base not in ours]
@@ -205,12 +202,14 @@ def check_sections(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help="rewrite the file map")
-    if parser.parse_args().write:
-        write_map()
     sys.path.insert(0, str(ROOT))
-    checks = (check_map, check_links, check_code_blocks, check_public_names)
+    checks = (
+        check_packages,
+        check_walk,
+        check_links,
+        check_code_blocks,
+        check_public_names,
+    )
     problems = [problem for check in checks for problem in check()]
     for problem in problems:
         print(problem)

@@ -1,4 +1,4 @@
-"""What the docs site needs besides MkDocs: repository files, public names, checks.
+"""MkDocs hooks of the docs site: repository files, public names, checks.
 
 `mkdocs.yml` names this file as a hook of MkDocs and as an extension of Griffe,
 which reads the docstrings. Pages link to files of the repository as they do on
@@ -41,18 +41,18 @@ FETCHED = re.compile(
 
 
 def on_config(config: Any) -> Any:
-    """Gives headings the anchors that GitHub gives them."""
+    """Give headings the anchors that GitHub gives them."""
     config.mdx_configs.setdefault("toc", {})["slugify"] = _anchor
     return config
 
 
 def _anchor(heading: str, separator: str) -> str:
-    """As in tools/docs_check.py, which checks links before there is a site."""
+    """Compute an anchor as tools/docs_check.py does, which checks links earlier."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", separator)
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds a page for each file of the repository that a page links to."""
+    """Add a page for each file of the repository that a page links to."""
     missing = docs_names.missing_names()
     if missing:
         raise PluginError(f"docs/api.md has no entry for {', '.join(missing)}")
@@ -65,7 +65,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Sends links to the pages of the site, and names to where they are defined."""
+    """Point links to pages of the site, and public names to their definitions."""
     uri = page.file.src_uri
     known = {file.src_uri for file in files}
     markdown = LINK.sub(lambda match: _relink(match, uri, known), markdown)
@@ -73,7 +73,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def _linked_by(file: Any) -> Iterator[str]:
-    """Paths in the repository, outside of docs/, of the files that a page links to."""
+    """Find the files outside of docs/ that a page links to."""
     if not file.is_documentation_page():
         return
     for match in LINK.finditer(file.content_string):
@@ -84,7 +84,7 @@ def _linked_by(file: Any) -> Iterator[str]:
 
 
 def _target(match: re.Match[str], uri: str) -> str | None:
-    """The path in the repository that a link leads to."""
+    """Resolve a link to a path in the repository."""
     to = match["to"]
     if to is None or re.match(r"[a-z]+:|/", to):
         return None
@@ -96,7 +96,7 @@ def _target(match: re.Match[str], uri: str) -> str | None:
 
 
 def _page_of(path: str) -> str:
-    """The page, as MkDocs names it, that shows a file of the repository."""
+    """Name the page that shows a file of the repository."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return f"source/{path}" if path.endswith(".md") else f"source/{path}.md"
@@ -110,7 +110,7 @@ def _relink(match: re.Match[str], uri: str, known: set[str]) -> str:
     if page in known:
         relative = posixpath.relpath(page, posixpath.dirname(uri) or ".")
         return f"[{match['text']}]({relative}{match['at'] or ''})"
-    # README's file map lists every file: those that no page links to stay words.
+    # README links to files that are no pages of the site: these stay words.
     is_file = uri.startswith("source/") and (ROOT / path).exists()
     return match["text"] if is_file else match[0]
 
@@ -126,7 +126,7 @@ def _as_page(path: str, text: str) -> str:
 
 
 def _reference(name: str) -> str:
-    """What mkdocstrings is told: where names are defined, and how they are called."""
+    """Write mkdocstrings' blocks for a name: definition, options, heading."""
     found = docs_names.entries(name)
     if not found:
         raise PluginError(f"docs/api.md: {name} is no public name of tfdp")
@@ -144,16 +144,16 @@ def _reference(name: str) -> str:
 
 
 class KerasDocstrings(griffe.Extension):
-    """Lets Griffe see examples, which Keras does not indent, as a section."""
+    """Griffe extension that shows Keras's unindented examples as a section."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rewrites the docstring of each object that is loaded."""
+        """Rewrite the docstring of each object that is loaded."""
         if obj.docstring is not None:
             obj.docstring.value = with_sections(obj.docstring.value)
 
 
 def with_sections(docstring: str) -> str:
-    """Indents what follows `Example:`, up to the next section.
+    """Indent what follows `Example:`, up to the next section.
 
     Args:
         docstring: String, without the indentation of the code.
@@ -178,7 +178,7 @@ def with_sections(docstring: str) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Ends the build if a page would make a browser ask another host."""
+    """End the build if a page would make a browser ask another host."""
     site = Path(config.site_dir)
     found = [
         f"{path.relative_to(site)}: fetches {' '.join(filter(None, match.groups()))}"

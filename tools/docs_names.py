@@ -1,4 +1,4 @@
-"""Finds the public names of tfdp and where each is defined, without importing it."""
+"""Public names of tfdp, and the modules that define them, without importing it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENTRY = re.compile(r"^::: (tfdp[\w.]*)$", re.M)
 
 
 def public_names() -> dict[str, str]:
-    """For each public name, the module that defines it.
+    """Find the module that defines each public name.
 
     Returns:
         Dict from names such as `"tfdp.callbacks.LossScaling"` to modules. Of a
@@ -32,7 +32,7 @@ def public_names() -> dict[str, str]:
 
 
 def entries(name: str) -> dict[str, str]:
-    """The public names that an entry of the API reference stands for.
+    """Find the public names that an entry of the API reference stands for.
 
     Args:
         name: String, a public name or a public module.
@@ -48,14 +48,14 @@ def entries(name: str) -> dict[str, str]:
 
 
 def missing_names() -> list[str]:
-    """Public names that docs/api.md has no entry for."""
+    """List the public names that docs/api.md has no entry for."""
     given = ENTRY.findall(API_PAGE.read_text("utf-8"))
     found = {public for name in given for public in entries(name)}
     return sorted(set(public_names()) - found)
 
 
 def docstring_of(name: str, home: str) -> str | None:
-    """The docstring of a public name.
+    """Read the docstring of a public name.
 
     Args:
         name: String, such as `"tfdp.MirroredStrategy"`.
@@ -78,7 +78,7 @@ def _body(module: str) -> list[ast.stmt]:
 
 
 def _literal(module: str, name: str) -> Any:
-    """What a module sets a name to, where that is a literal."""
+    """Read the literal that a module assigns to a name."""
     for node in _body(module):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             return ast.literal_eval(node.value)
@@ -86,9 +86,11 @@ def _literal(module: str, name: str) -> Any:
 
 
 def _imports(module: str) -> dict[str, str]:
+    """Map names that a module imports, type checkers' too, to their modules."""
     return {
         alias.asname or alias.name: node.module
-        for node in _body(module)
+        for statement in _body(module)
+        for node in ast.walk(statement)
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }

@@ -16,7 +16,10 @@ A save goes through these files from top to bottom, a restore from `api` to `rea
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfdp.checkpoint.api import restore, save
 
 __all__ = ["restore", "save"]
 

@@ -1,0 +1,25 @@
+"""Checks of README and docs/step.md: they find what is missing or wrong."""
+
+from __future__ import annotations
+
+from tools import docs_check
+
+
+def test_a_package_without_line_in_readme_is_found(tmp_path, monkeypatch):
+    page = tmp_path / "README.md"
+    lines = docs_check.README.read_text("utf-8").splitlines()
+    page.write_text("\n".join(x for x in lines if "[`step`]" not in x), "utf-8")
+    monkeypatch.setattr(docs_check, "README", page)
+    (found,) = [x for x in docs_check.check_packages() if x.startswith("README")]
+    assert "step, reduction" in found.partition("; they are ")[0]
+    assert "sharding, reduction" in found.partition("; they are ")[2]
+
+
+def test_a_walk_that_names_what_is_not_there_is_found(tmp_path, monkeypatch):
+    assert list(docs_check.check_walk()) == []
+    page = tmp_path / "step.md"
+    text = docs_check.WALK.read_text("utf-8")
+    page.write_text(text.replace("`save_state`", "`save_all`"), "utf-8")
+    monkeypatch.setattr(docs_check, "WALK", page)
+    (found,) = docs_check.check_walk()
+    assert found.endswith("tfdp/checkpoint/api.py defines no save_all")
