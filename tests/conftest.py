@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import collections.abc
 import os
-import pathlib
-import sys
 import tempfile
 
 import pytest
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-
-from harness.pool import CaseFailed, ClusterPool
-from harness.registry import Case, load_cases
+from tests.harness.pool import CaseFailed, ClusterPool
+from tests.harness.registry import Case, load_cases
 
 # What was measured on this machine must not decide what the tests see, nor the
 # other way round.

@@ -8,9 +8,9 @@ import multiprocessing
 import time
 from pathlib import Path
 
-from faults import leftovers, worker
-from faults.leftovers import Event, read_events
-from faults.plan import JobPlan, Setting
+from tests.faults import leftovers, worker
+from tests.faults.leftovers import Event, read_events
+from tests.faults.plan import JobPlan, Setting
 
 POLL_SECONDS = 0.05
 # Workers that were forked start in seconds; a busy machine takes its time.
@@ -61,7 +61,7 @@ class Life:
 def context() -> multiprocessing.context.ForkServerContext:
     """Processes that have imported TensorFlow already, which is the slow part."""
     made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["faults.preload"])
+    made.set_forkserver_preload(["tests.faults.preload"])
     return made
 
 

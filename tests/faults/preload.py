@@ -9,6 +9,6 @@ os.environ.update(
 import keras  # noqa: F401
 import tensorflow as tf  # noqa: F401
 
-import faults.worker  # noqa: F401
+import tests.faults.worker  # noqa: F401
 import tfdp.callbacks
 import tfdp.checkpoint  # noqa: F401

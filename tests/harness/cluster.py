@@ -18,10 +18,10 @@ import typing
 
 import psutil
 
-from harness.results import Outcome
-from harness.setups import Setup
+from tests.harness.results import Outcome
+from tests.harness.setups import Setup
 
-TESTS = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 START_DEADLINE_SECONDS = 120.0
 # Once one worker has failed, the others may wait for it for ever.
 GRACE_SECONDS = 8.0
@@ -62,7 +62,7 @@ class Worker:
         arguments = [f"--{name}={value}" for name, value in options.items()]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "harness.worker", *arguments],
+                [sys.executable, "-u", "-m", "tests.harness.worker", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -120,7 +120,7 @@ class Cluster:
             TF_CPP_MIN_LOG_LEVEL="2",
             CUDA_VISIBLE_DEVICES="-1",
             KERAS_BACKEND="tensorflow",
-            PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+            PYTHONPATH=str(ROOT),
         )
         common.pop("TF_CONFIG", None)
         if not self.setup.is_multi_worker:

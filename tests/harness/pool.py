@@ -7,11 +7,11 @@ import tempfile
 
 import pytest
 
-from harness.cluster import Cluster, ClusterError
-from harness.compare import assert_equal_results, assert_same_on_all_workers
-from harness.registry import Case
-from harness.results import Outcome
-from harness.setups import BY_NAME, REFERENCE
+from tests.harness.cluster import Cluster, ClusterError
+from tests.harness.compare import assert_equal_results, assert_same_on_all_workers
+from tests.harness.registry import Case
+from tests.harness.results import Outcome
+from tests.harness.setups import BY_NAME, REFERENCE
 
 
 class CaseFailed(AssertionError):

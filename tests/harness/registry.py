@@ -5,64 +5,18 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import importlib
+import pathlib
 import typing
 
-from harness.setups import DISTRIBUTED
+from tests.harness.setups import DISTRIBUTED
 
 Function = collections.abc.Callable[[typing.Any], dict]
 
-# One module per group of rows of the table of Keras behaviours.
-MODULES: tuple[str, ...] = (
-    "equality",
-    "optimizers",
-    "clipping",
-    "losses",
-    "scalar_losses",
-    "several_outputs",
-    "recurrent",
-    "normalization",
-    "randomness",
-    "inputs",
-    "structures",
-    "batches",
-    "uneven",
-    "steps",
-    "loops",
-    "metrics",
-    "callbacks",
-    "validation",
-    "prediction",
-    "saving",
-    "guides",
-    "sharding",
-    "bad_input",
-    "algorithms",
-    "collectives",
-    "routes",
-    "sparse",
-    "plans",
-    "overlap",
-    "contract",
-    "limits",
-    "exactness",
-    "planted_bugs",
-    "accumulation",
-    "loss_scaling",
-    "warmup",
-    "interchange",
-    "custom_loops",
-    "weighting",
-    "bad_input_optimizer",
-    "sharded",
-    "sharded_optimizers",
-    "sharded_plans",
-    "sharded_files",
-    "moving",
-    "offload",
-    "sharded_corners",
-    "monitor",
-    "drift",
-    "rebalance",
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+# `step.cases_accumulation` is tests/step/cases_accumulation.py.
+MODULES: tuple[str, ...] = tuple(
+    f"{path.parent.name}.{path.stem}"
+    for path in sorted((ROOT / "tests").glob("*/cases_*.py"))
 )
 
 
@@ -74,7 +28,7 @@ class Case:
         name: The name in test ids.
         function: Takes an `Env`, returns a nest of dicts, arrays and numbers.
         covers: One line: which row of the table of behaviours it covers.
-        module: Name of the module of `cases` that holds it.
+        module: The module that holds it, as in `MODULES`.
         setups: Names of the set-ups on which it runs by default.
         full_setups: Names of further set-ups, run with `--full` only.
         compare: Whether results are compared with those of one device.
@@ -134,7 +88,7 @@ def register(
     """Adds a case; set-ups that are not its default become `--full` ones."""
     if name in _CASES:
         raise ValueError(f"Two cases of one name. Received: name={name!r}")
-    module = function.__module__.rpartition(".")[2]
+    module = function.__module__.removeprefix("tests.")
     if "full_setups" not in options:
         options["full_setups"] = tuple(s for s in ALL if s not in setups)
     _CASES[name] = Case(name, function, covers, module, setups, **options)
@@ -151,7 +105,7 @@ def case(covers: str, **options: typing.Any) -> collections.abc.Callable:
 
 
 def load_cases(modules: tuple[str, ...] = MODULES) -> dict[str, Case]:
-    """Imports the modules of `cases` and returns their cases by name."""
+    """Imports modules of cases and returns their cases by name."""
     for module in modules:
-        importlib.import_module(f"cases.{module}")
+        importlib.import_module(f"tests.{module}")
     return {c.name: c for c in _CASES.values() if c.module in modules}
