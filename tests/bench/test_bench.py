@@ -354,9 +354,10 @@ def test_collectives_between_two_workers_are_right_and_all_is_written(tmp_path):
     assert "\x1b" not in output  # no bar where there is no terminal
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_comparison_goes_on_without_torch_and_says_how_to_get_it(full, tmp_path):
+def test_a_comparison_goes_on_without_torch_and_says_how_to_get_it(tmp_path):
     output, content = run_bench(
         *(tmp_path, "compare", "-n", "2", "--models", "0.05", "--blocks", "2"),
         *("--torch-python", str(tmp_path / "python")),
@@ -377,9 +378,10 @@ def test_a_comparison_goes_on_without_torch_and_says_how_to_get_it(full, tmp_pat
     assert ratios[compare_table.STOCK_BEST]["median"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.slow
-def test_in_a_cluster_every_worker_measures_and_the_first_one_reports(tmp_path, full):
+def test_in_a_cluster_every_worker_measures_and_the_first_one_reports(tmp_path):
     file = tmp_path / "found.json"
     done = run_python(
         *("-m", "tfdp", "run", "-n", "2", "--log-dir", str(tmp_path), "-m", "tfdp"),

@@ -381,10 +381,10 @@ runpy.run_path("examples/serve_latency.py", run_name="__main__")
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_example_trains_on_two_workers_and_plain_keras_serves_what_it_saved(
-    full,
     tmp_path,
 ):
     output = tmp_path / "output"

@@ -117,7 +117,6 @@ def _register(number: int, name: str) -> None:
         setups=("eight_devices",) if is_always else (),
         full_setups=() if is_always else ("eight_devices",),
         compare=False,
-        deadline_seconds=90.0,
     )
 
 

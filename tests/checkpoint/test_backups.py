@@ -12,6 +12,7 @@ import pytest
 
 from tests.checkpoint import interrupted_fit
 from tests.harness.interrupted import Layout, Result, run
+from tests.harness.tiers import full
 from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 
 ONE_PROCESS, TWO_WORKERS, TWO_BY_TWO = Layout(1, 2), Layout(2, 1), Layout(2, 2)
@@ -68,7 +69,7 @@ def test_a_killed_run_ends_bit_for_bit_as_one_that_was_not(undisturbed, tmp_path
     assert not (tmp_path / "backups").exists()
 
 
-@pytest.mark.usefixtures("full")
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("data", ["dataset", "arrays"])
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_a_killed_run_goes_on_exactly_wherever_it_was_killed(
     assert_same(found, undisturbed(layout, data=data))
 
 
-@pytest.mark.usefixtures("full")
+@pytest.mark.full
 @pytest.mark.parametrize("layout", [ONE_PROCESS, TWO_WORKERS], ids=lambda x: x.name)
 def test_accumulated_gradients_that_are_sharded_go_on_too(
     layout, undisturbed, tmp_path
@@ -97,7 +98,7 @@ def test_a_run_goes_on_on_another_number_of_replicas_as_one_device_would(
     check_on_other_replicas(Layout(2, 1), undisturbed, tmp_path)
 
 
-@pytest.mark.usefixtures("full")
+@pytest.mark.full
 @pytest.mark.parametrize("after", [Layout(1, 3), Layout(1, 1)], ids=lambda x: x.name)
 def test_a_run_goes_on_on_any_number_of_replicas(after, undisturbed, tmp_path):
     check_on_other_replicas(after, undisturbed, tmp_path)
@@ -122,7 +123,7 @@ def check_on_other_replicas(after: Layout, undisturbed: Callable, tmp_path) -> N
         np.testing.assert_allclose(found.history[name], values, rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.usefixtures("full")
+@pytest.mark.full
 def test_a_crash_between_the_parts_and_the_index_leaves_the_backup_before(
     undisturbed, tmp_path
 ):
@@ -135,12 +136,12 @@ def test_a_crash_between_the_parts_and_the_index_leaves_the_backup_before(
     assert_same(train(TWO_WORKERS, tmp_path, **options), undisturbed(TWO_WORKERS))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, SAVE_SIGNAL], ids=["term", "save"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, full(SAVE_SIGNAL)], ids=["term", "save"]
+)
 def test_a_preempted_worker_lets_all_save_and_exit_with_a_code_of_its_own(
-    number, undisturbed, tmp_path, request
+    number, undisturbed, tmp_path
 ):
-    if number != signal.SIGTERM:
-        request.getfixturevalue("full")
     options = {"directory": str(tmp_path / "backups"), "save_freq": 1000}
     kill = {"step": 6, "at": 1, "number": int(number)}
     first = train(TWO_WORKERS, tmp_path, kill=kill, **options)
@@ -158,7 +159,7 @@ def test_every_worker_raises_what_is_wrong_with_the_directory(tmp_path):
     assert not any(answer.get("history") for answer in blocked.answers)
 
 
-@pytest.mark.usefixtures("full")
+@pytest.mark.full
 def test_every_worker_refuses_a_backup_of_another_model(tmp_path):
     options = {"directory": str(tmp_path / "backups"), "everything": False}
     train(ONE_PROCESS, tmp_path, epochs=1, delete_at_end=False, **options)

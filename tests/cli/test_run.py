@@ -843,7 +843,8 @@ print("done", size)
     assert launcher.processes() == []
 
 
-def test_a_job_that_does_not_save_when_asked_is_never_stopped(full, launcher):
+@pytest.mark.full
+def test_a_job_that_does_not_save_when_asked_is_never_stopped(launcher):
     launcher.script(LEFT_OUT_ONCE + "time.sleep(3.0)\nprint('done', size)\n")
     result = launcher.run(*GROWS, "script.py")
     assert result.returncode == 0, result.stdout

@@ -41,9 +41,7 @@ LEVELS = (
     ("halving_doubling", "tree"),
     ("ring", "tree"),
 )
-algorithm_case = functools.partial(
-    case, setups=SETUPS, compare=False, deadline_seconds=120.0
-)
+algorithm_case = functools.partial(case, setups=SETUPS, compare=False)
 
 
 def new_group(env: Env, node_size: int = 1, num_channels: int = 4) -> ProcessGroup:

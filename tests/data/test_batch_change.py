@@ -232,11 +232,10 @@ def test_half_the_replicas_go_on_as_one_device_with_half_batch_and_rate(tmp_path
     check((TWO, ONE), tmp_path, step=7, first=16, schedule=False, data="dataset")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.processes
-def test_twice_the_replicas_go_on_as_one_device_that_sees_a_few_samples_twice(
-    full, tmp_path
-):
+def test_twice_the_replicas_go_on_as_one_device_that_sees_a_few_samples_twice(tmp_path):
     # Twelve samples of the second epoch are one and a half batches of eight.
     check((ONE, TWO), tmp_path, step=13, first=8, schedule=True, data="dataset")
 
@@ -265,7 +264,7 @@ def test_half_the_replicas_accumulate_twice_the_batches_as_one_device_would(tmp_
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.usefixtures("full")
+@pytest.mark.full
 @pytest.mark.parametrize("step", [13, 14])
 def test_twice_the_replicas_accumulate_half_the_batches(step, tmp_path):
     # One batch of four is half of one of eight: that update begins again. Two are one.
@@ -274,7 +273,7 @@ def test_twice_the_replicas_accumulate_half_the_batches(step, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.usefixtures("full")
+@pytest.mark.full
 @pytest.mark.parametrize("is_schedule", [False, True])
 def test_endless_data_goes_on_where_it_was(is_schedule, tmp_path):
     check((TWO, ONE), tmp_path, step=7, first=16, schedule=is_schedule, data="endless")
@@ -282,7 +281,7 @@ def test_endless_data_goes_on_where_it_was(is_schedule, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.usefixtures("full")
+@pytest.mark.full
 def test_another_batch_than_the_replicas_need_is_refused(tmp_path):
     options = {"directory": str(tmp_path / "backups"), "everything": False}
     first = {"epochs": 1, "delete_at_end": False, "per_replica": 4}

@@ -154,7 +154,7 @@ def test_a_run_goes_on_with_the_batch_that_comes_next(name, tmp_path):
     check_that_it_goes_on(name, 2, tmp_path)
 
 
-@pytest.mark.usefixtures("full")
+@pytest.mark.full
 @pytest.mark.parametrize("save_freq", [1, 2, "epoch"])
 @pytest.mark.parametrize("name", REPEATABLE)
 def test_any_data_with_seeds_goes_on_however_often_it_is_saved(
@@ -181,7 +181,7 @@ def assert_same(found: tuple, wanted: tuple) -> None:
     assert found[1:] == wanted[1:]
 
 
-@pytest.mark.usefixtures("full")
+@pytest.mark.full
 def test_a_run_that_is_cut_at_each_of_its_steps_goes_on(tmp_path):
     make = REPEATABLE["shuffled"]
     undisturbed = fit(make(), Cut())
@@ -308,7 +308,7 @@ def test_data_that_cannot_be_repeated_is_named_and_its_epoch_begins_again(
     check_that_its_epoch_begins_again(name, tmp_path)
 
 
-@pytest.mark.usefixtures("full")
+@pytest.mark.full
 @pytest.mark.parametrize("name", UNREPEATABLE)
 def test_any_data_that_cannot_be_repeated_is_named(name, tmp_path):
     check_that_its_epoch_begins_again(name, tmp_path)
@@ -327,7 +327,7 @@ def check_that_its_epoch_begins_again(name: str, tmp_path: Path) -> None:
     assert watch.seen[:STEPS] == [(1, step) for step in range(STEPS)]
 
 
-@pytest.mark.usefixtures("full")
+@pytest.mark.full
 def test_a_py_dataset_in_order_goes_on_within_its_epoch(tmp_path):
     data = {"shuffle": False}
     undisturbed = fit({"x": Batches(), **data}, Cut())

@@ -59,9 +59,8 @@ def test_digits_example_learns_and_only_the_chief_tells(run_on_two_workers, tmp_
     assert accuracy >= 95
 
 
-def test_character_example_loses_less_at_the_end_and_writes_text(
-    full, run_on_two_workers
-):
+@pytest.mark.full
+def test_character_example_loses_less_at_the_end_and_writes_text(run_on_two_workers):
     output = run_on_two_workers(EXAMPLES["characters"], "--short")
     first, last = numbers(r"training loss: from ([\d.]+) to ([\d.]+) nats", output)
     assert last < first - 0.5

@@ -27,8 +27,9 @@ def test_matches_one_device(clusters: ClusterPool, case: Case, setup_name: str):
     clusters.check(case, setup_name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", BUGS)
-def test_column_of(full, clusters: ClusterPool, name: str):
+def test_column_of(clusters: ClusterPool, name: str):
     with pytest.raises(AssertionError, match=FAULTS):
         clusters.check(BUGS[name], "mirrored")
 

@@ -21,6 +21,7 @@ from tests.faults.judge import (
 )
 from tests.faults.lives import Outcome
 from tests.faults.plan import CUTS, POINTS, Fault, JobPlan
+from tests.harness.tiers import full
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +59,8 @@ def needs(kind: str) -> None:
         pytest.skip(reason)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_the_death_of_a_worker_in_training_is_named_on_all_others(
-    rank: int, request: pytest.FixtureRequest
-):
-    if rank:
-        request.getfixturevalue("full")
+@pytest.mark.parametrize("rank", [0, full(2)])
+def test_the_death_of_a_worker_in_training_is_named_on_all_others(rank: int):
     outcome = check(JobPlan(3, Fault("kill", "training", rank, step=5)))
     assert outcome.first.ends[rank].code == EXIT_KILLED
     for other in {0, 1, 2} - {rank}:
@@ -81,7 +78,8 @@ def test_the_death_of_a_worker_that_saves_is_named():
     check(JobPlan(2, Fault("kill", "saving", 1, step=2)))
 
 
-def test_the_death_of_a_worker_that_evaluates_is_named(full):
+@pytest.mark.full
+def test_the_death_of_a_worker_that_evaluates_is_named():
     check(JobPlan(2, Fault("kill", "evaluation", 1, step=2)))
 
 
@@ -91,12 +89,10 @@ def test_a_worker_in_its_own_callback_hears_of_a_death():
     assert "epoch 1 of fit" in sentence_of(outcome.first, 0)
 
 
-@pytest.mark.parametrize("kind", ["exit", "raise"])
+@pytest.mark.parametrize("kind", ["exit", full("raise")])
 def test_who_comes_to_a_collective_after_another_script_has_ended_hears_of_it(
-    kind: str, request: pytest.FixtureRequest
+    kind: str,
 ):
-    if kind == "raise":
-        request.getfixturevalue("full")
     outcome = check(JobPlan(2, Fault(kind, "evaluation", 1, step=1), busy_rank=0))
     assert "its script has ended, after " in sentence_of(outcome.first, 0)
 
@@ -113,7 +109,8 @@ def test_a_first_worker_that_stands_still_is_named_within_the_timeout():
     check_standing_still(0)
 
 
-def test_another_worker_that_stands_still_is_named_within_the_timeout(full):
+@pytest.mark.full
+def test_another_worker_that_stands_still_is_named_within_the_timeout():
     check_standing_still(1)
 
 
@@ -124,12 +121,8 @@ def test_an_error_in_one_script_is_told_by_the_others():
     assert "ArithmeticError: the script's own error" in said
 
 
-@pytest.mark.parametrize("kind", ["kill", "stop", "raise"])
-def test_in_a_loop_of_the_users_own_the_last_line_names_the_lost_worker(
-    kind: str, request: pytest.FixtureRequest
-):
-    if kind != "kill":
-        request.getfixturevalue("full")
+@pytest.mark.parametrize("kind", ["kill", full("stop"), full("raise")])
+def test_in_a_loop_of_the_users_own_the_last_line_names_the_lost_worker(kind: str):
     timeout = 6.0 if kind == "stop" else None
     fault = Fault(kind, "training", 1, step=5)
     plan = JobPlan(2, fault, timeout_seconds=timeout, has_own_loop=True)
@@ -187,18 +180,17 @@ def test_a_run_whose_newest_backup_was_damaged_goes_on_from_the_one_before(
     assert outcome.damaged == ["step-14"]
 
 
-def test_a_run_of_which_all_backups_were_damaged_says_so(undisturbed: dict, full: None):
+@pytest.mark.full
+def test_a_run_of_which_all_backups_were_damaged_says_so(undisturbed: dict):
     fault = Fault("damage", "every", 1, step=17, way="truncate")
     outcome = check(JobPlan(2, fault), undisturbed)
     assert outcome.damaged == ["step-7", "step-14"]
 
 
-@pytest.mark.parametrize("point", POINTS[2:])
+@pytest.mark.parametrize("point", [p if p == "index" else full(p) for p in POINTS[2:]])
 def test_a_first_worker_that_dies_at_the_index_of_a_backup_loses_nothing(
-    point: str, undisturbed: dict, request: pytest.FixtureRequest
+    point: str, undisturbed: dict
 ):
-    if point != "index":
-        request.getfixturevalue("full")
     fault = Fault("crash", "backup", 0, step=2, point=point)
     check(JobPlan(2, fault), undisturbed)
 

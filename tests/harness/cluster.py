@@ -73,7 +73,6 @@ class Worker:
 
     def kill(self) -> None:
         """Kills the process and all that it started."""
-        self.connection.close()
         try:
             tree = psutil.Process(self.process.pid)
             processes = [*tree.children(recursive=True), tree]
@@ -84,6 +83,11 @@ class Worker:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
+
+    def close(self) -> None:
+        """Kills the process and ends the connection to it."""
+        self.kill()
+        self.connection.close()
 
     def last_words(self) -> str:
         """The end of the output, of the Python stacks, and the exit code."""
@@ -177,11 +181,17 @@ class Cluster:
         self.healthy = not any(_breaks(o) for o in outcomes.values())
         return [outcomes[worker.rank] for worker in self.workers]
 
+    def kill(self) -> None:
+        """Kills all workers, also while another thread waits for them."""
+        self.healthy = False
+        for worker in self.workers:
+            worker.kill()
+
     def close(self) -> None:
         """Kills all workers and removes their files."""
         self.healthy = False
         for worker in self.workers:
-            worker.kill()
+            worker.close()
         self._folder.cleanup()
 
     def _await_start(self) -> None:

@@ -29,13 +29,14 @@ class Case:
         function: Takes an `Env`, returns a nest of dicts, arrays and numbers.
         covers: One line: which row of the table of behaviours it covers.
         module: The module that holds it, as in `MODULES`.
-        setups: Names of the set-ups on which it runs by default.
-        full_setups: Names of further set-ups, run with `--full` only.
+        setups: Names of the set-ups of the standard tier.
+        full_setups: Names of further set-ups, for the full tier.
+        quick_setup: Name of the one set-up of the quick tier, or `""`.
         compare: Whether results are compared with those of one device.
         reference_last: Run the reference after each set-up, in its directory,
             so that it can open the files that the set-up wrote.
         fresh: Whether it has processes of its own and no seed is set in them.
-        side_by_side: Whether it may run on several set-ups at the same time.
+        side_by_side: Whether it may run while other cases do.
         tol: Largest error of a tensor.
         skip: Names (`fnmatch` patterns) left out, each with the reason.
         xfail: Why it is expected to fail, or `None`.
@@ -50,6 +51,7 @@ class Case:
     module: str
     setups: tuple[str, ...]
     full_setups: tuple[str, ...] = ()
+    quick_setup: str = ""
     compare: bool = True
     reference_last: bool = False
     fresh: bool = False
@@ -59,7 +61,7 @@ class Case:
     xfail: str | None = None
     xfail_setups: tuple[str, ...] = ()
     xfail_run: bool = True
-    deadline_seconds: float = 45.0
+    deadline_seconds: float = 120.0
 
     def expected_to_fail(self, setup_name: str) -> bool:
         """Whether the case is expected to fail on this set-up."""
@@ -83,14 +85,30 @@ def register(
     covers: str,
     *,
     setups: tuple[str, ...] = PAIR,
+    is_quick: bool = True,
     **options: typing.Any,
 ) -> None:
-    """Adds a case; set-ups that are not its default become `--full` ones."""
+    """Adds a case.
+
+    Set-ups that are not given are left to the full tier. The cases of a module take
+    turns at the set-ups in the quick tier, so that each set-up sees each feature.
+
+    Args:
+        name: As of `Case`.
+        function: As of `Case`.
+        covers: As of `Case`.
+        setups: As of `Case`.
+        is_quick: Whether the quick tier runs it: no other case of it does as well.
+        **options: Further fields of `Case`.
+    """
     if name in _CASES:
         raise ValueError(f"Two cases of one name. Received: name={name!r}")
     module = function.__module__.removeprefix("tests.")
     if "full_setups" not in options:
         options["full_setups"] = tuple(s for s in ALL if s not in setups)
+    if is_quick and setups:
+        turn = sum(c.module == module and c.setups == setups for c in _CASES.values())
+        options.setdefault("quick_setup", setups[turn % len(setups)])
     _CASES[name] = Case(name, function, covers, module, setups, **options)
 
 

@@ -92,14 +92,16 @@ class Runner:
 
         print(f"--- {name}", flush=True)
         env = Env(self.setup, self.rank, self.strategy, tmp, self.flavor)
-        start = time.monotonic()
+        start, cpu_start = time.monotonic(), time.process_time()
         try:
             case = self.cases[name]
             keras.backend.clear_session()
             if not case.fresh:
                 keras.utils.set_random_seed(1234)
             results = flatten_results(case.function(env))
-            return Outcome(results, seconds=time.monotonic() - start)
+            seconds = time.monotonic() - start
+            cpu_seconds = time.process_time() - cpu_start
+            return Outcome(results, seconds=seconds, cpu_seconds=cpu_seconds)
         except Exception as error:  # noqa: BLE001 the parent reports it
             traceback.print_exc()
             return _failed(error, start)

@@ -215,7 +215,6 @@ BAD_STRUCTURES: dict[str, typing.Callable] = {
 @case(
     "Bad input: structures whose parts do not fit together",
     compare=False,
-    deadline_seconds=90.0,
 )
 def structures_that_do_not_fit(env: Env) -> dict:
     found = {}

@@ -74,7 +74,7 @@ def iterations_on_unknown_cardinality(env: Env) -> dict:
     return {"history": history, "weights": env.weights(model)}
 
 
-@case("`jit_compile=True` on CPU: goes on, with one warning", deadline_seconds=120)
+@case("`jit_compile=True` on CPU: goes on, with one warning")
 def jit_compile(env: Env) -> dict:
     with env.scope():
         model = common.compiled(common.mlp())

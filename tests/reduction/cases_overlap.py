@@ -52,7 +52,6 @@ def overlap(intervals: list[tuple[float, float]]) -> float:
     full_setups=("mirrored", "two_by_two"),
     compare=False,
     side_by_side=False,
-    deadline_seconds=120.0,
 )
 def half_of_the_communication_is_in_the_backward_pass(env: Env) -> dict:
     with env.scope():

@@ -292,7 +292,6 @@ def rows_that_come_once(env: Env, dtype: str) -> dict:
 @case(
     "sparse: rows that one device has once are added up",
     setups=registry.PAIR,
-    deadline_seconds=90.0,
 )
 def rows_that_one_device_has_once(env: Env) -> dict:
     return rows_that_come_once(env, "float32")
@@ -302,7 +301,6 @@ def rows_that_one_device_has_once(env: Env) -> dict:
     "sparse: rows that one device has once are added up, float64",
     setups=registry.PAIR,
     tol=1e-9,
-    deadline_seconds=90.0,
     skip={"*/history/*": "metrics are float32"},
 )
 def rows_that_one_device_has_once_in_float64(env: Env) -> dict:

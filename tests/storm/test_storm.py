@@ -51,7 +51,7 @@ def test_loss_curves_of_different_length_are_infinitely_apart():
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.usefixtures("full")
+@pytest.mark.full
 def test_a_job_whose_workers_are_killed_ends_with_the_same_bits(tmp_path: Path):
     length = {"epochs": 8, "steps_per_epoch": 60}
     times = {"every": (25.0, 35.0), "most_kills": 2, "step_seconds": 0.1}
@@ -68,7 +68,7 @@ def test_a_job_whose_workers_are_killed_ends_with_the_same_bits(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.usefixtures("full")
+@pytest.mark.full
 def test_a_job_that_goes_on_with_fewer_workers_and_grows_has_the_same_losses(
     tmp_path: Path,
 ):

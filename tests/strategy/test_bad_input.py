@@ -160,7 +160,8 @@ def test_worker_that_never_starts_is_named_by_all_the_others(action: Callable):
         assert len(re.findall(r"worker \d \(", text)) == 1, "only the silent one"
 
 
-def test_worker_that_never_starts_ends_the_script_of_the_others(full):
+@pytest.mark.full
+def test_worker_that_never_starts_ends_the_script_of_the_others():
     script = (
         "import tfdp\n"
         f"tfdp.auto_strategy(communication=tfdp.CommunicationOptions("
