@@ -111,7 +111,7 @@ class CommunicationOptions:
             )
 
     @property
-    def wires(self) -> tuple[str | None, str | None]:
+    def reduce_dtypes(self) -> tuple[str | None, str | None]:
         """Names of the dtypes on the wire inside nodes and across them, or `None`."""
         given = self.compression
         if not isinstance(given, Mapping):

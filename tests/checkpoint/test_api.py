@@ -24,7 +24,7 @@ from tfdp import checkpoint
 from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing
-from tfdp.checkpoint.index import Entry, Extent, Part, check_complete
+from tfdp.checkpoint.index import Entry, Extent, Shard, check_complete
 from tfdp.checkpoint.index_file import INDEX_FILE, load_index, to_text
 from tfdp.cli import main
 from tfdp.sharding.state_tensors import Piece, StateTensor
@@ -39,7 +39,7 @@ WAITING_SECONDS = 60
 DEADLINE_SECONDS = 120
 
 
-class Agreement:
+class WorkerGroup:
     """The workers of a test are threads."""
 
     timeout_seconds = None
@@ -50,7 +50,9 @@ class Agreement:
         self._barrier = barrier
         self._texts = texts
 
-    def exchange(self, topic: str, text: str = "", timeout_seconds: Any = None) -> list:
+    def all_gather(
+        self, topic: str, text: str = "", timeout_seconds: Any = None
+    ) -> list:
         del topic, timeout_seconds
         self._texts[self.rank] = text
         self._barrier.wait(WAITING_SECONDS)
@@ -59,10 +61,10 @@ class Agreement:
         return found
 
     def same(self, topic: str, text: str) -> tuple[bool, list]:
-        texts = self.exchange(topic, text)
+        texts = self.all_gather(topic, text)
         return len(set(texts)) == 1, texts
 
-    def part(self) -> None:
+    def leave(self) -> None:
         pass
 
 
@@ -73,7 +75,7 @@ def on_workers(action: Callable[..., Any], *per_worker: Sequence) -> list:
 
     def run(rank: int, *arguments: Any) -> Any:
         try:
-            return action(*arguments, Agreement(rank, barrier, texts))
+            return action(*arguments, WorkerGroup(rank, barrier, texts))
         except Exception as error:  # noqa: BLE001 the test looks at it
             return error
 
@@ -366,7 +368,7 @@ def test_when_one_worker_fails_all_say_so_and_the_previous_one_stays(
     save(values(0), tmp_path)
     write_parts = writing.write_parts
 
-    def fails_on_the_second(state: Any, folder: str, worker: int) -> list[Part]:
+    def fails_on_the_second(state: Any, folder: str, worker: int) -> list[Shard]:
         if worker == 1:
             raise OSError(28, "No space left on device", f"{folder}/worker-1-0")
         return write_parts(state, folder, worker)
@@ -595,7 +597,7 @@ def test_an_index_of_a_later_format_is_refused(tmp_path):
     ],
 )
 def test_slices_that_do_not_make_up_a_tensor_are_no_checkpoint(extents, words):
-    parts = [Part("p", 0, (), tuple(Extent(*extent) for extent in extents))]
+    parts = [Shard("p", 0, (), tuple(Extent(*extent) for extent in extents))]
     with pytest.raises(ValueError, match=f"Elements of 'x' are {words}"):
         check_complete([Entry("x", (3, 3), "float32")], parts)
 

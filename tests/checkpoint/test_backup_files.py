@@ -29,7 +29,7 @@ from tfdp.callbacks import BackupAndRestore
 from tfdp.checkpoint import index_file, replica_state, writer
 from tfdp.checkpoint.callback_state import decoded, encoded
 from tfdp.checkpoint.random_state import random_states, set_random_states
-from tfdp.coordination.preemption import PREEMPTED, Notice, Watch
+from tfdp.coordination.preemption import PREEMPTED, Notice, PreemptionWatch
 
 PLAIN = {"shuffle": False}
 
@@ -385,23 +385,23 @@ def test_a_notice_that_came_when_all_was_done_is_passed_on():
 
 
 class Pair:
-    """The agreement of two workers, of which the other says what it is told to."""
+    """The group of two workers, of which the other says what it is told to."""
 
     rank, num_workers = 0, 2
 
     def __init__(self, other: list) -> None:
         self.other, self.count = other, 0
 
-    def exchange(self, topic: str, text: str = "") -> list[str]:
+    def all_gather(self, topic: str, text: str = "") -> list[str]:
         self.count += 1
         return [text, json.dumps(self.other)]
 
 
 def test_workers_ask_each_other_for_notices_more_and_more_seldom():
-    agreement = Pair([False, 1000.0])
-    watch = Watch(Notice(), agreement)
+    worker_group = Pair([False, 1000.0])
+    watch = PreemptionWatch(Notice(), worker_group)
     watch._rate = lambda step: 1000.0
     assert not any(watch.is_given(step) for step in range(1, 1001))
-    assert agreement.count <= 12
-    agreement.other = [True, 1000.0]
+    assert worker_group.count <= 12
+    worker_group.other = [True, 1000.0]
     assert watch.is_given(1001, must_look=True)

@@ -19,7 +19,7 @@ from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import Bucket, BucketPlan, Entry
 from tfdp.plans.cost_model import Algorithm, predict_seconds
-from tfdp.reduction.selection import Route, Router
+from tfdp.reduction.selection import AlgorithmChoice, AlgorithmSelector
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEADLINE_SECONDS = 120
@@ -107,10 +107,17 @@ def test_json_holds_the_buckets_of_the_model_and_sums_that_fit(models):
         assert bucket["algorithm"] == "hierarchical (ring, tree)"
         size = bucket["num_bytes"]
         # A bucket of one bias waits for latency, and is not worth two casts.
-        wire = "bfloat16" if size > 10**4 else "float32"
-        assert (bucket["inner_wire"], bucket["outer_wire"]) == ("float32", wire)
+        reduce_dtype = "bfloat16" if size > 10**4 else "float32"
+        assert (bucket["inner_wire"], bucket["outer_wire"]) == (
+            "float32",
+            reduce_dtype,
+        )
         for key, algorithm, share in (
-            ("seconds", Algorithm("hierarchical", "ring", "tree"), shares[wire]),
+            (
+                "seconds",
+                Algorithm("hierarchical", "ring", "tree"),
+                shares[reduce_dtype],
+            ),
             ("ring_seconds", Algorithm("ring"), 1.0),
         ):
             seconds = predict_seconds(
@@ -238,8 +245,10 @@ def bucket_of(count, dtype="float32", itemsize=4):
 
 
 def route_of(bucket, topology, **options):
-    router = Router(CommunicationOptions(links=LINKS, **options), topology, "nccl")
-    return router.route(bucket.num_bytes, bucket.dtype)
+    algorithm_selector = AlgorithmSelector(
+        CommunicationOptions(links=LINKS, **options), topology, "nccl"
+    )
+    return algorithm_selector.select(bucket.num_bytes, bucket.dtype)
 
 
 def forecast_of(num_nodes, node_size, **changes):
@@ -298,7 +307,7 @@ def test_hierarchical_with_one_replica_a_node_is_said_to_be_flat(capsys):
 
 
 def test_the_table_shows_what_travels(capsys):
-    route = Route(Algorithm("hierarchical"), outer_wire="bfloat16")
+    route = AlgorithmChoice(Algorithm("hierarchical"), outer_wire="bfloat16")
     forecast.show(forecast_of(2, 2, routes=(route,)), as_json=False)
     output = capsys.readouterr().out  # the cell may be broken over lines
     assert "hierarchical (ring, ring)," in output
@@ -322,16 +331,18 @@ def test_an_algorithm_becomes_the_option_of_the_same_name(algorithm, option):
 
 
 @pytest.mark.parametrize(
-    ("compression", "option", "wires"),
+    ("compression", "option", "reduce_dtypes"),
     [
         ("none", None, (None, None)),
         ("fp16", "fp16", ("float16", "float16")),
         ("outer:bf16", {"outer": "bf16"}, (None, "bfloat16")),
     ],
 )
-def test_a_compression_becomes_the_option_of_the_same_name(compression, option, wires):
+def test_a_compression_becomes_the_option_of_the_same_name(
+    compression, option, reduce_dtypes
+):
     assert plan.compression_option(compression) == option
-    assert CommunicationOptions(compression=option).wires == wires
+    assert CommunicationOptions(compression=option).reduce_dtypes == reduce_dtypes
 
 
 @pytest.mark.parametrize("nodes", [(1, 1), (1, 8), (2, 4), (64, 8)])
@@ -342,10 +353,12 @@ def test_what_is_planned_is_what_training_routes(nodes, compression):
     buckets += [bucket_of(10**6, "bfloat16", 2), bucket_of(10**6, "float64", 8)]
     options = CommunicationOptions(compression=compression, links=LINKS)
     found, _ = plan.routes_of(BucketPlan(tuple(buckets)), options, topology, "nccl")
-    router = Router(options, topology, "nccl", tells=False)
+    algorithm_selector = AlgorithmSelector(options, topology, "nccl", tells=False)
     # Links are known, so nothing that training may take is left out.
-    assert router.are_links_known
-    assert list(found) == [router.route(b.num_bytes, b.dtype) for b in buckets]
+    assert algorithm_selector.are_links_known
+    assert list(found) == [
+        algorithm_selector.select(b.num_bytes, b.dtype) for b in buckets
+    ]
 
 
 def test_a_bucket_that_gains_little_is_planned_as_it_is():

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import tensorflow as tf
 
-from tfdp.coordination import exchange as module
-from tfdp.coordination.exchange import Agreement
+from tfdp.coordination import worker_group as module
+from tfdp.coordination.worker_group import WorkerGroup
 
 
 class Store:
@@ -49,28 +49,28 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 @pytest.fixture
-def workers(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[Agreement]:
+def workers(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[WorkerGroup]:
     """Three workers of one cluster."""
     monkeypatch.setattr(module.atexit, "register", lambda function: None)
-    made = [Agreement(rank, 3, timeout_seconds=0.6) for rank in range(3)]
+    made = [WorkerGroup(rank, 3, timeout_seconds=0.6) for rank in range(3)]
     for worker in made:
         worker._prefix = "cluster"
     return made
 
 
-def exchange(worker: Agreement, after_seconds: float = 0.0) -> list[str]:
+def exchange(worker: WorkerGroup, after_seconds: float = 0.0) -> list[str]:
     time.sleep(after_seconds)
-    return worker.exchange("topic", f"from {worker.rank}")
+    return worker.all_gather("topic", f"from {worker.rank}")
 
 
-def test_all_get_the_texts_of_all(workers: list[Agreement]):
+def test_all_get_the_texts_of_all(workers: list[WorkerGroup]):
     with ThreadPoolExecutor(3) as pool:
         texts = list(pool.map(exchange, workers))
     assert texts == [["from 0", "from 1", "from 2"]] * 3
 
 
 def test_a_first_worker_that_ends_once_all_have_its_answer_is_no_error(
-    workers: list[Agreement], store: Store
+    workers: list[WorkerGroup], store: Store
 ):
     store.is_leaving = True
     with ThreadPoolExecutor(3) as pool:
@@ -79,7 +79,7 @@ def test_a_first_worker_that_ends_once_all_have_its_answer_is_no_error(
 
 
 def test_who_waits_for_the_first_worker_names_the_one_that_it_waits_for(
-    workers: list[Agreement],
+    workers: list[WorkerGroup],
 ):
     with ThreadPoolExecutor(2) as pool:
         # It has waited for as long as it would before the first worker has.

@@ -13,11 +13,11 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.cluster import Answer, free_ports, knock
 from tfdp.coordination.preemption import PREEMPTED
-from tfdp.coordination.progress import Here, Place
+from tfdp.coordination.progress import ProgressRecorder, WorkerProgress
 from tfdp.coordination.watch import failure_detector as module
 from tfdp.coordination.watch.errors import Verdict, bucket_in, message_of
-from tfdp.coordination.watch.failure_detector import Sightings
-from tfdp.coordination.watch.heartbeat import Pulse
+from tfdp.coordination.watch.failure_detector import FailureDetector
+from tfdp.coordination.watch.heartbeat import Heartbeat
 from tfdp.coordination.watch.watchdog import Watchdog
 
 
@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_who_is_heard_of_is_not_suspected(clock: Clock):
-    known = Sightings([1, 2], limit_seconds=60)
+    known = FailureDetector([1, 2], limit_seconds=60)
     clock.now += 2
     known.heard(1)
     clock.now += 2
@@ -44,7 +44,7 @@ def test_who_is_heard_of_is_not_suspected(clock: Clock):
 def test_a_port_that_refuses_twice_in_a_row_is_that_of_a_process_that_has_ended(
     clock: Clock,
 ):
-    known = Sightings([1], limit_seconds=60)
+    known = FailureDetector([1], limit_seconds=60)
     known.tried(1, refused=True, answers=False)
     known.tried(1, refused=False, answers=True)
     known.tried(1, refused=True, answers=False)
@@ -54,8 +54,8 @@ def test_a_port_that_refuses_twice_in_a_row_is_that_of_a_process_that_has_ended(
 
 
 def test_who_stands_still_is_lost_at_the_limit_and_not_before(clock: Clock):
-    known = Sightings([1], limit_seconds=60)
-    known.heard(1, place=Place(7, "step 3 of epoch 1 of fit", 0.0))
+    known = FailureDetector([1], limit_seconds=60)
+    known.heard(1, place=WorkerProgress(7, "step 3 of epoch 1 of fit", 0.0))
     clock.now += 59
     assert known.cause(1) == ""
     clock.now += 2
@@ -66,7 +66,7 @@ def test_who_stands_still_is_lost_at_the_limit_and_not_before(clock: Clock):
 
 
 def test_who_has_left_in_good_order_is_lost_only_to_those_who_wait(clock: Clock):
-    known = Sightings([1], limit_seconds=60)
+    known = FailureDetector([1], limit_seconds=60)
     known.told(1, has_left=True, words="")
     clock.now += 100
     known.tried(1, refused=True, answers=False)
@@ -76,7 +76,7 @@ def test_who_has_left_in_good_order_is_lost_only_to_those_who_wait(clock: Clock)
 
 
 def test_the_error_that_ended_a_script_is_told(clock: Clock):
-    known = Sightings([1], limit_seconds=60)
+    known = FailureDetector([1], limit_seconds=60)
     known.told(1, has_left=False, words="ValueError: bad data")
     assert known.cause(1) == ""  # it may have caught it
     known.told(1, has_left=True, words="ValueError: bad data")
@@ -84,7 +84,7 @@ def test_the_error_that_ended_a_script_is_told(clock: Clock):
 
 
 def test_who_slept_itself_blames_nobody(clock: Clock):
-    known = Sightings([1], limit_seconds=60)
+    known = FailureDetector([1], limit_seconds=60)
     clock.now += 3600
     known.forgive()
     assert known.suspects() == []
@@ -92,15 +92,15 @@ def test_who_slept_itself_blames_nobody(clock: Clock):
 
 
 def test_who_is_behind_is_told_by_the_count_of_places(clock: Clock):
-    known = Sightings([1, 2, 3], limit_seconds=60)
-    known.heard(1, place=Place(4, "step 4", 0.0))
-    known.heard(2, place=Place(5, "step 5", 0.0))
-    behind = known.behind(Place(5, "step 5", 11.0))
+    known = FailureDetector([1, 2, 3], limit_seconds=60)
+    known.heard(1, place=WorkerProgress(4, "step 4", 0.0))
+    known.heard(2, place=WorkerProgress(5, "step 5", 0.0))
+    behind = known.behind(WorkerProgress(5, "step 5", 11.0))
     assert {rank: place.name for rank, place in behind.items()} == {1: "step 4"}
 
 
 def test_a_place_tells_loop_epoch_step_and_exchange():
-    here = Here()
+    here = ProgressRecorder()
     assert here.place.name == ""
     with here.looping("fit"):
         assert here.place.name == "fit"
@@ -112,7 +112,7 @@ def test_a_place_tells_loop_epoch_step_and_exchange():
         with here.looping("evaluate"):
             here.epoch_begins()
             assert here.place.name == "evaluate"
-        with here.exchanging("a seed"):
+        with here.all_gathering("a seed"):
             assert here.place.exchanges
             assert here.place.name.startswith("'a seed' in the callbacks of step 1")
         here.epoch_begins()
@@ -121,7 +121,7 @@ def test_a_place_tells_loop_epoch_step_and_exchange():
 
 
 def test_places_count_alike_for_the_same_calls():
-    first, second = Here(), Here()
+    first, second = ProgressRecorder(), ProgressRecorder()
     for here in first, second:
         with here.looping("fit"):
             here.epoch_begins()
@@ -150,8 +150,8 @@ class Store:
         return self.texts[key]
 
 
-class Agreement:
-    """What a pulse asks an agreement for."""
+class WorkerGroup:
+    """What a heartbeat asks a worker group for."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -189,7 +189,7 @@ def test_who_leaves_while_it_beats_says_so_in_another_beat(
 ):
     store = SlowStore()
     use(store, monkeypatch)
-    pulse = Pulse(Agreement(0), Sightings([1], 60.0))
+    pulse = Heartbeat(WorkerGroup(0), FailureDetector([1], 60.0))
     pulse.start()
     assert store.begun.wait(10.0)
     pulse.has_left = True
@@ -203,8 +203,10 @@ def test_who_leaves_while_it_beats_says_so_in_another_beat(
 def test_the_first_worker_tells_all_what_it_has_heard(monkeypatch: pytest.MonkeyPatch):
     store = Store()
     use(store, monkeypatch)
-    known = {r: Sightings([o for o in range(3) if o != r], 60.0) for r in range(3)}
-    pulses = [Pulse(Agreement(rank), known[rank]) for rank in range(3)]
+    known = {
+        r: FailureDetector([o for o in range(3) if o != r], 60.0) for r in range(3)
+    }
+    pulses = [Heartbeat(WorkerGroup(rank), known[rank]) for rank in range(3)]
     pulses[2].words = "ValueError: bad data"
     for _ in range(2):
         for pulse in (pulses[1], pulses[2], pulses[0]):
@@ -221,8 +223,8 @@ def test_the_first_worker_tells_all_what_it_has_heard(monkeypatch: pytest.Monkey
 def test_a_beat_that_is_read_again_is_no_new_sign_of_life(
     monkeypatch: pytest.MonkeyPatch, clock: Clock
 ):
-    known = Sightings([1], limit_seconds=60)
-    pulse = Pulse(Agreement(0), known)
+    known = FailureDetector([1], limit_seconds=60)
+    pulse = Heartbeat(WorkerGroup(0), known)
     place = {"count": 1, "name": "", "seconds": 0.0, "exchanges": False}
     beat = {"count": 5, "place": place, "words": "", "has_left": False}
     assert pulse._take(1, beat)
@@ -278,7 +280,7 @@ def test_a_process_that_ends_itself_leaves_no_generated_file():
 def test_what_ends_a_loop_of_keras_is_told_unless_it_ends_all_of_them(
     error: BaseException, words: str, monkeypatch: pytest.MonkeyPatch
 ):
-    watchdog = Watchdog(Agreement(0), ["a:1", "b:1"])
+    watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"])
     monkeypatch.setattr(watchdog._pulse, "tell_now", lambda seconds: None)
     with pytest.raises(type(error)), watchdog.explaining():
         raise error
@@ -291,14 +293,14 @@ def test_what_ends_a_loop_of_keras_is_told_unless_it_ends_all_of_them(
 def test_who_stands_still_is_given_up_in_time_for_all_to_end_within_the_timeout(
     timeout_seconds: float | None, silent_seconds: float
 ):
-    watchdog = Watchdog(Agreement(0), ["a:1", "b:1"], timeout_seconds)
+    watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"], timeout_seconds)
     assert watchdog._sightings.limit_seconds == silent_seconds
 
 
 def test_an_error_that_has_waited_for_a_name_once_does_not_wait_again_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    watchdog = Watchdog(Agreement(0), ["a:1", "b:1"])
+    watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"])
     waits = []
     monkeypatch.setattr(watchdog, "_is_told", lambda: bool(waits.append(1)))
     error = tf.errors.InternalError(None, None, "of this worker")

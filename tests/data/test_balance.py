@@ -14,7 +14,7 @@ from tests.harness.forks import Start, cluster_configs
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
 from tfdp.data.balance import EQUAL, Balance, Search, next_weights
-from tfdp.data.rows import share_of_rank
+from tfdp.data.rows import rows_of_rank
 from tfdp.data.weighted_rows import rows_by_weight, shares_by_weight
 
 CASE_MODULES = ("data.cases_balance",)
@@ -74,7 +74,7 @@ def test_equal_weights_make_exactly_the_parts_that_there_are_without(count, weig
         for rank, part in zip(
             ranks, shares_by_weight(batch, ranks, [weight] * count), strict=True
         ):
-            plain = share_of_rank(batch, rank, count)
+            plain = rows_of_rank(batch, rank, count)
             assert part.numpy().tolist() == plain.numpy().tolist()
 
 
@@ -191,7 +191,7 @@ def train_with_a_slow_second_worker() -> dict:
 
     keras.utils.set_random_seed(1)
     strategy = tfdp.auto_strategy()
-    rank = strategy.extended.agreement.rank
+    rank = strategy.extended.worker_group.rank
     with strategy.scope():
         first = [SlowByRows()] if rank == 1 else []
         inputs = keras.Input((common.NUM_FEATURES,))

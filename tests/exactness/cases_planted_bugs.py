@@ -59,7 +59,7 @@ def clips_before_it_reduces(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def looks_for_overflow_on_one_replica(env: Env, column: Any) -> Iterator[None]:
     """The first replica's own gradients decide for all, as in stock."""
-    from tfdp.reduction.reduced_gradients import Reduced
+    from tfdp.reduction.reduced_gradients import ReducedGradients
 
     def after(reduced: Any, gradients: list) -> Any:
         values = [getattr(item, "values", item) for item in gradients]
@@ -75,7 +75,7 @@ def looks_for_overflow_on_one_replica(env: Env, column: Any) -> Iterator[None]:
 
     with (
         _around_reduction(after=after),
-        mock.patch.object(Reduced, "all_finite", all_finite),
+        mock.patch.object(ReducedGradients, "all_finite", all_finite),
     ):
         yield
 
@@ -139,7 +139,7 @@ def weighs_all_replicas_alike(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def clips_before_it_unscales(env: Env, column: Any) -> Iterator[None]:
     """The limit is held against gradients that are multiplied by the loss scale."""
-    from tfdp.reduction.reduced_gradients import Reduced
+    from tfdp.reduction.reduced_gradients import ReducedGradients
     from tfdp.step.state_layout import WholeVariables
 
     clip = WholeVariables.clip
@@ -153,7 +153,7 @@ def clips_before_it_unscales(env: Env, column: Any) -> Iterator[None]:
         return [item / tf.cast(_thread.divisor, item.dtype) for item in clipped]
 
     with (
-        mock.patch.object(Reduced, "divided_by", keep),
+        mock.patch.object(ReducedGradients, "divided_by", keep),
         mock.patch.object(WholeVariables, "clip", clip_and_divide),
     ):
         yield
@@ -179,9 +179,9 @@ def updates_with_the_slice_of_another_owner(env: Env, column: Any) -> Iterator[N
 @contextlib.contextmanager
 def takes_norms_of_its_own_slices(env: Env, column: Any) -> Iterator[None]:
     """Each replica clips by the norm of what it owns."""
-    from tfdp.sharding.shard_collectives import CollectiveExchange
+    from tfdp.sharding.shard_collectives import GraphShardCollectives
 
-    with mock.patch.object(CollectiveExchange, "sum", lambda exchange, own: own):
+    with mock.patch.object(GraphShardCollectives, "sum", lambda exchange, own: own):
         yield
 
 
@@ -189,10 +189,13 @@ def takes_norms_of_its_own_slices(env: Env, column: Any) -> Iterator[None]:
 def does_not_gather_averages(env: Env, column: Any) -> Iterator[None]:
     """Each replica takes the averages that it owns for those of all owners."""
     from tfdp.sharding.packing import unpack_rows
-    from tfdp.sharding.shard_collectives import CollectiveExchange
-    from tfdp.sharding.sharded_layout import ShardedState
+    from tfdp.sharding.shard_collectives import GraphShardCollectives
+    from tfdp.sharding.sharded_layout import ShardedLayout
 
-    gather, overwrite = CollectiveExchange.gather, ShardedState.overwrite_with_average
+    gather, overwrite = (
+        GraphShardCollectives.gather,
+        ShardedLayout.overwrite_with_average,
+    )
 
     def overwrite_with_own(layout: Any, part: Any) -> None:
         _thread.overwrites = True
@@ -205,8 +208,8 @@ def does_not_gather_averages(env: Env, column: Any) -> Iterator[None]:
         return unpack_rows(plan, [tf.tile(own, [plan.num_owners]) for own in slices])
 
     with (
-        mock.patch.object(ShardedState, "overwrite_with_average", overwrite_with_own),
-        mock.patch.object(CollectiveExchange, "gather", gather_updates),
+        mock.patch.object(ShardedLayout, "overwrite_with_average", overwrite_with_own),
+        mock.patch.object(GraphShardCollectives, "gather", gather_updates),
     ):
         yield
 

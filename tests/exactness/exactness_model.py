@@ -116,7 +116,7 @@ def read_state(
         env: The surroundings.
         model: The trained model.
         inner: List of the optimizers that update variables.
-        shards: The `Sharding` of their state, or `None` where every replica has
+        shards: The `ShardedState` of their state, or `None` where every replica has
             all of it.
     """
     state: dict = {"weights": env.weights(model)}

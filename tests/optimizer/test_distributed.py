@@ -11,9 +11,9 @@ import tfdp
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
 from tfdp.base import param_groups
-from tfdp.reduction.reduced_gradients import Reduced, unbucketed
+from tfdp.reduction.reduced_gradients import ReducedGradients, unbucketed
 from tfdp.step import grouped_update
-from tfdp.step.flat_params import FlatView
+from tfdp.step.flat_params import FlatParameter
 from tfdp.step.loss_scale import LossScaling
 
 CASE_MODULES = ("optimizer.cases_custom_loops",)
@@ -190,7 +190,7 @@ def test_fused_update_of_many_variables_takes_one_root():
 
 def test_flat_view_is_read_changed_and_written_back_as_one():
     parts = [tf.Variable([[1.0, 2.0], [3.0, 4.0]]), tf.Variable(5.0)]
-    view = FlatView(parts)
+    view = FlatParameter(parts)
     assert view.shape == [5]
     np.testing.assert_array_equal(view * 2 + 1, [3, 5, 7, 9, 11])
     np.testing.assert_array_equal(1 / view, 1 / np.arange(1, 6, dtype="float32"))
@@ -205,19 +205,19 @@ def test_flat_view_is_read_changed_and_written_back_as_one():
 
 def test_flat_view_that_was_never_read_is_changed_in_place():
     parts = [tf.Variable([[1.0, 2.0], [3.0, 4.0]]), tf.Variable(5.0)]
-    view = FlatView(parts)
+    view = FlatParameter(parts)
     view.assign_sub(tf.ones([5]))
     assert parts[1].numpy() == 5, "written back too soon"
     view.write_back()
     np.testing.assert_array_equal(parts[0], [[0, 1], [2, 3]])
     assert parts[1].numpy() == 4
-    view = FlatView(parts)
+    view = FlatParameter(parts)
     view.assign_sub(tf.ones([5]))
     np.testing.assert_array_equal(view.read_value(), [-1, 0, 1, 2, 3])
     view.assign_sub(tf.ones([5]))
     view.write_back()
     np.testing.assert_array_equal(parts[0], [[-2, -1], [0, 1]])
-    view = FlatView(parts)
+    view = FlatParameter(parts)
     view.assign_sub(tf.ones([5]))
     view.assign(tf.range(5.0))
     view.write_back()
@@ -226,7 +226,7 @@ def test_flat_view_that_was_never_read_is_changed_in_place():
 
 def test_flat_view_that_was_not_changed_writes_nothing():
     part = tf.Variable([1.0, 2.0])
-    view = FlatView([part])
+    view = FlatParameter([part])
     assert view.value is not None
     part.assign([7.0, 8.0])
     view.write_back()
@@ -236,11 +236,11 @@ def test_flat_view_that_was_not_changed_writes_nothing():
 # Gradients in their buckets.
 
 
-def reduced() -> Reduced:
+def reduced() -> ReducedGradients:
     rows = tf.IndexedSlices(tf.constant([[2.0, 4.0]]), [1], tf.constant([3, 2]))
     like = [tf.zeros([2]), rows, tf.zeros([2, 1]), tf.zeros([])]
     flats = [tf.constant([1.0, 2.0, 3.0]), tf.constant([4.0, 5.0])]
-    return Reduced(flats, [(3, 0), (2,)], like, {1: rows})
+    return ReducedGradients(flats, [(3, 0), (2,)], like, {1: rows})
 
 
 def test_reduced_gradients_come_back_in_order_and_shape():

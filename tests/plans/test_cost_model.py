@@ -16,7 +16,7 @@ from tfdp.cluster import Topology
 from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.plans.cost_model import Algorithm, candidates_for, choose, predict_seconds
 from tfdp.plans.prediction import BucketPrediction, StepPrediction
-from tfdp.plans.traffic import exchanges_of, link_bytes
+from tfdp.plans.traffic import link_bytes, transfers_of
 from tfdp.reduction.link_cache import links_path, load_links, store_links
 from tfdp.reduction.link_fit import Sample, fit_links
 
@@ -93,7 +93,7 @@ def test_replicas_that_share_cores_wait_for_all_messages_in_their_node():
     assert predict_seconds(RING, 24, cluster(2, 2), shared) == two_by_two
     # The fuller of two nodes bounds; its messages to the other have a link.
     uneven = Topology(((0, 1, 2), (3,)))
-    (ring,) = exchanges_of(RING, uneven)
+    (ring,) = transfers_of(RING, uneven)
     assert (ring.num_inside, ring.num_streams) == (2, 1)
 
 
@@ -149,13 +149,13 @@ def test_a_node_sends_what_the_bounds_say(nodes, ring, hierarchical):
     ],
 )
 def test_crossings_count_the_edges_of_the_ring_that_leave_one_node(nodes, crossings):
-    streams = [exchange.num_streams for exchange in exchanges_of(RING, Topology(nodes))]
+    streams = [exchange.num_streams for exchange in transfers_of(RING, Topology(nodes))]
     assert streams == [crossings] * bool(len(nodes[0]) > 1 or len(nodes) > 1)
 
 
 def test_ranks_dealt_out_in_turn_cost_the_ring_a_crossing_at_every_edge():
     dealt = Topology(((0, 2, 4, 6), (1, 3, 5, 7)))
-    (ring,) = exchanges_of(RING, dealt)
+    (ring,) = transfers_of(RING, dealt)
     assert (ring.num_streams, ring.num_inside) == (4, 0)
     packed = predict_seconds(RING, 10**6, cluster(2, 4), SLOW_LINK)
     assert predict_seconds(RING, 10**6, dealt, SLOW_LINK) > 2 * packed
@@ -244,17 +244,17 @@ def test_more_bytes_or_slower_links_never_take_less_time(algorithm, nodes):
 def test_half_the_bytes_on_the_wire_is_half_the_tensor(algorithm):
     topology = cluster(2, 4)
     half = predict_seconds(algorithm, 500, topology, LINKS)
-    wires = {"inner_wire": 0.5, "outer_wire": 0.5}
-    assert predict_seconds(algorithm, 1000, topology, LINKS, **wires) == half
+    reduce_dtypes = {"inner_wire": 0.5, "outer_wire": 0.5}
+    assert predict_seconds(algorithm, 1000, topology, LINKS, **reduce_dtypes) == half
 
 
 def test_the_outer_wire_alone_matters_to_hierarchical_algorithms_alone():
     topology = cluster(2, 2)
-    wires = {"outer_wire": 0.5}
-    seconds = predict_seconds(HIERARCHICAL, 24, topology, LINKS, **wires)
+    reduce_dtypes = {"outer_wire": 0.5}
+    seconds = predict_seconds(HIERARCHICAL, 24, topology, LINKS, **reduce_dtypes)
     assert seconds == 2 * (1 + 12 * 2) + 2 * (10 + 3 * 2 * 3)
     plain = predict_seconds(RING, 24, topology, LINKS)
-    assert predict_seconds(RING, 24, topology, LINKS, **wires) == plain
+    assert predict_seconds(RING, 24, topology, LINKS, **reduce_dtypes) == plain
 
 
 def test_thousands_of_replicas_are_predicted_at_once():

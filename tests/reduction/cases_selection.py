@@ -23,7 +23,7 @@ from tests.reduction.cases_plans import traced_step
 from tfdp.cluster import Topology
 from tfdp.reduction.fusion import make_plan
 from tfdp.reduction.link_measure import LONG_RUN_STEPS, learn_links, num_steps_of
-from tfdp.reduction.selection import Router
+from tfdp.reduction.selection import AlgorithmSelector
 from tfdp.strategy.extended import _nodes
 
 SETUPS = ("mirrored", "two_by_two")
@@ -49,22 +49,26 @@ def routed(
         yield []
         return
     extended = env.strategy.extended
-    before = extended.router, extended.group.nodes, extended.reducer.options
+    before = extended.algorithm_selector, extended.group.nodes, extended.reducer.options
     node_size = options.pop("node_size", env.num_replicas // 2)
     topology = nodes_of(env, node_size)
     positions = list(range(env.num_replicas))
     chosen = tfdp.CommunicationOptions(**options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        router = Router(chosen, topology, "ring")
+        algorithm_selector = AlgorithmSelector(chosen, topology, "ring")
     try:
-        extended.router = extended.reducer.router = router
+        extended.algorithm_selector = extended.reducer.algorithm_selector = (
+            algorithm_selector
+        )
         extended.group.nodes = _nodes(topology, positions)
         extended.reducer.options = chosen
         yield caught
     finally:
-        extended.router, extended.group.nodes, extended.reducer.options = before
-        extended.reducer.router = before[0]
+        extended.algorithm_selector, extended.group.nodes, extended.reducer.options = (
+            before
+        )
+        extended.reducer.algorithm_selector = before[0]
 
 
 def train(env: Env, **options: typing.Any) -> dict:
@@ -184,7 +188,7 @@ def hierarchy_without_levels_says_so_once(env: Env) -> dict:
     for node_size, word in ((4, "one node"), (3, "equally many")):
         with routed(env, algorithm="hierarchical", node_size=node_size) as caught:
             routes = {
-                str(env.strategy.extended.router.route(size, "float32"))
+                str(env.strategy.extended.algorithm_selector.select(size, "float32"))
                 for size in (100, 10_000_000)
             }
         assert routes == {"ring"}
@@ -211,7 +215,7 @@ def compression_of_integers_is_refused(env: Env) -> dict:
 def topology_is_found_from_hosts(env: Env) -> dict:
     if env.is_reference:
         return {}
-    topology = env.strategy.extended.router.topology
+    topology = env.strategy.extended.algorithm_selector.topology
     assert topology.num_nodes == 1  # every worker of the tests is on this host
     assert topology.num_replicas == env.num_replicas
     assert json.loads(topology.to_json())
@@ -221,12 +225,14 @@ def topology_is_found_from_hosts(env: Env) -> dict:
 @case("links that are measured", setups=("two_by_two",), compare=False)
 def long_runs_measure_their_links_and_keep_them(env: Env) -> dict:
     extended = env.strategy.extended
-    agreement = extended.agreement
+    worker_group = extended.worker_group
 
     def learned(num_steps: int | None, name: str) -> tfdp.Links | None:
-        router = Router(tfdp.CommunicationOptions(), nodes_of(env, 2), "ring")
-        learn_links(router, extended.group, agreement, name, num_steps)
-        return router.links if router.are_links_known else None
+        algorithm_selector = AlgorithmSelector(
+            tfdp.CommunicationOptions(), nodes_of(env, 2), "ring"
+        )
+        learn_links(algorithm_selector, extended.group, worker_group, name, num_steps)
+        return algorithm_selector.links if algorithm_selector.are_links_known else None
 
     name = str(env.tmp)  # nothing is kept of it yet
     with routed(env, node_size=2):
@@ -234,7 +240,7 @@ def long_runs_measure_their_links_and_keep_them(env: Env) -> dict:
         assert learned(None, name) is None
         links = learned(LONG_RUN_STEPS, name)
         assert links is not None
-        assert agreement.same("links", repr(links))[0]
+        assert worker_group.same("links", repr(links))[0]
         # Both levels are loopback here; on a busy machine one may show as free.
         assert links.inside.seconds_per_byte + links.across.seconds_per_byte > 0
         # Kept by the first worker, for all of them and for short runs too.
@@ -250,10 +256,18 @@ def times_that_fit_nothing_leave_no_worker_waiting(env: Env) -> dict:
         routed(env, node_size=2),
         mock.patch.object(link_measure, "fit_links", side_effect=ValueError),
     ):
-        router = Router(tfdp.CommunicationOptions(), nodes_of(env, 2), "ring")
+        algorithm_selector = AlgorithmSelector(
+            tfdp.CommunicationOptions(), nodes_of(env, 2), "ring"
+        )
         name = str(env.tmp / "none")
-        learn_links(router, extended.group, extended.agreement, name, LONG_RUN_STEPS)
-    assert not router.are_links_known
+        learn_links(
+            algorithm_selector,
+            extended.group,
+            extended.worker_group,
+            name,
+            LONG_RUN_STEPS,
+        )
+    assert not algorithm_selector.are_links_known
     return {}
 
 

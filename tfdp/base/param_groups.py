@@ -33,7 +33,7 @@ _CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ParamGroup:
     """The variables of a step that one optimizer updates.
 
     Args:
@@ -49,7 +49,7 @@ class Part:
         return [items[index] for index in self.indices]
 
 
-def parts_of(optimizer: Any, variables: Sequence[Any]) -> list[Part]:
+def param_groups_of(optimizer: Any, variables: Sequence[Any]) -> list[ParamGroup]:
     """Which optimizer updates which variables.
 
     Args:
@@ -57,16 +57,16 @@ def parts_of(optimizer: Any, variables: Sequence[Any]) -> list[Part]:
         variables: Sequence of Keras variables.
 
     Returns:
-        List of `Part`, in the order of the inner optimizers.
+        List of `ParamGroup`, in the order of the inner optimizers.
     """
     if not is_multi(optimizer):
-        return [Part(optimizer, tuple(range(len(variables))))]
+        return [ParamGroup(optimizer, tuple(range(len(variables))))]
     members: dict[int, list[int]] = {}
     for index, variable in enumerate(variables):
         inner = _compat.inner_index(optimizer, variable)
         members.setdefault(inner, []).append(index)
     return [
-        Part(optimizer.optimizers[inner], tuple(indices))
+        ParamGroup(optimizer.optimizers[inner], tuple(indices))
         for inner, indices in sorted(members.items())
     ]
 

@@ -14,7 +14,7 @@ from tfdp.bench.correctness import expected, input_of, num_wrong
 from tfdp.bench.training import timed
 from tfdp.collectives import ProcessGroup, all_gather, broadcast, reduce_scatter
 from tfdp.plans.traffic import Algorithm
-from tfdp.reduction.selection import Route
+from tfdp.reduction.selection import AlgorithmChoice
 
 _CHECK = "check "
 
@@ -101,19 +101,20 @@ class Here:
     name = "here"
 
     def __init__(self, strategy: Any, arms: CollectiveArms) -> None:
-        self._agreement, self._arms = strategy.extended.agreement, arms
+        self._worker_group, self._arms = strategy.extended.worker_group, arms
 
     def run(self, arm: str, steps: int) -> list[float]:
         """Runs a block of steps and returns what each worker measured."""
         own = json.dumps(self._arms[arm](steps))
         return [
-            json.loads(text) for text in self._agreement.exchange(f"time of {arm}", own)
+            json.loads(text)
+            for text in self._worker_group.all_gather(f"time of {arm}", own)
         ]
 
 
 def _call(collective: str, algorithm: str) -> Callable[..., tf.Tensor]:
     if algorithm != NO_ALGORITHM:
-        return Route(Algorithm(algorithm)).all_reduce
+        return AlgorithmChoice(Algorithm(algorithm)).all_reduce
     if collective == "broadcast":
         return _broadcast_from_first
     return {"all_gather": all_gather, "reduce_scatter": reduce_scatter}[collective]

@@ -77,9 +77,9 @@ def _measure_here(settings: Settings) -> Found:
     options = CommunicationOptions(node_size=settings.node_size)
     strategy: Any = auto_strategy(communication=options)
     extended = strategy.extended
-    settings.check(extended.router.topology)
+    settings.check(extended.algorithm_selector.topology)
     here = Here(strategy, CollectiveArms(strategy, settings.dtype))
-    is_chief = extended.agreement.rank == 0
+    is_chief = extended.worker_group.rank == 0
     count = extended.group.size
     with output.progress_bar("collectives", num_turns(settings)) as on_turn:
         rows, times = measure(settings, here, count, on_turn)

@@ -26,7 +26,7 @@ from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.random_state import random_states, set_random_states
 from tfdp.checkpoint.reader import check_model
 from tfdp.checkpoint.run_state import RunState, Wanted
-from tfdp.coordination.preemption import PREEMPTED, Notice, Watch
+from tfdp.coordination.preemption import PREEMPTED, Notice, PreemptionWatch
 from tfdp.data.batch_change import BatchChange
 from tfdp.data.position import Position
 from tfdp.keras_hooks import install
@@ -126,11 +126,11 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Looks for a backup; one from between two epochs is loaded."""
-        self._agreement = api.agreement_of(self.model)
-        self._backups = Backups(self.directory, self.keep, self._agreement)
+        self._worker_group = api.worker_group_of(self.model)
+        self._backups = Backups(self.directory, self.keep, self._worker_group)
         self._batches = RunBatches(self.model, self._position, self.batch)
         self._notice = Notice()
-        self._watch = Watch(self._notice, self._agreement)
+        self._watch = PreemptionWatch(self._notice, self._worker_group)
         self._epoch, self._last_batch, self._total = 0, -1, 0
         self._resumed = None
         self._build_what_is_saved()
@@ -215,13 +215,13 @@ class BackupAndRestore(keras.callbacks.Callback):
     def _random_states(self) -> list[Any]:
         """Those of each worker, or one if all are alike."""
         own = json.dumps(random_states())
-        texts = self._agreement.exchange("random states", own)
+        texts = self._worker_group.all_gather("random states", own)
         alike = len(set(texts)) == 1
         return [json.loads(text) for text in (texts[:1] if alike else texts)]
 
     def _exit(self) -> None:
         self._notice.is_answered = True
-        if self._agreement.rank == 0:
+        if self._worker_group.rank == 0:
             print(
                 f"tfdp: training was to stop, and is saved at step {self._total} in "
                 f"{self.directory}; the same command goes on from there. Exit code "
@@ -279,10 +279,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._backups.load(index, run["steps"], wanted)
         set_states(self._others, run["callbacks"], wanted.state.arrays)
         states = run["random"]
-        is_own = len(states) == self._agreement.num_workers
-        set_random_states(states[self._agreement.rank if is_own else 0])
+        is_own = len(states) == self._worker_group.num_workers
+        set_random_states(states[self._worker_group.rank if is_own else 0])
         said = self._batches.adapt(run, self._change, wanted)
-        if said is not None and self._agreement.rank == 0:
+        if said is not None and self._worker_group.rank == 0:
             print(f"tfdp: {said}", file=sys.stderr, flush=True)
 
     def _difference_to(

@@ -11,8 +11,8 @@ from typing import Any
 
 from tfdp.base.ownership import strategy_of
 from tfdp.callbacks.measuring import MeasuringCallback
-from tfdp.coordination.exchange import Agreement
 from tfdp.coordination.mailbox import Mailbox
+from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.monitor.board import Board
 from tfdp.monitor.facts import facts_of, loss_scale_of, settings_of
 from tfdp.monitor.folders import problem_of_folder
@@ -134,7 +134,7 @@ class CommunicationMonitor(MeasuringCallback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Lets steps be traced with time stamps, and starts to report."""
         strategy = strategy_of(self.model)
-        agreement = strategy.extended.agreement if strategy else Agreement(0, 1)
+        worker_group = strategy.extended.worker_group if strategy else WorkerGroup(0, 1)
         self._recent.clear()
         self._window = []
         self.meter = meter_for(self.model, strategy, norm_every=self.every)
@@ -144,12 +144,12 @@ class CommunicationMonitor(MeasuringCallback):
         if self._reporter is not None:  # of a `fit` that was broken off
             self._reporter.close()
         self._num_fits += 1
-        if agreement.rank == 0:
+        if worker_group.rank == 0:
             hosts = strategy.extended.hosts if strategy else ("localhost",)
             self._board = Board(
                 self.log_dir, hosts, histogram=self.histogram, number=self._num_fits
             )
-        self._reporter = Reporter(Mailbox(agreement), self._board)
+        self._reporter = Reporter(Mailbox(worker_group), self._board)
         self._reporter.start()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -10,7 +10,7 @@ from tfdp.base.ownership import strategy_of
 from tfdp.keras_hooks import install
 from tfdp.optimizer.arguments import check_strategy
 from tfdp.replicas.drift import check_weights, raise_difference
-from tfdp.replicas.drift_probe import Watch
+from tfdp.replicas.drift_probe import DriftProbe
 
 
 class ConsistencyCheck(keras.callbacks.Callback):
@@ -52,7 +52,7 @@ class ConsistencyCheck(keras.callbacks.Callback):
             )
         install.install()
         self.every = every
-        self._watch: Watch | None = None
+        self._watch: DriftProbe | None = None
         self._step = 0
         self._last_batch = -1
 
@@ -71,7 +71,7 @@ class ConsistencyCheck(keras.callbacks.Callback):
         if strategy is None or strategy.num_replicas_in_sync == 1:
             return
         self._check("before the first step")
-        self._watch = Watch(strategy, self.model, self.every)
+        self._watch = DriftProbe(strategy, self.model, self.every)
         self._watch.start()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from tfdp.base.ownership import strategy_of
 from tfdp.callbacks.measuring import MeasuringCallback
-from tfdp.coordination.exchange import Agreement
 from tfdp.coordination.mailbox import Mailbox
+from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.monitor.folders import problem_of_folder
 from tfdp.monitor.meters import meter_for
 from tfdp.monitor.readings import Reading
@@ -78,9 +78,9 @@ class Timeline(MeasuringCallback):
                 "`Timeline` needs a model in the scope of a strategy of tfdp, such as "
                 "`tfdp.auto_strategy()`. Received: a model under no strategy"
             )
-        self._agreement: Agreement = strategy.extended.agreement
-        self._host: str = strategy.extended.hosts[self._agreement.rank]
-        self._mailbox = Mailbox(self._agreement)
+        self._worker_group: WorkerGroup = strategy.extended.worker_group
+        self._host: str = strategy.extended.hosts[self._worker_group.rank]
+        self._mailbox = Mailbox(self._worker_group)
         self.step = 0
         self._readings = []
         self.meter = meter_for(self.model, strategy)
@@ -116,12 +116,12 @@ class Timeline(MeasuringCallback):
         meter, self.meter = self.meter, None
         assert meter is not None
         assert self._mailbox is not None
-        own = meter.trace(self._agreement.rank, self._host, self._readings)
-        if self._agreement.rank > 0:
+        own = meter.trace(self._worker_group.rank, self._host, self._readings)
+        if self._worker_group.rank > 0:
             self._mailbox.send(0, json.dumps(dataclasses.asdict(own)))
             return
         workers = [own]
-        for rank in range(1, self._agreement.num_workers):
+        for rank in range(1, self._worker_group.num_workers):
             text = self._mailbox.receive(0, rank, _PATIENCE_SECONDS)
             if text is not None:
                 workers.append(WorkerTrace.from_dict(json.loads(text)))

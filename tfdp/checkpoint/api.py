@@ -18,7 +18,7 @@ from tfdp.checkpoint import writer as writing
 from tfdp.checkpoint.index import Index, check_complete
 from tfdp.checkpoint.index_file import load_index, to_text, versions
 from tfdp.checkpoint.model_state import LOSS_SCALE, PENDING, RUN, state_of
-from tfdp.checkpoint.pending import num_pending, pending_state_of, share_pending
+from tfdp.checkpoint.pending import num_pending, pending_state_of, redistribute_pending
 from tfdp.coordination.checks import check_same_variables
 from tfdp.keras_hooks.file_hooks import plain_optimizer
 from tfdp.sharding.state_tensors import StateTensor
@@ -60,9 +60,9 @@ def save(model: keras.Model, directory: str | os.PathLike) -> None:
     state = state_of(model)
     if num_pending(model):
         state += pending_state_of(model)
-    prepare = functools.partial(share_pending, model)
+    prepare = functools.partial(redistribute_pending, model)
     serialize = functools.partial(serialized, model)
-    save_state(state, directory, agreement_of(model), serialize, prepare)
+    save_state(state, directory, worker_group_of(model), serialize, prepare)
 
 
 def restore(model: keras.Model, directory: str | os.PathLike) -> None:
@@ -93,13 +93,13 @@ def restore(model: keras.Model, directory: str | os.PathLike) -> None:
     True
     """
     state, pending = state_of(model), pending_state_of(model)
-    restore_state(state, directory, agreement_of(model), pending)
+    restore_state(state, directory, worker_group_of(model), pending)
 
 
 def save_state(
     state: Sequence[StateTensor],
     directory: str | os.PathLike,
-    agreement: Any,
+    worker_group: Any,
     serialize: Callable[[], str | None] = lambda: None,
     prepare: Callable[[], None] = lambda: None,
     run: Any = None,
@@ -109,18 +109,18 @@ def save_state(
     All workers `prepare` the tensors together, once it is known that they are alike.
     The index gets what the first worker gives as `run`.
     """
-    path, rank = os.fspath(directory), agreement.rank
+    path, rank = os.fspath(directory), worker_group.rank
     entries = files.entries_of(state)
-    check_same_variables(agreement, "checkpoint.save", entries, "saves")
+    check_same_variables(worker_group, "checkpoint.save", entries, "saves")
     prepare()
-    act = functools.partial(together, agreement, path, "saved", _INTACT)
+    act = functools.partial(together, worker_group, path, "saved", _INTACT)
     token = act("the folder", lambda: writing.new_folder(path) if rank == 0 else "")
-    token = agreement.exchange("checkpoint.save: the folder's name", token)[0]
+    token = worker_group.all_gather("checkpoint.save: the folder's name", token)[0]
     folder = os.path.join(path, token)
 
     def publish() -> None:
         if rank == 0:
-            parts = writing.listed_parts(folder, agreement.num_workers)
+            parts = writing.listed_parts(folder, worker_group.num_workers)
             check_complete(entries, parts)
             index = Index(token, entries, parts, versions(), serialize(), run)
             writing.replace_index(path, token, to_text(index))
@@ -138,7 +138,7 @@ def save_state(
 def restore_state(
     state: Sequence[StateTensor],
     directory: str | os.PathLike,
-    agreement: Any,
+    worker_group: Any,
     pending: Sequence[StateTensor] = (),
 ) -> None:
     """What `restore` does with the tensors of a model, and with accumulated ones."""
@@ -151,10 +151,10 @@ def restore_state(
         return index, wanted
 
     index, wanted = together(
-        agreement, path, "restored", _NOTHING_LOADED, "its files", find
+        worker_group, path, "restored", _NOTHING_LOADED, "its files", find
     )
-    if len(set(agreement.exchange("checkpoint.restore: which", index.token))) > 1:
-        agreement.part()
+    if len(set(worker_group.all_gather("checkpoint.restore: which", index.token))) > 1:
+        worker_group.leave()
         raise ValueError(
             "The workers found different checkpoints. Give all of them one "
             "directory, and do not save into it meanwhile. "
@@ -162,7 +162,7 @@ def restore_state(
         )
     folder = os.path.join(path, index.token)
     load = functools.partial(reading.read_parts, wanted, index, folder)
-    together(agreement, path, "restored", _PARTLY_LOADED, "its tensors", load)
+    together(worker_group, path, "restored", _PARTLY_LOADED, "its tensors", load)
     restored = {tensor.name for tensor in wanted}
     reading.write_zeros(tensor for tensor in pending if tensor.name not in restored)
 
@@ -206,7 +206,7 @@ def _chosen(
 
 
 def together(
-    agreement: Any,
+    worker_group: Any,
     path: str,
     verb: str,
     aftermath: str,
@@ -216,7 +216,7 @@ def together(
     """Does something on every worker; fails on all of them if it fails on one.
 
     Args:
-        agreement: `Agreement` between the workers.
+        worker_group: `WorkerGroup` between the workers.
         path: String, the directory that it is done in.
         verb: String, what was not done to the checkpoint if it fails.
         aftermath: String, a sentence on what is left then.
@@ -236,13 +236,15 @@ def together(
     except Exception as caught:  # noqa: BLE001 whatever it is, all must hear of it
         error = caught
     own = error and [isinstance(error, ValueError), files.cause_of(error)]
-    limit = agreement.timeout_seconds and max(agreement.timeout_seconds, _DISK_SECONDS)
-    texts = agreement.exchange(f"checkpoint: {topic}", json.dumps(own), limit)
+    limit = worker_group.timeout_seconds and max(
+        worker_group.timeout_seconds, _DISK_SECONDS
+    )
+    texts = worker_group.all_gather(f"checkpoint: {topic}", json.dumps(own), limit)
     replies = [(rank, json.loads(text)) for rank, text in enumerate(texts)]
     failed = [(rank, *reply) for rank, reply in replies if reply]
     if not failed:
         return result
-    agreement.part()
+    worker_group.leave()
     rank, is_value_error, cause = failed[0]
     is_common = len(failed) == len(texts) and len(set(texts)) == 1
     where = "" if is_common else f"worker {rank}: "
@@ -261,24 +263,24 @@ def serialized(model: keras.Model) -> str | None:
         return None
 
 
-def agreement_of(model: keras.Model) -> Any:
-    """The agreement between the workers of a model's strategy."""
+def worker_group_of(model: keras.Model) -> Any:
+    """The group of the workers of a model's strategy."""
     strategy = strategy_of(model)
-    return _Alone() if strategy is None else strategy.extended.agreement
+    return _Alone() if strategy is None else strategy.extended.worker_group
 
 
 class _Alone:
-    """The agreement of one process that has no strategy."""
+    """The worker group of one process that has no strategy."""
 
     rank = 0
     num_workers = 1
     timeout_seconds = None
 
-    def exchange(
+    def all_gather(
         self, topic: str, text: str = "", timeout_seconds: float | None = None
     ) -> list[str]:
         del topic, timeout_seconds
         return [text]
 
-    def part(self) -> None:
+    def leave(self) -> None:
         pass

@@ -44,14 +44,14 @@ class Backups:
     Args:
         directory: String, which all workers share.
         keep: Int, how many are kept.
-        agreement: `Agreement` between the workers.
+        worker_group: `WorkerGroup` between the workers.
     """
 
-    def __init__(self, directory: str, keep: int, agreement: Any) -> None:
+    def __init__(self, directory: str, keep: int, worker_group: Any) -> None:
         self.directory = directory
         self._keep = keep
-        self._agreement = agreement
-        self._rank = agreement.rank
+        self._worker_group = worker_group
+        self._rank = worker_group.rank
 
     def prepare(self) -> None:
         """Makes the directory, and sees whether backups can be written.
@@ -63,13 +63,13 @@ class Backups:
         """
         act = functools.partial(
             together,
-            self._agreement,
+            self._worker_group,
             self.directory,
             "saved",
             "Nothing was trained.",
         )
         probe = act("the directory of backups", self._make)
-        probe = self._agreement.exchange("a backup: its directory", probe)[0]
+        probe = self._worker_group.all_gather("a backup: its directory", probe)[0]
         try:
             act("what workers see of it", functools.partial(self._look_for, probe))
         finally:
@@ -96,7 +96,7 @@ class Backups:
             OSError: On every worker, if one cannot write; those before are intact.
         """
         path = os.path.join(self.directory, f"step-{step}")
-        save_state(state, path, self._agreement, serialize, run=run)
+        save_state(state, path, self._worker_group, serialize, run=run)
         if self._rank == 0:
             self._prune(os.path.basename(path))
 
@@ -115,7 +115,7 @@ class Backups:
                 are some and none is whole.
         """
         own = json.dumps(_numbers(self.directory) if self._rank == 0 else [])
-        steps = json.loads(self._agreement.exchange("the backups", own)[0])
+        steps = json.loads(self._worker_group.all_gather("the backups", own)[0])
         damaged: list[tuple[str, str]] = []
         for step in steps:
             name = f"step-{step}"
@@ -125,7 +125,7 @@ class Backups:
                 return found
             damaged.append((name, fault))
         if damaged:
-            self._agreement.part()
+            self._worker_group.leave()
             raise ValueError(
                 f"No backup in {self.directory!r} is whole. To train from the start, "
                 f"give another directory or delete it. Received: {_listed(damaged)}"
@@ -146,11 +146,11 @@ class Backups:
             reading.read_parts(wanted.tensors, index, os.path.join(path, index.token))
 
         aftermath = "The model may hold some of it; start the script again."
-        together(self._agreement, path, "restored", aftermath, "its tensors", read)
+        together(self._worker_group, path, "restored", aftermath, "its tensors", read)
 
     def delete(self) -> None:
         """Removes all backups, and the directory if nothing else is in it."""
-        self._agreement.exchange("the end of the backups")
+        self._worker_group.all_gather("the end of the backups")
         if self._rank:
             return
         with contextlib.suppress(OSError):
@@ -198,7 +198,7 @@ class Backups:
             kind, text = _WRONG, str(error)
         except Exception as error:  # noqa: BLE001 whatever it is, all must hear of it
             kind, text = _DAMAGED, files.cause_of(error)
-        told = self._agreement.exchange("a backup", json.dumps([kind, text]))
+        told = self._worker_group.all_gather("a backup", json.dumps([kind, text]))
         verdicts = [json.loads(item) for item in told]
         self._raise_if_wrong(path, verdicts)
         faults = [
@@ -213,7 +213,7 @@ class Backups:
     def _raise_if_wrong(self, path: str, verdicts: list) -> None:
         wrong = [text for kind, text in verdicts if kind == _WRONG]
         if wrong:
-            self._agreement.part()
+            self._worker_group.leave()
             raise ValueError(
                 f"Training cannot go on from this backup: {wrong[0].rstrip('.')}. "
                 "Nothing was loaded. Run what made it, or give another directory. "

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.checkpoint.index import Entry, Extent, File, Part
+from tfdp.checkpoint.index import Entry, Extent, File, Shard
 from tfdp.sharding.state_tensors import StateTensor
 
 # The largest part, and the largest run of elements in it. A part is in memory when
@@ -43,11 +43,11 @@ def dtype_of(tensor: StateTensor) -> tf.DType:
     return tf.as_dtype(tensor.dtype)
 
 
-def verify(parts: Iterable[Part], folder: str, *, contents: bool = True) -> None:
+def verify(parts: Iterable[Shard], folder: str, *, contents: bool = True) -> None:
     """Raises if a file is not as it was written.
 
     Args:
-        parts: Iterable of `Part`.
+        parts: Iterable of `Shard`.
         folder: String, the subdirectory of the checkpoint.
         contents: Bool, whether the bytes are looked at, and not only their
             number.

@@ -65,7 +65,7 @@ class File:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Shard:
     """A small checkpoint of TensorFlow's, with some elements of some tensors.
 
     Args:
@@ -88,7 +88,7 @@ class Index:
     Args:
         token: String, the subdirectory with the parts.
         entries: Tuple of `Entry`.
-        parts: Tuple of `Part`.
+        parts: Tuple of `Shard`.
         versions: Dict of strings, what it was written with.
         model: String, the model as Keras serializes it, or `None` if it cannot
             be.
@@ -98,12 +98,12 @@ class Index:
 
     token: str
     entries: tuple[Entry, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[Shard, ...]
     versions: dict[str, str]
     model: str | None = None
     run: Any = None
 
-    def find(self, wanted: Extent) -> list[tuple[Part, Extent]]:
+    def find(self, wanted: Extent) -> list[tuple[Shard, Extent]]:
         """Where elements are.
 
         Args:
@@ -132,9 +132,9 @@ class Index:
         return found
 
     @functools.cached_property
-    def _held(self) -> list[list[tuple[Part, Extent]]]:
+    def _held(self) -> list[list[tuple[Shard, Extent]]]:
         """For each tensor, its extents in order."""
-        held: list[list[tuple[Part, Extent]]] = [[] for _ in self.entries]
+        held: list[list[tuple[Shard, Extent]]] = [[] for _ in self.entries]
         for part in self.parts:
             for extent in part.extents:
                 held[extent.tensor].append((part, extent))
@@ -178,12 +178,12 @@ def cut(
     return [*parts, tuple(part)] if part else parts
 
 
-def check_complete(entries: Sequence[Entry], parts: Iterable[Part]) -> None:
+def check_complete(entries: Sequence[Entry], parts: Iterable[Shard]) -> None:
     """Raises if the parts do not hold every element once.
 
     Args:
         entries: Sequence of `Entry`.
-        parts: Iterable of `Part`.
+        parts: Iterable of `Shard`.
 
     Raises:
         ValueError: Naming the first tensor of which elements are missing or

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
-from tfdp.checkpoint.index import Entry, Extent, File, Index, Part
+from tfdp.checkpoint.index import Entry, Extent, File, Index, Shard
 
 FORMAT = 1
 INDEX_FILE = "index.json"
@@ -21,7 +21,7 @@ class UnknownFormat(ValueError):
     """A file that a newer version of tfdp has written."""
 
 
-def parts_to_json(parts: Iterable[Part]) -> list:
+def parts_to_json(parts: Iterable[Shard]) -> list:
     """Parts as JSON holds them: short, for there may be many."""
     return [
         [
@@ -34,10 +34,10 @@ def parts_to_json(parts: Iterable[Part]) -> list:
     ]
 
 
-def parts_from_json(rows: list) -> tuple[Part, ...]:
+def parts_from_json(rows: list) -> tuple[Shard, ...]:
     """The parts that `parts_to_json` was given."""
     return tuple(
-        Part(
+        Shard(
             prefix,
             worker,
             tuple(File(*file) for file in files),

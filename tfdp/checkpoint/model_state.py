@@ -52,11 +52,11 @@ def state_of(model: keras.Model) -> list[StateTensor]:
             "The model has no variables yet. Call `model.build(input_shape)` or train "
             f"it first. Received: {model.name!r}, not built"
         )
-    sharer = sharer_of(model)
+    shard_writer = shard_writer_of(model)
     metrics = {id(v) for metric in model.metrics for v in metric.variables}
     variables = [v for v in model.variables if id(v) not in metrics]
     tensors = [
-        sharer.replicated(f"model/{place(i, variables)}", v, str(v.dtype))
+        shard_writer.replicated(f"model/{place(i, variables)}", v, str(v.dtype))
         for i, v in enumerate(variables)
     ]
     optimizer = getattr(model, "optimizer", None)
@@ -64,11 +64,11 @@ def state_of(model: keras.Model) -> list[StateTensor]:
         if not optimizer.built:
             with model.distribute_strategy.scope():
                 optimizer.build(model.trainable_variables)
-        tensors += _state_of_optimizer(optimizer, sharer)
+        tensors += _state_of_optimizer(optimizer, shard_writer)
     return tensors
 
 
-class Sharer:
+class ShardWriter:
     """Which elements of what all workers hold this one writes."""
 
     def __init__(self, rank: int, count: int) -> None:
@@ -98,40 +98,44 @@ class Sharer:
         )
 
 
-def sharer_of(model: keras.Model) -> Sharer:
+def shard_writer_of(model: keras.Model) -> ShardWriter:
     """Which elements this worker writes of what all hold of a model."""
     strategy = strategy_of(model)
     if strategy is None:
-        return Sharer(0, 1)
-    agreement = strategy.extended.agreement
-    return Sharer(agreement.rank, agreement.num_workers)
+        return ShardWriter(0, 1)
+    worker_group = strategy.extended.worker_group
+    return ShardWriter(worker_group.rank, worker_group.num_workers)
 
 
-def _state_of_optimizer(optimizer: Any, sharer: Sharer) -> Iterator[StateTensor]:
+def _state_of_optimizer(
+    optimizer: Any, shard_writer: ShardWriter
+) -> Iterator[StateTensor]:
     sharded = getattr(optimizer, "shards", None)
     scale = _scale_of(optimizer)
     if scale is not None:
-        yield sharer.replicated(f"{LOSS_SCALE}/value", scale[0], str(scale[0].dtype))
-        yield sharer.replicated(f"{LOSS_SCALE}/good_steps", scale[1], COUNTER)
+        yield shard_writer.replicated(
+            f"{LOSS_SCALE}/value", scale[0], str(scale[0].dtype)
+        )
+        yield shard_writer.replicated(f"{LOSS_SCALE}/good_steps", scale[1], COUNTER)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if is_multi(inner):
-        yield sharer.replicated("optimizer/iterations", _updates(inner), COUNTER)
+        yield shard_writer.replicated("optimizer/iterations", _updates(inner), COUNTER)
     for number, part in enumerate(innermost(inner)):
         if part.built and _compat.trained_by(part):
             slots = None
             if sharded is not None:
                 slots = sharded.state(sharded.parts[id(part)])
-            yield from _state_of_part(part, number, slots, sharer)
+            yield from _state_of_part(part, number, slots, shard_writer)
 
 
 def _state_of_part(
-    part: Any, number: int, slots: list[StateTensor] | None, sharer: Sharer
+    part: Any, number: int, slots: list[StateTensor] | None, shard_writer: ShardWriter
 ) -> Iterator[StateTensor]:
     prefix = f"optimizer{number}"
-    yield sharer.replicated(f"{prefix}/iterations", _updates(part), COUNTER)
+    yield shard_writer.replicated(f"{prefix}/iterations", _updates(part), COUNTER)
     if _compat.has_rate_variable(part):
         rate = _compat.rate_variable(part)
-        yield sharer.replicated(f"{prefix}/learning_rate", rate, str(rate.dtype))
+        yield shard_writer.replicated(f"{prefix}/learning_rate", rate, str(rate.dtype))
     for tensor in slots or ():
         yield dataclasses.replace(tensor, name=f"{prefix}/{tensor.name}")
     if slots is not None:
@@ -139,7 +143,7 @@ def _state_of_part(
     sums = _compat.accumulators(part) if _compat.has_accumulators(part) else []
     for name, slot in slot_names(part, _compat.trained_by(part)):
         if not any(slot is item for item in sums):
-            yield sharer.replicated(f"{prefix}/{name}", slot, str(slot.dtype))
+            yield shard_writer.replicated(f"{prefix}/{name}", slot, str(slot.dtype))
 
 
 def _scale_of(optimizer: Any) -> tuple[Any, Any] | None:

@@ -16,10 +16,10 @@ import numpy as np
 from tfdp import _compat
 from tfdp.base.ownership import strategy_of
 from tfdp.base.param_groups import innermost, is_multi
-from tfdp.checkpoint.model_state import COUNTER, PENDING, Sharer, sharer_of
+from tfdp.checkpoint.model_state import COUNTER, PENDING, ShardWriter, shard_writer_of
 from tfdp.keras_hooks.file_view import Entry
 from tfdp.sharding import place
-from tfdp.sharding.full_state import share_sum
+from tfdp.sharding.full_state import redistribute_sum
 from tfdp.sharding.state_tensors import Piece, StateTensor
 
 
@@ -31,16 +31,16 @@ def pending_state_of(model: keras.Model) -> list[StateTensor]:
 
     Returns:
         List of `StateTensor`, empty where nothing can be accumulated. Where each
-        replica has a sum of its own, `share_pending` makes them right to read.
+        replica has a sum of its own, `redistribute_pending` makes them right to read.
     """
     count = _counter(model)
     if count is None:
         return []
-    sharer = sharer_of(model)
-    tensors = [sharer.replicated(f"{PENDING}/steps", count, COUNTER)]
+    shard_writer = shard_writer_of(model)
+    tensors = [shard_writer.replicated(f"{PENDING}/steps", count, COUNTER)]
     if _holds_slices(model):
         return tensors + list(_of_slices(model))
-    return tensors + list(_of_sums(model, sharer))
+    return tensors + list(_of_sums(model, shard_writer))
 
 
 def num_pending(model: keras.Model) -> int:
@@ -49,7 +49,7 @@ def num_pending(model: keras.Model) -> int:
     return 0 if count is None else int(count.numpy())
 
 
-def share_pending(model: keras.Model) -> None:
+def redistribute_pending(model: keras.Model) -> None:
     """Gives every replica an equal part of what waits. All workers call it.
 
     What all of them have together stays as it is. Gradients are summed one after the
@@ -67,7 +67,7 @@ def share_pending(model: keras.Model) -> None:
             _compat.local_value(total, replica)
             for replica in range(len(extended.group.devices))
         ]
-        share_sum(parts, extended.host_group, strategy.num_replicas_in_sync)
+        redistribute_sum(parts, extended.host_group, strategy.num_replicas_in_sync)
 
 
 def counter_of(model: keras.Model) -> Any:
@@ -155,12 +155,12 @@ def _accumulating_parts(optimizer: Any) -> list[Any]:
     return [part for part in parts if _compat.has_accumulators(part)]
 
 
-def _of_sums(model: keras.Model, sharer: Sharer) -> Iterator[StateTensor]:
+def _of_sums(model: keras.Model, shard_writer: ShardWriter) -> Iterator[StateTensor]:
     """Each replica has an equal part of the sum, a fraction of what is saved."""
     strategy = strategy_of(model)
     replicas = 1 if strategy is None else strategy.num_replicas_in_sync
     for where, total in _sums(model):
-        tensor = sharer.replicated(f"{PENDING}/{where}", total, str(total.dtype))
+        tensor = shard_writer.replicated(f"{PENDING}/{where}", total, str(total.dtype))
         yield _times(tensor, lambda: replicas / _scale_of(model))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.checkpoint import files
-from tfdp.checkpoint.index import Extent, Index, Part, first_difference
+from tfdp.checkpoint.index import Extent, Index, Shard, first_difference
 from tfdp.sharding.state_tensors import Piece, StateTensor
 
 
@@ -54,7 +54,7 @@ def check_model(
         raise ValueError(f"it is of another model. {difference}")
 
 
-def needed_parts(state: Sequence[StateTensor], index: Index) -> list[Part]:
+def needed_parts(state: Sequence[StateTensor], index: Index) -> list[Shard]:
     """The parts that hold something that this process needs."""
     numbers = _numbers(index)
     found = {}
@@ -119,9 +119,9 @@ def _batches(
 
 def _sources(
     targets: list[_Target], index: Index
-) -> Iterable[tuple[Part, dict[Extent, list[_Target]]]]:
+) -> Iterable[tuple[Shard, dict[Extent, list[_Target]]]]:
     """What is to be read for a batch, by part, and who needs it."""
-    sources: dict[str, tuple[Part, dict[Extent, list[_Target]]]] = {}
+    sources: dict[str, tuple[Shard, dict[Extent, list[_Target]]]] = {}
     for target in targets:
         for part, extent in index.find(target.wanted):
             _, extents = sources.setdefault(part.prefix, (part, {}))
@@ -130,7 +130,7 @@ def _sources(
 
 
 def _read_part(
-    part: Part, extents: dict[Extent, list[_Target]], index: Index, folder: str
+    part: Shard, extents: dict[Extent, list[_Target]], index: Index, folder: str
 ) -> None:
     entries = [index.entries[extent.tensor] for extent in extents]
     with tf.device("CPU:0"):

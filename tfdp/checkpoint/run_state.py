@@ -16,8 +16,8 @@ from tfdp.checkpoint.model_state import (
     COUNTER,
     PENDING,
     RUN,
-    Sharer,
-    sharer_of,
+    ShardWriter,
+    shard_writer_of,
     state_of,
 )
 from tfdp.checkpoint.pending import counter_of, num_pending, own_sums_of, slices_of
@@ -40,7 +40,7 @@ class RunState:
     def __init__(self, model: Any, arrays: dict[str, np.ndarray]) -> None:
         self.arrays = arrays
         self._model = model
-        self._sharer = sharer_of(model)
+        self._sharer = shard_writer_of(model)
         self._replicas = replicas_of(model)
 
     def facts(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def metrics_of(model: Any, merges: list[str] | None = None) -> list[OwnValues]:
     ]
 
 
-def _counters(model: Any, sharer: Sharer) -> list[StateTensor]:
+def _counters(model: Any, shard_writer: ShardWriter) -> list[StateTensor]:
     """Variables of what is switched on that a checkpoint of the model leaves out."""
     features = getattr(model.optimizer, "features", None)
     if features is None:
@@ -176,14 +176,14 @@ def _counters(model: Any, sharer: Sharer) -> list[StateTensor]:
     if features.noise is not None:
         found.update(signal=features.noise.signal, noise=features.noise.noise)
     return [
-        sharer.replicated(f"{RUN}/counters/{name}", variable, str(variable.dtype))
+        shard_writer.replicated(f"{RUN}/counters/{name}", variable, str(variable.dtype))
         for name, variable in found.items()
     ]
 
 
-def _of_array(name: str, array: np.ndarray, sharer: Sharer) -> StateTensor:
+def _of_array(name: str, array: np.ndarray, shard_writer: ShardWriter) -> StateTensor:
     def write(value: Any) -> None:
         array[...] = np.asarray(value).reshape(array.shape)
 
     entry = Entry(name, array.shape, lambda: array, write)
-    return sharer.replicated(name, entry, array.dtype.name)
+    return shard_writer.replicated(name, entry, array.dtype.name)

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdp.base.private_folder import make_private_folder
 from tfdp.checkpoint import files
-from tfdp.checkpoint.index import Extent, File, Part, cut
+from tfdp.checkpoint.index import Extent, File, Shard, cut
 from tfdp.checkpoint.index_file import (
     INDEX_FILE,
     load_index,
@@ -80,9 +80,9 @@ def write_own(state: Sequence[StateTensor], folder: str, worker: int) -> None:
     write_text(_list_path(folder, worker), text)
 
 
-def listed_parts(folder: str, num_workers: int) -> tuple[Part, ...]:
+def listed_parts(folder: str, num_workers: int) -> tuple[Shard, ...]:
     """The parts that all workers have listed, if this one finds their files."""
-    parts: list[Part] = []
+    parts: list[Shard] = []
     for worker in range(num_workers):
         path = _list_path(folder, worker)
         with open(path, encoding="utf-8") as file:
@@ -92,7 +92,7 @@ def listed_parts(folder: str, num_workers: int) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def write_parts(state: Sequence[StateTensor], folder: str, worker: int) -> list[Part]:
+def write_parts(state: Sequence[StateTensor], folder: str, worker: int) -> list[Shard]:
     """Writes what this process owns of the training state.
 
     Args:
@@ -101,7 +101,7 @@ def write_parts(state: Sequence[StateTensor], folder: str, worker: int) -> list[
         worker: Int, the rank of this worker.
 
     Returns:
-        List of `Part`, all of them on the disk.
+        List of `Shard`, all of them on the disk.
     """
     owned = (
         (Extent(number, piece.start, piece.stop), files.dtype_of(tensor).size)
@@ -123,7 +123,7 @@ def write_parts(state: Sequence[StateTensor], folder: str, worker: int) -> list[
             )
         del tensors  # before the next are read
         written = tuple(_sync(folder, prefix + ending) for ending in _FILE_ENDINGS)
-        parts.append(Part(prefix, worker, written, extents))
+        parts.append(Shard(prefix, worker, written, extents))
     sync_folder(folder)
     return parts
 

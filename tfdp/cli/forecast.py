@@ -18,7 +18,7 @@ from tfdp.plans.buckets import Bucket
 from tfdp.plans.prediction import BucketPrediction, StepPrediction
 
 if TYPE_CHECKING:  # it imports TensorFlow
-    from tfdp.reduction.selection import Route
+    from tfdp.reduction.selection import AlgorithmChoice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Forecast:
     backend: str
     is_given: bool
     compression: str
-    routes: tuple[Route, ...]
-    ring: tuple[Route, ...]
+    routes: tuple[AlgorithmChoice, ...]
+    ring: tuple[AlgorithmChoice, ...]
     warned: tuple[str, ...]
     compute_seconds: float | None
     overlap: float

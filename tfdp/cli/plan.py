@@ -21,7 +21,7 @@ from tfdp.plans.cost_model import Algorithm
 from tfdp.plans.prediction import BACKWARD_SHARE
 
 if TYPE_CHECKING:  # it imports TensorFlow
-    from tfdp.reduction.selection import Route
+    from tfdp.reduction.selection import AlgorithmChoice
 
 _COMPRESSIONS = ("none", "bf16", "fp16", "outer:bf16", "outer:fp16")
 _MOST_REPLICAS = 2**20
@@ -228,14 +228,14 @@ def routes_of(
     options: CommunicationOptions,
     topology: Topology,
     backend: str,
-) -> tuple[tuple[Route, ...], tuple[str, ...]]:
+) -> tuple[tuple[AlgorithmChoice, ...], tuple[str, ...]]:
     """What training would take for each bucket, and what it would warn of."""
-    from tfdp.reduction.selection import Router
+    from tfdp.reduction.selection import AlgorithmSelector
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        router = Router(options, topology, backend)
-    routes = tuple(router.route(b.num_bytes, b.dtype) for b in buckets)
+        algorithm_selector = AlgorithmSelector(options, topology, backend)
+    routes = tuple(algorithm_selector.select(b.num_bytes, b.dtype) for b in buckets)
     return routes, tuple(str(warning.message) for warning in caught)
 
 

@@ -30,12 +30,12 @@ class Level:
 
     Args:
         algorithm: String, a key of `FLAT`. Defaults to `"ring"`.
-        wire: `tf.DType` in which elements travel, or `None`, their own. They
+        reduce_dtype: `tf.DType` in which elements travel, or `None`, their own. They
             are added up in their own. Defaults to `None`.
     """
 
     algorithm: str = "ring"
-    wire: tf.DType | None = None
+    reduce_dtype: tf.DType | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +46,13 @@ class Call:
         group: `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
         channel: Int, the chain of the launch order.
-        wire: `tf.DType` or `None`, see `Level`.
+        reduce_dtype: `tf.DType` or `None`, see `Level`.
     """
 
     group: ProcessGroup
     replica: int
     channel: int
-    wire: tf.DType | None
+    reduce_dtype: tf.DType | None
 
     @property
     def position(self) -> int:
@@ -67,7 +67,7 @@ def ring(
     *,
     channel: int = 0,
     is_alone: bool = True,
-    wire: tf.DType | None = None,
+    reduce_dtype: tf.DType | None = None,
 ) -> tf.Tensor:
     """Sums by TensorFlow's ring: fewest bytes, 2 (N - 1) steps.
 
@@ -78,14 +78,14 @@ def ring(
         channel: Int, the chain of the launch order. Defaults to `0`.
         is_alone: Bool, whether hardly anything else is under way at the same
             time. Defaults to `True`.
-        wire: `tf.DType` or `None`, see `Level`. Defaults to `None`.
+        reduce_dtype: `tf.DType` or `None`, see `Level`. Defaults to `None`.
 
     Returns:
         A tensor like `tensor`, identical on every replica.
     """
-    if wire is None:
+    if reduce_dtype is None:
         return all_reduce(tensor, group, replica, channel=channel, is_alone=is_alone)
-    call = Call(group, replica, channel, wire)
+    call = Call(group, replica, channel, reduce_dtype)
     return _in_two_phases(tensor, call, _scatter, _gather)
 
 
@@ -96,7 +96,7 @@ def tree(
     *,
     channel: int = 0,
     is_alone: bool = True,
-    wire: tf.DType | None = None,
+    reduce_dtype: tf.DType | None = None,
 ) -> tf.Tensor:
     """Sums up a binomial tree and sends the sum down: 2 log2 N steps.
 
@@ -104,7 +104,7 @@ def tree(
     result are those of `ring`.
     """
     del is_alone
-    call = Call(group, replica, channel, wire)
+    call = Call(group, replica, channel, reduce_dtype)
     return _in_two_phases(tensor, call, _reduce_to_first, _broadcast_from_first)
 
 
@@ -115,7 +115,7 @@ def halving_doubling(
     *,
     channel: int = 0,
     is_alone: bool = True,
-    wire: tf.DType | None = None,
+    reduce_dtype: tf.DType | None = None,
 ) -> tf.Tensor:
     """Sums by exchanging halves, quarters, ... between pairs: 2 log2 N steps.
 
@@ -125,7 +125,7 @@ def halving_doubling(
     Arguments and result are those of `ring`.
     """
     del is_alone
-    call = Call(group, replica, channel, wire)
+    call = Call(group, replica, channel, reduce_dtype)
     return _in_two_phases(tensor, call, _halve, _double)
 
 
@@ -180,10 +180,10 @@ def hierarchical(
             replica,
             channel=channel,
             is_alone=is_alone,
-            wire=outer.wire,
+            reduce_dtype=outer.reduce_dtype,
         )
 
-    call = Call(node, replica, channel, inner.wire)
+    call = Call(node, replica, channel, inner.reduce_dtype)
     return _in_two_phases(tensor, call, scatter_and_reduce, gather)
 
 
@@ -214,14 +214,22 @@ def _in_two_phases(
 
 def _scatter(flat: tf.Tensor, call: Call) -> tf.Tensor:
     return reduce_scatter(
-        flat, call.group, call.replica, channel=call.channel, wire=call.wire
+        flat,
+        call.group,
+        call.replica,
+        channel=call.channel,
+        reduce_dtype=call.reduce_dtype,
     )
 
 
 def _gather(piece: tf.Tensor | None, flat: tf.Tensor, call: Call) -> tf.Tensor:
     del flat
     return all_gather(
-        piece, call.group, call.replica, channel=call.channel, wire=call.wire
+        piece,
+        call.group,
+        call.replica,
+        channel=call.channel,
+        reduce_dtype=call.reduce_dtype,
     )
 
 
@@ -269,7 +277,7 @@ def _send(flat: tf.Tensor, call: Call, pairs: Pairs, *, upwards: bool) -> tf.Ten
         is_source=pair.position(call.replica) == source,
         source=source,
         channel=call.channel,
-        wire=call.wire,
+        reduce_dtype=call.reduce_dtype,
     )
 
 
@@ -286,7 +294,11 @@ def _halve(flat: tf.Tensor, call: Call) -> tf.Tensor | None:
         pair = pairs[distance][call.replica]
         assert pair is not None
         flat = reduce_scatter(
-            flat, pair, call.replica, channel=call.channel, wire=call.wire
+            flat,
+            pair,
+            call.replica,
+            channel=call.channel,
+            reduce_dtype=call.reduce_dtype,
         )
     return flat
 
@@ -300,7 +312,11 @@ def _double(piece: tf.Tensor | None, flat: tf.Tensor, call: Call) -> tf.Tensor:
         pair = pairs[distance][call.replica]
         assert pair is not None
         piece = all_gather(
-            piece, pair, call.replica, channel=call.channel, wire=call.wire
+            piece,
+            pair,
+            call.replica,
+            channel=call.channel,
+            reduce_dtype=call.reduce_dtype,
         )
     if call.position + core < call.group.size:
         _send(piece, call, pairs[core], upwards=True)

@@ -27,7 +27,7 @@ Partition = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class SplitPosition:
     """Which of the groups that were made together a group is.
 
     Args:
@@ -40,9 +40,9 @@ class Place:
     index: int
     count: int
 
-    def of_part(self, parts: Partition, index: int) -> Place:
+    def of_part(self, parts: Partition, index: int) -> SplitPosition:
         """The place of a part of this group; its siblings are split alike."""
-        return Place(
+        return SplitPosition(
             (*self.lineage, parts),
             self.index * len(parts) + index,
             self.count * len(parts),
@@ -155,7 +155,7 @@ class ProcessGroup:
             process has them all.
         nodes: Tuple of tuples of positions, who shares a node, for
             hierarchical algorithms. Defaults to `()`.
-        place: `Place` among groups that were made by one split. Defaults to
+        place: `SplitPosition` among groups that were made by one split. Defaults to
             `None`: it was made by itself.
 
     Example:
@@ -173,7 +173,7 @@ class ProcessGroup:
         *,
         positions: Sequence[int | None] | None = None,
         nodes: Partition = (),
-        place: Place | None = None,
+        place: SplitPosition | None = None,
     ) -> None:
         self.launch_order = launch_order
         self.size = size
@@ -181,7 +181,7 @@ class ProcessGroup:
         self.nodes = nodes
         if place is None:
             self.key = launch_order.new_group_key()
-            place = Place((self.key,), 0, 1)
+            place = SplitPosition((self.key,), 0, 1)
         else:
             self.key = launch_order.group_keys(place.lineage, place.count)[place.index]
         self._place = place

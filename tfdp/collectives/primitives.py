@@ -73,7 +73,7 @@ def all_gather(
     *,
     channel: int = 0,
     size: tf.Tensor | None = None,
-    wire: tf.DType | None = None,
+    reduce_dtype: tf.DType | None = None,
 ) -> tf.Tensor:
     """Concatenates the replicas' tensors along the first axis.
 
@@ -84,7 +84,7 @@ def all_gather(
         channel: Int, the chain of the launch order. Defaults to `0`.
         size: Scalar int32 tensor from `padded_length`, where the length of
             `tensor` is known only at run time. Defaults to `None`.
-        wire: `tf.DType` that the elements are rounded to, or `None`, their
+        reduce_dtype: `tf.DType` that the elements are rounded to, or `None`, their
             own. Defaults to `None`.
 
     Returns:
@@ -95,7 +95,7 @@ def all_gather(
         return tf.identity(tensor)
     if _is_empty(tensor):
         return tf.concat([tensor] * group.size, axis=0)
-    sent, back = _as_moved(tensor, wire)
+    sent, back = _as_moved(tensor, reduce_dtype)
     with _measured("all_gather", sent, group, replica, channel) as done:
         gathered = done(
             tf.raw_ops.CollectiveGatherV2(
@@ -136,7 +136,7 @@ def reduce_scatter(
     replica: int,
     *,
     channel: int = 0,
-    wire: tf.DType | None = None,
+    reduce_dtype: tf.DType | None = None,
 ) -> tf.Tensor:
     """Sums over the group and keeps the calling replica's slice.
 
@@ -145,7 +145,7 @@ def reduce_scatter(
         group: A `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
         channel: Int, the chain of the launch order. Defaults to `0`.
-        wire: `tf.DType` that the elements travel in; they are added up in their
+        reduce_dtype: `tf.DType` that the elements travel in; they are added up in their
             own. Defaults to `None`, their own.
 
     Returns:
@@ -155,7 +155,7 @@ def reduce_scatter(
         return tf.identity(tensor)
     if _is_empty(tensor):
         return tf.split(tensor, group.size)[0]
-    if group.backend == "nccl" and wire is None:
+    if group.backend == "nccl" and reduce_dtype is None:
         with _measured("reduce_scatter", tensor, group, replica, channel) as done:
             return done(
                 tf.raw_ops.CollectiveReduceScatterV2(
@@ -168,8 +168,8 @@ def reduce_scatter(
     # TensorFlow has no reduce-scatter for CPUs, and NCCL's would add up what was
     # rounded for the wire. An all-to-all and a local sum move the same bytes.
     sent = tf.reshape(tensor, _split_shape(tensor, group.size))  # [group.size, n, ...]
-    if wire is not None:
-        sent = tf.cast(sent, wire)
+    if reduce_dtype is not None:
+        sent = tf.cast(sent, reduce_dtype)
     received = all_to_all(sent, group, replica, channel=channel)
     return _sum_of_rows(received, tensor.dtype)  # [n, ...]
 
@@ -182,7 +182,7 @@ def broadcast(
     is_source: bool,
     source: int = 0,
     channel: int = 0,
-    wire: tf.DType | None = None,
+    reduce_dtype: tf.DType | None = None,
 ) -> tf.Tensor:
     """Gives every replica the source's tensor.
 
@@ -196,7 +196,7 @@ def broadcast(
             every replica. Sources of one group need different ones, since
             TensorFlow remembers the source of a key. Defaults to `0`.
         channel: Int, the chain of the launch order. Defaults to `0`.
-        wire: `tf.DType` that the elements are rounded to, or `None`, their
+        reduce_dtype: `tf.DType` that the elements are rounded to, or `None`, their
             own. Defaults to `None`.
 
     Returns:
@@ -204,7 +204,7 @@ def broadcast(
     """
     if group.size == 1 or _is_empty(tensor):
         return tf.identity(tensor)
-    sent, back = _as_moved(tensor, wire)
+    sent, back = _as_moved(tensor, reduce_dtype)
     arguments = _arguments(f"broadcast from {source}", sent, group, replica, channel)
     token = arguments.pop("ordering_token")[0]
 
@@ -261,11 +261,11 @@ def padded_length(length: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _as_moved(
-    tensor: tf.Tensor, wire: tf.DType | None
+    tensor: tf.Tensor, reduce_dtype: tf.DType | None
 ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
     """The tensor in a dtype that can be gathered, and how to get back from it."""
-    if wire is not None and wire != tensor.dtype:
-        sent, back = _as_moved(tf.cast(tensor, wire), None)
+    if reduce_dtype is not None and reduce_dtype != tensor.dtype:
+        sent, back = _as_moved(tf.cast(tensor, reduce_dtype), None)
         return sent, lambda received: tf.cast(back(received), tensor.dtype)
     if tensor.dtype == tf.bfloat16:
         # TensorFlow moves no bfloat16 that it does not add up: the same bits.

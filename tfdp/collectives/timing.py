@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base.switched import Switched
+from tfdp.base.active_hooks import ActiveHooks
 
 # What the labels of a bucket's collectives begin with, and that of sparse gradients.
 GRADIENTS, PARAMETERS, ROWS = "bucket", "parameters", "rows"
@@ -138,7 +138,7 @@ class Recorder:
         return tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64).numpy()
 
 
-recorders: Switched[Recorder] = Switched()
+recorders: ActiveHooks[Recorder] = ActiveHooks()
 _thread = threading.local()
 
 

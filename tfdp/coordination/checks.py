@@ -8,19 +8,19 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tfdp.coordination.exchange import Agreement
+from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.plans.buckets import BucketPlan
 
 _AUTO_NUMBER = re.compile(r"_\d+(?=/|:|$)")
 
 
 def check_same_variables(
-    agreement: Agreement, topic: str, variables: Sequence[Any], verb: str
+    worker_group: WorkerGroup, topic: str, variables: Sequence[Any], verb: str
 ) -> None:
     """Raises on every worker if they do not have the same variables.
 
     Args:
-        agreement: `Agreement` between the workers.
+        worker_group: `WorkerGroup` between the workers.
         topic: String, where in the program this is.
         variables: Sequence of variables; order counts.
         verb: String, what a worker does with them, such as `"trains"`.
@@ -28,35 +28,37 @@ def check_same_variables(
     Raises:
         ValueError: Naming the first variable that differs.
     """
-    if agreement.num_workers == 1:
+    if worker_group.num_workers == 1:
         return
     rows = [_row(variable) for variable in variables]
     digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-    same, _ = agreement.same(topic, digest)
+    same, _ = worker_group.same(topic, digest)
     if same:
         return
     described = [_describe(variable) for variable in variables]
-    texts = agreement.exchange(f"{topic}: variables", json.dumps([rows, described]))
+    texts = worker_group.all_gather(
+        f"{topic}: variables", json.dumps([rows, described])
+    )
     tables = [json.loads(text) for text in texts]
-    agreement.part()
+    worker_group.leave()
     raise ValueError(_first_difference(tables, verb))
 
 
-def check_same_plan(agreement: Agreement, plan: BucketPlan) -> None:
+def check_same_plan(worker_group: WorkerGroup, plan: BucketPlan) -> None:
     """Raises on every worker if they would reduce gradients in other buckets.
 
     Workers with the same variables could still call the layers in another order; then
     the sums would be of gradients of different variables.
 
     Args:
-        agreement: `Agreement` between the workers.
+        worker_group: `WorkerGroup` between the workers.
         plan: `BucketPlan`, this worker's.
 
     Raises:
         ValueError: Naming the first gradient that is in another place.
     """
     topic = "the buckets of the first step"
-    same, _ = agreement.same(topic, plan.fingerprint)
+    same, _ = worker_group.same(topic, plan.fingerprint)
     if same:
         return
     order = [
@@ -64,8 +66,8 @@ def check_same_plan(agreement: Agreement, plan: BucketPlan) -> None:
         for bucket, members in enumerate(plan)
         for index, entry in zip(members.indices, members.entries, strict=True)
     ]
-    texts = agreement.exchange(f"{topic}: gradients", json.dumps(order))
-    agreement.part()
+    texts = worker_group.all_gather(f"{topic}: gradients", json.dumps(order))
+    worker_group.leave()
     raise ValueError(_first_other_place([json.loads(text) for text in texts]))
 
 

@@ -23,7 +23,7 @@ from tfdp.cluster import (
     unreachable,
 )
 from tfdp.cluster.devices import resolve_devices, set_logical_cpus
-from tfdp.coordination.exchange import Agreement
+from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.options import CommunicationOptions
 
 _DEFAULT_HEARTBEAT_SECONDS = 60.0
@@ -172,7 +172,7 @@ def _gone(cluster: Cluster, ranks: list[int], limit: float) -> str:
 
 
 def check_workers_fit(
-    agreement: Agreement,
+    worker_group: WorkerGroup,
     devices: Sequence[str],
     options: CommunicationOptions,
     *,
@@ -181,7 +181,7 @@ def check_workers_fit(
     """Compares device counts, versions and options before anything else.
 
     Args:
-        agreement: `Agreement`.
+        worker_group: `WorkerGroup`.
         devices: Sequence of strings, full names of the local devices.
         options: `CommunicationOptions`.
         rebalances: Bool, whether rows follow the workers' speed. Defaults to `False`.
@@ -206,12 +206,12 @@ def check_workers_fit(
         if field.name != "timeout_seconds":
             facts[f"`{field.name}` options"] = repr(getattr(options, field.name))
     own = json.dumps({"devices": list(devices), "facts": facts})
-    messages = [json.loads(text) for text in agreement.exchange("start-up", own)]
+    messages = [json.loads(text) for text in worker_group.all_gather("start-up", own)]
     first = messages[0]["facts"]
     for rank, message in enumerate(messages):
         for name, value in message["facts"].items():
             if value != first[name]:
-                agreement.part()
+                worker_group.leave()
                 raise ValueError(
                     f"Workers have different {name}: worker 0 has {first[name]}, "
                     f"worker {rank} has {value}. Start all workers alike."
@@ -220,7 +220,7 @@ def check_workers_fit(
 
 
 def agreed_topology(
-    agreement: Agreement,
+    worker_group: WorkerGroup,
     hosts: Sequence[str],
     num_local: int,
     options: CommunicationOptions,
@@ -228,7 +228,7 @@ def agreed_topology(
     """Which replicas share a node, as the first worker sees it.
 
     Args:
-        agreement: `Agreement`.
+        worker_group: `WorkerGroup`.
         hosts: Sequence of strings, the host of each worker.
         num_local: Int, replicas of a worker.
         options: `CommunicationOptions`.
@@ -243,7 +243,7 @@ def agreed_topology(
         hosts, num_local, node_size=options.node_size, nodes=options.nodes
     )
     # A name may have other addresses on another machine.
-    return Topology.from_json(agreement.exchange("topology", found.to_json())[0])
+    return Topology.from_json(worker_group.all_gather("topology", found.to_json())[0])
 
 
 def worker_devices(worker: Worker) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.coordination.exchange import Agreement
+from tfdp.coordination.worker_group import WorkerGroup
 
 
 class Mailbox:
@@ -14,13 +14,13 @@ class Mailbox:
     All workers have to make their mailboxes in the same order.
 
     Args:
-        agreement: `Agreement` between the workers.
+        worker_group: `WorkerGroup` between the workers.
     """
 
-    def __init__(self, agreement: Agreement) -> None:
-        self.rank = agreement.rank
-        self.num_workers = agreement.num_workers
-        self._prefix = agreement.new_prefix()
+    def __init__(self, worker_group: WorkerGroup) -> None:
+        self.rank = worker_group.rank
+        self.num_workers = worker_group.num_workers
+        self._prefix = worker_group.new_prefix()
 
     def send(self, number: int, text: str) -> None:
         """Leaves a text for the first worker.

@@ -58,7 +58,7 @@ class Notice:
         self._given.add(number)
 
 
-class Watch:
+class PreemptionWatch:
     """Lets all workers know at the same step that one of them was given notice.
 
     They ask each other about once a second: at a step that follows from how fast all
@@ -66,12 +66,12 @@ class Watch:
 
     Args:
         notice: `Notice` of this worker.
-        agreement: `Agreement` between the workers.
+        worker_group: `WorkerGroup` between the workers.
     """
 
-    def __init__(self, notice: Notice, agreement: Any) -> None:
+    def __init__(self, notice: Notice, worker_group: Any) -> None:
         self._notice = notice
-        self._agreement = agreement
+        self._worker_group = worker_group
         self._gap = self._next = 0
         self._looked_at: tuple[int, float] | None = None
 
@@ -82,11 +82,11 @@ class Watch:
             step: Int, the same on all workers, and never less than before.
             must_look: Bool, whether to ask now. Defaults to `False`.
         """
-        if self._agreement.num_workers == 1:
+        if self._worker_group.num_workers == 1:
             return self._notice.is_given
         if step < self._next and not must_look:
             return False
-        told = self._agreement.exchange(
+        told = self._worker_group.all_gather(
             "preemption", json.dumps([self._notice.is_given, self._rate(step)])
         )
         answers = [json.loads(text) for text in told]

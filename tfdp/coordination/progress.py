@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class WorkerProgress:
     """Where a worker is.
 
     Args:
@@ -45,7 +45,7 @@ class _Loop:
         return where if self.computes else f"the callbacks of {where}"
 
 
-class Here:
+class ProgressRecorder:
     """The place of this worker, told by the calls that it makes.
 
     Example:
@@ -106,7 +106,7 @@ class Here:
             self._move()
 
     @contextlib.contextmanager
-    def exchanging(self, topic: str) -> Iterator[None]:
+    def all_gathering(self, topic: str) -> Iterator[None]:
         """While workers exchange texts.
 
         Args:
@@ -121,10 +121,10 @@ class Here:
             self._move()
 
     @property
-    def place(self) -> Place:
+    def place(self) -> WorkerProgress:
         """The place at this moment; other threads may ask."""
         seconds = time.monotonic() - self._since
-        return Place(self._count, self._name(), seconds, bool(self._topics))
+        return WorkerProgress(self._count, self._name(), seconds, bool(self._topics))
 
     def _name(self) -> str:
         loops, topics = self._loops[-1:], self._topics[-1:]
@@ -138,4 +138,4 @@ class Here:
         self._since = time.monotonic()
 
 
-here = Here()
+progress = ProgressRecorder()

@@ -45,10 +45,10 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
     check_batch_size(strategy, _static_batch_size(dataset), "The dataset's batch size")
     extended = strategy.extended
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    if extended.agreement.num_workers > 1:
+    if extended.worker_group.num_workers > 1:
         if policy in (_POLICY.FILE, _POLICY.OFF):
             return _distribute_own_shards(strategy, dataset, options, policy, stock)
-        _check_workers_read_alike(extended.agreement, dataset)
+        _check_workers_read_alike(extended.worker_group, dataset)
     first = extended.first_rank
     ranks = list(range(first, first + extended.num_local))
     asks = _lengths_differ(strategy, dataset)
@@ -117,10 +117,10 @@ def _static_batch_size(dataset: tf.data.Dataset) -> int | None:
     return found if found > 0 else None
 
 
-def _check_workers_read_alike(agreement: Any, dataset: tf.data.Dataset) -> None:
+def _check_workers_read_alike(worker_group: Any, dataset: tf.data.Dataset) -> None:
     """Every worker must see the same batches in the same order."""
     seeds = _compat.shuffle_seeds(dataset)
-    texts = agreement.exchange("a dataset's shuffle order", json.dumps(seeds))
+    texts = worker_group.all_gather("a dataset's shuffle order", json.dumps(seeds))
     unseeded = any((0, 0) in map(tuple, json.loads(text)) for text in texts)
     if unseeded or len(set(texts)) > 1:
         raise ValueError(
@@ -144,11 +144,11 @@ def ends_with_the_first(strategy: Any) -> bool:
 
 def _lengths_differ(strategy: Any, dataset: Any) -> bool:
     """Whether some workers may run out of data before others."""
-    agreement = strategy.extended.agreement
-    if agreement.num_workers == 1:
+    worker_group = strategy.extended.worker_group
+    if worker_group.num_workers == 1:
         return False
     length = int(dataset.cardinality().numpy())
-    same, texts = agreement.same("a dataset's length", str(length))
+    same, texts = worker_group.same("a dataset's length", str(length))
     # What is left out when all end together is said where it is known.
     if not same and not ends_with_the_first(strategy):
         lengths = ", ".join(f"{text} on worker {r}" for r, text in enumerate(texts))
@@ -169,7 +169,7 @@ def steps_per_batch(strategy: Any, source: Any) -> float:
     """
     if isinstance(source, tf.data.Dataset):
         policy = source.options().experimental_distribute.auto_shard_policy
-        num_workers = strategy.extended.agreement.num_workers
+        num_workers = strategy.extended.worker_group.num_workers
         return num_workers if policy == _POLICY.OFF else 1
     by_replica = isinstance(source, _compat.DistributedDatasetsFromFunction)
     if by_replica and not isinstance(source, ShareDataset):
@@ -197,7 +197,9 @@ def _distribute_own_shards(
     if policy == _POLICY.OFF:
         return _of_own_batches(strategy, dataset, options)
     by_file = stock.experimental_distribute_dataset(dataset, options)
-    if not strategy.extended.agreement.any("sharding by file", not _can_read(by_file)):
+    if not strategy.extended.worker_group.any(
+        "sharding by file", not _can_read(by_file)
+    ):
         return by_file
     warnings.warn(
         "This dataset cannot be sharded by file: it needs at least one file for "

@@ -11,7 +11,7 @@ from typing import Any
 from tfdp import _compat
 from tfdp.base import loops
 from tfdp.base.ownership import is_ours
-from tfdp.coordination.progress import here
+from tfdp.coordination.progress import progress
 from tfdp.data import position as data_position
 from tfdp.data.distribute import ends_with_the_first, is_endless, steps_per_batch
 from tfdp.data.end_of_data import CommonEndDataset
@@ -24,7 +24,7 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
     """Makes Keras's epoch iterator, alike on all workers."""
     strategy: Any = kwargs.get("distribute_strategy", args[0] if args else None)
     original(iterator, *args, **kwargs)
-    if is_ours(strategy) and strategy.extended.agreement.num_workers > 1:
+    if is_ours(strategy) and strategy.extended.worker_group.num_workers > 1:
         _agree(
             strategy,
             iterator,
@@ -42,7 +42,7 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
         position.attach(
             iterator,
             _compat.stand_in_seed(),
-            getattr(extended, "agreement", None),
+            getattr(extended, "worker_group", None),
         )
 
 
@@ -81,14 +81,14 @@ def _agree(strategy: Any, iterator: Any, *, stops: bool, by_weight: bool) -> Non
 
 def begin_epoch(original: Callable, iterator: Any) -> Any:
     """Notes that a loop goes through its data, from the begin."""
-    here.epoch_begins()
+    progress.epoch_begins()
     return original(iterator)
 
 
 def next_step(original: Callable, iterator: Any) -> Any:
     """Notes which step a loop has come to."""
     step = original(iterator)
-    here.step_begins(step[0])
+    progress.step_begins(step[0])
     return step
 
 
@@ -102,7 +102,7 @@ def _agree_on_shuffling(strategy: Any, iterator: Any, of_loop: Callable) -> None
     if not _compat.shuffles_arrays(iterator.data_adapter):
         return
     extended = strategy.extended
-    same, _ = extended.agreement.same("shuffling", _compat.random_state())
+    same, _ = extended.worker_group.same("shuffling", _compat.random_state())
     if same and _compat.global_seed() != _compat.stand_in_seed():
         return  # the user's own seed, as on one device
     if not same:
@@ -112,7 +112,7 @@ def _agree_on_shuffling(strategy: Any, iterator: Any, of_loop: Callable) -> None
             "all of them.",
             stacklevel=2,
         )
-    first = int(extended.agreement.exchange("a seed", str(_new_seed()))[0])
+    first = int(extended.worker_group.all_gather("a seed", str(_new_seed()))[0])
 
     def of_epoch() -> Any:
         return of_loop(_dataset(strategy, iterator))
@@ -149,7 +149,7 @@ def _exchange_lengths(strategy: Any, adapter: Any) -> list[Length]:
     elif is_endless(source):
         steps = ENDLESS
     own = Length(steps, each, rows).to_json()
-    texts = strategy.extended.agreement.exchange("the number of batches", own)
+    texts = strategy.extended.worker_group.all_gather("the number of batches", own)
     return [Length.from_json(text) for text in texts]
 
 

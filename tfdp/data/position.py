@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.coordination.exchange import Agreement
+from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.data.batch_change import BatchChange, moved
 from tfdp.data.repeatable import batch_dependence_of, difficulty_of, draws_at_the_start
 from tfdp.data.shuffle import SeededOrder
@@ -53,7 +53,7 @@ class Position:
         self,
         iterator: Any,
         chosen_seed: int | None = None,
-        agreement: Agreement | None = None,
+        worker_group: WorkerGroup | None = None,
     ) -> None:
         """Begins to count what an epoch iterator of Keras gives.
 
@@ -61,8 +61,8 @@ class Position:
             iterator: `TFEpochIterator`, not begun yet.
             chosen_seed: Int, the global seed that workers took for want of one of the
                 user's, another one in each run; or `None`. Defaults to `None`.
-            agreement: `Agreement` between workers, each of which may read data of its
-                own, or `None` for one worker. Defaults to `None`.
+            worker_group: `WorkerGroup` of workers, each of which may read data of
+                its own, or `None` for one worker. Defaults to `None`.
         """
         self.iterator = iterator
         self._chosen_seed = chosen_seed
@@ -76,8 +76,8 @@ class Position:
             "batch size": self._batch_size(),
         }
         told = [json.dumps(facts)]
-        if agreement is not None:
-            told = agreement.exchange("the position in the data", told[0])
+        if worker_group is not None:
+            told = worker_group.all_gather("the position in the data", told[0])
         of_all = [json.loads(text) for text in told]
         self._descriptions = [item["description"] for item in of_all]
         # What is difficult for one worker has to be given up by all.

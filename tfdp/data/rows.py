@@ -54,7 +54,7 @@ def shares_of_ranks(
         element = arguments if is_tuple else arguments[0]
         if checks:
             _assert_rows(element)
-        parts = tuple(share_of_rank(element, rank, num_replicas) for rank in ranks)
+        parts = tuple(rows_of_rank(element, rank, num_replicas) for rank in ranks)
         # Stateful, so that TensorFlow keeps from parallel calls, which read ahead.
         return parts, tf.raw_ops.DeepCopy(x=num_rows(first_tensor(element)))
 
@@ -92,7 +92,7 @@ def rows_of_ranks(
     return split.flat_map(in_turn)
 
 
-def share_of_rank(batch: Any, rank: int, num_replicas: int) -> Any:
+def rows_of_rank(batch: Any, rank: int, num_replicas: int) -> Any:
     """The rows of a nest of batched tensors that belong to one replica.
 
     Args:

@@ -46,9 +46,9 @@ class StopTogether(keras.callbacks.Callback):
         self._agree()
 
     def _agree(self) -> None:
-        agreement = self._strategy.extended.agreement
+        worker_group = self._strategy.extended.worker_group
         stop = bool(self.model.stop_training)
-        self.model.stop_training = agreement.any("stop_training", stop)
+        self.model.stop_training = worker_group.any("stop_training", stop)
 
 
 class StopEachBatchTogether(StopTogether):
@@ -70,9 +70,9 @@ class ShareRestoredState(keras.callbacks.Callback):
         self._strategy = strategy
 
     def on_train_begin(self, logs: Any = None) -> None:
-        agreement = self._strategy.extended.agreement
+        worker_group = self._strategy.extended.worker_group
         own = _compat.initial_epoch(self.model)
-        epoch = int(agreement.exchange("a backup", str(own))[0])
+        epoch = int(worker_group.all_gather("a backup", str(own))[0])
         _compat.set_initial_epoch(self.model, epoch)
         optimizer: Any = self.model.optimizer
         variables = self.model.variables + optimizer.variables
@@ -93,9 +93,9 @@ class LookAfterOptimizer(keras.callbacks.Callback):
         self._check()
         strategy = self.model.distribute_strategy
         # The parts of one process are added up when they are written.
-        several = is_ours(strategy) and strategy.extended.agreement.num_workers > 1
+        several = is_ours(strategy) and strategy.extended.worker_group.num_workers > 1
         if several and getattr(self.model.optimizer, "accumulated_steps", 0):
-            self.model.optimizer.share_accumulated()
+            self.model.optimizer.redistribute_accumulated()
 
     def _check(self) -> None:
         if hasattr(self.model.optimizer, "check_progress"):

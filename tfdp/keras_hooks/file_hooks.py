@@ -18,7 +18,7 @@ import keras
 from tfdp import _compat
 from tfdp.base.ownership import num_replicas_of
 from tfdp.keras_hooks.file_view import scaling_of, sharded_tensors
-from tfdp.sharding.full_state import WholeState, collect
+from tfdp.sharding.full_state import FullState, collect
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def _save_with_plain_optimizer(
         with plain_optimizer(model):
             return original(model, *args, **kwargs)
     whole, is_writer = _collect(optimizer)
-    agreement = _compat.strategy_of_optimizer(optimizer).extended.agreement
+    worker_group = _compat.strategy_of_optimizer(optimizer).extended.worker_group
     result, error = None, None
     if is_writer:
         try:
@@ -54,21 +54,23 @@ def _save_with_plain_optimizer(
                 result = original(model, *args, **kwargs)
         except Exception as caught:  # noqa: BLE001 the others must not wait for it
             error = caught
-    told = agreement.exchange("a saved file", "" if error is None else str(error))[0]
+    told = worker_group.all_gather("a saved file", "" if error is None else str(error))[
+        0
+    ]
     if error is not None:
-        agreement.part()
+        worker_group.leave()
         raise error
     if told:
-        agreement.part()
+        worker_group.leave()
         raise OSError(f"Worker 0 could not save the model: {told}")
     return result
 
 
-def _collect(distributed: Any) -> tuple[WholeState, bool]:
+def _collect(distributed: Any) -> tuple[FullState, bool]:
     """Brings sharded state to the first worker, and says whether this is the one."""
     extended = _compat.strategy_of_optimizer(distributed).extended
-    is_first = extended.agreement.rank == 0
-    extended.agreement.exchange(
+    is_first = extended.worker_group.rank == 0
+    extended.worker_group.all_gather(
         "saving a model with a sharded optimizer, which all workers have to do"
     )
     tensors = sharded_tensors(distributed)
@@ -87,12 +89,12 @@ def _load_with_plain_optimizer(
 
 def _check_all_see(distributed: Any, path: Any) -> None:
     """Each worker reads its own slices: the first one cannot load for all."""
-    agreement = _compat.strategy_of_optimizer(distributed).extended.agreement
+    worker_group = _compat.strategy_of_optimizer(distributed).extended.worker_group
     is_there = os.path.exists(path) if isinstance(path, (str, os.PathLike)) else True
     topic = "loading a file into a sharded optimizer, which all workers have to do"
-    texts = agreement.exchange(topic, str(is_there))
+    texts = worker_group.all_gather(topic, str(is_there))
     if "True" in texts and "False" in texts:
-        agreement.part()
+        worker_group.leave()
         raise ValueError(
             "Every worker has to see the file that is loaded into a sharded optimizer. "
             f"Put it where worker {texts.index('False')} finds it too. Received: {path}"
@@ -100,12 +102,12 @@ def _check_all_see(distributed: Any, path: Any) -> None:
 
 
 @contextlib.contextmanager
-def plain_optimizer(model: Any, whole: WholeState | None = None) -> Iterator[None]:
+def plain_optimizer(model: Any, whole: FullState | None = None) -> Iterator[None]:
     """Lets a model show the user's own optimizer, as files hold it.
 
     Args:
         model: Keras model.
-        whole: `WholeState`, what was collected of sharded state, or `None`.
+        whole: `FullState`, what was collected of sharded state, or `None`.
             Defaults to `None`.
     """
     optimizer: Any = getattr(model, "optimizer", None)

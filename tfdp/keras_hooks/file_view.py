@@ -17,8 +17,8 @@ import numpy as np
 from tfdp import _compat
 from tfdp.base.ownership import num_replicas_of
 from tfdp.base.param_groups import innermost, is_multi
-from tfdp.sharding import Sharding
-from tfdp.sharding.full_state import WholeState
+from tfdp.sharding import ShardedState
+from tfdp.sharding.full_state import FullState
 from tfdp.sharding.state_tensors import StateTensor
 from tfdp.step.accumulation import Accumulation
 from tfdp.step.loss_scale import LossScale, LossScaling
@@ -47,12 +47,12 @@ class Entry:
         return np.asarray(self.numpy(), dtype)
 
 
-def plain_view(distributed: Any, whole: WholeState) -> Any:
+def plain_view(distributed: Any, whole: FullState) -> Any:
     """An optimizer as a file should hold it, sharing the state of another.
 
     Args:
         distributed: `DistributedOptimizer`, built or not.
-        whole: `WholeState`, what is known of sharded state.
+        whole: `FullState`, what is known of sharded state.
 
     Returns:
         A Keras optimizer of the class of the wrapped one, or a
@@ -94,13 +94,13 @@ def sharded_tensors(distributed: Any) -> list[StateTensor]:
     return tensors
 
 
-def _with_whole_state(optimizer: Any, shards: Sharding, whole: WholeState) -> Any:
+def _with_whole_state(optimizer: Any, shards: ShardedState, whole: FullState) -> Any:
     """An optimizer whose state is sharded, as if its slots were whole.
 
     Args:
         optimizer: The user's Keras optimizer.
-        shards: `Sharding`, where its state lies.
-        whole: `WholeState`, what is known of it.
+        shards: `ShardedState`, where its state lies.
+        whole: `FullState`, what is known of it.
 
     Returns:
         A Keras optimizer of the same class.
@@ -118,7 +118,7 @@ def _with_whole_state(optimizer: Any, shards: Sharding, whole: WholeState) -> An
     return _compat.multi_with_parts(optimizer, views, None)
 
 
-def _entry(tensor: StateTensor, whole: WholeState) -> Entry:
+def _entry(tensor: StateTensor, whole: FullState) -> Entry:
     def write(value: Any) -> None:
         flat = np.asarray(value).ravel()
         for piece in tensor.held:
@@ -135,7 +135,7 @@ class Sums:
     scale: LossScale | None
     num_replicas: int
     # Each with what is known of it, where slices are accumulated.
-    slices: list[tuple[StateTensor, WholeState]] | None = None
+    slices: list[tuple[StateTensor, FullState]] | None = None
 
     @property
     def steps(self) -> int:
@@ -191,7 +191,7 @@ class Sums:
         return Entry(iterations.path, (), read, write)
 
 
-def sums_of(distributed: Any, whole: WholeState) -> Sums | None:
+def sums_of(distributed: Any, whole: FullState) -> Sums | None:
     """What a `DistributedOptimizer` has accumulated, or `None` without variables."""
     features, shards = distributed.features, distributed.shards
     accumulation, slices = features.accumulation, None

@@ -22,7 +22,7 @@ from tfdp import _compat
 from tfdp.base import loops
 from tfdp.base.ownership import is_ours, strategy_of
 from tfdp.collectives import timing
-from tfdp.coordination.progress import here
+from tfdp.coordination.progress import progress
 from tfdp.data import checks, epochs
 from tfdp.data import position as data_position
 from tfdp.data.distribute import check_batch_size
@@ -85,7 +85,7 @@ def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) 
     with data_position.following(position):
         if strategy is None:
             return _run_loop(name, original, model, bound, strategy)
-        with here.looping(name), strategy.extended.explaining():  # noqa: SIM117
+        with progress.looping(name), strategy.extended.explaining():  # noqa: SIM117
             with checks.in_plain_words():
                 return _run_loop(name, original, model, bound, strategy)
 
@@ -106,11 +106,11 @@ def _run_loop(
         scope_checks.check_no_strategy_in_force(model, name)
         _choose_callbacks(arguments, arguments.get("callbacks"), is_fit=name == "fit")
         return original(*bound.args, **bound.kwargs)
-    agreement = strategy.extended.agreement
+    worker_group = strategy.extended.worker_group
     _check_data(model, arguments)
     if name != "predict":
         check_batch_size(strategy, arguments.get("batch_size"), "`batch_size`")
-    if agreement.rank > 0 and agreement.num_workers > 1:
+    if worker_group.rank > 0 and worker_group.num_workers > 1:
         arguments["verbose"] = 0
     chosen = callbacks_of_worker(
         strategy, model, arguments.get("callbacks"), is_fit=name == "fit"
@@ -120,14 +120,18 @@ def _run_loop(
         extended = strategy.extended
         steps = link_measure.num_steps_of(arguments)
         link_measure.learn_links(
-            extended.router, extended.group, agreement, str(extended.hosts), steps
+            extended.algorithm_selector,
+            extended.group,
+            worker_group,
+            str(extended.hosts),
+            steps,
         )
     is_fit = name == "fit"
     with loops.looping(model, is_fit=is_fit), _recording(model, is_fit=is_fit):
         result = original(*bound.args, **bound.kwargs)
     if name == "fit":
         # The first worker's files are complete when the others go on.
-        agreement.exchange("the end of fit")
+        worker_group.all_gather("the end of fit")
     return result
 
 
@@ -160,15 +164,15 @@ def _epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
 
 def _check_callbacks(strategy: Any, callbacks: Any, arguments: dict[str, Any]) -> None:
     """Raises on every worker what is wrong with the callbacks of any of them."""
-    agreement = None if strategy is None else strategy.extended.agreement
-    is_chief = agreement is None or agreement.rank == 0
+    worker_group = None if strategy is None else strategy.extended.worker_group
+    is_chief = worker_group is None or worker_group.rank == 0
     problem = problem_of(callbacks, arguments) if is_chief else ""
-    if agreement is not None and agreement.num_workers > 1:
+    if worker_group is not None and worker_group.num_workers > 1:
         own = json.dumps([problem, names_of_ours(callbacks)])
-        told = [json.loads(text) for text in agreement.exchange("callbacks", own)]
+        told = [json.loads(text) for text in worker_group.all_gather("callbacks", own)]
         problem = told[0][0] or difference_of([names for _, names in told])
         if problem:
-            agreement.part()
+            worker_group.leave()
     if problem:
         raise ValueError(problem)
 
@@ -205,7 +209,7 @@ def _on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
         return original(model, *args, **kwargs)
     name = original.__name__
     given = inspect.signature(original).bind(model, *args, **kwargs).arguments
-    with here.looping(name), strategy.extended.explaining():
+    with progress.looping(name), strategy.extended.explaining():
         checks.check_batch(strategy, model, given)
         with loops.looping(model, whole_batches=True), _unrecorded():
             return original(model, *args, **kwargs)
@@ -225,7 +229,7 @@ def _make_function(
 
     @functools.wraps(function)
     def compute(*args: Any, **kwargs: Any) -> Any:
-        with here.computing():
+        with progress.computing():
             return function(*args, **kwargs)
 
     setattr(model, name, compute)
@@ -298,7 +302,7 @@ def _concatenated(original: Callable, values: Any, strategy: Any) -> Any:
     Keras interleaves the rows of several workers as stock sharding deals them
     out; here rank r has the r-th rows.
     """
-    if strategy.extended.agreement.num_workers == 1:
+    if strategy.extended.worker_group.num_workers == 1:
         return original(values, strategy, "concat")
     return keras.tree.map_structure(lambda v: strategy.gather(v, axis=0), values)
 

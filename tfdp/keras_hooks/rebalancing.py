@@ -64,8 +64,8 @@ class Rebalance(TimedSteps):
             self.meter = None
 
     def _rebalance(self) -> None:
-        agreement = self._strategy.extended.agreement
-        texts = agreement.exchange("the speed of workers", json.dumps(self._own()))
+        worker_group = self._strategy.extended.worker_group
+        texts = worker_group.all_gather("the speed of workers", json.dumps(self._own()))
         found = [json.loads(text) for text in texts]
         self._interrupt()
         if None in found:
@@ -75,7 +75,7 @@ class Rebalance(TimedSteps):
         before = self._balance.rows(num_rows)
         self._balance.follow(num_rows, times)
         after = self._balance.rows(num_rows)
-        if agreement.rank == 0 and after != before:
+        if worker_group.rank == 0 and after != before:
             took = ", ".join(f"{time / 1000:.1f}" for time in times)
             print(
                 f"\ntfdp: workers took {took} ms for their own part of a step; of "

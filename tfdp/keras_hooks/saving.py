@@ -51,18 +51,18 @@ def save_atomically(
 def _save(
     strategy: Any, original: Callable, model: Any, path: Any, *rest: Any, **options: Any
 ) -> Any:
-    agreement = strategy.extended.agreement
+    worker_group = strategy.extended.worker_group
     target = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    if agreement.num_workers == 1 or target is None or not _replaces(rest, options):
+    if worker_group.num_workers == 1 or target is None or not _replaces(rest, options):
         return original(model, path, *rest, **options)
     if "://" in target:
         # Object stores have no atomic move; one writer needs none.
-        is_chief = agreement.rank == 0
+        is_chief = worker_group.rank == 0
         return original(model, path, *rest, **options) if is_chief else None
-    temporary = _beside(target, agreement.rank)
+    temporary = _beside(target, worker_group.rank)
     try:
         result = original(model, temporary, *rest, **options)
-        _move(temporary, target, is_chief=agreement.rank == 0)
+        _move(temporary, target, is_chief=worker_group.rank == 0)
         return result
     finally:
         _remove(temporary)

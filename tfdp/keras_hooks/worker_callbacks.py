@@ -48,8 +48,8 @@ def callbacks_of_worker(
     Returns:
         List of callbacks, or what was given where there is one worker.
     """
-    agreement = strategy.extended.agreement
-    if agreement.num_workers == 1 or isinstance(
+    worker_group = strategy.extended.worker_group
+    if worker_group.num_workers == 1 or isinstance(
         callbacks, keras.callbacks.CallbackList
     ):
         return callbacks
@@ -57,7 +57,7 @@ def callbacks_of_worker(
     given = _given(callbacks)
     is_sharded = _is_sharded(model, given)
     for callback in given:
-        if agreement.rank == 0 or not isinstance(callback, _WRITERS):
+        if worker_group.rank == 0 or not isinstance(callback, _WRITERS):
             chosen.append(callback)
         elif is_sharded:
             chosen += _taking_part(callback)
@@ -65,7 +65,7 @@ def callbacks_of_worker(
             chosen.append(ShareRestoredState(strategy))
     if is_fit:
         own = any(_decides_per_batch(callback) for callback in chosen)
-        each_batch = agreement.any("callbacks", own)
+        each_batch = worker_group.any("callbacks", own)
         chosen.append(
             StopEachBatchTogether(strategy) if each_batch else StopTogether(strategy)
         )

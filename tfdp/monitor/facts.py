@@ -30,7 +30,7 @@ def facts_of(model: Any) -> Facts:
         num_buckets = num_bytes = 0
     return Facts(
         num_replicas=strategy.num_replicas_in_sync,
-        num_nodes=strategy.extended.router.topology.num_nodes,
+        num_nodes=strategy.extended.algorithm_selector.topology.num_nodes,
         num_buckets=num_buckets,
         gradient_bytes=num_bytes,
         compression=strategy.extended.options.compression is not None,

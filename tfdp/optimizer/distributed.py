@@ -12,15 +12,21 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base import batch_weight
 from tfdp.base.ownership import replica_context
-from tfdp.base.param_groups import Part, innermost, parts_of, path_of, rate_is_in_slots
+from tfdp.base.param_groups import (
+    ParamGroup,
+    innermost,
+    param_groups_of,
+    path_of,
+    rate_is_in_slots,
+)
 from tfdp.keras_hooks import file_view, install
 from tfdp.optimizer import arguments
 from tfdp.optimizer.features import Features
 from tfdp.optimizer.shardable import ShardableOptimizer
 from tfdp.optimizer.traces import Traces
 from tfdp.reduction.replica_reducer import GradientReducer, LocalReducer, ReplicaReducer
-from tfdp.sharding import Sharding
-from tfdp.sharding.full_state import WholeState
+from tfdp.sharding import ShardedState
+from tfdp.sharding.full_state import FullState
 from tfdp.step import path
 from tfdp.step.loss_scale import MOST_SKIPS, LossScaling
 from tfdp.step.state_layout import WholeVariables
@@ -89,7 +95,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         self.sharding = sharding
         self.shard_scope = shard_scope
         self.offload = offload
-        self._shards: Sharding | None = None
+        self._shards: ShardedState | None = None
         self._features = Features(
             self._make_variable,
             self._forget,
@@ -183,13 +189,13 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         if self.accumulated_steps:
             self._traces.run(self, "flush", self._flush)
 
-    def share_accumulated(self) -> None:
+    def redistribute_accumulated(self) -> None:
         """Gives every replica an equal part of what waits, outside a step.
 
         The sum stays; any one worker can then write it to a file.
         """
         if self.accumulated_steps and not self.accumulates_sums:
-            self._traces.run(self, "share", self._share)
+            self._traces.run(self, "redistribute", self._redistribute)
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """Gives variables their averages at the end of training, as Keras does."""
@@ -220,18 +226,18 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             "rate that is too high, or for bad values in the data."
         )
 
-    def as_keras(self, whole: WholeState | None = None) -> keras.optimizers.Optimizer:
+    def as_keras(self, whole: FullState | None = None) -> keras.optimizers.Optimizer:
         """The user's own optimizer, as files hold it, sharing this one's state.
 
         Args:
-            whole: `WholeState`, what was collected of sharded state, or `None`.
+            whole: `FullState`, what was collected of sharded state, or `None`.
                 Defaults to `None`.
 
         Returns:
             A Keras optimizer: the wrapped one with `gradient_accumulation_steps`,
             in a `LossScaleOptimizer` where the loss is scaled.
         """
-        return file_view.plain_view(self, whole or WholeState())
+        return file_view.plain_view(self, whole or FullState())
 
     def get_config(self) -> dict:
         """The arguments of the constructor, as Keras serializes them."""
@@ -301,13 +307,13 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         variables = self._traces.variables or _compat.trained_by(self)
         path.flush(self._step(variables))
 
-    def _share(self) -> None:
+    def _redistribute(self) -> None:
         assert self._features.accumulation is not None
-        self._features.accumulation.share(_reducer())
+        self._features.accumulation.redistribute(_reducer())
 
     def _step(self, variables: list) -> path.Step:
         self._check_noise()
-        parts = parts_of(self.inner_optimizer, variables)
+        parts = param_groups_of(self.inner_optimizer, variables)
         reducer = _reducer()
         sharded = None if self._shards is None else self._shards.on_replica()
         return path.Step(
@@ -327,7 +333,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             sliced=sharded if self.accumulates_sums else None,
         )
 
-    def _rate(self, part: Part) -> tf.Tensor | None:
+    def _rate(self, part: ParamGroup) -> tf.Tensor | None:
         warmup = self._features.warmup
         if warmup is None:
             return None
@@ -335,7 +341,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         updates = tf.convert_to_tensor(part.optimizer.iterations)
         return rate * tf.cast(warmup.factor(updates), rate.dtype)
 
-    def _growth(self, part: Part) -> tf.Tensor | None:
+    def _growth(self, part: ParamGroup) -> tf.Tensor | None:
         warmup = self._features.warmup
         has_rate = rate_is_in_slots(part.optimizer)
         if warmup is None or not warmup.momentum_correction or not has_rate:

@@ -13,7 +13,7 @@ from tfdp.step.loss_scale import LossScaling
 from tfdp.step.warmup import WarmupOptions
 
 
-class OfInner:
+class InnerAttribute:
     """An attribute that a wrapper shows of the optimizer inside, and sets there."""
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -40,14 +40,14 @@ class OptimizerSettings:
     _features: Features
     _traces: Traces
 
-    weight_decay = OfInner()
-    clipnorm = OfInner()
-    clipvalue = OfInner()
-    global_clipnorm = OfInner()
-    use_ema = OfInner()
-    ema_momentum = OfInner()
-    ema_overwrite_frequency = OfInner()
-    loss_scale_factor = OfInner()
+    weight_decay = InnerAttribute()
+    clipnorm = InnerAttribute()
+    clipvalue = InnerAttribute()
+    global_clipnorm = InnerAttribute()
+    use_ema = InnerAttribute()
+    ema_momentum = InnerAttribute()
+    ema_overwrite_frequency = InnerAttribute()
+    loss_scale_factor = InnerAttribute()
 
     # What is switched on.
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from tfdp import _compat
 from tfdp.base.ownership import is_ours
-from tfdp.base.param_groups import Part, parts_of
+from tfdp.base.param_groups import ParamGroup, param_groups_of
 from tfdp.keras_hooks.saving import is_saving
 from tfdp.optimizer import arguments
 from tfdp.optimizer.settings import OptimizerSettings
 from tfdp.plans.memory import MemoryReport
 from tfdp.replicas.initial_values import synchronize_new_variables
-from tfdp.sharding import ShardedState, Sharding, memory_report
+from tfdp.sharding import ShardedLayout, ShardedState, memory_report
 
 
 class ShardableOptimizer(OptimizerSettings):
@@ -22,8 +22,8 @@ class ShardableOptimizer(OptimizerSettings):
     shard_scope: str
     offload: str | None
     built: bool
-    _share: Any
-    _shards: Sharding | None
+    _redistribute: Any
+    _shards: ShardedState | None
     _distribution_strategy: Any
 
     @property
@@ -32,8 +32,8 @@ class ShardableOptimizer(OptimizerSettings):
         return self._traces.features not in (None, self._traced_parts)
 
     @property
-    def shards(self) -> Sharding | None:
-        """`Sharding`, where the state lies, or `None` where every replica has all."""
+    def shards(self) -> ShardedState | None:
+        """`ShardedState`, or `None` where every replica has all of the state."""
         return self._shards
 
     @property
@@ -117,11 +117,11 @@ class ShardableOptimizer(OptimizerSettings):
         for layout, part in self._averaged():
             layout.restart_average(part)
 
-    def _averaged(self) -> list[tuple[ShardedState, Part]]:
+    def _averaged(self) -> list[tuple[ShardedLayout, ParamGroup]]:
         """The parts that have averages, with the layout on this replica."""
         assert self._shards is not None
         layout = self._shards.on_replica()
-        parts = parts_of(self.inner_optimizer, _compat.trained_by(self))
+        parts = param_groups_of(self.inner_optimizer, _compat.trained_by(self))
         return [(layout, part) for part in parts if part.optimizer.use_ema]
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
@@ -150,11 +150,11 @@ class ShardableOptimizer(OptimizerSettings):
         wanted = self.sharding != "none" and self._shards is None
         return wanted and is_ours(strategy) and strategy.num_replicas_in_sync > 1
 
-    def _sharding(self, variables: list[Any]) -> Sharding:
+    def _sharding(self, variables: list[Any]) -> ShardedState:
         strategy = self._distribution_strategy
         synchronize_new_variables(strategy)  # slots may start as copies of weights
         settings = (self.sharding, self.shard_scope, self.offload)
-        return Sharding(self.inner_optimizer, variables, strategy, *settings)
+        return ShardedState(self.inner_optimizer, variables, strategy, *settings)
 
     def _shard(self) -> None:
         """Shards the state that is there."""
@@ -169,7 +169,7 @@ class ShardableOptimizer(OptimizerSettings):
         assert self._shards is not None
         count, totals = self.accumulated_steps, []
         if count:
-            self._traces.run(self, "share", self._share)
+            self._traces.run(self, "redistribute", self._redistribute)
             assert self._features.accumulation is not None
             replicas = self._distribution_strategy.num_replicas_in_sync
             totals = [

@@ -114,8 +114,8 @@ def effective_bucket_bytes(total_bytes: int, bucket_bytes: int) -> int:
     >>> effective_bucket_bytes(total_bytes=80 * 2**20, bucket_bytes=25 * 2**20) / 2**20
     10.0
     """
-    share = max(total_bytes // _WANTED_BUCKETS, _LEAST_BUCKET_BYTES)
-    return min(bucket_bytes, share)
+    fraction = max(total_bytes // _WANTED_BUCKETS, _LEAST_BUCKET_BYTES)
+    return min(bucket_bytes, fraction)
 
 
 def plan_buckets(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tfdp.cluster import Topology
 from tfdp.links import DEFAULT_LINKS, Link, Links
-from tfdp.plans.traffic import FLAT, Algorithm, Exchange, exchanges_of
+from tfdp.plans.traffic import FLAT, Algorithm, Transfer, transfers_of
 
 __all__ = [
     "DEFAULT_LINKS",
@@ -79,10 +79,10 @@ def predict_seconds(
     if algorithm.name != "hierarchical":
         inner_wire = outer_wire = max(inner_wire, outer_wire)
     inner_bytes, outer_bytes = num_bytes * inner_wire, num_bytes * outer_wire
-    exchanges = exchanges_of(algorithm, topology)
+    exchanges = transfers_of(algorithm, topology)
     return len(exchanges) * links.operation_seconds + sum(
-        exchange.repeats * _seconds(exchange, inner_bytes, outer_bytes, links)
-        for exchange in exchanges
+        transfer.repeats * _seconds(transfer, inner_bytes, outer_bytes, links)
+        for transfer in exchanges
     )
 
 
@@ -148,10 +148,12 @@ def choose(
     tree
     ring
     """
-    wires = {"inner_wire": inner_wire, "outer_wire": outer_wire}
+    reduce_dtypes = {"inner_wire": inner_wire, "outer_wire": outer_wire}
     best: tuple[Algorithm, float] | None = None
     for algorithm in candidates_for(topology) if candidates is None else candidates:
-        seconds = predict_seconds(algorithm, num_bytes, topology, links, **wires)
+        seconds = predict_seconds(
+            algorithm, num_bytes, topology, links, **reduce_dtypes
+        )
         if best is None or seconds < best[1] * (1 - _TIE):
             best = algorithm, seconds
     if best is None:
@@ -162,11 +164,11 @@ def choose(
     return best
 
 
-def num_messages_inside(exchange: Exchange, links: Links) -> int:
+def num_messages_inside(transfer: Transfer, links: Links) -> int:
     """Messages of an exchange that take their turns inside a node.
 
     Args:
-        exchange: `Exchange`.
+        transfer: `Transfer`.
         links: `Links`.
 
     Returns:
@@ -174,12 +176,12 @@ def num_messages_inside(exchange: Exchange, links: Links) -> int:
         has a link of its own; 0 where none stays inside.
     """
     return (
-        exchange.num_inside if links.is_inside_shared else min(1, exchange.num_inside)
+        transfer.num_inside if links.is_inside_shared else min(1, transfer.num_inside)
     )
 
 
 def _seconds(
-    exchange: Exchange, inner_bytes: float, outer_bytes: float, links: Links
+    transfer: Transfer, inner_bytes: float, outer_bytes: float, links: Links
 ) -> float:
     """Seconds of one exchange.
 
@@ -187,10 +189,10 @@ def _seconds(
     they share cores, are work for these, and wait for each other.
     """
     inside = across = 0.0
-    if exchange.num_inside:
-        num_messages = num_messages_inside(exchange, links)
-        inside = num_messages * links.inside.seconds(inner_bytes * exchange.share)
-    if exchange.num_streams:
-        shared_bytes = outer_bytes * exchange.share * exchange.num_streams
+    if transfer.num_inside:
+        num_messages = num_messages_inside(transfer, links)
+        inside = num_messages * links.inside.seconds(inner_bytes * transfer.fraction)
+    if transfer.num_streams:
+        shared_bytes = outer_bytes * transfer.fraction * transfer.num_streams
         across = links.across.seconds(shared_bytes)
     return inside + across if links.is_inside_shared else max(inside, across)

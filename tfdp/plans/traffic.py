@@ -55,11 +55,11 @@ class Algorithm:
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class Transfer:
     """Messages that are under way at the same time, in one operation.
 
     Args:
-        share: Float, the part of the tensor that each of them carries.
+        fraction: Float, the part of the tensor that each of them carries.
         num_inside: Int, the most that stay inside one node.
         num_streams: Int, the most that leave, or enter, one node: they share
             its link.
@@ -67,7 +67,7 @@ class Exchange:
             `1`.
     """
 
-    share: float
+    fraction: float
     num_inside: int
     num_streams: int
     repeats: int = 1
@@ -75,7 +75,7 @@ class Exchange:
 
 # Asked for every bucket of a plan, with the same answer for all of them.
 @functools.lru_cache(maxsize=256)
-def exchanges_of(algorithm: Algorithm, topology: Topology) -> tuple[Exchange, ...]:
+def transfers_of(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, ...]:
     """The exchanges of one all-reduce, in order.
 
     Args:
@@ -83,7 +83,7 @@ def exchanges_of(algorithm: Algorithm, topology: Topology) -> tuple[Exchange, ..
         topology: `Topology`; its ranks are the positions in the algorithm.
 
     Returns:
-        Tuple of `Exchange`; empty for a single replica.
+        Tuple of `Transfer`; empty for a single replica.
 
     Raises:
         ValueError: If a hierarchical algorithm meets nodes of unequal size.
@@ -92,7 +92,7 @@ def exchanges_of(algorithm: Algorithm, topology: Topology) -> tuple[Exchange, ..
     leaves a node.
 
     >>> exchanges_of(Algorithm("ring"), Topology(((0, 1), (2, 3))))
-    (Exchange(share=0.25, num_inside=1, num_streams=1, repeats=6),)
+    (Transfer(fraction=0.25, num_inside=1, num_streams=1, repeats=6),)
     """
     if algorithm.name == "hierarchical":
         return _hierarchical(algorithm, topology)
@@ -122,12 +122,12 @@ def link_bytes(algorithm: Algorithm, num_bytes: int, topology: Topology) -> floa
     100.0
     """
     return num_bytes * sum(
-        exchange.repeats * exchange.share * exchange.num_streams
-        for exchange in exchanges_of(algorithm, topology)
+        transfer.repeats * transfer.fraction * transfer.num_streams
+        for transfer in transfers_of(algorithm, topology)
     )
 
 
-def _flat(name: str, node_of: np.ndarray) -> tuple[Exchange, ...]:
+def _flat(name: str, node_of: np.ndarray) -> tuple[Transfer, ...]:
     """An all-reduce over positions, of which each lies on the node given."""
     if name == "ring":
         return _ring(node_of)
@@ -138,7 +138,7 @@ def _flat(name: str, node_of: np.ndarray) -> tuple[Exchange, ...]:
     return (*up, *reversed(up))
 
 
-def _ring(node_of: np.ndarray) -> tuple[Exchange, ...]:
+def _ring(node_of: np.ndarray) -> tuple[Transfer, ...]:
     size = len(node_of)
     if size == 1:
         return ()
@@ -147,7 +147,7 @@ def _ring(node_of: np.ndarray) -> tuple[Exchange, ...]:
     return (_exchange(1 / size, senders, receivers, node_of, 2 * (size - 1)),)
 
 
-def _reduce_to_first(node_of: np.ndarray) -> tuple[Exchange, ...]:
+def _reduce_to_first(node_of: np.ndarray) -> tuple[Transfer, ...]:
     """Half of those that are left send to their neighbour; then half of these."""
     size, distance, found = len(node_of), 1, []
     while distance < size:
@@ -157,7 +157,7 @@ def _reduce_to_first(node_of: np.ndarray) -> tuple[Exchange, ...]:
     return tuple(found)
 
 
-def _halve(node_of: np.ndarray) -> tuple[tuple[Exchange, ...], int]:
+def _halve(node_of: np.ndarray) -> tuple[tuple[Transfer, ...], int]:
     """Recursive halving, and the number of positions that then hold a slice."""
     size = len(node_of)
     power = 1 << (size.bit_length() - 1)
@@ -165,10 +165,10 @@ def _halve(node_of: np.ndarray) -> tuple[tuple[Exchange, ...], int]:
     if size > power:  # those past the power of two hand over all that they have
         extras = np.arange(power, size)
         found.append(_exchange(1.0, extras, extras - power, node_of))
-    share, positions = 1.0, np.arange(power)
+    fraction, positions = 1.0, np.arange(power)
     for distance in _distances(power):
-        share /= 2
-        found.append(_exchange(share, positions, positions ^ distance, node_of))
+        fraction /= 2
+        found.append(_exchange(fraction, positions, positions ^ distance, node_of))
     return tuple(found), power
 
 
@@ -176,7 +176,7 @@ def _distances(power: int) -> list[int]:
     return [1 << bit for bit in range(power.bit_length() - 1)]
 
 
-def _hierarchical(algorithm: Algorithm, topology: Topology) -> tuple[Exchange, ...]:
+def _hierarchical(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, ...]:
     if not topology.is_even:
         sizes = [len(ranks) for ranks in topology.nodes]
         raise ValueError(
@@ -187,16 +187,16 @@ def _hierarchical(algorithm: Algorithm, topology: Topology) -> tuple[Exchange, .
     scatter, num_shards = _reduce_inside(algorithm.inner, node_size)
     across = tuple(
         dataclasses.replace(
-            exchange,
-            share=exchange.share / num_shards,
-            num_streams=exchange.num_streams * num_shards,
+            transfer,
+            fraction=transfer.fraction / num_shards,
+            num_streams=transfer.num_streams * num_shards,
         )
-        for exchange in _flat(algorithm.outer, np.arange(topology.num_nodes))
+        for transfer in _flat(algorithm.outer, np.arange(topology.num_nodes))
     )
     return (*scatter, *across, *reversed(scatter))
 
 
-def _reduce_inside(name: str, node_size: int) -> tuple[tuple[Exchange, ...], int]:
+def _reduce_inside(name: str, node_size: int) -> tuple[tuple[Transfer, ...], int]:
     """The way up inside a node, and in how many parts the sum then lies there."""
     if node_size == 1:
         return (), 1
@@ -210,15 +210,15 @@ def _reduce_inside(name: str, node_size: int) -> tuple[tuple[Exchange, ...], int
 
 
 def _exchange(
-    share: float,
+    fraction: float,
     senders: np.ndarray,
     receivers: np.ndarray,
     node_of: np.ndarray,
     repeats: int = 1,
-) -> Exchange:
+) -> Transfer:
     from_nodes, to_nodes = node_of[senders], node_of[receivers]
     leaves = from_nodes != to_nodes
     leaving, entering = np.bincount(from_nodes[leaves]), np.bincount(to_nodes[leaves])
     num_streams = max(leaving.max(initial=0), entering.max(initial=0))
     num_inside = np.bincount(from_nodes[~leaves]).max(initial=0)
-    return Exchange(share, int(num_inside), int(num_streams), repeats)
+    return Transfer(fraction, int(num_inside), int(num_streams), repeats)

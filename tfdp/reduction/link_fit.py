@@ -12,7 +12,7 @@ import numpy as np
 from tfdp.cluster import Topology
 from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.plans.cost_model import num_messages_inside, predict_seconds
-from tfdp.plans.traffic import Algorithm, exchanges_of
+from tfdp.plans.traffic import Algorithm, transfers_of
 
 _MAX_ROUNDS = 20
 # Fits whose losses differ by less are equally good.
@@ -150,9 +150,9 @@ def _fit_in_turn(samples: Sequence[Sample], links: Links) -> list[Links]:
 def _row(sample: Sample, links: Links) -> list[float]:
     """Messages, bytes and operations over the time: times the constants, 1."""
     counts = [0.0] * _NUM_CONSTANTS
-    for exchange in exchanges_of(sample.algorithm, sample.topology):
+    for exchange in transfers_of(sample.algorithm, sample.topology):
         num_inside = num_messages_inside(exchange, links)
-        num_bytes = sample.num_bytes * exchange.share
+        num_bytes = sample.num_bytes * exchange.fraction
         outer_bytes = num_bytes * exchange.num_streams
         counts_both = links.is_inside_shared  # one after the other
         is_inside_slower = links.inside.seconds(num_bytes) > links.across.seconds(

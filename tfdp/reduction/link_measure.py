@@ -14,12 +14,12 @@ import keras
 import tensorflow as tf
 
 from tfdp.collectives import ProcessGroup
-from tfdp.coordination.exchange import Agreement
+from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.links import DEFAULT_LINKS, Links
 from tfdp.plans.traffic import FLAT, Algorithm
 from tfdp.reduction.link_cache import load_links, store_links
 from tfdp.reduction.link_fit import Sample, fit_links
-from tfdp.reduction.selection import Route, Router
+from tfdp.reduction.selection import AlgorithmChoice, AlgorithmSelector
 
 # Steps from which on a measurement of a second or two is repaid.
 LONG_RUN_STEPS = 500
@@ -30,9 +30,9 @@ _MODEL = 2
 
 
 def learn_links(
-    router: Router,
+    algorithm_selector: AlgorithmSelector,
     group: ProcessGroup,
-    agreement: Agreement,
+    worker_group: WorkerGroup,
     hosts: str,
     num_steps: int | None,
 ) -> None:
@@ -42,31 +42,31 @@ def learn_links(
     Every worker has to call it.
 
     Args:
-        router: `Router`.
+        algorithm_selector: `AlgorithmSelector`.
         group: `ProcessGroup` of all replicas.
-        agreement: `Agreement`.
+        worker_group: `WorkerGroup`.
         hosts: String, what names the machines.
         num_steps: Int, steps that will be trained, or `None` if unknown.
     """
-    if router.are_links_known or not router.chooses:
+    if algorithm_selector.are_links_known or not algorithm_selector.chooses:
         return
-    key = _key(router, group, hosts)
-    found = load_links(key) if agreement.rank == 0 else None
+    key = _key(algorithm_selector, group, hosts)
+    found = load_links(key) if worker_group.rank == 0 else None
     text = "" if found is None else json.dumps(dataclasses.asdict(found))
     is_long = num_steps is not None and num_steps >= LONG_RUN_STEPS
     own = json.dumps({"kept": text, "is_long": is_long})
-    first = json.loads(agreement.exchange("kept links", own)[0])
+    first = json.loads(worker_group.all_gather("kept links", own)[0])
     if first["kept"]:
-        router.set_links(Links.from_dict(json.loads(first["kept"])))
+        algorithm_selector.set_links(Links.from_dict(json.loads(first["kept"])))
     elif first["is_long"]:
-        samples = _samples(router, group)
+        samples = _samples(algorithm_selector, group)
         # The workers' clocks differ, and their figures must not.
-        mine = _fitted(samples, group.backend) if agreement.rank == 0 else ""
-        told = agreement.exchange("measured links", mine)[0]
+        mine = _fitted(samples, group.backend) if worker_group.rank == 0 else ""
+        told = worker_group.all_gather("measured links", mine)[0]
         if told:
-            router.set_links(Links.from_dict(json.loads(told)))
-        if told and agreement.rank == 0:
-            store_links(key, router.links)
+            algorithm_selector.set_links(Links.from_dict(json.loads(told)))
+        if told and worker_group.rank == 0:
+            store_links(key, algorithm_selector.links)
 
 
 def num_steps_of(arguments: dict[str, Any]) -> int | None:
@@ -104,14 +104,16 @@ def _fitted(samples: list[Sample], backend: str) -> str:
     return json.dumps(dataclasses.asdict(links))
 
 
-def _samples(router: Router, group: ProcessGroup) -> list[Sample]:
+def _samples(
+    algorithm_selector: AlgorithmSelector, group: ProcessGroup
+) -> list[Sample]:
     """Times of small and large tensors by each algorithm.
 
     Only algorithms with other numbers of messages and operations tell what these
     cost, and whether replicas share a link.
     """
     algorithms = [Algorithm(name) for name in FLAT]
-    topology = router.topology
+    topology = algorithm_selector.topology
     if topology.num_nodes > 1 and topology.replicas_per_node > 1 and topology.is_even:
         algorithms.append(Algorithm("hierarchical"))
     return [
@@ -122,7 +124,7 @@ def _samples(router: Router, group: ProcessGroup) -> list[Sample]:
 
 
 def _seconds(algorithm: Algorithm, num_bytes: int, group: ProcessGroup) -> float:
-    run = _traced(Route(algorithm).all_reduce, num_bytes // 4, group)
+    run = _traced(AlgorithmChoice(algorithm).all_reduce, num_bytes // 4, group)
     run()  # makes connections and groups
     times = []
     for _ in range(_REPEATS):
@@ -155,6 +157,12 @@ def _traced(
     return run
 
 
-def _key(router: Router, group: ProcessGroup, hosts: str) -> str:
-    facts = (_MODEL, router.topology.nodes, group.backend, hosts, tf.__version__)
+def _key(algorithm_selector: AlgorithmSelector, group: ProcessGroup, hosts: str) -> str:
+    facts = (
+        _MODEL,
+        algorithm_selector.topology.nodes,
+        group.backend,
+        hosts,
+        tf.__version__,
+    )
     return json.dumps(facts)

@@ -11,7 +11,7 @@ from tfdp.reduction.fusion import unpack
 
 
 @dataclasses.dataclass(frozen=True)
-class Reduced:
+class ReducedGradients:
     """Sums over all replicas: what the reducer hands to the rest of a step.
 
     Args:
@@ -27,7 +27,7 @@ class Reduced:
     like: list
     sparse: dict[int, tf.IndexedSlices]
 
-    def divided_by(self, divisor: tf.Tensor) -> Reduced:
+    def divided_by(self, divisor: tf.Tensor) -> ReducedGradients:
         """The same, each element divided by a scalar, see `divided`."""
         return self._map(lambda values: divided(values, divisor))
 
@@ -47,7 +47,7 @@ class Reduced:
             results[index] = slices
         return results
 
-    def _map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> Reduced:
+    def _map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> ReducedGradients:
         sparse = {
             index: tf.IndexedSlices(
                 function(item.values), item.indices, item.dense_shape
@@ -68,14 +68,16 @@ def divided(values: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
     return values / tf.cast(divisor, values.dtype)
 
 
-def unbucketed(gradients: list) -> Reduced:
+def unbucketed(gradients: list) -> ReducedGradients:
     """Gradients that need no bucket, because there is nobody to share with."""
     dense: dict[int, tf.Tensor] = {}
     sparse: dict[int, tf.IndexedSlices] = {}
     for index, gradient in enumerate(gradients):
         is_sparse = isinstance(gradient, tf.IndexedSlices)
         (sparse if is_sparse else dense)[index] = gradient
-    return Reduced(list(dense.values()), [(i,) for i in dense], gradients, sparse)
+    return ReducedGradients(
+        list(dense.values()), [(i,) for i in dense], gradients, sparse
+    )
 
 
 def _is_finite(values: tf.Tensor) -> tf.Tensor:

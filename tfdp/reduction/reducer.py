@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdp.base.param_groups import path_of
 from tfdp.collectives import ProcessGroup, step_events, timing
 from tfdp.coordination.checks import check_same_plan, check_same_variables
-from tfdp.coordination.exchange import Agreement
+from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import BucketPlan
 from tfdp.reduction.fusion import (
@@ -24,8 +24,8 @@ from tfdp.reduction.fusion import (
     weighted,
 )
 from tfdp.reduction.gradient_noise import squared_norm
-from tfdp.reduction.reduced_gradients import Reduced, unbucketed
-from tfdp.reduction.selection import Route, Router
+from tfdp.reduction.reduced_gradients import ReducedGradients, unbucketed
+from tfdp.reduction.selection import AlgorithmChoice, AlgorithmSelector
 from tfdp.reduction.sparse import reduce_indexed_slices
 
 _described = threading.local()
@@ -67,7 +67,7 @@ class _Trained:
 
     refs: list
     plan: BucketPlan
-    routes: tuple[Route, ...] = ()
+    routes: tuple[AlgorithmChoice, ...] = ()
 
 
 class Reducer:
@@ -77,9 +77,9 @@ class Reducer:
         group: `ProcessGroup`.
         first_rank: Int, rank of the first local replica.
         options: `CommunicationOptions`.
-        agreement: `Agreement` between the workers.
-        router: `Router`, chooses the algorithm of each bucket, or `None` for the
-            ring. Defaults to `None`.
+        worker_group: `WorkerGroup` between the workers.
+        algorithm_selector: `AlgorithmSelector`, chooses the algorithm of each bucket,
+            or `None` for the ring. Defaults to `None`.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class Reducer:
         group: ProcessGroup,
         first_rank: int,
         options: CommunicationOptions,
-        agreement: Agreement,
-        router: Router | None = None,
+        worker_group: WorkerGroup,
+        algorithm_selector: AlgorithmSelector | None = None,
     ) -> None:
         self.group = group
-        self.router = router
+        self.algorithm_selector = algorithm_selector
         self.first_rank = first_rank
         self.options = options
-        self._agreement = agreement
+        self._worker_group = worker_group
         self._plans: dict[tuple[int, ...], _Trained] = {}
 
     def reduce(self, reduce_op: Any, value: Any, replica: int) -> Any:
@@ -134,7 +134,7 @@ class Reducer:
         *,
         may_sum: bool,
         weight: tf.Tensor | None,
-    ) -> Reduced:
+    ) -> ReducedGradients:
         """Sums the gradients of variables over all replicas, bucket by bucket.
 
         Args:
@@ -148,7 +148,7 @@ class Reducer:
                 `None` for one.
 
         Returns:
-            `Reduced`, alike on all replicas.
+            `ReducedGradients`, alike on all replicas.
         """
         self._check(variables, replica)
         return self._reduce(gradients, variables, replica, may_sum, weight)
@@ -160,7 +160,7 @@ class Reducer:
         replica: int,
         may_sum: bool = False,
         weight: tf.Tensor | None = None,
-    ) -> Reduced:
+    ) -> ReducedGradients:
         flat = [
             item if _is_sparse(item) else tf.convert_to_tensor(item) for item in flat
         ]
@@ -179,7 +179,7 @@ class Reducer:
                 for index, item in enumerate(flat)
                 if _is_sparse(item)
             }
-        return Reduced(flats, buckets, flat, sparse)
+        return ReducedGradients(flats, buckets, flat, sparse)
 
     def _reduce_dense(
         self,
@@ -207,7 +207,7 @@ class Reducer:
         if variables is not None and replica == 0:
             # Only once: not all workers trace again when a batch has another size.
             if plan and not self.plan_of(variables):
-                check_same_plan(self._agreement, plan)
+                check_same_plan(self._worker_group, plan)
             self._remember(variables, plan, routes)
         algorithms = [route.all_reduce for route in routes]
         flats = all_reduce_buckets(
@@ -217,7 +217,7 @@ class Reducer:
 
     def routes_of(
         self, plan: BucketPlan, *, are_gradients: bool = True
-    ) -> tuple[Route, ...]:
+    ) -> tuple[AlgorithmChoice, ...]:
         """How each bucket of a plan is reduced.
 
         Args:
@@ -226,17 +226,17 @@ class Reducer:
                 `True`.
 
         Returns:
-            Tuple of `Route`.
+            Tuple of `AlgorithmChoice`.
 
         Raises:
             ValueError: If gradients of integers were to be compressed.
         """
-        if self.router is None:
-            return (Route(),) * len(plan)
+        if self.algorithm_selector is None:
+            return (AlgorithmChoice(),) * len(plan)
         if are_gradients and self.options.compression is not None:
             _check_compressible(plan)
         return tuple(
-            self.router.route(
+            self.algorithm_selector.select(
                 bucket.num_bytes, bucket.dtype, may_compress=are_gradients
             )
             for bucket in plan
@@ -264,7 +264,7 @@ class Reducer:
                 for item in gradients
             ]
 
-    def _own_squares(self, reduced: Reduced) -> tf.Tensor:
+    def _own_squares(self, reduced: ReducedGradients) -> tf.Tensor:
         return squared_norm(reduced.gradients()) / self.group.size
 
     def _check(self, variables: list[Any], replica: int) -> None:
@@ -272,14 +272,14 @@ class Reducer:
         if replica == 0 and self.plan_of(variables) is None:
             self._remember(variables, BucketPlan(()))
             check_same_variables(
-                self._agreement, "first training step", variables, "trains"
+                self._worker_group, "first training step", variables, "trains"
             )
 
     def _remember(
         self,
         variables: list[Any],
         plan: BucketPlan,
-        routes: tuple[Route, ...] = (),
+        routes: tuple[AlgorithmChoice, ...] = (),
     ) -> None:
         key = tuple(map(id, variables))
         self._plans.pop(key, None)  # the latest comes last
@@ -294,7 +294,7 @@ class Reducer:
 
     def plans_within(
         self, variables: list[Any]
-    ) -> list[tuple[list[Any], BucketPlan, tuple[Route, ...]]]:
+    ) -> list[tuple[list[Any], BucketPlan, tuple[AlgorithmChoice, ...]]]:
         """Which of these variables were trained by which plan, the latest first."""
         wanted = set(map(id, variables))
         found = []

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.reduction.fusion import weighted
-from tfdp.reduction.reduced_gradients import Reduced, unbucketed
+from tfdp.reduction.reduced_gradients import ReducedGradients, unbucketed
 from tfdp.reduction.reducer import Reducer, gradients_of
 
 
@@ -26,7 +26,7 @@ class GradientReducer(Protocol):
         *,
         may_sum: bool,
         weight: tf.Tensor | None,
-    ) -> Reduced:
+    ) -> ReducedGradients:
         """Sums gradients over all replicas, see `Reducer.reduce_gradients`."""
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -50,7 +50,7 @@ class LocalReducer:
         *,
         may_sum: bool,
         weight: tf.Tensor | None,
-    ) -> Reduced:
+    ) -> ReducedGradients:
         """Leaves gradients as they are."""
         del variables, may_sum, weight
         return unbucketed(gradients)
@@ -87,7 +87,7 @@ class ReplicaReducer:
         *,
         may_sum: bool,
         weight: tf.Tensor | None,
-    ) -> Reduced:
+    ) -> ReducedGradients:
         """Sums gradients over all replicas, see `Reducer.reduce_gradients`."""
         if tf.executing_eagerly():
             # Eager replicas run one after the other and have to meet first.

@@ -13,7 +13,7 @@ from rich.table import Table
 from tfdp.plans.buckets import Bucket, BucketPlan
 from tfdp.plans.memory import MemoryReport
 from tfdp.reduction.fusion import make_plan
-from tfdp.reduction.selection import Route
+from tfdp.reduction.selection import AlgorithmChoice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class CommunicationPlan:
     sparse: tuple[str, ...]
     num_replicas: int
     backend: str
-    routes: tuple[Route, ...]
+    routes: tuple[AlgorithmChoice, ...]
     node_size: int
     traced: bool
     sharding: str = "none"
@@ -68,9 +68,9 @@ class CommunicationPlan:
         """Seconds of all buckets, one after the other."""
         return sum(route.seconds for route in self.routes)
 
-    def _wire_bytes(self, bucket: Bucket, route: Route) -> float:
-        def share(wire: str | None) -> float:
-            return tf.as_dtype(wire or bucket.dtype).size / itemsize
+    def _wire_bytes(self, bucket: Bucket, route: AlgorithmChoice) -> float:
+        def share(reduce_dtype: str | None) -> float:
+            return tf.as_dtype(reduce_dtype or bucket.dtype).size / itemsize
 
         itemsize = tf.as_dtype(bucket.dtype).size
         num_replicas, node_size = self.num_replicas, self.node_size
@@ -155,7 +155,7 @@ def _of_sharded(strategy: Any, optimizer: Any) -> CommunicationPlan:
 def _shown(
     strategy: Any,
     plan: BucketPlan,
-    routes: tuple[Route, ...],
+    routes: tuple[AlgorithmChoice, ...],
     sparse: list[str],
     *,
     traced: bool,
@@ -168,7 +168,7 @@ def _shown(
         strategy.num_replicas_in_sync,
         strategy.extended.group.backend,
         routes,
-        strategy.extended.router.topology.replicas_per_node,
+        strategy.extended.algorithm_selector.topology.replicas_per_node,
         traced,
         sharding,
         memory,

@@ -24,7 +24,7 @@ _COMPRESSIBLE = ("float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
-class Route:
+class AlgorithmChoice:
     """How one bucket is reduced.
 
     Args:
@@ -57,9 +57,12 @@ class Route:
     @property
     def all_reduce(self) -> Callable[..., tf.Tensor]:
         """Its function, see `tfdp.collectives.ring`."""
-        inner, outer = (_wire(self.inner_wire), _wire(self.outer_wire))
+        inner, outer = (
+            _reduce_dtype(self.inner_wire),
+            _reduce_dtype(self.outer_wire),
+        )
         if self.algorithm.name != "hierarchical":
-            return functools.partial(FLAT[self.algorithm.name], wire=inner)
+            return functools.partial(FLAT[self.algorithm.name], reduce_dtype=inner)
         return functools.partial(
             hierarchical,
             inner=Level(self.algorithm.inner, inner),
@@ -67,7 +70,7 @@ class Route:
         )
 
 
-class Router:
+class AlgorithmSelector:
     """Chooses the route of each bucket, alike on every worker.
 
     Args:
@@ -90,7 +93,7 @@ class Router:
         self.links = options.links or DEFAULT_LINKS[backend]
         self.are_links_known = options.links is not None
         self._fixed, problem = _fixed_algorithm(options, topology)
-        self._inner, self._outer = options.wires
+        self._inner, self._outer = options.reduce_dtypes
         if self._outer and not self._inner and topology.num_nodes == 1:
             problem = problem or (
                 "`compression` across nodes has no effect: all replicas are on one node"
@@ -116,7 +119,9 @@ class Router:
         self.links = links
         self.are_links_known = True
 
-    def route(self, num_bytes: int, dtype: str, *, may_compress: bool = True) -> Route:
+    def select(
+        self, num_bytes: int, dtype: str, *, may_compress: bool = True
+    ) -> AlgorithmChoice:
         """The route of a bucket.
 
         Args:
@@ -125,10 +130,10 @@ class Router:
             may_compress: Bool, whether it may be rounded. Defaults to `True`.
 
         Returns:
-            A `Route`.
+            A `AlgorithmChoice`.
         """
         if self.topology.num_replicas == 1:
-            return Route()
+            return AlgorithmChoice()
         plain = self._fastest(num_bytes, None, None)
         if not may_compress or dtype not in _COMPRESSIBLE:
             return plain
@@ -141,7 +146,7 @@ class Router:
 
     def _fastest(
         self, num_bytes: int, inner: str | None, outer: str | None, share: float = 1.0
-    ) -> Route:
+    ) -> AlgorithmChoice:
         algorithm, seconds = choose(
             num_bytes,
             self.topology,
@@ -153,7 +158,7 @@ class Router:
         if algorithm.name != "hierarchical" and inner != outer:
             # What is compressed on one level only travels by no flat algorithm.
             inner = outer = inner if self.topology.num_nodes == 1 else None
-        return Route(algorithm, inner, outer, seconds)
+        return AlgorithmChoice(algorithm, inner, outer, seconds)
 
     def _candidates(self) -> tuple[Algorithm, ...]:
         if self._fixed is not None:
@@ -192,5 +197,5 @@ def _fixed_algorithm(
     return wanted, ""
 
 
-def _wire(name: str | None) -> tf.DType | None:
+def _reduce_dtype(name: str | None) -> tf.DType | None:
     return None if name is None else tf.as_dtype(name)

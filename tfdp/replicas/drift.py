@@ -131,7 +131,7 @@ def _raise(
     strategy: Any, model: Any, when: str, totals: Sequence[Any], tables: list[list[int]]
 ) -> NoReturn:
     everyones = _of_all(strategy, "replicas that differ", tables)
-    strategy.extended.agreement.part()
+    strategy.extended.worker_group.leave()
     paths = [weight.path for weight in weights_alike(model)]
     found = describe_difference(totals, everyones, paths, _names(strategy))
     raise RuntimeError(
@@ -144,7 +144,7 @@ def _raise(
 
 def _of_all(strategy: Any, topic: str, own: list) -> list:
     """What there is for each local replica, for those of all workers by rank."""
-    texts = strategy.extended.agreement.exchange(topic, json.dumps(own))
+    texts = strategy.extended.worker_group.all_gather(topic, json.dumps(own))
     return [item for text in texts for item in json.loads(text)]
 
 

@@ -1,8 +1,8 @@
-"""Whether replicas have drifted apart, seen inside the steps of a `fit`.
+"""Detection, inside the steps of a `fit`, of replicas that have drifted apart.
 
-Off, which is the default, nothing is added to the graph. A `Watch` lets every so many
-steps begin with a checksum of each replica's weights. It is computed beside the forward
-pass and travels with the logs, which are merged in each step anyway.
+Off, which is the default, nothing is added to the graph. A `DriftProbe` lets every so
+many steps begin with a checksum of each replica's weights. It is computed beside the
+forward pass and travels with the logs, which are merged in each step anyway.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base.switched import Switched
+from tfdp.base.active_hooks import ActiveHooks
 from tfdp.replicas.checksum import checksums, combined
 from tfdp.replicas.drift import weights_alike
 
@@ -22,7 +22,7 @@ from tfdp.replicas.drift import weights_alike
 _WIRE = tf.float64
 
 
-class Watch:
+class DriftProbe:
     """Compares the weights of a model's replicas every so many steps.
 
     Args:
@@ -128,7 +128,7 @@ def _number(parts: list[tf.Variable]) -> tf.Tensor:
     return combined(checksums([part.read_value() for part in parts])) + 1
 
 
-watches: Switched[Watch] = Switched()
+watches: ActiveHooks[DriftProbe] = ActiveHooks()
 
 
 def step_begins(model: Any, batch: Any) -> None:
@@ -143,7 +143,7 @@ def step_begins(model: Any, batch: Any) -> None:
             watch.step_begins(data)
 
 
-def waiting(model: Any) -> list[Watch]:
+def waiting(model: Any) -> list[DriftProbe]:
     """The watches for which the logs of a model's step take something along."""
     return [
         watch for watch in watches.active() if watch.model is model and watch.is_waiting

@@ -61,10 +61,10 @@ def _synchronize(strategy: Any) -> None:
     pending = strategy.extended.new_variables
     variables = [v for v in (reference() for reference in pending) if v is not None]
     pending.clear()
-    agreement = strategy.extended.agreement
-    if agreement.num_workers == 1:
+    worker_group = strategy.extended.worker_group
+    if worker_group.num_workers == 1:
         return
-    check_same_variables(agreement, "leaving strategy.scope()", variables, "creates")
+    check_same_variables(worker_group, "leaving strategy.scope()", variables, "creates")
     broadcast_variables(strategy, variables)
 
 
@@ -100,11 +100,11 @@ def _broadcast_chunk(strategy: Any, variables: list[Any]) -> None:
             tf.constant(words[first : first + _MESSAGE_WORDS]),
             extended.host_group,
             0,
-            is_source=extended.agreement.rank == 0,
+            is_source=extended.worker_group.rank == 0,
         )
         for first in range(0, len(words), _MESSAGE_WORDS)
     ]
-    if extended.agreement.rank == 0:
+    if extended.worker_group.rank == 0:
         return
     data = b"".join(message.numpy().tobytes() for message in received)
     begin = 0
@@ -123,12 +123,14 @@ def agree_on_seed(strategy: Any) -> None:
     global generators. Each that workers have seeded alike stays as it is; of the
     others all take a seed of the first worker's.
     """
-    agreement = strategy.extended.agreement
-    if agreement.num_workers == 1:
+    worker_group = strategy.extended.worker_group
+    if worker_group.num_workers == 1:
         return
     # Drawn from the operating system: the user's generators stay untouched.
     own = {"seed": random.SystemRandom().getrandbits(30), "states": _random_states()}
-    facts = [json.loads(t) for t in agreement.exchange("random seed", json.dumps(own))]
+    facts = [
+        json.loads(t) for t in worker_group.all_gather("random seed", json.dumps(own))
+    ]
     for name, set_seed in _SET_SEED.items():
         states = {fact["states"][name] for fact in facts}
         if len(states) > 1 or states == {_UNSEEDED}:

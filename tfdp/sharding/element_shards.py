@@ -17,11 +17,11 @@ from tfdp import _compat
 from tfdp.plans.shards import Segment, ShardPlan
 from tfdp.reduction.fusion import pack
 from tfdp.sharding.packing import elements_of
-from tfdp.sharding.sharded_gradients import ShardedSums
-from tfdp.step.flat_params import RangeView, TensorView
+from tfdp.sharding.sharded_gradients import ShardedGradients
+from tfdp.step.flat_params import FlatParameterRange, TensorView
 
 
-class OwnedSlices:
+class ElementShards:
     """Slots on flat slices, for optimizers that treat every element by itself.
 
     Args:
@@ -59,13 +59,17 @@ class OwnedSlices:
         self.singles: dict[str, Any] = _compat.single_variables(clone)
 
     def update(
-        self, optimizer: Any, gradients: ShardedSums, variables: list[Any], rate: Any
+        self,
+        optimizer: Any,
+        gradients: ShardedGradients,
+        variables: list[Any],
+        rate: Any,
     ) -> list[tf.Tensor | None]:
         """Decays and updates what the replica owns.
 
         Args:
             optimizer: Keras optimizer, the user's or a stand-in.
-            gradients: `ShardedSums`.
+            gradients: `ShardedGradients`.
             variables: List of Keras variables, those of the plan.
             rate: Scalar tensor, the learning rate.
 
@@ -99,7 +103,7 @@ class OwnedSlices:
         number: int,
         first: int,
         last: int,
-        gradients: ShardedSums,
+        gradients: ShardedGradients,
         variables: list[Any],
         rate: Any,
     ) -> tf.Tensor:
@@ -143,13 +147,13 @@ class OwnedSlices:
         )
         flat.update_step(gradient, view, rate)
         for slot in slots.values():
-            if isinstance(slot, RangeView):
+            if isinstance(slot, FlatParameterRange):
                 slot.write_back()
         return view.read_value()
 
     def _slot(self, slot: Any, start: int, stop: int) -> Any:
         is_whole = slot is None or (start, stop) == (0, slot.shape[0])
-        return slot if is_whole else RangeView(slot.value, start, stop)
+        return slot if is_whole else FlatParameterRange(slot.value, start, stop)
 
     def scale_momentum(self, growth: tf.Tensor) -> None:
         """Multiplies every momentum."""
@@ -209,7 +213,7 @@ def _decayed(
     return value - value * decay
 
 
-def _runs(row: Sequence[Segment], gradients: ShardedSums) -> list[tuple[int, int]]:
+def _runs(row: Sequence[Segment], gradients: ShardedGradients) -> list[tuple[int, int]]:
     """Neighbouring segments that are updated as one: first and one after the last.
 
     Those with sparse gradients are each by themselves.

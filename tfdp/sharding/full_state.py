@@ -16,7 +16,7 @@ _MESSAGE_BYTES = 2**22
 _RUN_BYTES = 2**20
 
 
-class WholeState:
+class FullState:
     """The values of state tensors, as far as this process knows them.
 
     Args:
@@ -47,7 +47,7 @@ class WholeState:
 
 def collect(
     tensors: Sequence[StateTensor], host_group: ProcessGroup, *, keeps: bool
-) -> WholeState:
+) -> FullState:
     """Brings tensors together, a few megabytes at a time. All workers call it.
 
     Args:
@@ -56,10 +56,10 @@ def collect(
         keeps: Bool, whether this worker wants them.
 
     Returns:
-        `WholeState`, empty on a worker that does not want them.
+        `FullState`, empty on a worker that does not want them.
     """
     if host_group.size == 1:
-        return WholeState()
+        return FullState()
     collected: dict[str, np.ndarray] = {}
     for tensor in tensors:
         dtype = tf.as_dtype(tensor.dtype).as_numpy_dtype
@@ -73,10 +73,10 @@ def collect(
                 whole[start : start + len(part)] = total
         if keeps:
             collected[tensor.name] = whole
-    return WholeState(collected)
+    return FullState(collected)
 
 
-def share_sum(
+def redistribute_sum(
     parts: Sequence[tf.Variable], host_group: ProcessGroup, num_replicas: int
 ) -> None:
     """Gives every replica an N-th of the sum of what all have. All workers call it.

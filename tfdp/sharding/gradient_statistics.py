@@ -7,34 +7,36 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.reduction.gradient_noise import squared_norm
-from tfdp.sharding.shard_collectives import Exchange
-from tfdp.sharding.sharded_gradients import ShardedSums
-from tfdp.sharding.sharded_param_group import ShardedPart
+from tfdp.sharding.shard_collectives import ShardCollectives
+from tfdp.sharding.sharded_gradients import ShardedGradients
+from tfdp.sharding.sharded_param_group import ShardedParamGroup
 
 
-class ShardedFindings:
+class ShardedGradientStatistics:
     """Norms and finite checks from slices: one small collective for all parts.
 
     Args:
-        parts: List of `ShardedPart`.
-        sums: List of `ShardedSums`.
-        exchange: `Exchange`.
+        parts: List of `ShardedParamGroup`.
+        sums: List of `ShardedGradients`.
+        collectives: `ShardCollectives`.
         is_needed: Bool, whether anybody will ask.
     """
 
     def __init__(
         self,
-        parts: list[ShardedPart],
-        sums: list[ShardedSums],
-        exchange: Exchange,
+        parts: list[ShardedParamGroup],
+        sums: list[ShardedGradients],
+        collectives: ShardCollectives,
         *,
         is_needed: bool,
     ) -> None:
-        self._parts, self._sums, self._exchange = parts, sums, exchange
+        self._parts, self._sums, self._exchange = parts, sums, collectives
         self._facts: list[tf.Tensor] = []
         if is_needed:
-            own = [_squares_and_flags(p, s, exchange.owner) for p, s in self._pairs()]
-            total = exchange.sum(_joined([fact for pair in own for fact in pair]))
+            own = [
+                _squares_and_flags(p, s, collectives.owner) for p, s in self._pairs()
+            ]
+            total = collectives.sum(_joined([fact for pair in own for fact in pair]))
             sizes = [len(p.variables) for p in parts for _ in range(2)]
             self._facts = tf.split(total, sizes)
 
@@ -52,7 +54,7 @@ class ShardedFindings:
             total += squared_norm([rows]) - one_by_one
         return total
 
-    def squared_norms(self, part: ShardedPart) -> tf.Tensor:
+    def squared_norms(self, part: ShardedParamGroup) -> tf.Tensor:
         """Tensor `[num_variables]`, that of each variable of a part."""
         return self._facts[2 * self._parts.index(part)]
 
@@ -68,12 +70,14 @@ class ShardedFindings:
         return zip(self._parts, self._sums, strict=True)
 
 
-def own_squares(part: ShardedPart, sums: ShardedSums, owner: int) -> tf.Tensor:
+def own_squares(
+    part: ShardedParamGroup, sums: ShardedGradients, owner: int
+) -> tf.Tensor:
     """What an owner's slices add to the squared norm of all gradients.
 
     Args:
-        part: `ShardedPart`.
-        sums: `ShardedSums` of the part.
+        part: `ShardedParamGroup`.
+        sums: `ShardedGradients` of the part.
         owner: Int, whose slices these are.
 
     Returns:
@@ -86,7 +90,7 @@ def own_squares(part: ShardedPart, sums: ShardedSums, owner: int) -> tf.Tensor:
 
 
 def _squares_and_flags(
-    part: ShardedPart, sums: ShardedSums, owner: int
+    part: ShardedParamGroup, sums: ShardedGradients, owner: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """What the own slices add to each variable's squared norm and to its flag."""
     found: dict[int, list[tf.Tensor]] = {}
@@ -112,7 +116,7 @@ def _squares_and_flags(
     return tf.stack([tf.cast(item, dtype) for item in squares]), tf.stack(flags)
 
 
-def _dtype_of_norms(part: ShardedPart) -> tf.DType:
+def _dtype_of_norms(part: ShardedParamGroup) -> tf.DType:
     """The same on all replicas, also on one that owns nothing of the widest dtype."""
     dtypes = [tf.as_dtype(bucket.dtype) for bucket in part.plan.buckets]
     return max([tf.float32, *dtypes], key=lambda dtype: dtype.size)

@@ -11,12 +11,12 @@ from tfdp.collectives import timing
 from tfdp.plans.shards import Segment, ShardPlan
 from tfdp.reduction.fusion import weighted
 from tfdp.sharding.packing import pack_row, pack_rows, unpack_rows
-from tfdp.sharding.shard_groups import ShardGroups, Wires
+from tfdp.sharding.shard_groups import ReduceDtypes, ShardGroups
 
 Slices = list[tf.Tensor | None]
 
 
-class Exchange(Protocol):
+class ShardCollectives(Protocol):
     """What a step asks of the replicas that share its optimizer state."""
 
     owner: int
@@ -56,27 +56,27 @@ class Exchange(Protocol):
         """Sums a small tensor over the owners of different slices."""
 
 
-class CollectiveExchange:
+class GraphShardCollectives:
     """By reduce-scatter and all-gather, in a graph.
 
     Args:
         groups: `ShardGroups`.
         replica: Int, index of the calling replica among the local ones.
-        wires_of: Callable from what is sent to the dtypes that it travels in, see
-            `ShardGroups.scatter`.
+        reduce_dtypes_of: Callable from what is sent to the dtypes that it travels in,
+            see `ShardGroups.scatter`.
     """
 
     def __init__(
         self,
         groups: ShardGroups,
         replica: int,
-        wires_of: Callable[[tf.Tensor], Wires],
+        reduce_dtypes_of: Callable[[tf.Tensor], ReduceDtypes],
     ) -> None:
         self.owner = groups.owner(replica)
         self.num_copies = groups.num_copies
         self._groups = groups
         self._replica = replica
-        self._wires_of = wires_of
+        self._reduce_dtypes_of = reduce_dtypes_of
 
     def scatter(
         self,
@@ -84,7 +84,7 @@ class CollectiveExchange:
         tensors: Mapping[int, tf.Tensor],
         weight: tf.Tensor | None,
     ) -> Slices:
-        """See `Exchange`."""
+        """See `ShardCollectives`."""
         slices: Slices = []
         for channel, bucket in enumerate(plan.buckets):
             given = sorted(bucket.indices & tensors.keys())
@@ -96,13 +96,16 @@ class CollectiveExchange:
                 flat = weighted(flat, weight)
             with timing.labelled(f"{timing.GRADIENTS} {channel}"):
                 piece = self._groups.scatter(
-                    flat, self._replica, channel=channel, wires=self._wires_of(flat)
+                    flat,
+                    self._replica,
+                    channel=channel,
+                    reduce_dtypes=self._reduce_dtypes_of(flat),
                 )
             slices.append(piece)
         return slices
 
     def gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
-        """See `Exchange`."""
+        """See `ShardCollectives`."""
         flats: Slices = []
         for channel, (bucket, piece) in enumerate(
             zip(plan.buckets, slices, strict=True)
@@ -117,12 +120,12 @@ class CollectiveExchange:
         return unpack_rows(plan, flats)
 
     def sum(self, tensor: tf.Tensor) -> tf.Tensor:
-        """See `Exchange`."""
+        """See `ShardCollectives`."""
         with timing.labelled("norms"):
             return self._groups.sum(tensor, self._replica)
 
 
-class SummingExchange:
+class EagerShardCollectives:
     """By all-reduces of whole variables: for eager steps, and where rows are uneven.
 
     Eager replicas run one after the other and cannot wait for each other in a
@@ -152,7 +155,7 @@ class SummingExchange:
         tensors: Mapping[int, tf.Tensor],
         weight: tf.Tensor | None,
     ) -> Slices:
-        """See `Exchange`."""
+        """See `ShardCollectives`."""
         indices = list(tensors)
         given = [
             tensors[index] if weight is None else weighted(tensors[index], weight)
@@ -170,7 +173,7 @@ class SummingExchange:
         return slices
 
     def gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
-        """See `Exchange`: others' elements count as zeros in a sum."""
+        """See `ShardCollectives`: others' elements count as zeros in a sum."""
         sizes = _sizes(plan, slices)
         own: dict[int, list[tuple[Segment, tf.Tensor]]] = {index: [] for index in sizes}
         dtypes: dict[int, tf.DType] = {}
@@ -190,7 +193,7 @@ class SummingExchange:
         return dict(zip(sizes, self._total(wholes), strict=True))
 
     def sum(self, tensor: tf.Tensor) -> tf.Tensor:
-        """See `Exchange`."""
+        """See `ShardCollectives`."""
         mine = tensor if self._is_first_copy else tf.zeros_like(tensor)
         return self._total([mine])[0]
 

@@ -12,7 +12,7 @@ from tfdp.collectives import (
     ring,
 )
 
-Wires = tuple[tf.DType | None, tf.DType | None]
+ReduceDtypes = tuple[tf.DType | None, tf.DType | None]
 
 
 class ShardGroups:
@@ -80,7 +80,7 @@ class ShardGroups:
         replica: int,
         *,
         channel: int = 0,
-        wires: Wires = (None, None),
+        reduce_dtypes: ReduceDtypes = (None, None),
     ) -> tf.Tensor:
         """Sums over all replicas and keeps the calling one's slice.
 
@@ -88,19 +88,37 @@ class ShardGroups:
             flat: Tensor of shape `[num_owners * slice_size]`.
             replica: Int, index of the calling replica among the local ones.
             channel: Int, the chain of the launch order. Defaults to `0`.
-            wires: Tuple of two `tf.DType` or `None`: what elements travel in
+            reduce_dtypes: Tuple of two `tf.DType` or `None`: what elements travel in
                 inside and across nodes. Defaults to their own.
 
         Returns:
             Tensor of shape `[slice_size]`.
         """
         inner, outer = self._levels(replica)
-        piece = reduce_scatter(flat, inner, replica, channel=channel, wire=wires[0])
+        piece = reduce_scatter(
+            flat,
+            inner,
+            replica,
+            channel=channel,
+            reduce_dtype=reduce_dtypes[0],
+        )
         if outer is None:
             return piece
         if not self._is_copied:
-            return reduce_scatter(piece, outer, replica, channel=channel, wire=wires[1])
-        return ring(piece, outer, replica, channel=channel, wire=wires[1])
+            return reduce_scatter(
+                piece,
+                outer,
+                replica,
+                channel=channel,
+                reduce_dtype=reduce_dtypes[1],
+            )
+        return ring(
+            piece,
+            outer,
+            replica,
+            channel=channel,
+            reduce_dtype=reduce_dtypes[1],
+        )
 
     def gather(self, piece: tf.Tensor, replica: int, *, channel: int = 0) -> tf.Tensor:
         """Puts the slices of all owners end to end, the inverse of `scatter`.

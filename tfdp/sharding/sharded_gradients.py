@@ -13,7 +13,7 @@ from tfdp.sharding.packing import pack_row
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardedSums:
+class ShardedGradients:
     """The own slices of the sums of a part.
 
     Args:
@@ -34,11 +34,11 @@ class ShardedSums:
         """Positions of the variables that have gradients."""
         return self.dense | self.sparse.keys()
 
-    def divided_by(self, divisor: tf.Tensor) -> ShardedSums:
+    def divided_by(self, divisor: tf.Tensor) -> ShardedGradients:
         """The same, each element divided by a scalar, see `divided`."""
         return self.map(lambda values: divided(values, divisor))
 
-    def map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> ShardedSums:
+    def map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> ShardedGradients:
         """The same with a function applied to every tensor."""
         sparse = {
             index: _with_values(rows, function(rows.values))
@@ -47,7 +47,9 @@ class ShardedSums:
         slices = [None if piece is None else function(piece) for piece in self.slices]
         return dataclasses.replace(self, slices=slices, sparse=sparse)
 
-    def scaled_by(self, factors: tf.Tensor, plan: ShardPlan, owner: int) -> ShardedSums:
+    def scaled_by(
+        self, factors: tf.Tensor, plan: ShardPlan, owner: int
+    ) -> ShardedGradients:
         """The same, the elements of each variable times a factor of its own.
 
         Args:
@@ -71,7 +73,7 @@ class ShardedSums:
         }
         return dataclasses.replace(self, slices=slices, sparse=sparse)
 
-    def without_rows(self, plan: ShardPlan, owner: int) -> ShardedSums:
+    def without_rows(self, plan: ShardPlan, owner: int) -> ShardedGradients:
         """The same with sparse gradients as elements of the own slices."""
         if not self.sparse:
             return self

@@ -9,45 +9,45 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base.ownership import own_step
-from tfdp.base.param_groups import Part, is_elementwise
+from tfdp.base.param_groups import ParamGroup, is_elementwise
 from tfdp.reduction.fusion import weighted
-from tfdp.sharding.gradient_statistics import ShardedFindings, own_squares
-from tfdp.sharding.shard_collectives import Exchange
-from tfdp.sharding.sharded_gradients import ShardedSums
-from tfdp.sharding.sharded_param_group import ShardedPart
+from tfdp.sharding.gradient_statistics import ShardedGradientStatistics, own_squares
+from tfdp.sharding.shard_collectives import ShardCollectives
+from tfdp.sharding.sharded_gradients import ShardedGradients
+from tfdp.sharding.sharded_param_group import ShardedParamGroup
 
 
-class ShardedState:
+class ShardedLayout:
     """What a step does with gradients where the state is sharded, on one replica.
 
     Args:
-        parts: Dict from the `id` of an inner optimizer to its `ShardedPart`.
+        parts: Dict from the `id` of an inner optimizer to its `ShardedParamGroup`.
         replica: Int, index of the calling replica among the local ones.
-        exchange_of: Callable from a `ShardedPart` to its `Exchange`.
+        collectives_of: Callable from a `ShardedParamGroup` to its `ShardCollectives`.
         reducer: `GradientReducer`, for rows of sparse gradients.
     """
 
     def __init__(
         self,
-        parts: dict[int, ShardedPart],
+        parts: dict[int, ShardedParamGroup],
         replica: int,
-        exchange_of: Callable[[ShardedPart], Exchange],
+        collectives_of: Callable[[ShardedParamGroup], ShardCollectives],
         reducer: Any,
     ) -> None:
         self._parts = parts
         self._replica = replica
-        self._exchange_of = exchange_of
+        self._collectives_of = collectives_of
         self._reducer = reducer
 
     def reduce(
         self,
-        part: Part,
+        part: ParamGroup,
         gradients: list,
         variables: list,
         *,
         may_sum: bool,
         weight: tf.Tensor | None,
-    ) -> ShardedSums:
+    ) -> ShardedGradients:
         """By a reduce-scatter of each bucket; rows of sparse gradients go to all."""
         own = self._part(part)
         positions = [_compat.index_in(part.optimizer, v) for v in variables]
@@ -65,7 +65,7 @@ class ShardedState:
             )
             if position not in sparse
         }
-        slices = self._exchange_of(own).scatter(own.plan, dense, weight)
+        slices = self._collectives_of(own).scatter(own.plan, dense, weight)
         rows = self._reducer.gather_rows(
             [
                 gradient if weight is None else weighted(gradient, weight)
@@ -74,7 +74,7 @@ class ShardedState:
             [variable for _, variable in sparse.values()],
             may_sum=may_sum,
         )
-        return ShardedSums(
+        return ShardedGradients(
             slices,
             frozenset(dense),
             dict(zip(sparse, rows, strict=True)),
@@ -82,7 +82,7 @@ class ShardedState:
         )
 
     def held(
-        self, parts: Sequence[Part], sums: list[ShardedSums]
+        self, parts: Sequence[ParamGroup], sums: list[ShardedGradients]
     ) -> tuple[list[tf.Tensor], list[int]]:
         """What is accumulated of sums: slices, and which accumulators take them."""
         tensors, places = [], []
@@ -95,12 +95,15 @@ class ShardedState:
         return tensors, places
 
     def with_held(
-        self, parts: Sequence[Part], variables: Sequence[Any], tensors: list[tf.Tensor]
-    ) -> list[ShardedSums]:
+        self,
+        parts: Sequence[ParamGroup],
+        variables: Sequence[Any],
+        tensors: list[tf.Tensor],
+    ) -> list[ShardedGradients]:
         """Sums made of what was accumulated, the inverse of `held`.
 
         Args:
-            parts: Sequence of `Part`.
+            parts: Sequence of `ParamGroup`.
             variables: Sequence of the step's variables.
             tensors: List of slices, one for each accumulator.
         """
@@ -115,10 +118,10 @@ class ShardedState:
                 tensors[first + number] if bucket.indices & set(order) else None
                 for number, bucket in enumerate(own.plan.buckets)
             ]
-            found.append(ShardedSums(slices, frozenset(order), {}, tuple(order)))
+            found.append(ShardedGradients(slices, frozenset(order), {}, tuple(order)))
         return found
 
-    def _first_slice(self, part: Part) -> int:
+    def _first_slice(self, part: ParamGroup) -> int:
         """The place of a part's first bucket among those of all parts."""
         first = 0
         for key, own in self._parts.items():
@@ -129,28 +132,35 @@ class ShardedState:
 
     def examine(
         self,
-        parts: Sequence[Part],
-        sums: list[ShardedSums],
+        parts: Sequence[ParamGroup],
+        sums: list[ShardedGradients],
         *,
         checks: bool,
         measures: bool,
-    ) -> ShardedFindings:
+    ) -> ShardedGradientStatistics:
         """By one small all-reduce, if anybody asks."""
         needed = checks or measures or any(_clips_by_norm(p.optimizer) for p in parts)
         own = [self._part(part) for part in parts]
-        return ShardedFindings(own, sums, self._exchange_of(own[0]), is_needed=needed)
+        return ShardedGradientStatistics(
+            own, sums, self._collectives_of(own[0]), is_needed=needed
+        )
 
-    def own_squares(self, parts: Sequence[Part], sums: list[ShardedSums]) -> tf.Tensor:
+    def own_squares(
+        self, parts: Sequence[ParamGroup], sums: list[ShardedGradients]
+    ) -> tf.Tensor:
         """Those of the own slices, of which there may be copies on other nodes."""
         own = [self._part(part) for part in parts]
-        exchange = self._exchange_of(own[0])
+        collectives = self._collectives_of(own[0])
         pairs = zip(own, sums, strict=True)
-        squares = [own_squares(part, item, exchange.owner) for part, item in pairs]
-        return tf.add_n(squares) / exchange.num_copies
+        squares = [own_squares(part, item, collectives.owner) for part, item in pairs]
+        return tf.add_n(squares) / collectives.num_copies
 
     def clip(
-        self, part: Part, sums: ShardedSums, findings: ShardedFindings
-    ) -> ShardedSums:
+        self,
+        part: ParamGroup,
+        sums: ShardedGradients,
+        statistics: ShardedGradientStatistics,
+    ) -> ShardedGradients:
         """Clips by norms of whole variables, of which the replica has slices."""
         optimizer = part.optimizer
         if not _clips_by_norm(optimizer):
@@ -160,7 +170,7 @@ class ShardedState:
             return sums.map(lambda values: tf.clip_by_value(values, -limit, limit))
         own = self._part(part)
         owner = self._state(own).owner
-        norms = findings.squared_norms(own)  # [num_variables]
+        norms = statistics.squared_norms(own)  # [num_variables]
         if optimizer.clipnorm and optimizer.clipnorm > 0:
             factors = _factors(tf.sqrt(norms), optimizer.clipnorm)
             return sums.scaled_by(factors, own.plan, owner)
@@ -173,7 +183,7 @@ class ShardedState:
         whole = sums.without_rows(own.plan, owner)
         return whole.map(lambda values: values * tf.cast(factor, values.dtype))
 
-    def scale_momentum(self, part: Part, growth: Any) -> None:
+    def scale_momentum(self, part: ParamGroup, growth: Any) -> None:
         """See `WholeVariables`."""
         state = self._state(self._part(part))
 
@@ -184,7 +194,7 @@ class ShardedState:
         tf.cond(tf.equal(growth, 1.0), lambda: tf.constant(False), scale)
 
     def update(
-        self, part: Part, gradients: ShardedSums, variables: list, rate: Any
+        self, part: ParamGroup, gradients: ShardedGradients, variables: list, rate: Any
     ) -> None:
         """Updates what the replica owns; all-gathers the new values by bucket."""
         own = self._part(part)
@@ -199,18 +209,18 @@ class ShardedState:
             news = self._state(own).update(optimizer, gradients, own.variables, rate)
         self._spread(own, news, gradients.present)
 
-    def average(self, part: Part) -> None:
+    def average(self, part: ParamGroup) -> None:
         """Each replica those of what it owns."""
         own = self._part(part)
         self._state(own).average(part.optimizer, own.variables)
 
-    def overwrite_with_average(self, part: Part) -> None:
+    def overwrite_with_average(self, part: ParamGroup) -> None:
         """All-gathers the averages by bucket."""
         own = self._part(part)
         everything = frozenset(range(len(own.variables)))
         self._spread(own, self._state(own).averages(), everything)
 
-    def swap_with_average(self, part: Part) -> None:
+    def swap_with_average(self, part: ParamGroup) -> None:
         """Gives variables the values of their averages, and the other way round."""
         own = self._part(part)
         state = self._state(own)
@@ -218,23 +228,25 @@ class ShardedState:
         self.overwrite_with_average(part)
         state.set_averages(values)
 
-    def restart_average(self, part: Part) -> None:
+    def restart_average(self, part: ParamGroup) -> None:
         """Gives averages the values of their variables."""
         own = self._part(part)
         state = self._state(own)
         state.set_averages(state.own_values(own.variables))
 
-    def _spread(self, own: ShardedPart, slices: list, present: frozenset[int]) -> None:
-        wholes = self._exchange_of(own).gather(own.plan, slices)
+    def _spread(
+        self, own: ShardedParamGroup, slices: list, present: frozenset[int]
+    ) -> None:
+        wholes = self._collectives_of(own).gather(own.plan, slices)
         for index in sorted(present & wholes.keys()):
             part = _compat.local_part(own.variables[index])
             value = tf.reshape(wholes[index], part.shape)
             part.assign(tf.cast(value, part.dtype), read_value=False)
 
-    def _part(self, part: Part) -> ShardedPart:
+    def _part(self, part: ParamGroup) -> ShardedParamGroup:
         return self._parts[id(part.optimizer)]
 
-    def _state(self, own: ShardedPart) -> Any:
+    def _state(self, own: ShardedParamGroup) -> Any:
         return own.replicas[self._replica]
 
 

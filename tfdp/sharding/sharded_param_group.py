@@ -6,14 +6,14 @@ import dataclasses
 from typing import Any
 
 from tfdp.plans.shards import ShardPlan
-from tfdp.sharding.element_shards import OwnedSlices
-from tfdp.sharding.variable_shards import OwnedVariables
+from tfdp.sharding.element_shards import ElementShards
+from tfdp.sharding.variable_shards import VariableShards
 
-Owned = OwnedSlices | OwnedVariables
+Owned = ElementShards | VariableShards
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardedPart:
+class ShardedParamGroup:
     """The state of one inner optimizer on the replicas of this process.
 
     Args:
@@ -37,6 +37,6 @@ def owned_state(
     replica: int,
     device: str,
 ) -> Owned:
-    """The state that a local replica owns, see `OwnedSlices`."""
-    kind = OwnedVariables if plan.is_whole else OwnedSlices
+    """The state that a local replica owns, see `ElementShards`."""
+    kind = VariableShards if plan.is_whole else ElementShards
     return kind(optimizer, variables, plan, owner, replica, device)

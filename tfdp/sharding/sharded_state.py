@@ -19,13 +19,13 @@ from tfdp.plans.shards import ShardBucket, ShardPlan, plan_slices, plan_whole
 from tfdp.reduction.fusion import bucket_bytes_of, entry_of
 from tfdp.reduction.replica_reducer import ReplicaReducer
 from tfdp.sharding.shard_collectives import (
-    CollectiveExchange,
-    Exchange,
-    SummingExchange,
+    EagerShardCollectives,
+    GraphShardCollectives,
+    ShardCollectives,
 )
-from tfdp.sharding.shard_groups import ShardGroups, Wires
-from tfdp.sharding.sharded_layout import ShardedState
-from tfdp.sharding.sharded_param_group import ShardedPart, owned_state
+from tfdp.sharding.shard_groups import ReduceDtypes, ShardGroups
+from tfdp.sharding.sharded_layout import ShardedLayout
+from tfdp.sharding.sharded_param_group import ShardedParamGroup, owned_state
 from tfdp.sharding.state_names import (
     slot_names,
     state_of_part,
@@ -53,7 +53,7 @@ class Held:
     dtype: str
 
 
-class Sharding:
+class ShardedState:
     """The state of an optimizer, spread over the replicas.
 
     Args:
@@ -93,7 +93,7 @@ class Sharding:
             if part.built and _compat.trained_by(part)
         }
         check_same_variables(
-            extended.agreement, "sharding the optimizer", variables, "shards"
+            extended.worker_group, "sharding the optimizer", variables, "shards"
         )
         self._check_alike((sharding, scope, offload))
         self._states = {key: self._state_of(p) for key, p in self.parts.items()}
@@ -102,16 +102,16 @@ class Sharding:
 
     def _check_alike(self, settings: tuple[str | None, ...]) -> None:
         """Raises on every worker if they shard different things, or differently."""
-        agreement = self._extended.agreement
+        worker_group = self._extended.worker_group
         kinds = [type(part.optimizer).__name__ for part in self.parts.values()]
         plans = [part.plan.fingerprint for part in self.parts.values()]
-        same, texts = agreement.same(
+        same, texts = worker_group.same(
             "sharding the optimizer: how", json.dumps([settings, kinds, plans])
         )
         if same:
             return
         rank = next(r for r, text in enumerate(texts) if text != texts[0])
-        agreement.part()
+        worker_group.leave()
         first, other = (json.loads(texts[r])[:2] for r in (0, rank))
         raise ValueError(
             "Workers shard their optimizers differently. Give every worker the same "
@@ -119,11 +119,11 @@ class Sharding:
             f"Received: worker 0 has {first}, worker {rank} has {other}"
         )
 
-    def state(self, part: ShardedPart) -> list[StateTensor]:
+    def state(self, part: ShardedParamGroup) -> list[StateTensor]:
         """The state of one inner optimizer, in the order of Keras's variables."""
         return self._states[id(part.optimizer)]
 
-    def _state_of(self, part: ShardedPart) -> list[StateTensor]:
+    def _state_of(self, part: ShardedParamGroup) -> list[StateTensor]:
         """Raises, before anything is trained, if variables cannot be told apart."""
         optimizer = part.optimizer
         found = state_of_part(
@@ -191,20 +191,20 @@ class Sharding:
             for number, bucket in enumerate(part.plan.buckets)
         ]
 
-    def on_replica(self) -> ShardedState:
+    def on_replica(self) -> ShardedLayout:
         """The layout as the replica sees it that is running."""
         context = replica_context()
         replica = _compat.local_replica_id(context)
         reducer = ReplicaReducer(self._extended.reducer, context)
 
-        def exchange_of(part: ShardedPart) -> Exchange:
+        def collectives_of(part: ShardedParamGroup) -> ShardCollectives:
             if tf.executing_eagerly() or _is_lopsided(part.plan, part.variables):
-                return SummingExchange(self.groups, replica, reducer.sum)
-            return CollectiveExchange(self.groups, replica, self._wires_of)
+                return EagerShardCollectives(self.groups, replica, reducer.sum)
+            return GraphShardCollectives(self.groups, replica, self._reduce_dtypes_of)
 
-        return ShardedState(self.parts, replica, exchange_of, reducer)
+        return ShardedLayout(self.parts, replica, collectives_of, reducer)
 
-    def _sharded(self, optimizer: Any) -> ShardedPart:
+    def _sharded(self, optimizer: Any) -> ShardedParamGroup:
         variables = _compat.trained_by(optimizer)
         plan = shard_plan(
             optimizer, variables, self.groups.num_owners, self._extended.options
@@ -215,12 +215,12 @@ class Sharding:
             )
             for replica, device in enumerate(self._devices)
         ]
-        return ShardedPart(optimizer, variables, plan, states)
+        return ShardedParamGroup(optimizer, variables, plan, states)
 
-    def _wires_of(self, flat: tf.Tensor) -> Wires:
+    def _reduce_dtypes_of(self, flat: tf.Tensor) -> ReduceDtypes:
         """The dtypes that gradients travel in, as an all-reduce of them would."""
         num_bytes = flat.shape.num_elements() * flat.dtype.size
-        route = self._extended.router.route(num_bytes, flat.dtype.name)
+        route = self._extended.algorithm_selector.select(num_bytes, flat.dtype.name)
         inner, outer = (
             None if name is None else tf.as_dtype(name)
             for name in (route.inner_wire, route.outer_wire)
@@ -267,7 +267,7 @@ def shard_plan(
 
 
 def _groups(extended: Any, scope: str) -> ShardGroups:
-    topology = extended.router.topology
+    topology = extended.algorithm_selector.topology
     if scope == "node" and topology.num_nodes > 1 and not topology.is_even:
         warnings.warn(
             '`shard_scope="node"` works as "all": it needs equally many replicas on '
@@ -276,7 +276,7 @@ def _groups(extended: Any, scope: str) -> ShardGroups:
         )
         scope = "all"
     return ShardGroups(
-        extended.group, scope, is_hierarchical=extended.router.goes_by_level
+        extended.group, scope, is_hierarchical=extended.algorithm_selector.goes_by_level
     )
 
 

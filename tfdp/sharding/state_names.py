@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base.param_groups import path_of
-from tfdp.sharding.sharded_param_group import Owned, ShardedPart
+from tfdp.sharding.sharded_param_group import Owned, ShardedParamGroup
 from tfdp.sharding.state_tensors import READ_ELEMENTS, Piece, StateTensor
-from tfdp.sharding.variable_shards import OwnedVariables
+from tfdp.sharding.variable_shards import VariableShards
 
 # What Keras puts behind the name of a layer to make it unique.
 _NUMBER = re.compile(r"_\d+$")
@@ -47,12 +47,12 @@ def slot_names(optimizer: Any, variables: Sequence[Any]) -> list[tuple[str, Any]
 
 
 def state_of_part(
-    part: ShardedPart, is_first_copy: Callable[[int], bool], rank: int
+    part: ShardedParamGroup, is_first_copy: Callable[[int], bool], rank: int
 ) -> list[StateTensor]:
     """The state of one inner optimizer, in the order of Keras's variables.
 
     Args:
-        part: `ShardedPart`.
+        part: `ShardedParamGroup`.
         is_first_copy: Callable, whether a local replica is the first with its
             slices.
         rank: Int, rank of the first local replica.
@@ -86,7 +86,7 @@ def state_of_part(
 
 def state_of_sums(
     sums: Sequence[Any],
-    part: ShardedPart,
+    part: ShardedParamGroup,
     is_first_copy: Callable[[int], bool],
     prefix: str,
 ) -> list[StateTensor]:
@@ -94,7 +94,7 @@ def state_of_sums(
 
     Args:
         sums: Sequence of Keras variables, one for each bucket of the part's plan.
-        part: `ShardedPart`.
+        part: `ShardedParamGroup`.
         is_first_copy: Callable, as for `state_of_part`.
         prefix: String, before every name.
 
@@ -141,9 +141,9 @@ def take_over(tensors: Sequence[StateTensor], slots: Sequence[Any]) -> None:
             piece.write(whole[piece.start : piece.stop])
 
 
-def _pieces(part: ShardedPart, state: Owned) -> list[tuple[str, Piece]]:
+def _pieces(part: ShardedParamGroup, state: Owned) -> list[tuple[str, Piece]]:
     found = [(name, _whole(item)) for name, item in state.singles.items()]
-    if isinstance(state, OwnedVariables):
+    if isinstance(state, VariableShards):
         return found + _pieces_of_variables(part, state)
     for attribute, slots in state.slots.items():
         for number, slot in zip(state.buckets, slots, strict=True):
@@ -158,7 +158,7 @@ def _pieces(part: ShardedPart, state: Owned) -> list[tuple[str, Piece]]:
 
 
 def _pieces_of_variables(
-    part: ShardedPart, state: OwnedVariables
+    part: ShardedParamGroup, state: VariableShards
 ) -> list[tuple[str, Piece]]:
     names = {
         id(slot): _slot_name(attribute, index, part.variables)

@@ -13,13 +13,13 @@ from tfdp import _compat
 from tfdp.plans.shards import ShardBucket, ShardPlan
 from tfdp.reduction.fusion import pack
 from tfdp.sharding.packing import pack_row
-from tfdp.sharding.sharded_gradients import ShardedSums
+from tfdp.sharding.sharded_gradients import ShardedGradients
 
 
-class OwnedVariables:
+class VariableShards:
     """Slots of whole variables, for optimizers that look at a tensor.
 
-    Arguments and methods are those of `OwnedSlices`.
+    Arguments and methods are those of `ElementShards`.
     """
 
     def __init__(
@@ -57,9 +57,13 @@ class OwnedVariables:
         self.singles: dict[str, Any] = _compat.single_variables(self.clone)
 
     def update(
-        self, optimizer: Any, gradients: ShardedSums, variables: list[Any], rate: Any
+        self,
+        optimizer: Any,
+        gradients: ShardedGradients,
+        variables: list[Any],
+        rate: Any,
     ) -> list[tf.Tensor | None]:
-        """See `OwnedSlices`."""
+        """See `ElementShards`."""
         mine = [index for index in self.owned if index in gradients.present]
         whole = self.gradients(gradients, variables)
         acting = self._acting_for(optimizer, variables)
@@ -80,7 +84,9 @@ class OwnedVariables:
             for bucket in self._plan.buckets
         ]
 
-    def gradients(self, gradients: ShardedSums, variables: list[Any]) -> dict[int, Any]:
+    def gradients(
+        self, gradients: ShardedGradients, variables: list[Any]
+    ) -> dict[int, Any]:
         """The gradients of the owned variables, put together from the buckets."""
         parts: dict[int, list[tf.Tensor]] = {}
         for bucket, piece in zip(self._plan.buckets, gradients.slices, strict=True):
@@ -100,29 +106,29 @@ class OwnedVariables:
         return whole
 
     def scale_momentum(self, growth: tf.Tensor) -> None:
-        """See `OwnedSlices`."""
+        """See `ElementShards`."""
         for slot in getattr(self.clone, "momentums", []):
             if slot is not None:
                 slot.assign(slot * tf.cast(growth, slot.dtype))
 
     def average(self, optimizer: Any, variables: list[Any]) -> None:
-        """See `OwnedSlices`."""
+        """See `ElementShards`."""
         mine = self.own_values(variables)
         _compat.move_averages(self._acting_for(optimizer, variables), mine)
 
     def own_values(self, variables: list[Any]) -> list[tf.Tensor]:
-        """See `OwnedSlices`."""
+        """See `ElementShards`."""
         parts = [_compat.local_part(variables[index]) for index in self.owned]
         return [part.read_value() for part in parts]
 
     def set_averages(self, values: list[tf.Tensor]) -> None:
-        """See `OwnedSlices`."""
+        """See `ElementShards`."""
         averages = self.slots.get("_model_variables_moving_average", [])
         for average, value in zip(averages, values, strict=True):
             average.assign(value)
 
     def averages(self) -> list[tf.Tensor | None]:
-        """See `OwnedSlices`."""
+        """See `ElementShards`."""
         averages = self.slots.get("_model_variables_moving_average", [])
         values = {
             index: tf.convert_to_tensor(average)

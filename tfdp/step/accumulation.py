@@ -90,7 +90,7 @@ class Accumulation:
             self.reset()
         return sums, count
 
-    def share(self, reducer: Any) -> None:
+    def redistribute(self, reducer: Any) -> None:
         """Gives every replica an equal part of the sum over all replicas.
 
         Args:

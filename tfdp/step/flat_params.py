@@ -13,7 +13,7 @@ from tfdp.reduction.fusion import pack, unpack
 _ids = itertools.count()
 
 
-class FlatView:
+class FlatParameter:
     """What an optimizer takes for one variable, and is several small ones.
 
     It is read once, changed as a tensor, and written back once.
@@ -34,7 +34,7 @@ class FlatView:
         self._is_changed = False
 
     @property
-    def value(self) -> FlatView:
+    def value(self) -> FlatParameter:
         """Itself: that of a Keras variable is live too, not what it was when asked.
 
         ScheduleFreeAdamW keeps a slot's `value` and assigns to the slot before it
@@ -88,7 +88,7 @@ class FlatView:
         return value if dtype is None else tf.cast(value, dtype)
 
 
-class TensorView(FlatView):
+class TensorView(FlatParameter):
     """What an optimizer takes for a variable, and is a tensor: its new value is read.
 
     Args:
@@ -117,7 +117,7 @@ class TensorView(FlatView):
         self.assign(_scattered(tf.tensor_scatter_nd_sub, self, rows))
 
 
-class RangeView(TensorView):
+class FlatParameterRange(TensorView):
     """A part of a flat variable, written back once.
 
     Args:
@@ -144,7 +144,7 @@ def _scattered(
 
 
 def _operator(name: str) -> Callable:
-    def apply(view: FlatView, *others: Any) -> tf.Tensor:
+    def apply(view: FlatParameter, *others: Any) -> tf.Tensor:
         return getattr(view.read_value(), name)(*others)
 
     return apply
@@ -153,4 +153,4 @@ def _operator(name: str) -> Callable:
 _OPERATORS = ("add", "sub", "mul", "truediv", "pow")
 _REFLECTED = [f"r{name}" for name in _OPERATORS]
 for _name in (*_OPERATORS, *_REFLECTED, "neg"):
-    setattr(FlatView, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(FlatParameter, f"__{_name}__", _operator(f"__{_name}__"))

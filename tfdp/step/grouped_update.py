@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base.ownership import own_step
 from tfdp.base.param_groups import gains_from_groups, is_elementwise
-from tfdp.step.flat_params import FlatView, pack
+from tfdp.step.flat_params import FlatParameter, pack
 
 # Elements beyond which copying a variable costs more than its kernels' start.
 LARGEST_ELEMENTS = 2**11
@@ -98,10 +98,10 @@ def _update_group(
 ) -> None:
     parts = [_compat.local_part(variable) for variable in variables]
     with tf.device(parts[0].device):
-        view = FlatView(parts)
+        view = FlatParameter(parts)
         positions = [_compat.index_in(optimizer, variable) for variable in variables]
         slots = {
-            name: [FlatView([_compat.local_part(items[i]) for i in positions])]
+            name: [FlatParameter([_compat.local_part(items[i]) for i in positions])]
             for name, items in _compat.slots_of(optimizer).items()
         }
         flat = _compat.with_slots(optimizer, view, slots)

@@ -19,14 +19,14 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import batch_weight
-from tfdp.base.param_groups import Part, is_linear
+from tfdp.base.param_groups import ParamGroup, is_linear
 from tfdp.collectives import step_events
 from tfdp.reduction.fusion import weighted
 from tfdp.reduction.gradient_noise import GradientNoise, squared_norm
 from tfdp.reduction.replica_reducer import GradientReducer
 from tfdp.step.accumulation import Accumulation, dense
 from tfdp.step.loss_scale import LossScale
-from tfdp.step.state_layout import Findings, SlicedLayout, StateLayout
+from tfdp.step.state_layout import GradientStatistics, SlicedLayout, StateLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Step:
 
     Args:
         optimizer: Keras optimizer that the parts belong to.
-        parts: List of `Part`, which optimizer updates which variables.
+        parts: List of `ParamGroup`, which optimizer updates which variables.
         variables: List of Keras variables that have gradients.
         positions: List of ints, their positions among all trained variables.
         reducer: `GradientReducer`, sums what is no gradient over the replicas.
@@ -55,7 +55,7 @@ class Step:
     """
 
     optimizer: Any
-    parts: list[Part]
+    parts: list[ParamGroup]
     variables: list[Any]
     positions: list[int]
     reducer: GradientReducer
@@ -149,21 +149,21 @@ def _update_all(
     if divisor is not None:
         sums = [item.divided_by(divisor) for item in sums]  # 3
     noise = None if own_gradients is None else step.noise
-    findings = step.layout.examine(
+    statistics = step.layout.examine(
         step.parts, sums, checks=step.scale is not None, measures=noise is not None
     )
     step_events.squared_norm(lambda: step.layout.own_squares(step.parts, sums))
     if noise is not None and own_gradients is not None:
-        _measure_noise(step, noise, own_gradients, findings, count, divisor)
+        _measure_noise(step, noise, own_gradients, statistics, count, divisor)
     if step.scale is None:
-        _update(step, sums, findings)
+        _update(step, sums, statistics)
         return tf.constant(True), tf.constant(True)
-    is_finite = findings.is_finite()  # 4
+    is_finite = statistics.is_finite()  # 4
     scale = step.scale
     tf.cond(
         is_finite,
-        lambda: _update(step, sums, findings),
-        lambda: _skip(step, scale, findings),
+        lambda: _update(step, sums, statistics),
+        lambda: _skip(step, scale, statistics),
     )
     return is_finite, is_finite
 
@@ -172,7 +172,7 @@ def _measure_noise(
     step: Step,
     noise: GradientNoise,
     gradients: Sequence[Any],
-    findings: Findings,
+    statistics: GradientStatistics,
     count: tf.Tensor | None,
     divisor: tf.Tensor | None,
 ) -> None:
@@ -190,7 +190,7 @@ def _measure_noise(
     own = squared_norm(gradients) / tf.square(tf.cast(factor, tf.float32))
     own = tf.math.multiply_no_nan(own, tf.cast(weight > 0, tf.float32))
     small = step.reducer.sum([own])[0] / replicas
-    noise.update(small, findings.squared_norm(), replicas, samples)
+    noise.update(small, statistics.squared_norm(), replicas, samples)
 
 
 def _divisor(step: Step, count: tf.Tensor | None) -> tf.Tensor | None:
@@ -200,11 +200,11 @@ def _divisor(step: Step, count: tf.Tensor | None) -> tf.Tensor | None:
     return tf.reduce_prod(given) if given else None
 
 
-def _update(step: Step, sums: list, findings: Findings) -> tf.Tensor:
+def _update(step: Step, sums: list, statistics: GradientStatistics) -> tf.Tensor:
     for part, reduced, rate, growth in zip(
         step.parts, sums, step.rates, step.growths, strict=True
     ):
-        gradients = step.layout.clip(part, reduced, findings)  # 5
+        gradients = step.layout.clip(part, reduced, statistics)  # 5
         if growth is not None:
             step.layout.scale_momentum(part, growth)
         step.layout.update(part, gradients, part.of(step.variables), rate)  # 6
@@ -213,9 +213,9 @@ def _update(step: Step, sums: list, findings: Findings) -> tf.Tensor:
     return tf.constant(True)
 
 
-def _skip(step: Step, scale: LossScale, findings: Findings) -> tf.Tensor:
+def _skip(step: Step, scale: LossScale, statistics: GradientStatistics) -> tf.Tensor:
     positions = [item for part in step.parts for item in part.of(step.positions)]
-    scale.note_skip(findings.non_finite(), positions)
+    scale.note_skip(statistics.non_finite(), positions)
     return tf.constant(False)
 
 
@@ -236,7 +236,7 @@ def _optimizers(step: Step) -> list:
     return [part.optimizer for part in step.parts]
 
 
-def _average(layout: StateLayout, part: Part) -> None:
+def _average(layout: StateLayout, part: ParamGroup) -> None:
     layout.average(part)
     optimizer = part.optimizer
     if optimizer.ema_overwrite_frequency:

@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base.ownership import own_step
-from tfdp.base.param_groups import Part
+from tfdp.base.param_groups import ParamGroup
 from tfdp.reduction.gradient_noise import squared_norm
-from tfdp.reduction.reduced_gradients import Reduced
+from tfdp.reduction.reduced_gradients import ReducedGradients
 from tfdp.step.grouped_update import decay_and_update
 from tfdp.step.loss_scale import not_finite
 
@@ -23,7 +23,7 @@ class Sums(Protocol):
         """The same, each element divided by a scalar."""
 
 
-class Findings(Protocol):
+class GradientStatistics(Protocol):
     """What a step has to know of the sums before it updates, alike on all replicas."""
 
     def is_finite(self) -> tf.Tensor:
@@ -41,7 +41,7 @@ class StateLayout(Protocol):
 
     def reduce(
         self,
-        part: Part,
+        part: ParamGroup,
         gradients: list,
         variables: list,
         *,
@@ -51,41 +51,43 @@ class StateLayout(Protocol):
         """Sums the gradients of a part over all replicas; returns `Sums`."""
 
     def examine(
-        self, parts: Sequence[Part], sums: list, *, checks: bool, measures: bool
-    ) -> Findings:
+        self, parts: Sequence[ParamGroup], sums: list, *, checks: bool, measures: bool
+    ) -> GradientStatistics:
         """Looks at the sums of all parts.
 
         Args:
-            parts: Sequence of `Part`.
+            parts: Sequence of `ParamGroup`.
             sums: List of what `reduce` returned for each.
             checks: Bool, whether it matters if they are finite.
             measures: Bool, whether their norm matters.
         """
 
-    def own_squares(self, parts: Sequence[Part], sums: list) -> tf.Tensor:
+    def own_squares(self, parts: Sequence[ParamGroup], sums: list) -> tf.Tensor:
         """This replica's part of the squared norm: all replicas' add up to it.
 
         Args:
-            parts: Sequence of `Part`.
+            parts: Sequence of `ParamGroup`.
             sums: List of what `reduce` returned for each.
 
         Returns:
             Scalar float32 tensor.
         """
 
-    def clip(self, part: Part, sums: Any, findings: Any) -> Any:
+    def clip(self, part: ParamGroup, sums: Any, statistics: Any) -> Any:
         """Clips the gradients of a part as its optimizer was asked to."""
 
-    def scale_momentum(self, part: Part, growth: Any) -> None:
+    def scale_momentum(self, part: ParamGroup, growth: Any) -> None:
         """Multiplies the momentum of a part that contains the learning rate."""
 
-    def update(self, part: Part, gradients: Any, variables: list, rate: Any) -> None:
+    def update(
+        self, part: ParamGroup, gradients: Any, variables: list, rate: Any
+    ) -> None:
         """Decays and updates the variables of a part."""
 
-    def average(self, part: Part) -> None:
+    def average(self, part: ParamGroup) -> None:
         """Moves the averages of a part's variables towards their values."""
 
-    def overwrite_with_average(self, part: Part) -> None:
+    def overwrite_with_average(self, part: ParamGroup) -> None:
         """Gives the variables of a part the values of their averages."""
 
 
@@ -93,12 +95,15 @@ class SlicedLayout(Protocol):
     """What a step asks besides where it accumulates slices of sums (ZeRO-2)."""
 
     def held(
-        self, parts: Sequence[Part], sums: list
+        self, parts: Sequence[ParamGroup], sums: list
     ) -> tuple[list[tf.Tensor], list[int]]:
         """What is accumulated of sums, and which accumulators take it."""
 
     def with_held(
-        self, parts: Sequence[Part], variables: Sequence[Any], tensors: list[tf.Tensor]
+        self,
+        parts: Sequence[ParamGroup],
+        variables: Sequence[Any],
+        tensors: list[tf.Tensor],
     ) -> list:
         """Sums made of what was accumulated, the inverse of `held`."""
 
@@ -115,13 +120,13 @@ class WholeVariables:
 
     def reduce(
         self,
-        part: Part,
+        part: ParamGroup,
         gradients: list,
         variables: list,
         *,
         may_sum: bool,
         weight: tf.Tensor | None,
-    ) -> Reduced:
+    ) -> ReducedGradients:
         """By an all-reduce of each bucket."""
         del part
         return self._reducer.reduce_gradients(
@@ -129,25 +134,25 @@ class WholeVariables:
         )
 
     def examine(
-        self, parts: Sequence[Part], sums: list, *, checks: bool, measures: bool
-    ) -> Findings:
+        self, parts: Sequence[ParamGroup], sums: list, *, checks: bool, measures: bool
+    ) -> GradientStatistics:
         """Every replica has all sums; what is asked for is computed then."""
         del parts, checks, measures
-        return _WholeFindings(sums)
+        return _WholeGradientStatistics(sums)
 
-    def own_squares(self, parts: Sequence[Part], sums: list) -> tf.Tensor:
+    def own_squares(self, parts: Sequence[ParamGroup], sums: list) -> tf.Tensor:
         """An equal part: every replica has all sums."""
         del parts
         gradients = [item for part in sums for item in part.gradients()]
         return squared_norm(gradients) / self._reducer.num_replicas
 
-    def clip(self, part: Part, sums: Reduced, findings: Any) -> list:
+    def clip(self, part: ParamGroup, sums: ReducedGradients, statistics: Any) -> list:
         """Clips as Keras does, on the sums of all replicas."""
-        del findings
+        del statistics
         with own_step():
             return _compat.clip_gradients(part.optimizer, sums.gradients())
 
-    def scale_momentum(self, part: Part, growth: Any) -> None:
+    def scale_momentum(self, part: ParamGroup, growth: Any) -> None:
         """Multiplies every momentum.
 
         Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, remark 2.
@@ -164,23 +169,25 @@ class WholeVariables:
         # After the warmup it costs nothing.
         tf.cond(tf.equal(growth, 1.0), lambda: tf.constant(False), scale)
 
-    def update(self, part: Part, gradients: list, variables: list, rate: Any) -> None:
+    def update(
+        self, part: ParamGroup, gradients: list, variables: list, rate: Any
+    ) -> None:
         """Decays and updates as Keras does, small variables together."""
         decay_and_update(part.optimizer, gradients, variables, rate)
 
-    def average(self, part: Part) -> None:
+    def average(self, part: ParamGroup) -> None:
         """As Keras does."""
         _compat.update_moving_average(part.optimizer)
 
-    def overwrite_with_average(self, part: Part) -> None:
+    def overwrite_with_average(self, part: ParamGroup) -> None:
         """As Keras does."""
         _compat.overwrite_with_moving_average(part.optimizer)
 
 
-class _WholeFindings:
+class _WholeGradientStatistics:
     """Computed where it is asked for: a norm that nobody needs costs nothing."""
 
-    def __init__(self, sums: list[Reduced]) -> None:
+    def __init__(self, sums: list[ReducedGradients]) -> None:
         self._sums = sums
 
     def is_finite(self) -> tf.Tensor:

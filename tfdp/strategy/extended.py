@@ -17,7 +17,6 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.cluster import Topology
 from tfdp.collectives import LaunchOrder, ProcessGroup, positions_of, timing
-from tfdp.coordination.exchange import Agreement
 from tfdp.coordination.join import (
     Worker,
     agreed_topology,
@@ -27,10 +26,11 @@ from tfdp.coordination.join import (
     worker_devices,
 )
 from tfdp.coordination.watch import Watchdog, watch
+from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.data.balance import Balance
 from tfdp.options import CommunicationOptions
 from tfdp.reduction.reducer import Reducer
-from tfdp.reduction.selection import Router
+from tfdp.reduction.selection import AlgorithmSelector
 from tfdp.replicas.state_merge import average_statistics, merge_states
 from tfdp.replicas.variables import (
     MetricVariable,
@@ -55,7 +55,7 @@ class ReplicaExtended:
     """
 
     options: CommunicationOptions
-    agreement: Agreement
+    worker_group: WorkerGroup
     # Which sentences about the losses of a model a user has read, and whether the
     # script has asked for the number of replicas.
     told_of_losses: weakref.WeakKeyDictionary[Any, set[str]]
@@ -84,7 +84,7 @@ class ReplicaExtended:
         devices = self.worker_devices  # type: ignore[attr-defined]
         first_rank = rank * len(devices)
         self.told_of_losses = weakref.WeakKeyDictionary()
-        topology = agreed_topology(self.agreement, hosts, len(devices), self.options)
+        topology = agreed_topology(self.worker_group, hosts, len(devices), self.options)
         positions = positions_of(all_devices)
         backend = _backend(self.options, devices)
         channels = 1 if backend == "nccl" else _CPU_CHANNELS
@@ -99,17 +99,23 @@ class ReplicaExtended:
         host = LaunchOrder([_host(devices[0])])
         # Metric states, statistics and the like are small and live on hosts.
         self.host_group = ProcessGroup(host, len(hosts), "ring")
-        self.router = Router(self.options, topology, backend, tells=rank == 0)
+        self.algorithm_selector = AlgorithmSelector(
+            self.options, topology, backend, tells=rank == 0
+        )
         self.hosts = tuple(hosts)
         self.first_rank = first_rank
         self.num_local = len(devices)
         self.reducer = Reducer(
-            self.group, first_rank, self.options, self.agreement, self.router
+            self.group,
+            first_rank,
+            self.options,
+            self.worker_group,
+            self.algorithm_selector,
         )
         self._cross_device_ops = CrossDeviceOps(self.reducer, self._collective_keys)
         self._collective_ops = self._cross_device_ops
         self._host_cross_device_ops = CrossDeviceOps(
-            Reducer(self.host_group, rank, self.options, self.agreement),
+            Reducer(self.host_group, rank, self.options, self.worker_group),
             self._collective_keys,
         )
 
@@ -197,7 +203,7 @@ class SingleWorkerReplicaExtended(ReplicaExtended, _compat.MirroredExtended):
         options: CommunicationOptions,
     ) -> None:
         self.options = options
-        self.agreement = Agreement(rank=0, num_workers=1)
+        self.worker_group = WorkerGroup(rank=0, num_workers=1)
         super().__init__(container_strategy, devices=devices)
         self._set_up_communication(0, ["localhost"], self.worker_devices)
 
@@ -226,15 +232,18 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
                 cluster_resolver=worker.resolver,
                 communication_options=_compat.StockOptions(),
             )
-        self.agreement = Agreement(
+        self.worker_group = WorkerGroup(
             worker.rank, worker.num_workers, worker.timeout_seconds
         )
         self._watchdog: Watchdog | None = None
         if worker.cluster is not None:
             addresses = worker.cluster.workers
-            self._watchdog = watch(self.agreement, addresses, worker.timeout_seconds)
+            self._watchdog = watch(self.worker_group, addresses, worker.timeout_seconds)
         all_devices = check_workers_fit(
-            self.agreement, self.worker_devices, options, rebalances=worker.rebalances
+            self.worker_group,
+            self.worker_devices,
+            options,
+            rebalances=worker.rebalances,
         )
         if worker.rebalances:
             self.balance = Balance(worker.num_workers, len(self.worker_devices))

@@ -17,7 +17,7 @@ from tfdp.base.batch_weight import BatchWeight
 from tfdp.base.ownership import strategy_of
 from tfdp.collectives import step_events
 from tfdp.data import batch_weights
-from tfdp.data.rows import first_tensor, num_rows, share_of_rank
+from tfdp.data.rows import first_tensor, num_rows, rows_of_rank
 from tfdp.losses import terms
 from tfdp.losses.row_forms.form import CONSTANT
 from tfdp.losses.row_forms.forms import Forms
@@ -175,7 +175,7 @@ def _split(strategy: Any, batch: Any) -> Any:
 
 def _share(batch: Any, rank: int, num_replicas: int) -> Any:
     return keras.tree.map_structure(
-        lambda x: None if x is None else share_of_rank(x, rank, num_replicas), batch
+        lambda x: None if x is None else rows_of_rank(x, rank, num_replicas), batch
     )
 
 

@@ -18,10 +18,10 @@ def all_reduce_arm(strategy: Any, name: str, num_bytes: int) -> Arm:
     import tensorflow as tf
 
     from tfdp.plans.traffic import Algorithm
-    from tfdp.reduction.selection import Route
+    from tfdp.reduction.selection import AlgorithmChoice
 
     group = strategy.extended.group
-    all_reduce = Route(Algorithm(name)).all_reduce
+    all_reduce = AlgorithmChoice(Algorithm(name)).all_reduce
     value = tf.Variable(tf.ones([num_bytes // 4]))
 
     @tf.function(autograph=False)
@@ -38,14 +38,23 @@ def measured_links(strategy: Any) -> Callable[[int], Any]:
     def run(steps: int) -> Any:
         del steps
         extended = strategy.extended
-        extended.router.are_links_known = False  # another rate since the last time
+        extended.algorithm_selector.are_links_known = (
+            False  # another rate since the last time
+        )
         begin = time.perf_counter()
         name = f"a benchmark at {time.time()}"  # nothing is kept of it yet
         learn_links(
-            extended.router, extended.group, extended.agreement, name, LONG_RUN_STEPS
+            extended.algorithm_selector,
+            extended.group,
+            extended.worker_group,
+            name,
+            LONG_RUN_STEPS,
         )
         seconds = time.perf_counter() - begin
-        return {"links": dataclasses.asdict(extended.router.links), "seconds": seconds}
+        return {
+            "links": dataclasses.asdict(extended.algorithm_selector.links),
+            "seconds": seconds,
+        }
 
     return run
 

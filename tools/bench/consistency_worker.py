@@ -37,14 +37,14 @@ def main() -> None:
 @contextlib.contextmanager
 def _unwatched() -> Iterator[None]:
     """This worker neither gives signs of life nor looks for those of others."""
-    from tfdp.coordination.watch.heartbeat import Pulse
+    from tfdp.coordination.watch.heartbeat import Heartbeat
     from tfdp.coordination.watch.watchdog import Watchdog
 
     def nothing(thread: object) -> None:
         del thread
 
     with (
-        mock.patch.object(Pulse, "_beat", nothing),
+        mock.patch.object(Heartbeat, "_beat", nothing),
         mock.patch.object(Watchdog, "_look", nothing),
     ):
         yield

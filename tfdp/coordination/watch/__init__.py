@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from types import TracebackType
 
-from tfdp.coordination.exchange import Agreement
 from tfdp.coordination.watch.errors import WorkerLost
 from tfdp.coordination.watch.watchdog import Watchdog
+from tfdp.coordination.worker_group import WorkerGroup
 
 __all__ = ["Watchdog", "WorkerLost", "watch"]
 
@@ -18,12 +18,12 @@ _watchdogs: list[Watchdog] = []
 
 
 def watch(
-    agreement: Agreement, addresses: Sequence[str], limit_seconds: float | None
+    worker_group: WorkerGroup, addresses: Sequence[str], limit_seconds: float | None
 ) -> Watchdog:
-    """Looks after the other workers of an agreement from now on.
+    """Watch the other workers of a group from now on.
 
     Args:
-        agreement: `Agreement` between the workers.
+        worker_group: `WorkerGroup` between the workers.
         addresses: Sequence of strings, `"host:port"` by rank.
         limit_seconds: Float or `None`, after which a worker that gives no sign of
             life is lost; of the first call in a process.
@@ -32,13 +32,13 @@ def watch(
         The `Watchdog` of this process.
     """
     if not _watchdogs:
-        watchdog = Watchdog(agreement, addresses, limit_seconds)
+        watchdog = Watchdog(worker_group, addresses, limit_seconds)
         watchdog.start()
         atexit.register(watchdog.leave)
         _watchdogs.append(watchdog)
         _explain_uncaught(watchdog)
-    agreement.check = _watchdogs[0].check
-    agreement.guard = _watchdogs[0].explaining
+    worker_group.check = _watchdogs[0].check
+    worker_group.guard = _watchdogs[0].explaining
     return _watchdogs[0]
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from tfdp.coordination.progress import Place
+from tfdp.coordination.progress import WorkerProgress
 
 # After so long without a sign of life a worker's port is tried.
 SUSPECT_SECONDS = 2.5
@@ -16,12 +16,12 @@ _REFUSALS = 2
 
 
 @dataclasses.dataclass
-class Sighting:
+class WorkerStatus:
     """What is known of one worker.
 
     Args:
         heard: Float, when it last gave a sign of life, seconds of `time.monotonic`.
-        place: `Place` where it was then, or `None`.
+        place: `WorkerProgress` where it was then, or `None`.
         has_left: Bool, whether it has said that its script is through.
         words: String, the last error that left a loop of Keras there, or `""`.
         refusals: Int, how often in a row its port has refused a connection.
@@ -29,14 +29,14 @@ class Sighting:
     """
 
     heard: float
-    place: Place | None = None
+    place: WorkerProgress | None = None
     has_left: bool = False
     words: str = ""
     refusals: int = 0
     answers: bool = True
 
 
-class Sightings:
+class FailureDetector:
     """What this worker knows of the others; threads share it.
 
     Args:
@@ -47,18 +47,18 @@ class Sightings:
     def __init__(self, ranks: Sequence[int], limit_seconds: float) -> None:
         now = time.monotonic()
         self.limit_seconds = limit_seconds
-        self._known = {rank: Sighting(now) for rank in ranks}
+        self._known = {rank: WorkerStatus(now) for rank in ranks}
         self._lock = threading.Lock()
 
     def heard(
-        self, rank: int, age_seconds: float = 0.0, place: Place | None = None
+        self, rank: int, age_seconds: float = 0.0, place: WorkerProgress | None = None
     ) -> None:
         """Notes a sign of life.
 
         Args:
             rank: Int.
             age_seconds: Float, how old it is.
-            place: `Place` or `None`.
+            place: `WorkerProgress` or `None`.
         """
         with self._lock:
             known = self._known[rank]
@@ -85,7 +85,7 @@ class Sightings:
             for known in self._known.values():
                 known.heard = now
 
-    def of(self, rank: int) -> Sighting:
+    def of(self, rank: int) -> WorkerStatus:
         """A copy of what is known of a worker."""
         with self._lock:
             return dataclasses.replace(self._known[rank])
@@ -140,7 +140,7 @@ class Sightings:
             return f"its script has ended{after}"
         return f"its process has ended{after} (its port refuses connections)"
 
-    def behind(self, place: Place) -> dict[int, Place]:
+    def behind(self, place: WorkerProgress) -> dict[int, WorkerProgress]:
         """The workers that have not come to a place yet, and where they are."""
         found = {}
         for rank in self.ranks():

@@ -12,10 +12,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.coordination.exchange import Agreement
-from tfdp.coordination.progress import Place, here
+from tfdp.coordination.progress import WorkerProgress, progress
 from tfdp.coordination.watch.errors import Verdict
-from tfdp.coordination.watch.failure_detector import Sightings
+from tfdp.coordination.watch.failure_detector import FailureDetector
+from tfdp.coordination.worker_group import WorkerGroup
 
 BEAT_SECONDS = 1.0
 # A key is missing for a moment when it is written anew.
@@ -24,7 +24,7 @@ _READ_SECONDS = 0.02
 _WAITING_SECONDS = 5.0
 
 
-class Pulse(threading.Thread):
+class Heartbeat(threading.Thread):
     """Tells the others every second that this worker lives, and where it is.
 
     All tell the first worker, which hosts the store; it tells all what it knows, and
@@ -32,17 +32,17 @@ class Pulse(threading.Thread):
     still: so nothing else happens in this thread.
 
     Args:
-        agreement: `Agreement` between the workers.
-        sightings: `Sightings`, which takes what is heard.
+        worker_group: `WorkerGroup` between the workers.
+        sightings: `FailureDetector`, which takes what is heard.
     """
 
-    def __init__(self, agreement: Agreement, sightings: Sightings) -> None:
+    def __init__(self, worker_group: WorkerGroup, sightings: FailureDetector) -> None:
         super().__init__(name="tfdp pulse", daemon=True)
         self.verdict: Verdict | None = None
         self.words = ""
         self.has_left = False
-        self._rank = agreement.rank
-        self._prefix = agreement.new_prefix()
+        self._rank = worker_group.rank
+        self._prefix = worker_group.new_prefix()
         self._sightings = sightings
         self._count = 0
         self._heard: dict[int, int] = {}
@@ -91,7 +91,7 @@ class Pulse(threading.Thread):
         """What the others hear of this worker."""
         return {
             "count": self._count,
-            "place": dataclasses.asdict(here.place),
+            "place": dataclasses.asdict(progress.place),
             "words": self.words,
             "has_left": self.has_left,
             "verdict": self.verdict and dataclasses.asdict(self.verdict),
@@ -105,7 +105,7 @@ class Pulse(threading.Thread):
         # Before anything else: who leaves because of another one is not to blame.
         if beat.get("verdict") and self.verdict is None:
             self.verdict = Verdict(**beat["verdict"])
-        self._sightings.heard(rank, age, Place(**beat["place"]))
+        self._sightings.heard(rank, age, WorkerProgress(**beat["place"]))
         self._sightings.told(rank, has_left=beat["has_left"], words=beat["words"])
         return True
 

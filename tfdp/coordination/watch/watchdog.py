@@ -14,9 +14,8 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.cluster import Answer, knock
-from tfdp.coordination.exchange import Agreement
 from tfdp.coordination.preemption import PREEMPTED
-from tfdp.coordination.progress import Place, here
+from tfdp.coordination.progress import WorkerProgress, progress
 from tfdp.coordination.watch.errors import (
     EXIT_CODE,
     Verdict,
@@ -24,8 +23,9 @@ from tfdp.coordination.watch.errors import (
     bucket_in,
     message_of,
 )
-from tfdp.coordination.watch.failure_detector import Sightings
-from tfdp.coordination.watch.heartbeat import Pulse
+from tfdp.coordination.watch.failure_detector import FailureDetector
+from tfdp.coordination.watch.heartbeat import Heartbeat
+from tfdp.coordination.worker_group import WorkerGroup
 
 DEFAULT_LIMIT_SECONDS = 60.0
 _LOOK_SECONDS, _HURRY_SECONDS, _KNOCK_SECONDS = 1.0, 0.2, 2.0
@@ -58,7 +58,7 @@ class Watchdog(threading.Thread):
     does is ended, with exit code 69.
 
     Args:
-        agreement: `Agreement` between the workers.
+        worker_group: `WorkerGroup` between the workers.
         addresses: Sequence of strings, `"host:port"` by rank.
         limit_seconds: Float or `None`, after which all have ended if a worker gives
             no sign of life. Defaults to `None`, 60 seconds.
@@ -66,18 +66,18 @@ class Watchdog(threading.Thread):
 
     def __init__(
         self,
-        agreement: Agreement,
+        worker_group: WorkerGroup,
         addresses: Sequence[str],
         limit_seconds: float | None = None,
     ) -> None:
         super().__init__(name="tfdp watchdog", daemon=True)
         limit = limit_seconds or DEFAULT_LIMIT_SECONDS
         self._patience_seconds = limit_seconds
-        others = [r for r in range(len(addresses)) if r != agreement.rank]
+        others = [r for r in range(len(addresses)) if r != worker_group.rank]
         self._addresses = addresses
-        self._rank = agreement.rank
-        self._sightings = Sightings(others, limit - min(_LAST_SECONDS, limit / 4))
-        self._pulse = Pulse(agreement, self._sightings)
+        self._rank = worker_group.rank
+        self._sightings = FailureDetector(others, limit - min(_LAST_SECONDS, limit / 4))
+        self._pulse = Heartbeat(worker_group, self._sightings)
         self._verdict: Verdict | None = None
         # Set while an error of TensorFlow waits for the name of who is lost.
         self._is_hurried = threading.Event()
@@ -114,7 +114,7 @@ class Watchdog(threading.Thread):
         try:
             yield
         except _ERRORS_OF_OTHERS as error:
-            place = here.place.name
+            place = progress.place.name
             if self._is_told():
                 raise self._error(place, bucket_in(str(error))) from error
             self._pulse.words = _in_short(error)
@@ -140,7 +140,7 @@ class Watchdog(threading.Thread):
         if not is_own or words == self._pulse.words:
             return  # `explaining` has looked at it: the others hear of it now
         if isinstance(error, _ERRORS_OF_OTHERS) and self._is_told():
-            text = self._error(here.place.name, bucket_in(str(error)))
+            text = self._error(progress.place.name, bucket_in(str(error)))
             print(f"tfdp: {text}", file=sys.stderr, flush=True)
         else:
             self._pulse.words = words
@@ -163,7 +163,7 @@ class Watchdog(threading.Thread):
         elif is_over and rank in known.suspects():
             self._decide(Verdict(rank, known.cause_of_silence(rank)))
         if self._verdict is not None:
-            raise self._error(here.place.name)
+            raise self._error(progress.place.name)
 
     def leave(self) -> None:
         """Says that this worker's script is through, and is silent from now on."""
@@ -232,7 +232,7 @@ class Watchdog(threading.Thread):
         _compat.abort_collectives(f"worker {verdict.rank} is lost")
         # A loop of the user's own gets TensorFlow's error in its next collective, and
         # a script that has none may come to its end.
-        while not (place := here.place.name):
+        while not (place := progress.place.name):
             time.sleep(_HURRY_SECONDS)
         if not self._is_heard.wait(_GRACE_SECONDS):
             sys.stdout.flush()
@@ -243,8 +243,8 @@ class Watchdog(threading.Thread):
 
     def _wait(self) -> None:
         """Says who has not come to where this worker waits, before it is an error."""
-        place = here.place
-        # Who waits in an agreement says so itself.
+        place = progress.place
+        # Who waits for other workers says so itself.
         if place.seconds < _WARN_AFTER_SECONDS or not place.name or place.exchanges:
             return
         behind = self._sightings.behind(place)
@@ -255,7 +255,9 @@ class Watchdog(threading.Thread):
         elif behind and self._warned_at != place.count:
             self._say_who_is_behind(place, behind)
 
-    def _say_who_is_behind(self, place: Place, behind: dict[int, Place]) -> None:
+    def _say_who_is_behind(
+        self, place: WorkerProgress, behind: dict[int, WorkerProgress]
+    ) -> None:
         self._warned_at = place.count
         names = ", ".join(
             f"worker {rank} ({self._addresses[rank]}), which is at "
@@ -270,7 +272,7 @@ class Watchdog(threading.Thread):
         )
 
 
-def _cause_of_delay(place: Place, other: Place) -> str:
+def _cause_of_delay(place: WorkerProgress, other: WorkerProgress) -> str:
     where = other.name or "no call of Keras or tfdp"
     return (
         f"it has not come in {place.seconds:.0f} s, and is at {where}; a longer "

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 _T = TypeVar("_T")
 
 
-class Switched(Generic[_T]):
+class ActiveHooks(Generic[_T]):
     """The things of one kind that are switched on in this process.
 
     Example:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.coordination.progress import here
+from tfdp.coordination.progress import progress
 
 _WARN_AFTER_SECONDS = 10.0
 # How often a wait looks whether the other worker is still there, at first and later.
@@ -32,7 +32,7 @@ _ANSWER_SECONDS = 5.0
 _instances = itertools.count()
 
 
-class Agreement:
+class WorkerGroup:
     """Exchanges texts between workers, in step: all make the same calls.
 
     Args:
@@ -64,7 +64,7 @@ class Agreement:
         """A prefix for keys of one's own; all workers ask in the same order."""
         return f"{self._prefix}/own{next(self._prefixes)}"
 
-    def exchange(
+    def all_gather(
         self, topic: str, text: str = "", timeout_seconds: float | None = None
     ) -> list[str]:
         """Gives every worker the texts of all of them.
@@ -83,10 +83,10 @@ class Agreement:
         """
         if self.num_workers == 1:
             return [text]
-        with here.exchanging(topic), self.guard():
-            return self._exchange(topic, text, timeout_seconds)
+        with progress.all_gathering(topic), self.guard():
+            return self._all_gather(topic, text, timeout_seconds)
 
-    def _exchange(
+    def _all_gather(
         self, topic: str, text: str, timeout_seconds: float | None
     ) -> list[str]:
         call = f"{self._prefix}/{next(self._calls)}"
@@ -108,21 +108,21 @@ class Agreement:
 
     def same(self, topic: str, text: str) -> tuple[bool, list[str]]:
         """Whether all workers say the same, and what each said."""
-        texts = self.exchange(topic, text)
+        texts = self.all_gather(topic, text)
         return len(set(texts)) == 1, texts
 
     def any(self, topic: str, value: bool) -> bool:
         """Whether the value is true on any worker."""
-        return "1" in self.exchange(topic, "1" if value else "0")
+        return "1" in self.all_gather(topic, "1" if value else "0")
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """Called by all before they raise what they have agreed on.
 
         The first worker hosts the store: it must not end before the others have
         read their answer.
         """
         with contextlib.suppress(TimeoutError, RuntimeError, tf.errors.OpError):
-            self.exchange("an error", timeout_seconds=_PARTING_SECONDS)
+            self.all_gather("an error", timeout_seconds=_PARTING_SECONDS)
 
     def _collect(self, call: str, topic: str, own: str, limit: float | None) -> str:
         messages: list[str | None] = [own]
