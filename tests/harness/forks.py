@@ -1,20 +1,9 @@
-"""Worker processes that start at once, forked from one that has TensorFlow loaded.
-
-Loading TensorFlow takes seconds, and a test of what goes wrong at start-up needs
-many fresh processes. Python's own fork server loads it once, without creating
-any device, and every process of a test is a fork of it.
-"""
+"""Runs functions side by side in forks of the process that has TensorFlow loaded."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import json
-import multiprocessing
-import os
-import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -27,12 +16,9 @@ import psutil
 import pytest
 
 from tests.harness.cluster import free_ports
+from tests.harness.fork_server import begin, fork_server
 
-ROOT = Path(__file__).resolve().parents[2]
-# The first fork waits until the server has loaded TensorFlow.
-LOADING_SECONDS = 120.0
 WAITING_SECONDS = 60.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -73,7 +59,6 @@ def run(starts: Sequence[Start], deadline_seconds: float) -> list[Answer]:
     Fails the test if one has not answered by the deadline, or died. Nothing is
     left running.
     """
-    _load()
     with tempfile.TemporaryDirectory(prefix="forks-") as folder:
         return _run(starts, deadline_seconds, Path(folder))
 
@@ -97,31 +82,8 @@ def cluster_configs(
     return texts
 
 
-@functools.cache
-def _load() -> None:
-    """Starts the server, and waits until it has TensorFlow."""
-    context = multiprocessing.get_context("forkserver")
-    with _environment(
-        TF_CPP_MIN_LOG_LEVEL="3",
-        CUDA_VISIBLE_DEVICES="-1",
-        KERAS_BACKEND="tensorflow",
-        PYTHONPATH=str(ROOT),
-    ):
-        context.set_forkserver_preload(["tfdp.strategy.strategy"])
-        first = context.Process(target=_nothing, daemon=True)
-        first.start()
-    first.join(LOADING_SECONDS)
-    if first.exitcode != 0:
-        first.kill()
-        pytest.fail(f"The fork server did not start in {LOADING_SECONDS} s")
-
-
-def _nothing() -> None:
-    pass
-
-
 def _run(starts: Sequence[Start], seconds: float, folder: Path) -> list[Answer]:
-    context = multiprocessing.get_context("forkserver")
+    context = fork_server()
     processes, connections = [], []
     try:
         for index, start in enumerate(starts):
@@ -160,20 +122,13 @@ def _collect(connections: Sequence[Any], seconds: float, folder: Path) -> list[A
 
 def _serve(start: Start, connection: Any, log: Path) -> None:
     """Runs an action and sends its answer; this is the new process."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    with log.open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ.pop("TF_CONFIG", None)
-    if start.tf_config is not None:
-        os.environ["TF_CONFIG"] = start.tf_config
-    begin = time.monotonic()
+    begin(log, start.tf_config)
+    started = time.monotonic()
     try:
         answer = Answer(start.action(**start.arguments))
     except Exception as error:  # noqa: BLE001 the test looks at it
         traceback.print_exc()
-        seconds = time.monotonic() - begin
+        seconds = time.monotonic() - started
         answer = Answer(None, type(error).__name__, str(error), seconds)
     connection.send(answer)
     # The others may still need this one; the test kills all when it has heard them.
@@ -188,18 +143,3 @@ def _kill_tree(process: Any) -> None:
                 child.kill()
     process.kill()
     process.join()
-
-
-@contextlib.contextmanager
-def _environment(**variables: str):
-    """Sets variables of this process for as long as the server takes to start."""
-    old = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in old.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

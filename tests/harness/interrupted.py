@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -21,8 +19,8 @@ import numpy as np
 import pytest
 
 from tests.harness import forks
+from tests.harness.fork_server import begin, fork_server
 
-_PR_SET_PDEATHSIG = 1
 # What is left of a job once one of its workers was killed: a launcher ends it.
 _AFTER_A_DEATH_SECONDS = 0.5
 
@@ -85,8 +83,7 @@ def run(
     Returns:
         `Result`.
     """
-    forks._load()
-    context = multiprocessing.get_context("forkserver")
+    context = fork_server()
     configs: list[str | None] = [None]
     if layout.num_workers > 1:
         configs = list(forks.cluster_configs(layout.num_workers, layout.devices))
@@ -159,14 +156,7 @@ def _serve(
     own: Path,
     arguments: dict[str, Any],
 ) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    with (own / f"{rank}.log").open("wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ.pop("TF_CONFIG", None)
-    if config is not None:
-        os.environ["TF_CONFIG"] = config
+    begin(own / f"{rank}.log", config)
     code = 0
     try:
         answer = action(layout, rank, **arguments)
