@@ -101,9 +101,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _tier(case: Case, setup_name: str) -> list[pytest.MarkDecorator]:
-    if setup_name in case.full_setups:
-        return [pytest.mark.full]
-    return [] if setup_name == case.quick_setup else [pytest.mark.standard]
+    if setup_name == case.quick_setup:
+        return []
+    is_full = setup_name in case.full_setups
+    return [pytest.mark.full if is_full else pytest.mark.standard]
 
 
 def _expected_failure(

@@ -47,6 +47,7 @@ def numbers(pattern: str, output: str) -> list[float]:
     return [float(group) for group in groups]
 
 
+@pytest.mark.standard
 def test_digits_example_learns_and_only_the_chief_tells(run_on_two_workers, tmp_path):
     logs = str(tmp_path / "communication")
     output = run_on_two_workers(EXAMPLES["digits"], "--short", "--logs", logs)
@@ -70,6 +71,7 @@ def test_character_example_loses_less_at_the_end_and_writes_text(run_on_two_work
     assert "--- sample" in output
 
 
+@pytest.mark.standard
 def test_official_tutorial_learns_with_only_the_strategy_line_changed(
     run_on_two_workers,
 ):

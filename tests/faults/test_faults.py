@@ -70,10 +70,12 @@ def test_the_death_of_a_worker_in_training_is_named_on_all_others(rank: int):
         assert re.search("step [45] of epoch 1 of fit", said)
 
 
+@pytest.mark.standard
 def test_a_worker_that_dies_before_it_joins_is_named():
     check(JobPlan(2, Fault("kill", "start", 1, step=1), timeout_seconds=5.0))
 
 
+@pytest.mark.standard
 def test_the_death_of_a_worker_that_saves_is_named():
     check(JobPlan(2, Fault("kill", "saving", 1, step=2)))
 
@@ -83,12 +85,14 @@ def test_the_death_of_a_worker_that_evaluates_is_named():
     check(JobPlan(2, Fault("kill", "evaluation", 1, step=2)))
 
 
+@pytest.mark.standard
 def test_a_worker_in_its_own_callback_hears_of_a_death():
     outcome = check(JobPlan(2, Fault("kill", "callback", 1, step=1), busy_rank=0))
     assert outcome.first.ends[0].code == EXIT_LOST
     assert "epoch 1 of fit" in sentence_of(outcome.first, 0)
 
 
+@pytest.mark.standard
 @pytest.mark.parametrize("kind", ["exit", full("raise")])
 def test_who_comes_to_a_collective_after_another_script_has_ended_hears_of_it(
     kind: str,
@@ -114,6 +118,7 @@ def test_another_worker_that_stands_still_is_named_within_the_timeout():
     check_standing_still(1)
 
 
+@pytest.mark.standard
 def test_an_error_in_one_script_is_told_by_the_others():
     outcome = check(JobPlan(2, Fault("raise", "training", 1, step=5)))
     assert outcome.first.ends[1].error == "ArithmeticError: the script's own error"
@@ -121,6 +126,7 @@ def test_an_error_in_one_script_is_told_by_the_others():
     assert "ArithmeticError: the script's own error" in said
 
 
+@pytest.mark.standard
 @pytest.mark.parametrize("kind", ["kill", full("stop"), full("raise")])
 def test_in_a_loop_of_the_users_own_the_last_line_names_the_lost_worker(kind: str):
     timeout = 6.0 if kind == "stop" else None
@@ -140,6 +146,7 @@ def test_in_a_loop_of_the_users_own_the_last_line_names_the_lost_worker(kind: st
     assert seconds_of(life, 0) <= DEATH_SECONDS + (timeout or 0.0)
 
 
+@pytest.mark.standard
 def test_a_slow_worker_is_waited_for_and_named(undisturbed: dict):
     fault = Fault("sleep", "training", 1, step=5, seconds=12.0)
     outcome = check(JobPlan(2, fault), undisturbed)
@@ -149,6 +156,7 @@ def test_a_slow_worker_is_waited_for_and_named(undisturbed: dict):
     assert "which is at the callbacks of step 5" in said
 
 
+@pytest.mark.standard
 def test_workers_that_are_cut_off_name_each_other_and_go_on_once_joined(
     undisturbed: dict,
 ):
@@ -187,6 +195,7 @@ def test_a_run_of_which_all_backups_were_damaged_says_so(undisturbed: dict):
     assert outcome.damaged == ["step-7", "step-14"]
 
 
+@pytest.mark.standard
 @pytest.mark.parametrize("point", [p if p == "index" else full(p) for p in POINTS[2:]])
 def test_a_first_worker_that_dies_at_the_index_of_a_backup_loses_nothing(
     point: str, undisturbed: dict

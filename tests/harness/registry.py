@@ -8,6 +8,7 @@ import importlib
 import pathlib
 import typing
 
+from tests.harness import quick
 from tests.harness.setups import DISTRIBUTED
 
 Function = collections.abc.Callable[[typing.Any], dict]
@@ -85,31 +86,32 @@ def register(
     covers: str,
     *,
     setups: tuple[str, ...] = PAIR,
-    is_quick: bool = True,
     **options: typing.Any,
 ) -> None:
     """Adds a case.
 
     Set-ups that are not given are left to the full tier. The cases of a module take
     turns at the set-ups in the quick tier, so that each set-up sees each feature.
-
-    Args:
-        name: As of `Case`.
-        function: As of `Case`.
-        covers: As of `Case`.
-        setups: As of `Case`.
-        is_quick: Whether the quick tier runs it: no other case of it does as well.
-        **options: Further fields of `Case`.
     """
     if name in _CASES:
         raise ValueError(f"Two cases of one name. Received: name={name!r}")
     module = function.__module__.removeprefix("tests.")
     if "full_setups" not in options:
         options["full_setups"] = tuple(s for s in ALL if s not in setups)
-    if is_quick and setups:
-        turn = sum(c.module == module and c.setups == setups for c in _CASES.values())
-        options.setdefault("quick_setup", setups[turn % len(setups)])
-    _CASES[name] = Case(name, function, covers, module, setups, **options)
+    new = Case(name, function, covers, module, setups, **options)
+    if setups and not new.quick_setup and not quick.is_left_out(name):
+        new = dataclasses.replace(new, quick_setup=_turn_of(new))
+    _CASES[name] = new
+
+
+def _turn_of(new: Case) -> str:
+    """The set-up of the quick tier, in turn with the cases before."""
+    turns = new.setups
+    if turns == BOTH and "mirrored" in new.full_setups:
+        # One process does, where another case is run on two.
+        turns = (*BOTH, "mirrored")
+    before = [c for c in _CASES.values() if c.module == new.module and c.quick_setup]
+    return turns[sum(c.setups == new.setups for c in before) % len(turns)]
 
 
 def case(covers: str, **options: typing.Any) -> collections.abc.Callable:
