@@ -9,7 +9,7 @@ import tempfile
 
 import pytest
 
-from tests.harness import costs, tiers
+from tests.harness import costs, groups, tiers
 from tests.harness.pool import CaseFailed, ClusterPool
 from tests.harness.registry import Case, load_cases
 
@@ -47,19 +47,10 @@ def pytest_collection_modifyitems(
 ) -> None:
     """Chooses a tier, and what one process of pytest-xdist runs."""
     tiers.select(config, items)
-    # Cases that must not run beside others come last: they wait for all before them.
-    items.sort(key=lambda item: not getattr(_case_of(item), "side_by_side", True))
+    groups.order(items)
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            item.add_marker(pytest.mark.xdist_group(tiers.group_of(item)))
-
-
-def _params(item: pytest.Item) -> dict:
-    return getattr(getattr(item, "callspec", None), "params", {})
-
-
-def _case_of(item: pytest.Item) -> Case | None:
-    return _params(item).get("case")
+            item.add_marker(pytest.mark.xdist_group(groups.group_of(item)))
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +60,7 @@ def clusters(
     """The clusters on which cases run, one per set-up, started when needed."""
     planned = [
         (params["case"], params["setup_name"])
-        for params in map(_params, request.session.items)
+        for params in map(groups.params_of, request.session.items)
         if {"case", "setup_name"} <= set(params)
     ]
     flavor = "stock" if request.config.getoption("stock") else "tfdp"

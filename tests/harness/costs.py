@@ -15,6 +15,7 @@ import time
 
 import pytest
 
+from tests.harness.groups import params_of
 from tests.harness.pool import ClusterPool
 
 POOL = pytest.StashKey[ClusterPool]()
@@ -70,8 +71,8 @@ def _own_seconds() -> float:
 
 def _seconds_of_case(item: pytest.Item) -> float:
     pool = item.config.stash.get(POOL, None)
-    params = getattr(getattr(item, "callspec", None), "params", {})
-    if pool is None or "case" not in params:
+    case = params_of(item).get("case")
+    if pool is None or case is None:
         return 0.0
-    keys = [key for key in pool.costs if key[0] == params["case"].name]
+    keys = [key for key in pool.costs if key[0] == case.name]
     return sum(pool.costs.pop(key) for key in keys)

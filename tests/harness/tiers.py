@@ -54,10 +54,3 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if tier_of(item) in chosen]
-
-
-def group_of(item: pytest.Item) -> str:
-    """What pytest-xdist runs in one process: all that shares processes, or a file."""
-    if "clusters" in getattr(item, "fixturenames", ()):
-        return "clusters"
-    return item.nodeid.partition("::")[0]
