@@ -24,6 +24,7 @@ QUOTE = re.compile(r"^\| (?P<ticks>`+)(?P<text>.+?)(?P=ticks) \|", re.M)
 NOT_ON_THE_PAGE = (
     "tfdp/__init__.py",
     "tfdp/bench/",
+    "tfdp/checkpoint/__init__.py",
     "tfdp/plans/buckets.py",
     "tfdp/cli/",
     "tfdp/cluster/topology.py",
