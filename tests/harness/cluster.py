@@ -22,7 +22,7 @@ from tests.harness.results import Outcome
 from tests.harness.setups import Setup
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-START_DEADLINE_SECONDS = 120.0
+START_DEADLINE_SECONDS = 240.0
 # Once one worker has failed, the others may wait for it for ever.
 GRACE_SECONDS = 8.0
 
