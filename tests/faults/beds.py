@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import functools
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from faults.faulty import FILLER
-from faults.plan import Fault, JobPlan, Setting
-from harness.cluster import free_ports
-
-ROOT = Path(__file__).resolve().parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.append(str(ROOT))
-
-from tools.bench.hosts_bed import INTERFACE, BedError, TwoHosts  # noqa: E402
+from tests.faults.faulty import FILLER
+from tests.faults.plan import Fault, JobPlan, Setting
+from tests.harness.cluster import free_ports
+from tools.bench.hosts_bed import INTERFACE, BedError, TwoHosts
 
 _NEW_MOUNTS, _NEW_NETWORK = 0x00020000, 0x40000000
 _DISK_BYTES = 2**20

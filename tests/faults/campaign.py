@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from faults.damage import WAYS
-from faults.plan import CUTS, POINTS, STEPS_PER_EPOCH, Fault, JobPlan
-from faults.worker import SAVE_FREQ
+from tests.faults.damage import WAYS
+from tests.faults.plan import CUTS, POINTS, STEPS_PER_EPOCH, Fault, JobPlan
+from tests.faults.worker import SAVE_FREQ
 
 _WHERE = ("training", "evaluation", "saving", "backup", "callback")
 # Which kinds make sense in which phase. A disk is full when something is written.

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from faults.plan import Fault, JobPlan, Setting
+from tests.faults.plan import Fault, JobPlan, Setting
 
 BUSY_SECONDS = 30.0
 FILLER = "filler"

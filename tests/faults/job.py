@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 import time
 from pathlib import Path
 
-from faults import leftovers, worker
-from faults.leftovers import Event, read_events
-from faults.plan import JobPlan, Setting
+from tests.faults import leftovers, worker
+from tests.faults.leftovers import Event, read_events
+from tests.faults.plan import JobPlan, Setting
+from tests.harness.fork_server import fork_server
 
 POLL_SECONDS = 0.05
 # Workers that were forked start in seconds; a busy machine takes its time.
@@ -58,13 +58,6 @@ class Life:
     left: str
 
 
-def context() -> multiprocessing.context.ForkServerContext:
-    """Processes that have imported TensorFlow already, which is the slow part."""
-    made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["faults.preload"])
-    return made
-
-
 def run(plan: JobPlan, setting: Setting, deadline_seconds: float) -> Life:
     """Runs the workers to their end, and leaves no process of them behind.
 
@@ -77,7 +70,7 @@ def run(plan: JobPlan, setting: Setting, deadline_seconds: float) -> Life:
         `Life`.
     """
     processes = [
-        context().Process(target=worker.run, args=(plan, rank, setting))
+        fork_server().Process(target=worker.run, args=(plan, rank, setting))
         for rank in range(plan.num_workers)
     ]
     for process in processes:

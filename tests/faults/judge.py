@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from faults.job import End, Life
-from faults.lives import Outcome
-from faults.plan import Fault, JobPlan
+from tests.faults.job import End, Life
+from tests.faults.lives import Outcome
+from tests.faults.plan import Fault, JobPlan
 
 EXIT_LOST, EXIT_KILLED = 69, -9
 DEATH_SECONDS = 10.0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from faults.damage import backups, step_of
+from tests.faults.damage import backups, step_of
 from tfdp.checkpoint import files
 from tfdp.checkpoint.index_file import load_index
 

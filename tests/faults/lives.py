@@ -6,11 +6,11 @@ import dataclasses
 import tempfile
 from pathlib import Path
 
-from faults import job, leftovers
-from faults.beds import Bed, bed_for
-from faults.damage import backups, damage
-from faults.job import Life
-from faults.plan import JobPlan
+from tests.faults import job, leftovers
+from tests.faults.beds import Bed, bed_for
+from tests.faults.damage import backups, damage
+from tests.faults.job import Life
+from tests.faults.plan import JobPlan
 
 # From the fault to the end of the other processes; the error itself comes sooner.
 FAULT_SECONDS = 60.0

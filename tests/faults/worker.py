@@ -14,8 +14,8 @@ import tempfile
 import time
 from typing import Any
 
-from faults.faulty import Saves, Trigger
-from faults.plan import STEPS_PER_EPOCH, JobPlan, Setting
+from tests.faults.faulty import Saves, Trigger
+from tests.faults.plan import STEPS_PER_EPOCH, JobPlan, Setting
 
 BATCH = 16
 # Odd, so that backups fall into epochs and onto their ends.

@@ -3,6 +3,6 @@
 Reading order: `setups` (what is compared), `registry` (what a case is), `env`
 (what a case is given), `strategies` (the one place that makes a strategy),
 `worker` (the process that runs cases), `cluster` (starts, watches and kills
-workers), `pool` (one cluster per set-up for the whole test session), `compare`
-(the error measure).
+workers), `lane` (the queue of one set-up), `pool` (all set-ups of a test session),
+`compare` (the error measure).
 """

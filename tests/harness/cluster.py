@@ -18,11 +18,11 @@ import typing
 
 import psutil
 
-from harness.results import Outcome
-from harness.setups import Setup
+from tests.harness.results import Outcome
+from tests.harness.setups import Setup
 
-TESTS = pathlib.Path(__file__).resolve().parents[1]
-START_DEADLINE_SECONDS = 120.0
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+START_DEADLINE_SECONDS = 240.0
 # Once one worker has failed, the others may wait for it for ever.
 GRACE_SECONDS = 8.0
 
@@ -62,7 +62,7 @@ class Worker:
         arguments = [f"--{name}={value}" for name, value in options.items()]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "harness.worker", *arguments],
+                [sys.executable, "-u", "-m", "tests.harness.worker", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -73,7 +73,6 @@ class Worker:
 
     def kill(self) -> None:
         """Kills the process and all that it started."""
-        self.connection.close()
         try:
             tree = psutil.Process(self.process.pid)
             processes = [*tree.children(recursive=True), tree]
@@ -84,6 +83,11 @@ class Worker:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
+
+    def close(self) -> None:
+        """Kills the process and ends the connection to it."""
+        self.kill()
+        self.connection.close()
 
     def last_words(self) -> str:
         """The end of the output, of the Python stacks, and the exit code."""
@@ -120,7 +124,7 @@ class Cluster:
             TF_CPP_MIN_LOG_LEVEL="2",
             CUDA_VISIBLE_DEVICES="-1",
             KERAS_BACKEND="tensorflow",
-            PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+            PYTHONPATH=str(ROOT),
         )
         common.pop("TF_CONFIG", None)
         if not self.setup.is_multi_worker:
@@ -177,11 +181,17 @@ class Cluster:
         self.healthy = not any(_breaks(o) for o in outcomes.values())
         return [outcomes[worker.rank] for worker in self.workers]
 
+    def kill(self) -> None:
+        """Kills all workers, also while another thread waits for them."""
+        self.healthy = False
+        for worker in self.workers:
+            worker.kill()
+
     def close(self) -> None:
         """Kills all workers and removes their files."""
         self.healthy = False
         for worker in self.workers:
-            worker.kill()
+            worker.close()
         self._folder.cleanup()
 
     def _await_start(self) -> None:

@@ -7,7 +7,7 @@ import fnmatch
 
 import numpy as np
 
-from harness.results import LOCAL
+from tests.harness.results import LOCAL
 
 Results = collections.abc.Mapping[str, np.ndarray]
 

@@ -11,8 +11,8 @@ import typing
 import numpy as np
 import tensorflow as tf
 
-from harness import strategies
-from harness.setups import Setup
+from tests.harness import strategies
+from tests.harness.setups import Setup
 
 
 @dataclasses.dataclass

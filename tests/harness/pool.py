@@ -1,116 +1,108 @@
-"""One cluster per set-up for the whole test session, started when needed."""
+"""The clusters of a test session: they run cases ahead of the tests that ask."""
 
 from __future__ import annotations
 
+import collections.abc
+import concurrent.futures
 import pathlib
 import tempfile
 
-import pytest
-
-from harness.cluster import Cluster, ClusterError
-from harness.compare import assert_equal_results, assert_same_on_all_workers
-from harness.registry import Case
-from harness.results import Outcome
-from harness.setups import BY_NAME, REFERENCE
+from tests.harness.compare import assert_equal_results, assert_same_on_all_workers
+from tests.harness.lane import Lane, Outcomes
+from tests.harness.registry import Case
+from tests.harness.setups import BY_NAME, REFERENCE
 
 
 class CaseFailed(AssertionError):
-    """A case that raised on a worker."""
+    """A case that raised on a worker, or whose workers died or took too long."""
 
 
 class ClusterPool:
     """Runs cases on clusters that are shared by all tests.
 
+    Each set-up has a queue of its own. What the tests are going to ask for is queued
+    at once, so that no set-up waits for another one.
+
     Args:
         flavor: `"tfdp"` or `"stock"`.
+        planned: The cases and set-ups that the tests will ask for, in their order.
     """
 
-    def __init__(self, flavor: str):
+    def __init__(
+        self,
+        flavor: str,
+        planned: collections.abc.Iterable[tuple[Case, str]] = (),
+    ):
         self.flavor = flavor
-        self.seconds: dict[tuple[str, str], float] = {}
-        self._clusters: dict[tuple[str, str], Cluster] = {}
-        # The set-ups on which this session is to run each case, by its name.
-        self.planned: dict[str, list[str]] = {}
-        self._outcomes: dict[tuple[str, str], list[Outcome]] = {}
+        # Seconds of processors, of all workers, by names of case and set-up.
+        self.costs: dict[tuple[str, str], float] = {}
+        self._lanes: dict[tuple[str, str], Lane] = {}
+        self._outcomes: dict[tuple[str, str], Outcomes] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="cases-")
         self._num_runs = 0
+        for case, setup_name in planned:
+            if case.side_by_side:
+                self._submit(case, setup_name, is_planned=True)
 
     def check(self, case: Case, setup_name: str) -> None:
         """Runs a case on a set-up and compares it with one device."""
-        if case.fresh:
-            assert_same_on_all_workers(self.run(case, setup_name))
-            return
-        if case.reference_last:
-            tmp = self._new_folder()
-            results = self.run(case, setup_name, tmp)
-            reference = self.run(case, REFERENCE.name, tmp)
-        else:
-            self._run_side_by_side(case, setup_name)
-            results = self._results(self._outcomes.pop((case.name, setup_name)))
-            reference = []
-            if case.compare:
-                reference = self._results(self._outcomes[case.name, REFERENCE.name])
+        results = self.run(case, setup_name)
         assert_same_on_all_workers(results)
-        if case.compare:
-            assert_equal_results(results[0], reference[0], case.tol, case.skip)
+        if case.compare and not case.fresh:
+            reference = self._outcomes[_reference_of(case, setup_name)]
+            expected = self._results(case, REFERENCE.name, reference)
+            assert_equal_results(results[0], expected[0], case.tol, case.skip)
 
-    def _run_side_by_side(self, case: Case, setup_name: str) -> None:
-        """Runs a case on all the set-ups of this session that it is still to see.
-
-        A step waits for messages more than it computes, so that set-ups which run
-        at the same time take hardly longer than one.
-        """
-        if (case.name, setup_name) in self._outcomes:
-            return
-        planned = self.planned.get(case.name, []) if case.side_by_side else []
-        names = [setup_name, *(name for name in planned if name != setup_name)]
-        if case.compare and (case.name, REFERENCE.name) not in self._outcomes:
-            names.append(REFERENCE.name)
-        self.planned.pop(case.name, None)
-        tmp = self._new_folder()
-        for name in names:
-            self._cluster(name)
-        started: list[Cluster] = []
-        try:
-            started.extend(self._send(case, name, tmp) for name in names)
-        except BaseException:
-            # Answers that nobody collects would be taken for those to the next case.
-            for cluster in started:
-                cluster.close()
-            raise
-        for name, cluster in zip(names, started, strict=True):
-            self._outcomes[case.name, name] = self._collect(case, cluster)
-
-    def run(
-        self,
-        case: Case,
-        setup_name: str,
-        tmp: pathlib.Path | None = None,
-        group: str = "",
-    ) -> list[dict]:
-        """Runs a case and returns the flat results of every worker.
+    def run(self, case: Case, setup_name: str, group: str = "") -> list[dict]:
+        """Runs a case, unless it has been, and returns the results of every worker.
 
         Args:
             case: The case.
             setup_name: Name of the set-up.
-            tmp: The directory that the workers share; a new one if `None`.
             group: Tests of one group share clusters with no others.
+
+        Returns:
+            The flat results of each worker.
 
         Raises:
             CaseFailed: If it raised on any worker, died or took too long.
         """
-        group = case.name if case.fresh else group
-        cluster = self._send(case, setup_name, tmp or self._new_folder(), group)
-        results = self._results(self._collect(case, cluster))
-        if case.fresh:
-            cluster.close()
-        return results
+        if not case.side_by_side:
+            concurrent.futures.wait(self._outcomes.values())
+        if (case.name, setup_name) not in self._outcomes:
+            self._submit(case, setup_name, group)
+        outcomes = self._outcomes.pop((case.name, setup_name))
+        return self._results(case, setup_name, outcomes)
 
     def close(self) -> None:
         """Kills every cluster."""
-        for cluster in self._clusters.values():
-            cluster.close()
+        for lane in self._lanes.values():
+            lane.close()
         self._folder.cleanup()
+
+    def _submit(
+        self, case: Case, setup_name: str, group: str = "", is_planned: bool = False
+    ) -> None:
+        """Queues a case and what it is compared with."""
+        tmp = self._new_folder()
+        lane = self._lane(setup_name, "fresh" if case.fresh else group)
+        outcomes = lane.submit(case, tmp, is_planned=is_planned)
+        self._outcomes[case.name, setup_name] = outcomes
+        key = _reference_of(case, setup_name)
+        if case.fresh or not case.compare or key in self._outcomes:
+            return
+        self._outcomes[key] = self._lane(REFERENCE.name).submit(
+            case,
+            tmp if case.reference_last else self._new_folder(),
+            is_planned=is_planned,
+            after=outcomes if case.reference_last else None,
+        )
+
+    def _lane(self, setup_name: str, group: str = "") -> Lane:
+        key = setup_name, group
+        if key not in self._lanes:
+            self._lanes[key] = Lane(BY_NAME[setup_name], self.flavor)
+        return self._lanes[key]
 
     def _new_folder(self) -> pathlib.Path:
         self._num_runs += 1
@@ -118,42 +110,20 @@ class ClusterPool:
         folder.mkdir()
         return folder
 
-    def _cluster(self, setup_name: str, group: str = "") -> Cluster:
-        key = setup_name, group
-        cluster = self._clusters.get(key)
-        if cluster is None or not cluster.healthy:
-            if cluster is not None:
-                cluster.close()
-            cluster = Cluster(BY_NAME[setup_name], self.flavor)
-            self._clusters[key] = cluster
-        return cluster
-
-    def _send(self, case, setup_name, tmp, group="") -> Cluster:
-        cluster = self._cluster(setup_name, group)
-        # Own folder per set-up: the reference may run at the same time.
-        own = tmp if case.reference_last else tmp / setup_name
-        own.mkdir(exist_ok=True)
-        try:
-            cluster.send(case.name, own)
-        except ClusterError as error:
-            pytest.fail(str(error), pytrace=False)
-        return cluster
-
-    def _collect(self, case: Case, cluster: Cluster) -> list[Outcome]:
-        try:
-            outcomes = cluster.collect(case.deadline_seconds)
-        except ClusterError as error:
-            return [Outcome(None, str(error))]
-        slowest = max(outcome.seconds for outcome in outcomes)
-        self.seconds[case.name, cluster.setup.name] = slowest
-        return outcomes
-
-    def _results(self, outcomes: list[Outcome]) -> list[dict]:
+    def _results(self, case: Case, setup_name: str, outcomes: Outcomes) -> list[dict]:
+        found = outcomes.result()
+        self.costs[case.name, setup_name] = sum(o.cpu_seconds for o in found)
         errors = [
             f"on worker {rank}:\n{outcome.error}"
-            for rank, outcome in enumerate(outcomes)
+            for rank, outcome in enumerate(found)
             if outcome.error
         ]
         if errors:
             raise CaseFailed("\n".join(errors))
-        return [outcome.results or {} for outcome in outcomes]
+        return [outcome.results or {} for outcome in found]
+
+
+def _reference_of(case: Case, setup_name: str) -> tuple[str, str]:
+    """The key of what a case is compared with: of one run, unless that opens files."""
+    after = f" after {setup_name}" if case.reference_last else ""
+    return case.name, REFERENCE.name + after

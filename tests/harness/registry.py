@@ -5,64 +5,19 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import importlib
+import pathlib
 import typing
 
-from harness.setups import DISTRIBUTED
+from tests.harness import quick
+from tests.harness.setups import DISTRIBUTED
 
 Function = collections.abc.Callable[[typing.Any], dict]
 
-# One module per group of rows of the table of Keras behaviours.
-MODULES: tuple[str, ...] = (
-    "equality",
-    "optimizers",
-    "clipping",
-    "losses",
-    "scalar_losses",
-    "several_outputs",
-    "recurrent",
-    "normalization",
-    "randomness",
-    "inputs",
-    "structures",
-    "batches",
-    "uneven",
-    "steps",
-    "loops",
-    "metrics",
-    "callbacks",
-    "validation",
-    "prediction",
-    "saving",
-    "guides",
-    "sharding",
-    "bad_input",
-    "algorithms",
-    "collectives",
-    "routes",
-    "sparse",
-    "plans",
-    "overlap",
-    "contract",
-    "limits",
-    "exactness",
-    "planted_bugs",
-    "accumulation",
-    "loss_scaling",
-    "warmup",
-    "interchange",
-    "custom_loops",
-    "weighting",
-    "bad_input_optimizer",
-    "sharded",
-    "sharded_optimizers",
-    "sharded_plans",
-    "sharded_files",
-    "moving",
-    "offload",
-    "sharded_corners",
-    "monitor",
-    "drift",
-    "rebalance",
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+# `step.cases_accumulation` is tests/step/cases_accumulation.py.
+MODULES: tuple[str, ...] = tuple(
+    f"{path.parent.name}.{path.stem}"
+    for path in sorted((ROOT / "tests").glob("*/cases_*.py"))
 )
 
 
@@ -74,14 +29,15 @@ class Case:
         name: The name in test ids.
         function: Takes an `Env`, returns a nest of dicts, arrays and numbers.
         covers: One line: which row of the table of behaviours it covers.
-        module: Name of the module of `cases` that holds it.
-        setups: Names of the set-ups on which it runs by default.
-        full_setups: Names of further set-ups, run with `--full` only.
+        module: The module that holds it, as in `MODULES`.
+        setups: Names of the set-ups of the standard tier.
+        full_setups: Names of further set-ups, for the full tier.
+        quick_setup: Name of the one set-up of the quick tier, or `""`.
         compare: Whether results are compared with those of one device.
         reference_last: Run the reference after each set-up, in its directory,
             so that it can open the files that the set-up wrote.
         fresh: Whether it has processes of its own and no seed is set in them.
-        side_by_side: Whether it may run on several set-ups at the same time.
+        side_by_side: Whether it may run while other cases do.
         tol: Largest error of a tensor.
         skip: Names (`fnmatch` patterns) left out, each with the reason.
         xfail: Why it is expected to fail, or `None`.
@@ -96,6 +52,7 @@ class Case:
     module: str
     setups: tuple[str, ...]
     full_setups: tuple[str, ...] = ()
+    quick_setup: str = ""
     compare: bool = True
     reference_last: bool = False
     fresh: bool = False
@@ -105,7 +62,7 @@ class Case:
     xfail: str | None = None
     xfail_setups: tuple[str, ...] = ()
     xfail_run: bool = True
-    deadline_seconds: float = 45.0
+    deadline_seconds: float = 120.0
 
     def expected_to_fail(self, setup_name: str) -> bool:
         """Whether the case is expected to fail on this set-up."""
@@ -131,13 +88,30 @@ def register(
     setups: tuple[str, ...] = PAIR,
     **options: typing.Any,
 ) -> None:
-    """Adds a case; set-ups that are not its default become `--full` ones."""
+    """Adds a case.
+
+    Set-ups that are not given are left to the full tier. The cases of a module take
+    turns at the set-ups in the quick tier, so that each set-up sees each feature.
+    """
     if name in _CASES:
         raise ValueError(f"Two cases of one name. Received: name={name!r}")
-    module = function.__module__.rpartition(".")[2]
+    module = function.__module__.removeprefix("tests.")
     if "full_setups" not in options:
         options["full_setups"] = tuple(s for s in ALL if s not in setups)
-    _CASES[name] = Case(name, function, covers, module, setups, **options)
+    new = Case(name, function, covers, module, setups, **options)
+    if setups and not new.quick_setup and not quick.is_left_out(name):
+        new = dataclasses.replace(new, quick_setup=_turn_of(new))
+    _CASES[name] = new
+
+
+def _turn_of(new: Case) -> str:
+    """The set-up of the quick tier, in turn with the cases before."""
+    turns = new.setups
+    if turns == BOTH and "mirrored" in new.full_setups:
+        # One process does, where another case is run on two.
+        turns = (*BOTH, "mirrored")
+    before = [c for c in _CASES.values() if c.module == new.module and c.quick_setup]
+    return turns[sum(c.setups == new.setups for c in before) % len(turns)]
 
 
 def case(covers: str, **options: typing.Any) -> collections.abc.Callable:
@@ -151,7 +125,7 @@ def case(covers: str, **options: typing.Any) -> collections.abc.Callable:
 
 
 def load_cases(modules: tuple[str, ...] = MODULES) -> dict[str, Case]:
-    """Imports the modules of `cases` and returns their cases by name."""
+    """Imports modules of cases and returns their cases by name."""
     for module in modules:
-        importlib.import_module(f"cases.{module}")
+        importlib.import_module(f"tests.{module}")
     return {c.name: c for c in _CASES.values() if c.module in modules}

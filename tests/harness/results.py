@@ -21,12 +21,14 @@ class Outcome:
         error: The traceback, or `""`.
         is_assertion: Whether the error is a failed assertion of the case.
         seconds: Time that the case took.
+        cpu_seconds: Time that the processors worked on it.
     """
 
     results: dict[str, np.ndarray] | None = None
     error: str = ""
     is_assertion: bool = False
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
 
 def flatten_results(nest: typing.Any, prefix: str = "") -> dict[str, np.ndarray]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from harness.setups import Setup
+from tests.harness.setups import Setup
 
 
 def configure_devices(setup: Setup, flavor: str) -> None:

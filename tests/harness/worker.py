@@ -14,8 +14,8 @@ import sys
 import time
 import traceback
 
-from harness.results import Outcome, flatten_results
-from harness.setups import BY_NAME
+from tests.harness.results import Outcome, flatten_results
+from tests.harness.setups import BY_NAME
 
 PR_SET_PDEATHSIG = 1
 
@@ -73,7 +73,7 @@ class Runner:
     """Runs cases on one worker, all under one strategy."""
 
     def __init__(self, setup_name: str, rank: int, flavor: str):
-        from harness import registry, strategies
+        from tests.harness import registry, strategies
 
         self.setup = BY_NAME[setup_name]
         self.rank = rank
@@ -88,18 +88,20 @@ class Runner:
         """Runs one case from a clean session and the same seed everywhere."""
         import keras
 
-        from harness.env import Env
+        from tests.harness.env import Env
 
         print(f"--- {name}", flush=True)
         env = Env(self.setup, self.rank, self.strategy, tmp, self.flavor)
-        start = time.monotonic()
+        start, cpu_start = time.monotonic(), time.process_time()
         try:
             case = self.cases[name]
             keras.backend.clear_session()
             if not case.fresh:
                 keras.utils.set_random_seed(1234)
             results = flatten_results(case.function(env))
-            return Outcome(results, seconds=time.monotonic() - start)
+            seconds = time.monotonic() - start
+            cpu_seconds = time.process_time() - cpu_start
+            return Outcome(results, seconds=seconds, cpu_seconds=cpu_seconds)
         except Exception as error:  # noqa: BLE001 the parent reports it
             traceback.print_exc()
             return _failed(error, start)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from storm.figures import Attempt, Kill, read_attempts
+from tests.storm.figures import Attempt, Kill, read_attempts
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).with_name("train.py")

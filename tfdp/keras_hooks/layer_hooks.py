@@ -48,7 +48,7 @@ def convolve(original: Callable, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
     TensorFlow's convolutions by oneDNN, in float32 on CPUs, return the shape of
     their input where that has no rows, and the layers behind them fail. Seen with
-    TensorFlow 2.19 to 2.21; tests/cases/normalization.py guards it.
+    TensorFlow 2.19 to 2.21; tests/keras_hooks/cases_normalization.py guards it.
     """
     if not _may_be_empty(inputs):
         return original(inputs, *args, **kwargs)

@@ -1,0 +1,1 @@
+"""Claims about tfdp, in the rooms of tfdp; `harness` is what they share."""

@@ -1,0 +1,406 @@
+"""`tfdp bench`: its figures, tables and files, and a sentence for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+
+from tests.harness.commands import run_python
+from tfdp.bench import compare_report, output, train_report
+from tfdp.bench.channel import OnDemand
+from tfdp.bench.collectives import Settings, measure
+from tfdp.bench.models import FAMILIES, model_of_size
+from tfdp.bench.nccl_tests import (
+    COLLECTIVES,
+    MOST_REPLICAS_OF,
+    algorithm_bandwidth,
+    bus_factor,
+    expected,
+    input_of,
+    num_wrong,
+    padded_bytes,
+)
+from tfdp.bench.sides import Side, alternate, started, steps_that_take, worker_commands
+from tfdp.bench.stats import (
+    Ratio,
+    batch_of,
+    efficiency,
+    median_interval,
+    paired_ratio,
+    ratio_to_best,
+    speedup,
+)
+from tfdp.cli import main
+from tfdp.cli.parameter_types import ManyValues
+
+DEADLINE_SECONDS = 120
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def refused(capsys, *arguments: object) -> str:
+    """What `tfdp bench` says to what it cannot run: one line, exit code 2."""
+    with pytest.raises(SystemExit) as stopped:
+        main.main(["bench", *map(str, arguments)])
+    captured = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert captured.out == ""
+    assert captured.err.startswith("tfdp: error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+# What is computed.
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests():
+    assert bus_factor("all_reduce", 8) == 2 * 7 / 8
+    assert bus_factor("reduce_scatter", 8) == bus_factor("all_gather", 8) == 7 / 8
+    assert bus_factor("broadcast", 8) == 1
+    assert algorithm_bandwidth(25 * 10**8, 0.5) == 5.0
+    with pytest.raises(ValueError, match="Received: 'scatter'"):
+        bus_factor("scatter", 2)
+
+
+def test_every_replica_gets_as_many_whole_elements():
+    for size in (1, 5, 4096, 4097):
+        padded = padded_bytes(size, 4, 3)
+        assert padded % 12 == 0
+        assert 0 <= padded - size < 12
+        assert padded > 0
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_wrong_element_anywhere_is_counted(collective):
+    wanted = expected(collective, 1, 3, 6)
+    assert num_wrong(wanted.astype("float32"), wanted) == 0
+    for place in range(len(wanted)):
+        spoiled = wanted.astype("float32")
+        spoiled[place] += 1
+        assert num_wrong(spoiled, wanted) == 1
+    assert num_wrong(np.full(len(wanted), np.nan), wanted) == len(wanted)
+    assert num_wrong(wanted[:-2], wanted) == 2
+
+
+def test_a_lost_or_misplaced_contribution_is_counted():
+    total = expected("all_reduce", 0, 3, 64)
+    assert num_wrong(total - input_of(2, 64), total) > 0
+    assert num_wrong(np.roll(total, 8), total) > 0
+    gathered = expected("all_gather", 0, 2, 8)
+    assert num_wrong(np.roll(gathered, 8), gathered) > 0  # in another order
+    mine, other = (expected("reduce_scatter", place, 2, 64) for place in (0, 1))
+    assert num_wrong(other, mine) > 0
+
+
+def test_sums_of_the_inputs_are_exact_in_half_precision():
+    most = MOST_REPLICAS_OF["float16"]
+    total = expected("all_reduce", 0, most, 7)
+    assert (total.astype("float16") == total).all()
+    assert expected("all_reduce", 0, MOST_REPLICAS_OF["bfloat16"], 7).max() <= 256
+
+
+def test_efficiency_is_that_of_the_literature():
+    alone, together = [8.0, 8.0, 8.0], [10.0, 10.0, 10.0]
+    weak = efficiency("weak", alone, together, 4)
+    assert weak.median == 0.8
+    assert speedup(weak, 4).median == 3.2
+    strong = efficiency("strong", alone, [2.5, 2.5, 2.5], 4)
+    assert strong.median == 0.8
+    assert speedup(strong, 4).median == pytest.approx(8.0 / 2.5)
+    with pytest.raises(ValueError, match="Received: 'super'"):
+        efficiency("super", alone, together, 2)
+
+
+def test_strong_scaling_shares_one_global_batch_and_weak_scaling_does_not():
+    counts = (1, 2, 4)
+    assert [n * batch_of("strong", 8, n, 4) for n in counts] == [32, 32, 32]
+    assert [batch_of("weak", 8, n, 4) for n in counts] == [8, 8, 8]
+    with pytest.raises(ValueError, match="32 samples on 3 replicas"):
+        batch_of("strong", 8, 3, 4)
+
+
+def test_the_interval_of_a_median_leaves_out_the_extremes_it_may():
+    # With 6 values, both extremes lie on one side of the median once in 32 times.
+    assert median_interval([3, 1, 2, 6, 5, 4]) == (1, 6)
+    assert median_interval(range(9)) == (1, 7)
+
+
+def test_ratios_are_of_pairs_and_the_best_rival_is_chosen_in_other_blocks():
+    assert paired_ratio([2.0, 4.0, 9.0], [1.0, 2.0, 3.0]).median == 2.0
+    lucky, steady = [1.0, 9.0, 1.0, 9.0], [2.0, 2.0, 2.0, 2.0]
+    # Chosen for its odd blocks, measured in its even ones: luck does not help.
+    assert ratio_to_best([lucky, steady], [1.0] * 4).median == 9.0
+    assert Ratio(1.0, 0.5, 2.0, 3).times(2) == Ratio(2.0, 1.0, 4.0, 3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_have_the_size_that_was_asked_for(family):
+    for millions in (1, 5, 20):
+        found = model_of_size(family, millions).num_parameters / 1e6
+        assert found == pytest.approx(millions, rel=0.06)
+    with pytest.raises(ValueError, match=r"Received: 0\.0001"):
+        model_of_size(family, 0.0001)
+
+
+# How sides take turns.
+
+
+class Recorder:
+    """Stands for a side, and notes what it is asked for."""
+
+    name = "side"
+
+    def __init__(self, seconds: float = 0.01) -> None:
+        self.orders: list[tuple[str, int]] = []
+        self._seconds = seconds
+
+    def run(self, arm: str, steps: int) -> list[float]:
+        self.orders.append((arm, steps))
+        return [0.0, 0.0] if arm.startswith("check") else [0.0, self._seconds]
+
+
+def test_sides_take_turns_in_an_order_that_is_reversed_every_other_block():
+    side, turns = Recorder(), []
+    arms = [(side, "a"), (side, "b")]
+    times = alternate(
+        arms, blocks=2, steps=5, warm_up=0, on_turn=lambda: turns.append(1)
+    )
+    assert side.orders == [("a", 5), ("b", 5), ("b", 5), ("a", 5)]
+    assert times == {"side/a": [0.01, 0.01], "side/b": [0.01, 0.01]}
+    assert len(turns) == 4
+
+
+def test_a_block_is_as_long_as_asked_and_has_at_least_one_step():
+    assert steps_that_take(0.1, [(Recorder(0.01), "a")]) == 10
+    assert steps_that_take(0.1, [(Recorder(5.0), "a")]) == 1
+    assert steps_that_take(0.1, [(Recorder(1e-9), "a")], most=50) == 50
+
+
+def test_only_the_all_reduce_has_algorithms_and_all_results_are_checked():
+    settings = Settings(COLLECTIVES, ("ring", "tree"), [10], "float32", 2, 2)
+    side = Recorder()
+    rows, times = measure(settings, side, 2)
+    assert [(row.collective, row.algorithm) for row in rows] == [
+        ("all_reduce", "ring"),
+        ("all_reduce", "tree"),
+        ("reduce_scatter", "-"),
+        ("all_gather", "-"),
+        ("broadcast", "-"),
+    ]
+    assert {row.size_bytes for row in rows} == {16}
+    assert rows[0].busbw_gb_per_second == pytest.approx(16 / 0.01 / 1e9)
+    checked = [arm for arm, _ in side.orders if arm.startswith("check ")]
+    assert checked == [f"check {name}" for name in times]
+
+
+def test_what_is_made_on_demand_is_kept_while_its_group_takes_turns():
+    made = []
+    arms = OnDemand(lambda name: made.append(name) or name, lambda name: name[0])
+    for name in ("a1", "a2", "a1", "b1", "a1"):
+        assert arms[name] == name
+    assert made == ["a1", "a2", "b1", "a1"]
+
+
+def test_a_worker_that_ends_is_named_with_its_last_lines():
+    side = Side("ours", "tfdp.bench.nowhere", {})
+    said = pytest.raises(RuntimeError, match=r"(?s)Worker 0 of ours ended.*nowhere")
+    with said, started(side):
+        pass
+
+
+def test_another_interpreter_needs_nothing_of_this_ones_packages():
+    for module in ("tfdp.bench.channel", "tfdp.bench.models"):
+        (command,) = worker_commands(module, {}, ["here:1"], python=sys.executable)
+        bare = [command[0], "-S", *command[1:]]  # without site-packages
+        done = subprocess.run(bare, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+# What is read, and what is refused.
+
+
+@pytest.mark.parametrize(
+    ("line", "expected_values", "expected_rest"),
+    [
+        ("--sizes 1 2 -n 4", ("1", "2"), ()),
+        ("-n 4 --sizes 1 --sizes 2", ("1", "2"), ()),
+        ("--flag --sizes 1 2 script.py --sizes 3", ("1", "2"), ("script.py", "3")),
+        ("--sizes 1 2 -- 3", ("1", "2"), ("3",)),
+    ],
+)
+def test_an_option_takes_many_values_until_something_else_comes(
+    line, expected_values, expected_rest
+):
+    found = {}
+
+    @click.command(cls=ManyValues, context_settings={"allow_interspersed_args": False})
+    @click.option("--sizes", multiple=True)
+    @click.option("-n")
+    @click.option("--flag", is_flag=True)
+    @click.argument("rest", nargs=-1, type=click.UNPROCESSED)
+    def command(**given):
+        found.update(given)
+
+    command.main(line.split(), standalone_mode=False)
+    assert found["sizes"] == expected_values
+    assert tuple(word for word in found["rest"] if word != "--sizes") == expected_rest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("collectives -n 2 --algorithms ring rings", "'rings' is not one of"),
+        ("collectives -n 2 --collectives gather", "'gather' is not one of"),
+        ("collectives -n 2 --sizes 4KB 0", "at least 1 byte"),
+        ("collectives -n 2 --sizes big", "Received: big"),
+        ("collectives -n 2 --min-bytes 2MB --max-bytes 1MB", "larger than the largest"),
+        ("collectives -n 0", "at least 1. Received: 0"),
+        ("collectives -n 1", "at least 2 replicas"),
+        ("collectives -n 4 --algorithms hierarchical", "--node-size"),
+        ("collectives -n 2 -D 20 --dtype bfloat16", "not exact in bfloat16"),
+        ("collectives -n 2 --blocks 1", "at least 2. Received: 1"),
+        ("collectives -n 2 --json nowhere/x.json", "a folder that is not there"),
+        ("collectives -n 2 --json .", "is a folder"),
+        ("train --replicas 1", "above 1. Received: 1"),
+        ("train --replicas 0", "at least 1. Received: 0"),
+        ("train --replicas 2 3 --batch 1", "3 samples on 2 replicas"),
+        ("train --scaling fast", "'fast' is not one of"),
+        ("compare -n 1", "at least 2 workers. Received: -n 1"),
+        ("compare --models 1 x", "Received: x"),
+        ("compare --models 0.0001", "Received: 0.0001"),
+        ("compare --plot x.png --no-plot", "--plot x.png"),
+    ],
+)
+def test_what_cannot_be_run_is_answered_by_one_sentence(
+    capsys, tmp_path, monkeypatch, arguments, said
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    assert said in refused(capsys, *arguments.split())
+
+
+@pytest.mark.parametrize("command", ["collectives", "train", "compare"])
+def test_without_matplotlib_the_way_to_get_it_is_told(
+    capsys, tmp_path, monkeypatch, command
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(output.importlib.util, "find_spec", lambda name: None)
+    said = refused(capsys, command)
+    assert "pip install tfdp[bench]" in said
+    assert "--no-plot" in said
+
+
+# What is drawn.
+
+
+def test_comparisons_and_scaling_are_drawn_from_their_tables(tmp_path):
+    times = {"tfdp/1M": [1.0, 1.0], "stock/1M": [2.0, 2.0], "ddp/1M": [3.0, 3.0]}
+    times |= {
+        f"stock/1M, packs of {mb} MB": [1.5, 1.5] for mb in compare_report.PACKS_MB
+    }
+    times["ddp/1M, tuned"] = [0.5, 0.5]
+    rows = compare_report.rows_of("1M", times, global_batch_size=64)
+    ratios = [row.speed_of_tfdp.median for row in rows if row.speed_of_tfdp]
+    assert ratios == [2.0, 1.5, 3.0, 0.5]
+    assert rows[0].samples_per_second == 64.0
+    compare_report.plot(rows, "title", "caption", tmp_path / "compare.png")
+    ratio = Ratio(0.5, 0.4, 0.6, 9)
+    scaled = [
+        train_report.Row("1M", scaling, count, 8, 0.1, 80.0, ratio, ratio)
+        for scaling in ("weak", "strong")
+        for count in (1, 2)
+    ]
+    train_report.plot(scaled, "mlp", "caption", tmp_path / "scaling.png")
+    for name in ("compare.png", "scaling.png"):
+        assert (tmp_path / name).read_bytes().startswith(PNG)
+
+
+# What is measured, for real.
+
+
+def run_bench(folder: Path, name: str, *arguments: str) -> tuple[str, dict]:
+    """Runs a benchmark to its end; returns what it printed and its JSON."""
+    files = {kind: folder / f"{name}.{kind}" for kind in ("json", "png")}
+    done = run_python(
+        *("-m", "tfdp", "bench", name, *arguments),
+        *("--json", str(files["json"]), "--plot", str(files["png"])),
+        deadline_seconds=DEADLINE_SECONDS,
+    )
+    assert done.code == 0, done.output
+    assert files["png"].read_bytes().startswith(PNG)
+    content = json.loads(files["json"].read_text("utf-8"))
+    for field in ("machine", "load_average_1_min", "tensorflow", "keras", "tfdp"):
+        assert content[field]
+    assert content["command"].startswith(f"tfdp bench {name} ")
+    return done.output, content
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_collectives_between_two_workers_are_right_and_all_is_written(tmp_path):
+    output, content = run_bench(
+        *(tmp_path, "collectives", "-n", "2", "--blocks", "2"),
+        *("--sizes", "4KB", "100000", "--algorithms", "ring", "tree"),
+        *("--collectives", "all_reduce", "reduce_scatter", "all_gather"),
+    )
+    rows = content["rows"]
+    assert len(rows) == 2 * (2 + 1 + 1)
+    for row in rows:
+        assert row["num_wrong"] == 0
+        assert row["size_bytes"] in (4096, 100_000)
+        assert row["count"] * 4 == row["size_bytes"]
+        bandwidth = row["size_bytes"] / row["seconds"] / 1e9
+        assert row["algbw_gb_per_second"] == pytest.approx(bandwidth)
+    assert content["num_replicas"] == 2
+    assert all(len(times) == 2 for times in content["seconds"].values())
+    assert content["settings"]["algorithms"] == ["ring", "tree"]
+    assert "#wrong" in output
+    assert "\x1b" not in output  # no bar where there is no terminal
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_comparison_goes_on_without_torch_and_says_how_to_get_it(tmp_path):
+    output, content = run_bench(
+        *(tmp_path, "compare", "-n", "2", "--models", "0.05", "--blocks", "2"),
+        *("--torch-python", str(tmp_path / "python")),
+    )
+    assert "`pip install torch`" in output
+    assert "--torch-python" in output
+    assert content["torch"] is None
+    ratios = {row["side"]: row["speed_of_tfdp"] for row in content["rows"]}
+    assert list(ratios) == [
+        compare_report.OURS,
+        compare_report.STOCK,
+        compare_report.STOCK_BEST,
+    ]
+    times = content["seconds_per_step"]
+    pairs = zip(times["stock/0.05M"], times["tfdp/0.05M"], strict=True)
+    in_range = sorted(stock / ours for stock, ours in pairs)
+    assert in_range[0] <= ratios[compare_report.STOCK]["median"] <= in_range[-1]
+    assert ratios[compare_report.STOCK_BEST]["median"] > 0
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.slow
+def test_in_a_cluster_every_worker_measures_and_the_first_one_reports(tmp_path):
+    file = tmp_path / "found.json"
+    done = run_python(
+        *("-m", "tfdp", "run", "-n", "2", "--log-dir", str(tmp_path), "-m", "tfdp"),
+        *("bench", "collectives", "--sizes", "4KB", "--algorithms", "ring"),
+        *("--blocks", "2", "--no-plot", "--json", str(file)),
+        deadline_seconds=DEADLINE_SECONDS,
+    )
+    assert done.code == 0, done.output
+    content = json.loads(file.read_text("utf-8"))
+    assert content["num_replicas"] == 2
+    assert [row["num_wrong"] for row in content["rows"]] == [0]
+    assert "[worker 0] collectives between 2 replicas" in done.output
+    assert "[worker 1] collectives" not in done.output

@@ -1,1 +1,0 @@
-"""The cases, one module per group of behaviours of Keras."""

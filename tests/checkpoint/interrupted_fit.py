@@ -1,0 +1,255 @@
+"""The training that is interrupted and goes on, in the processes of `interrupted`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import numpy as np
+
+from tests.harness.interrupted import Layout
+
+NUM_SAMPLES, BATCH_SIZE = 40, 8
+STEPS_PER_EPOCH = NUM_SAMPLES // BATCH_SIZE
+
+
+def fit(
+    layout: Layout,
+    rank: int,
+    *,
+    directory: str | None = None,
+    save_freq: Any = "epoch",
+    epochs: int = 5,
+    kill: dict[str, int] | None = None,
+    crash_in_save: int | None = None,
+    data: str = "dataset",
+    everything: bool = True,
+    learning_rate: float = 0.02,
+    keep: int = 3,
+    delete_at_end: bool = True,
+    units: int = 6,
+    stage: int = 1,
+    per_replica: int | None = None,
+    schedule: bool = False,
+    micro_batch: int = BATCH_SIZE,
+) -> dict[str, Any]:
+    """Trains, and returns weights and history.
+
+    Args:
+        layout: `Layout`.
+        rank: Int, this worker's.
+        directory: String, of the backups, or `None` for none.
+        save_freq: As for the callback.
+        epochs: Int.
+        kill: Dict with a step, a rank and a signal, or `None`.
+        crash_in_save: Int, the save in which the first worker is killed after the
+            parts are written and before the index is, or `None`.
+        data: String: `"dataset"` with a seed, `"arrays"` that are shuffled, or the
+            dataset again and again, `"endless"`.
+        everything: Bool, whether everything is switched on that has a state, or only
+            what is exact on any number of replicas.
+        learning_rate: Float.
+        keep: As for the callback.
+        delete_at_end: As for the callback.
+        units: Int, of the hidden layer.
+        stage: Int, of the sharding.
+        per_replica: Int, samples of each replica's batch, which it keeps on another
+            number of replicas; or `None` for a global batch.
+        schedule: Bool, whether the learning rate is a schedule.
+        micro_batch: Int, samples of a batch, of which as many make an update as have
+            two batches of `BATCH_SIZE`.
+    """
+    import keras
+    import tensorflow as tf
+
+    import tfdp
+
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.experimental.enable_op_determinism()
+    strategy = _strategy(layout, tfdp)
+    keras.utils.set_random_seed(5)
+    with strategy.scope():
+        rate: Any = learning_rate
+        if schedule:
+            rate = keras.optimizers.schedules.InverseTimeDecay(learning_rate, 4, 0.5)
+        model = _model(keras, units, rate, dropout=0.3 * everything)
+    steps = 2 * BATCH_SIZE // micro_batch
+    callbacks = _callbacks(keras, tfdp, everything, stage, steps)
+    if directory is not None:
+        callbacks.append(
+            tfdp.callbacks.BackupAndRestore(
+                directory,
+                save_freq,
+                keep,
+                delete_at_end=delete_at_end,
+                batch="global" if per_replica is None else "per_replica",
+            )
+        )
+    if kill is not None:
+        callbacks.append(_killer(keras, rank, **kill))
+    if crash_in_save is not None:
+        _crash_in_save(crash_in_save, rank)
+    x, y = arrays()
+    batch_size = micro_batch
+    if per_replica is not None:
+        batch_size = per_replica * strategy.num_replicas_in_sync
+    options: dict[str, Any] = {"x": x, "y": y, "batch_size": batch_size}
+    if data == "dataset":
+        options = {"x": samples(tf).batch(batch_size)}
+    if data == "endless":
+        options["x"] = samples(tf).repeat().batch(batch_size)
+        del options["y"], options["batch_size"]
+        options["steps_per_epoch"] = NUM_SAMPLES // batch_size
+    history = model.fit(
+        **options,
+        epochs=epochs,
+        callbacks=callbacks,
+        validation_data=(x[:16], y[:16]),
+        verbose=0,
+    )
+    return {
+        "weights": {str(i): w for i, w in enumerate(model.get_weights())},
+        "history": {k: list(map(float, v)) for k, v in history.history.items()},
+        "epochs": history.epoch,
+    }
+
+
+def by_hand(
+    layout: Layout,
+    rank: int,
+    *,
+    plan: list[tuple[float, list[list[int]]]],
+) -> dict[str, Any]:
+    """The same training on one device, in plain TensorFlow, without tfdp.
+
+    Args:
+        layout: Not used.
+        rank: Not used.
+        plan: List of pairs of a learning rate and the micro-batches of an update, by
+            the numbers of their samples.
+    """
+    import keras
+    import tensorflow as tf
+
+    del layout, rank
+    keras.utils.set_random_seed(5)
+    model = _model(keras, 6, 0.0, dropout=0.0)
+    optimizer, weights = model.optimizer, model.trainable_variables
+    x, y = arrays()
+    for rate, batches in plan:
+        totals = [0.0] * len(weights)
+        for batch in batches:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x[batch]) - y[batch]) ** 2)
+            gradients = tape.gradient(loss, weights)
+            pairs = zip(totals, gradients, strict=True)
+            totals = [total + gradient for total, gradient in pairs]
+        optimizer.learning_rate = rate
+        optimizer.apply([total / len(batches) for total in totals], weights)
+    return {"weights": {str(i): w for i, w in enumerate(model.get_weights())}}
+
+
+def order_of_samples(
+    layout: Layout, rank: int, *, epochs: int, data: str
+) -> dict[str, Any]:
+    """The numbers of the samples, epoch by epoch, in which Keras's `fit` takes them."""
+    import keras
+    import tensorflow as tf
+
+    del layout, rank
+    keras.utils.set_random_seed(5)  # what `shuffle` draws depends on it, too
+    x, _ = arrays()
+    seen: list[int] = []
+
+    class Recorder(keras.Model):
+        def train_step(self, data: Any) -> dict[str, float]:
+            row = data[0].numpy()
+            seen.append(int(np.argmin(np.abs(x - row).sum(axis=1))))
+            return {"loss": 0.0}
+
+    recorder = Recorder()
+    recorder.compile(run_eagerly=True)
+    dataset, steps = samples(tf).batch(1), None
+    if data == "endless":
+        dataset, steps = samples(tf).repeat().batch(1), NUM_SAMPLES
+    recorder.fit(dataset, epochs=epochs, steps_per_epoch=steps, verbose=0)
+    return {"orders": np.reshape(seen, (epochs, NUM_SAMPLES)).tolist()}
+
+
+def samples(tf: Any) -> Any:
+    """Shuffled samples, in an order that can be repeated."""
+    dataset = tf.data.Dataset.from_tensor_slices(arrays())
+    return dataset.shuffle(NUM_SAMPLES, seed=3)
+
+
+def _strategy(layout: Layout, tfdp: Any) -> Any:
+    if layout.num_workers > 1:
+        return tfdp.MultiWorkerMirroredStrategy()
+    import tfdp.testing
+
+    tfdp.testing.logical_cpus(layout.devices)
+    return tfdp.MirroredStrategy([f"/cpu:{i}" for i in range(layout.devices)])
+
+
+def _model(keras: Any, units: int, learning_rate: Any, dropout: float) -> Any:
+    layers = [
+        keras.Input((4,)),
+        keras.layers.Dense(units, activation="tanh"),
+        *([keras.layers.Dropout(dropout)] if dropout else []),
+        keras.layers.Dense(1),
+    ]
+    model = keras.Sequential(layers)
+    model.compile(keras.optimizers.Adam(learning_rate), "mse", metrics=["mae"])
+    return model
+
+
+def _callbacks(keras: Any, tfdp: Any, everything: bool, stage: int, steps: int) -> list:
+    chosen = [tfdp.callbacks.GradientAccumulation(steps=steps)]
+    if not everything:
+        return chosen
+    return [
+        *chosen,
+        tfdp.callbacks.LossScaling(initial_scale=2.0**10, growth_steps=3),
+        tfdp.callbacks.ShardedOptimizer(stage=stage),
+        tfdp.callbacks.LearningRateWarmup(steps=4),
+        keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=1, min_delta=0.5),
+        keras.callbacks.EarlyStopping(
+            "val_loss", patience=3, restore_best_weights=True
+        ),
+    ]
+
+
+def arrays() -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets."""
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(NUM_SAMPLES, 4)).astype("float32")
+    return x, (np.sin(x[:, :1]) + 0.5 * x[:, 1:2]).astype("float32")
+
+
+def _killer(keras: Any, rank: int, *, step: int, at: int, number: int) -> Any:
+    """A callback that sends one worker a signal at the end of a step."""
+
+    class Killer(keras.callbacks.Callback):
+        steps = 0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.steps += 1
+            if self.steps == step and rank == at:
+                os.kill(os.getpid(), number)
+
+    return Killer()
+
+
+def _crash_in_save(number: int, rank: int) -> None:
+    from tfdp.checkpoint import writer
+
+    replace, count = writer.replace_index, [0]
+
+    def replace_or_die(*arguments: Any) -> None:
+        count[0] += 1
+        if count[0] == number and rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(*arguments)
+
+    writer.replace_index = replace_or_die

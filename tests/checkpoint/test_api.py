@@ -1,0 +1,786 @@
+"""Checkpoints move between any number of workers, or fail whole and say why."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.harness import forks
+from tests.harness.commands import run_python
+from tfdp import checkpoint
+from tfdp.checkpoint import api, files
+from tfdp.checkpoint import reader as reading
+from tfdp.checkpoint import writer as writing
+from tfdp.checkpoint.index import Extent, Shard, TensorMetadata, check_complete
+from tfdp.checkpoint.index_file import INDEX_FILE, load_index, to_text
+from tfdp.cli import main
+from tfdp.sharding.state_tensors import LocalShard, StateTensor
+
+COUNTS = (1, 2, 3, 4, 8)
+DTYPES = (
+    *("float16", "bfloat16", "float32", "float64", "bool"),
+    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("complex64", "float8_e4m3fn", "float8_e5m2"),
+)
+WAITING_SECONDS = 60
+DEADLINE_SECONDS = 120
+
+
+class WorkerGroup:
+    """The workers of a test are threads."""
+
+    timeout_seconds = None
+
+    def __init__(self, rank: int, barrier: threading.Barrier, texts: list) -> None:
+        self.rank = rank
+        self.num_workers = len(texts)
+        self._barrier = barrier
+        self._texts = texts
+
+    def all_gather(
+        self, topic: str, text: str = "", timeout_seconds: Any = None
+    ) -> list:
+        del topic, timeout_seconds
+        self._texts[self.rank] = text
+        self._barrier.wait(WAITING_SECONDS)
+        found = list(self._texts)
+        self._barrier.wait(WAITING_SECONDS)
+        return found
+
+    def same(self, topic: str, text: str) -> tuple[bool, list]:
+        texts = self.all_gather(topic, text)
+        return len(set(texts)) == 1, texts
+
+    def leave(self) -> None:
+        pass
+
+
+def on_workers(action: Callable[..., Any], *per_worker: Sequence) -> list:
+    """What an action returned on each worker, or the error that it raised there."""
+    count = len(per_worker[0])
+    barrier, texts = threading.Barrier(count), [""] * count
+
+    def run(rank: int, *arguments: Any) -> Any:
+        try:
+            return action(*arguments, WorkerGroup(rank, barrier, texts))
+        except Exception as error:  # noqa: BLE001 the test looks at it
+            return error
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count), *per_worker))
+
+
+@dataclasses.dataclass
+class Worker:
+    """A worker's tensors, as arrays that it holds whole or has a slice of."""
+
+    state: list[StateTensor]
+    buffers: list[tuple[str, int, np.ndarray]]  # name, first element, elements
+
+
+def values(seed: int = 0) -> dict[str, np.ndarray]:
+    """The tensors of a model: of every rank, and one that is empty."""
+    draw = np.random.default_rng(seed)
+    return {
+        "dense/kernel": draw.normal(size=(7, 11)).astype("float32"),
+        "dense/bias": draw.normal(size=(11,)).astype("float16"),
+        "adam/dense/kernel/momentum": draw.normal(size=(7, 11)).astype("float64"),
+        "iterations": np.asarray(draw.integers(1000), "int64"),
+        "seed": draw.integers(2**32, size=(2,), dtype="uint32"),
+        "nothing": np.zeros((0, 3), "float32"),
+        "big": draw.normal(size=(1000,)).astype("float32"),
+    }
+
+
+def make_workers(
+    tensors: dict[str, np.ndarray], count: int, *, is_filled: bool, seed: int = 1
+) -> list[Worker]:
+    """Workers with the tensors, every second one whole and the others in slices.
+
+    The places at which slices begin are drawn; some slices are empty. A tensor that
+    all hold whole is written in slices too, but for the first, which one writes.
+    """
+    draw = np.random.default_rng(seed)
+    workers = [Worker([], []) for _ in range(count)]
+    for number, (name, tensor) in enumerate(tensors.items()):
+        flat = tensor.reshape(-1)
+        cuts = np.sort(draw.integers(0, flat.size + 1, count - 1))
+        bounds = [0, *map(int, cuts), flat.size]
+        if number == 0:
+            bounds = [0, *[flat.size] * count]
+        for rank, worker in enumerate(workers):
+            own = (bounds[rank], bounds[rank + 1])
+            held = own if number % 2 else (0, flat.size)
+            buffer = np.zeros_like(flat[held[0] : held[1]])
+            if is_filled:
+                buffer[:] = flat[held[0] : held[1]]
+            owned = _local_shard(buffer, held[0], *own)
+            shards = (_local_shard(buffer, held[0], *held),)
+            worker.buffers.append((name, held[0], buffer))
+            worker.state.append(
+                StateTensor(name, tensor.shape, _dtype(tensor), (owned,), shards)
+            )
+    return workers
+
+
+def _local_shard(buffer: np.ndarray, first: int, start: int, stop: int) -> LocalShard:
+    view = buffer[start - first : stop - first]
+
+    def write(elements: np.ndarray) -> None:
+        assert elements.dtype == view.dtype
+        view[:] = elements
+
+    return LocalShard(start, stop, lambda: view, write)
+
+
+def _dtype(tensor: np.ndarray) -> str:
+    return tf.as_dtype(tensor.dtype).name
+
+
+def save(
+    tensors: dict[str, np.ndarray], directory: pathlib.Path, count: int = 2
+) -> list:
+    workers = make_workers(tensors, count, is_filled=True)
+    states = [worker.state for worker in workers]
+    return on_workers(api.save_state, states, [directory] * count)
+
+
+def restore(
+    tensors: dict[str, np.ndarray], directory: pathlib.Path, count: int = 2
+) -> tuple[list, list[Worker]]:
+    """What each worker returned or raised, and the workers."""
+    workers = make_workers(tensors, count, is_filled=False, seed=count)
+    states = [worker.state for worker in workers]
+    replies = on_workers(api.restore_state, states, [directory] * count)
+    return replies, workers
+
+
+def holds(
+    tensors: dict[str, np.ndarray], directory: pathlib.Path, count: int = 2
+) -> bool:
+    """Whether a checkpoint has exactly these tensors, on some workers."""
+    replies, workers = restore(tensors, directory, count)
+    assert replies == [None] * count
+    return all(
+        buffer.tobytes() == tensors[name].reshape(-1)[first:][: buffer.size].tobytes()
+        for worker in workers
+        for name, first, buffer in worker.buffers
+    )
+
+
+def check_nothing_loaded(workers: list[Worker]) -> None:
+    for worker in workers:
+        for name, _, buffer in worker.buffers:
+            assert not buffer.any(), name
+
+
+def folders(directory: pathlib.Path) -> list[pathlib.Path]:
+    return [path for path in directory.iterdir() if path.is_dir()]
+
+
+@pytest.fixture
+def small_parts(monkeypatch) -> None:
+    """Parts of a few hundred bytes, so that a small model has many."""
+    monkeypatch.setattr(files, "SHARD_BYTES", 300)
+    monkeypatch.setattr(files, "CHUNK_BYTES", 200)
+
+
+@pytest.mark.parametrize("restored_on", COUNTS)
+@pytest.mark.parametrize("saved_by", COUNTS)
+def test_what_some_workers_save_any_number_restores(
+    tmp_path, small_parts, saved_by, restored_on
+):
+    tensors = values()
+    assert save(tensors, tmp_path, saved_by) == [None] * saved_by
+    assert holds(tensors, tmp_path, restored_on)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_survives_in_slices(tmp_path, small_parts, dtype):
+    kind = tf.as_dtype(dtype).as_numpy_dtype
+    draw = np.random.default_rng(3)
+    tensors = {
+        "whole": draw.integers(0, 2, 50).astype(kind),
+        "sliced": (draw.normal(size=(30, 20)) > 0).astype(kind),
+        "scalar": np.ones((), kind),
+    }
+    save(tensors, tmp_path, 4)
+    assert holds(tensors, tmp_path, 3)
+
+
+def test_a_float_survives_bit_by_bit(tmp_path):
+    tensors = {"x": np.asarray([np.nan, -0.0, np.inf, -np.inf, 5e-324, 1e308])}
+    save(tensors, tmp_path, 2)
+    assert holds(tensors, tmp_path, 3)
+
+
+def test_each_worker_writes_only_what_it_owns_in_parts_of_limited_size(
+    tmp_path, small_parts
+):
+    tensors = values()
+    workers = make_workers(tensors, 3, is_filled=True)
+    states = [worker.state for worker in workers]
+    on_workers(api.save_state, states, [tmp_path] * 3)
+    index = load_index(str(tmp_path))
+    for rank, state in enumerate(states):
+        own = [part for part in index.shards if part.worker == rank]
+        written = sorted(extent for part in own for extent in part.extents)
+        sizes = [
+            sum(e.stop - e.start for e in written if e.tensor == n) for n in range(7)
+        ]
+        assert sizes == [
+            t.owned_shards[0].stop - t.owned_shards[0].start for t in state
+        ]
+    for part in index.shards:
+        data = next(file for file in part.files if ".data" in file.name)
+        assert data.num_bytes <= files.SHARD_BYTES
+
+
+def test_a_worker_reads_only_the_files_that_it_needs(tmp_path, small_parts):
+    tensors = {"a": np.arange(500.0), "b": np.arange(500.0)}
+    save(tensors, tmp_path, 4)
+    index = load_index(str(tmp_path))
+    elements = np.zeros(30)
+    state = [
+        StateTensor("a", (500,), "float64", (), (_local_shard(elements, 90, 90, 120),)),
+        StateTensor("b", (500,), "float64", (), ()),
+    ]
+    needed = {part.prefix for part in reading.needed_shards(state, index)}
+    assert 0 < len(needed) < len(index.shards) / 4
+    for path in folders(tmp_path)[0].iterdir():
+        if path.name.split(".")[0] not in needed:
+            path.unlink()
+    assert on_workers(api.restore_state, [state], [tmp_path]) == [None]
+    assert elements.tolist() == list(range(90, 120))
+
+
+def test_several_local_replicas_may_hold_the_same_elements(tmp_path, small_parts):
+    tensors = {"a": np.arange(200.0)}
+    save(tensors, tmp_path, 2)
+    first, second = np.zeros(200), np.zeros(150)
+    held = (_local_shard(first, 0, 0, 200), _local_shard(second, 50, 50, 200))
+    state = [StateTensor("a", (200,), "float64", (), held)]
+    assert on_workers(api.restore_state, [state], [tmp_path]) == [None]
+    assert first.tolist() == list(range(200))
+    assert second.tolist() == list(range(50, 200))
+
+
+def test_a_part_is_an_ordinary_checkpoint_of_tensorflow(tmp_path):
+    save({"a/b": np.arange(6.0).reshape(2, 3)}, tmp_path, 1)
+    reader = tf.train.load_checkpoint(str(folders(tmp_path)[0] / "worker-0-0"))
+    assert reader.get_tensor("a/b:0").tolist() == list(range(6))
+
+
+def test_nobody_else_can_look_into_a_new_checkpoint(tmp_path):
+    save(values(), tmp_path / "new")
+    for path in (tmp_path / "new", *(tmp_path / "new").glob("data-*")):
+        assert path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_second_save_replaces_the_first_and_leaves_no_other_folder(tmp_path):
+    (tmp_path / "data-mine").mkdir()  # not one of ours
+    (tmp_path / "data-0123456789ab").mkdir()  # of a save that was killed
+    for seed in (0, 1):
+        save(values(seed), tmp_path)
+    assert holds(values(1), tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == sorted([load_index(str(tmp_path)).token, "data-mine", INDEX_FILE])
+    assert not list(tmp_path.rglob("*.json"))[1:]
+
+
+class Killed(BaseException):
+    """What a killed process does: nothing more."""
+
+
+OPERATIONS = (
+    *((tf.raw_ops, "SaveV2"), (writing, "_sync"), (writing, "write_text")),
+    *((writing, "sync_folder"), (os, "replace"), (os, "unlink"), (shutil, "rmtree")),
+)
+
+
+@pytest.mark.parametrize("error", [Killed(), OSError(28, "No space left on device")])
+@pytest.mark.parametrize("is_after", [False, True])
+def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(
+    tmp_path, monkeypatch, error, is_after
+):
+    """Cut off before or after each operation on the disk, the first to the last."""
+    monkeypatch.setattr(files, "SHARD_BYTES", 3000)
+    old, new = values(0), values(1)
+    (new_state,) = (w.state for w in make_workers(new, 1, is_filled=True))
+    for number in itertools.count():
+        directory = tmp_path / str(number)
+        save(old, directory, 3)
+        with monkeypatch.context() as patch:
+            calls = itertools.count()
+            for owner, name in OPERATIONS:
+                _end_at(patch, owner, name, calls, number, error, is_after)
+            with contextlib.suppress(Killed, OSError):
+                api.save_state(new_state, directory, api.SingleProcessGroup())
+            total = next(calls)
+        is_new = holds(new, directory)
+        assert is_new or holds(old, directory)
+        save(old, directory, 2)
+        assert holds(old, directory)
+        assert len(folders(directory)) == 1
+        if total <= number:  # nothing was in its way
+            assert is_new
+            break
+    assert number > 15
+
+
+def _end_at(
+    patch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    calls: itertools.count,
+    number: int,
+    error: BaseException,
+    is_after: bool,
+) -> None:
+    original = getattr(owner, name)
+
+    def operation(*args: Any, **options: Any) -> Any:
+        is_last = next(calls) == number
+        if is_last and not is_after:
+            raise error
+        result = original(*args, **options)
+        if is_last:
+            raise error
+        return result
+
+    patch.setattr(owner, name, operation)
+
+
+def test_when_one_worker_fails_all_say_so_and_the_previous_one_stays(
+    tmp_path, small_parts, monkeypatch
+):
+    save(values(0), tmp_path)
+    write_shards = writing.write_shards
+
+    def fails_on_the_second(state: Any, folder: str, worker: int) -> list[Shard]:
+        if worker == 1:
+            raise OSError(28, "No space left on device", f"{folder}/worker-1-0")
+        return write_shards(state, folder, worker)
+
+    monkeypatch.setattr(writing, "write_shards", fails_on_the_second)
+    replies = save(values(1), tmp_path, 3)
+    monkeypatch.undo()
+    assert [type(reply) for reply in replies] == [OSError] * 3
+    assert len({str(reply) for reply in replies}) == 1
+    for words in (
+        "worker 1: [Errno 28] No space left on device",
+        "What the directory held before is intact",
+        f"Received: directory={str(tmp_path)!r}",
+    ):
+        assert words in str(replies[0])
+    assert len(folders(tmp_path)) == 1
+    assert holds(values(0), tmp_path)
+
+
+FULL_DISK = """
+import resource, signal, sys
+import numpy as np, tensorflow as tf
+from tfdp.checkpoint import api
+from tfdp.sharding.state_tensors import LocalShard, StateTensor
+directory = sys.argv[1]
+def state(value):
+    elements = np.full(10**6, value, "float32")
+    def write(values): elements[:] = values
+    piece = LocalShard(0, elements.size, lambda: elements, write)
+    return [StateTensor("x", elements.shape, "float32", (piece,), (piece,))], elements
+alone = api.SingleProcessGroup()
+api.save_state(state(1)[0], directory, alone)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
+try:
+    api.save_state(state(2)[0], directory, alone)
+except OSError as error:
+    print("ERROR", error)
+tensors, elements = state(0)
+api.restore_state(tensors, directory, alone)
+print("RESTORED", set(elements.tolist()))
+"""
+
+
+@pytest.mark.processes
+def test_a_disk_that_takes_no_more_is_said_and_the_previous_one_stays(tmp_path):
+    done = run_python("-c", FULL_DISK, str(tmp_path), deadline_seconds=DEADLINE_SECONDS)
+    assert done.code == 0, done.output
+    assert "ERROR The checkpoint was not saved: " in done.output, done.output
+    assert "File too large" in done.output
+    assert "{{" not in done.output
+    assert "RESTORED {1.0}" in done.output
+    assert len(folders(tmp_path)) == 1
+
+
+DAMAGES: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
+    "missing": (lambda path: path.unlink(), "is missing"),
+    "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-1]), " bytes inst"),
+    "empty": (lambda path: path.write_bytes(b""), "has 0 bytes instead of"),
+    "longer": (lambda path: path.write_bytes(path.read_bytes() + b"x"), " bytes inst"),
+    "altered": (lambda path: _flip(path), "was altered: its checksum does not fit"),
+}
+
+
+def _flip(path: pathlib.Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_and_nothing_is_loaded_anywhere(
+    tmp_path, small_parts, damage
+):
+    tensors = values()
+    save(tensors, tmp_path / "good", 2)
+    harm, words = DAMAGES[damage]
+    for name in sorted(os.listdir(folders(tmp_path / "good")[0])):
+        shutil.copytree(tmp_path / "good", tmp_path / "bad")
+        harm(folders(tmp_path / "bad")[0] / name)
+        replies, workers = restore(tensors, tmp_path / "bad", 3)
+        assert {type(reply) for reply in replies} == {ValueError}
+        assert len({str(reply) for reply in replies}) == 1
+        assert f"{name}'" in str(replies[0])
+        writer = name.split("-")[1]
+        assert f"which worker {writer} wrote, " in str(replies[0])
+        assert words in str(replies[0])
+        check_nothing_loaded(workers)
+        shutil.rmtree(tmp_path / "bad")
+    assert holds(tensors, tmp_path / "good")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_index_is_named_and_nothing_is_loaded(tmp_path, damage):
+    tensors = values()
+    save(tensors, tmp_path)
+    DAMAGES[damage][0](tmp_path / INDEX_FILE)
+    replies, workers = restore(tensors, tmp_path)
+    assert {type(reply) for reply in replies} == {ValueError}
+    assert INDEX_FILE in str(replies[0])
+    words = "There is no checkpoint in" if damage == "missing" else "is damaged"
+    assert words in str(replies[0])
+    check_nothing_loaded(workers)
+
+
+def test_every_bit_of_an_index_counts(tmp_path):
+    save({"x": np.zeros(2)}, tmp_path, 1)
+    path = tmp_path / INDEX_FILE
+    content = path.read_bytes()
+    for place in range(len(content)):
+        path.write_bytes(
+            content[:place] + bytes([content[place] ^ 4]) + content[place:][1:]
+        )
+        with pytest.raises(ValueError, match="damaged"):
+            load_index(str(tmp_path))
+
+
+def test_a_directory_without_one_workers_files_names_one(tmp_path):
+    save(values(), tmp_path, 3)
+    for path in folders(tmp_path)[0].glob("worker-2-*"):
+        path.unlink()
+    replies, workers = restore(values(), tmp_path)
+    assert "worker-2-0" in str(replies[0])
+    assert "which worker 2 wrote, is missing" in str(replies[0])
+    check_nothing_loaded(workers)
+
+
+def _without(name: str) -> dict[str, np.ndarray]:
+    return {key: value for key, value in values().items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            _without("seed"),
+            "'seed' is in the checkpoint and not in the model",
+        ),
+        (
+            {**values(), "more": np.zeros(2)},
+            "'more' is in the model and not in the checkpoint",
+        ),
+        (
+            {**values(), "dense/kernel": np.zeros((11, 7), "float32")},
+            "'dense/kernel' has shape (7, 11) in the checkpoint and (11, 7) in the",
+        ),
+        (
+            {**values(), "dense/bias": np.zeros((11,), "float32")},
+            "'dense/bias' has dtype float16 in the checkpoint and float32 in the model",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_model_names_the_first_difference(
+    tmp_path, model, words
+):
+    save(values(), tmp_path)
+    replies, workers = restore(model, tmp_path)
+    assert {type(reply) for reply in replies} == {ValueError}
+    assert f"it is of another model. {words}" in str(replies[0])
+    check_nothing_loaded(workers)
+
+
+def test_workers_with_different_models_do_not_save(tmp_path):
+    states = [
+        make_workers(tensors, 2, is_filled=True)[rank].state
+        for rank, tensors in enumerate((values(), _without("seed")))
+    ]
+    replies = on_workers(api.save_state, states, [tmp_path] * 2)
+    assert {type(reply) for reply in replies} == {ValueError}
+    assert "worker 0 saves 'seed'" in str(replies[0])
+    assert not list(tmp_path.iterdir())
+
+
+def test_workers_that_share_no_directory_are_told_to(tmp_path):
+    states = [w.state for w in make_workers(values(), 2, is_filled=True)]
+    places = [tmp_path / "first", tmp_path / "second"]
+    replies = on_workers(api.save_state, states, places)
+    assert {type(reply) for reply in replies} == {ValueError}
+    assert "worker 1: it does not see the folder that worker 0" in str(replies[0])
+    assert folders(places[0]) == []
+
+
+def test_workers_that_find_different_checkpoints_load_none(tmp_path):
+    places = [tmp_path / "first", tmp_path / "second"]
+    for place in places:
+        save(values(), place)
+    workers = make_workers(values(), 2, is_filled=False)
+    states = [worker.state for worker in workers]
+    replies = on_workers(api.restore_state, states, places)
+    assert "The workers found different checkpoints." in str(replies[1])
+    check_nothing_loaded(workers)
+
+
+def test_a_place_that_can_hold_no_checkpoint_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for place, words in (
+        (tmp_path / "file", "there is a file of that name"),
+        ("gs://bucket/folder", "an object store has no atomic move"),
+    ):
+        (reply,) = save({"x": np.zeros(2)}, place, 1)
+        assert isinstance(reply, ValueError)
+        assert words in str(reply)
+        (reply,), _ = restore({"x": np.zeros(2)}, place, 1)
+        assert isinstance(reply, ValueError)
+    assert (tmp_path / "file").read_text() == "mine"
+    (reply,), _ = restore({"x": np.zeros(2)}, tmp_path / "none", 1)
+    assert f"There is no checkpoint in {str(tmp_path / 'none')!r}" in str(reply)
+
+
+def test_an_index_of_a_later_format_is_refused(tmp_path):
+    save({"x": np.zeros(2)}, tmp_path, 1)
+    body = json.loads((tmp_path / INDEX_FILE).read_text())
+    (tmp_path / INDEX_FILE).write_text(json.dumps({**body, "format": 2}))
+    with pytest.raises(ValueError, match="it has format 2, and this tfdp reads 1"):
+        load_index(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("extents", "words"),
+    [
+        ([(0, 0, 4), (0, 5, 9)], "missing, at 4"),
+        ([(0, 0, 4), (0, 3, 9)], "there twice, at 4"),
+        ([(0, 0, 4)], "missing, at 4"),
+        ([(0, 0, 10)], "too many, at 10"),
+        ([], "missing, at 0"),
+    ],
+)
+def test_slices_that_do_not_make_up_a_tensor_are_no_checkpoint(extents, words):
+    parts = [Shard("p", 0, (), tuple(Extent(*extent) for extent in extents))]
+    with pytest.raises(ValueError, match=f"Elements of 'x' are {words}"):
+        check_complete([TensorMetadata("x", (3, 3), "float32")], parts)
+
+
+def convert_in_process(capsys, *arguments: object) -> tuple[int, str]:
+    """For what is answered before TensorFlow is needed."""
+    with pytest.raises(SystemExit) as stopped:
+        main.main(["convert", *map(str, arguments)])
+    return stopped.value.code, capsys.readouterr().err
+
+
+def test_convert_answers_wrong_arguments_in_one_sentence(tmp_path, capsys):
+    save({"x": np.zeros(2)}, tmp_path / "plain", 1)
+    (tmp_path / "there.keras").write_text("mine")
+    (tmp_path / "folder.keras").mkdir()
+    for arguments, words in (
+        (("plain", "m.h5"), "must end in .keras. Received: "),
+        (("plain", "no/m.keras"), "The folder of the file is not there"),
+        (("plain", "folder.keras"), "There is a directory of that name"),
+        (("plain", "there.keras"), "give --force to replace it. Received: "),
+        (("none", "m.keras"), "There is no checkpoint in"),
+        (("there.keras", "m.keras"), "is not a directory"),
+        (("plain", "m.keras"), "call `tfdp.checkpoint.restore` and `model.save`"),
+    ):
+        paths = [tmp_path / argument for argument in arguments]
+        code, message = convert_in_process(capsys, *paths)
+        assert code == 2
+        assert message.startswith("tfdp: error: ")
+        assert message.count("\n") == 1
+        assert words in message
+    assert (tmp_path / "there.keras").read_text() == "mine"
+
+
+CONVERT = """
+import sys, zipfile
+import keras, numpy as np
+from tfdp import checkpoint
+from tfdp.cli.main import main
+directory, output, kind = sys.argv[1:]
+def run(*arguments):
+    try:
+        main(["convert", directory, output, *arguments])
+    except SystemExit as stopped:
+        return stopped.code or 0
+class Own(keras.layers.Dense):
+    pass
+keras.utils.set_random_seed(0)
+dense = (Own if kind == "own" else keras.layers.Dense)(4, activation="relu")
+layers = [dense, keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+if kind == "functional":
+    inputs = outputs = keras.Input((3,))
+    for layer in layers:
+        outputs = layer(outputs)
+    model = keras.Model(inputs, outputs)
+else:
+    model = keras.Sequential([keras.Input((3,)), *layers])
+model.compile(keras.optimizers.AdamW(0.01, weight_decay=0.1), "mse", metrics=["mae"])
+x = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
+y = x.sum(axis=1, keepdims=True)
+model.fit(x, y, epochs=2, verbose=0)
+checkpoint.save(model, directory)
+if kind == "own":
+    keras.saving.get_custom_objects().clear()
+    print("CODE", run())
+    raise SystemExit
+assert run() == 0 and run() == 2 and run("--force") == 0
+loaded = keras.saving.load_model(output)
+assert type(loaded.optimizer) is keras.optimizers.AdamW
+pairs = zip(
+    [*model.variables, *model.optimizer.variables],
+    [*loaded.variables, *loaded.optimizer.variables],
+    strict=True,
+)
+for own, other in pairs:
+    assert own.shape == other.shape and np.array_equal(own, other), own.path
+for each in (model, loaded):
+    keras.utils.set_random_seed(1)
+    each.fit(x, y, epochs=1, verbose=0, shuffle=False)
+for own, other in zip(model.get_weights(), loaded.get_weights(), strict=True):
+    assert np.array_equal(own, other)
+print("CODE 0")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "kind",
+    ["functional", "sequential"],
+)
+def test_convert_writes_the_file_that_keras_trains_on_with(tmp_path, kind):
+    paths = (str(tmp_path / "checkpoint"), str(tmp_path / "model.keras"))
+    done = run_python("-c", CONVERT, *paths, kind, deadline_seconds=DEADLINE_SECONDS)
+    assert done.code == 0, done.output
+    assert "CODE 0" in done.output
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "model.keras"]
+
+
+@pytest.mark.processes
+def test_convert_cannot_build_a_class_of_the_users_own(tmp_path):
+    paths = (str(tmp_path / "checkpoint"), str(tmp_path / "model.keras"))
+    done = run_python("-c", CONVERT, *paths, "own", deadline_seconds=DEADLINE_SECONDS)
+    assert "CODE 2" in done.output, done.output
+    assert "The model cannot be built without its script (" in done.output
+    assert os.listdir(tmp_path) == ["checkpoint"]
+
+
+def test_an_index_says_what_it_was_written_with(tmp_path):
+    save({"x": np.zeros(2)}, tmp_path, 1)
+    index = load_index(str(tmp_path))
+    assert index.versions["tensorflow"] == tf.__version__
+    assert (tmp_path / INDEX_FILE).read_text() == to_text(index)
+
+
+def train(directory: str, *, is_saved: bool, use_strategy: bool) -> list[np.ndarray]:
+    """In a process of its own: trains and saves, or restores; the weights."""
+    import keras
+
+    import tfdp
+
+    strategy = (
+        tfdp.MultiWorkerMirroredStrategy()
+        if use_strategy
+        else tf.distribute.get_strategy()
+    )
+    keras.utils.set_random_seed(int(is_saved))
+    with strategy.scope():
+        inputs = keras.Input((6,))
+        outputs = keras.layers.Dense(3, name="dense")(inputs)
+        model = keras.Model(inputs, outputs)
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        model.optimizer.build(model.trainable_variables)
+    if is_saved:
+        x = np.random.default_rng(0).normal(size=(24, 6)).astype("float32")
+        model.fit(x, x[:, :3], batch_size=12, epochs=2, verbose=0)
+        checkpoint.save(model, directory)
+    else:
+        checkpoint.restore(model, directory)
+    return [np.asarray(v) for v in [*model.variables, *model.optimizer.variables]]
+
+
+def start(directory: object, tf_config: str | None, *, is_saved: bool) -> forks.Start:
+    return forks.Start(
+        train,
+        tf_config,
+        {
+            "directory": str(directory),
+            "is_saved": is_saved,
+            "use_strategy": tf_config is not None,
+        },
+    )
+
+
+@pytest.mark.processes
+def test_two_workers_save_what_one_device_and_three_workers_restore(tmp_path):
+    two, three = forks.cluster_configs(2), forks.cluster_configs(3)
+    saved = forks.run(
+        [start(tmp_path, config, is_saved=True) for config in two], DEADLINE_SECONDS
+    )
+    assert [answer.text for answer in saved] == [""] * 2
+    writers = {part.worker for part in load_index(str(tmp_path)).shards}
+    assert writers == {0, 1}
+    restored = forks.run(
+        [start(tmp_path, config, is_saved=False) for config in [*three, None]],
+        DEADLINE_SECONDS,
+    )
+    for answer in restored:
+        assert answer.text == ""
+        for own, other in zip(saved[0].value, answer.value, strict=True):
+            assert np.array_equal(own, other)
+
+
+@pytest.mark.processes
+def test_two_workers_without_a_shared_directory_both_say_so(tmp_path):
+    places = [tmp_path / "first", tmp_path / "second"]
+    answers = forks.run(
+        [
+            start(place, config, is_saved=True)
+            for place, config in zip(places, forks.cluster_configs(2), strict=True)
+        ],
+        DEADLINE_SECONDS,
+    )
+    assert [answer.error for answer in answers] == ["ValueError"] * 2
+    for answer in answers:
+        assert "worker 1: it does not see the folder" in answer.text

@@ -1,0 +1,409 @@
+"""Backups are kept, chosen and refused; callbacks and generators are remembered."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tfdp
+from tests.data.test_position import (
+    EPOCHS,
+    STEPS,
+    Cut,
+    PowerCut,
+    arrays,
+    assert_same,
+    build,
+    fit,
+)
+from tfdp.callbacks import BackupAndRestore
+from tfdp.checkpoint import index_file, replica_state, writer
+from tfdp.checkpoint.callback_state import from_json, to_json
+from tfdp.checkpoint.random_state import random_states, set_random_states
+from tfdp.coordination.preemption import PREEMPTED, PreemptionNotice, PreemptionWatch
+
+PLAIN = {"shuffle": False}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def cut_run(folder: Path, *callbacks: Any, step: int = 7, **options: Any) -> None:
+    """Trains until a step is saved, and is cut before the next one is."""
+    options = {"save_freq": 1} | options
+    backup = BackupAndRestore(folder, **options)
+    with pytest.raises(PowerCut):
+        fit(arrays(**PLAIN), backup, *callbacks, Cut(step + 1))
+
+
+def damage(folder: Path) -> None:
+    """Changes one byte of the data of a backup."""
+    path = next(folder.glob("data-*/*.data-00000-of-00001"))
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+def change_index(folder: Path, **content: Any) -> None:
+    """Writes an index anew, with a checksum that fits."""
+    body = json.loads((folder / "index.json").read_text())
+    body["format"] = content.pop("format", body["format"])
+    body["content"].update(content)
+    body["checksum"] = index_file._checksum(body["content"])
+    (folder / "index.json").write_text(json.dumps(body))
+
+
+def test_the_newest_backups_are_kept(tmp_path):
+    cut_run(tmp_path, keep=2)
+    assert names(tmp_path) == ["step-6", "step-7"]
+
+
+def test_backups_are_deleted_when_fit_is_through_and_nothing_else_is(tmp_path):
+    folder = tmp_path / "b"
+    cut_run(folder)
+    (folder / "notes").write_text("mine")
+    fit(arrays(**PLAIN), BackupAndRestore(folder))
+    assert names(folder) == ["notes"]
+
+
+def test_backups_that_are_not_deleted_let_a_run_that_is_over_end_at_once(tmp_path):
+    backup = BackupAndRestore(tmp_path, delete_at_end=False)
+    first = fit(arrays(**PLAIN), backup)
+    assert set(names(tmp_path)) == {f"step-{STEPS * e}" for e in (1, 2, 3)}
+    watch = Cut()
+    again = fit(arrays(**PLAIN), BackupAndRestore(tmp_path, delete_at_end=False), watch)
+    assert watch.seen == []
+    assert_same(again, first)
+    more = fit(arrays(**PLAIN), BackupAndRestore(tmp_path), epochs=EPOCHS + 1)
+    assert more[2] == list(range(EPOCHS + 1))
+
+
+def test_a_damaged_backup_is_named_and_the_one_before_is_taken(tmp_path):
+    undisturbed = fit(arrays(**PLAIN))
+    cut_run(tmp_path)
+    damage(tmp_path / "step-7")
+    watch = Cut()
+    with pytest.warns(UserWarning, match=r"'step-6', since newer ones are damaged"):
+        found = fit(arrays(**PLAIN), BackupAndRestore(tmp_path, 1), watch)
+    assert watch.seen[0] == (1, 1)
+    assert_same(found, undisturbed)
+
+
+def test_a_damaged_backup_is_set_aside_and_not_pruned_before_older_ones(tmp_path):
+    cut_run(tmp_path)
+    damage(tmp_path / "step-7")
+    with pytest.warns(UserWarning, match="damaged"):
+        cut_run(tmp_path, step=1, keep=1)
+    assert names(tmp_path) == ["step-7", "step-7.damaged"]
+
+
+def test_if_no_backup_is_whole_nothing_is_loaded_and_nothing_deleted(tmp_path):
+    cut_run(tmp_path)
+    before = names(tmp_path)
+    for name in before:
+        damage(tmp_path / name)
+    with pytest.raises(ValueError, match=r"No backup in .* is whole.*step-6: "):
+        fit(arrays(**PLAIN), BackupAndRestore(tmp_path, 1))
+    assert names(tmp_path) == before
+
+
+def test_what_a_save_left_that_did_not_end_is_no_backup(tmp_path):
+    cut_run(tmp_path, step=3)
+    os.unlink(tmp_path / "step-3" / "index.json")
+    watch = Cut()
+    fit(arrays(**PLAIN), BackupAndRestore(tmp_path, 1), watch)
+    assert watch.seen[0] == (0, 2)
+
+
+def test_a_full_disk_ends_training_and_leaves_the_backups(tmp_path, monkeypatch):
+    cut_run(tmp_path, step=2)
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "write_shards", full)
+        with pytest.raises(OSError, match="No space left"):
+            fit(arrays(**PLAIN), BackupAndRestore(tmp_path, 1))
+    assert "step-2" in names(tmp_path)
+    cut_run(tmp_path, step=1)
+    assert "step-3" in names(tmp_path)
+
+
+def test_a_directory_that_cannot_be_is_said_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    watch = Cut()
+    with pytest.raises(ValueError, match="there is a file of that name"):
+        fit(arrays(**PLAIN), BackupAndRestore(tmp_path / "file"), watch)
+    with pytest.raises(OSError, match="Not a directory"):
+        fit(arrays(**PLAIN), BackupAndRestore(tmp_path / "file" / "below"), watch)
+    assert watch.seen == []
+
+
+def test_the_directory_is_for_the_user_alone(tmp_path):
+    cut_run(tmp_path / "b")
+    assert (tmp_path / "b").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "it has format 2, and this tfdp reads 1"),
+        ({"run": None}, "it is a checkpoint, and none of a run"),
+    ],
+)
+def test_a_backup_that_is_none_or_is_newer_is_refused(change, message, tmp_path):
+    cut_run(tmp_path)
+    change_index(tmp_path / "step-7", **change)
+    with pytest.raises(ValueError, match=message):
+        fit(arrays(**PLAIN), BackupAndRestore(tmp_path, 1))
+
+
+def test_a_backup_of_a_newer_tfdp_is_refused_and_its_version_named(tmp_path):
+    cut_run(tmp_path)
+    run = index_file.load_index(str(tmp_path / "step-7")).run
+    change_index(
+        tmp_path / "step-7", run={**run, "format": 2}, versions={"tfdp": "9.1"}
+    )
+    with pytest.raises(ValueError, match=r"made by tfdp 9\.1, which is newer"):
+        fit(arrays(**PLAIN), BackupAndRestore(tmp_path, 1))
+
+
+def test_a_backup_of_another_run_or_model_is_refused(tmp_path):
+    cut_run(tmp_path)
+    with pytest.raises(ValueError, match="another run, in which `batch_size` was 4"):
+        fit(arrays(**PLAIN, batch_size=5), BackupAndRestore(tmp_path, 1))
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse", jit_compile=False)
+    with pytest.raises(ValueError, match=r"it is of another model\. '"):
+        model.fit(**arrays(**PLAIN), callbacks=[BackupAndRestore(tmp_path, 1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    with pytest.raises(ValueError, match="another run, in which `optimizer` was"):
+        model.fit(**arrays(**PLAIN), callbacks=[BackupAndRestore(tmp_path, 1)])
+    assert names(tmp_path) == ["step-5", "step-6", "step-7"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"directory": ""}, "`directory` must be the path"),
+        ({"directory": "gs://bucket/b"}, "an object store has no atomic move"),
+        ({"save_freq": "batch"}, "`save_freq` must be"),
+        ({"save_freq": 0}, "`save_freq` must be"),
+        ({"save_freq": True}, "`save_freq` must be"),
+        ({"keep": 0}, "`keep` must be"),
+    ],
+)
+def test_arguments_are_checked(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        BackupAndRestore(**({"directory": "backups"} | arguments))
+
+
+def test_two_backups_in_one_fit_are_refused(tmp_path):
+    several = [BackupAndRestore(tmp_path / name) for name in "ab"]
+    with pytest.raises(ValueError, match="Give `fit` one"):
+        fit(arrays(**PLAIN), *several)
+
+
+class Counter(keras.callbacks.Callback):
+    """A callback of the user's, with a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = np.zeros(2, "int32")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.count += (1, 2)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def test_callbacks_are_remembered(tmp_path):
+    def chosen(folder: Path) -> list[Any]:
+        callbacks = keras.callbacks
+        return [
+            Counter(),
+            callbacks.EarlyStopping("loss", patience=4, restore_best_weights=True),
+            callbacks.ReduceLROnPlateau("loss", 0.5, patience=1, min_delta=9.0),
+            # It multiplies when an epoch begins, not when it goes on.
+            callbacks.LearningRateScheduler(lambda epoch, rate: 0.9 * rate),
+            callbacks.ModelCheckpoint(str(folder / "m.keras"), "loss"),
+        ]
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    own = chosen(tmp_path / "a")
+    undisturbed = fit(arrays(**PLAIN), *own, Cut())
+    cut_run(tmp_path / "backups", *chosen(tmp_path / "b"), step=STEPS * 2 + 2)
+    again = chosen(tmp_path / "b")
+    backup = BackupAndRestore(tmp_path / "backups", 1)
+    found = fit(arrays(**PLAIN), *again, backup, Cut())
+    assert_same(found, undisturbed)
+    assert again[0].count.tolist() == own[0].count.tolist()
+    for one, other in zip(again[1:], own[1:], strict=True):
+        for name in ("best", "wait", "best_epoch", "cooldown_counter"):
+            assert getattr(one, name, None) == getattr(other, name, None), name
+
+
+def test_a_run_that_had_stopped_early_does_not_go_on(tmp_path):
+    def stopping() -> Any:
+        return keras.callbacks.EarlyStopping(
+            "loss", patience=1, min_delta=9.0, restore_best_weights=True
+        )
+
+    undisturbed = fit(arrays(**PLAIN), stopping())
+    kept = BackupAndRestore(tmp_path, delete_at_end=False)
+    fit(arrays(**PLAIN), stopping(), kept)
+    watch = Cut()
+    found = fit(arrays(**PLAIN), stopping(), BackupAndRestore(tmp_path), watch)
+    assert watch.seen == []
+    assert_same(found, undisturbed)
+
+
+def test_the_next_fit_begins_with_its_own_first_epoch(tmp_path):
+    cut_run(tmp_path)
+    model = build()
+    backup = BackupAndRestore(tmp_path, 1)
+    options = arrays(**PLAIN) | {"verbose": 0}
+    model.fit(**options, epochs=EPOCHS, callbacks=[backup])
+    assert model.fit(**options, epochs=2).epoch == [0, 1]
+
+
+def test_random_generators_go_on(tmp_path):
+    del tmp_path
+    keras.utils.set_random_seed(4)
+    keras.random.normal((2,))
+    states = json.loads(json.dumps(random_states()))
+
+    def drawn() -> list:
+        own = [random.random(), np.random.normal(), *keras.random.normal((2,)).numpy()]
+        return [float(value) for value in own]
+
+    wanted = drawn()
+    set_random_states(states)
+    assert drawn() == wanted
+
+
+def test_values_come_back_as_they_were():
+    values = {"a": [1, 2.5, None, True], 3: {"b": np.float32(0.1)}, "n": float("inf")}
+    found = from_json(json.loads(json.dumps(to_json(values))))
+    assert found == values
+    assert isinstance(found[3]["b"], np.float32)
+    array = np.arange(6, dtype="int16").reshape(2, 3)
+    np.testing.assert_array_equal(from_json(to_json(array)), array)
+    with pytest.raises(TypeError, match="must be numbers, strings"):
+        to_json(object())
+
+
+def test_a_backup_can_be_restored_as_a_checkpoint(tmp_path):
+    cut_run(tmp_path)
+    model = build()
+    tfdp.checkpoint.restore(model, tmp_path / "step-7")
+    assert int(model.optimizer.iterations) == 7
+
+
+@pytest.mark.parametrize(("merge", "total"), [("sum", 7), ("max", 4), ("min", 1)])
+def test_one_replica_takes_what_several_had_together(merge, total):
+    start = {"sum": 0, "max": -9, "min": 9}[merge]
+    variable = keras.Variable(np.full((2, 1), start, "float32"))
+    item = replica_state.PerReplicaVariable("m", variable, merge)
+    tensors = replica_state.per_replica_tensors(
+        [item], replica_state.LocalReplicas(), 3
+    )
+    assert [tensor.name for tensor in tensors] == [f"m/replica{r}" for r in range(3)]
+    for tensor, value in zip(tensors, (1, 2, 4), strict=True):
+        for shard in tensor.local_shards:
+            shard.write(np.full(2, value, "float32"))
+    assert variable.numpy().tolist() == [[total], [total]]
+
+
+def test_each_replica_takes_its_own_value_where_they_are_as_many():
+    variable = keras.Variable(np.zeros(2, "float32"))
+    item = replica_state.PerReplicaVariable("m", variable)
+    second = replica_state.LocalReplicas(first=1, num_local=1, count=3)
+    tensors = replica_state.per_replica_tensors([item], second)
+    assert [len(tensor.local_shards) for tensor in tensors] == [0, 1, 0]
+    tensors[1].local_shards[0].write(np.array([1, 2], "float32"))
+    assert tensors[1].owned_shards[0].read().tolist() == [1, 2]
+    replica_state.zero_local_values([item], second)
+    assert variable.numpy().tolist() == [0, 0]
+
+
+class Terminate(keras.callbacks.Callback):
+    """Is told at a step that the machine will be taken away."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step, self.count = step, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.count += 1
+        if self.count == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_sigterm_saves_and_exits_with_a_code_of_its_own(tmp_path, capfd):
+    undisturbed = fit(arrays(**PLAIN))
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        fit(arrays(**PLAIN), Terminate(7), BackupAndRestore(tmp_path))
+    assert ended.value.code == PREEMPTED
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "saved at step 7" in capfd.readouterr().err
+    assert "step-7" in names(tmp_path)
+    watch = Cut()
+    found = fit(arrays(**PLAIN), watch, BackupAndRestore(tmp_path))
+    assert watch.seen[0] == (1, 2)
+    assert_same(found, undisturbed)
+
+
+def test_a_notice_that_came_when_all_was_done_is_passed_on():
+    got = []
+    before = signal.signal(signal.SIGTERM, lambda *_: got.append(1))
+    try:
+        notice = PreemptionNotice()
+        notice.listen()
+        signal.raise_signal(signal.SIGTERM)
+        assert notice.is_given
+        assert not got
+        notice.stop()
+        assert got
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Pair:
+    """The group of two workers, of which the other says what it is told to."""
+
+    rank, num_workers = 0, 2
+
+    def __init__(self, other: list) -> None:
+        self.other, self.count = other, 0
+
+    def all_gather(self, topic: str, text: str = "") -> list[str]:
+        self.count += 1
+        return [text, json.dumps(self.other)]
+
+
+def test_workers_ask_each_other_for_notices_more_and_more_seldom():
+    worker_group = Pair([False, 1000.0])
+    watch = PreemptionWatch(PreemptionNotice(), worker_group)
+    watch._rate = lambda step: 1000.0
+    assert not any(watch.is_given(step) for step in range(1, 1001))
+    assert worker_group.count <= 12
+    worker_group.other = [True, 1000.0]
+    assert watch.is_given(1001, must_ask=True)

@@ -1,0 +1,169 @@
+"""A run that was killed goes on exactly; what is damaged or foreign is named."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.checkpoint import interrupted_fit
+from tests.harness.interrupted import Layout, Result, run
+from tests.harness.tiers import full
+from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
+
+ONE_PROCESS, TWO_WORKERS, TWO_BY_TWO = Layout(1, 2), Layout(2, 1), Layout(2, 2)
+KILLED = -signal.SIGKILL
+
+
+def train(layout: Layout, folder: Path, **arguments) -> Result:
+    return run(layout, interrupted_fit.fit, folder, arguments)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Callable[..., Result]:
+    """Trains without a backup and without a disturbance, once for all tests."""
+    known: dict[str, Result] = {}
+
+    def once(layout: Layout, **arguments) -> Result:
+        key = f"{layout} {sorted(arguments.items())}"
+        if key not in known:
+            known[key] = train(layout, tmp_path_factory.mktemp("run"), **arguments)
+        return known[key]
+
+    return once
+
+
+def assert_same(found: Result, wanted: Result) -> None:
+    """Bit for bit: weights, history, epochs."""
+    assert found.weights is not None, found.output[-3000:]
+    assert wanted.weights is not None, wanted.output[-3000:]
+    assert found.epochs == wanted.epochs
+    assert found.history == wanted.history
+    for name, value in wanted.weights.items():
+        np.testing.assert_array_equal(found.weights[name], value)
+
+
+def killed_and_resumed(layout: Layout, folder: Path, seed: int, **arguments) -> Result:
+    """Kills a drawn worker at a drawn step, and starts all again."""
+    draw = random.Random(f"{seed} {layout.name}")
+    directory = str(folder / "backups")
+    step = draw.randrange(4, 4 * interrupted_fit.STEPS_PER_EPOCH)
+    rank = draw.randrange(layout.num_workers)
+    kill = {"step": step, "at": rank, "number": int(signal.SIGKILL)}
+    first = train(layout, folder, directory=directory, kill=kill, **arguments)
+    assert first.codes[rank] == KILLED, first.output[-3000:]
+    assert first.weights is None
+    return train(layout, folder, directory=directory, **arguments)
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
+
+def test_a_killed_run_ends_bit_for_bit_as_one_that_was_not(undisturbed, tmp_path):
+    found = killed_and_resumed(TWO_WORKERS, tmp_path, seed=1, save_freq=3)
+    assert_same(found, undisturbed(TWO_WORKERS))
+    assert not (tmp_path / "backups").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("data", ["dataset", "arrays"])
+@pytest.mark.parametrize(
+    "layout", [ONE_PROCESS, TWO_WORKERS, TWO_BY_TWO], ids=lambda x: x.name
+)
+def test_a_killed_run_goes_on_exactly_wherever_it_was_killed(
+    layout, data, seed, undisturbed, tmp_path
+):
+    save_freq = ("epoch", 1, 3, 7, 2, 5)[seed]
+    found = killed_and_resumed(layout, tmp_path, seed, save_freq=save_freq, data=data)
+    assert_same(found, undisturbed(layout, data=data))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [ONE_PROCESS, TWO_WORKERS], ids=lambda x: x.name)
+def test_accumulated_gradients_that_are_sharded_go_on_too(
+    layout, undisturbed, tmp_path
+):
+    found = killed_and_resumed(layout, tmp_path, seed=2, save_freq=1, stage=2)
+    assert_same(found, undisturbed(layout, stage=2))
+
+
+def test_a_run_goes_on_on_another_number_of_replicas_as_one_device_would(
+    undisturbed, tmp_path
+):
+    check_on_other_replicas(Layout(2, 1), undisturbed, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("after", [Layout(1, 3), Layout(1, 1)], ids=lambda x: x.name)
+def test_a_run_goes_on_on_any_number_of_replicas(after, undisturbed, tmp_path):
+    check_on_other_replicas(after, undisturbed, tmp_path)
+
+
+def check_on_other_replicas(after: Layout, undisturbed: Callable, tmp_path) -> None:
+    options = {"everything": False, "epochs": 21, "learning_rate": 0.01}
+    directory = str(tmp_path / "backups")
+    # Between two epochs and between the micro-batches of an update.
+    kill = {"step": 8, "at": 0, "number": int(signal.SIGKILL)}
+    train(
+        Layout(1, 4), tmp_path, directory=directory, save_freq=7, kill=kill, **options
+    )
+    found = train(after, tmp_path, directory=directory, save_freq=1000, **options)
+    wanted = undisturbed(Layout(1, 1), **options)
+    assert found.weights is not None, found.output[-3000:]
+    assert found.epochs == wanted.epochs
+    for name, value in wanted.weights.items():
+        error = np.abs(found.weights[name] - value).max()
+        assert error <= 1e-5 * max(np.abs(value).max(), 1e-3), (name, error)
+    for name, values in wanted.history.items():
+        np.testing.assert_allclose(found.history[name], values, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.full
+def test_a_crash_between_the_parts_and_the_index_leaves_the_backup_before(
+    undisturbed, tmp_path
+):
+    directory = str(tmp_path / "backups")
+    options = {"directory": directory, "save_freq": 3}
+    crashed = train(TWO_WORKERS, tmp_path, crash_in_save=3, **options)
+    assert crashed.codes[0] == KILLED
+    assert len(list((tmp_path / "backups").glob("step-*/index.json"))) == 2
+    assert len(list((tmp_path / "backups").glob("step-*"))) == 3
+    assert_same(train(TWO_WORKERS, tmp_path, **options), undisturbed(TWO_WORKERS))
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, full(SAVE_SIGNAL)], ids=["term", "save"]
+)
+def test_a_preempted_worker_lets_all_save_and_exit_with_a_code_of_its_own(
+    number, undisturbed, tmp_path
+):
+    options = {"directory": str(tmp_path / "backups"), "save_freq": 1000}
+    kill = {"step": 6, "at": 1, "number": int(number)}
+    first = train(TWO_WORKERS, tmp_path, kill=kill, **options)
+    assert first.codes == (PREEMPTED, PREEMPTED), first.output[-3000:]
+    assert "the same command goes on" in first.output
+    assert_same(train(TWO_WORKERS, tmp_path, **options), undisturbed(TWO_WORKERS))
+
+
+def test_every_worker_raises_what_is_wrong_with_the_directory(tmp_path):
+    options = {"everything": False, "epochs": 1}
+    file = tmp_path / "file"
+    file.write_text("")
+    blocked = train(TWO_WORKERS, tmp_path, directory=str(file / "below"), **options)
+    assert [answer["error"] for answer in blocked.answers] == ["OSError"] * 2
+    assert not any(answer.get("history") for answer in blocked.answers)
+
+
+@pytest.mark.full
+def test_every_worker_refuses_a_backup_of_another_model(tmp_path):
+    options = {"directory": str(tmp_path / "backups"), "everything": False}
+    train(ONE_PROCESS, tmp_path, epochs=1, delete_at_end=False, **options)
+    other = train(TWO_WORKERS, tmp_path, units=7, **options)
+    assert [answer["error"] for answer in other.answers] == ["ValueError"] * 2
+    for answer in other.answers:
+        assert "it is of another model" in answer["text"]

@@ -1,0 +1,222 @@
+"""`tfdp doctor`: one run with TensorFlow, the rest without."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from tfdp.cli import doctor
+from tfdp.cli.doctor import describe_unevenness, draw_topology, port_states
+from tfdp.cluster import Cluster, topology_of
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DEADLINE_SECONDS = 120
+
+
+def run_doctor(**environ):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
+    if "TF_CONFIG" not in environ:
+        environment.pop("TF_CONFIG", None)
+    return subprocess.run(
+        [sys.executable, "-m", "tfdp", "doctor"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+    )
+
+
+def drawing_of(cluster, devices, states, **overrides):
+    topology = topology_of(
+        cluster.hosts, len(devices), resolve=lambda host: [], **overrides
+    )
+    console = Console(file=io.StringIO(), width=200)
+    console.print(draw_topology(cluster, devices, states, topology))
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+@pytest.fixture
+def taken_port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.processes
+def test_doctor_shows_versions_devices_nccl_cluster_ports_and_a_warning(
+    taken_port, free_port
+):
+    config = {
+        "cluster": {
+            "worker": [f"127.0.0.1:{taken_port}", f"127.0.0.1:{free_port}"],
+            "evaluator": ["elsewhere:1"],
+        },
+        "task": {"type": "worker", "index": 1},
+        "tfdp": {"devices_per_worker": 2},
+    }
+    # No GPU, whatever the machine has: what is printed is then known.
+    result = run_doctor(TF_CONFIG=json.dumps(config), CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 0, result.stderr
+    output = result.stdout
+    for name in ("python", "tfdp", "tensorflow", "keras", "numpy"):
+        assert f"\n  {name} " in output
+    assert f"{sys.version_info.major}.{sys.version_info.minor}." in output
+    for line in (
+        "  physical    CPU:0",
+        "  logical     CPU:0",
+        "  from TF_CONFIG; this process is worker 1 of 2",
+        "1 nodes, 2 workers, 4 replicas",
+        "node 0  127.0.0.1",
+        f"worker 0 (chief)  127.0.0.1:{taken_port}  answers",
+        f"worker 1  127.0.0.1:{free_port}  this task, port free",
+        "replica 3  CPU:1  local rank 3",
+        "evaluator  elsewhere:1  takes no part in training",
+        "listens on all interfaces",
+        "trusted network only",
+    ):
+        assert line in output, output
+    assert "uneven" not in output
+    nccl = output.split("\nNCCL\n")[1].splitlines()[0]
+    assert nccl.startswith("  not available: ")
+
+
+@pytest.mark.parametrize("text", ["{x", '{"cluster": {"worker": ["a:1"]}}'])
+def test_a_bad_tf_config_gets_one_sentence_and_code_2_at_once(text):
+    start = time.monotonic()
+    result = run_doctor(TF_CONFIG=text)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("tfdp: error: ")
+    assert result.stderr.count("\n") == 1
+    assert "Received: " in result.stderr
+    assert time.monotonic() - start < 10
+
+
+def test_doctor_without_tensorflow_says_so_and_exits_with_1(tmp_path):
+    (tmp_path / "tensorflow.py").write_text("raise ImportError('libfoo is missing')")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    result = run_doctor(PYTHONPATH=path)
+    assert result.returncode == 1
+    assert "ImportError: libfoo is missing" in result.stdout
+    assert "this is a single machine" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_workers_on_one_host_are_drawn_under_one_node():
+    cluster = Cluster(("a:1", "b:1", "a:2"), has_chief=True)
+    states = ["s0", "s1", "s2"]
+    assert drawing_of(cluster, ["GPU:0", "GPU:1"], states) == [
+        "2 nodes, 3 workers, 6 replicas, numbered by global rank",
+        "├── node 0  a",
+        "│   ├── worker 0 (chief)  a:1  s0",
+        "│   │   ├── replica 0  GPU:0  local rank 0",
+        "│   │   └── replica 1  GPU:1  local rank 1",
+        "│   └── worker 2  a:2  s2",
+        "│       ├── replica 4  GPU:0  local rank 2",
+        "│       └── replica 5  GPU:1  local rank 3",
+        "└── node 1  b",
+        "    └── worker 1  b:1  s1",
+        "        ├── replica 2  GPU:0  local rank 0",
+        "        └── replica 3  GPU:1  local rank 1",
+    ]
+
+
+def test_a_node_is_drawn_with_all_its_hosts_and_a_split_worker_on_each_node():
+    cluster = Cluster(("a:1", "b:1"))
+    devices, states = ["CPU:0", "CPU:1"], ["s0", "s1"]
+    merged = drawing_of(cluster, devices, states, nodes=["x", "x"])
+    assert merged[1] == "└── node 0  a, b"
+    assert drawing_of(cluster, devices, states, node_size=1)[-6:] == [
+        "├── node 2  b",
+        "│   └── worker 1  b:1  s1",
+        "│       └── replica 2  CPU:0  local rank 0",
+        "└── node 3  b",
+        "    └── worker 1  b:1  s1",
+        "        └── replica 3  CPU:1  local rank 0",
+    ]
+
+
+def test_uneven_nodes_are_said_to_fall_back_to_flat_algorithms():
+    assert describe_unevenness(topology_of(["a"] * 2, 2)) is None
+    uneven = topology_of(["a", "b", "b"], 2, nodes=["a", "b", "b"])
+    assert describe_unevenness(uneven) == (
+        "The nodes are uneven, with 2, 4 replicas: hierarchical algorithms fall back "
+        "to flat ones."
+    )
+
+
+def test_doctor_says_when_nodes_are_uneven(monkeypatch):
+    monkeypatch.setattr(doctor, "port_states", lambda cluster: ["s0", "s1", "s2"])
+    console = Console(file=io.StringIO(), width=200)
+    cluster = Cluster(("10.0.0.1:1", "10.0.0.2:1", "10.0.0.2:2"))
+    doctor._show_cluster(console, cluster, ["CPU:0"])
+    assert "  The nodes are uneven, with 1, 2 replicas: " in console.file.getvalue()
+
+
+def test_an_address_in_brackets_is_not_taken_for_markup():
+    cluster = Cluster(("[fe80::1]:1",))
+    assert (
+        "worker 0 (chief)  [fe80::1]:1  s" in drawing_of(cluster, ["CPU:0"], ["s"])[2]
+    )
+
+
+def test_port_states_tell_own_from_others(taken_port, free_port):
+    silent = Cluster((f"127.0.0.1:{taken_port}", f"127.0.0.1:{free_port}"))
+    own, other = port_states(silent, timeout_seconds=0.2)
+    assert own.startswith("this task, port taken")
+    assert other == "does not answer"
+    evaluator = Cluster((f"127.0.0.1:{taken_port}",), "evaluator")
+    assert port_states(evaluator, timeout_seconds=5) == ["answers"]
+
+
+class FakeTensorFlow:
+    """What `_describe_nccl` asks of TensorFlow."""
+
+    def __init__(self, has_cuda):
+        self.test = self.sysconfig = self
+        self.is_built_with_cuda = lambda: has_cuda
+        self.get_build_info = lambda: {"cuda_version": "12.5"} if has_cuda else {}
+
+
+@pytest.mark.parametrize(
+    ("has_cuda", "num_gpus", "words"),
+    [
+        (False, 0, "not available: this TensorFlow is built without CUDA"),
+        (True, 0, "sees no GPU"),
+        (True, 2, "available: built with CUDA 12.5, 2 GPUs"),
+    ],
+)
+def test_nccl_is_described_plainly(has_cuda, num_gpus, words):
+    assert words in doctor._describe_nccl(FakeTensorFlow(has_cuda), num_gpus)
+
+
+def test_slurm_is_named_as_the_source_of_the_cluster(tmp_path):
+    (tmp_path / "tensorflow.py").write_text("raise ImportError('not needed')")
+    result = run_doctor(
+        PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]),
+        SLURM_JOB_ID="7",
+        SLURM_STEP_ID="0",
+        SLURM_STEP_NUM_TASKS="2",
+        SLURM_STEP_NODELIST="localhost",
+        SLURM_STEP_TASKS_PER_NODE="2",
+        SLURM_PROCID="1",
+        SLURM_NODEID="0",
+        SLURM_LOCALID="1",
+    )
+    assert "from Slurm; this process is worker 1 of 2" in result.stdout

@@ -1,0 +1,895 @@
+"""`tfdp run`: real workers, real signals; no TensorFlow, so each test is short."""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import io
+import json
+import os
+import pathlib
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+
+import psutil
+import pytest
+
+from tfdp.cli import launch, worker
+from tfdp.cli.screen import LineReader, Screen
+from tfdp.cluster import Cluster, local_ports
+from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
+
+pytestmark = pytest.mark.processes
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DEADLINE_SECONDS = 60
+# The grace of 5 seconds, and room for a slow machine.
+STOPS_WITHIN_SECONDS = 15
+MARK = "TFDP_TEST_MARK"
+
+# What the scripts of these tests begin with.
+PRELUDE = """
+import json, os, pathlib, signal, subprocess, sys, time
+CONFIG = json.loads(os.environ["TF_CONFIG"])
+RANK = CONFIG["task"]["index"]
+def wait_for(path):
+    while not pathlib.Path(path).exists():
+        time.sleep(0.01)
+"""
+SLEEP = "import time; time.sleep(600)"
+IGNORE_SIGNALS = """
+for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(signum, signal.SIG_IGN)
+"""
+# A worker that ignores signals, and children that do not: one that left its
+# session, and one that has lost its TF_CONFIG.
+STUBBORN = (
+    IGNORE_SIGNALS
+    + f"""
+subprocess.Popen([sys.executable, "-c", {SLEEP!r}])
+subprocess.Popen([sys.executable, "-c", {SLEEP!r}], start_new_session=True)
+subprocess.Popen(
+    [sys.executable, "-c", {SLEEP!r}], env={{"{MARK}": os.environ["{MARK}"]}}
+)
+pathlib.Path(f"ready-{{RANK}}").touch()
+print("ready")
+time.sleep(600)
+"""
+)
+
+
+class Launcher:
+    """Runs `tfdp run` in a folder, and leaves no process when the test ends."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            MARK: self.mark,
+        }
+        for name in ("TF_CONFIG", "OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"):
+            self.environment.pop(name, None)
+
+    def script(self, body: str, name: str = "script.py") -> None:
+        (self.folder / name).write_text(PRELUDE + textwrap.dedent(body), "utf-8")
+
+    def start(self, *arguments: str, **options) -> subprocess.Popen:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tfdp", "run", *arguments],
+            **{
+                "cwd": self.folder,
+                "env": self.environment,
+                "stdin": subprocess.DEVNULL,
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.STDOUT,
+                "text": True,
+                "start_new_session": True,
+                **options,
+            },
+        )
+
+    def run(self, *arguments: str, **options) -> subprocess.CompletedProcess:
+        process = self.start(*arguments, **options)
+        output, errors = process.communicate(timeout=DEADLINE_SECONDS)
+        return subprocess.CompletedProcess(
+            process.args, process.returncode, output, errors
+        )
+
+    def wait_for(self, *names: str) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not all((self.folder / name).exists() for name in names):
+            assert time.monotonic() < deadline, f"none of {names} appeared"
+            time.sleep(0.02)
+
+    def processes(self) -> list[psutil.Process]:
+        """All that was started here and still runs, the launcher too."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                running = process.status() != psutil.STATUS_ZOMBIE
+                if running and process.environ().get(MARK) == self.mark:
+                    found.append(process)
+        return found
+
+    def assert_nothing_is_left(self, within_seconds: float = 0.0) -> None:
+        deadline = time.monotonic() + within_seconds
+        while left := self.processes():
+            # No command line here: to ask a process that just ended raises.
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        while left := self.processes():
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def launcher(tmp_path) -> collections.abc.Iterator[Launcher]:
+    launcher = Launcher(tmp_path)
+    yield launcher
+    launcher.close()
+
+
+def lines_of(output: str, rank: int) -> list[str]:
+    prefix = f"[worker {rank}] "
+    return [line[len(prefix) :] for line in output.splitlines() if prefix in line]
+
+
+def logs_of(folder: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(folder.glob("tfdp-logs/*/worker-*.log"))
+
+
+def test_each_worker_gets_the_same_cluster_and_its_own_task(launcher):
+    launcher.script("print(json.dumps(CONFIG))")
+    result = launcher.run("-n", "3", "script.py")
+    assert result.returncode == 0, result.stdout
+    configs = [json.loads(lines_of(result.stdout, rank)[0]) for rank in range(3)]
+    assert [config["task"] for config in configs] == [
+        {"type": "worker", "index": rank} for rank in range(3)
+    ]
+    addresses = configs[0]["cluster"]["worker"]
+    assert all(config["cluster"] == {"worker": addresses} for config in configs)
+    assert len(set(addresses)) == 3
+    assert all(address.startswith("127.0.0.1:") for address in addresses)
+    assert all(
+        Cluster.from_tf_config(json.dumps(config)).devices_per_worker is None
+        for config in configs
+    )
+
+
+@pytest.mark.parametrize("option", ["-D", "--devices-per-worker"])
+def test_devices_per_worker_travel_in_tf_config(launcher, option):
+    launcher.script("print(CONFIG['tfdp']['devices_per_worker'])")
+    result = launcher.run("-n", "2", option, "3", "script.py")
+    assert lines_of(result.stdout, 0) == lines_of(result.stdout, 1) == ["3"]
+
+
+def test_rebalance_travels_in_tf_config_and_says_where_it_has_no_effect(launcher):
+    launcher.script("print(CONFIG['tfdp'].get('rebalance'))")
+    for arguments, expected in ((["--rebalance"], "True"), ([], "None")):
+        result = launcher.run("-n", "2", *arguments, "script.py")
+        assert lines_of(result.stdout, 0) == lines_of(result.stdout, 1) == [expected]
+        assert "no effect" not in result.stdout
+    result = launcher.run("-n", "1", "--rebalance", "script.py")
+    assert result.returncode == 0
+    assert "--rebalance has no effect with one worker" in result.stdout
+
+
+def test_cores_are_divided_among_workers(launcher):
+    launcher.script(
+        "print(os.environ['TF_NUM_INTRAOP_THREADS'], os.environ['OMP_NUM_THREADS'])"
+    )
+    result = launcher.run("-n", "2", "script.py")
+    share = max(1, launch.num_cores() // 2)
+    assert lines_of(result.stdout, 1) == [f"{share} {share}"]
+
+
+def test_the_users_own_number_of_threads_stands(launcher):
+    launcher.environment["OMP_NUM_THREADS"] = "7"
+    launcher.script("print(os.environ['OMP_NUM_THREADS'])")
+    assert lines_of(launcher.run("-n", "2", "script.py").stdout, 0) == ["7"]
+
+
+def gpus_of(slot: int, environ: dict, count: int = 2, num_workers: int = 2):
+    workers = tuple(f"127.0.0.1:{port}" for port in range(1, num_workers + 1))
+    place = launch.Slot(slot, count)
+    environment = launch.worker_environment(Cluster(workers), place, "job", environ)
+    return environment.get("CUDA_VISIBLE_DEVICES")
+
+
+def test_gpus_are_shared_out_among_workers():
+    chosen = {"CUDA_VISIBLE_DEVICES": "4,5, 6,7"}
+    assert [gpus_of(rank, chosen) for rank in range(2)] == ["4,5", "6,7"]
+    assert gpus_of(1, chosen, count=3) == "5"
+    assert gpus_of(0, chosen, count=1) == "4,5, 6,7"
+    assert gpus_of(0, {"CUDA_VISIBLE_DEVICES": ""}) == ""
+    assert gpus_of(1, {"CUDA_VISIBLE_DEVICES": "0"}) == "0"
+
+
+def test_who_is_left_out_takes_its_gpus_along():
+    chosen = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    # Of four slots that with GPU 1 is left out, or all but that with GPU 3.
+    left = [gpus_of(slot, chosen, 4, num_workers=3) for slot in (0, 2, 3)]
+    assert left == ["0", "2", "3"]
+    assert gpus_of(3, chosen, 4, num_workers=1) == "3"
+
+
+def test_output_is_unbuffered_prefixed_and_logged_for_each_worker(launcher):
+    launcher.script(
+        """
+        print("to stdout of", RANK)
+        print("to stderr of", RANK, file=sys.stderr)
+        print("bytes \\x1b[31mred\\x1b[0m ✓")
+        print()
+        print("no end of line", end="")
+        """
+    )
+    result = launcher.run("-n", "2", "script.py", stderr=subprocess.PIPE)
+    assert result.returncode == 0
+    for rank in range(2):
+        expected = [
+            f"to stdout of {rank}",
+            f"to stderr of {rank}",
+            "bytes red ✓",
+            "no end of line",
+        ]
+        assert lines_of(result.stdout, rank) == expected
+        log = logs_of(launcher.folder)[rank].read_text("utf-8")
+        assert log.splitlines() == [*expected[:3], "", expected[3]]
+    assert "tfdp-logs" in result.stderr
+
+
+def test_lines_come_while_the_worker_still_runs(launcher):
+    launcher.script("print('early'); wait_for('go')")
+    process = launcher.start("-n", "1", "script.py", stderr=subprocess.DEVNULL)
+    assert process.stdout.readline() == "[worker 0] early\n"
+    assert process.poll() is None
+    (launcher.folder / "go").touch()
+    assert process.wait(DEADLINE_SECONDS) == 0
+
+
+def test_a_progress_bar_becomes_one_line_in_a_file(launcher):
+    launcher.script(
+        """
+        for step in range(1, 4):
+            print("\\b" * 9 + f"\\r\\x1b[1m{step}/3\\x1b[0m", end="", flush=True)
+            time.sleep(0.05)
+        print()
+        print("done")
+        """
+    )
+    result = launcher.run("-n", "1", "script.py")
+    assert lines_of(result.stdout, 0) == ["3/3", "done"]
+    assert logs_of(launcher.folder)[0].read_text("utf-8") == "3/3\ndone\n"
+
+
+def read_terminal(fd: int, until: bytes) -> bytes:
+    """Reads what appears on a terminal until it matches the pattern."""
+    data = b""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not re.search(until, data, re.DOTALL):
+        assert time.monotonic() < deadline, data
+        if select.select([fd], [], [], 0.1)[0]:
+            data += os.read(fd, 4096)
+    return data
+
+
+def test_a_progress_bar_moves_on_a_terminal_below_the_lines_of_others(launcher):
+    launcher.environment |= {"TERM": "xterm-256color", "COLUMNS": "40"}
+    launcher.script(
+        """
+        if RANK == 1:
+            wait_for("drawn")
+            print("a line", end="", flush=True)
+            time.sleep(0.3)
+            print()
+            sys.exit()
+        print("\\r\\x1b[32m1/2\\x1b[0m " + "x" * 100, end="", flush=True)
+        wait_for("drawn again")
+        print("\\r2/2", end="", flush=True)
+        wait_for("end")
+        print()
+        """
+    )
+    master, slave = pty.openpty()
+    process = launcher.start("-n", "2", "script.py", stdout=slave, stderr=slave)
+    os.close(slave)
+    drawn = read_terminal(master, rb"\[worker 0\][^\n]*1/2")
+    (launcher.folder / "drawn").touch()
+    # The bar is taken away, the line printed, and the bar drawn again, though
+    # the line comes in two pieces, of which the first looks like a bar too.
+    drawn += read_terminal(
+        master, rb"\r\x1b\[2K[^\n]*\[worker 1\][^\n]*a line\r\n[^\n]*1/2"
+    )
+    (launcher.folder / "drawn again").touch()
+    drawn += read_terminal(master, rb"\r\x1b\[2K[^\n]*\[worker 0\][^\n]*2/2")
+    (launcher.folder / "end").touch()
+    assert process.wait(DEADLINE_SECONDS) == 0
+    os.close(master)
+    # A bar wider than the screen is cut, for it could not be erased.
+    assert b"x" * 10 in drawn
+    assert b"x" * 40 not in drawn
+
+
+def test_force_color_makes_no_terminal_of_a_pipe(launcher):
+    launcher.environment["FORCE_COLOR"] = "1"
+    launcher.script("print('\\r1/2', end=''); print('\\r2/2')")
+    result = launcher.run("-n", "1", "script.py", stderr=subprocess.DEVNULL)
+    assert result.stdout == "[worker 0] 2/2\n"
+
+
+def test_a_full_line_is_read_from_pieces_of_characters_and_returns():
+    reader = LineReader()
+    text = "10/10 ━━ é\r\nnext".encode()
+    lines = [line for byte in text for line in reader.feed(bytes([byte]))]
+    assert lines == ["10/10 ━━ é"]
+    assert reader.unfinished == "next"
+    assert reader.close() == ["next"]
+
+
+def test_a_line_without_end_does_not_fill_the_memory():
+    reader = LineReader()
+    for _ in range(100):
+        reader.feed(b"x" * 4096)
+    assert len(reader.unfinished) < 100_000
+    for step in range(10_000):
+        reader.feed(b"\r%d " % step + b"x" * 100)
+    assert len(reader._pending) < 1000
+
+
+def test_a_bar_is_shown_now_and_then_in_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker, "_SNAPSHOT_SECONDS", 0.0)
+    code = "import sys; sys.stdout.write('1/9'); sys.stdout.flush()"
+    process = worker.Worker(
+        0, [sys.executable, "-c", code], dict(os.environ), tmp_path / "log"
+    )
+    output = io.StringIO()
+    screen = Screen(output)
+    while process.is_running:
+        process.poll()
+        process.read()
+    text = process.snapshot()
+    screen.snapshot(0, text)
+    process.close()
+    assert text == "1/9"
+    assert (tmp_path / "log").read_text("utf-8") == "1/9\n"
+    assert output.getvalue() == "[worker 0] 1/9\n"
+
+
+def test_the_failing_workers_last_lines_come_first_and_the_others_are_stopped(
+    launcher,
+):
+    # Worker 0 notices the end of worker 1, as a closed connection would tell
+    # it, says a lot about that, and does not stop when asked.
+    os.mkfifo(launcher.folder / "connection")
+    launcher.script(
+        IGNORE_SIGNALS
+        + """
+if RANK == 0:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    with open("connection") as connection:
+        connection.read()
+    while True:
+        time.sleep(0.02)
+        print("peer lost")
+connection = open("connection", "w")
+for number in range(100):
+    print("line", number)
+print("the reason", file=sys.stderr)
+sys.exit(7)
+"""
+    )
+    start = time.monotonic()
+    result = launcher.run("-n", "2", "script.py")
+    assert time.monotonic() - start < STOPS_WITHIN_SECONDS
+    assert result.returncode == 7
+    launcher.assert_nothing_is_left()
+    output = result.stdout.splitlines()
+    heading = output.index("tfdp: worker 1 failed with exit code 7. Its last lines:")
+    expected = [f"line {number}" for number in range(81, 100)] + ["the reason"]
+    assert output[heading + 1 : heading + 22] == [
+        *(f"[worker 1] {line}" for line in expected),
+        "",
+    ]
+    assert output.index("[worker 0] peer lost") > heading
+    assert "worker 1 failed with exit code 7" in output[-1]
+    assert logs_of(launcher.folder)[1].name in output[-1]
+
+
+def test_a_worker_killed_by_a_signal_gives_128_plus_its_number(launcher):
+    launcher.script("if RANK == 1: os.kill(os.getpid(), signal.SIGKILL)\nwait_for('x')")
+    result = launcher.run("-n", "2", "script.py")
+    assert result.returncode == 128 + signal.SIGKILL
+    assert "worker 1 was killed by SIGKILL" in result.stdout
+    launcher.assert_nothing_is_left()
+
+
+def test_the_first_failure_decides_the_exit_code(launcher):
+    launcher.script(
+        """
+        def stop(*_):
+            sys.exit(9)
+        signal.signal(signal.SIGTERM, stop)
+        pathlib.Path(f"ready-{RANK}").touch()
+        wait_for("ready-0")
+        if RANK == 1:
+            sys.exit(5)
+        time.sleep(600)
+        """
+    )
+    result = launcher.run("-n", "2", "script.py")
+    assert result.returncode == 5
+    assert result.stdout.count("Its last lines:") == 1
+
+
+def test_workers_that_were_preempted_are_no_failure_and_their_code_is_passed_on(
+    launcher,
+):
+    launcher.script(
+        """
+        pathlib.Path(f"ready-{RANK}").touch()
+        wait_for("ready-0")
+        wait_for("ready-1")
+        if RANK == 0:
+            time.sleep(1)
+            print("ends by itself")
+        sys.exit(75)
+        """
+    )
+    result = launcher.run("-n", "2", "script.py")
+    assert result.returncode == PREEMPTED == 75
+    assert "ends by itself" in result.stdout
+    assert "was preempted and has saved its training (exit code 75)" in result.stdout
+    assert "failed" not in result.stdout
+
+
+def test_a_launcher_that_is_preempted_tells_its_workers_and_passes_their_code_on(
+    launcher,
+):
+    launcher.script(
+        """
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+        pathlib.Path(f"ready-{RANK}").touch()
+        time.sleep(600)
+        """
+    )
+    process = launcher.start("-n", "2", "script.py")
+    launcher.wait_for("ready-0", "ready-1")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == PREEMPTED
+    assert "training was preempted and is saved" in output
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+)
+def test_a_signal_to_the_launcher_leaves_no_process(launcher, signum, code):
+    launcher.script(STUBBORN)
+    process = launcher.start("-n", "2", "--grace", "0.5", "script.py")
+    launcher.wait_for("ready-0", "ready-1")
+    assert len(launcher.processes()) >= 8
+    process.send_signal(signum)
+    assert process.wait(STOPS_WITHIN_SECONDS) == code
+    launcher.assert_nothing_is_left()
+
+
+def test_a_worker_may_save_its_work_when_asked_to_stop(launcher):
+    launcher.script(
+        """
+        def save(*_):
+            time.sleep(1)
+            print("saved")
+            sys.exit()
+        signal.signal(signal.SIGTERM, save)
+        pathlib.Path(f"ready-{RANK}").touch()
+        time.sleep(600)
+        """
+    )
+    process = launcher.start("-n", "2", "script.py")
+    launcher.wait_for("ready-0", "ready-1")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert lines_of(output, 0) == lines_of(output, 1) == ["saved"]
+    assert process.returncode == 143
+
+
+def test_ctrl_c_raises_keyboard_interrupt_in_the_workers(launcher):
+    launcher.script(
+        """
+        try:
+            pathlib.Path(f"ready-{RANK}").touch()
+            time.sleep(600)
+        except KeyboardInterrupt:
+            print("interrupted")
+        """
+    )
+    process = launcher.start("-n", "2", "script.py")
+    launcher.wait_for("ready-0", "ready-1")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert lines_of(output, 0) == lines_of(output, 1) == ["interrupted"]
+    assert process.returncode == 130
+    assert "Traceback" not in output
+
+
+def test_a_second_ctrl_c_kills_at_once(launcher):
+    launcher.script(STUBBORN)
+    process = launcher.start("-n", "2", "--grace", "600", "script.py")
+    launcher.wait_for("ready-0", "ready-1")
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.0)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(STOPS_WITHIN_SECONDS) == 130
+    launcher.assert_nothing_is_left()
+
+
+def test_ctrl_c_while_the_workers_start_leaves_no_process(launcher):
+    launcher.script("time.sleep(600)")
+    for delay in (0.1, 0.2, 0.3, 0.4):
+        process = launcher.start("-n", "3", "script.py")
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(STOPS_WITHIN_SECONDS) in (130, -signal.SIGINT)
+        launcher.assert_nothing_is_left(within_seconds=2)
+
+
+def test_a_launcher_killed_outright_takes_its_workers_along(launcher):
+    launcher.script(STUBBORN)
+    process = launcher.start("-n", "2", "script.py")
+    launcher.wait_for("ready-0", "ready-1")
+    process.kill()
+    process.wait(DEADLINE_SECONDS)
+    launcher.assert_nothing_is_left(within_seconds=5)
+
+
+def test_a_job_past_its_timeout_is_stopped_with_code_124(launcher):
+    launcher.script(STUBBORN)
+    start = time.monotonic()
+    result = launcher.run("-n", "2", "--timeout", "2", "--grace", "0.5", "script.py")
+    assert result.returncode == 124
+    assert 2 < time.monotonic() - start < STOPS_WITHIN_SECONDS
+    assert "--timeout 2 s" in result.stdout
+    launcher.assert_nothing_is_left()
+
+
+def test_what_a_worker_leaves_behind_neither_holds_up_the_job_nor_stays(launcher):
+    # The child keeps the pipe of its worker open, and goes on writing to it.
+    code = "while True: print('still here', flush=True)"
+    launcher.script(
+        f"subprocess.Popen([sys.executable, '-c', {code!r}]); time.sleep(0.5)"
+    )
+    start = time.monotonic()
+    result = launcher.run("-n", "2", "script.py")
+    assert result.returncode == 0
+    assert time.monotonic() - start < STOPS_WITHIN_SECONDS
+    launcher.assert_nothing_is_left()
+
+
+def test_children_of_a_dead_worker_are_found_by_session_and_by_environment(launcher):
+    launcher.script(
+        f"""
+        subprocess.Popen(
+            [sys.executable, "-c", {SLEEP!r}],
+            env={{"{MARK}": os.environ["{MARK}"]}},
+        )
+        subprocess.Popen([sys.executable, "-c", {SLEEP!r}], start_new_session=True)
+        sys.exit(3)
+        """
+    )
+    assert launcher.run("-n", "2", "script.py").returncode == 3
+    launcher.assert_nothing_is_left()
+
+
+def test_each_worker_has_a_session_of_its_own_so_that_ctrl_c_comes_once(launcher):
+    launcher.script("print(os.getsid(0) == os.getpgid(0) == os.getpid())")
+    result = launcher.run("-n", "2", "script.py")
+    assert lines_of(result.stdout, 0) == lines_of(result.stdout, 1) == ["True"]
+
+
+def test_a_worker_may_close_its_output_and_go_on(launcher):
+    launcher.script("os.close(1); os.close(2); time.sleep(1); os._exit(4)")
+    assert launcher.run("-n", "1", "script.py").returncode == 4
+
+
+def test_a_reader_that_goes_away_ends_the_job(launcher):
+    launcher.script("while True: print('more'); time.sleep(0.01)")
+    process = launcher.start("-n", "2", "script.py", stderr=subprocess.PIPE)
+    process.stdout.readline()
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert process.wait(DEADLINE_SECONDS) == 141
+    assert "Traceback" not in errors
+    assert "Exception" not in errors
+    launcher.assert_nothing_is_left()
+
+
+def test_arguments_after_the_script_are_the_scripts_own(launcher):
+    launcher.script("print(sys.argv[1:])")
+    arguments = ["-n", "7", "--timeout", "x", "--", "--help", "-m", "", "a b", "*"]
+    for separator in ([], ["--"]):
+        result = launcher.run("-n", "1", *separator, "script.py", *arguments)
+        assert lines_of(result.stdout, 0) == [str(arguments)]
+
+
+def test_a_module_is_run_as_python_m_does(launcher):
+    (launcher.folder / "package").mkdir()
+    launcher.script("print(__name__, sys.argv[1:])", "package/job.py")
+    result = launcher.run("-n", "2", "-m", "package.job", "--epochs", "3", "-m")
+    assert result.returncode == 0, result.stdout
+    assert lines_of(result.stdout, 1) == ["__main__ ['--epochs', '3', '-m']"]
+
+
+def test_logs_are_never_overwritten(launcher):
+    launcher.script("print('run', sys.argv[1])")
+    for run in ("one", "two"):
+        assert launcher.run("-n", "1", "--log-dir", "l", "script.py", run).stdout
+        assert launcher.run("-n", "1", "script.py", run).stdout
+    log = (launcher.folder / "l" / "worker-0.log").read_text("utf-8")
+    assert log == "run one\nrun two\n"
+    default = [path.read_text("utf-8") for path in logs_of(launcher.folder)]
+    assert sorted(default) == ["run one\n", "run two\n"]
+
+
+def test_a_full_disk_does_not_end_the_training(launcher):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full here")
+    (launcher.folder / "logs").mkdir()
+    (launcher.folder / "logs" / "worker-0.log").symlink_to("/dev/full")
+    launcher.script("print('goes on')")
+    result = launcher.run("-n", "1", "--log-dir", "logs", "script.py")
+    assert (result.returncode, lines_of(result.stdout, 0)) == (0, ["goes on"])
+
+
+def test_nobody_else_can_look_into_the_folder_of_logs(launcher):
+    launcher.script("print('hello')")
+    launcher.run("-n", "1", "--log-dir", "logs", "script.py")
+    assert (launcher.folder / "logs").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_tf_config_of_somebody_else_is_replaced_with_a_warning(launcher):
+    launcher.environment["TF_CONFIG"] = '{"cluster": {"worker": ["other:1"]}}'
+    launcher.script("print(len(CONFIG['cluster']['worker']))")
+    result = launcher.run("-n", "2", "script.py")
+    assert lines_of(result.stdout, 0) == ["2"]
+    assert "TF_CONFIG was set already" in result.stdout
+
+
+BAD_INPUT = [
+    (["-n", "0", "script.py"], "Received: 0"),
+    (["-n", "-1", "script.py"], "Received: -1"),
+    (["-n", "two", "script.py"], "Received: two"),
+    (["-n", "1.5", "script.py"], "Received: 1.5"),
+    (["-n", "2", "-D", "0", "script.py"], "Received: 0"),
+    (["-n", "2", "--devices-per-worker", "x", "script.py"], "Received: x"),
+    (["-n", "2", "--timeout", "-1", "script.py"], "Received: -1"),
+    (["-n", "2", "--timeout", "nan", "script.py"], "Received: nan"),
+    (["-n", "2", "--timeout", "soon", "script.py"], "Received: soon"),
+    (["-n", "2", "missing.py"], "Received: missing.py"),
+    (["-n", "2", "-m", "no_such_module.x"], "Received: no_such_module.x"),
+    (["-n", "2", "-m", ".x"], "Received: .x"),
+    (["-n", "2", "."], "Received: ."),
+    (["-n", "2", "--log-dir", "script.py/logs", "script.py"], "script.py/logs"),
+    (["-n", "2", "--log-dir", "script.py", "script.py"], "Received: script.py"),
+    (["script.py"], "-n"),
+    (["-n", "2"], "SCRIPT"),
+    (["-n", "2", "--no-such-option", "script.py"], "--no-such-option"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), BAD_INPUT)
+def test_bad_input_gets_one_sentence_and_code_2_at_once(launcher, arguments, words):
+    launcher.script("pathlib.Path('started').touch()")
+    start = time.monotonic()
+    result = launcher.run(*arguments, stderr=subprocess.PIPE)
+    assert time.monotonic() - start < 10
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("tfdp: error: ")
+    assert result.stderr.count("\n") == 1
+    assert words in result.stderr
+    assert not (launcher.folder / "started").exists()
+
+
+def test_a_default_log_folder_that_cannot_be_made_gets_one_sentence(launcher):
+    launcher.script("")
+    (launcher.folder / "tfdp-logs").write_text("a file", "utf-8")
+    result = launcher.run("-n", "1", "script.py")
+    assert result.returncode == 2
+    assert "--log-dir" in result.stdout
+    assert result.stdout.count("\n") == 1
+
+
+def test_the_command_line_imports_no_tensorflow():
+    code = "import sys, tfdp.cli.main; sys.exit('tensorflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--version"], "tfdp "),
+        (["--help"], "doctor"),
+        ([], "doctor"),
+        (["run", "--help"], "--log-dir"),
+    ],
+)
+def test_python_m_tfdp_is_the_command(arguments, words):
+    result = subprocess.run(
+        [sys.executable, "-m", "tfdp", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+    )
+    assert result.returncode == 0
+    assert words in result.stdout
+
+
+def test_ports_are_distinct_free_and_outside_the_kernels_own_range():
+    ports = local_ports.free_ports(200)
+    assert len(set(ports)) == 200
+    assert min(ports) >= 10000
+    assert max(ports) < local_ports._first_ephemeral_port()
+
+
+def test_too_many_workers_for_the_ports_are_refused(monkeypatch):
+    monkeypatch.setattr(local_ports, "_first_ephemeral_port", lambda: 10010)
+    with pytest.raises(ValueError, match="-n 20"):
+        local_ports.free_ports(20)
+
+
+def test_a_job_that_fails_is_started_again_and_the_history_is_kept(launcher):
+    launcher.script(
+        """
+        tries = len(list(pathlib.Path(".").glob(f"try-{RANK}-*")))
+        pathlib.Path(f"try-{RANK}-{tries}").touch()
+        if tries < 2 and RANK == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_for("try-1-2")
+        print("done", len(CONFIG["cluster"]["worker"]))
+        """
+    )
+    result = launcher.run(
+        *("-n", "2", "--max-restarts", "3", "--log-dir", "logs", "script.py")
+    )
+    assert result.returncode == 0
+    assert lines_of(result.stdout, 0)[-1] == "done 2"
+    history = (launcher.folder / "logs" / "restarts.log").read_text().splitlines()
+    assert len(history) == 2
+    assert "restart 1 of 3: worker 1 was killed by SIGKILL" in history[0]
+    assert "restart 2 of 3" in result.stdout
+    assert launcher.processes() == []
+
+
+def test_a_worker_that_fails_again_and_again_is_left_out(launcher):
+    launcher.script(
+        """
+        size = len(CONFIG["cluster"]["worker"])
+        if RANK == 2:
+            sys.exit(5)
+        wait_for("never" if size > 2 else ".")
+        print("done", size)
+        """
+    )
+    result = launcher.run(
+        *("-n", "3", "--max-restarts", "5", "--min-workers", "2", "script.py")
+    )
+    assert result.returncode == 0
+    assert lines_of(result.stdout, 0)[-1] == "done 2"
+    assert "2 workers (without slot 2) start again" in result.stdout
+
+
+def test_after_the_last_restart_the_code_is_the_workers(launcher):
+    launcher.script("sys.exit(7)")
+    result = launcher.run("-n", "2", "--max-restarts", "1", "script.py")
+    assert result.returncode == 7
+    assert result.stdout.count("restart ") == 1
+
+
+def test_a_preempted_job_is_not_started_again_here(launcher):
+    launcher.script(f"sys.exit({PREEMPTED})")
+    result = launcher.run("-n", "2", "--max-restarts", "3", "script.py")
+    assert result.returncode == PREEMPTED
+    assert "restart " not in result.stdout
+
+
+GROWS = ("-n", "3", "--max-restarts", "2", "--min-workers", "2", "--grow-after", "1")
+# A worker of three that fails twice; then all train until they are told what to do.
+LEFT_OUT_ONCE = """
+size = len(CONFIG["cluster"]["worker"])
+tries = len(list(pathlib.Path(".").glob(f"try-{RANK}-of-{size}-*")))
+pathlib.Path(f"try-{RANK}-of-{size}-{tries}").touch()
+if size == 3 and RANK == 1 and tries < 2:
+    sys.exit(5)
+if size == 3 and RANK != 1:
+    wait_for("try-1-of-3-2")
+"""
+
+
+def test_a_job_that_lost_a_worker_saves_when_asked_and_goes_on_with_all(launcher):
+    launcher.script(
+        LEFT_OUT_ONCE
+        + f"""
+if size == 2:
+    def save(*_):
+        sys.exit({PREEMPTED})
+    signal.signal(signal.{SAVE_SIGNAL.name}, save)
+    time.sleep(600)
+print("done", size)
+"""
+    )
+    result = launcher.run(*GROWS, "--log-dir", "logs", "script.py")
+    assert result.returncode == 0, result.stdout
+    assert lines_of(result.stdout, 2)[-1] == "done 3"
+    history = (launcher.folder / "logs" / "restarts.log").read_text().splitlines()
+    assert [line.split(" ")[2] for line in history] == ["restart", "restart", "growth:"]
+    assert "2 workers (without slot 1) start again" in history[1]
+    assert "3 workers start again" in history[2]
+    assert launcher.processes() == []
+
+
+@pytest.mark.full
+def test_a_job_that_does_not_save_when_asked_is_never_stopped(launcher):
+    launcher.script(LEFT_OUT_ONCE + "time.sleep(3.0)\nprint('done', size)\n")
+    result = launcher.run(*GROWS, "script.py")
+    assert result.returncode == 0, result.stdout
+    assert lines_of(result.stdout, 0)[-1] == "done 2"
+    assert "growth" not in result.stdout
+
+
+def test_the_worker_that_others_name_as_lost_is_the_one_that_failed(launcher):
+    from tfdp.coordination.watch.errors import (
+        WorkerFailure,
+        failure_message,
+    )  # imports TensorFlow
+
+    said = failure_message(
+        WorkerFailure(2, "no sign of life for 60 s"), "127.0.0.1:9", "step 3"
+    )
+    launcher.script(
+        f"""
+        size = len(CONFIG["cluster"]["worker"])
+        if size == 3 and RANK == 0:
+            print({said!r})
+            sys.exit(1)
+        if size == 3:
+            time.sleep(600)
+        print("done", size)
+        """
+    )
+    result = launcher.run(
+        *("-n", "3", "--max-restarts", "2", "--min-workers", "2", "script.py")
+    )
+    assert result.returncode == 0, result.stdout
+    assert "worker 2 was lost, as worker 0 says, after" in result.stdout
+    assert "2 workers (without slot 2) start again" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["-n", "2", "--grow-after", "5"], "never fewer workers"),
+        (["-n", "2", "--min-workers", "3"], "Received: --min-workers 3, -n 2"),
+        (["-n", "2", "--min-workers", "0"], "at least 1. Received: 0"),
+        (["-n", "2", "--max-restarts", "-1"], "not negative. Received: -1"),
+    ],
+)
+def test_wrong_numbers_of_restarts_and_workers_are_named(launcher, arguments, text):
+    launcher.script("")
+    result = launcher.run(*arguments, "script.py")
+    assert result.returncode == 2
+    assert text in " ".join(result.stdout.split())

@@ -1,0 +1,545 @@
+"""The primitives of `tfdp.collectives`, against sums and joins made by NumPy.
+
+Every replica's tensor is a function of its rank, so each process knows what all
+the others hold.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import itertools
+import threading
+import typing
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.harness.env import Env
+from tests.harness.registry import case
+from tfdp.collectives import (
+    LaunchOrder,
+    ProcessGroup,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    padded_length,
+    reduce_scatter,
+)
+from tfdp.collectives.instance_keys import SIZES
+
+SETUPS = ("mirrored", "three_devices", "two_workers")
+REDUCED = ("float16", "float32", "float64", "int32", "int64", "bfloat16")
+GATHERED = ("float16", "float32", "float64", "int32", "int64")
+# Empty, one, fewer than a ring has pieces, prime, round, and larger than a message.
+LENGTHS = (0, 1, 2, 7, 16, 1009, 4096, 300_007)
+ROWS = (1, 3, 5, 257)
+
+Fn = collections.abc.Callable[[int, int], typing.Any]
+collective_case = functools.partial(case, setups=SETUPS, compare=False)
+
+
+def new_group(env: Env, num_channels: int = 4) -> ProcessGroup:
+    """A group of all replicas, with a launch order of its own."""
+    order = LaunchOrder(env.strategy.extended.worker_devices, num_channels)
+    return ProcessGroup(order, env.num_replicas)
+
+
+def rank_of(env: Env, replica: int) -> int:
+    """The rank of a local replica."""
+    return env.strategy.extended.first_rank + replica
+
+
+def each_replica(env: Env, fn: Fn) -> list:
+    """Calls `fn(replica, rank)` for each local replica, on its device."""
+    results = []
+    for replica, device in enumerate(env.strategy.extended.worker_devices):
+        with tf.device(device):
+            results.append(fn(replica, rank_of(env, replica)))
+    return results
+
+
+def run(env: Env, fn: Fn) -> list:
+    """The same in one traced function; returns the local results as arrays."""
+    traced = tf.function(lambda: each_replica(env, fn), autograph=False)
+    return tf.nest.map_structure(np.asarray, traced())
+
+
+def run_eagerly(env: Env, fn: Fn) -> list:
+    """The same eagerly, every local replica in a thread of its own."""
+    devices = env.strategy.extended.worker_devices
+    results: list = [None] * len(devices)
+
+    def work(replica: int) -> None:
+        with tf.device(devices[replica]):
+            results[replica] = np.asarray(fn(replica, rank_of(env, replica)))
+
+    threads = [
+        threading.Thread(target=work, args=(replica,))
+        for replica in range(len(devices))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def data(rank: int, shape: tuple, dtype: str = "float32", salt: int = 0) -> np.ndarray:
+    """Small whole numbers that depend on the rank: their sums are exact."""
+    rng = np.random.default_rng((rank, salt, *shape))
+    return rng.integers(-9, 10, shape).astype(tf.as_dtype(dtype).as_numpy_dtype)
+
+
+def all_data(env: Env, *args: typing.Any, **kwargs: typing.Any) -> list[np.ndarray]:
+    """What the replicas hold, by rank."""
+    return [data(rank, *args, **kwargs) for rank in range(env.num_replicas)]
+
+
+def check(results: list, expected: typing.Any) -> None:
+    """Every local replica has exactly what is expected, type and shape too."""
+    for replica, result in enumerate(results):
+        want = expected(replica) if callable(expected) else expected
+        assert result.dtype == want.dtype
+        np.testing.assert_array_equal(result, want, f"on local replica {replica}")
+
+
+@collective_case("all-reduce adds tensors of every dtype and length")
+def all_reduce_adds_every_dtype_and_length(env: Env) -> dict:
+    group = new_group(env)
+    wanted = [(d, n) for d in REDUCED for n in (LENGTHS if d == "float32" else (0, 7))]
+
+    def reduce(replica, rank):
+        return [
+            all_reduce(tf.constant(data(rank, (n,), d)), group, replica, channel=i)
+            for i, (d, n) in enumerate(wanted)
+        ]
+
+    for results in run(env, reduce):
+        for (dtype, length), result in zip(wanted, results, strict=True):
+            check([result], sum(all_data(env, (length,), dtype)).astype(result.dtype))
+            assert result.dtype == tf.as_dtype(dtype)
+    return {}
+
+
+@collective_case("all-reduce keeps the shape of tensors of any rank")
+def all_reduce_keeps_the_shape(env: Env) -> dict:
+    group = new_group(env)
+    for shape in [(), (3,), (2, 3), (5, 1, 2), (2, 0, 3)]:
+        results = run(
+            env, lambda r, k, s=shape: all_reduce(tf.constant(data(k, s)), group, r)
+        )
+        check(results, sum(all_data(env, shape)))
+    return {}
+
+
+@collective_case("all-gather joins rows by rank, for every dtype and length")
+def all_gather_joins_by_rank(env: Env) -> dict:
+    group = new_group(env)
+    wanted = [(d, n) for d in GATHERED for n in ((0, *ROWS) if d == "int32" else (3,))]
+
+    def gather(replica, rank):
+        return [
+            all_gather(tf.constant(data(rank, (n, 2), d)), group, replica, channel=i)
+            for i, (d, n) in enumerate(wanted)
+        ]
+
+    for results in run(env, gather):
+        for (dtype, rows), result in zip(wanted, results, strict=True):
+            check([result], np.concatenate(all_data(env, (rows, 2), dtype)))
+    return {}
+
+
+@collective_case("all-to-all sends the i-th slice to replica i")
+def all_to_all_sends_slices(env: Env) -> dict:
+    group, size = new_group(env), env.num_replicas
+    for dtype in GATHERED:
+        for rows in (0, 1, 5) if dtype == "float32" else (3,):
+            shape = (size, rows, 2)
+            results = run(
+                env,
+                lambda r, k, s=shape, d=dtype: all_to_all(
+                    tf.constant(data(k, s, d)), group, r
+                ),
+            )
+            stacked = np.stack(all_data(env, shape, dtype))
+            check(results, lambda r, s=stacked: s[:, rank_of(env, r)])
+    return {}
+
+
+@collective_case("reduce-scatter keeps the replica's slice of the sum")
+def reduce_scatter_keeps_the_slice_of_the_sum(env: Env) -> dict:
+    group, size = new_group(env), env.num_replicas
+    for dtype in GATHERED:
+        for rows in (0, *ROWS) if dtype == "float32" else (3,):
+            shape = (size * rows, 2)
+            results = run(
+                env,
+                lambda r, k, s=shape, d=dtype: reduce_scatter(
+                    tf.constant(data(k, s, d)), group, r
+                ),
+            )
+            total = sum(all_data(env, shape, dtype))
+            slices = np.split(total, size)
+            check(results, lambda r, s=slices: s[rank_of(env, r)])
+    return {}
+
+
+@collective_case("broadcast gives everybody the source's tensor")
+def broadcast_gives_the_tensor_of_any_source(env: Env) -> dict:
+    group = new_group(env)
+    for source in range(env.num_replicas):
+        for dtype in ("float32", "int32", "bool", "float16"):
+            for shape in [(), (7,), (0,), (2, 3)]:
+                results = run(
+                    env,
+                    lambda r, k, s=shape, d=dtype, src=source: broadcast(
+                        tf.constant(data(k, s, d)),
+                        group,
+                        r,
+                        is_source=k == src,
+                        source=src,
+                    ),
+                )
+                check(results, data(source, shape, dtype))
+    return {}
+
+
+@collective_case("collectives of a length known only at run time")
+def lengths_known_only_at_run_time(env: Env) -> dict:
+    group = new_group(env)
+    specs = [tf.TensorSpec([None], "float32")] * env.setup.devices_per_worker
+
+    @tf.function(input_signature=specs, autograph=False)
+    def step(*tensors):
+        def work(replica, _):
+            flat = tensors[replica]
+            padded, size = padded_length(tf.size(flat))
+            sent = tf.pad(flat, [[0, padded - tf.size(flat)]])
+            total = all_reduce(sent, group, replica, size=size)
+            joined = all_gather(sent, group, replica, size=size)
+            return total[: tf.size(flat)], joined
+
+        return each_replica(env, work)
+
+    # Lengths that share a size, that do not, and the first once more.
+    for length in (1, 17, 18, 0, 1000, 1009, 17):
+        held = all_data(env, (length,))
+        results = step(*each_replica(env, lambda _, k, h=held: tf.constant(h[k])))
+        padded = int(padded_length(tf.constant(length))[0])
+        rows = [np.pad(tensor, [0, padded - length]) for tensor in held]
+        check([np.asarray(total) for total, _ in results], sum(held))
+        check([np.asarray(joined) for _, joined in results], np.concatenate(rows))
+    assert step.experimental_get_tracing_count() == 1
+    return {}
+
+
+@collective_case("collectives inside tf.while_loop, between others")
+def collectives_in_a_while_loop(env: Env) -> dict:
+    group, turns = new_group(env), 5
+
+    @tf.function(autograph=False)
+    def step():
+        def turn(i, *values):
+            def work(replica, _):
+                total = all_reduce(values[replica], group, replica)
+                rows = all_gather(total[tf.newaxis], group, replica)
+                return tf.reduce_mean(rows, 0) / env.num_replicas + 1.0
+
+            return i + 1, *each_replica(env, work)
+
+        first = each_replica(
+            env, lambda r, k: all_reduce(tf.constant(data(k, (7,))), group, r)
+        )
+        # One loop of all replicas: TensorFlow tells collectives in loops of
+        # different names apart, so that replicas would never meet.
+        _, *last = tf.while_loop(lambda i, *_: i < turns, turn, [0, *first])
+        return each_replica(env, lambda r, _: all_reduce(last[r], group, r))
+
+    expected = (sum(all_data(env, (7,))) + turns) * env.num_replicas
+    check([np.asarray(r) for r in step()], expected.astype("float32"))
+    return {}
+
+
+@collective_case("collectives inside tf.cond, both branches, one after the other")
+def collectives_in_a_conditional(env: Env) -> dict:
+    group = new_group(env)
+
+    @tf.function(autograph=False)
+    def step(flag):
+        def work(replica, rank):
+            value = tf.constant(data(rank, (7,)))
+            chosen = tf.cond(
+                flag,
+                lambda: all_reduce(value, group, replica),
+                lambda: tf.reduce_sum(
+                    all_gather(2 * value[tf.newaxis], group, replica), 0
+                ),
+            )
+            return all_reduce(chosen, group, replica)
+
+        return each_replica(env, work)
+
+    total = sum(all_data(env, (7,)))
+    for flag in (True, False, True):
+        results = [np.asarray(r) for r in step(tf.constant(flag))]
+        check(results, total * env.num_replicas * (1 if flag else 2))
+    return {}
+
+
+@collective_case("a conditional inside a loop, as an accumulated step has")
+def collectives_in_a_conditional_in_a_loop(env: Env) -> dict:
+    group = new_group(env)
+
+    @tf.function(autograph=False)
+    def step():
+        values = each_replica(env, lambda _, k: tf.constant(data(k, (3,))))
+
+        def turn(i, *totals):
+            def work(replica, _):
+                return tf.cond(
+                    tf.equal(i % 2, 0),
+                    lambda: (
+                        totals[replica] + all_reduce(values[replica], group, replica)
+                    ),
+                    lambda: totals[replica],
+                )
+
+            return i + 1, *each_replica(env, work)
+
+        zeros = [tf.zeros_like(value) for value in values]
+        _, *totals = tf.while_loop(lambda i, *_: i < 6, turn, [0, *zeros])
+        return totals
+
+    check([np.asarray(r) for r in step()], 3 * sum(all_data(env, (3,))))
+    return {}
+
+
+@collective_case("inner tf.functions, called several times")
+def collectives_in_inner_functions(env: Env) -> dict:
+    group = new_group(env)
+
+    def work(replica, rank):
+        inner = tf.function(
+            lambda value: all_reduce(value, group, replica), autograph=False
+        )
+        once = inner(tf.constant(data(rank, (5,))))
+        return inner(once) + inner(once)
+
+    check(run(env, work), 2 * env.num_replicas * sum(all_data(env, (5,))))
+    return {}
+
+
+@collective_case("the same function traced again, with other shapes and dtypes")
+def function_traced_again_with_another_shape(env: Env) -> dict:
+    group = new_group(env)
+    step = tf.function(
+        lambda tensors: each_replica(
+            env,
+            lambda r, _: (
+                all_reduce(tensors[r], group, r),
+                all_gather(tensors[r], group, r),
+            ),
+        ),
+        autograph=False,
+    )
+    # The third and the fifth are those of the first again.
+    calls = [((4,), "float32"), ((9,), "float32"), ((4,), "float32")]
+    calls += [((4,), "float64"), ((4,), "float32"), ((2, 2), "float32")]
+    for turn, (shape, dtype) in enumerate(calls):
+        held = all_data(env, shape, dtype, salt=turn)
+        results = step(each_replica(env, lambda _, k, h=held: tf.constant(h[k])))
+        check([np.asarray(total) for total, _ in results], sum(held))
+        check([np.asarray(rows) for _, rows in results], np.concatenate(held))
+    assert step.experimental_get_tracing_count() == 4
+    return {}
+
+
+@collective_case("workers of which one traces a function more often than another")
+def one_worker_traces_more_often(env: Env) -> dict:
+    group = new_group(env)
+
+    def reduce(replica, rank):
+        return all_reduce(tf.constant(data(rank, (6,))), group, replica)
+
+    step = tf.function(lambda: each_replica(env, reduce), autograph=False)
+    for _ in range(2):
+        check([np.asarray(r) for r in step()], sum(all_data(env, (6,))))
+        if env.rank == 0:
+            step = tf.function(step.python_function, autograph=False)
+    return {}
+
+
+@collective_case("two groups of one launch order, and two launch orders, at once")
+def two_groups_and_two_launch_orders_at_once(env: Env) -> dict:
+    order = LaunchOrder(env.strategy.extended.worker_devices, 2)
+    first, second = (ProcessGroup(order, env.num_replicas) for _ in range(2))
+    third = new_group(env)
+    assert len({first.key, second.key, third.key}) == 3
+
+    def work(replica, rank):
+        values = [tf.constant(data(rank, (33,), salt=salt)) for salt in range(6)]
+        groups = [first, second, third, third, second, first]
+        # The same shapes all over: only the groups' keys tell them apart.
+        return tf.stack(
+            [
+                all_reduce(value, group, replica, channel=channel)
+                for channel, (value, group) in enumerate(
+                    zip(values, groups, strict=True)
+                )
+            ]
+        )
+
+    totals = [sum(all_data(env, (33,), salt=salt)) for salt in range(6)]
+    for _ in range(3):
+        check(run(env, work), np.stack(totals))
+    return {}
+
+
+@collective_case("two strategies of one process reduce in one function")
+def two_strategies_reduce_in_one_function(env: Env) -> dict:
+    both = [env.strategy]
+    if not env.setup.is_multi_worker:
+        devices = env.strategy.extended.worker_devices
+        both.append(type(env.strategy)(devices))
+
+    @tf.function(autograph=False)
+    def step():
+        sums = []
+        for salt, strategy in enumerate(both):
+
+            def work(salt=salt):
+                context = tf.distribute.get_replica_context()
+                rank = context.replica_id_in_sync_group
+                rows = tf.stack(all_data(env, (5,), salt=salt))
+                return context.all_reduce("SUM", tf.gather(rows, rank))
+
+            sums.append(strategy.experimental_local_results(strategy.run(work)))
+        return sums
+
+    for _ in range(2):
+        for salt, results in enumerate(step()):
+            total = sum(all_data(env, (5,), salt=salt))
+            check([np.asarray(result) for result in results], total)
+    return {}
+
+
+@collective_case("eager collectives, local replicas in threads")
+def eager_collectives(env: Env) -> dict:
+    group, size = new_group(env), env.num_replicas
+    for length in (1, 7, 1, 300):
+        held = all_data(env, (length,))
+        results = run_eagerly(
+            env, lambda r, k, h=held: all_reduce(tf.constant(h[k]), group, r)
+        )
+        check(results, sum(held))
+        results = run_eagerly(
+            env, lambda r, k, h=held: all_gather(tf.constant(h[k]), group, r)
+        )
+        check(results, np.concatenate(held))
+        results = run_eagerly(
+            env,
+            lambda r, k, h=held: broadcast(
+                tf.constant(h[k]), group, r, is_source=k == size - 1
+            ),
+        )
+        check(results, held[-1])
+    return {}
+
+
+@collective_case("channels are chains, in the same order on every replica")
+def launch_order_is_the_same_on_every_replica(env: Env) -> dict:
+    num_channels, num_collectives = 3, 10
+    group = new_group(env, num_channels)
+
+    def work(replica, rank):
+        values = [tf.constant(data(rank, (4 + i,))) for i in range(num_collectives)]
+        return [
+            all_reduce(value, group, replica, channel=channel)
+            for channel, value in enumerate(values)
+        ]
+
+    traced = tf.function(lambda: each_replica(env, work), autograph=False)
+    graph = traced.get_concrete_function().graph
+    launches = launches_by_token(graph)
+    num_local = env.setup.devices_per_worker
+    assert len(launches) == num_local * num_channels
+    for replica in range(num_local):
+        for channel in range(num_channels):
+            token = group.launch_order.token(replica, channel)
+            chain = launches[graph.capture(token).ref()]
+            shapes = [op.inputs[0].shape[0] - 4 for op in chain]
+            assert shapes == list(range(channel, num_collectives, num_channels))
+            for before, after in itertools.pairwise(chain):
+                assert is_ordered(before, after)
+    first_of_channels = [chain[0] for chain in launches.values()]
+    for one in first_of_channels:
+        for other in first_of_channels:
+            assert one is other or not is_ordered(one, other), "channels overlap"
+    return {"shapes": [len(chain) for chain in launches.values()]}
+
+
+def launches_by_token(graph: tf.Graph) -> dict:
+    """The all-reduces of a graph by the token that orders them, as traced."""
+    launches: dict = {}
+    for op in graph.get_operations():
+        if op.type == "CollectiveReduceV2":
+            launches.setdefault(op.inputs[-1].ref(), []).append(op)
+    return launches
+
+
+def is_ordered(before: tf.Operation, after: tf.Operation) -> bool:
+    """Whether one operation runs only after another."""
+    seen, queue = set(), [after]
+    while queue:
+        op = queue.pop()
+        if op is before:
+            return True
+        if op.name in seen:
+            continue
+        seen.add(op.name)
+        queue.extend([*op.control_inputs, *(tensor.op for tensor in op.inputs)])
+    return False
+
+
+@case("lengths that collectives are padded to", setups=("mirrored",), compare=False)
+def padded_lengths_hold_the_length_and_waste_little(env: Env) -> dict:
+    lengths = [*range(1, 2000), 10**6, 10**9 + 7]
+    for length in lengths:
+        padded, size = (int(x) for x in padded_length(tf.constant(length)))
+        assert padded == SIZES[size] >= length
+        assert padded - length <= length / 8
+    assert int(padded_length(tf.constant(0))[0]) == 1
+    assert len(SIZES) <= 256
+    return {}
+
+
+@case("a group of one replica", setups=("mirrored",), compare=False)
+def group_of_one_replica_communicates_nothing(env: Env) -> dict:
+    order = LaunchOrder(env.strategy.extended.worker_devices[:1])
+    group = ProcessGroup(order, 1)
+    value = tf.constant(data(0, (1, 3)))
+
+    @tf.function(autograph=False)
+    def step():
+        return [
+            all_reduce(value, group, 0),
+            all_gather(value, group, 0),
+            all_to_all(value, group, 0),
+            reduce_scatter(value, group, 0),
+            broadcast(value, group, 0, is_source=True),
+        ]
+
+    operations = step.get_concrete_function().graph.get_operations()
+    assert not [op for op in operations if op.type.startswith("Collective")]
+    check([np.asarray(result) for result in step()], value.numpy())
+    return {}
+
+
+@case("a group asked for no channels", setups=("mirrored",), compare=False)
+def launch_order_without_channels_is_refused(env: Env) -> dict:
+    with pytest.raises(ValueError, match="Received: num_channels=0"):
+        LaunchOrder(["CPU:0"], 0)
+    return {}

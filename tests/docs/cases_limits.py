@@ -1,0 +1,175 @@
+"""What docs/limits.md says: the right ways are right, the wrong ones as told."""
+
+from __future__ import annotations
+
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.harness import common
+from tests.harness.env import Env
+from tests.harness.registry import case
+
+ops = keras.ops
+# The last batch leaves replicas with unequal shares, or none.
+NUM_SAMPLES = 33
+
+
+class StandardDeviation(keras.metrics.Metric):
+    """Its result is no mean: states have to be merged first."""
+
+    def __init__(self, name="standard_deviation"):
+        super().__init__(name=name)
+        self.count = self.add_variable((), "zeros", name="count")
+        self.total = self.add_variable((), "zeros", name="total")
+        self.squares = self.add_variable((), "zeros", name="squares")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        error = ops.cast(y_pred - y_true, "float32")
+        self.count.assign_add(ops.sum(ops.ones_like(error)))
+        self.total.assign_add(ops.sum(error))
+        self.squares.assign_add(ops.sum(error * error))
+
+    def result(self):
+        mean = self.total / self.count
+        return ops.sqrt(self.squares / self.count - mean * mean)
+
+
+class OfKeras(keras.Model):
+    """A train step that lets Keras compute the loss, and returns its metrics."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def loss_of(self, x, y, y_pred):
+        return self.compute_loss(x=x, y=y, y_pred=y_pred)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.loss_of(x, y, y_pred)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        metrics = [metric for metric in self.metrics if metric.name != "loss"]
+        for metric in metrics:
+            metric.update_state(y, y_pred)
+        return {metric.name: metric.result() for metric in metrics}
+
+
+def _train(env: Env, model_class: type, **options) -> dict:
+    def build():
+        optimizer = keras.optimizers.SGD(0.05)
+        return common.compiled(model_class(), optimizer, metrics=[StandardDeviation()])
+
+    data = common.regression_data(NUM_SAMPLES)
+    return common.train(env, build, *data, **options)
+
+
+@case("Limits: a train step with `compute_loss`, and a metric that keeps sums")
+def train_step_that_lets_keras_compute_the_loss(env: Env) -> dict:
+    return _train(env, OfKeras)
+
+
+class BetweenRows(OfKeras):
+    """Rows compared with each other: a replica has only its own."""
+
+    def loss_of(self, x, y, y_pred):
+        return tf.reduce_mean(tf.matmul(y_pred, y, transpose_b=True))
+
+
+class LargestRow(OfKeras):
+    def loss_of(self, x, y, y_pred):
+        return tf.reduce_max(tf.square(y - y_pred))
+
+
+class DividedByANumber(OfKeras):
+    """The number of replicas, asked for outside of the step."""
+
+    num_replicas = 1
+
+    def loss_of(self, x, y, y_pred):
+        return tf.reduce_mean(tf.square(y - y_pred)) / self.num_replicas
+
+
+@case("Limits: a sentence about each loss that cannot be right", compare=False)
+def losses_that_cannot_be_right_are_told(env: Env) -> dict:
+    told = {
+        BetweenRows: "compares rows of a batch with each other",
+        LargestRow: "depends on single rows of a batch",
+        DividedByANumber: "is the number of replicas",
+    }
+    DividedByANumber.num_replicas = env.strategy.num_replicas_in_sync
+    for model_class, sentence in told.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _train(env, model_class)
+        sentences = [str(warning.message) for warning in caught]
+        assert sum(sentence in text for text in sentences) == 1, sentences
+    return {}
+
+
+@case("Limits: an eager step of own", compare=False)
+def eager_steps_are_told(env: Env) -> dict:
+    def build():
+        model = OfKeras()
+        optimizer = keras.optimizers.SGD(0.05)
+        model.compile(optimizer, loss="mse", metrics=["mae"], run_eagerly=True)
+        return model
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        common.train(env, build, *common.regression_data(8))
+    assert sum("`OfKeras.train_step`" in str(w.message) for w in caught) == 1
+    return {}
+
+
+@case("Limits: a loop of own, the sum divided by the global batch size")
+def loop_that_divides_by_the_global_batch_size(env: Env) -> dict:
+    with env.scope():
+        model = common.mlp()
+        optimizer = keras.optimizers.SGD(0.05)
+        optimizer.build(model.trainable_variables)
+    dataset = common.batched(*common.regression_data(NUM_SAMPLES))
+
+    def replica_step(x, y):
+        with tf.GradientTape() as tape:
+            losses = keras.losses.mean_squared_error(y, model(x, training=True))
+            loss = tf.nn.compute_average_loss(
+                losses, global_batch_size=common.BATCH_SIZE
+            )
+        variables = model.trainable_variables
+        values = [variable.value for variable in variables]
+        optimizer.apply(tape.gradient(loss, values), variables)
+
+    strategy = env.distribution
+    step = tf.function(lambda batch: strategy.run(replica_step, args=batch))
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        step(batch)
+    return env.weights(model)
+
+
+@case("Limits: an all-reduce in a loop of one replica", compare=False)
+def loop_inside_a_replica_is_refused_or_right(env: Env) -> dict:
+    def replica_step():
+        context = tf.distribute.get_replica_context()
+
+        def turn(i, value):
+            return i + 1, context.all_reduce("SUM", value) / env.num_replicas
+
+        return tf.while_loop(lambda i, _: i < 3, turn, [0, tf.ones([2])])[1]
+
+    step = tf.function(lambda: env.strategy.run(replica_step), autograph=False)
+    if env.setup.devices_per_worker > 1:
+        with pytest.raises(ValueError, match="Put the loop around"):
+            step()
+    else:
+        np.testing.assert_array_equal(env.local_values(step())[0], [1.0, 1.0])
+    return {}

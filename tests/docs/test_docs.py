@@ -1,0 +1,195 @@
+"""The pages of docs/ say what the source says."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+
+from tests.harness.commands import ROOT
+from tools import docs_names
+
+DOCS = ROOT / "docs"
+PAGE = DOCS / "troubleshooting.md"
+# What stands for the parts of a message that vary.
+VARIES = "\0"
+# A quoted message in the first column of a table.
+QUOTE = re.compile(r"^\| (?P<ticks>`+)(?P<text>.+?)(?P=ticks) \|", re.M)
+# Whoever uses the command line or writes tfdp itself sees these; each says by itself
+# which option or argument is wrong.
+NOT_ON_THE_PAGE = (
+    "tfdp/__init__.py",
+    "tfdp/checkpoint/__init__.py",
+    "tfdp/bench/",
+    "tfdp/checkpoint/__init__.py",
+    "tfdp/plans/buckets.py",
+    "tfdp/cli/",
+    "tfdp/cluster/topology.py",
+    "tfdp/collectives/",
+    "tfdp/plans/cost_model.py",
+    "tfdp/reduction/link_fit.py",
+    "tfdp/plans/traffic.py",
+)
+
+
+def text_of(node: ast.expr) -> str | None:
+    """The text of a string in the source, with `VARIES` for what is filled in."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part) or VARIES for part in node.values)
+    return None
+
+
+@functools.cache
+def sources() -> dict[str, ast.Module]:
+    paths = sorted((ROOT / "tfdp").rglob("*.py"))
+    return {
+        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8"))
+        for path in paths
+    }
+
+
+@functools.cache
+def strings() -> list[str]:
+    """All strings of the source that could be messages."""
+    expressions = (
+        node
+        for tree in sources().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.expr)
+    )
+    texts = (text_of(node) for node in expressions)
+    return sorted({text for text in texts if text and " " in text})
+
+
+def raised(tree: ast.Module) -> list[str]:
+    """Messages of exceptions and warnings that a file writes out."""
+    calls = [
+        node.exc
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+    ]
+    calls += [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn"
+    ]
+    texts = [text_of(call.args[0]) for call in calls if call.args]
+    return [text for text in texts if text and " " in text]
+
+
+@functools.cache
+def quotes() -> list[str]:
+    return [match["text"] for match in QUOTE.finditer(messages_of_tfdp())]
+
+
+def messages_of_tfdp() -> str:
+    return PAGE.read_text("utf-8").partition("\n## Messages of TensorFlow and Keras")[0]
+
+
+def stands_in(quote: str, text: str) -> bool:
+    """Whether a text is the quoted message; `...` stands for anything."""
+    position = 0
+    for fragment in quote.strip().split("..."):
+        position = text.find(fragment, position)
+        if position < 0:
+            return False
+        position += len(fragment)
+    return True
+
+
+def test_troubleshooting_quotes_many_messages_and_none_twice():
+    found = quotes()
+    assert len(found) > 100
+    assert len(set(found)) == len(found)
+    # A message that begins with a name begins with its backtick, too.
+    assert [quote for quote in found if quote.count("`") % 2] == []
+
+
+@pytest.mark.parametrize("quote", quotes())
+def test_each_message_in_troubleshooting_still_stands_in_the_source(quote):
+    assert len(quote.replace("...", "")) > 12, "this would fit any message"
+    assert any(stands_in(quote, text) for text in strings())
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in sources() if not path.startswith(NOT_ON_THE_PAGE)]
+)
+def test_each_message_that_is_raised_is_explained_in_troubleshooting(path):
+    explained = quotes()
+    unexplained = [
+        text.replace(VARIES, "...")
+        for text in raised(sources()[path])
+        if not any(stands_in(quote, text) for quote in explained)
+    ]
+    assert not unexplained, "add them to docs/troubleshooting.md, with their cause"
+
+
+def test_every_public_name_has_an_entry_in_the_api_reference():
+    assert docs_names.missing_names() == []
+
+
+def test_every_entry_of_the_api_reference_is_a_public_name_with_a_docstring():
+    entries = docs_names.ENTRY.findall(docs_names.API_PAGE.read_text("utf-8"))
+    for entry in entries:
+        found = docs_names.entries(entry)
+        assert found, entry
+        for name, home in found.items():
+            assert docs_names.docstring_of(name, home), name
+
+
+def test_the_names_that_are_found_without_importing_are_those_of_all():
+    tfdp = pytest.importorskip("tfdp")
+    found = {name.split(".")[1] for name in docs_names.public_names()}
+    assert found == set(tfdp.__all__)
+
+
+def test_a_name_without_entry_is_found(tmp_path, monkeypatch):
+    page = tmp_path / "api.md"
+    text = docs_names.API_PAGE.read_text("utf-8")
+    page.write_text(text.replace("::: tfdp.callbacks\n", ""), "utf-8")
+    monkeypatch.setattr(docs_names, "API_PAGE", page)
+    assert "tfdp.callbacks.LossScaling" in docs_names.missing_names()
+
+
+def test_options_has_a_row_for_each_field():
+    tree = sources()["tfdp/options.py"]
+    (options,) = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name == "CommunicationOptions"
+    ]
+    fields = [
+        ast.unparse(n.target) for n in options.body if isinstance(n, ast.AnnAssign)
+    ]
+    page = (DOCS / "options.md").read_text("utf-8")
+    table = page.partition("| option |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.M) == fields
+
+
+def test_callbacks_has_a_row_for_each_callback():
+    names = docs_names.entries("tfdp.callbacks")
+    page = (DOCS / "callbacks.md").read_text("utf-8")
+    rows = set(re.findall(r"^\| \[?`(\w+)`", page, re.M))
+    assert {name.rpartition(".")[2] for name in names} <= rows
+
+
+def test_the_picture_of_a_step_is_well_formed_and_asks_no_other_host():
+    picture = DOCS / "images" / "step.svg"
+    root = xml.etree.ElementTree.parse(picture).getroot()
+    assert root.tag.endswith("svg")
+    text = picture.read_text("utf-8").replace("http://www.w3.org/2000/svg", "")
+    assert "http" not in text
+
+
+def test_every_page_stands_in_the_menu_once():
+    menu = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2]
+    listed = re.findall(r": ([\w/.-]+\.md)$", menu, re.M)
+    pages = {path.name for path in Path(DOCS).glob("*.md")}
+    assert len(set(listed)) == len(listed)
+    assert {name for name in listed if "/" not in name} == pages

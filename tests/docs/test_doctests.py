@@ -1,0 +1,123 @@
+"""The examples in docstrings and in docs/ run and print what they say."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.harness.commands import ROOT, run_python
+
+DEADLINE_SECONDS = 240
+
+# All examples run in one process, for TensorFlow is slow to import. Two logical
+# CPU devices stand for two replicas; they are only asked for here, and come into
+# being when an example first uses TensorFlow.
+RUNNER = """
+import doctest, importlib, io, json, pathlib, re, sys, traceback
+import tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(
+    cpu, [tf.config.LogicalDeviceConfiguration()] * 2
+)
+flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+blocks = re.compile(sys.argv[2], re.M | re.S)
+
+def run_page(name, runner, text):
+    # The blocks of a page are one program.
+    names, number = {"__name__": "__main__"}, 0
+    for number, block in enumerate(blocks.finditer(pathlib.Path(name).read_text()), 1):
+        if block["session"]:
+            test = doctest.DocTestParser().get_doctest(
+                block["session"], names, name, name, 0
+            )
+            runner.run(test, out=text.write, clear_globs=False)
+            names.update(test.globs)
+        else:
+            exec(compile(block["code"], f"{name}, block {number}", "exec"), names)
+    return number
+
+reports = {}
+for name in sys.argv[3:]:
+    text = io.StringIO()
+    runner = doctest.DocTestRunner(optionflags=flags)
+    try:
+        if name.endswith(".md"):
+            reports[name] = [run_page(name, runner, text), text.getvalue()]
+            continue
+        tests = doctest.DocTestFinder().find(importlib.import_module(name))
+    except Exception:
+        reports[name] = [0, traceback.format_exc()]
+        continue
+    for test in tests:
+        runner.run(test, out=text.write)
+    reports[name] = [runner.tries, text.getvalue()]
+json.dump(reports, open(sys.argv[1], "w"))
+"""
+
+# What of a page is run: sessions, and python blocks below a comment that says so.
+BLOCKS = r"^```pycon\n(?P<session>.*?)^```|^<!-- run -->\n```python\n(?P<code>.*?)^```"
+
+
+def has_example(path: Path) -> bool:
+    """Whether a docstring of the file holds an example, found without importing."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    tree = ast.parse(path.read_text("utf-8"))
+    docstrings = (
+        ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)
+    )
+    return any(">>> " in docstring for docstring in docstrings if docstring)
+
+
+def modules_with_examples() -> list[str]:
+    names = []
+    for path in sorted((ROOT / "tfdp").rglob("*.py")):
+        if has_example(path):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            names.append(".".join(parts).removesuffix(".__init__"))
+    return names
+
+
+def pages_with_examples() -> list[str]:
+    pages = sorted((ROOT / "docs").glob("*.md"))
+    blocks = re.compile(BLOCKS, re.M | re.S)
+    return [
+        str(page.relative_to(ROOT))
+        for page in pages
+        if blocks.search(page.read_text("utf-8"))
+    ]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory) -> dict[str, tuple[int, str]]:
+    """For each module and page, how many examples were tried, and what went wrong."""
+    file = tmp_path_factory.mktemp("doctests") / "reports.json"
+    done = run_python(
+        *("-c", RUNNER, str(file), BLOCKS),
+        *(*modules_with_examples(), *pages_with_examples()),
+        deadline_seconds=DEADLINE_SECONDS,
+    )
+    assert done.code == 0, done.output[-5000:]
+    return json.loads(file.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("module", modules_with_examples())
+def test_examples_in_docstrings_print_what_they_say(module, reports):
+    tries, failures = reports[module]
+    assert not failures, failures
+    assert tries > 0, "the examples were not found: is a __doc__ replaced?"
+
+
+@pytest.mark.parametrize("page", pages_with_examples())
+def test_examples_in_docs_run_and_print_what_they_say(page, reports):
+    tries, failures = reports[page]
+    assert not failures, failures
+    assert tries > 0
+
+
+@pytest.mark.parametrize("name", ["index", "options", "callbacks", "migrating"])
+def test_pages_that_show_how_to_begin_have_examples_that_run(name):
+    assert f"docs/{name}.md" in pages_with_examples()

@@ -1,0 +1,57 @@
+"""Runs a command to its end or its deadline, and leaves no process behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended."""
+
+    code: int
+    output: str
+
+
+def run_python(*args: str, deadline_seconds: float) -> Finished:
+    """Runs this Python with `args` in the checkout, stdout and stderr together."""
+    environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+    process = subprocess.Popen(
+        [sys.executable, *args],
+        cwd=ROOT,
+        env={**environment, "TF_CPP_MIN_LOG_LEVEL": "2"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=deadline_seconds)
+    except subprocess.TimeoutExpired:
+        _kill_tree(process.pid)
+        output, _ = process.communicate()
+        pytest.fail(f"{args} ran past {deadline_seconds} s:\n{output[-5000:]}")
+    finally:
+        _kill_tree(process.pid)
+    return Finished(process.returncode, output)
+
+
+def _kill_tree(pid: int) -> None:
+    """Ends a process and all under it: some of TensorFlow's ignore SIGTERM."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in [*root.children(recursive=True), root]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()

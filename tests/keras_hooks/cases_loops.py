@@ -1,0 +1,280 @@
+"""Single-batch methods, loops of one's own and custom train steps."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.harness import common, registry
+from tests.harness.env import Env
+from tests.harness.registry import case
+
+BATCH = common.BATCH_SIZE
+
+
+@case("`train_on_batch`, `test_on_batch` (two workers: crash)")
+def train_and_test_on_batch(env: Env) -> dict:
+    model = common.build_in_scope(
+        env, lambda: common.compiled(common.mlp(), metrics=["mae"])
+    )
+    x, y = common.regression_data()
+    trained = [
+        model.train_on_batch(x[i : i + BATCH], y[i : i + BATCH])
+        for i in range(0, 4 * BATCH, BATCH)
+    ]
+    weight = np.linspace(0, 2, BATCH).astype("float32")
+    return {
+        "trained": trained,
+        "tested": model.test_on_batch(x[:BATCH], y[:BATCH]),
+        "weighted": model.train_on_batch(x[:BATCH], y[:BATCH], sample_weight=weight),
+        "dict": model.test_on_batch(x[:BATCH], y[:BATCH], return_dict=True),
+        "weights": env.weights(model),
+    }
+
+
+def _loop(env: Env, build_first: bool, in_function: bool, tokens: bool = False):
+    """Trains by a loop of its own over a distributed dataset."""
+    strategy = env.distribution
+    with env.scope():
+        model = _embedding_model() if tokens else common.mlp()
+        optimizer = keras.optimizers.Adam(0.01)
+        if build_first:
+            optimizer.build(model.trainable_variables)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            per_sample = keras.losses.mean_squared_error(y, model(x, training=True))
+            loss = tf.reduce_sum(per_sample) / BATCH
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    @tf.function
+    def one_step(batch):
+        return strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
+
+    @tf.function
+    def one_epoch(dataset):
+        total = 0.0
+        for batch in dataset:
+            losses = strategy.run(step, args=batch)
+            total += strategy.reduce("SUM", losses, axis=None)
+        return total
+
+    data = common.token_data() if tokens else common.regression_data()
+    dataset = strategy.experimental_distribute_dataset(common.batched(*data))
+    losses = []
+    for _ in range(2 if in_function else 1):
+        if in_function:
+            losses.append(one_epoch(dataset).numpy())
+        else:
+            losses.append(sum(one_step(batch).numpy() for batch in dataset))
+    return {
+        "losses": losses,
+        "weights": env.weights(model),
+        "iterations": optimizer.iterations.numpy(),
+    }
+
+
+def _embedding_model() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((common.LENGTH,), dtype="int32"),
+            keras.layers.Embedding(common.NUM_TOKENS, 2),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+@case("A custom loop whose optimizer was built beforehand", setups=registry.ALL)
+def loop_with_an_optimizer_built_beforehand(env: Env) -> dict:
+    return _loop(env, build_first=True, in_function=False)
+
+
+@case("Crash: a custom loop whose optimizer builds lazily inside `strategy.run`")
+def loop_with_an_optimizer_built_lazily(env: Env) -> dict:
+    return _loop(env, build_first=False, in_function=False)
+
+
+@case("Crash: a custom loop over a distributed dataset inside tf.function")
+def loop_inside_a_function(env: Env) -> dict:
+    return _loop(env, build_first=True, in_function=True)
+
+
+@case("A custom loop with an Embedding")
+def loop_with_an_embedding(env: Env) -> dict:
+    return _loop(env, build_first=True, in_function=False, tokens=True)
+
+
+@case("Crash: compile outside the scope (mixing strategies)")
+def compile_outside_the_scope(env: Env) -> dict:
+    with env.scope():
+        model = common.mlp()
+    common.compiled(model, keras.optimizers.Adam(0.01), metrics=["mae"])
+    data = common.regression_data()
+    return {
+        "history": common.fit(model, *data),
+        "weights": env.weights(model),
+        "evaluate": model.evaluate(*data, batch_size=8, verbose=0),
+    }
+
+
+class CustomStep(keras.Model):
+    """A model with the `train_step` of Keras's guide."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = keras.layers.Dense(4, activation="tanh")
+        self.head = keras.layers.Dense(1)
+        self.tracker = keras.metrics.Mean(name="own_loss")
+
+    def call(self, inputs):
+        return self.head(self.hidden(inputs))
+
+    @property
+    def metrics(self):
+        return [self.tracker, *super().metrics]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            # Keras scales what `compute_loss` returns by the number of replicas.
+            loss = self.compute_loss(x=x, y=y, y_pred=y_pred)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.tracker.update_state(keras.losses.mean_squared_error(y, y_pred))
+        for metric in self.metrics:
+            if metric.name not in ("loss", "own_loss"):
+                metric.update_state(y, y_pred)
+        return {m.name: m.result() for m in self.metrics if m.name != "loss"}
+
+
+class OwnLossStep(CustomStep):
+    """The same with a loss of its own, scaled by the number of replicas."""
+
+    def train_step(self, data):
+        x, y = data
+        replicas = self.distribute_strategy.num_replicas_in_sync
+        with tf.GradientTape() as tape:
+            per_sample = keras.losses.mean_squared_error(y, self(x, training=True))
+            loss = tf.reduce_mean(per_sample) / replicas
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.tracker.update_state(per_sample)
+        return {"own_loss": self.tracker.result()}
+
+
+@case("Wrong numbers: a custom `train_step`, written the right way")
+def custom_train_step(env: Env) -> dict:
+    def build():
+        return common.compiled(CustomStep(), metrics=["mae"])
+
+    return common.train(env, build, *common.regression_data())
+
+
+@case("Wrong numbers: a `train_step` with its own loss, written the right way")
+def custom_train_step_with_its_own_loss(env: Env) -> dict:
+    def build():
+        return common.compiled(OwnLossStep(), loss=None)
+
+    return common.train(env, build, *common.regression_data())
+
+
+class Gan(keras.Model):
+    """A generator and a discriminator, each with an optimizer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(common.NUM_FEATURES)]
+        )
+        self.discriminator = keras.Sequential(
+            [
+                keras.Input((common.NUM_FEATURES,)),
+                keras.layers.Dense(3, activation="tanh"),
+                keras.layers.Dense(1),
+            ]
+        )
+        self.trackers = {
+            name: keras.metrics.Mean(name=name) for name in ("d_loss", "g_loss")
+        }
+
+    def call(self, inputs):
+        return self.generator(inputs)
+
+    @property
+    def metrics(self):
+        return list(self.trackers.values())
+
+    def compile(self, d_optimizer, g_optimizer):
+        super().compile()
+        self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
+
+    def _entropy(self, real: float, logits):
+        return keras.losses.binary_crossentropy(
+            tf.fill(tf.shape(logits), real), logits, from_logits=True
+        )
+
+    def _minimize(self, name, losses_of, optimizer, variables):
+        replicas = self.distribute_strategy.num_replicas_in_sync
+        with tf.GradientTape() as tape:
+            per_sample = losses_of()
+            loss = tf.reduce_mean(per_sample) / replicas
+        optimizer.apply(tape.gradient(loss, variables), variables)
+        self.trackers[name].update_state(per_sample)
+
+    def train_step(self, data):
+        noise, images = data
+
+        def d_losses():
+            real = self._entropy(1.0, self.discriminator(images))
+            fake = self.discriminator(self.generator(noise))
+            return real + self._entropy(0.0, fake)
+
+        def g_losses():
+            fake = self.discriminator(self.generator(noise))
+            return self._entropy(1.0, fake)
+
+        d, g = self.discriminator, self.generator
+        self._minimize("d_loss", d_losses, self.d_optimizer, d.trainable_variables)
+        self._minimize("g_loss", g_losses, self.g_optimizer, g.trainable_variables)
+        return {name: m.result() for name, m in self.trackers.items()}
+
+
+@case("Wrong numbers: a GAN with two optimizers, written the right way")
+def gan_with_two_optimizers(env: Env) -> dict:
+    with env.scope():
+        model = Gan()
+        model.compile(keras.optimizers.Adam(0.01), keras.optimizers.Adam(0.02))
+    images = common.features()
+    noise = images[::-1, :2].copy()
+    history = common.fit(model, noise, images)
+    return {
+        "history": history,
+        "generator": env.weights(model.generator),
+        "discriminator": env.weights(model.discriminator),
+    }
+
+
+@case("Two strategies in one process do not collide", setups=registry.ALL)
+def two_strategies_train_by_turns(env: Env) -> dict:
+    models = []
+    for strategy in env.strategy, env.new_strategy():
+        with strategy.scope() if strategy else env.scope():
+            keras.utils.set_random_seed(5)
+            models.append(common.compiled(common.mlp(), metrics=["mae"]))
+    histories = {}
+    for turn in range(2):
+        for index, model in enumerate(models):
+            data = common.regression_data(32, seed=index)
+            histories[f"{turn}/{index}"] = common.fit(model, *data, epochs=1)
+    weights = {f"{i}": _read(model) for i, model in enumerate(models)}
+    return {"histories": histories, "weights": weights}
+
+
+def _read(model: keras.Model) -> dict:
+    # The paths of the second model have other numbers.
+    return {f"{i}": w.numpy() for i, w in enumerate(model.weights)}

@@ -1,0 +1,162 @@
+"""Metrics are those of the global data, also per batch, on every worker."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+from tests.harness import common, registry
+from tests.harness.env import Env
+from tests.harness.registry import case
+
+metrics = keras.metrics
+
+
+@case("Regression metrics")
+def regression_metrics(env: Env) -> dict:
+    def build():
+        return common.compiled(
+            common.mlp(),
+            metrics=[
+                "mse",
+                "mae",
+                metrics.RootMeanSquaredError(),
+                metrics.R2Score(),
+                metrics.MeanAbsolutePercentageError(),
+                metrics.CosineSimilarity(),
+                metrics.PearsonCorrelation(),
+            ],
+        )
+
+    data = common.regression_data()
+    return common.train(env, build, *data, validation_data=data)
+
+
+def _binary(env: Env, **options) -> dict:
+    x = common.features()
+    y = (x[:, :2] > 0.2).astype("float32")
+
+    def build():
+        model = common.mlp(outputs=2)
+        model.add(keras.layers.Activation("sigmoid"))
+        chosen = [
+            metrics.AUC(num_thresholds=20),
+            metrics.Precision(),
+            metrics.Recall(),
+            metrics.BinaryAccuracy(),
+            metrics.F1Score(threshold=0.5),
+            metrics.PrecisionAtRecall(0.5, num_thresholds=20),
+        ]
+        return common.compiled(model, loss="binary_crossentropy", metrics=chosen)
+
+    return common.train(env, build, x, y, **options)
+
+
+@case("Classification metrics, AUC, Precision, F1Score (a vector)")
+def binary_metrics(env: Env) -> dict:
+    return _binary(env, validation_split=0.25)
+
+
+@case("Classification metrics on labels")
+def label_metrics(env: Env) -> dict:
+    def build():
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        chosen = [
+            "accuracy",
+            metrics.SparseTopKCategoricalAccuracy(2),
+            metrics.SparseCategoricalCrossentropy(from_logits=True),
+        ]
+        return common.compiled(common.mlp(outputs=3), loss=loss, metrics=chosen)
+
+    return common.train(env, build, *common.classification_data())
+
+
+class Recorder(keras.callbacks.Callback):
+    """Keeps the logs of every batch, vectors too."""
+
+    def __init__(self):
+        super().__init__()
+        self.logs: dict[str, list] = {}
+
+    def on_train_batch_end(self, batch, logs=None):
+        for name, value in logs.items():
+            value = keras.ops.convert_to_numpy(value)
+            self.logs.setdefault(name, []).append(value)
+
+
+@case("Wrong numbers: per-batch logs; vector logs collapse", setups=registry.ALL)
+def logs_of_every_batch(env: Env) -> dict:
+    recorder = Recorder()
+    results = _binary(env, callbacks=[recorder], epochs=2)
+    return {"logs": recorder.logs, **results}
+
+
+class LargestError(metrics.Metric):
+    """The largest absolute error seen: its states merge by max."""
+
+    def __init__(self, name="largest_error", **options):
+        super().__init__(name=name, **options)
+        self.largest = self.add_variable((), "zeros", name="largest")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        error = keras.ops.max(keras.ops.abs(y_true - y_pred))
+        self.largest.assign(keras.ops.maximum(self.largest, error))
+
+    def result(self):
+        return self.largest
+
+
+@case("Wrong numbers: a metric whose state merges by max")
+def metric_that_merges_by_max(env: Env) -> dict:
+    def build():
+        return common.compiled(common.mlp(), metrics=[LargestError()])
+
+    recorder = Recorder()
+    data = common.regression_data()
+    results = common.train(
+        env, build, *data, callbacks=[recorder], validation_data=data
+    )
+    return {"logs": recorder.logs, **results}
+
+
+class Watched(keras.layers.Layer):
+    """Tracks the mean of its input in a metric of its own."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.activity = metrics.Mean(name="activity")
+
+    def call(self, inputs):
+        self.activity.update_state(inputs)
+        return inputs
+
+
+@case("Metrics held by layers")
+def metric_held_by_a_layer(env: Env) -> dict:
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input((common.NUM_FEATURES,)),
+                keras.layers.Dense(4, activation="tanh"),
+                Watched(),
+                keras.layers.Dense(1),
+            ]
+        )
+        return common.compiled(model)
+
+    return common.train(env, build, *common.regression_data())
+
+
+@case("Wrong numbers: whole numbers as a state; scalars are no arrays to NumPy")
+def whole_numbers_as_a_state(env: Env) -> dict:
+    with env.scope():
+        # One row of nine is nobody's half.
+        metric = metrics.MeanIoU(num_classes=2)
+        metric.update_state([0, 0, 1, 1, 1, 0, 1, 0, 1], [0, 1, 1, 1, 0, 0, 1, 0, 0])
+        result = metric.result()
+        mean = metrics.Mean()
+        mean.update_state([1.0, 2.0])
+        total = np.array(mean.total.value)
+    state = np.array(metric.total_cm)
+    np.testing.assert_array_equal(state, [[3, 1], [2, 3]])
+    return {"result": result, "state": state, "total": total}

@@ -1,0 +1,87 @@
+"""`predict` returns every row once, in order, on every worker."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+from tests.harness import common, registry
+from tests.harness.env import Env
+from tests.harness.registry import case
+
+
+def _identity() -> keras.Model:
+    """Returns a model of two outputs that tell which row is which."""
+    inputs = keras.Input((1,))
+    double = keras.layers.Lambda(lambda t: 2 * t)(inputs)
+    return keras.Model(inputs, {"same": inputs, "double": double})
+
+
+@case("`predict` returns 104 rows for 101", setups=registry.ALL)
+def predict_returns_101_rows_in_order(env: Env) -> dict:
+    with env.scope():
+        model = _identity()
+    rows = np.arange(101, dtype="float32")[:, None]
+    found = {
+        "arrays": model.predict(rows, batch_size=8, verbose=0),
+        "dataset": model.predict(common.batched(rows), verbose=0),
+        "large": model.predict(rows, batch_size=256, verbose=0),
+    }
+    for outputs in found.values():
+        np.testing.assert_array_equal(outputs["same"], rows)
+        np.testing.assert_array_equal(outputs["double"], 2 * rows)
+    return found
+
+
+@case("Wrong numbers: `predict_on_batch` returns the rows of one replica")
+def predict_on_batch_returns_all_rows(env: Env) -> dict:
+    with env.scope():
+        model = _identity()
+    rows = np.arange(9, dtype="float32")[:, None]
+    found = {
+        "even": model.predict_on_batch(rows[:8]),
+        "odd": model.predict_on_batch(rows),
+        "one": model.predict_on_batch(rows[:1]),
+    }
+    np.testing.assert_array_equal(found["even"]["same"], rows[:8])
+    np.testing.assert_array_equal(found["odd"]["same"], rows)
+    np.testing.assert_array_equal(found["one"]["double"], 2 * rows[:1])
+    return found
+
+
+@case("`predict` with several steps per execution, and with `steps`")
+def predict_with_several_steps_per_execution(env: Env) -> dict:
+    with env.scope():
+        model = _identity()
+        model.compile(steps_per_execution=3)
+    rows = np.arange(37, dtype="float32")[:, None]
+    found = {
+        "all": model.predict(rows, batch_size=8, verbose=0),
+        "some": model.predict(common.batched(rows), steps=2, verbose=0),
+    }
+    np.testing.assert_array_equal(found["all"]["same"], rows)
+    return found
+
+
+class Difference(keras.Model):
+    """Has a pair of arrays as its one input."""
+
+    def call(self, inputs):
+        left, right = inputs
+        return left - right
+
+
+@case("`predict` of a pair of arrays: it is the input, not input and target")
+def predict_of_a_pair(env: Env) -> dict:
+    with env.scope():
+        model = Difference()
+    rows = np.arange(9, dtype="float32")[:, None]
+    pair = (3 * rows, rows)
+    found = {
+        "arrays": model.predict(pair, batch_size=4, verbose=0),
+        "dataset": model.predict(common.batched((pair,), batch_size=4), verbose=0),
+        "batch": model.predict_on_batch(pair),
+    }
+    for output in found.values():
+        np.testing.assert_array_equal(output, 2 * rows)
+    return found

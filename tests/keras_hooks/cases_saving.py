@@ -1,0 +1,106 @@
+"""What tfdp saves opens in plain Keras, and the other way round."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.harness import common
+from tests.harness.env import Env
+from tests.harness.registry import case
+
+
+def _build() -> keras.Model:
+    model = keras.Sequential(
+        [
+            keras.Input((common.NUM_FEATURES,)),
+            keras.layers.BatchNormalization(synchronized=True),
+            keras.layers.Dense(4, activation="tanh"),
+            keras.layers.Dense(1),
+        ]
+    )
+    return common.compiled(model, keras.optimizers.Adam(0.01))
+
+
+@case("`save`, `save_weights`, `export` open in plain Keras", reference_last=True)
+def saved_files_open_in_plain_keras(env: Env) -> dict:
+    """One device opens what the set-up saved: the process has no tfdp."""
+    x, y = common.regression_data(32)
+    whole, weights = str(env.tmp / "m.keras"), str(env.tmp / "m.weights.h5")
+    exported = str(env.tmp / "exported")
+    if env.is_reference:
+        model = keras.models.load_model(whole)
+        fresh = _build()
+        fresh.load_weights(weights)
+        loaded = tf.saved_model.load(exported)
+        return _continued(env, model, {"fresh": fresh.predict, "served": loaded.serve})
+    model = common.build_in_scope(env, _build)
+    common.fit(model, x, y)
+    # Every worker asks to save to the same path.
+    model.save(whole)
+    model.save_weights(weights)
+    model.export(exported, verbose=False)
+    env.wait_for_all("saved")
+    return _continued(env, model, {"fresh": model.predict, "served": model.predict})
+
+
+def _continued(env: Env, model: keras.Model, callables: dict) -> dict:
+    """Returns what is predicted, and what training goes on to."""
+    x, y = common.regression_data(32)
+    predicted = {name: np.asarray(call(x)) for name, call in callables.items()}
+    return {
+        "predict": model.predict(x, batch_size=8, verbose=0),
+        "iterations": model.optimizer.iterations.numpy(),
+        **predicted,
+        "history": common.fit(model, x, y),
+        "weights": {f"{i}": w.numpy() for i, w in enumerate(model.weights)},
+    }
+
+
+@case("Saving on the chief alone does not hang", reference_last=True)
+def saving_on_the_chief_alone(env: Env) -> dict:
+    whole = str(env.tmp / "m.keras")
+    x, y = common.regression_data(32)
+    if env.is_reference:
+        return _continued(env, keras.models.load_model(whole), {})
+    model = common.build_in_scope(env, _build)
+    common.fit(model, x, y)
+    if env.is_chief:
+        model.save(whole)
+    env.wait_for_all("saved")
+    return _continued(env, model, {})
+
+
+@case("Files of plain Keras open under the strategy and training goes on")
+def plain_files_open_under_the_strategy(env: Env) -> dict:
+    whole, weights = str(env.tmp / "m.keras"), str(env.tmp / "m.weights.h5")
+    x, y = common.regression_data(32)
+    if env.is_chief:
+        plain = _build()
+        common.fit(plain, x, y, epochs=1)
+        plain.save(whole)
+        plain.save_weights(weights)
+    env.wait_for_all("saved")
+    keras.utils.set_random_seed(3)
+    with env.scope():
+        model = keras.models.load_model(whole)
+        fresh = _build()
+    fresh.load_weights(weights)
+    return {
+        "history": common.fit(model, x, y, epochs=2),
+        "weights": env.read(model.weights),
+        "iterations": model.optimizer.iterations.numpy(),
+        "fresh": fresh.predict(x, batch_size=8, verbose=0),
+    }
+
+
+@case("`get_weights` and `set_weights`")
+def set_weights_under_the_strategy(env: Env) -> dict:
+    model = common.build_in_scope(env, _build)
+    values = [np.full(w.shape, 0.1 * (i + 1)) for i, w in enumerate(model.weights)]
+    model.set_weights(values)
+    for got, value in zip(model.get_weights(), values, strict=True):
+        np.testing.assert_allclose(got, value, rtol=1e-6)
+    x, y = common.regression_data(32)
+    return {"history": common.fit(model, x, y), "weights": env.weights(model)}

@@ -1,0 +1,113 @@
+"""How many steps an epoch and an execution have, and how they are counted."""
+
+from __future__ import annotations
+
+import keras
+
+from tests.harness import common, registry
+from tests.harness.env import Env
+from tests.harness.registry import case
+
+
+def _train(env: Env, num_samples: int, steps_per_execution: int, **options) -> dict:
+    with env.scope():
+        model = common.compiled(
+            common.mlp(), steps_per_execution=steps_per_execution, metrics=["mae"]
+        )
+    x, y = common.regression_data(num_samples)
+    history = common.fit(model, x, y, **options)
+    evaluated = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
+    return {
+        "history": history,
+        "weights": env.weights(model),
+        "evaluate": evaluated,
+        "predict": model.predict(x, batch_size=8, verbose=0),
+    }
+
+
+@case("Crash: `steps_per_execution` > 1", setups=registry.ALL)
+def two_steps_per_execution(env: Env) -> dict:
+    return _train(env, 32, 2, epochs=2)
+
+
+@case("Crash: `steps_per_execution` > 1 that does not divide the epoch")
+def three_steps_per_execution(env: Env) -> dict:
+    return _train(env, 32, 3, epochs=2)
+
+
+@case("Crash: `steps_per_execution` > 1 with a partial batch")
+def two_steps_per_execution_and_a_partial_batch(env: Env) -> dict:
+    return _train(env, 20, 2)
+
+
+@case("Crash: `steps_per_execution` > 1 with a partial batch that ends an execution")
+def three_steps_per_execution_and_a_partial_batch(env: Env) -> dict:
+    return _train(env, 20, 3)
+
+
+@case("`steps_per_epoch` over a repeated dataset")
+def steps_per_epoch(env: Env) -> dict:
+    def build():
+        return common.compiled(common.mlp())
+
+    # 4 batches a round, 3 an epoch: each goes on where the last ended.
+    dataset = common.batched(*common.regression_data(32)).repeat()
+    return common.train(env, build, dataset, steps_per_epoch=3, epochs=4)
+
+
+@case("`int(optimizer.iterations)` raises under a strategy")
+def iterations_as_int(env: Env) -> dict:
+    model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
+    common.fit(model, *common.regression_data())
+    iterations = model.optimizer.iterations
+    return {"int": int(iterations), "numpy": iterations.numpy()}
+
+
+@case("`optimizer.iterations` gains one per epoch on unknown cardinality")
+def iterations_on_unknown_cardinality(env: Env) -> dict:
+    model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
+    dataset = common.batched(*common.regression_data(48)).filter(lambda *_: True)
+    history = common.fit(model, dataset, epochs=2)
+    iterations = int(model.optimizer.iterations.numpy())
+    # One device counts 14; the number of updates is 12.
+    assert env.is_reference or iterations == 12, iterations
+    return {"history": history, "weights": env.weights(model)}
+
+
+@case("`jit_compile=True` on CPU: goes on, with one warning")
+def jit_compile(env: Env) -> dict:
+    with env.scope():
+        model = common.compiled(common.mlp())
+        # The model's attribute is what `compile(jit_compile=True)` sets.
+        model.jit_compile = True
+    history = common.fit(model, *common.regression_data())
+    x, _ = common.regression_data()
+    return {
+        "history": history,
+        "weights": env.weights(model),
+        "predict": model.predict(x, batch_size=8, verbose=0),
+    }
+
+
+@case("`run_eagerly`")
+def run_eagerly(env: Env) -> dict:
+    with env.scope():
+        model = common.compiled(common.mlp(), run_eagerly=True, metrics=["mae"])
+    history = common.fit(model, *common.regression_data(32))
+    return {"history": history, "weights": env.weights(model)}
+
+
+@case("`run_eagerly` with an Embedding and Adam")
+def run_eagerly_with_embedding(env: Env) -> dict:
+    def build():
+        model = keras.Sequential(
+            [
+                keras.Input((common.LENGTH,), dtype="int32"),
+                keras.layers.Embedding(common.NUM_TOKENS, 2),
+                keras.layers.Flatten(),
+                keras.layers.Dense(1),
+            ]
+        )
+        return common.compiled(model, keras.optimizers.Adam(0.01), run_eagerly=True)
+
+    return common.train(env, build, *common.token_data(32))

@@ -1,0 +1,153 @@
+"""Every optimizer of Keras, on dense and on sparse gradients, and its options."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+
+from tests.harness import common, registry
+from tests.harness.env import Env
+
+optimizers = keras.optimizers
+
+
+def token_model() -> keras.Model:
+    """Returns a model with an Embedding and two dense kernels."""
+    return keras.Sequential(
+        [
+            keras.Input((common.LENGTH,), dtype="int32"),
+            keras.layers.Embedding(common.NUM_TOKENS, 3),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(3, activation="tanh"),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def train_tokens(env: Env, optimizer, build_first: bool = False) -> dict:
+    """Trains the model on tokens; returns history, weights and iterations."""
+    with env.scope():
+        model = common.compiled(token_model(), optimizer())
+        if build_first:
+            model.optimizer.build(model.trainable_variables)
+    history = common.fit(model, *common.token_data())
+    return {
+        "history": history,
+        "weights": env.weights(model),
+        "iterations": model.optimizer.iterations.numpy(),
+    }
+
+
+def _register(name: str, optimizer, covers: str, **options) -> None:
+    def function(env: Env) -> dict:
+        return train_tokens(env, optimizer)
+
+    registry.register(name, function, covers, **{"setups": registry.BOTH, **options})
+
+
+EVERY = {
+    "sgd_with_momentum": functools.partial(optimizers.SGD, 0.1, momentum=0.9),
+    "sgd_with_decay": functools.partial(optimizers.SGD, 0.1, weight_decay=0.01),
+    "rmsprop": functools.partial(optimizers.RMSprop, 0.01),
+    "adam": functools.partial(optimizers.Adam, 0.01),
+    "adamw": functools.partial(optimizers.AdamW, 0.01),
+    "adadelta": functools.partial(optimizers.Adadelta, 1.0),
+    "adagrad": functools.partial(optimizers.Adagrad, 0.1),
+    "adamax": functools.partial(optimizers.Adamax, 0.01),
+    "adafactor": functools.partial(optimizers.Adafactor, 0.01),
+    "nadam": functools.partial(optimizers.Nadam, 0.01),
+    "ftrl": functools.partial(optimizers.Ftrl, 0.1),
+    "lion": functools.partial(optimizers.Lion, 0.01),
+    "lamb": functools.partial(optimizers.Lamb, 0.01),
+    "muon": functools.partial(optimizers.Muon, 0.01),
+}
+
+# One of each kind of update; all are in the matrix of `cases.exactness` as well.
+ALWAYS = ("sgd_with_momentum", "adam", "adafactor", "ftrl", "lion", "muon")
+
+for _name, _optimizer in EVERY.items():
+    _register(
+        f"optimizer_{_name}",
+        _optimizer,
+        "Plain training with every optimizer; Embedding with every optimizer",
+        setups=registry.BOTH if _name in ALWAYS else (),
+        tol=5e-5 if _name == "ftrl" else 1e-5,
+    )
+
+if hasattr(optimizers, "ScheduleFreeAdamW"):
+
+    @registry.case("Plain training with every optimizer (of newer Keras)")
+    def optimizer_schedule_free_adamw(env: Env) -> dict:
+        # Built within `fit` on one device, Keras starts its slots from zeros and
+        # not from the variables.
+        optimizer = functools.partial(optimizers.ScheduleFreeAdamW, 0.01)
+        return train_tokens(env, optimizer, build_first=True)
+
+
+_register(
+    "ema_without_overwrite",
+    functools.partial(
+        optimizers.SGD, 0.1, momentum=0.9, use_ema=True, ema_momentum=0.8
+    ),
+    "EMA without overwrite",
+)
+_register(
+    "ema_overwrite_frequency",
+    functools.partial(
+        optimizers.SGD,
+        0.1,
+        momentum=0.9,
+        use_ema=True,
+        ema_momentum=0.8,
+        ema_overwrite_frequency=3,
+    ),
+    "Crash: `use_ema` with `ema_overwrite_frequency`",
+)
+_register(
+    "gradient_accumulation_steps",
+    functools.partial(optimizers.AdamW, 0.01, gradient_accumulation_steps=2),
+    "Crash: `gradient_accumulation_steps`",
+    setups=registry.ALL,
+)
+
+
+@registry.case("`loss_scale_factor`")
+def loss_scale_factor(env: Env) -> dict:
+    # On dense gradients: Keras cannot unscale those of an Embedding.
+    def build():
+        optimizer = optimizers.Adam(0.01, loss_scale_factor=128.0)
+        return common.compiled(common.mlp(), optimizer)
+
+    return common.train(env, build, *common.regression_data())
+
+
+@registry.case("Learning-rate schedules")
+def learning_rate_schedules(env: Env) -> dict:
+    schedules = optimizers.schedules
+    chosen = {
+        "exponential": schedules.ExponentialDecay(0.1, 4, 0.5, staircase=True),
+        "cosine": schedules.CosineDecay(
+            0.0, 9, warmup_target=0.1, warmup_steps=3, alpha=0.1
+        ),
+    }
+    return {
+        name: train_tokens(env, functools.partial(optimizers.SGD, schedule))
+        for name, schedule in chosen.items()
+    }
+
+
+@registry.case("LossScaleOptimizer without overflow")
+def loss_scale_optimizer_without_overflow(env: Env) -> dict:
+    with env.scope():
+        inner = optimizers.SGD(0.1, momentum=0.9)
+        optimizer = optimizers.LossScaleOptimizer(
+            inner, initial_scale=16.0, dynamic_growth_steps=5
+        )
+        model = common.compiled(token_model(), optimizer)
+    history = common.fit(model, *common.token_data())
+    return {
+        "history": history,
+        "weights": env.weights(model),
+        "scale": optimizer.dynamic_scale.numpy(),
+    }

@@ -1,0 +1,295 @@
+"""Bad input of the optimizer and its callbacks: one sentence that says what to do."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import pytest
+
+import tfdp
+from tests.harness.pool import ClusterPool
+from tests.harness.registry import load_cases
+from tests.harness.tiers import standard
+
+WITHIN_SECONDS = 10.0
+CASES = load_cases(("optimizer.cases_bad_input",))
+optimizers = keras.optimizers
+Optimizer, callbacks = tfdp.DistributedOptimizer, tfdp.callbacks
+
+
+def check(text: str, *parts: str) -> None:
+    """Short, on one line, and it says what is to be said."""
+    assert "\n" not in text
+    assert len(text) < 300
+    for part in parts:
+        assert part in text, text
+
+
+def refused(action: Callable[[], object], *parts: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(parts[0])) as caught:
+        action()
+    check(str(caught.value), *parts)
+
+
+def sgd(**options) -> optimizers.Optimizer:
+    return optimizers.SGD(0.1, **options)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True, "4", None])
+def test_accumulation_steps_that_are_no_positive_integer_are_refused(steps):
+    expected = (
+        "must be an integer of at least 1",
+        f"Received: accumulation_steps={steps!r}",
+    )
+    refused(lambda: Optimizer(sgd(), accumulation_steps=steps), *expected)
+    optimizer = Optimizer(sgd())
+    refused(lambda: setattr(optimizer, "accumulation_steps", steps), *expected)
+
+
+@pytest.mark.parametrize("scale", ["static", 0, -2.0, math.nan, math.inf, True, [1.0]])
+def test_loss_scale_that_is_no_positive_number_is_refused(scale):
+    name = "initial_scale" if scale == math.inf else "loss_scale"
+    expected = "positive number", f"Received: {name}={scale!r}"
+    refused(lambda: Optimizer(sgd(), loss_scale=scale), *expected)
+
+
+@pytest.mark.parametrize("name", ["initial_scale", "min_scale"])
+@pytest.mark.parametrize("scale", [0, -1.0, math.nan, math.inf, "big", None])
+def test_scale_of_loss_scaling_that_is_not_positive_is_refused(name, scale):
+    refused(
+        lambda: callbacks.LossScaling(**{name: scale}),
+        "must be a positive number",
+        f"Received: {name}={scale!r}",
+    )
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, None, True])
+def test_growth_steps_that_are_no_positive_integer_are_refused(steps):
+    refused(
+        lambda: callbacks.LossScaling(growth_steps=steps),
+        "must be an integer of at least 1",
+        f"Received: growth_steps={steps!r}",
+    )
+
+
+def test_smallest_scale_above_the_first_is_refused():
+    refused(
+        lambda: callbacks.LossScaling(2.0, min_scale=4.0),
+        "`min_scale` must not be above `initial_scale`",
+        "min_scale=4.0",
+    )
+
+
+@pytest.mark.parametrize("sharding", ["zero", 1, True, None])
+def test_sharding_that_is_unknown_is_refused(sharding):
+    expected = "`sharding` must be one of", f"Received: sharding={sharding!r}"
+    refused(lambda: Optimizer(sgd(), sharding=sharding), *expected)
+    refused(lambda: Optimizer(sgd()).shard(sharding), *expected)
+
+
+@pytest.mark.parametrize("scope", ["host", "ALL", None, 2])
+def test_shard_scope_that_is_unknown_is_refused(scope):
+    expected = "`shard_scope` must be one of", f"Received: shard_scope={scope!r}"
+    refused(lambda: Optimizer(sgd(), shard_scope=scope), *expected)
+    refused(lambda: Optimizer(sgd()).shard("optimizer", scope), *expected)
+    refused(lambda: callbacks.ShardedOptimizer(shard_scope=scope), *expected)
+
+
+@pytest.mark.parametrize("stage", [0, 3, -1, 1.5, True, "1", None])
+def test_stage_of_sharding_that_is_not_one_or_two_is_refused(stage):
+    refused(
+        lambda: callbacks.ShardedOptimizer(stage),
+        "`stage` must be 1 or 2",
+        f"Received: stage={stage!r}",
+    )
+
+
+def test_stage_of_sharded_weights_is_said_to_be_missing():
+    refused(lambda: callbacks.ShardedOptimizer(3), "is not there yet", "stage=3")
+
+
+def test_sharding_twice_in_different_ways_is_refused():
+    optimizer = Optimizer(sgd(), sharding="optimizer")
+    optimizer.shard("optimizer", "all")
+    for sharding, scope in ("gradients", "all"), ("optimizer", "node"), ("none", "all"):
+        refused(
+            lambda s=sharding, o=scope: optimizer.shard(s, o),
+            "The optimizer is sharded already",
+            "'optimizer', 'all'",
+            f"Received: ({sharding!r}, {scope!r}",
+        )
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse")
+    refused(
+        lambda: callbacks.ShardedOptimizer(2).set_model(model),
+        "The optimizer is sharded already",
+    )
+
+
+def test_sharding_on_one_device_changes_nothing():
+    optimizer = Optimizer(sgd(), sharding="gradients", accumulation_steps=2)
+    optimizer.build([keras.Variable(np.zeros(2, "float32"))])
+    assert not optimizer.is_sharded
+
+
+def test_wrapping_twice_is_refused():
+    wrapped = Optimizer(sgd())
+    scaled = optimizers.LossScaleOptimizer(wrapped)
+    for optimizer in wrapped, scaled:
+        refused(
+            lambda o=optimizer: Optimizer(o),
+            "is a `DistributedOptimizer` already",
+            "where it is made",
+        )
+
+
+@pytest.mark.parametrize("optimizer", ["adam", None, optimizers.SGD])
+def test_wrapping_what_is_no_optimizer_is_refused(optimizer):
+    refused(lambda: Optimizer(optimizer), "must be a Keras optimizer", "Received: ")
+
+
+def test_number_of_micro_batches_given_to_both_places_is_refused():
+    refused(
+        lambda: Optimizer(sgd(gradient_accumulation_steps=2), accumulation_steps=4),
+        "Give the number of micro-batches once",
+        "accumulation_steps=4",
+        "gradient_accumulation_steps=2",
+    )
+
+
+@pytest.mark.skipif(
+    not hasattr(optimizers, "MultiOptimizer"), reason="this Keras has none"
+)
+def test_parts_that_accumulate_differently_are_refused():
+    chosen = {"kernel": sgd(gradient_accumulation_steps=2)}
+    multi = optimizers.MultiOptimizer(optimizers.OptimizerMap(sgd(), chosen))
+    refused(lambda: Optimizer(multi), "must accumulate alike", "[1, 2]")
+
+
+@pytest.mark.parametrize(
+    "steps", [0, -1, 2.5, True, "4", None, {}, {0: 0}, {0: 2, -1: 3}, {0.5: 2}]
+)
+def test_schedule_of_micro_batches_that_is_no_schedule_is_refused(steps):
+    refused(lambda: callbacks.GradientAccumulation(steps), "Received: ")
+
+
+def test_unknown_flush_is_refused():
+    refused(
+        lambda: callbacks.GradientAccumulation(4, flush="batch"),
+        '`flush` must be `None` or "epoch"',
+        "Received: flush='batch'",
+    )
+
+
+@pytest.mark.parametrize("name", ["epochs", "steps", "initial_factor"])
+@pytest.mark.parametrize("value", [0, -1, "5", True])
+def test_warmup_whose_length_or_factor_is_not_positive_is_refused(name, value):
+    refused(
+        lambda: callbacks.LearningRateWarmup(**{name: value}),
+        f"`{name}` must be a positive number",
+        f"Received: {name}={value!r}",
+    )
+
+
+def test_warmup_with_both_lengths_is_refused():
+    refused(
+        lambda: callbacks.LearningRateWarmup(epochs=5, steps=100),
+        "Give `epochs` or `steps`, not both",
+    )
+
+
+@pytest.mark.parametrize("smoothing", [1, 1.5, -0.1, math.nan, "0.9"])
+def test_smoothing_outside_its_range_is_refused(smoothing):
+    refused(lambda: callbacks.GradientNoiseScale(smoothing), "from 0 to below 1")
+
+
+def test_noise_scale_on_one_device_is_refused():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    callback = callbacks.GradientNoiseScale()
+    refused(lambda: callback.set_model(model), "of several replicas")
+
+
+def test_apply_with_too_few_gradients_or_without_variables_is_refused():
+    variables = [keras.Variable(np.zeros(2, "float32")) for _ in range(2)]
+    gradients = [np.zeros(2, "float32")]
+    refused(lambda: Optimizer(sgd()).apply(gradients), "build the optimizer")
+    optimizer = Optimizer(sgd())
+    refused(
+        lambda: optimizer.apply(gradients, variables), "1 gradients for 2 variables"
+    )
+
+
+def test_callback_on_a_model_that_is_not_compiled_is_refused_on_one_device():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    callback = callbacks.LossScaling()
+    refused(lambda: callback.set_model(model), "`model.compile(optimizer=...)` first")
+
+
+# On both strategies, and on every worker.
+
+SCOPE = "outside `strategy.scope()`. Make a new one, inside the scope."
+COMPILE = "Call `model.compile(optimizer=...)` first."
+EXPECTED = {
+    "wrapped, built outside the scope": SCOPE,
+    "compiled, built outside the scope": SCOPE,
+    "accumulation, not compiled": f"`GradientAccumulation` needs a model.*{COMPILE}",
+    "scaling, not compiled": f"`LossScaling` needs a model.*{COMPILE}",
+    "warmup, not compiled": f"`LearningRateWarmup` needs a model.*{COMPILE}",
+    "noise, not compiled": f"`GradientNoiseScale` needs a model.*{COMPILE}",
+    "sharding, not compiled": f"`ShardedOptimizer` needs a model.*{COMPILE}",
+    "apply outside `run`": "given to `strategy.run`",
+    "warmup of unknown length": "`LearningRateWarmup(steps=...)`",
+}
+
+
+def errors(clusters: ClusterPool, name: str, setup_name: str) -> list[dict[str, str]]:
+    """The texts by name on each worker, all raised as `ValueError` and in time."""
+    workers = []
+    for results in clusters.run(CASES[name], setup_name):
+        names = {key.split("/")[1] for key in results}
+        texts = {}
+        for what in names:
+            got = {key: results[f"local/{what}/{key}"] for key in _KEYS}
+            assert got["type"] == "ValueError", (what, got)
+            assert got["seconds"] < WITHIN_SECONDS
+            texts[what] = str(got["text"])
+        workers.append(texts)
+    return workers
+
+
+_KEYS = "type", "text", "seconds"
+
+
+@pytest.mark.parametrize("setup_name", [standard("mirrored"), "two_workers"])
+def test_wrong_uses_under_a_strategy_are_refused_by_every_worker(clusters, setup_name):
+    for texts in errors(clusters, "wrong_uses_of_the_optimizer", setup_name):
+        assert sorted(texts) == sorted(EXPECTED)
+        for what, text in texts.items():
+            check(text, *EXPECTED[what].split(".*"))
+
+
+def test_callback_under_another_strategy_says_which_is_needed(clusters):
+    (texts,) = errors(clusters, "callback_under_a_stock_strategy", "mirrored")
+    assert len(texts) == 2
+    for text in texts.values():
+        check(
+            text,
+            "use `tfdp.MirroredStrategy`",
+            "Received: tensorflow.python.distribute",
+        )
+
+
+def test_numbers_of_batches_in_two_places_are_refused():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(Optimizer(sgd(), accumulation_steps=3), "mse")
+    for steps in (2, {0: 2, 5: 4}):
+        callback = callbacks.GradientAccumulation(steps)
+        refused(lambda c=callback: c.set_model(model), "in one place", "steps=")
+    # The same number, as a file that is loaded may hold it, is no contradiction.
+    callbacks.GradientAccumulation({0: 3, 5: 4}).set_model(model)
+    callbacks.GradientAccumulation(2).set_model(model)

@@ -1,0 +1,252 @@
+"""Replicas that are alike raise no alarm; one that has drifted is named."""
+
+from __future__ import annotations
+
+import collections
+import typing
+
+import keras
+import numpy as np
+import pytest
+
+import tfdp
+from tests.harness import common
+from tests.harness.env import Env
+from tests.harness.registry import case
+from tests.reduction.cases_plans import collectives, step_of, traced_step
+from tfdp.replicas import drift_probe
+
+layers = keras.layers
+KINDS = ("CollectiveReduceV2", "CollectiveGatherV2", "CollectiveAllToAllV2")
+PLANTED_AFTER, EVERY, FOUND_AT = 4, 3, 6
+
+
+class Seen(keras.callbacks.Callback):
+    """What the checks of a `fit` have found; goes before `ConsistencyCheck`."""
+
+    def __init__(self):
+        super().__init__()
+        self.checks: dict[int, list[float]] = {}
+
+    def on_train_batch_end(self, batch, logs=None):
+        for probe in drift_probe.probes.active():
+            step, numbers = probe.read()
+            self.checks[step] = numbers
+
+
+class Plant(keras.callbacks.Callback):
+    """Flips the lowest bit of one weight of one replica after a batch."""
+
+    def __init__(self, env: Env, replica: int, batch: int):
+        super().__init__()
+        self.rank, self.local = divmod(replica, env.setup.devices_per_worker)
+        self.is_here = self.rank == env.rank
+        self.batch = batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.is_here and batch == self.batch:
+            part = self.model.weights[2].value.values[self.local]
+            bits = part.numpy().view("uint32").copy()
+            bits.flat[-1] ^= 1
+            part.assign(bits.view("float32"))
+
+
+def checked(model: keras.Model, every: int, *data: typing.Any, **options) -> Seen:
+    """Fits with a check and returns what it has seen."""
+    seen = Seen()
+    check = tfdp.callbacks.ConsistencyCheck(every=every)
+    callbacks = [*options.pop("callbacks", ()), seen, check]
+    common.fit(model, *data, callbacks=callbacks, **options)
+    assert not drift_probe.probes.active()
+    return seen
+
+
+def assert_seen(env: Env, seen: Seen, steps: list[int]) -> None:
+    assert sorted(seen.checks) == steps
+    for numbers in seen.checks.values():
+        assert len(numbers) == env.num_replicas
+        assert min(numbers) == max(numbers) >= 1
+
+
+def delicate() -> keras.Model:
+    """Layers whose state replicas update apart, by what only they have seen."""
+    return keras.Sequential(
+        [
+            keras.Input((common.NUM_FEATURES,)),
+            layers.BatchNormalization(synchronized=True, momentum=0.8),
+            layers.Dense(6, activation="tanh"),
+            layers.BatchNormalization(momentum=0.8),
+            layers.Dropout(0.3),
+            layers.Dense(1),
+        ]
+    )
+
+
+@case("Drift: no alarm with averages, dropout, statistics, accumulation", compare=False)
+def replicas_that_are_alike_raise_no_alarm(env: Env) -> dict:
+    adam = keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=2)
+    with env.scope():
+        model = common.compiled(delicate(), adam, metrics=["mae"])
+    x, y = common.regression_data(45)  # the last batch has five rows
+    seen = checked(
+        model,
+        1,
+        x,
+        y,
+        epochs=2,
+        validation_data=(x, y),
+        callbacks=[tfdp.callbacks.GradientAccumulation(steps=2, flush="epoch")],
+    )
+    assert_seen(env, seen, list(range(1, 13)))
+    return {}
+
+
+def embedded() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((common.LENGTH,), dtype="int32"),
+            layers.Embedding(common.NUM_TOKENS, 5),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(3, dtype="mixed_bfloat16"),
+            layers.Dense(1),
+        ]
+    )
+
+
+@case(
+    "Drift: no alarm with sharded state and several steps in one execution",
+    setups=("two_workers",),
+    compare=False,
+)
+def replicas_with_sharded_state_raise_no_alarm(env: Env) -> dict:
+    with env.scope():
+        model = embedded()
+        model.compile(keras.optimizers.AdamW(0.01), "mse", steps_per_execution=4)
+    sharded = tfdp.callbacks.ShardedOptimizer(stage=2)
+    accumulated = tfdp.callbacks.GradientAccumulation(steps=2)
+    data = common.token_data()
+    seen = checked(model, 3, *data, callbacks=[sharded, accumulated])
+    # Steps 3 and 6 end in executions of their own, 9 and 12 in the third.
+    assert_seen(env, seen, [3, 6, 12])
+    return {}
+
+
+def raised(model: keras.Model, every: int, *callbacks: typing.Any, **options) -> str:
+    """What a `fit` with a check raises."""
+    check = tfdp.callbacks.ConsistencyCheck(every=every)
+    data = common.regression_data()
+    with pytest.raises(RuntimeError) as caught:
+        common.fit(model, *data, callbacks=[*callbacks, check], **options)
+    assert not drift_probe.probes.active()
+    return str(caught.value)
+
+
+def assert_named(env: Env, text: str, model: keras.Model, replica: int) -> None:
+    assert "Replicas have drifted apart" in text
+    assert f"in {model.weights[2].path!r} (1 of 4 variables)" in text
+    assert f"replica {replica} (" in text
+    others = f"differs from the other {env.num_replicas - 1} in"
+    assert (others in text) == (env.num_replicas > 2)
+    assert ("differ from each other in" in text) == (env.num_replicas == 2)
+    if env.setup.is_multi_worker:
+        rank = replica // env.setup.devices_per_worker
+        assert f"of worker {rank}, localhost)" in text
+
+
+@case(
+    "Drift: one bit on one replica is named",
+    setups=("mirrored", "two_by_two"),
+    compare=False,
+)
+def one_changed_bit_is_named_by_all_workers(env: Env) -> dict:
+    model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
+    replica = env.num_replicas // 2
+    plant = Plant(env, replica, PLANTED_AFTER - 1)
+    seen = Seen()
+    text = raised(model, EVERY, plant, seen)
+    assert f"at step {FOUND_AT} of `fit`" in text
+    assert_named(env, text, model, replica)
+    assert sorted(seen.checks) == [0, EVERY, FOUND_AT]
+    # The weights still differ.
+    text = raised(model, EVERY)
+    assert "as seen before the first step" in text
+    assert_named(env, text, model, replica)
+    return {}
+
+
+@case(
+    "Drift: after the last check, and in the middle of an execution",
+    setups=("two_workers",),
+    compare=False,
+)
+def drift_is_named_wherever_it_begins(env: Env) -> dict:
+    model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
+    replica = env.num_replicas - 1
+    text = raised(model, 100, Plant(env, replica, 11))
+    assert "as seen after the last step" in text
+    assert_named(env, text, model, replica)
+
+    with env.scope():
+        model = common.mlp()
+        model.compile("sgd", "mse", steps_per_execution=4)
+    text = raised(model, EVERY, Plant(env, replica, PLANTED_AFTER - 1))
+    assert f"at step {FOUND_AT} of `fit`" in text
+    assert_named(env, text, model, replica)
+    return {}
+
+
+class Keep(keras.callbacks.Callback):
+    """Keeps the function of a `fit`, which goes with its callbacks."""
+
+    def on_train_end(self, logs=None):
+        self.function = self.model.train_function
+
+
+def kinds(step: typing.Any) -> collections.Counter[str]:
+    """How many operations of each kind a step has, in all inner functions."""
+    library = step.graph.as_graph_def().library.function
+    return collections.Counter(node.op for f in library for node in f.node_def)
+
+
+@case(
+    "Drift: as many collectives and the same weights as without a check",
+    setups=("two_workers",),
+    compare=False,
+)
+def a_check_costs_no_collective_and_changes_no_weight(env: Env) -> dict:
+    extended = env.strategy.extended
+    found = []
+    for callbacks in ([], [tfdp.callbacks.ConsistencyCheck(every=2)]):
+        keras.utils.set_random_seed(3)
+        with env.scope():
+            model = common.compiled(common.mlp(), keras.optimizers.Adam(0.01))
+        keep = Keep()
+        common.fit(model, *common.regression_data(), callbacks=[*callbacks, keep])
+        step = step_of(keep.function)
+        groups = (extended.group.key, extended.host_group.key)
+        counts = [collectives(step, kind, key) for kind in KINDS for key in groups]
+        found.append((counts, kinds(step), env.weights(model)))
+    (counts, nodes, weights), (checked_counts, checked_nodes, checked_weights) = found
+    assert counts == checked_counts
+    assert sum(counts) > 0
+    assert "Bitcast" in checked_nodes
+    assert "Bitcast" not in nodes
+    for value, other in zip(weights.values(), checked_weights.values(), strict=True):
+        np.testing.assert_array_equal(other, value)
+    # Nothing is left of it: the last model, trained without a check.
+    assert kinds(traced_step(model, common.regression_data())) == nodes
+    return {}
+
+
+@case(
+    "Bad input: another `every` on one worker",
+    setups=("two_workers",),
+    full_setups=(),
+    compare=False,
+)
+def another_interval_on_one_worker(env: Env) -> dict:
+    model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
+    text = raised(model, 10 + env.rank)
+    assert "worker 0 at 'ConsistencyCheck(every=10)'" in text
+    assert "worker 1 at 'ConsistencyCheck(every=11)'" in text
+    return {}

@@ -1,0 +1,372 @@
+"""Bad input at start-up: one clear sentence, on every worker, and soon."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.harness import forks
+from tests.harness.commands import ROOT, run_python
+from tests.harness.forks import Answer, Start, cluster_configs
+
+pytestmark = pytest.mark.processes
+
+WITHIN_SECONDS = 10.0
+START_TIMEOUT_SECONDS = 4.0
+
+
+# What the processes do. TensorFlow is imported in them only.
+
+
+def auto_strategy(**options) -> int:
+    import tfdp
+
+    communication = tfdp.CommunicationOptions(**options)
+    return tfdp.auto_strategy(communication=communication).num_replicas_in_sync
+
+
+def multi_worker(devices=None, **options) -> int:
+    import tfdp
+
+    communication = tfdp.CommunicationOptions(**options)
+    strategy = tfdp.MultiWorkerMirroredStrategy(
+        devices=devices, communication=communication
+    )
+    return strategy.num_replicas_in_sync
+
+
+def mirrored(devices=None, logical_cpus=2, **options) -> int:
+    import tfdp
+
+    tfdp.testing.logical_cpus(logical_cpus)
+    communication = tfdp.CommunicationOptions(**options)
+    return tfdp.MirroredStrategy(
+        devices, communication=communication
+    ).num_replicas_in_sync
+
+
+def multi_worker_after_tensorflow() -> int:
+    import tensorflow as tf
+
+    tf.constant(1)
+    return multi_worker()
+
+
+def logical_cpus_after_tensorflow(count: int) -> list[str]:
+    import tensorflow as tf
+
+    import tfdp
+
+    tf.constant(1)
+    return tfdp.testing.logical_cpus(count)
+
+
+def logical_cpus(count) -> list[str]:
+    import tfdp
+
+    return tfdp.testing.logical_cpus(count)
+
+
+def check_sentence(answer: Answer, error: str = "ValueError") -> None:
+    """One sentence or few, in time, that does not quote the runtime's innards."""
+    assert answer.error == error, answer
+    assert answer.seconds < WITHIN_SECONDS
+    assert len(answer.text) < 500
+    assert "\n" not in answer.text
+    assert answer.text.rstrip().endswith((".", "'", '"', "]", ")", "}")) or (
+        "Received: " in answer.text
+    )
+
+
+def refused(*starts: Start, error: str = "ValueError") -> list[str]:
+    """Runs the workers and returns what each of them was told."""
+    answers = forks.run(starts, deadline_seconds=WITHIN_SECONDS)
+    for answer in answers:
+        check_sentence(answer, error)
+    return [answer.text for answer in answers]
+
+
+def config(cluster, task_type="worker", index=0) -> str:
+    return json.dumps({"cluster": cluster, "task": {"type": task_type, "index": index}})
+
+
+TWO = ["localhost:2222", "localhost:2223"]
+SAME = ["localhost:2222", "localhost:2222"]
+# Each with the TF_CONFIG of every task that is there.
+BAD_CONFIGS = {
+    "not JSON": (["{'cluster': {}}"], "not valid JSON"),
+    "not an object": (["[1, 2]"], "JSON object"),
+    "no task": ([json.dumps({"cluster": {"worker": TWO}})], "'task' must be"),
+    "index out of range": ([config({"worker": TWO}, index=2)], "from 0 to 1"),
+    "negative index": ([config({"worker": TWO}, index=-1)], "from 0 to 1"),
+    "two equal addresses": (
+        [config({"worker": SAME}, index=0), config({"worker": SAME}, index=1)],
+        "same address",
+    ),
+    "an unknown job": (
+        [config({"workers": TWO}, "workers"), config({"workers": TWO}, "workers", 1)],
+        "Received: 'workers'",
+    ),
+    "a parameter server": (
+        [
+            config({"worker": TWO, "ps": ["localhost:2224"]}),
+            config({"worker": TWO, "ps": ["localhost:2224"]}, index=1),
+            config({"worker": TWO, "ps": ["localhost:2224"]}, "ps"),
+        ],
+        "Parameter servers are not supported",
+    ),
+    "an address without a port": (
+        [config({"worker": ["localhost", "localhost:2223"]})],
+        "host:port",
+    ),
+}
+
+
+@pytest.mark.parametrize("action", [auto_strategy, multi_worker])
+@pytest.mark.parametrize("what", BAD_CONFIGS)
+def test_wrong_tf_config_is_refused_by_every_task(what: str, action: Callable):
+    texts, expected = BAD_CONFIGS[what]
+    for text in refused(*(Start(action, config) for config in texts)):
+        assert expected in text
+
+
+# Workers that do not fit together.
+
+
+@pytest.mark.parametrize("action", [auto_strategy, multi_worker])
+def test_worker_that_never_starts_is_named_by_all_the_others(action: Callable):
+    first, second = cluster_configs(2), cluster_configs(2)
+    of_three = cluster_configs(3)
+    options = {"timeout_seconds": START_TIMEOUT_SECONDS}
+    waiting = {
+        "worker 1 ": [first[0]],
+        "worker 0 ": [second[1]],
+        "worker 2 ": of_three[:2],
+    }
+    starts = [(name, text) for name, texts in waiting.items() for text in texts]
+    texts = refused(
+        *(Start(action, text, options) for _, text in starts), error="TimeoutError"
+    )
+    for (name, _), text in zip(starts, texts, strict=True):
+        assert name in text
+        assert len(re.findall(r"worker \d \(", text)) == 1, "only the silent one"
+
+
+@pytest.mark.full
+def test_worker_that_never_starts_ends_the_script_of_the_others():
+    script = (
+        "import tfdp\n"
+        f"tfdp.auto_strategy(communication=tfdp.CommunicationOptions("
+        f"timeout_seconds={START_TIMEOUT_SECONDS}))"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            env={**os.environ, "TF_CONFIG": text, "TF_CPP_MIN_LOG_LEVEL": "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for text in cluster_configs(3)[:2]
+    ]
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=60)
+            assert process.returncode == 1, output
+            last = output.strip().splitlines()[-1]
+            assert last.startswith("TimeoutError: ")
+            assert "worker 2 " in last
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_workers_that_start_late_are_waited_for():
+    texts = cluster_configs(2)
+    answers = forks.run(
+        [
+            Start(multi_worker, texts[0], {"timeout_seconds": 9.0}),
+            Start(multi_worker_later, texts[1], {"seconds": 3.0}),
+        ],
+        deadline_seconds=2 * WITHIN_SECONDS,
+    )
+    assert [answer.value for answer in answers] == [2, 2]
+
+
+def multi_worker_later(seconds: float) -> int:
+    time.sleep(seconds)
+    return multi_worker(timeout_seconds=9.0)
+
+
+def test_workers_with_different_numbers_of_devices_are_refused_by_all():
+    texts = cluster_configs(3, devices_per_worker=[1, 2, 1])
+    for text in refused(*(Start(auto_strategy, config) for config in texts)):
+        assert "worker 0 has 1 x CPU" in text
+        assert "worker 1 has 2 x CPU" in text
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("bucket_mb", (25.0, 8.0)),
+        ("algorithm", ("ring", "hierarchical")),
+        ("compression", ("bf16", None)),
+        ("uneven", ("join", "stop")),
+    ],
+)
+def test_workers_that_disagree_on_options_are_refused_by_all(option: str, values):
+    starts = [
+        Start(auto_strategy, text, {option: value})
+        for text, value in zip(cluster_configs(2), values, strict=True)
+    ]
+    for text in refused(*starts):
+        assert f"different `{option}` options" in text
+        assert f"worker 0 has {values[0]!r}, worker 1 has {values[1]!r}" in text
+
+
+def auto_strategy_of(**versions: str) -> int:
+    import keras
+
+    from tfdp.coordination import join
+
+    keras.__version__ = versions.get("Keras", keras.__version__)
+    own = versions.get("tfdp", "1.0")
+    join._own_version = lambda: own
+    return auto_strategy()
+
+
+@pytest.mark.parametrize("name", ["Keras", "tfdp"])
+def test_workers_with_different_versions_are_refused_by_all(name: str):
+    starts = [
+        Start(auto_strategy_of, text, {name: version})
+        for text, version in zip(cluster_configs(2), ("9.1", "9.2"), strict=True)
+    ]
+    for text in refused(*starts):
+        assert f"different {name} version: worker 0 has 9.1, worker 1 has 9.2" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"node_size": 3}, "must divide the number of replicas, 2"),
+        ({"nodes": ["a"]}, "each of the 2 workers"),
+    ],
+)
+def test_nodes_that_do_not_fit_the_workers_are_refused_by_all(options, expected):
+    starts = [Start(auto_strategy, text, options) for text in cluster_configs(2)]
+    for text in refused(*starts):
+        assert expected in text
+
+
+def test_port_already_taken_is_named_and_the_other_worker_told():
+    texts = cluster_configs(2)
+    port = int(json.loads(texts[1])["cluster"]["worker"][1].rpartition(":")[2])
+    with socket.create_server(("", port)):
+        (text,) = refused(Start(auto_strategy, texts[1]))
+    assert f"Port {port}" in text
+    assert "taken" in text
+
+
+# Devices.
+
+DEVICES = {
+    "does not exist": (["CPU:0", "CPU:7"], "There is no device 'CPU:7'"),
+    "a GPU that is not there": (["GPU:0"], "There is no device 'GPU:0'"),
+    "not a device": (["CPU:0", "abacus"], "There is no device 'abacus'"),
+    "listed twice": (["CPU:0", "CPU:0"], "'CPU:0' is listed twice"),
+    "listed twice in two ways": (["/cpu:0", "CPU:0"], "is listed twice"),
+    "no list": ("CPU:0", "must be a list"),
+    "none at all": ([], "must be a list"),
+}
+
+
+@pytest.mark.parametrize("what", DEVICES)
+def test_wrong_devices_are_refused_by_a_mirrored_strategy(what: str):
+    devices, expected = DEVICES[what]
+    (text,) = refused(Start(mirrored, None, {"devices": devices}))
+    assert expected in text
+    assert "Received: devices=" in text
+
+
+@pytest.mark.parametrize("what", DEVICES)
+def test_wrong_devices_are_refused_by_every_worker(what: str):
+    devices, expected = DEVICES[what]
+    starts = [
+        Start(multi_worker, text, {"devices": devices})
+        for text in cluster_configs(2, devices_per_worker=2)
+    ]
+    for text in refused(*starts):
+        assert expected in text
+
+
+def test_tensorflow_that_has_started_is_refused_before_logical_devices():
+    (text,) = refused(Start(logical_cpus_after_tensorflow, None, {"count": 2}))
+    assert "already started with 1 logical CPU" in text
+    assert "Received: 2" in text
+
+
+def test_logical_devices_that_are_there_already_are_no_error():
+    (answer,) = forks.run(
+        [Start(logical_cpus_after_tensorflow, None, {"count": 1})], WITHIN_SECONDS
+    )
+    assert answer.value == ["CPU:0"]
+
+
+def test_tensorflow_that_has_started_is_refused_by_every_worker():
+    starts = [Start(multi_worker_after_tensorflow, text) for text in cluster_configs(2)]
+    for text in refused(*starts):
+        assert "TensorFlow has already started" in text
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "2", None])
+def test_wrong_number_of_logical_devices_is_refused(count: object):
+    (text,) = refused(Start(logical_cpus, None, {"count": count}))
+    assert f"Received: {count!r}" in text
+
+
+def test_nccl_without_gpus_is_refused_by_a_mirrored_strategy():
+    (text,) = refused(Start(mirrored, None, {"backend": "nccl"}))
+    assert 'backend="nccl"' in text
+    assert "GPU" in text
+
+
+def test_nccl_without_gpus_is_refused_by_every_worker():
+    starts = [
+        Start(multi_worker, text, {"backend": "nccl"}) for text in cluster_configs(2)
+    ]
+    for text in refused(*starts):
+        assert 'backend="nccl"' in text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"bucket_mb": 0}, {"algorithm": "star"}, {"backend": "mpi"}, {"uneven": "pad"}],
+)
+def test_wrong_options_are_refused_by_every_worker(options: dict):
+    for text in refused(
+        *(Start(auto_strategy, text, options) for text in cluster_configs(2))
+    ):
+        (name, value), *_ = options.items()
+        assert f"Received: {name}={value!r}" in text
+
+
+def test_error_at_start_up_is_the_last_line_that_a_script_prints():
+    done = run_python(
+        "-c",
+        "import tfdp; tfdp.CommunicationOptions(bucket_mb=0)",
+        deadline_seconds=60,
+    )
+    assert done.code == 1
+    last = done.output.strip().splitlines()[-1]
+    assert last.startswith("ValueError: ")
+    assert last.endswith("Received: bucket_mb=0")
