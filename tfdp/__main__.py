@@ -6,7 +6,7 @@ import signal
 
 
 def start() -> None:
-    """Runs the command line.
+    """Run the command line.
 
     Until all is imported, Ctrl-C ends the process outright: an exception that it
     raises in the middle of an import may get lost, and the job would start.

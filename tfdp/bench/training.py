@@ -170,7 +170,7 @@ def _loss_and_gradients(
 
 
 def sums_in_packs(tensors: list[Any], pack_bytes: int) -> list[Any]:
-    """Sums over the replicas, by the public API of tf.distribute.
+    """Sum over the replicas, by the public API of tf.distribute.
 
     Args:
         tensors: List of tensors of the calling replica.

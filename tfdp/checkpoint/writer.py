@@ -135,7 +135,7 @@ def write_shards(state: Sequence[StateTensor], folder: str, worker: int) -> list
 
 
 def replace_index(directory: str, token: str, text: str) -> None:
-    """Puts an index in place: from here on the checkpoint is the new one."""
+    """Put an index in place: from here on the checkpoint is the new one."""
     own = os.path.join(directory, token, INDEX_FILE)
     with replaced(os.path.join(directory, INDEX_FILE), own) as temporary:
         write_text(temporary, text)

@@ -230,7 +230,7 @@ def routes_of(
     topology: Topology,
     backend: str,
 ) -> tuple[tuple[AlgorithmChoice, ...], tuple[str, ...]]:
-    """What training would take for each bucket, and what it would warn of."""
+    """Algorithms that training would select for each bucket, and its warnings."""
     from tfdp.reduction.algorithm_selector import AlgorithmSelector
 
     with warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""What a `DistributedOptimizer` may be given, and one sentence for the rest."""
+"""Checks of the arguments of a `DistributedOptimizer`."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def check_sharding(sharding: Any, shard_scope: Any, offload: Any = None) -> None
 
 
 def checked_loss_scale(loss_scale: Any) -> LossScaling | None:
-    """How the loss is to be scaled.
+    """Check the loss scale of the constructor.
 
     Raises:
         ValueError: If it is no scale.

@@ -48,7 +48,7 @@ class TrainedPlans:
     def plans_within(
         self, variables: list[Any]
     ) -> list[tuple[list[Any], BucketPlan, tuple[AlgorithmChoice, ...]]]:
-        """Which of these variables were trained by which plan, the latest first."""
+        """Plans that some of these variables were trained by, the latest first."""
         wanted = set(map(id, variables))
         found = []
         for key, trained in reversed(self._plans.items()):

@@ -181,7 +181,7 @@ class ElementShards:
             average.assign(value)
 
     def averages(self) -> list[tf.Tensor | None]:
-        """Averages, as slices of every bucket."""
+        """Average, as slices of every bucket."""
         found: list[tf.Tensor | None] = []
         averages = self.slots.get("_model_variables_moving_average", [])
         for number, bucket in enumerate(self._plan.buckets):
