@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tests.harness import forks
 from tests.harness.commands import run_python
-from tfdp import checkpoint
+from tfdp.checkpoint import api as checkpoint
 from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing
@@ -391,7 +391,7 @@ def test_when_one_worker_fails_all_say_so_and_the_previous_one_stays(
 FULL_DISK = """
 import resource, signal, sys
 import numpy as np, tensorflow as tf
-from tfdp import checkpoint
+from tfdp.checkpoint import api as checkpoint
 from tfdp.sharding.state_tensors import Piece, StateTensor
 directory = sys.argv[1]
 def state(value):
