@@ -21,6 +21,8 @@ from tfdp.plans.buckets import Bucket, BucketPlan, Entry
 from tfdp.plans.cost_model import Algorithm, predict_seconds
 from tfdp.reduction.selection import AlgorithmChoice, AlgorithmSelector
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEADLINE_SECONDS = 120
 CLUSTER = ("--nodes", "2", "--replicas-per-node", "4")

@@ -18,15 +18,24 @@ def params_of(item: pytest.Item) -> dict:
 
 
 def group_of(nodeid: str) -> str:
-    """The name of a test's group: the tests that share clusters, or those of a file."""
+    """The name of a test's group: the tests that share clusters, or those of a file.
+
+    Files that must not run beside each other name one group in `PROCESS_GROUP`.
+    """
     path, _, test = nodeid.partition("::")
-    return CLUSTERS if test.partition("[")[0] in _users_of_clusters(path) else path
+    if test.partition("[")[0] in _users_of_clusters(path):
+        return CLUSTERS
+    return _named_group(path) or path
 
 
 def order(items: list[pytest.Item]) -> None:
     """Sorts: first the longest groups, and in each last what must run alone."""
     groups = {item.nodeid: group_of(item.nodeid) for item in items}
-    slow = {groups[i.nodeid] for i in items if i.get_closest_marker("slow")}
+    slow = {
+        groups[item.nodeid]
+        for item in items
+        if item.get_closest_marker("slow") or item.get_closest_marker("processes")
+    }
 
     def key(item: pytest.Item) -> tuple[bool, bool, bool]:
         group = groups[item.nodeid]
@@ -51,12 +60,23 @@ def make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 @functools.cache
+def _statements(path: str) -> list[ast.stmt]:
+    return ast.parse((ROOT / path).read_text("utf-8")).body
+
+
+def _named_group(path: str) -> str:
+    for node in _statements(path):
+        if isinstance(node, ast.Assign) and "PROCESS_GROUP" in ast.unparse(node):
+            return ast.literal_eval(node.value)
+    return ""
+
+
+@functools.cache
 def _users_of_clusters(path: str) -> set[str]:
     """The tests of a file that take the fixture `clusters`."""
-    tree = ast.parse((ROOT / path).read_text("utf-8"))
     return {
         node.name
-        for node in tree.body
+        for node in _statements(path)
         if isinstance(node, ast.FunctionDef)
         and any(arg.arg == CLUSTERS for arg in node.args.args)
     }
