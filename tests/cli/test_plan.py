@@ -136,6 +136,7 @@ def test_json_holds_the_buckets_of_the_model_and_sums_that_fit(models):
 _KINDS = ("kernel", "bias")
 
 
+@pytest.mark.standard
 @pytest.mark.processes
 def test_the_table_says_what_it_predicts_and_what_it_assumes(models):
     result = run_plan(

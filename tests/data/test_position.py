@@ -147,7 +147,7 @@ REPEATABLE: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-# Each goes another way through the code; the others run with `--full`.
+# Each goes another way through the code; the others run in the full tier.
 TOLD_APART = ("repeated", "endless", "of unknown length", "two steps at a time")
 
 
