@@ -45,12 +45,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Chooses a tier, and what one process of pytest-xdist runs."""
+    """Chooses the tests of a tier, and puts them in order."""
     tiers.select(config, items)
     groups.order(items)
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(groups.group_of(item)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    return groups.make_scheduler(config, log)
 
 
 @pytest.fixture(scope="session")

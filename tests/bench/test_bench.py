@@ -340,6 +340,7 @@ def run_bench(folder: Path, name: str, *arguments: str) -> tuple[str, dict]:
     return done.output, content
 
 
+@pytest.mark.standard
 @pytest.mark.processes
 @pytest.mark.slow
 def test_collectives_between_two_workers_are_right_and_all_is_written(tmp_path):

@@ -39,6 +39,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import cifar_data
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_SECONDS = 120
 NAMES = (*cifar_data.TRAIN_FILES, cifar_data.TEST_FILE)
 

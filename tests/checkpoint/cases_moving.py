@@ -101,7 +101,7 @@ COVERING = {
 
 
 def _register(number: int, name: str) -> None:
-    # With `--full` every optimizer moves by both kinds of file to some targets.
+    # In the full tier every optimizer moves by both kinds of file to some targets.
     pairs = list(itertools.product(TARGETS, KINDS))
     several = [pairs[number % len(pairs)], pairs[(number + 3) % len(pairs)]]
     is_always = name in COVERING

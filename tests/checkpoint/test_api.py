@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tests.harness import forks
 from tests.harness.commands import run_python
+from tests.harness.tiers import standard
 from tfdp import checkpoint
 from tfdp.checkpoint import api, files
 from tfdp.checkpoint import reader as reading
@@ -687,7 +688,7 @@ print("CODE 0")
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "kind",
-    ["functional", "sequential"],
+    ["functional", standard("sequential")],
 )
 def test_convert_writes_the_file_that_keras_trains_on_with(tmp_path, kind):
     paths = (str(tmp_path / "checkpoint"), str(tmp_path / "model.keras"))

@@ -31,6 +31,8 @@ from tfdp.checkpoint.callback_state import from_json, to_json
 from tfdp.checkpoint.random_state import random_states, set_random_states
 from tfdp.coordination.preemption import PREEMPTED, PreemptionNotice, PreemptionWatch
 
+pytestmark = pytest.mark.slow
+
 PLAIN = {"shuffle": False}
 
 

@@ -92,6 +92,7 @@ def test_accumulated_gradients_that_are_sharded_go_on_too(
     assert_same(found, undisturbed(layout, stage=2))
 
 
+@pytest.mark.standard
 def test_a_run_goes_on_on_another_number_of_replicas_as_one_device_would(
     undisturbed, tmp_path
 ):

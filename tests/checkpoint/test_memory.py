@@ -13,6 +13,7 @@ import pytest
 
 import tfdp
 from tests.harness import forks
+from tests.harness.tiers import standard
 
 CLEAR = "/proc/self/clear_refs"
 DEADLINE_SECONDS = 120
@@ -86,7 +87,10 @@ def saved(directory: str, name: str, sharding: str) -> dict:
 # and these are summed, one after the other.
 @pytest.mark.parametrize(
     ("name", "sharding", "more_mb"),
-    [("Adam", "optimizer", 2 * LARGEST_MB), ("Lamb", "gradients", 0)],
+    [
+        standard("Adam", "optimizer", 2 * LARGEST_MB),
+        ("Lamb", "gradients", 0),
+    ],
 )
 def test_saving_takes_less_memory_than_one_bucket(tmp_path, name, sharding, more_mb):
     starts = [

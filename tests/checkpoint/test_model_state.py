@@ -9,6 +9,8 @@ import pytest
 import tfdp
 from tests.harness import common
 
+pytestmark = pytest.mark.slow
+
 X, Y = common.regression_data(40)
 
 

@@ -21,6 +21,8 @@ from tfdp.plans.buckets import Bucket, BucketPlan, Entry
 from tfdp.plans.cost_model import Algorithm, predict_seconds
 from tfdp.reduction.algorithm_selector import AlgorithmChoice, AlgorithmSelector
 
+pytestmark = pytest.mark.slow
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEADLINE_SECONDS = 120
 CLUSTER = ("--nodes", "2", "--replicas-per-node", "4")
@@ -134,6 +136,7 @@ def test_json_holds_the_buckets_of_the_model_and_sums_that_fit(models):
 _KINDS = ("kernel", "bias")
 
 
+@pytest.mark.standard
 @pytest.mark.processes
 def test_the_table_says_what_it_predicts_and_what_it_assumes(models):
     result = run_plan(

@@ -227,7 +227,7 @@ KINDS: dict[str, tuple] = {
 }
 
 
-# The other kinds of data run with `--full`.
+# The other kinds of data run in the full tier.
 ALWAYS = ("steps_per_execution", "accumulation")
 
 

@@ -17,6 +17,8 @@ from tfdp import _compat
 from tfdp.callbacks import BackupAndRestore
 from tfdp.data import epochs
 
+pytestmark = pytest.mark.slow
+
 NUM_SAMPLES, BATCH_SIZE, EPOCHS = 20, 4, 3
 STEPS = NUM_SAMPLES // BATCH_SIZE
 X = np.random.default_rng(0).normal(size=(NUM_SAMPLES, 3)).astype("float32")
@@ -145,7 +147,7 @@ REPEATABLE: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-# Each goes another way through the code; the others run with `--full`.
+# Each goes another way through the code; the others run in the full tier.
 TOLD_APART = ("repeated", "endless", "of unknown length", "two steps at a time")
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.harness.commands import ROOT, run_python
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_SECONDS = 240
 
 # All examples run in one process, for TensorFlow is slow to import. Two logical

@@ -119,7 +119,7 @@ for _model in MODELS:
             f"{_model.__name__}_with_{_name}",
             _function,
             "Plain training",
-            # The slow models with one optimizer; the other one with `--full`.
+            # The slow models with one optimizer; the other one in the full tier.
             setups=registry.ALL if _name == "adamw" or _model in (mlp, cnn) else (),
             skip=KEY_BIAS if _model is transformer else {},
         )

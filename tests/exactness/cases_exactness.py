@@ -301,7 +301,7 @@ def cell_name(row: str, column: str, dtype: str, sharding: str = "none") -> str:
     return name if sharding == "none" else f"{name}_and_sharded_{sharding}"
 
 
-# Each column on every set-up, each row on some: what is run without `--full`.
+# Each column on every set-up, each row on some: what the standard tier runs.
 COVERING = {
     cell_name("adamw", "no_option", "float32"): registry.ALL,
     cell_name("sgd_momentum", "accumulation", "float64"): registry.ALL,

@@ -23,6 +23,9 @@ from tests.faults.lives import Outcome
 from tests.faults.plan import CUTS, POINTS, Fault, JobPlan
 from tests.harness.tiers import full
 
+PROCESS_GROUP = "hosts"
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict:

@@ -1,4 +1,4 @@
-"""`--costs FILE`: what each test costs, in seconds and in seconds of processors.
+"""`--costs=FILE`: what each test costs, in seconds and in seconds of processors.
 
 Seconds of processors are the measure to cut by: they depend little on what else the
 machine does. Those of cases are counted where they run, which is in workers that go

@@ -69,7 +69,7 @@ def run(
     action: Callable[..., Any],
     folder: Path,
     arguments: Mapping[str, Any],
-    deadline_seconds: float = 60.0,
+    deadline_seconds: float = 120.0,
 ) -> Result:
     """Runs an action on every worker, until all have ended or one was killed.
 

@@ -90,8 +90,8 @@ def register(
 ) -> None:
     """Adds a case.
 
-    Set-ups that are not given are left to the full tier. The cases of a module take
-    turns at the set-ups in the quick tier, so that each set-up sees each feature.
+    Set-ups that are not given are left to the full tier. In the quick tier the first
+    cases of a module take turns at the set-ups, and the others run in one process.
     """
     if name in _CASES:
         raise ValueError(f"Two cases of one name. Received: name={name!r}")
@@ -100,18 +100,19 @@ def register(
         options["full_setups"] = tuple(s for s in ALL if s not in setups)
     new = Case(name, function, covers, module, setups, **options)
     if setups and not new.quick_setup and not quick.is_left_out(name):
-        new = dataclasses.replace(new, quick_setup=_turn_of(new))
+        new = dataclasses.replace(new, quick_setup=_quick_setup_of(new))
     _CASES[name] = new
 
 
-def _turn_of(new: Case) -> str:
-    """The set-up of the quick tier, in turn with the cases before."""
-    turns = new.setups
-    if turns == BOTH and "mirrored" in new.full_setups:
-        # One process does, where another case is run on two.
-        turns = (*BOTH, "mirrored")
+def _quick_setup_of(new: Case) -> str:
+    """The set-up of the quick tier: one that the module has not been on, if any."""
+    setups = new.setups
     before = [c for c in _CASES.values() if c.module == new.module and c.quick_setup]
-    return turns[sum(c.setups == new.setups for c in before) % len(turns)]
+    count = sum(c.setups == setups for c in before)
+    if count < len(setups):
+        return setups[count]
+    # One process costs less than two, and the first cases have been on all set-ups.
+    return "mirrored" if "mirrored" in setups + new.full_setups else setups[0]
 
 
 def case(covers: str, **options: typing.Any) -> collections.abc.Callable:

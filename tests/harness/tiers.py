@@ -13,14 +13,14 @@ import pytest
 TIERS = ("quick", "standard", "full")
 
 
-def standard(value: typing.Any) -> typing.Any:
-    """A value of `parametrize` from the standard tier on."""
-    return pytest.param(value, marks=pytest.mark.standard)
+def standard(*values: typing.Any) -> typing.Any:
+    """Values of `parametrize` from the standard tier on."""
+    return pytest.param(*values, marks=pytest.mark.standard)
 
 
-def full(value: typing.Any) -> typing.Any:
-    """A value of `parametrize` for the full tier only."""
-    return pytest.param(value, marks=pytest.mark.full)
+def full(*values: typing.Any) -> typing.Any:
+    """Values of `parametrize` for the full tier only."""
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 def tier_of(item: pytest.Item) -> str:

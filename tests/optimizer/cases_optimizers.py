@@ -63,7 +63,7 @@ EVERY = {
     "muon": functools.partial(optimizers.Muon, 0.01),
 }
 
-# One of each kind of update; all are in the matrix of `cases.exactness` as well.
+# One of each kind of update; all are in the matrix of `exactness` as well.
 ALWAYS = ("sgd_with_momentum", "adam", "adafactor", "ftrl", "lion", "muon")
 
 for _name, _optimizer in EVERY.items():

@@ -325,7 +325,11 @@ for _name in "float16", "bfloat16":
     _half(_name)
 
 
-@case("More replicas than variables, and than elements", setups=MANY)
+@case(
+    "More replicas than variables, and than elements",
+    setups=MANY,
+    quick_setup="eight_devices",
+)
 def more_replicas_than_variables(env: Env) -> dict:
     def tiny() -> keras.Model:
         dense = layers.Dense(1, activation="tanh")

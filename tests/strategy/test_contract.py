@@ -1,7 +1,7 @@
 """tfdp's strategies keep what TensorFlow promises of its own.
 
 What is not called of TensorFlow's `strategy_test_lib`, and why, is listed in
-`cases/contract.py`. The mixins for one device and for remote workers are for
+`cases_contract.py`. The mixins for one device and for remote workers are for
 other kinds of strategies.
 """
 
