@@ -259,7 +259,12 @@ def _sent(env: Env, algorithm, group: ProcessGroup, length: int) -> dict:
     return found
 
 
-@case("what algorithms launch and send", setups=("eight_devices",), compare=False)
+@case(
+    "what algorithms launch and send",
+    setups=("eight_devices",),
+    full_setups=(),
+    compare=False,
+)
 def algorithms_launch_so_many_collectives_of_so_many_bytes(env: Env) -> dict:
     group = new_group(env, node_size=4)
     size = 4 * 1024
@@ -306,7 +311,12 @@ def compressed_sums_are_rounded_once_and_overflow_to_infinity(env: Env) -> dict:
     return {}
 
 
-@case("groups of some replicas", setups=("eight_devices",), compare=False)
+@case(
+    "groups of some replicas",
+    setups=("eight_devices",),
+    full_setups=(),
+    compare=False,
+)
 def groups_of_some_replicas_reduce_by_themselves(env: Env) -> dict:
     group = new_group(env)
     parts = ((0, 3), (5, 1, 2), (7,))

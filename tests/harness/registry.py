@@ -112,7 +112,8 @@ def _quick_setup_of(new: Case) -> str:
     if count < len(setups):
         return setups[count]
     # One process costs less than two, and the first cases have been on all set-ups.
-    return "mirrored" if "mirrored" in setups + new.full_setups else setups[0]
+    one_will_do = "mirrored" in setups or setups == BOTH
+    return "mirrored" if one_will_do else setups[0]
 
 
 def case(covers: str, **options: typing.Any) -> collections.abc.Callable:
