@@ -61,7 +61,7 @@ class WorkerGroup:
         self._barrier.wait(WAITING_SECONDS)
         return found
 
-    def same(self, topic: str, text: str) -> tuple[bool, list]:
+    def all_equal(self, topic: str, text: str) -> tuple[bool, list]:
         texts = self.all_gather(topic, text)
         return len(set(texts)) == 1, texts
 
