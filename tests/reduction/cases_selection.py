@@ -226,7 +226,14 @@ def topology_is_found_from_hosts(env: Env) -> dict:
     return {}
 
 
-@case("links that are measured", setups=("two_by_two",), compare=False)
+# One process has one node, and no link to measure.
+@case(
+    "links that are measured",
+    setups=("two_by_two",),
+    full_setups=(),
+    compare=False,
+    quick_setup="two_by_two",
+)
 def long_runs_measure_their_links_and_keep_them(env: Env) -> dict:
     extended = env.strategy.extended
     worker_group = extended.worker_group

@@ -128,10 +128,11 @@ def micro_batches_of_sharded_state_communicate_as_little_as_can_be(env: Env) -> 
             model, step = _step(env, optimizer)
         each = _num_buckets(model) * local
         found = launches(step, key)
-        assert found["always"] == {}
-        scattered = {} if sharding == "optimizer" else {SCATTER: each}
-        assert found["off"] == scattered, (sharding, found)
-        expected = {SCATTER: each, GATHER: each, REDUCE: local}
+        scattered = {SCATTER: each}
+        is_stage_1 = sharding == "optimizer"
+        assert found["always"] == ({} if is_stage_1 else scattered), (sharding, found)
+        assert found["off"] == {}, (sharding, found)
+        expected = {GATHER: each, REDUCE: local} | (scattered if is_stage_1 else {})
         assert found["at_boundary"] == expected, (sharding, found)
     return {}
 
