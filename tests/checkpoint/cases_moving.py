@@ -117,6 +117,8 @@ def _register(number: int, name: str) -> None:
         setups=("eight_devices",) if is_always else (),
         full_setups=() if is_always else ("eight_devices",),
         compare=False,
+        # Eight replicas on two cores, traced for each number of them.
+        deadline_seconds=280.0,
     )
 
 
