@@ -371,8 +371,9 @@ def test_a_bar_is_shown_now_and_then_in_files(tmp_path, monkeypatch):
 def test_the_failing_workers_last_lines_come_first_and_the_others_are_stopped(
     launcher,
 ):
-    # Worker 0 notices the end of worker 1, as a closed connection would tell
-    # it, says a lot about that, and does not stop when asked.
+    # Worker 0 notices the end of worker 1, says a lot about that, and does not stop
+    # when asked. It looks at the process and not at a closed connection, which a
+    # busy machine may show it long before worker 1 has ended.
     os.mkfifo(launcher.folder / "connection")
     launcher.script(
         IGNORE_SIGNALS
@@ -380,11 +381,14 @@ def test_the_failing_workers_last_lines_come_first_and_the_others_are_stopped(
 if RANK == 0:
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     with open("connection") as connection:
-        connection.read()
+        peer = pathlib.Path("/proc") / connection.read() / "stat"
+    while peer.exists() and peer.read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.001)
     while True:
         time.sleep(0.02)
         print("peer lost")
 connection = open("connection", "w")
+connection.write(str(os.getpid()))
 for number in range(100):
     print("line", number)
 print("the reason", file=sys.stderr)
