@@ -23,6 +23,7 @@ from tfdp.step.path import take_step
 from tfdp.step.step import checked_gradients, keras_step
 
 
+@tf.autograph.experimental.do_not_convert  # as AutoGraph leaves Keras's own function
 def apply(
     original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
 ) -> None:
