@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import tfdp
@@ -100,3 +102,43 @@ def loop_skips_a_window_with_an_overflow(env: Env) -> dict:
     for path, value in results["weights"].items():
         assert np.isfinite(value).all(), path
     return {"weights": results["weights"]}
+
+
+@case(
+    "A loop inside `strategy.run`",
+    setups=("mirrored",),
+    full_setups=("two_by_two",),  # a process of one replica may loop
+    compare=False,
+)
+def loop_inside_run_is_refused(env: Env) -> dict:
+    """Each way to update raises, where it would wait for ever."""
+    for name, wrap in WAYS_TO_UPDATE.items():
+        with env.scope():
+            model = common.mlp()
+            optimizer = wrap(optimizers.Adam(0.01))
+            optimizer.build(model.trainable_variables)
+
+        def updates(model=model, optimizer=optimizer):
+            for _ in tf.range(2):
+                variables = model.trainable_variables
+                optimizer.apply([tf.ones(v.shape) for v in variables], variables)
+
+        with pytest.raises(ValueError, match=r"inside a loop inside `strategy.run`"):
+            tf.function(env.distribution.run)(updates)
+        assert not optimizer.iterations.numpy(), name
+    return {}
+
+
+WAYS_TO_UPDATE: dict[str, Callable[[optimizers.Optimizer], optimizers.Optimizer]] = {
+    "of Keras": lambda optimizer: optimizer,
+    "of Keras, accumulating": lambda optimizer: optimizers.Adam(
+        0.01, gradient_accumulation_steps=2
+    ),
+    "wrapped": tfdp.DistributedOptimizer,
+    "wrapped, accumulating": lambda optimizer: tfdp.DistributedOptimizer(
+        optimizer, accumulation_steps=2
+    ),
+    "sharded": lambda optimizer: tfdp.DistributedOptimizer(
+        optimizer, sharding="optimizer"
+    ),
+}

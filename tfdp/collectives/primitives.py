@@ -1,9 +1,9 @@
 """Collectives: flat tensor and group in, flat tensor out.
 
 Each is called once per local replica, on that replica's device, inside or
-outside `tf.function`, in loops and in conditionals. In eager mode the local
-replicas have to call from threads of their own, since a collective returns
-only when all have called.
+outside `tf.function`, in conditionals, and in loops around all replicas. In eager
+mode the local replicas have to call from threads of their own, since a collective
+returns only when all have called.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
+from tfdp import _compat
 from tfdp.collectives import timing
 from tfdp.collectives.groups import ProcessGroup
 from tfdp.collectives.instance_keys import SIZES
@@ -295,6 +296,7 @@ def _arguments(
     channel: int,
     size: tf.Tensor | None = None,
 ) -> dict:
+    _check_loop(group)
     # No `timeout_seconds`: where a collective ends by it, TensorFlow may crash (seen
     # with 2.21.0). `tfdp.coordination.watch` detects lost workers.
     return {
@@ -304,6 +306,20 @@ def _arguments(
         "ordering_token": [group.launch_order.token(replica, channel)],
         "communication_hint": group.backend,
     }
+
+
+def _check_loop(group: ProcessGroup) -> None:
+    """Refuse a collective that would wait for ever.
+
+    TensorFlow matches collectives by the name of the loop they are in, and each
+    replica of a process has loops of its own name.
+    """
+    if len(group.devices) > 1 and _compat.in_loop_of_replica():
+        raise ValueError(
+            "An update or an all-reduce inside a loop inside `strategy.run` waits for "
+            "ever where a process has several replicas. Put the loop around "
+            "`strategy.run` instead."
+        )
 
 
 @contextlib.contextmanager

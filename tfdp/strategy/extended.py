@@ -136,14 +136,6 @@ class ReplicaExtended:
             return super(  # type: ignore[misc]
                 _compat.MirroredExtended, self
             )._replica_ctx_all_reduce(reduce_op, value, options)
-        if not one_local_replica and _compat.in_loop_of_replica():
-            # TensorFlow matches collectives by the name of the loop they are
-            # in, and each replica of a process has loops of its own name.
-            raise ValueError(
-                "An all-reduce inside a loop inside `strategy.run` waits for ever "
-                "where a process has several replicas. Put the loop around "
-                "`strategy.run` instead."
-            )
         replica = _compat.local_replica_id(context)
         return self.reducer.reduce(reduce_op, value, replica)
 
