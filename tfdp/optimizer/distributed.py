@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,7 +33,7 @@ from tfdp.step.accumulation import (
 from tfdp.step.loss_scale import MOST_SKIPS, LossScaling
 from tfdp.step.path import take_step
 from tfdp.step.state_layout import StateLayout, WholeVariables
-from tfdp.step.step import Schedule, Step, checked_gradients, reduce_groups
+from tfdp.step.step import Schedule, Step, checked_gradients
 
 
 @keras.saving.register_keras_serializable(package="tfdp")
@@ -301,10 +300,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         if not self.accumulates_sums:
             positions = [_compat.index_in(self, variable) for variable in variables]
             return LocalAccumulation(state, positions, weight)
-        reduce = functools.partial(reduce_groups, layout, param_groups, variables)
-        return ShardedAccumulation(
-            state, layout, reduce, param_groups, variables, weight
-        )
+        return ShardedAccumulation(state, layout, param_groups, variables, weight)
 
     def _schedule(self, group: ParamGroup) -> Schedule:
         warmup = self._features.warmup

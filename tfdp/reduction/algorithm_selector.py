@@ -13,6 +13,7 @@ from tfdp.cluster import Topology
 from tfdp.collectives import FLAT, Level, hierarchical
 from tfdp.links import DEFAULT_LINKS, Links
 from tfdp.options import CommunicationOptions
+from tfdp.plans.buckets import BucketPlan
 from tfdp.plans.cost_model import candidates_for, choose
 from tfdp.plans.traffic import Algorithm
 
@@ -97,6 +98,7 @@ class AlgorithmSelector:
         self.are_links_known = options.links is not None
         self._fixed, problem = _fixed_algorithm(options, topology)
         self._inner, self._outer = options.reduce_dtypes
+        self._compresses = options.compression is not None
         if self._outer and not self._inner and topology.num_nodes == 1:
             problem = problem or (
                 "`compression` across nodes has no effect: all replicas are on one node"
@@ -121,6 +123,28 @@ class AlgorithmSelector:
         """Set measured links; they have to be the same on all workers."""
         self.links = links
         self.are_links_known = True
+
+    def select_for(
+        self, plan: BucketPlan, *, may_compress: bool
+    ) -> tuple[AlgorithmChoice, ...]:
+        """Select the algorithm of each bucket of a plan.
+
+        Args:
+            plan: `BucketPlan`.
+            may_compress: Bool, whether buckets may be rounded.
+
+        Returns:
+            Tuple of `AlgorithmChoice`.
+
+        Raises:
+            ValueError: If integers were to be compressed.
+        """
+        if may_compress and self._compresses:
+            _check_compressible(plan)
+        return tuple(
+            self.select(bucket.num_bytes, bucket.dtype, may_compress=may_compress)
+            for bucket in plan
+        )
 
     def select(
         self, num_bytes: int, dtype: str, *, may_compress: bool = True
@@ -176,6 +200,15 @@ class AlgorithmSelector:
         # Assumed figures tell only what holds on any network: bytes between nodes.
         safe = (RING, Algorithm("hierarchical"))
         return tuple(algorithm for algorithm in candidates if algorithm in safe)
+
+
+def _check_compressible(plan: BucketPlan) -> None:
+    for bucket in plan:
+        if not tf.as_dtype(bucket.dtype).is_floating:
+            raise ValueError(
+                "`compression` is for gradients of floating point. Leave it out for "
+                f"this model. Received: {bucket.entries[0].name!r} of {bucket.dtype}"
+            )
 
 
 def _fixed_algorithm(

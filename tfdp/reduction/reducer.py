@@ -28,7 +28,7 @@ from tfdp.reduction.trained_plans import TrainedPlans
 
 
 class Reducer:
-    """Reduces values of the local replicas over a process group.
+    """All-reduce of values of the local replicas over a process group.
 
     Args:
         group: `ProcessGroup`.
@@ -55,7 +55,7 @@ class Reducer:
         self.plans = TrainedPlans()
 
     def reduce(self, reduce_op: Any, value: Any, replica: int) -> Any:
-        """All-reduces a nest of tensors and `IndexedSlices` of one replica.
+        """All-reduce a nest of tensors and `IndexedSlices` of one replica.
 
         Args:
             reduce_op: `tf.distribute.ReduceOp`, or its name.
@@ -173,20 +173,10 @@ class Reducer:
 
         Returns:
             Tuple of `AlgorithmChoice`.
-
-        Raises:
-            ValueError: If gradients of integers were to be compressed.
         """
         if self.algorithm_selector is None:
             return (AlgorithmChoice(),) * len(plan)
-        if are_gradients and self.options.compression is not None:
-            _check_compressible(plan)
-        return tuple(
-            self.algorithm_selector.select(
-                bucket.num_bytes, bucket.dtype, may_compress=are_gradients
-            )
-            for bucket in plan
-        )
+        return self.algorithm_selector.select_for(plan, may_compress=are_gradients)
 
     def gather_rows(
         self, gradients: list, variables: list[Any], replica: int, *, may_sum: bool
@@ -216,15 +206,6 @@ class Reducer:
             self.plans.remember(variables, BucketPlan(()))
             check_same_variables(
                 self._worker_group, "first training step", variables, "trains"
-            )
-
-
-def _check_compressible(plan: BucketPlan) -> None:
-    for bucket in plan:
-        if not tf.as_dtype(bucket.dtype).is_floating:
-            raise ValueError(
-                "`compression` is for gradients of floating point. Leave it out for "
-                f"this model. Received: {bucket.entries[0].name!r} of {bucket.dtype}"
             )
 
 

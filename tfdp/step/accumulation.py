@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base.param_groups import path_of
 from tfdp.reduction.fusion import weighted
+from tfdp.step.state_layout import reduce_groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +189,6 @@ class ShardedAccumulation:
     Args:
         state: `AccumulationState` of slices.
         layout: `ShardedLayout`.
-        reduce: Callable from gradients to reduced gradients of each parameter group.
         param_groups: List of `ParamGroup`.
         variables: List of the variables of the step.
         weight: Scalar tensor, the weight of this replica, or `None`.
@@ -200,12 +200,11 @@ class ShardedAccumulation:
         self,
         state: AccumulationState,
         layout: Any,
-        reduce: Callable[[Totals], list],
         param_groups: list,
         variables: list,
         weight: tf.Tensor | None,
     ) -> None:
-        self._state, self._layout, self._reduce = state, layout, reduce
+        self._state, self._layout = state, layout
         self._param_groups, self._variables = param_groups, variables
         self._weight = weight
 
@@ -216,7 +215,9 @@ class ShardedAccumulation:
         if gradients is None:
             return self._release, None
         added = [_weighted(dense(gradient), self._weight) for gradient in gradients]
-        reduced = self._reduce(Totals(added))
+        reduced = reduce_groups(
+            self._layout, self._param_groups, self._variables, added
+        )
         self._state.add(*self._layout.slices_of(self._param_groups, reduced))
         return self._release, self._state.is_complete()
 
@@ -249,7 +250,8 @@ class KerasAccumulation:
 
     def take(self, gradients: list | None) -> tuple[Callable[[], Totals], tf.Tensor]:
         """Add unscaled gradients to the sums, as Keras does."""
-        for gradient, total in zip(gradients or [], self._sums, strict=True):
+        assert gradients is not None  # Keras's own optimizers are not flushed
+        for gradient, total in zip(gradients, self._sums, strict=True):
             added = _weighted(dense(gradient), self._weight)
             added = added if self._scale is None else added / self._scale
             total.assign_add(tf.cast(added, total.dtype), read_value=False)

@@ -23,7 +23,7 @@ from tfdp.base.param_groups import ParamGroup
 from tfdp.collectives import step_events
 from tfdp.reduction.gradient_noise import GradientNoise, squared_norm
 from tfdp.step.accumulation import Totals
-from tfdp.step.state_layout import GradientStatistics, StateLayout
+from tfdp.step.state_layout import GradientStatistics, StateLayout, reduce_groups
 from tfdp.step.step import Step
 
 
@@ -60,7 +60,12 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
 
 def _reduce(step: Step, totals: Totals) -> list:
     """Sum over all replicas, for each group, what is not summed already (ZeRO-2)."""
-    return step.reduce(totals) if totals.sums is None else totals.sums
+    if totals.sums is not None:
+        return totals.sums
+    assert totals.gradients is not None
+    return reduce_groups(
+        step.layout, step.param_groups, step.variables, totals.gradients, totals.weight
+    )
 
 
 def _unscale(step: Step, sums: list, totals: Totals) -> list:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base.param_groups import ParamGroup
+from tfdp.base.param_groups import ParamGroup, is_linear
 from tfdp.reduction.fusion import ReducedGradients
 from tfdp.reduction.gradient_noise import squared_norm
 from tfdp.step.grouped_update import decay_and_update
@@ -88,6 +88,38 @@ class StateLayout(Protocol):
 
     def overwrite_with_average(self, group: ParamGroup) -> None:
         """Give the variables of a group the values of their averages."""
+
+
+def reduce_groups(
+    layout: StateLayout,
+    param_groups: Sequence[ParamGroup],
+    variables: list,
+    gradients: list,
+    weight: tf.Tensor | None = None,
+) -> list:
+    """Sum the gradients of each parameter group over all replicas.
+
+    Args:
+        layout: `StateLayout`.
+        param_groups: Sequence of `ParamGroup`.
+        variables: List of Keras variables, those of the gradients.
+        gradients: List of tensors and `tf.IndexedSlices`, this replica's own.
+        weight: Scalar tensor by which they count, or `None` for one. Defaults to
+            `None`.
+
+    Returns:
+        List of `GradientSums`, one for each parameter group.
+    """
+    return [
+        layout.reduce(
+            group,
+            group.of(gradients),
+            group.of(variables),
+            may_sum=is_linear(group.optimizer),
+            weight=weight,
+        )
+        for group in param_groups
+    ]
 
 
 class WholeVariables:

@@ -11,14 +11,13 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import batch_weight
-from tfdp.base.param_groups import ParamGroup, is_linear, param_groups_of
+from tfdp.base.param_groups import ParamGroup, param_groups_of
 from tfdp.reduction.gradient_noise import GradientNoise
 from tfdp.reduction.reducer import GradientReducer
 from tfdp.step.accumulation import (
     Accumulator,
     KerasAccumulation,
     NoAccumulation,
-    Totals,
 )
 from tfdp.step.loss_scale import LossScale
 from tfdp.step.state_layout import StateLayout, WholeVariables
@@ -69,37 +68,6 @@ class Step:
     scale: LossScale | None = None
     fixed_scale: float | None = None
     counts_micro_batches: bool = False
-
-    def reduce(self, totals: Totals) -> list:
-        """Sum the gradients of each parameter group over all replicas."""
-        return reduce_groups(self.layout, self.param_groups, self.variables, totals)
-
-
-def reduce_groups(
-    layout: StateLayout, param_groups: list[ParamGroup], variables: list, totals: Totals
-) -> list:
-    """Sum the gradients of each parameter group over all replicas.
-
-    Args:
-        layout: `StateLayout`.
-        param_groups: List of `ParamGroup`.
-        variables: List of Keras variables, those of the gradients.
-        totals: `Totals` with this replica's own gradients.
-
-    Returns:
-        List of `GradientSums`, one for each parameter group.
-    """
-    assert totals.gradients is not None
-    return [
-        layout.reduce(
-            group,
-            group.of(totals.gradients),
-            group.of(variables),
-            may_sum=is_linear(group.optimizer),
-            weight=totals.weight,
-        )
-        for group in param_groups
-    ]
 
 
 def keras_step(optimizer: Any, variables: list, reducer: GradientReducer) -> Step:
