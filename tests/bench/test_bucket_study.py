@@ -71,6 +71,7 @@ def cifar(tmp_path, monkeypatch) -> Path:
     return write_files(tmp_path)
 
 
+@pytest.mark.standard
 def test_cifar_of_its_real_size_is_read_with_its_labels_and_channels(tmp_path):
     cifar = write_files(tmp_path)
     train, test = cifar_data.read_cifar(cifar)

@@ -94,6 +94,7 @@ def bytes_sent(output: str) -> tuple[int, int]:
     return there, back
 
 
+@pytest.mark.standard
 def test_each_worker_finds_itself_on_its_host_by_its_tf_config(run):
     show = 'echo "$TF_CONFIG"; hostname -I; cat /sys/class/net/lo/operstate'
     done = run("--devices-per-worker", "3", "--", "sh", "-c", show)

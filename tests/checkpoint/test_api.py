@@ -20,6 +20,8 @@ import tensorflow as tf
 
 from tests.harness import forks
 from tests.harness.commands import run_python
+from tests.harness.forks import run_script
+from tests.harness.tf_config import cluster_configs
 from tests.harness.tiers import standard
 from tfdp import checkpoint
 from tfdp.checkpoint import api, files
@@ -692,8 +694,8 @@ print("CODE 0")
 )
 def test_convert_writes_the_file_that_keras_trains_on_with(tmp_path, kind):
     paths = (str(tmp_path / "checkpoint"), str(tmp_path / "model.keras"))
-    done = run_python("-c", CONVERT, *paths, kind, deadline_seconds=DEADLINE_SECONDS)
-    assert done.code == 0, done.output
+    done = run_script(CONVERT, *paths, kind, deadline_seconds=DEADLINE_SECONDS)
+    assert done.code == 0, done.errors
     assert "CODE 0" in done.output
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "model.keras"]
 
@@ -701,9 +703,9 @@ def test_convert_writes_the_file_that_keras_trains_on_with(tmp_path, kind):
 @pytest.mark.processes
 def test_convert_cannot_build_a_class_of_the_users_own(tmp_path):
     paths = (str(tmp_path / "checkpoint"), str(tmp_path / "model.keras"))
-    done = run_python("-c", CONVERT, *paths, "own", deadline_seconds=DEADLINE_SECONDS)
-    assert "CODE 2" in done.output, done.output
-    assert "The model cannot be built without its script (" in done.output
+    done = run_script(CONVERT, *paths, "own", deadline_seconds=DEADLINE_SECONDS)
+    assert "CODE 2" in done.output, done.errors
+    assert "The model cannot be built without its script (" in done.errors
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
@@ -755,7 +757,7 @@ def start(directory: object, tf_config: str | None, *, is_saved: bool) -> forks.
 
 @pytest.mark.processes
 def test_two_workers_save_what_one_device_and_three_workers_restore(tmp_path):
-    two, three = forks.cluster_configs(2), forks.cluster_configs(3)
+    two, three = cluster_configs(2), cluster_configs(3)
     saved = forks.run(
         [start(tmp_path, config, is_saved=True) for config in two], DEADLINE_SECONDS
     )
@@ -778,7 +780,7 @@ def test_two_workers_without_a_shared_directory_both_say_so(tmp_path):
     answers = forks.run(
         [
             start(place, config, is_saved=True)
-            for place, config in zip(places, forks.cluster_configs(2), strict=True)
+            for place, config in zip(places, cluster_configs(2), strict=True)
         ],
         DEADLINE_SECONDS,
     )

@@ -13,6 +13,7 @@ import pytest
 
 import tfdp
 from tests.harness import forks
+from tests.harness.tf_config import cluster_configs
 from tests.harness.tiers import standard
 
 CLEAR = "/proc/self/clear_refs"
@@ -99,7 +100,7 @@ def test_saving_takes_less_memory_than_one_bucket(tmp_path, name, sharding, more
             config,
             {"directory": str(tmp_path), "name": name, "sharding": sharding},
         )
-        for config in forks.cluster_configs(2)
+        for config in cluster_configs(2)
     ]
     for answer in forks.run(starts, DEADLINE_SECONDS):
         assert answer.text == ""

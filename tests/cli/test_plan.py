@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
-import subprocess
-import sys
 import time
 
 import pytest
 
-from tests.harness.commands import run_python
+from tests.harness.commands import Finished, run_python
+from tests.harness.forks import run_script
 from tfdp.cli import forecast, main, plan
 from tfdp.cluster import Topology
 from tfdp.links import DEFAULT_LINKS, Link, Links
@@ -23,7 +21,6 @@ from tfdp.reduction.algorithm_selector import AlgorithmChoice, AlgorithmSelector
 
 pytestmark = pytest.mark.slow
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEADLINE_SECONDS = 120
 CLUSTER = ("--nodes", "2", "--replicas-per-node", "4")
 
@@ -58,19 +55,14 @@ zipfile.ZipFile(folder / "zip.keras", "w").writestr("config.json", "{}")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("models")
-    done = run_python("-c", MAKE_MODELS, str(folder), deadline_seconds=DEADLINE_SECONDS)
-    assert done.code == 0, done.output
+    done = run_script(MAKE_MODELS, folder, deadline_seconds=DEADLINE_SECONDS)
+    assert done.code == 0, done.errors
     return folder
 
 
-def run_plan(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "tfdp", "plan", *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-    )
+def run_plan(*arguments: object) -> Finished:
+    code = "import sys; from tfdp.cli.main import main; main(sys.argv[1:])"
+    return run_script(code, "plan", *arguments, deadline_seconds=DEADLINE_SECONDS)
 
 
 def plan_in_process(capsys, *arguments: object) -> tuple[int, str, str]:
@@ -90,8 +82,8 @@ def test_json_holds_the_buckets_of_the_model_and_sums_that_fit(models):
         *("--algorithm", "hierarchical:ring,tree", "--compression", "outer:bf16"),
         "--json",
     )
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
+    assert result.code == 0, result.errors
+    found = json.loads(result.output)
     assert (found["num_nodes"], found["num_replicas"]) == (2, 8)
     assert found["num_bytes"] == 4 * (512 * 512 + 512) * 4
     names = [name for bucket in found["buckets"] for name in bucket["variables"]]
@@ -143,7 +135,7 @@ def test_the_table_says_what_it_predicts_and_what_it_assumes(models):
         *(models / "rows.keras", "--nodes", 64, "--replicas-per-node", 8),
         *("--step-ms", 10, "--overlap", 0.5),
     )
-    assert result.returncode == 0, result.stderr
+    assert result.code == 0, result.errors
     for words in (
         "on 512 replicas (64 nodes of 8)",
         "scaling efficiency",
@@ -155,7 +147,7 @@ def test_the_table_says_what_it_predicts_and_what_it_assumes(models):
         "Rows of sparse gradients are left out: words/embeddings.",
         "weak scaling",
     ):
-        assert words in result.stdout, result.stdout
+        assert words in result.output, result.output
 
 
 @pytest.mark.processes
@@ -171,11 +163,11 @@ def test_the_table_says_what_it_predicts_and_what_it_assumes(models):
 )
 def test_a_model_that_cannot_be_planned_gets_one_sentence(models, name, words):
     result = run_plan(models / name, *CLUSTER)
-    assert (result.returncode, result.stdout) == (2, "")
-    (line,) = [li for li in result.stderr.splitlines() if li.startswith("tfdp: error")]
+    assert (result.code, result.output) == (2, "")
+    (line,) = [li for li in result.errors.splitlines() if li.startswith("tfdp: error")]
     assert words in line
     assert f"Received: {models / name}" in line
-    assert "Traceback" not in result.stderr
+    assert "Traceback" not in result.errors
 
 
 @pytest.mark.parametrize(

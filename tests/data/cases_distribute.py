@@ -104,6 +104,7 @@ def _orders(dataset: tf.data.Dataset) -> list[list[int]]:
     compare=False,
     fresh=True,
     setups=("two_workers",),
+    full_setups=("two_by_two",),  # one process needs no seed in place of a global one
 )
 def seeds_of_operations_give_the_numbers_of_one_device(env: Env) -> dict:
     ids = tf.data.Dataset.range(NUM)

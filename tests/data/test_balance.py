@@ -10,9 +10,10 @@ import pytest
 import tensorflow as tf
 
 from tests.harness import forks
-from tests.harness.forks import Start, cluster_configs
+from tests.harness.forks import Start
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
+from tests.harness.tf_config import cluster_configs
 from tfdp.data.load_balancer import EQUAL, LoadBalancer, WeightSearch, next_weights
 from tfdp.data.rows import rows_of_rank
 from tfdp.data.weighted_rows import rows_by_weight, rows_of_ranks_by_weight

@@ -121,5 +121,6 @@ for _model in MODELS:
             "Plain training",
             # The slow models with one optimizer; the other one in the full tier.
             setups=registry.ALL if _name == "adamw" or _model in (mlp, cnn) else (),
+            quick_setup={mlp: "two_by_two", cnn: "two_workers"}.get(_model, ""),
             skip=KEY_BIAS if _model is transformer else {},
         )

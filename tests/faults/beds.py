@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.faults.faulty import FILLER
 from tests.faults.plan import Fault, JobPlan, Setting
-from tests.harness.cluster import free_ports
+from tests.harness.tf_config import free_ports
 from tools.bench.hosts_bed import INTERFACE, BedError, TwoHosts
 
 _NEW_MOUNTS, _NEW_NETWORK = 0x00020000, 0x40000000

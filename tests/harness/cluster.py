@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 import typing
 
 import psutil
 
+from tests.harness.fork_server import fork_server
 from tests.harness.results import Outcome
 from tests.harness.setups import Setup
+from tests.harness.tf_config import cluster_configs
+from tests.harness.worker import serve
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 START_DEADLINE_SECONDS = 240.0
 # Once one worker has failed, the others may wait for it for ever.
 GRACE_SECONDS = 8.0
@@ -31,44 +28,28 @@ class ClusterError(Exception):
     """Workers that died or missed a deadline, with all that they last said."""
 
 
-def free_ports(count: int) -> list[int]:
-    """Returns ports that are free now, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind(("localhost", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
-
-
 class Worker:
     """One worker process, the pipe to it and the files it writes."""
 
-    def __init__(self, setup: Setup, rank: int, flavor: str, environ, folder):
+    def __init__(
+        self,
+        setup: Setup,
+        rank: int,
+        flavor: str,
+        tf_config: str | None,
+        folder: pathlib.Path,
+    ):
         self.rank = rank
         self.log = folder / f"worker{rank}.log"
         self.stacks = folder / f"worker{rank}.stacks"
-        self.connection, child = multiprocessing.Pipe()
-        options = {
-            "setup": setup.name,
-            "rank": rank,
-            "flavor": flavor,
-            "fd": child.fileno(),
-            "parent": os.getpid(),
-            "stacks": self.stacks,
-        }
-        arguments = [f"--{name}={value}" for name, value in options.items()]
-        with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "tests.harness.worker", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environ,
-                pass_fds=[child.fileno()],
-            )
+        context = fork_server()
+        self.connection, child = context.Pipe()
+        self.process = context.Process(
+            target=serve,
+            args=(setup.name, rank, flavor, child, tf_config, self.log, self.stacks),
+            daemon=True,
+        )
+        self.process.start()
         child.close()
 
     def kill(self) -> None:
@@ -82,7 +63,7 @@ class Worker:
             # A worker inside a collective does not heed SIGTERM.
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.process.wait()
+        self.process.join()
 
     def close(self) -> None:
         """Kills the process and ends the connection to it."""
@@ -91,7 +72,7 @@ class Worker:
 
     def last_words(self) -> str:
         """The end of the output, of the Python stacks, and the exit code."""
-        code = self.process.poll()
+        code = self.process.exitcode
         state = "running" if code is None else f"exit code {code}"
         parts = [f"===== worker {self.rank} ({state})"]
         for title, path, length in (
@@ -111,38 +92,18 @@ class Cluster:
         self.healthy = True
         self._folder = tempfile.TemporaryDirectory(prefix=f"{setup.name}-")
         folder = pathlib.Path(self._folder.name)
-        environs = self._environs()
+        configs = self._configs()
         self.workers = [
-            Worker(setup, rank, flavor, environs[rank], folder)
+            Worker(setup, rank, flavor, configs[rank], folder)
             for rank in range(setup.num_workers)
         ]
         self._started = False
 
-    def _environs(self) -> list[dict[str, str]]:
-        common = dict(
-            os.environ,
-            TF_CPP_MIN_LOG_LEVEL="2",
-            CUDA_VISIBLE_DEVICES="-1",
-            KERAS_BACKEND="tensorflow",
-            PYTHONPATH=str(ROOT),
-        )
-        common.pop("TF_CONFIG", None)
+    def _configs(self) -> list[str | None]:
+        """The text of `TF_CONFIG` of each worker."""
         if not self.setup.is_multi_worker:
-            return [common]
-        ports = free_ports(self.setup.num_workers)
-        config = {
-            "cluster": {"worker": [f"localhost:{port}" for port in ports]},
-            "tfdp": {"devices_per_worker": self.setup.devices_per_worker},
-        }
-        return [
-            common
-            | {
-                "TF_CONFIG": json.dumps(
-                    config | {"task": {"type": "worker", "index": rank}}
-                )
-            }
-            for rank in range(self.setup.num_workers)
-        ]
+            return [None]
+        return [*cluster_configs(self.setup.num_workers, self.setup.devices_per_worker)]
 
     def send(self, case_name: str, tmp: pathlib.Path) -> None:
         """Tells every worker to run a case, without waiting for it."""
@@ -205,8 +166,8 @@ class Cluster:
 
     def _give_up(self, outcomes: dict[int, Outcome], why: str) -> None:
         for worker in self.workers:
-            if worker.process.poll() is None and worker.rank not in outcomes:
-                worker.process.send_signal(signal.SIGUSR1)
+            if worker.process.is_alive() and worker.rank not in outcomes:
+                os.kill(worker.process.pid, signal.SIGUSR1)
         time.sleep(0.5)
         errors = [
             f"===== worker {rank} raised\n{outcome.error}"

@@ -17,10 +17,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Finished:
-    """How a command ended."""
+    """How a command ended.
+
+    Args:
+        code: Exit code.
+        output: What it printed; with its errors, where those are not kept apart.
+        errors: What it printed to stderr, or `""`.
+    """
 
     code: int
     output: str
+    errors: str = ""
 
 
 def run_python(*args: str, deadline_seconds: float) -> Finished:

@@ -14,6 +14,7 @@ import multiprocessing.context
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,11 +25,18 @@ PRELOADED = ["tfdp.callbacks", "tfdp.checkpoint", "tfdp.strategy.strategy"]
 # The first fork waits until the server has loaded TensorFlow.
 LOADING_SECONDS = 120.0
 _PR_SET_PDEATHSIG = 1
+# Each set-up asks from a thread of its own.
+_starting = threading.Lock()
+
+
+def fork_server() -> multiprocessing.context.ForkServerContext:
+    """Starts the server, unless it runs, and waits until it has TensorFlow."""
+    with _starting:
+        return _start()
 
 
 @functools.cache
-def fork_server() -> multiprocessing.context.ForkServerContext:
-    """Starts the server, and waits until it has TensorFlow."""
+def _start() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     with _environment(
         TF_CPP_MIN_LOG_LEVEL="2",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import io
+import sys
 import tempfile
 import time
 import traceback
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.harness.cluster import free_ports
+from tests.harness.commands import Finished
 from tests.harness.fork_server import begin, fork_server
 
 WAITING_SECONDS = 60.0
@@ -63,23 +65,30 @@ def run(starts: Sequence[Start], deadline_seconds: float) -> list[Answer]:
         return _run(starts, deadline_seconds, Path(folder))
 
 
-def cluster_configs(
-    num_workers: int, devices_per_worker: int | Sequence[int] | None = None
-) -> list[str]:
-    """The `TF_CONFIG` of each worker of a cluster on free ports."""
-    addresses = [f"localhost:{port}" for port in free_ports(num_workers)]
-    texts = []
-    for rank in range(num_workers):
-        config: dict[str, Any] = {
-            "cluster": {"worker": addresses},
-            "task": {"type": "worker", "index": rank},
-        }
-        if devices_per_worker is not None:
-            listed = isinstance(devices_per_worker, Sequence)
-            count = devices_per_worker[rank] if listed else devices_per_worker
-            config["tfdp"] = {"devices_per_worker": count}
-        texts.append(json.dumps(config))
-    return texts
+def run_script(code: str, *args: object, deadline_seconds: float) -> Finished:
+    """Runs a script, with `args` as its arguments, and returns what it printed."""
+    arguments = {"code": code, "args": [str(arg) for arg in args]}
+    (answer,) = run([Start(_execute, arguments=arguments)], deadline_seconds)
+    assert not answer.error, answer
+    return answer.value
+
+
+def _execute(code: str, args: list[str]) -> Finished:
+    """Runs a script in this process as Python would, output kept apart from errors."""
+    output, errors = io.StringIO(), io.StringIO()
+    sys.argv = ["script", *args]
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    exit_code: Any = 0
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            exec(compile(code, "script", "exec"), main.__dict__)
+        except SystemExit as stopped:
+            exit_code = stopped.code or 0
+        except Exception:  # noqa: BLE001 as Python ends a script
+            traceback.print_exc()
+            exit_code = 1
+    return Finished(exit_code, output.getvalue(), errors.getvalue())
 
 
 def _run(starts: Sequence[Start], seconds: float, folder: Path) -> list[Answer]:

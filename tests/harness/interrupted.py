@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.harness import forks
 from tests.harness.fork_server import begin, fork_server
+from tests.harness.tf_config import cluster_configs
 
 # What is left of a job once one of its workers was killed: a launcher ends it.
 _AFTER_A_DEATH_SECONDS = 0.5
@@ -86,7 +86,7 @@ def run(
     context = fork_server()
     configs: list[str | None] = [None]
     if layout.num_workers > 1:
-        configs = list(forks.cluster_configs(layout.num_workers, layout.devices))
+        configs = list(cluster_configs(layout.num_workers, layout.devices))
     number = len(list(folder.glob("run-*")))
     own = folder / f"run-{number}"
     own.mkdir()

@@ -65,15 +65,18 @@ LEFT_OUT = {
     "join_of_known_and_unknown_lengths": "stop_at_the_shortest_of_known_lengths",
     "stop_at_the_shortest_of_unknown_lengths": "... of_known_lengths",
     "uneven_data_that_is_not_sharded": "files_of_different_sizes",
-    "backup_within_an_epoch_that_stops": "backup_and_restore_at_one_path",
+    "backup_within_an_epoch_that_stops": "checkpoints_at_one_path",
     # Losses.
+    "loss_that_returns_a_number_with_sample_weights": (
+        "losses_of_several_outputs_with_sample_weights"
+    ),
     "activity_regularizer": "regularizers_of_kernel_and_bias",
     "reduction_sum": "unequal_shares_with_sum_at_once",
     "class_weight": "sample_weight",
     "loss_that_returns_a_scalar": "losses_that_return_a_number_and_that_do_not",
     "mask_in_a_loss_over_the_batch_size": "mask_that_reaches_the_loss",
     "loss_function_that_returns_a_number": "losses_that_return_a_number_*",
-    "loss_class_that_returns_a_number": "loss_that_returns_a_number_with_*",
+    "loss_class_that_returns_a_number": "losses_that_return_a_number_and_that_do_not",
     "losses_of_several_outputs": "losses_of_several_outputs_with_sample_weights",
     "losses_of_several_outputs_with_reductions": "unequal_shares_with_sum_at_once",
     "unequal_shares_with_mean_over_the_batch_and_penalties_accumulated": "... at_once",
@@ -82,6 +85,18 @@ LEFT_OUT = {
     "unequal_shares_with_sample_weight_*": "unequal_shares_with_mean_with_sample_*",
     "unequal_shares_with_masked_mean_accumulated": "... at_once",
     # Keras's own features.
+    "adversaries_with_a_gradient_penalty": "gan_with_two_optimizers",
+    "files_open_in_a_process_without_tfdp": "saved_files_open_in_plain_keras",
+    "classifier_on_a_frozen_encoder": "layers_frozen_between_fits_without_recompiling",
+    "backup_restores_what_was_accumulated": "backup_restores_sharded_state",
+    "files_of_the_chief_alone_hold_*": "saving_on_the_chief_alone",
+    "two_steps_per_execution": "three_steps_per_execution_and_a_partial_batch",
+    "backup_and_restore_at_one_path": "checkpoints_at_one_path",
+    "evaluate": "validation_data",
+    "metric_held_by_a_layer": "metric_that_merges_by_max",
+    "step_with_weights_of_samples_and_classes": "sample_weight",
+    "loop_with_an_embedding": "low_level_step",
+    "spectral_normalization": "synchronized_batch_normalization",
     "learning_rate_scheduler": "plateau_and_early_stopping",
     "csv_logger_at_one_path": "checkpoints_at_one_path",
     "tensorboard_with_histograms": "tensorboard_writes_one_set_of_files",
@@ -94,7 +109,7 @@ LEFT_OUT = {
     "step_with_two_updates_and_checks": "gan_with_two_optimizers",
     "variational_autoencoder": "compute_loss_overridden",
     "endpoint_layer": "add_loss",
-    "knowledge_distillation": "classifier_on_a_frozen_encoder",
+    "knowledge_distillation": "gan_with_two_optimizers",
     "masked_mean_by_hand": "loss_that_is_a_function_of_sums",
     "plain_files_with_accumulators_*": "plain_files_go_on_sharded",
     "two_models_accumulate_by_turns": "two_strategies_train_by_turns",
@@ -139,6 +154,24 @@ LEFT_OUT = {
     "warmup_to_the_base_rate_itself": "warmup_raises_the_rate_in_a_straight_line",
     "warmup_resumed_at_its_last_update": "warmup_goes_on_where_it_was_saved",
     # Reduction and sharding.
+    "more_replicas_than_variables": "hardly_anything_is_trained",
+    "state_that_is_there_is_shared_out_within_a_window": (
+        "waiting_slices_survive_the_scope"
+    ),
+    "sharded_files_open_in_a_process_without_tfdp": (
+        "sharded_files_go_on_in_plain_keras"
+    ),
+    "odd_variables_with_adam_in_stage_1": "odd_variables_with_lamb_in_stage_2",
+    "averages_of_whole_variables_overwrite": "averages_of_slices_overwrite",
+    "lamb_in_stage_2_shared_by_node": "adamw_in_stage_1_shared_by_node",
+    "waiting_slices_survive_what_is_shared": "waiting_slices_survive_the_scope",
+    "waiting_slices_take_the_scale_that_is_restored": (
+        "waiting_slices_survive_the_scope"
+    ),
+    "uneven_nodes_share_one_state": "adamw_in_stage_1_shared_by_node",
+    "owner_without_a_gradient_counts_on": "hardly_anything_is_trained",
+    "replicas_without_rows": "few_rows_are_gathered",
+    "sparse_dtypes": "rows_that_one_device_has_once",
     "embedding_with_sgd": "embedding_with_adam",
     "rows_that_one_device_has_once_in_float64": "... in float32",
     "stage_1_by_callback_*": "stage_1_by_constructor_*",
@@ -152,9 +185,9 @@ LEFT_OUT = {
     "sharded_file_goes_on_whole": "sharded_files_go_on_in_plain_keras",
     "own_class_with_DictOfSlots": "own_class_with_ListOfSlots",
     "averages_of_slices": "averages_of_slices_overwrite",
-    "averages_of_whole_variables": "averages_of_whole_variables_overwrite",
+    "averages_of_whole_variables": "averages_of_slices_overwrite",
     "adamw_in_stage_1_shared_by_all": "adamw_in_stage_1_shared_by_node",
-    "lamb_in_stage_2_shared_by_all": "lamb_in_stage_2_shared_by_node",
+    "lamb_in_stage_2_shared_by_all": "adamw_in_stage_1_shared_by_node",
     "sharded_with_fp16_on_the_wire": "sharded_with_bf16_on_the_wire",
     "checkpoint_moves_with_*": "plain_files_go_on_sharded",
     "sharded_layers_frozen_between_fits_without_recompiling": "layers_frozen_between_*",
@@ -168,6 +201,17 @@ LEFT_OUT = {
     "training_by_halving_doubling": "algorithms_add_every_dtype_and_length",
     "training_by_levels": "training_by_hierarchical",
     "monitor_names_a_slow_worker_once_an_epoch": "monitor_names_a_slow_worker",
+    "no_weights_without_rebalance": "rows_are_those_of_the_weights",
+    "own_shards_are_left_alone": "sharding_off_with_own_data_on_each_worker",
+    "replicas_that_are_alike_raise_no_alarm": (
+        "replicas_with_sharded_state_raise_no_alarm"
+    ),
+    "monitor_leaves_evaluation_alone": "monitor_follows_sharding_and_accumulation",
+    "ema_without_overwrite": "ema_overwrite_frequency",
+    "gradient_noise_scale_with_accumulation_and_loss_scaling": (
+        "gradient_noise_scale_is_that_of_the_replicas_gradients"
+    ),
+    "padded_lengths_hold_the_length_and_waste_little": "collectives_in_inner_functions",
 }
 
 

@@ -91,7 +91,8 @@ def register(
     """Adds a case.
 
     Set-ups that are not given are left to the full tier. In the quick tier the first
-    cases of a module take turns at the set-ups, and the others run in one process.
+    cases of a module take turns at the set-ups, unless they name one (the cheap cases
+    the dear set-ups), and the others run in one process.
     """
     if name in _CASES:
         raise ValueError(f"Two cases of one name. Received: name={name!r}")
@@ -99,21 +100,26 @@ def register(
     if "full_setups" not in options:
         options["full_setups"] = tuple(s for s in ALL if s not in setups)
     new = Case(name, function, covers, module, setups, **options)
-    if setups and not new.quick_setup and not quick.is_left_out(name):
+    if quick.is_left_out(name):
+        new = dataclasses.replace(new, quick_setup="")
+    elif setups and not new.quick_setup:
         new = dataclasses.replace(new, quick_setup=_quick_setup_of(new))
     _CASES[name] = new
 
 
 def _quick_setup_of(new: Case) -> str:
     """The set-up of the quick tier: one that the module has not been on, if any."""
-    setups = new.setups
-    before = [c for c in _CASES.values() if c.module == new.module and c.quick_setup]
-    count = sum(c.setups == setups for c in before)
-    if count < len(setups):
-        return setups[count]
-    # One process costs less than two, and the first cases have been on all set-ups.
-    one_will_do = "mirrored" in setups or setups == BOTH
-    return "mirrored" if one_will_do else setups[0]
+    taken = {
+        case.quick_setup
+        for case in _CASES.values()
+        if (case.module, case.setups) == (new.module, new.setups)
+    }
+    for setup in new.setups:
+        if setup not in taken:
+            return setup
+    # One process costs less than two, and other cases have been on all set-ups.
+    one_will_do = "mirrored" in new.setups or new.setups == BOTH
+    return "mirrored" if one_will_do else new.setups[0]
 
 
 def case(covers: str, **options: typing.Any) -> collections.abc.Callable:

@@ -1,35 +1,37 @@
-"""A worker process: imports TensorFlow once, then runs cases as it is told."""
+"""A worker process: a fork that has TensorFlow, and runs cases as it is told."""
 
 from __future__ import annotations
 
-import argparse
-import ctypes
 import faulthandler
 import gc
 import multiprocessing.connection
 import os
 import pathlib
 import signal
-import sys
 import time
 import traceback
 
+from tests.harness.fork_server import begin
 from tests.harness.results import Outcome, flatten_results
 from tests.harness.setups import BY_NAME
 
-PR_SET_PDEATHSIG = 1
 
-
-def main() -> None:
-    """Runs cases until the parent says so or is gone."""
-    args = _parse_args()
-    _die_with_parent(args.parent)
-    stacks = open(args.stacks, "w")  # noqa: SIM115 kept open for faulthandler
-    faulthandler.enable(stacks)
-    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    connection = multiprocessing.connection.Connection(args.fd)
+def serve(
+    setup: str,
+    rank: int,
+    flavor: str,
+    connection: multiprocessing.connection.Connection,
+    tf_config: str | None,
+    log: pathlib.Path,
+    stacks: pathlib.Path,
+) -> None:
+    """Runs cases until the parent says so or is gone; this is the new process."""
+    begin(log, tf_config)
+    file = stacks.open("w")
+    faulthandler.enable(file)
+    faulthandler.register(signal.SIGUSR1, file, all_threads=True)
     try:
-        runner = Runner(args.setup, args.rank, args.flavor)
+        runner = Runner(setup, rank, flavor)
         connection.send(Outcome())
     except BaseException as error:  # noqa: BLE001 the parent reports it
         connection.send(_failed(error, 0.0))
@@ -42,25 +44,6 @@ def main() -> None:
         connection.send(runner.run(name, pathlib.Path(tmp)))
     # Threads of the runtime may hang on a peer that is gone: do not join them.
     os._exit(0)
-
-
-def _parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--setup", required=True)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--flavor", required=True)
-    parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--stacks", required=True)
-    return parser.parse_args()
-
-
-def _die_with_parent(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before the call above.
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _failed(error: BaseException, start: float) -> Outcome:
@@ -105,7 +88,3 @@ class Runner:
         except Exception as error:  # noqa: BLE001 the parent reports it
             traceback.print_exc()
             return _failed(error, start)
-
-
-if __name__ == "__main__":
-    main()

@@ -328,7 +328,6 @@ for _name in "float16", "bfloat16":
 @case(
     "More replicas than variables, and than elements",
     setups=MANY,
-    quick_setup="eight_devices",
 )
 def more_replicas_than_variables(env: Env) -> dict:
     def tiny() -> keras.Model:

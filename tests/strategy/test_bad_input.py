@@ -15,7 +15,8 @@ import pytest
 
 from tests.harness import forks
 from tests.harness.commands import ROOT, run_python
-from tests.harness.forks import Answer, Start, cluster_configs
+from tests.harness.forks import Answer, Start
+from tests.harness.tf_config import cluster_configs
 
 pytestmark = pytest.mark.processes
 
