@@ -94,10 +94,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _tier(case: Case, setup_name: str) -> list[pytest.MarkDecorator]:
-    if setup_name == case.quick_setup:
-        return []
-    is_full = setup_name in case.full_setups
-    return [pytest.mark.full if is_full else pytest.mark.standard]
+    tier = case.tier_on(setup_name)
+    return [] if tier == tiers.TIERS[0] else [getattr(pytest.mark, tier)]
 
 
 def _expected_failure(

@@ -30,7 +30,7 @@ class Case:
         function: Takes an `Env`, returns a nest of dicts, arrays and numbers.
         covers: One line: which row of the table of behaviours it covers.
         module: The module that holds it, as in `MODULES`.
-        setups: Names of the set-ups of the standard tier.
+        setups: Names of the set-ups that it is meant for.
         full_setups: Names of further set-ups, for the full tier.
         quick_setup: Name of the one set-up of the quick tier, or `""`.
         compare: Whether results are compared with those of one device.
@@ -63,6 +63,20 @@ class Case:
     xfail_setups: tuple[str, ...] = ()
     xfail_run: bool = True
     deadline_seconds: float = 120.0
+
+    def tier_on(self, setup_name: str) -> str:
+        """The lowest tier that runs it on a set-up.
+
+        In the standard tier a case of the quick one runs on its other set-ups as
+        well, unless that is another pair of replicas, and the others run on one.
+        """
+        if setup_name == self.quick_setup:
+            return "quick"
+        if self.quick_setup:
+            is_standard = setup_name in self.setups and self.setups != PAIR
+        else:
+            is_standard = setup_name in self.setups[:1]
+        return "standard" if is_standard else "full"
 
     def expected_to_fail(self, setup_name: str) -> bool:
         """Whether the case is expected to fail on this set-up."""
