@@ -218,6 +218,22 @@ def test_gpus_are_shared_out_among_workers():
     assert gpus_of(1, {"CUDA_VISIBLE_DEVICES": "0"}) == "0"
 
 
+@pytest.mark.parametrize(
+    ("chosen", "gpus"),
+    [
+        ("-1", []),
+        ("0,-1,1", ["0"]),
+        ("NoDevFiles", []),
+        ("GPU-8932f937,MIG-2", ["GPU-8932f937", "MIG-2"]),
+    ],
+)
+def test_gpus_are_counted_up_to_the_first_name_that_is_none(chosen, gpus):
+    environ = {"CUDA_VISIBLE_DEVICES": chosen}
+    assert launch.visible_gpus(environ) == gpus
+    if not gpus:
+        assert gpus_of(0, environ) == chosen
+
+
 def test_who_is_left_out_takes_its_gpus_along():
     chosen = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     # Of four slots that with GPU 1 is left out, or all but that with GPU 3.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -14,6 +15,10 @@ from collections.abc import Mapping
 from tfdp.base.files import make_private_folder
 from tfdp.bench.machine import num_cores
 from tfdp.cluster import Cluster, free_ports
+
+
+# An index or a UUID.
+_GPU_NAME = re.compile(r"\d|GPU-|MIG-")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +104,9 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
     """
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
-        return [gpu.strip() for gpu in chosen.split(",") if gpu.strip()]
+        names = [name.strip() for name in chosen.split(",") if name.strip()]
+        # CUDA leaves out what follows a name that is none, such as -1.
+        return list(itertools.takewhile(_GPU_NAME.match, names))
     with contextlib.suppress(OSError):
         files = [f for f in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", f)]
         return [str(index) for index in range(len(files))]
