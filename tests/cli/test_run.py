@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
-import io
+import fcntl
 import json
 import os
 import pathlib
 import pty
 import re
+import resource
 import select
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 import time
 import uuid
@@ -21,8 +23,12 @@ import uuid
 import psutil
 import pytest
 
-from tfdp.cli import launch, worker
+from tfdp.cli import launch, outlet, worker
+from tfdp.cli.log_file import LogFile
+from tfdp.cli.outlet import Outlet
+from tfdp.cli.run import Launch
 from tfdp.cli.screen import LineReader, Screen
+from tfdp.cli.signals import SignalPipe
 from tfdp.cluster import Cluster, local_ports
 from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 
@@ -218,6 +224,22 @@ def test_gpus_are_shared_out_among_workers():
     assert gpus_of(1, {"CUDA_VISIBLE_DEVICES": "0"}) == "0"
 
 
+@pytest.mark.parametrize(
+    ("chosen", "gpus"),
+    [
+        ("-1", []),
+        ("0,-1,1", ["0"]),
+        ("NoDevFiles", []),
+        ("GPU-8932f937,MIG-2", ["GPU-8932f937", "MIG-2"]),
+    ],
+)
+def test_gpus_are_counted_up_to_the_first_name_that_is_none(chosen, gpus):
+    environ = {"CUDA_VISIBLE_DEVICES": chosen}
+    assert launch.visible_gpus(environ) == gpus
+    if not gpus:
+        assert gpus_of(0, environ) == chosen
+
+
 def test_who_is_left_out_takes_its_gpus_along():
     chosen = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     # Of four slots that with GPU 1 is left out, or all but that with GPU 3.
@@ -352,20 +374,22 @@ def test_a_line_without_end_does_not_fill_the_memory():
 def test_a_bar_is_shown_now_and_then_in_files(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "_SNAPSHOT_SECONDS", 0.0)
     code = "import sys; sys.stdout.write('1/9'); sys.stdout.flush()"
-    process = worker.Worker(
-        0, [sys.executable, "-c", code], dict(os.environ), tmp_path / "log"
-    )
-    output = io.StringIO()
+    log = LogFile(tmp_path / "log", pytest.fail)
+    process = worker.Worker(0, [sys.executable, "-c", code], dict(os.environ), log)
+    output = open(tmp_path / "output", "w")  # noqa: SIM115
     screen = Screen(output)
     while process.is_running:
         process.poll()
         process.read()
     text = process.snapshot()
     screen.snapshot(0, text)
+    assert screen.close(DEADLINE_SECONDS)
     process.close()
+    log.close()
+    output.close()
     assert text == "1/9"
     assert (tmp_path / "log").read_text("utf-8") == "1/9\n"
-    assert output.getvalue() == "[worker 0] 1/9\n"
+    assert (tmp_path / "output").read_text("utf-8") == "[worker 0] 1/9\n"
 
 
 def test_the_failing_workers_last_lines_come_first_and_the_others_are_stopped(
@@ -542,6 +566,189 @@ def test_a_second_ctrl_c_kills_at_once(launcher):
     launcher.assert_nothing_is_left()
 
 
+END_SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+
+
+@pytest.mark.parametrize(("signum", "code"), END_SIGNALS)
+def test_a_signal_while_a_failed_attempt_ends_is_the_end_of_the_job(
+    launcher, signum, code
+):
+    launcher.script(
+        """
+        if RANK == 1:
+            wait_for("ready")
+            sys.exit(143)  # as of a worker that was sent SIGTERM
+        def save(*_):
+            pathlib.Path("asked").touch()
+            time.sleep(1)
+            print("saved")
+            sys.exit()
+        signal.signal(signal.SIGTERM, save)
+        pathlib.Path("ready").touch()
+        time.sleep(600)
+        """
+    )
+    process = launcher.start("-n", "2", "--max-restarts", "4", "script.py")
+    launcher.wait_for("asked")
+    process.send_signal(signum)
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == code
+    assert lines_of(output, 0) == ["saved"]  # it had its grace
+    assert "restart" not in output
+
+
+@pytest.mark.parametrize(("signum", "code"), END_SIGNALS)
+def test_a_signal_between_two_attempts_is_the_end_of_the_job(launcher, signum, code):
+    launcher.script("sys.exit(3)")
+    process = launcher.start("-n", "1", "--max-restarts", "4", "script.py")
+    for line in process.stdout:
+        if "restart 1 of 4" in line:
+            break
+    process.send_signal(signum)
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == code
+    assert "received, the job does not start again" in output
+    assert "restart" not in output
+
+
+def test_a_timeout_between_two_attempts_is_the_end_of_the_job(capfd):
+    with contextlib.closing(SignalPipe()) as signals:
+        screen = Screen(sys.__stdout__, sys.__stderr__)
+        until = time.monotonic() + 0.1
+        job = Launch([], lambda count: [], [], screen, signals, 0.0, until)
+        assert job.pause(0.0) is None
+        assert job.pause(30.0) == 124
+        assert screen.close(DEADLINE_SECONDS)
+    assert "--timeout is over, the job does not start again" in capfd.readouterr().err
+
+
+def test_a_closed_terminal_stops_the_workers_with_their_grace(launcher):
+    launcher.script(
+        """
+        def save(*_):
+            time.sleep(0.5)
+            pathlib.Path(f"saved-{RANK}").touch()
+            sys.exit()
+        signal.signal(signal.SIGHUP, save)
+        pathlib.Path(f"ready-{RANK}").touch()
+        while True:
+            print("more")
+            time.sleep(0.001)
+        """
+    )
+    master, slave = pty.openpty()
+    process = launcher.start(
+        *("-n", "2", "script.py"),
+        **dict.fromkeys(("stdin", "stdout", "stderr"), slave),
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(slave)
+    read_terminal(master, rb"\[worker 0\].*\[worker 1\]|\[worker 1\].*\[worker 0\]")
+    launcher.wait_for("ready-0", "ready-1")
+    os.close(master)
+    assert process.wait(STOPS_WITHIN_SECONDS) == 129
+    assert (launcher.folder / "saved-0").exists()
+    assert (launcher.folder / "saved-1").exists()
+
+
+TALKS = """
+pathlib.Path("ready").touch()
+for _ in range(30_000):
+    print("x" * 80)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("signum", "code"), [*END_SIGNALS, (None, 124)])
+def test_a_job_whose_output_nobody_reads_can_be_ended(launcher, signum, code):
+    launcher.script(TALKS)
+    timeout = ["--timeout", "600" if signum else "2"]
+    process = launcher.start("-n", "2", "--grace", "0.5", *timeout, "script.py")
+    launcher.wait_for("ready")
+    time.sleep(0.7)  # the pipe is full
+    if signum:
+        process.send_signal(signum)
+    assert process.wait(STOPS_WITHIN_SECONDS) == code
+    launcher.assert_nothing_is_left()
+    process.stdout.close()
+
+
+def test_a_job_whose_output_nobody_reads_goes_on(launcher):
+    launcher.script("for n in range(20_000): print(n, 'x' * 200)")
+    process = launcher.start("-n", "1", "--timeout", "15", "script.py")
+    log = launcher.folder / "tfdp-logs"
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not any("19999 x" in path.read_text() for path in log.glob("*/worker-0.log")):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 0
+    assert re.search(r"nobody read the output; \d+ lines are not shown here", output)
+
+
+def test_what_a_reader_leaves_in_the_pipe_is_counted_and_a_slow_one_gets_all(
+    monkeypatch,
+):
+    monkeypatch.setattr(outlet, "_MAX_BYTES", 10_000)
+    monkeypatch.setattr(outlet, "_STALLED_SECONDS", 0.1)
+    reader, writer = os.pipe()
+    with open(reader, encoding="utf-8") as text, open(writer, "w") as stream:
+        out = Outlet(stream)
+        for _ in range(3000):  # more than a pipe holds
+            out.write("x" * 49 + "\n")
+        assert out.is_behind
+        time.sleep(0.2)
+        assert not out.is_behind
+        out.write("dropped\n" * 7)
+        assert not out.drain(0.0)
+        lines = [text.readline() for _ in range(3001)]
+        assert out.drain(DEADLINE_SECONDS)
+    assert lines[:3000] == ["x" * 49 + "\n"] * 3000
+    assert "7 lines are not shown here but kept in the logs" in lines[-1]
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_job_needs_no_open_output(launcher, closed):
+    launcher.script("print('goes on')")
+    result = launcher.run(
+        *("-n", "2", "script.py"),
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: os.close(closed),
+    )
+    assert result.returncode == 0
+    assert "Traceback" not in result.stderr
+    assert [path.read_text() for path in logs_of(launcher.folder)] == ["goes on\n"] * 2
+
+
+def test_processes_that_fork_again_and_again_do_not_outlive_the_job(launcher):
+    code = """
+import os, time
+if os.fork(): os._exit(0)
+end = time.monotonic() + 30
+while time.monotonic() < end and not os.path.exists("stop"):
+    os.setsid()
+    open("beat", "w").write(str(os.getpid()))
+    time.sleep(0.005)
+    if os.fork(): os._exit(0)
+"""
+    launcher.script(
+        f"""
+        subprocess.Popen(
+            [sys.executable, "-c", {code!r}], env={{"{MARK}": os.environ["{MARK}"]}}
+        ).wait()
+        wait_for("beat")
+        time.sleep(0.3)
+        """
+    )
+    try:
+        assert launcher.run("-n", "1", "script.py").returncode == 0
+        beat = (launcher.folder / "beat").read_text()
+        time.sleep(0.5)
+        assert (launcher.folder / "beat").read_text() == beat
+    finally:
+        (launcher.folder / "stop").touch()
+
+
 def test_ctrl_c_while_the_workers_start_leaves_no_process(launcher):
     launcher.script("time.sleep(600)")
     for delay in (0.1, 0.2, 0.3, 0.4):
@@ -567,7 +774,7 @@ def test_a_job_past_its_timeout_is_stopped_with_code_124(launcher):
     result = launcher.run("-n", "2", "--timeout", "2", "--grace", "0.5", "script.py")
     assert result.returncode == 124
     assert 2 < time.monotonic() - start < STOPS_WITHIN_SECONDS
-    assert "--timeout 2 s" in result.stdout
+    assert "not done within --timeout" in result.stdout
     launcher.assert_nothing_is_left()
 
 
@@ -649,14 +856,53 @@ def test_logs_are_never_overwritten(launcher):
     assert sorted(default) == ["run one\n", "run two\n"]
 
 
-def test_a_full_disk_does_not_end_the_training(launcher):
+def test_a_full_disk_under_the_logs_does_not_end_the_training(launcher):
+    launcher.script("for n in range(20): print(n)\nprint('goes on')")
+    result = launcher.run(
+        *("-n", "1", "script.py"),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8)),
+    )
+    assert result.returncode == 0, result.stdout
+    assert lines_of(result.stdout, 0)[-1] == "goes on"
+    assert result.stdout.count("cannot be written (File too large)") == 1
+
+
+def test_a_full_disk_under_the_output_does_not_end_the_training(launcher):
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full here")
-    (launcher.folder / "logs").mkdir()
-    (launcher.folder / "logs" / "worker-0.log").symlink_to("/dev/full")
-    launcher.script("print('goes on')")
-    result = launcher.run("-n", "1", "--log-dir", "logs", "script.py")
-    assert (result.returncode, lines_of(result.stdout, 0)) == (0, ["goes on"])
+    launcher.script("for n in range(20): print(n)")
+    with open("/dev/full", "w") as full:
+        result = launcher.run(
+            *("-n", "1", "script.py"), stdout=full, stderr=subprocess.PIPE
+        )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("No space left on device") == 1
+    assert "kept in the logs" in result.stderr
+    assert logs_of(launcher.folder)[0].read_text().split()[-1] == "19"
+
+
+@pytest.mark.parametrize("what", ["fifo", "symlink", "hard link", "folder"])
+@pytest.mark.parametrize("name", ["worker-1.log", "restarts.log"])
+def test_a_log_is_a_regular_file_and_no_link(launcher, what, name):
+    victim = launcher.folder / "victim"
+    victim.write_text("mine")
+    log = launcher.folder / "logs" / name
+    log.parent.mkdir()
+    {
+        "fifo": lambda: os.mkfifo(log),
+        "symlink": lambda: log.symlink_to(victim),
+        "hard link": lambda: log.hardlink_to(victim),
+        "folder": log.mkdir,
+    }[what]()
+    launcher.script("pathlib.Path('started').touch()")
+    arguments = ["-n", "2", "--max-restarts", "1", "--log-dir", "logs", "script.py"]
+    result = launcher.run(*arguments)
+    assert result.returncode == 2
+    assert result.stdout.startswith("tfdp: error: A log cannot be written: ")
+    assert f"Received: logs/{name}" in result.stdout
+    assert result.stdout.count("\n") == 1
+    assert victim.read_text() == "mine"
+    assert not (launcher.folder / "started").exists()
 
 
 def test_nobody_else_can_look_into_the_folder_of_logs(launcher):
@@ -677,6 +923,7 @@ BAD_INPUT = [
     (["-n", "0", "script.py"], "Received: 0"),
     (["-n", "-1", "script.py"], "Received: -1"),
     (["-n", "two", "script.py"], "Received: two"),
+    (["-n", "1000000", "script.py"], "CPU cores. Received: -n 1000000"),
     (["-n", "1.5", "script.py"], "Received: 1.5"),
     (["-n", "2", "-D", "0", "script.py"], "Received: 0"),
     (["-n", "2", "--devices-per-worker", "x", "script.py"], "Received: x"),
@@ -748,6 +995,26 @@ def test_ports_are_distinct_free_and_outside_the_kernels_own_range():
     assert len(set(ports)) == 200
     assert min(ports) >= 10000
     assert max(ports) < local_ports._first_ephemeral_port()
+
+
+@pytest.mark.parametrize(
+    ("files", "processes", "most", "reason"),
+    [
+        (10**6, -1, 128, "64 for each of its 2 CPU cores"),
+        (256, -1, 96, r"its limit of open files, 256 \(ulimit -n\)"),
+        (-1, 20, 20, "its limit of processes"),
+        (-1, -1, 128, "CPU cores"),
+    ],
+)
+def test_more_workers_than_the_machine_can_hold_are_refused(
+    monkeypatch, files, processes, most, reason
+):
+    limits = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_NPROC: processes}
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (limits[what], -1))
+    monkeypatch.setattr(launch, "num_cores", lambda: 2)
+    launch.check_num_workers(most)
+    with pytest.raises(ValueError, match=f"holds {most}, .*{reason}"):
+        launch.check_num_workers(most + 1)
 
 
 def test_too_many_workers_for_the_ports_are_refused(monkeypatch):

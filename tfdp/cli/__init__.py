@@ -2,8 +2,8 @@
 
 `main` has the commands, each in a file of its name; `parameter_types` the types of
 their options. `run` starts a `job` of local workers: `launch` (the environment of
-each), `worker` (a process and its output), `screen` (the output of all), `signals`,
-and `restarts` (what follows a failure). `plan` prints a `forecast` with its `memory`;
-`bench` has options of its own in `bench_options`. TensorFlow is imported late, by
-`importing`.
+each), `worker` (a process and its output), `log_file`, `screen` (the output of all) on
+an `outlet` (which never blocks), `signals`, and `restarts` (what follows a failure).
+`plan` prints a `forecast` with its `memory`; `bench` has options of its own in
+`bench_options`. TensorFlow is imported late, by `importing`.
 """

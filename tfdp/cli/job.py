@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import pathlib
 import selectors
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from tfdp.cli.launch import Slot, worker_environment
+from tfdp.cli.log_file import LogFile
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
 from tfdp.cli.worker import Worker, shell_code, signal_name
@@ -23,8 +23,7 @@ from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 
 TIMED_OUT = 124
 _TURN_SECONDS = 0.1
-# One Ctrl-C may come twice, from the terminal and from a parent process.
-_SAME_SIGNAL_SECONDS = 0.5
+_BEHIND_SECONDS = 0.01
 # Workers that are not in `fit` do not hear that they are asked to save.
 _ASK_AGAIN_SECONDS = 5.0
 
@@ -34,8 +33,8 @@ class JobOptions:
     """Limits and slots of a job.
 
     Args:
-        timeout_seconds: Float, for the whole job, or `None` for no limit.
-            Defaults to `None`.
+        until: Float, by `time.monotonic()`, when the job is stopped, or `None` for no
+            limit. Defaults to `None`.
         grace_seconds: Float, between asking the workers to stop and killing
             them. Defaults to `5.0`.
         save_after_seconds: Float, after which workers are asked to save their
@@ -45,7 +44,7 @@ class JobOptions:
             Defaults to `None`.
     """
 
-    timeout_seconds: float | None = None
+    until: float | None = None
     grace_seconds: float = 5.0
     save_after_seconds: float | None = None
     slots: Sequence[Slot] | None = None
@@ -60,8 +59,10 @@ class Job:
     Args:
         command: Sequence of strings, what every worker runs.
         clusters: Sequence of `Cluster`, one for each worker.
-        log_dir: Path of the folder for the logs.
+        logs: Sequence of `LogFile`, one for each worker.
         screen: The `Screen` that shows the output.
+        signals: The `SignalPipe`, which outlives the job: a signal that comes at its
+            end counts.
         options: `JobOptions`.
     """
 
@@ -69,14 +70,16 @@ class Job:
         self,
         command: Sequence[str],
         clusters: Sequence[Cluster],
-        log_dir: pathlib.Path,
+        logs: Sequence[LogFile],
         screen: Screen,
+        signals: SignalPipe,
         options: JobOptions,
     ) -> None:
         self._command = command
         self._clusters = clusters
-        self._log_dir = log_dir
+        self._logs = logs
         self._screen = screen
+        self._signals = signals
         self._options = options
         self._slots = options.slots or [
             Slot(rank, len(clusters)) for rank in range(len(clusters))
@@ -89,8 +92,8 @@ class Job:
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> Job:
-        self._signals = SignalPipe()
         self._selector.register(self._signals, selectors.EVENT_READ)
+        process_tree.adopt_orphans()
         self._guard = subprocess.Popen(
             [sys.executable, process_tree.__file__, self._id],
             stdin=subprocess.PIPE,
@@ -98,6 +101,8 @@ class Job:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        # The guard, and what was there when this process became the launcher.
+        self._strangers = process_tree.children()
         return self
 
     def __exit__(
@@ -112,7 +117,7 @@ class Job:
         self._guard.kill()
         self._guard.communicate()
         self._selector.close()
-        self._signals.close()
+        self._signals.read()
 
     @property
     def failed(self) -> Worker | None:
@@ -148,33 +153,28 @@ class Job:
         Returns:
             Int, the exit code: `0`; that of the first worker that failed; 124
             after the timeout; 75 if workers have saved their training because of
-            a signal; or else 128 plus the number of the signal received.
+            a signal; 141 if the reader of the output has gone; or else 128 plus the
+            number of the signal received.
 
         Raises:
             OSError: If a worker cannot be started.
         """
         for cluster in self._clusters:
             self._start(cluster)
-        try:
-            return self._watch()
-        except BrokenPipeError:  # as of `tfdp run ... | head`
-            self._screen.mute()
-            self._stop(signal.SIGTERM)
-            return shell_code(-signal.SIGPIPE)
-
-    def _watch(self) -> int:
         start = time.monotonic()
-        limit = self._options.timeout_seconds
         while self._running():
             self._turn()
             if self._signals.received:
                 return self._end_by_signal(self._signals.received[0])
             if self._failed:
                 return self._end_by_failure(self._failed)
-            elapsed = time.monotonic() - start
-            if limit is not None and elapsed >= limit:
-                return self._end_by_timeout(limit)
-            self._ask_to_save(elapsed)
+            if self._screen.has_no_reader:
+                self._stop(signal.SIGTERM)
+                return shell_code(-signal.SIGPIPE)
+            now, until = time.monotonic(), self._options.until
+            if until is not None and now >= until:
+                return self._end_by_timeout()
+            self._ask_to_save(now - start)
         return 0
 
     def _ask_to_save(self, elapsed: float) -> None:
@@ -196,7 +196,7 @@ class Job:
             rank,
             self._command,
             worker_environment(cluster, self._slots[rank], self._id),
-            self._log_dir / f"worker-{rank}.log",
+            self._logs[rank],
         )
         self._workers.append(worker)
         self._selector.register(worker, selectors.EVENT_READ, data=worker)
@@ -207,8 +207,14 @@ class Job:
 
     def _turn(self) -> None:
         """Wait a moment, then show what was written and note who has ended."""
-        ready = self._selector.select(_TURN_SECONDS)
+        ready: list[tuple[selectors.SelectorKey, int]] = []
+        if self._screen.is_behind and not self._is_stopping:
+            # The workers go at the pace of who reads their output.
+            time.sleep(_BEHIND_SECONDS)
+        else:
+            ready = self._selector.select(_TURN_SECONDS)
         self._signals.read()
+        process_tree.reap_children(self._not_reaped())
         ended = [worker for worker in self._workers if worker.poll()]
         # Those who failed come first: what the others have to say next is
         # likely to be about them.
@@ -257,7 +263,7 @@ class Job:
         self._stop(signal.SIGTERM)
         self._screen.message(
             f"tfdp: worker {failed.rank} {failed.describe_end()}{rest}. "
-            f"All that it wrote: {failed.log_path}",
+            f"All that it wrote: {failed.log.path}",
             style="bold red",
         )
         assert failed.exit_code is not None
@@ -277,11 +283,11 @@ class Job:
             return PREEMPTED
         return 128 + signum
 
-    def _end_by_timeout(self, limit: float) -> int:
+    def _end_by_timeout(self) -> int:
         ranks = ", ".join(str(worker.rank) for worker in self._running())
         self._screen.message(
-            f"tfdp: not done after --timeout {limit:g} s, stopping the workers that "
-            f"still run: {ranks}",
+            f"tfdp: not done within --timeout, stopping the workers that still run: "
+            f"{ranks}",
             style="bold red",
         )
         self._stop(signal.SIGTERM)
@@ -292,26 +298,24 @@ class Job:
         self._is_stopping = True
         for worker in self._running():
             worker.send(signum)
-        start = time.monotonic()
-        num_signals = len(self._signals.received)
-        while self._running():
-            elapsed = time.monotonic() - start
-            if elapsed < _SAME_SIGNAL_SECONDS:
-                num_signals = len(self._signals.received)
-            is_repeated = len(self._signals.received) > num_signals
-            if is_repeated or elapsed >= self._options.grace_seconds:
-                break
-            self._turn()
+        self._wait_for_exits()
         # A worker inside a native collective does not react to SIGTERM.
         self._kill()
         self._turn()
 
     def _wait_for_exits(self) -> None:
-        """Wait for workers that have saved together to end by themselves."""
+        """Wait for the workers to end by themselves, until a second signal comes."""
         end = time.monotonic() + self._options.grace_seconds
         while self._running() and time.monotonic() < end:
+            if len(self._signals.received) > 1:
+                break
             self._turn()
 
+    def _not_reaped(self) -> set[int]:
+        return self._strangers.union(worker.pid for worker in self._workers)
+
     def _kill(self) -> None:
-        sessions = [worker.pid for worker in self._workers]
-        process_tree.kill_processes(sessions, self._id)
+        """Kill the workers, and what they leave to this process until nothing is."""
+        process_tree.kill_children(
+            self._strangers, keep_zombies=[worker.pid for worker in self._workers]
+        )

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
 import re
+import resource
 import time
 from collections.abc import Mapping
 
 from tfdp.base.files import make_private_folder
 from tfdp.bench.machine import num_cores
 from tfdp.cluster import Cluster, free_ports
+
+_WORKERS_PER_CORE = 64
+# Of the launcher: a pipe and a log for each, and what it opens meanwhile.
+_FILES_PER_WORKER, _OTHER_FILES = 2, 64
+# An index or a UUID.
+_GPU_NAME = re.compile(r"\d|GPU-|MIG-")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +60,36 @@ def make_clusters(
         )
         for rank in range(num_workers)
     ]
+
+
+def check_num_workers(num_workers: int) -> None:
+    """Refuse more workers than this machine can sensibly hold.
+
+    Args:
+        num_workers: Int.
+
+    Raises:
+        ValueError: If there are too many.
+    """
+    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    bounds = [
+        (
+            _WORKERS_PER_CORE * num_cores(),
+            f"{_WORKERS_PER_CORE} for each of its {num_cores()} CPU cores",
+        )
+    ]
+    if open_files != resource.RLIM_INFINITY:
+        most = max(1, (open_files - _OTHER_FILES) // _FILES_PER_WORKER)
+        bounds.append((most, f"by its limit of open files, {open_files} (ulimit -n)"))
+    if processes != resource.RLIM_INFINITY:
+        bounds.append((processes, "by its limit of processes (ulimit -u)"))
+    most, reason = min(bounds)
+    if num_workers > most:
+        raise ValueError(
+            f"These are too many workers for this machine, which holds {most}, "
+            f"{reason}. Received: -n {num_workers}"
+        )
 
 
 def worker_environment(
@@ -99,7 +137,9 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
     """
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
-        return [gpu.strip() for gpu in chosen.split(",") if gpu.strip()]
+        names = [name.strip() for name in chosen.split(",") if name.strip()]
+        # CUDA leaves out what follows a name that is none, such as -1.
+        return list(itertools.takewhile(_GPU_NAME.match, names))
     with contextlib.suppress(OSError):
         files = [f for f in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", f)]
         return [str(index) for index in range(len(files))]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import pathlib
 import time
 
+from tfdp.cli.log_file import LogFile
 from tfdp.coordination.preemption import PREEMPTED
 
 # Who trained for so long was well: what failed then has nothing to do with the start.
@@ -202,9 +201,6 @@ def _cause(end: JobEnd) -> str:
     return f"worker {end.failed_rank} {end.reason} after {end.seconds:.0f} s"
 
 
-def note(folder: pathlib.Path, line: str) -> None:
-    """Add a line to the history of restarts beside the logs of the workers."""
-    moment = time.strftime("%Y-%m-%d %H:%M:%S")
-    # A full disk ends the history, not the training.
-    with contextlib.suppress(OSError), open(folder / "restarts.log", "a") as file:
-        file.write(f"{moment} {line}\n")
+def note(history: LogFile, line: str) -> None:
+    """Add a line to the history of restarts."""
+    history.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")

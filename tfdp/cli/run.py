@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import importlib.util
+import math
 import os
 import pathlib
-import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 
 import click
 
 from tfdp.bench.machine import num_cores
 from tfdp.cli import parameter_types as types
-from tfdp.cli.job import Job, JobOptions
+from tfdp.cli.job import TIMED_OUT, Job, JobOptions
 from tfdp.cli.launch import (
     Slot,
+    check_num_workers,
     make_clusters,
     make_log_dir,
     visible_gpus,
 )
+from tfdp.cli.log_file import LogFile
 from tfdp.cli.restarts import JobEnd, RestartOptions, Restarts, note
 from tfdp.cli.screen import Screen
-from tfdp.cli.worker import shell_code
+from tfdp.cli.signals import SignalPipe
+from tfdp.cli.worker import shell_code, signal_name
 from tfdp.cluster import Cluster
+from tfdp.coordination.preemption import PREEMPTED
+
+# For who reads the output, once the job was told to end.
+_LAST_LINES_SECONDS = 2.0
 
 
 # What follows the script's name is the script's own, options too.
@@ -120,36 +131,58 @@ def run(
     _check_program(script, is_module)
     again = _restart_options(num_workers, max_restarts, min_workers, grow_after)
     try:
+        check_num_workers(num_workers)
         make_clusters(num_workers, devices_per_worker)
         folder = make_log_dir(log_dir)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    command = [sys.executable, *(["-m"] if is_module else []), script, *args]
-    screen = Screen()
-    _announce(screen, num_workers, devices_per_worker, folder)
-    if rebalance and num_workers == 1:
-        screen.message("tfdp: warning: --rebalance has no effect with one worker")
-    restarts = Restarts(num_workers, again)
     until = None if timeout is None else time.monotonic() + timeout
-    while True:
-        options = JobOptions(
-            timeout_seconds=until and max(0.0, until - time.monotonic()),
-            grace_seconds=grace,
-            save_after_seconds=restarts.grow_after_seconds,
-            slots=[Slot(index, num_workers) for index in restarts.slots],
+    with (
+        contextlib.closing(SignalPipe()) as signals,
+        _shown(signals, until) as screen,
+    ):
+        names = [f"worker-{rank}.log" for rank in range(num_workers)]
+        logs = _open_logs(folder, names, screen)
+        history = _open_logs(folder, ["restarts.log"] if max_restarts else [], screen)
+        _announce(screen, num_workers, devices_per_worker, folder)
+        if rebalance and num_workers == 1:
+            screen.message("tfdp: warning: --rebalance has no effect with one worker")
+        launch = Launch(
+            [sys.executable, *(["-m"] if is_module else []), script, *args],
+            functools.partial(
+                make_clusters,
+                devices_per_worker=devices_per_worker,
+                rebalance=rebalance,
+            ),
+            logs,
+            screen,
+            signals,
+            grace,
+            until,
         )
-        clusters = make_clusters(
-            len(restarts.slots), devices_per_worker, rebalance=rebalance
-        )
-        end = _attempt(command, clusters, folder, screen, options)
-        following = restarts.after(end)
-        if following is None:
-            break
-        note(folder, following.line)
-        screen.message(f"tfdp: {following.line}", style="bold yellow")
-        _sleep(following.pause_seconds)
-    screen.close()
-    sys.exit(end.code)
+        code = launch.run(Restarts(num_workers, again), history)
+    sys.exit(code)
+
+
+@contextlib.contextmanager
+def _shown(signals: SignalPipe, until: float | None) -> Iterator[Screen]:
+    """Make a screen; in the end wait for its reader, unless the job is to end."""
+    screen = Screen()
+    try:
+        yield screen
+    finally:
+        end = math.inf
+        while not screen.close(timeout_seconds=0.1) and time.monotonic() < end:
+            signals.read()
+            if signals.received or (until and time.monotonic() > until):
+                end = min(end, time.monotonic() + _LAST_LINES_SECONDS)
+
+
+def _open_logs(folder: pathlib.Path, names: list[str], screen: Screen) -> list[LogFile]:
+    try:
+        return [LogFile(folder / name, screen.message) for name in names]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
 
 
 def _restart_options(
@@ -174,36 +207,96 @@ def _restart_options(
     return RestartOptions(max_restarts, min_workers, grow_after)
 
 
-def _attempt(
-    command: list[str],
-    clusters: list[Cluster],
-    folder: pathlib.Path,
-    screen: Screen,
-    options: JobOptions,
-) -> JobEnd:
-    """Run the workers once."""
-    begin = time.monotonic()
-    try:
-        with Job(command, clusters, folder, screen, options) as job:
-            code = job.run()
-            failed, lost, has_saved = job.failed, job.lost, job.has_saved
-    except OSError as error:
-        raise click.ClickException(f"A worker could not be started: {error}") from error
-    seconds = time.monotonic() - begin
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A job with all its attempts.
+
+    Args:
+        command: List of strings, what every worker runs.
+        make_clusters: Function that makes the clusters of so many workers.
+        logs: List of `LogFile`, one for each worker.
+        screen: The `Screen` that shows the output.
+        signals: The `SignalPipe`.
+        grace_seconds: Float, between asking the workers to stop and killing them.
+        until: Float, by `time.monotonic()`, when all is stopped, or `None`.
+    """
+
+    command: list[str]
+    make_clusters: Callable[[int], list[Cluster]]
+    logs: list[LogFile]
+    screen: Screen
+    signals: SignalPipe
+    grace_seconds: float
+    until: float | None
+
+    def run(self, restarts: Restarts, history: list[LogFile]) -> int:
+        """Run the workers until they are done, or not to be started again."""
+        while True:
+            end = self._attempt(restarts)
+            following = restarts.after(end)
+            if following is None or self.signals.received:
+                return end.code
+            for log in history:
+                note(log, following.line)
+            self.screen.message(f"tfdp: {following.line}", style="bold yellow")
+            code = self.pause(following.pause_seconds)
+            if code is not None:
+                return code
+
+    def _attempt(self, restarts: Restarts) -> JobEnd:
+        """Run the workers once."""
+        begin = time.monotonic()
+        options = JobOptions(
+            until=self.until,
+            grace_seconds=self.grace_seconds,
+            save_after_seconds=restarts.grow_after_seconds,
+            slots=[Slot(index, len(self.logs)) for index in restarts.slots],
+        )
+        clusters = self.make_clusters(len(restarts.slots))
+        job = Job(self.command, clusters, self.logs, self.screen, self.signals, options)
+        try:
+            with job:
+                code = job.run()
+        except OSError as error:
+            raise click.ClickException(
+                f"A worker could not be started: {error}"
+            ) from error
+        # Also one that came while the job was ending for another reason.
+        if self.signals.received and code not in (0, PREEMPTED):
+            code = 128 + self.signals.received[0]
+        return _describe_end(job, code, time.monotonic() - begin)
+
+    def pause(self, seconds: float) -> int | None:
+        """Wait between two attempts.
+
+        Args:
+            seconds: Float, for how long.
+
+        Returns:
+            Int, the exit code if no other attempt is to follow, or else `None`.
+        """
+        left = math.inf if self.until is None else self.until - time.monotonic()
+        self.signals.wait(min(seconds, left))
+        if self.signals.received:
+            signum = self.signals.received[0]
+            name = signal_name(signum)
+            self.screen.message(f"tfdp: {name} received, the job does not start again")
+            return 128 + signum
+        if left <= seconds:
+            self.screen.message("tfdp: --timeout is over, the job does not start again")
+            return TIMED_OUT
+        return None
+
+
+def _describe_end(job: Job, code: int, seconds: float) -> JobEnd:
+    failed, lost = job.failed, job.lost
     # One that failed while the job was being stopped is no reason.
     if failed is None or code != shell_code(failed.exit_code or 0):
         return JobEnd(code, None, "", seconds)
     if lost is not None:
         reason = f"was lost, as worker {failed.rank} says,"
         return JobEnd(code, lost.rank, reason, seconds)
-    return JobEnd(code, failed.rank, failed.describe_end(), seconds, has_saved)
-
-
-def _sleep(seconds: float) -> None:
-    try:
-        time.sleep(seconds)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    return JobEnd(code, failed.rank, failed.describe_end(), seconds, job.has_saved)
 
 
 def _announce(
@@ -228,7 +321,7 @@ def _announce(
 
 
 def _check_platform() -> None:
-    if not hasattr(os, "waitid"):
+    if sys.platform != "linux":
         raise click.UsageError(
             "`tfdp run` needs Linux; elsewhere set TF_CONFIG for each worker and start "
             f"it yourself. Received: {sys.platform}"

@@ -7,10 +7,12 @@ import os
 import re
 import sys
 import time
-from typing import TextIO
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
+
+from tfdp.cli.outlet import Outlet
 
 # Longer text without an end is cut: nobody reads it, and memory is finite.
 _MAX_LINE_LENGTH = 1 << 16
@@ -95,13 +97,20 @@ def only_colours(text: str) -> str:
     return _ESCAPE.sub(lambda m: m[0] if _COLOUR.fullmatch(m[0]) else "", text)
 
 
+def _is_same_file(one: TextIO, other: TextIO) -> bool:
+    try:
+        return os.path.sameopenfile(one.fileno(), other.fileno())
+    except OSError:
+        return False
+
+
 class Screen:
     """Printer of the workers' lines, each behind the name of its worker.
 
     On a terminal, the line that some worker is drawing (a progress bar) stays
     at the bottom and is redrawn below what others print. In a file or pipe it
     appears once complete, and now and then until it is. The launcher's own
-    words go to stderr.
+    words go to stderr. No call waits for a reader, or fails for the lack of one.
 
     Args:
         output: Where the lines go. Defaults to `sys.stdout`.
@@ -111,15 +120,16 @@ class Screen:
     def __init__(
         self, output: TextIO | None = None, messages: TextIO | None = None
     ) -> None:
-        self._output = output or sys.stdout
-        for stream in (self._output, messages or sys.stderr):
-            # A locale without the characters of a bar is no reason to fail.
-            if hasattr(stream, "reconfigure"):
-                stream.reconfigure(errors="replace")
-        self._console = Console(file=self._output, highlight=False)
+        output, messages = output or sys.stdout, messages or sys.stderr
+        self._output = Outlet(output)
+        # One queue for one terminal or file keeps the order.
+        is_same = output and messages and _is_same_file(output, messages)
+        self._words = self._output if is_same else Outlet(messages)
+        self._console = Console(file=cast("TextIO", self._output), highlight=False)
         self._messages = Console(
-            file=messages or sys.stderr, highlight=False, soft_wrap=True
+            file=cast("TextIO", self._words), highlight=False, soft_wrap=True
         )
+        self._is_failure_told = False
         # Not what rich thinks: FORCE_COLOR makes no terminal of a file.
         self._is_terminal = self._output.isatty() and not self._console.is_dumb_terminal
         # The line that each worker is drawing; who drew last stands last.
@@ -153,6 +163,7 @@ class Screen:
         if self._is_terminal:
             self._draw_bar()
         self._output.flush()
+        self._tell_failure()
 
     def message(self, text: str, style: str = "") -> None:
         """Print the launcher's own words on stderr."""
@@ -164,20 +175,43 @@ class Screen:
         """Repeat a line of a worker on stderr."""
         self._messages.print(self._decorate(rank, text))
 
-    def mute(self) -> None:
-        """Print nothing more: nobody reads it."""
-        null = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-        # Python flushes what it still holds when it exits.
-        os.dup2(null.fileno(), self._output.fileno())
+    @property
+    def has_no_reader(self) -> bool:
+        """Bool, whether the reader of the output is gone, as of `| head`."""
+        return isinstance(self._output.error, BrokenPipeError)
 
-    def close(self) -> None:
-        """Take away the bar that is still there."""
+    @property
+    def is_behind(self) -> bool:
+        """Bool, whether the output is read, but more slowly than it is written."""
+        return self._output.is_behind
+
+    def close(self, timeout_seconds: float) -> bool:
+        """Take away the bar, and wait until all is shown; may be called again.
+
+        Args:
+            timeout_seconds: Float, how long to wait.
+
+        Returns:
+            Bool, whether all is shown.
+        """
         self._erase_bar()
-        self._output.flush()
+        is_shown = self._output.drain(timeout_seconds)
+        self._tell_failure()
+        return self._words.drain(timeout_seconds) and is_shown
 
     def _decorate(self, rank: int, text: str) -> Text:
         prefix = (f"[worker {rank}] ", _COLOURS[rank % len(_COLOURS)])
         return Text.assemble(prefix, Text.from_ansi(only_colours(text)))
+
+    def _tell_failure(self) -> None:
+        error = self._output.error
+        if error is None or self._is_failure_told or self.has_no_reader:
+            return
+        self._is_failure_told = True
+        self.message(
+            f"tfdp: warning: the output cannot be written ({error.strerror}); "
+            "it is kept in the logs"
+        )
 
     def _erase_bar(self) -> None:
         if self._bar is not None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-import pathlib
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Sequence
 
+from tfdp.cli.log_file import LogFile
 from tfdp.cli.screen import LineReader, without_escapes
 from tfdp.coordination.preemption import PREEMPTED
 
@@ -36,11 +36,10 @@ class Worker:
         rank: Int, the worker's rank.
         command: Sequence of strings, the program and its arguments.
         environment: Dict of environment variables.
-        log_path: Path of the file that gets the lines the worker writes. An
-            existing file is continued, never overwritten.
+        log: `LogFile` that gets the lines the worker writes.
 
     Raises:
-        OSError: If the log cannot be written or the process not be started.
+        OSError: If the process cannot be started.
     """
 
     def __init__(
@@ -48,29 +47,24 @@ class Worker:
         rank: int,
         command: Sequence[str],
         environment: dict[str, str],
-        log_path: pathlib.Path,
+        log: LogFile,
     ) -> None:
         self.rank = rank
-        self.log_path = log_path
+        self.log = log
         self.exit_code: int | None = None
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self._reader = LineReader()
-        self._log = open(log_path, "ab", buffering=0)  # noqa: SIM115
         self._logged_at = time.monotonic()
-        try:
-            # A session of its own: Ctrl-C reaches the launcher alone, which
-            # passes it on, and all that the worker starts can be found again.
-            self._process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError:
-            self._log.close()
-            raise
+        # A session of its own: Ctrl-C reaches the launcher alone, which passes it
+        # on, and all that the worker starts can be found again.
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         assert self._process.stdout is not None
         self._pipe = self._process.stdout
         os.set_blocking(self._pipe.fileno(), False)
@@ -146,11 +140,8 @@ class Worker:
             self._log_lines(lines)
 
     def _log_lines(self, lines: list[str]) -> None:
-        text = "".join(f"{without_escapes(line).rstrip()}\n" for line in lines)
         self._logged_at = time.monotonic()
-        # A full disk ends the log, not the training.
-        with contextlib.suppress(OSError):
-            self._log.write(text.encode("utf-8", errors="replace"))
+        self.log.write("".join(f"{without_escapes(line).rstrip()}\n" for line in lines))
 
     def poll(self) -> bool:
         """Note the end of the process; return whether it has just ended.
@@ -187,11 +178,10 @@ class Worker:
         return f"was killed by {signal_name(-code)}{hint}"
 
     def close(self) -> None:
-        """Reap the process, which must have been killed, and close its files."""
+        """Reap the process, which must have been killed, and close its output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1.0)
         self._pipe.close()
-        self._log.close()
 
 
 def signal_name(signum: int) -> str:
