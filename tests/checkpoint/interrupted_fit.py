@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def fit(
         directory: String, of the backups, or `None` for none.
         save_freq: As for the callback.
         epochs: Int.
-        kill: Dict with a step, a rank and a signal, or `None`.
+        kill: Dict with a step, a rank and a signal, see `_killer`, or `None`.
         crash_in_save: Int, the save in which the first worker is killed after the
             parts are written and before the index is, or `None`.
         data: String: `"dataset"` with a seed, `"arrays"` that are shuffled, or the
@@ -113,6 +114,15 @@ def fit(
         "history": {k: list(map(float, v)) for k, v in history.history.items()},
         "epochs": history.epoch,
     }
+
+
+def asked_to_end_before_fit(layout: Layout, rank: int) -> None:
+    """Is sent SIGTERM when the strategy is there, and then stays for long."""
+    import tfdp
+
+    _strategy(layout, tfdp)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60.0)
 
 
 def by_hand(
@@ -227,11 +237,24 @@ def arrays() -> tuple[np.ndarray, np.ndarray]:
     return x, (np.sin(x[:, :1]) + 0.5 * x[:, 1:2]).astype("float32")
 
 
-def _killer(keras: Any, rank: int, *, step: int, at: int, number: int) -> Any:
-    """A callback that sends one worker a signal at the end of a step."""
+def _killer(keras: Any, rank: int, *, step: int, at: int | None, number: int) -> Any:
+    """A callback that sends a worker a signal at the end of a step.
+
+    Args:
+        keras: The module.
+        rank: Int, this worker's.
+        step: Int, or 0 for before the first one.
+        at: Int, the worker that is sent it, or `None` for all.
+        number: Int, of the signal.
+    """
+    at = rank if at is None else at
 
     class Killer(keras.callbacks.Callback):
         steps = 0
+
+        def on_train_begin(self, logs: Any = None) -> None:
+            if step == 0 and rank == at:
+                os.kill(os.getpid(), number)
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             self.steps += 1

@@ -12,7 +12,7 @@ import pytest
 
 from tests.checkpoint import interrupted_fit
 from tests.harness.interrupted import Layout, Result, run
-from tests.harness.tiers import full
+from tests.harness.tiers import full, standard
 from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 
 ONE_PROCESS, TWO_WORKERS, TWO_BY_TWO = Layout(1, 2), Layout(2, 1), Layout(2, 2)
@@ -138,17 +138,27 @@ def test_a_crash_between_the_parts_and_the_index_leaves_the_backup_before(
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, full(SAVE_SIGNAL)], ids=["term", "save"]
+    ("number", "step", "rank"),
+    [
+        (signal.SIGTERM, 0, None),
+        standard(signal.SIGTERM, 6, 1),
+        full(SAVE_SIGNAL, 6, 1),
+    ],
 )
-def test_a_preempted_worker_lets_all_save_and_exit_with_a_code_of_its_own(
-    number, undisturbed, tmp_path
+def test_preempted_workers_save_and_exit_with_a_code_of_their_own(
+    number, step, rank, undisturbed, tmp_path
 ):
     options = {"directory": str(tmp_path / "backups"), "save_freq": 1000}
-    kill = {"step": 6, "at": 1, "number": int(number)}
+    kill = {"step": step, "at": rank, "number": int(number)}
     first = train(TWO_WORKERS, tmp_path, kill=kill, **options)
     assert first.codes == (PREEMPTED, PREEMPTED), first.output[-3000:]
     assert "the same command goes on" in first.output
     assert_same(train(TWO_WORKERS, tmp_path, **options), undisturbed(TWO_WORKERS))
+
+
+def test_sigterm_before_fit_ends_a_worker_whose_strategy_is_there(tmp_path):
+    found = run(TWO_WORKERS, interrupted_fit.asked_to_end_before_fit, tmp_path, {})
+    assert found.codes == (-signal.SIGTERM, -signal.SIGTERM), found.output[-3000:]
 
 
 def test_every_worker_raises_what_is_wrong_with_the_directory(tmp_path):

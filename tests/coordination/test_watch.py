@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import pathlib
@@ -12,23 +13,25 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.cluster import ProbeResult, free_ports, probe_port
+from tfdp.coordination.clock import ProcessClock
 from tfdp.coordination.preemption import PREEMPTED
 from tfdp.coordination.progress import ProgressRecorder, WorkerProgress
 from tfdp.coordination.watch import failure_detector as module
+from tfdp.coordination.watch import watchdog as watchdog_module
 from tfdp.coordination.watch.errors import (
     WorkerFailure,
     bucket_of_error,
     failure_message,
 )
 from tfdp.coordination.watch.failure_detector import FailureDetector
-from tfdp.coordination.watch.heartbeat import Heartbeat
+from tfdp.coordination.watch.heartbeat import Heartbeat, IdleMeter
 from tfdp.coordination.watch.watchdog import Watchdog
 
 
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(module.clock, "now", lambda: self.now)
 
 
 @pytest.fixture
@@ -89,12 +92,90 @@ def test_the_error_that_ended_a_script_is_told(clock: Clock):
     assert known.cause_of_exit(1).endswith("after ValueError: bad data")
 
 
-def test_who_slept_itself_blames_nobody(clock: Clock):
-    known = FailureDetector([1], limit_seconds=60)
-    clock.now += 3600
-    known.reset()
+def test_a_clock_stands_still_while_its_process_does(monkeypatch):
+    real = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: real[0])
+    own = ProcessClock()
+    begin = own.now()
+    for _ in range(5):
+        real[0] += 1.2
+        own.now()
+    assert own.now() - begin == pytest.approx(6.0)
+    assert own.pause_within(60.0) == 0.0
+    real[0] += 9.0  # stopped
+    assert own.now() - begin == pytest.approx(7.0)
+    assert own.pause_within(4.0) == 9.0
+    for _ in range(5):
+        real[0] += 1.0
+        own.now()
+    assert own.pause_within(4.0) == 0.0
+
+
+def test_who_was_suspended_itself_hears_of_the_others_before_it_blames_them(
+    monkeypatch,
+):
+    real = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: real[0])
+    monkeypatch.setattr(module, "clock", ProcessClock())
+    known = FailureDetector([1], limit_seconds=6.0)
+    real[0] += 9.0  # stopped
     assert known.suspects() == []
     assert known.cause(1) == ""
+    for _ in range(5):
+        assert known.cause(1) == ""
+        real[0] += 1.0
+    assert known.cause(1).startswith("no sign of life for 6 s")
+
+
+def test_who_stood_still_for_too_long_blames_itself(monkeypatch):
+    watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"], 8.0)
+    monkeypatch.setattr(watchdog_module.clock, "pause_within", lambda seconds: 9.0)
+    watchdog._blame(1, "its process has ended")
+    assert watchdog._failure == WorkerFailure(0, "it stood still for 9 s")
+    assert "given this one up: it stood still for 9 s" in watchdog._message(
+        watchdog._failure, "fit"
+    )
+
+
+WAITING = WorkerProgress(5, "step 5", 20.0, is_computing=True, reductions=1)
+
+
+@pytest.mark.parametrize(
+    ("reductions", "limit", "idle", "failure", "said"),
+    [
+        (2, 15.0, 20.0, True, ""),
+        (2, 30.0, 20.0, False, "all workers wait at step 5"),
+        (2, None, 20.0, False, "all workers wait at step 5"),
+        # Data that does not come is no reason to end; nor is a long computation.
+        (1, 15.0, 20.0, False, "all workers wait at step 5"),
+        (2, 15.0, 0.0, False, ""),
+    ],
+)
+def test_workers_that_wait_for_different_things_are_told_and_end_after_the_timeout(
+    reductions, limit, idle, failure, said, capsys
+):
+    watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"], limit)
+    other = dataclasses.replace(WAITING, reductions=reductions)
+    watchdog._detector.record_heartbeat(1, progress=other)
+    watchdog._detector.record_status(
+        1, has_left=False, last_error="", idle_seconds=idle
+    )
+    watchdog._heartbeat._idle.seconds = 20.0
+    for _ in range(2):
+        watchdog._check_deadlock(WAITING)
+    assert (watchdog._failure is not None) == failure
+    assert capsys.readouterr().err.count("all workers wait") == bool(said)
+
+
+def test_a_process_is_idle_while_it_uses_next_to_no_processor(monkeypatch, clock):
+    cpu = [5.0]
+    monkeypatch.setattr("time.process_time", lambda: cpu[0])
+    meter = IdleMeter()
+    for spent, idle in (0.01, 1.0), (0.1, 2.0), (0.5, 0.0), (0.0, 1.0):
+        cpu[0] += spent
+        clock.now += 1.0
+        meter.update()
+        assert meter.seconds == idle
 
 
 def test_who_is_behind_is_told_by_the_count_of_places(clock: Clock):
@@ -238,6 +319,7 @@ def test_a_beat_that_is_read_again_is_no_new_sign_of_life(
     heartbeat = Heartbeat(WorkerGroup(0), known)
     progress = {"count": 1, "name": "", "seconds": 0.0, "is_all_gathering": False}
     beat = {"count": 5, "progress": progress, "last_error": "", "has_left": False}
+    beat["idle_seconds"] = 0.0
     assert heartbeat._receive(1, beat)
     clock.now += 10
     assert not heartbeat._receive(1, beat)

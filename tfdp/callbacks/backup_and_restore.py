@@ -117,6 +117,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         super().set_model(model)
         check_strategy(model.distribute_strategy)
 
+    def listen(self, position: DataPosition) -> None:
+        """Record preemption notices until `fit` returns; called as it begins."""
+        self._notice = PreemptionNotice()
+        self._notice.listen()
+        position.exit_stack.callback(self._notice.stop)
+
     def follow(self, position: DataPosition, others: list[Any]) -> None:
         """Set the position in the data and the other callbacks; called by `fit`."""
         self._position = position
@@ -129,7 +135,6 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._worker_group = api.worker_group_of(self.model)
         self._backups = Backups(self.directory, self.keep, self._worker_group)
         self._batches = ResumedBatches(self.model, self._position, self.batch)
-        self._notice = PreemptionNotice()
         self._watch = PreemptionWatch(self._notice, self._worker_group)
         self._epoch, self._last_batch, self._total = 0, -1, 0
         self._pending_load = None
@@ -140,8 +145,6 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._resume(*found)
         elif self.save_freq != "epoch":
             self._warn_about_position(self._position.nondeterminism)
-        self._notice.listen()
-        self._position.exit_stack.callback(self._notice.stop)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Load a backup from within this epoch, once the others have begun it."""

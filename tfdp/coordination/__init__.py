@@ -1,6 +1,7 @@
 """Coordination of workers by short texts: joining, agreement, liveness, preemption.
 
 Reading order:
+    clock: time in which this process ran
     progress: loop, epoch and step of this worker, for messages
     worker_group: all-gather of texts over the coordination service
     mailbox: texts to the first worker without waiting

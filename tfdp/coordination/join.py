@@ -23,6 +23,7 @@ from tfdp.cluster import (
     unreachable_workers,
 )
 from tfdp.cluster.devices import resolve_devices, set_logical_cpus
+from tfdp.coordination.preemption import restore_python_handler
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.options import CommunicationOptions
 
@@ -118,10 +119,14 @@ def has_joined(worker: Worker) -> bool:
 
 @contextlib.contextmanager
 def joining(worker: Worker) -> Iterator[None]:
-    """Replace TensorFlow's errors of start-up inside by one clear sentence."""
+    """Replace TensorFlow's errors of start-up inside by one clear sentence.
+
+    SIGTERM works afterwards as it did before.
+    """
     try:
         with _deadline(worker):
             yield
+        restore_python_handler()
         if worker.cluster is not None:
             _joined[:] = [worker.cluster]
     except (tf.errors.OpError, RuntimeError) as error:

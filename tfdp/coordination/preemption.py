@@ -19,6 +19,17 @@ _SIGNALS = tuple({signal.SIGTERM, SAVE_SIGNAL})
 _ASK_SECONDS = 1.0
 
 
+def restore_python_handler() -> None:
+    """Give SIGTERM back to Python, from which TensorFlow takes it without a word.
+
+    Where TensorFlow joins a cluster it installs a handler in C that only notes the
+    signal: nobody would hear it, and the process would not end.
+    """
+    if threading.current_thread() is threading.main_thread():
+        handler = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
+
+
 class PreemptionNotice:
     """Handler that records SIGTERM and `SAVE_SIGNAL`, so that a step can end first.
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
+import functools
+import operator
+import zlib
 from collections.abc import Iterator
+
+from tfdp.coordination.clock import clock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +23,16 @@ class WorkerProgress:
         seconds: Float, time since the last change.
         is_all_gathering: Bool, whether it waits for the others' texts, not for
             tensors.
+        is_computing: Bool, whether TensorFlow runs a step.
+        reductions: Int, checksum of all reductions that it has traced.
     """
 
     count: int
     name: str
     seconds: float
     is_all_gathering: bool = False
+    is_computing: bool = False
+    reductions: int = 0
 
 
 @dataclasses.dataclass
@@ -62,9 +70,10 @@ class ProgressRecorder:
 
     def __init__(self) -> None:
         self._count = 0
-        self._since = time.monotonic()
+        self._since = clock.now()
         self._loops: list[_Loop] = []
         self._topics: list[str] = []
+        self._reductions: set[int] = set()
 
     @contextlib.contextmanager
     def looping(self, name: str) -> Iterator[None]:
@@ -121,11 +130,27 @@ class ProgressRecorder:
             self._topics.pop()
             self._advance()
 
+    def reduction_traced(self, signature: str) -> None:
+        """Record that a reduction is in a traced step; the order does not count.
+
+        Args:
+            signature: String, the same on the workers that meet in it.
+        """
+        self._reductions.add(zlib.crc32(signature.encode()))
+
     @property
     def current(self) -> WorkerProgress:
         """The progress at this moment; thread-safe."""
-        seconds = time.monotonic() - self._since
-        return WorkerProgress(self._count, self._name(), seconds, bool(self._topics))
+        seconds = clock.now() - self._since
+        loops = self._loops[-1:]
+        return WorkerProgress(
+            self._count,
+            self._name(),
+            seconds,
+            is_all_gathering=bool(self._topics),
+            is_computing=any(loop.computes for loop in loops),
+            reductions=functools.reduce(operator.xor, self._reductions.copy(), 0),
+        )
 
     def _name(self) -> str:
         loops, topics = self._loops[-1:], self._topics[-1:]
@@ -136,7 +161,7 @@ class ProgressRecorder:
 
     def _advance(self) -> None:
         self._count += 1
-        self._since = time.monotonic()
+        self._since = clock.now()
 
 
 progress = ProgressRecorder()

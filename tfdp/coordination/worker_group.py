@@ -18,6 +18,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.coordination.clock import clock
 from tfdp.coordination.progress import progress
 
 _WARN_AFTER_SECONDS = 10.0
@@ -152,10 +153,10 @@ class WorkerGroup:
                 self._wait(f"{self._last_call}/seen/{rank}", "the end", rank, left)
 
     def _wait(self, key: str, topic: str, rank: int, limit: float | None) -> str:
-        begin = time.monotonic()
+        begin = clock.now()
         warned = False
         while True:
-            waited = time.monotonic() - begin
+            waited = clock.now() - begin
             if limit is not None and waited >= limit:
                 self.check(rank, True)
                 raise TimeoutError(_missing(topic, [rank], limit))

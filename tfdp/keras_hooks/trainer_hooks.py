@@ -51,6 +51,8 @@ def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) 
     )
     position = data_position.DataPosition() if resuming else None
     with data_position.tracking(position):
+        for callback in resuming:
+            callback.listen(position)
         if strategy is None:
             return _run_loop(name, original, model, bound, strategy)
         with progress.looping(name), strategy.extended.explaining():  # noqa: SIM117

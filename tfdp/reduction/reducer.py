@@ -11,6 +11,7 @@ from tfdp.base.context import replica_context
 from tfdp.base.param_groups import path_of
 from tfdp.collectives import ProcessGroup, timing
 from tfdp.coordination.checks import check_same_plan, check_same_variables
+from tfdp.coordination.progress import progress
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import BucketPlan
@@ -112,6 +113,7 @@ class Reducer:
         ]
         if self.group.size == 1:
             return unbucketed(flat)
+        progress.reduction_traced(str([(t.dtype.name, str(t.shape)) for t in flat]))
         dense = [index for index, item in enumerate(flat) if not _is_sparse(item)]
         flats, buckets = self._reduce_dense(flat, dense, variables, replica, weight)
         with timing.labelled(timing.ROWS):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections.abc import Sequence
 
+from tfdp.coordination.clock import clock
 from tfdp.coordination.progress import WorkerProgress
 
 # After so long without a heartbeat a worker's port is probed.
@@ -20,11 +20,12 @@ class WorkerStatus:
     """Status of one worker.
 
     Args:
-        last_heartbeat: Float, time of the last heartbeat, seconds of
-            `time.monotonic`.
+        last_heartbeat: Float, time of the last heartbeat, by the clock of
+            `tfdp.coordination.clock`.
         progress: `WorkerProgress` at that time, or `None`.
         has_left: Bool, whether it has announced the end of its script.
         last_error: String, the last error that left a loop of Keras there, or `""`.
+        idle_seconds: Float, for how long it has used next to no processor.
         refusals: Int, how often in a row its port has refused a connection.
         accepted: Bool, whether its port accepted the last connection.
     """
@@ -33,6 +34,7 @@ class WorkerStatus:
     progress: WorkerProgress | None = None
     has_left: bool = False
     last_error: str = ""
+    idle_seconds: float = 0.0
     refusals: int = 0
     accepted: bool = True
 
@@ -46,7 +48,7 @@ class FailureDetector:
     """
 
     def __init__(self, ranks: Sequence[int], limit_seconds: float) -> None:
-        now = time.monotonic()
+        now = clock.now()
         self.limit_seconds = limit_seconds
         self._status = {rank: WorkerStatus(now) for rank in ranks}
         self._lock = threading.Lock()
@@ -66,15 +68,18 @@ class FailureDetector:
         """
         with self._lock:
             status = self._status[rank]
-            heartbeat = time.monotonic() - age_seconds
+            heartbeat = clock.now() - age_seconds
             status.last_heartbeat = max(status.last_heartbeat, heartbeat)
             status.progress = progress or status.progress
 
-    def record_status(self, rank: int, *, has_left: bool, last_error: str) -> None:
-        """Record whether a worker has left, and its last error."""
+    def record_status(
+        self, rank: int, *, has_left: bool, last_error: str, idle_seconds: float = 0.0
+    ) -> None:
+        """Record whether a worker has left, its last error, and how long it idles."""
         with self._lock:
-            self._status[rank].has_left = has_left
-            self._status[rank].last_error = last_error
+            status = self._status[rank]
+            status.has_left, status.last_error = has_left, last_error
+            status.idle_seconds = idle_seconds
 
     def record_probe(self, rank: int, *, refused: bool, accepted: bool) -> None:
         """Record the result of a connection attempt to a worker's port."""
@@ -83,13 +88,6 @@ class FailureDetector:
             status.refusals = status.refusals + 1 if refused else 0
             status.accepted = accepted
 
-    def reset(self) -> None:
-        """Restart all timeouts, after this process itself was suspended."""
-        now = time.monotonic()
-        with self._lock:
-            for status in self._status.values():
-                status.last_heartbeat = now
-
     def status(self, rank: int) -> WorkerStatus:
         """Return a copy of a worker's status."""
         with self._lock:
@@ -97,7 +95,7 @@ class FailureDetector:
 
     def suspects(self) -> list[int]:
         """Return the ranks without a recent heartbeat."""
-        now = time.monotonic()
+        now = clock.now()
         with self._lock:
             return [
                 rank
@@ -119,14 +117,14 @@ class FailureDetector:
             return ""
         if status.refusals >= _REFUSALS:
             return self.cause_of_exit(rank)
-        if time.monotonic() - status.last_heartbeat < self.limit_seconds:
+        if clock.now() - status.last_heartbeat < self.limit_seconds:
             return ""
         return self.cause_of_timeout(rank)
 
     def cause_of_timeout(self, rank: int) -> str:
         """Describe a worker without a heartbeat for too long."""
         status = self.status(rank)
-        silent = time.monotonic() - status.last_heartbeat
+        silent = clock.now() - status.last_heartbeat
         place = status.progress.name if status.progress else ""
         at = f" at {place}" if place else ""
         what = (
@@ -154,3 +152,27 @@ class FailureDetector:
             if other is not None and other.count < own.count:
                 found[rank] = other
         return found
+
+    def is_deadlocked(self, own: WorkerProgress, idle_seconds: float) -> bool:
+        """Return whether all workers compute one step, and none of them does anything.
+
+        Args:
+            own: `WorkerProgress` of this worker.
+            idle_seconds: Float, for how long each has to have been idle.
+        """
+        others = [self.status(rank) for rank in self.ranks()]
+        return own.is_computing and all(
+            status.progress is not None
+            and status.progress.is_computing
+            and status.progress.count == own.count
+            and status.idle_seconds >= idle_seconds
+            for status in others
+        )
+
+    def first_with_other_reductions(self, own: WorkerProgress) -> int | None:
+        """Return the first rank that has traced other reductions, or `None`."""
+        for rank in self.ranks():
+            other = self.status(rank).progress
+            if other is not None and other.reductions != own.reductions:
+                return rank
+        return None

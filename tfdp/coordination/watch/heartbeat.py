@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.coordination.clock import clock
 from tfdp.coordination.progress import WorkerProgress, progress
 from tfdp.coordination.watch.errors import WorkerFailure
 from tfdp.coordination.watch.failure_detector import FailureDetector
@@ -22,6 +23,23 @@ BEAT_SECONDS = 1.0
 _READ_SECONDS = 0.02
 # Well before the watchdog names stragglers, all workers have each other's progress.
 _LONG_WAIT_SECONDS = 5.0
+# Of a processor: heartbeats and TensorFlow's polling take less, computing takes more.
+_IDLE_FRACTION = 0.2
+
+
+class IdleMeter:
+    """Time since this process last used the processors for anything worth the name."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last = time.process_time(), clock.now()
+
+    def update(self) -> None:
+        """Add the time since the last call, or start again from zero."""
+        (cpu, then), self._last = self._last, (time.process_time(), clock.now())
+        elapsed = self._last[1] - then
+        is_idle = self._last[0] - cpu <= _IDLE_FRACTION * elapsed
+        self.seconds = self.seconds + elapsed if is_idle else 0.0
 
 
 class Heartbeat(threading.Thread):
@@ -44,6 +62,7 @@ class Heartbeat(threading.Thread):
         self._rank = worker_group.rank
         self._prefix = worker_group.new_prefix()
         self._detector = detector
+        self._idle = IdleMeter()
         self._count = 0
         self._counts_seen: dict[int, int] = {}
         self._wake = threading.Event()
@@ -76,9 +95,15 @@ class Heartbeat(threading.Thread):
             self._wake.set()
             self._condition.wait_for(lambda: self._num_done >= wanted, timeout_seconds)
 
+    @property
+    def idle_seconds(self) -> float:
+        """Float, for how long this process has used next to no processor."""
+        return self._idle.seconds
+
     def _beat(self) -> None:
         with self._condition:
             self._count += 1
+        self._idle.update()
         if self._rank > 0:
             self._publish(f"beat/{self._rank}", self._report())
             self._receive_summary(self._read("summary"))
@@ -92,6 +117,7 @@ class Heartbeat(threading.Thread):
         return {
             "count": self._count,
             "progress": dataclasses.asdict(progress.current),
+            "idle_seconds": self.idle_seconds,
             "last_error": self.last_error,
             "has_left": self.has_left,
             "failure": self.failure and dataclasses.asdict(self.failure),
@@ -109,7 +135,10 @@ class Heartbeat(threading.Thread):
             self.failure = WorkerFailure(**beat["failure"])
         self._detector.record_heartbeat(rank, age, WorkerProgress(**beat["progress"]))
         self._detector.record_status(
-            rank, has_left=beat["has_left"], last_error=beat["last_error"]
+            rank,
+            has_left=beat["has_left"],
+            last_error=beat["last_error"],
+            idle_seconds=beat["idle_seconds"],
         )
         return True
 
@@ -118,7 +147,7 @@ class Heartbeat(threading.Thread):
 
         While all make progress that is none: a thousand workers' summary stays short.
         """
-        now = time.monotonic()
+        now = clock.now()
         found = {}
         for rank, count in self._counts_seen.items():
             status = self._detector.status(rank)
@@ -130,6 +159,7 @@ class Heartbeat(threading.Thread):
                 "count": count,
                 "age": now - status.last_heartbeat,
                 "progress": its_progress and dataclasses.asdict(its_progress),
+                "idle_seconds": status.idle_seconds,
                 "last_error": status.last_error,
                 "has_left": status.has_left,
             }

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
+import functools
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 
+# Not when it is first used: the interpreter may be shutting down then.
+from concurrent.futures import ThreadPoolExecutor
+
 import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.cluster import ProbeResult, probe_port
+from tfdp.coordination.clock import clock
 from tfdp.coordination.preemption import PREEMPTED
 from tfdp.coordination.progress import WorkerProgress, progress
 from tfdp.coordination.watch.errors import (
@@ -36,9 +40,8 @@ _GRACE_SECONDS = 4.0
 # Detection and shutdown: what is left of a limit when a worker is given up.
 _EXIT_SECONDS = _CHECK_SECONDS + _GRACE_SECONDS + 1.0
 _WARN_AFTER_SECONDS = 10.0
+_SAME_CALLS = "every worker has to make the same calls on the same model"
 _LEAVE_SECONDS = 1.2
-# Where two checks are so far apart this process was suspended, and received nothing.
-_SUSPENDED_SECONDS = 10.0
 # What TensorFlow raises when another worker is gone.
 _ERRORS_OF_OTHERS = (
     tf.errors.UnavailableError,
@@ -94,12 +97,8 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         """Check the other workers every second until one is lost."""
         while self._failure is None:
-            before = time.monotonic()
             if self._is_urgent.wait(_CHECK_SECONDS):
                 time.sleep(_URGENT_CHECK_SECONDS)
-            if time.monotonic() - before > _SUSPENDED_SECONDS:
-                self._detector.reset()  # this worker was stopped itself
-                continue
             self._check_workers()
             self._check_stragglers()
         self._abort(self._failure)
@@ -159,9 +158,9 @@ class Watchdog(threading.Thread):
         if self._heartbeat.failure is not None:
             self._set_failure(self._heartbeat.failure)
         elif detector.status(rank).has_left:
-            self._set_failure(WorkerFailure(rank, detector.cause_of_exit(rank)))
+            self._blame(rank, detector.cause_of_exit(rank))
         elif is_over and rank in detector.suspects():
-            self._set_failure(WorkerFailure(rank, detector.cause_of_timeout(rank)))
+            self._blame(rank, detector.cause_of_timeout(rank))
         if self._failure is not None:
             raise self._error(progress.current.name)
 
@@ -205,20 +204,27 @@ class Watchdog(threading.Thread):
             if is_urgent or self._detector.status(rank).last_error:
                 cause = cause or self._detector.cause_of_exit(rank)
             if cause:
-                self._set_failure(WorkerFailure(rank, cause))
+                self._blame(rank, cause)
 
     def _probe(self, ranks: list[int]) -> None:
         if not ranks:
             return
-        with concurrent.futures.ThreadPoolExecutor(len(ranks)) as pool:
-            addresses = [self._addresses[rank] for rank in ranks]
-            results = pool.map(lambda a: probe_port(a, _PROBE_SECONDS), addresses)
-            for rank, result in zip(ranks, results, strict=True):
-                self._detector.record_probe(
-                    rank,
-                    refused=result is ProbeResult.REFUSED,
-                    accepted=result is ProbeResult.ACCEPTED,
-                )
+        results = _probe_ports([self._addresses[rank] for rank in ranks])
+        for rank, result in zip(ranks, results, strict=True):
+            self._detector.record_probe(
+                rank,
+                refused=result is ProbeResult.REFUSED,
+                accepted=result is ProbeResult.ACCEPTED,
+            )
+
+    def _blame(self, rank: int, cause: str) -> None:
+        """Set the failure of another worker, or that of this one which it follows."""
+        limit = self._detector.limit_seconds
+        pause = clock.pause_within(limit)
+        if pause > limit:
+            # The others have given this one up meanwhile, and ended.
+            rank, cause = self._rank, f"it stood still for {pause:.0f} s"
+        self._set_failure(WorkerFailure(rank, cause))
 
     def _set_failure(self, failure: WorkerFailure) -> None:
         if self._failure is None:
@@ -251,25 +257,57 @@ class Watchdog(threading.Thread):
         limit = self._timeout_seconds
         if stragglers and limit is not None and own.seconds > limit:
             rank, other = next(iter(stragglers.items()))
-            self._set_failure(WorkerFailure(rank, _cause_of_delay(own, other)))
-        elif stragglers and self._warned_at != own.count:
+            self._blame(rank, _cause_of_delay(own, other))
+        elif stragglers:
             self._warn_of_stragglers(own, stragglers)
+        else:
+            self._check_deadlock(own)
+
+    def _check_deadlock(self, own: WorkerProgress) -> None:
+        """Warn if all wait in one step, or fail where they wait for different things.
+
+        Data that does not come looks alike, and is no reason to end.
+        """
+        limit = self._timeout_seconds
+        idle = min(own.seconds, self._heartbeat.idle_seconds)
+        is_deadlocked = self._detector.is_deadlocked(own, _WARN_AFTER_SECONDS)
+        if idle < _WARN_AFTER_SECONDS or not is_deadlocked:
+            return
+        rank = self._detector.first_with_other_reductions(own)
+        if rank is not None and limit is not None and idle > limit:
+            self._blame(rank, f"its step reduces other tensors; {_SAME_CALLS}")
+        else:
+            self._warn(
+                own,
+                f"all workers wait at {own.name} for {own.seconds:.0f} s, for data or "
+                f"in different collectives; {_SAME_CALLS}.",
+            )
 
     def _warn_of_stragglers(
         self, own: WorkerProgress, stragglers: dict[int, WorkerProgress]
     ) -> None:
-        self._warned_at = own.count
         names = ", ".join(
             f"worker {rank} ({self._addresses[rank]}), which is at "
             f"{other.name or 'no call of Keras or tfdp'}"
             for rank, other in stragglers.items()
         )
-        # No warning: as an error it would end this thread.
-        print(
-            f"tfdp: waiting at {own.name} for {own.seconds:.0f} s for {names}.",
-            file=sys.stderr,
-            flush=True,
-        )
+        self._warn(own, f"waiting at {own.name} for {own.seconds:.0f} s for {names}.")
+
+    def _warn(self, own: WorkerProgress, text: str) -> None:
+        """Print a text, once for what this worker is at."""
+        if self._warned_at != own.count:
+            self._warned_at = own.count
+            # No warning: as an error it would end this thread.
+            print(f"tfdp: {text}", file=sys.stderr, flush=True)
+
+
+def _probe_ports(addresses: list[str]) -> list[ProbeResult]:
+    probe = functools.partial(probe_port, timeout_seconds=_PROBE_SECONDS)
+    try:
+        with ThreadPoolExecutor(len(addresses)) as pool:
+            return list(pool.map(probe, addresses))
+    except RuntimeError:  # the interpreter is shutting down and starts no thread
+        return [probe(address) for address in addresses]
 
 
 def _cause_of_delay(own: WorkerProgress, other: WorkerProgress) -> str:
