@@ -273,8 +273,13 @@ def test_an_option_takes_many_values_until_something_else_comes(
         ("compare -n 1", "at least 2 workers. Received: -n 1"),
         ("compare --models 1 x", "Received: x"),
         ("compare --models 0.0001", "Received: 0.0001"),
+        ("train --models 1e308", "at most 1,000,000,000. Received: 1e308"),
+        (f"train --replicas {'9' * 4000}", "at most 1,000,000,000. Received: 999"),
+        (f"collectives --sizes {'9' * 5000}", "at most 1024GB. Received: 999"),
+        (f"collectives --json {'9' * 5000}", "cannot be written. Received: 999"),
         ("compare --plot x.png --no-plot", "--plot x.png"),
     ],
+    ids=lambda text: text[:40],
 )
 def test_what_cannot_be_run_is_answered_by_one_sentence(
     capsys, tmp_path, monkeypatch, arguments, said

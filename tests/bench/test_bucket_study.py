@@ -343,6 +343,7 @@ def test_the_command_compares_sizes_with_any_launcher_and_script(
         (("SCRIPT", "--output=x"), "itself. Received: --output=x"),
         (("-n", "3", "--launcher", "x", "SCRIPT"), "--launcher or -n"),
         (("--launcher", "no-such-launcher", "SCRIPT"), "cannot be started"),
+        (("--launcher", "'", "SCRIPT"), "as in a shell (No closing quotation)"),
         (("--launcher", "env", "SCRIPT", "--end", "badly"), "the data are not there"),
         (("--launcher", "env", "SCRIPT", "--end", "mute"), "left no statistics"),
     ],

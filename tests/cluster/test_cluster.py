@@ -47,7 +47,7 @@ def unused_port():
         return probe.getsockname()[1]
 
 
-@pytest.mark.parametrize("module", ["address", "ports", "slurm", "spec"])
+@pytest.mark.parametrize("module", ["address", "ports", "slurm", "spec", "tf_config"])
 def test_examples_in_docstrings_are_true(module):
     tested = doctest.testmod(importlib.import_module(f"tfdp.cluster.{module}"))
     assert tested.attempted > 0
@@ -173,6 +173,10 @@ def test_an_index_in_quotes_is_read_as_tensorflow_reads_it():
         (tf_config({**TWO_WORKERS, "evaluator": ["c:1", "d:1"]}), "at most one"),
         (tf_config({"worker": ["a:1", "a:1"]}), "same address"),
         (tf_config({"worker": ["a:1"], "evaluator": ["A:1"]}), "same address"),
+        (tf_config({"worker": ["127.0.0.1:1", "localhost:1"]}), "same address"),
+        (tf_config({"worker": ["[::1]:1", "127.0.0.2:1"]}), "same address"),
+        (tf_config({"worker": ["[::FFFF:10.0.0.1]:1", "10.0.0.1:1"]}), "same address"),
+        (tf_config({"worker": ["[fe80::1]:1", "[fe80:0::1]:1"]}), "same address"),
         (tf_config({"wroker": ["a:1"]}), "'wroker'"),
         (tf_config(task_type="wroker"), "'wroker'"),
         (tf_config(task_type=3), "Received: 3"),
@@ -190,12 +194,38 @@ def test_an_index_in_quotes_is_read_as_tensorflow_reads_it():
         (tf_config({"worker": ["::1:1"]}), "'host:port'"),
         (tf_config({"worker": [1]}), "Received: 1"),
         (tf_config({"worker": [None]}), "Received: None"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"cluster": ' + "[" * 900 + "]" * 900 + "}", "an object that maps"),
+        ("{\n\n x", "not valid JSON"),
+        ("\udc80{", "not valid JSON"),
+        (json.dumps({"cluster": TWO_WORKERS, "task": None}), "which task this is"),
+        (tf_config().replace("0}", "9" * 5000 + "}"), "not valid JSON"),
+        (tf_config([]), "an object that maps"),
+        (tf_config(0), "an object that maps"),
+        (tf_config(""), "an object that maps"),
+        (tf_config({"worker": None}), "must be a list"),
+        (tf_config({"worker": [["a:1"]]}), "'host:port'"),
+        (tf_config({"worker": ["a\ud800:1"]}), "'host:port'"),
+        (tf_config({"worker": ["a\x00:1"]}), "'host:port'"),
+        (tf_config({"worker": ["a..b:1"]}), "'host:port'"),
+        (tf_config({"worker": ["a" * 64 + ":1"]}), "'host:port'"),
+        (tf_config({"x" * 10_000: []}), "a 'chief', a 'worker'"),
+        (tf_config(task_type=[]), "Received: []"),
+        (tf_config(task_type="x" * 10_000), "a 'chief', a 'worker'"),
+        (tf_config(index="9" * 5000), "must be an int"),
+        (tf_config(index=10**4000), "from 0 to 1"),
+        (tf_config().replace("0}", "1e400}"), "must be an int. Received: inf"),
+        (tf_config(tfdp=[]), "'tfdp' in TF_CONFIG"),
+        ('{"tfdp": 3}', "'tfdp' in TF_CONFIG"),
+        (tf_config(tfdp={"devices_per_worker": 10**4000}), "at most 1024"),
+        (tf_config(tfdp={"rebalance": "x" * 10_000}), "rebalance='xxx"),
         (tf_config(tfdp=2), "'tfdp' in TF_CONFIG"),
         (tf_config(tfdp={"devices_per_worker": 0}), "devices_per_worker=0"),
         (tf_config(tfdp={"devices_per_worker": "2"}), "devices_per_worker='2'"),
         (tf_config(tfdp={"devices_per_worker": True}), "devices_per_worker=True"),
         (tf_config(tfdp={"rebalance": 1}), "rebalance=1"),
     ],
+    ids=lambda text: text[:40],
 )
 def test_a_wrong_tf_config_gets_one_sentence_that_says_what_was_received(text, words):
     with pytest.raises(ValueError) as caught:
@@ -204,6 +234,8 @@ def test_a_wrong_tf_config_gets_one_sentence_that_says_what_was_received(text, w
     assert words in message
     assert "Received: " in message
     assert "\n" not in message
+    assert len(message) < 700
+    message.encode()  # any log can hold it
 
 
 def test_a_long_wrong_value_is_cut_in_the_message():

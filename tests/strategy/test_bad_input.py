@@ -139,6 +139,12 @@ def test_wrong_tf_config_is_refused_by_every_task(what: str, action: Callable):
         assert expected in text
 
 
+def test_a_tf_config_without_a_cluster_is_a_single_machine():
+    starts = [Start(mirrored, text) for text in ("", '{"cluster": null, "task": null}')]
+    answers = forks.run(starts, deadline_seconds=120.0)
+    assert [(answer.value, answer.text) for answer in answers] == [(2, "")] * 2
+
+
 # Workers that do not fit together.
 
 

@@ -71,6 +71,7 @@ from tfdp._compat.distribute import (
     stock_initial_value,
     sum_of_local_parts,
     variable_classes,
+    without_tf_config,
 )
 from tfdp._compat.graphs import (
     called_graphs,

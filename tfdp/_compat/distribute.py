@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,6 +51,27 @@ def variable_classes(mapping: dict) -> Iterator[None]:
         yield
     finally:
         distribute_utils.VARIABLE_CLASS_MAPPING = stock
+
+
+@contextlib.contextmanager
+def without_tf_config() -> Iterator[None]:
+    """Keep a strategy of one machine from reading `TF_CONFIG`, which it ignores.
+
+    TensorFlow reads it only to log that, and raises what JSON does of one that is
+    empty.
+    """
+    stock = mirrored_strategy.tfconfig_cluster_resolver
+    mirrored_strategy.tfconfig_cluster_resolver = types.SimpleNamespace(
+        TFConfigClusterResolver=lambda: (
+            tf.distribute.cluster_resolver.SimpleClusterResolver(
+                tf.train.ClusterSpec({})
+            )
+        )
+    )
+    try:
+        yield
+    finally:
+        mirrored_strategy.tfconfig_cluster_resolver = stock
 
 
 def stock_initial_value(

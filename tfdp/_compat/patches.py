@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.utils import traceback_utils
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,9 @@ def replace(entry: Replacement) -> None:
     if getattr(original, "_tfdp_entry", None) is entry:
         return
     function = entry.function
+    cell = _filtered(original)
+    if cell is not None:
+        original = traceback_utils.filter_traceback(cell.cell_contents)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return function(original, *args, **kwargs)
@@ -80,6 +84,21 @@ def replace(entry: Replacement) -> None:
     replacement.__wrapped__ = original  # type: ignore[attr-defined]
     replacement._tfdp_entry = entry  # type: ignore[attr-defined]
     setattr(entry.owner, entry.name, replacement)
+    if cell is not None:
+        cell.cell_contents = replacement
+
+
+def _filtered(function: Any) -> Any:
+    """Return the cell that holds what Keras's filter of tracebacks calls, or `None`.
+
+    `model.fit(callbacks=[tfdp.callbacks...])` looks `fit` up before the callback, which
+    may be the first use of tfdp in the process, is made: what Keras has handed out by
+    then has to call the replacement, too.
+    """
+    if getattr(function, "__globals__", None) is not vars(traceback_utils):
+        return None
+    names = function.__code__.co_freevars
+    return function.__closure__[0] if names == ("fn",) else None
 
 
 def change_of(entry: Replacement) -> str:

@@ -14,27 +14,36 @@ import click
 
 from tfdp.plans.cost_model import Algorithm
 
+# More, or less, is a slip of the hand, and far from where arithmetic ends.
+_MOST, _LEAST = 10**9, 1e-9
+_MOST_BYTES = 2**40
+_LONGEST_NAME = 255  # bytes, on all usual file systems
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[KMG]?B?)", re.IGNORECASE)
 
 
 class WholeNumber(click.IntRange):
-    """A whole number of at least `min`."""
+    """A whole number of at least `min`, and at most a billion."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
         try:
-            return super().convert(value, param, ctx)
+            number = super().convert(value, param, ctx)
         except click.BadParameter:
             least = f" of at least {self.min}" if self.min else ", not negative"
-            return self.fail(
-                f"it must be a whole number{least}. Received: {value}", param, ctx
+            self.fail(
+                f"it must be a whole number{least}. Received: {_short(value)}",
+                param,
+                ctx,
             )
+        if problem := _problem_of(number):
+            self.fail(f"{problem}. Received: {_short(value)}", param, ctx)
+        return number
 
 
 class Number(click.FloatRange):
-    """A finite number in a range.
+    """A number in a range; if not 0, of a size with which one can compute.
 
     Args:
         what: String, the sentence's part after "it must be".
@@ -52,9 +61,26 @@ class Number(click.FloatRange):
             number = super().convert(value, param, ctx)
         except click.BadParameter:
             number = math.nan
-        if not math.isfinite(number):
-            self.fail(f"it must be {self._what}. Received: {value}", param, ctx)
+        problem = f"it must be {self._what}"
+        if math.isfinite(number):
+            problem = _problem_of(number)
+        if problem:
+            self.fail(f"{problem}. Received: {_short(value)}", param, ctx)
         return number
+
+
+def _problem_of(number: float) -> str:
+    """What is wrong with the size of a number, or `""`."""
+    if number > _MOST:
+        return f"it must be at most {_MOST:,}"
+    if 0 < number < _LEAST:
+        return f"it must be at least {_LEAST:.9f}"
+    return ""
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else text[:200] + "..."
 
 
 COUNT = WholeNumber(min=1)
@@ -85,19 +111,21 @@ class Checked(click.ParamType):
         try:
             return self._parse(value)
         except ValueError as error:
-            return self.fail(f"{error}. Received: {value}", param, ctx)
+            return self.fail(f"{error}. Received: {_short(value)}", param, ctx)
 
 
 def _num_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     unit = match["unit"].upper() if match else ""
     unit += "B" if unit and not unit.endswith("B") else ""
-    num_bytes = int(float(match["number"]) * _UNITS[unit]) if match else 0
+    num_bytes = float(match["number"]) * _UNITS[unit] if match else 0.0
+    if num_bytes > _MOST_BYTES:
+        raise ValueError(f"it must be at most {_MOST_BYTES >> 30}GB")
     if num_bytes < 1:
         raise ValueError(
             "it must be a size of at least 1 byte, such as 65536, 64KB or 1MB"
         )
-    return num_bytes
+    return int(num_bytes)
 
 
 def _levels(text: str, *, above_zero: bool) -> tuple[float, float]:
@@ -110,6 +138,8 @@ def _levels(text: str, *, above_zero: bool) -> tuple[float, float]:
     is_right = all(n > 0 or (n == 0 and not above_zero) for n in numbers)
     if not is_right or math.inf in numbers or len(numbers) > 2:
         raise ValueError(what)
+    if problem := next(filter(None, map(_problem_of, numbers)), ""):
+        raise ValueError(problem)
     return numbers[0], numbers[-1]
 
 
@@ -131,11 +161,14 @@ def _algorithm(text: str) -> Algorithm | None:
 
 def _output_file(text: str) -> Path:
     path = Path(text)
-    if path.is_dir():
+    # Those of `os.path` are false, too, of what no file can be called.
+    if os.path.isdir(path):
         raise ValueError("the file is a folder")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise ValueError("the file lies in a folder that is not there")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    is_there = os.path.exists(path)
+    is_too_long = len(os.fsencode(path.name)) > _LONGEST_NAME
+    if is_too_long or not os.access(path if is_there else path.parent, os.W_OK):
         raise ValueError("the file cannot be written")
     return path
 

@@ -336,10 +336,11 @@ def _check_program(script: str, is_module: bool) -> None:
                 f"There is no module of that name. Received: {script}"
             )
         return
-    path = pathlib.Path(script)
-    if path.is_dir() and not (path / "__main__.py").is_file():
+    # Those of `os.path` are false, too, of what no file can be called.
+    main = os.path.join(script, "__main__.py")
+    if os.path.isdir(script) and not os.path.isfile(main):
         raise click.UsageError(f"The script is a folder. Received: {script}")
-    if not path.exists():
+    if not os.path.exists(script):
         raise click.UsageError(
             "The script to run is not there; give the path of a Python file, or -m "
             f"and the name of a module. Received: {script}"

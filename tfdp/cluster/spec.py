@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdp.cluster import slurm, tf_config
-from tfdp.cluster.address import split_address
+from tfdp.cluster.address import canonical_address, split_address
+
+# More is a slip of the hand, and would take all of the memory.
+_MOST_DEVICES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,15 +185,16 @@ class Cluster:
 
 
 def _check_addresses(addresses: tuple[str, ...]) -> None:
-    seen = set()
+    seen: dict[tuple[str, int], str] = {}
     for address in addresses:
-        split_address(address)
-        if address.lower() in seen:
+        place = canonical_address(address)
+        if place in seen:
             raise ValueError(
-                "Two tasks of the cluster have the same address; give each its "
-                f"own port (or host) in TF_CONFIG. Received: {address!r} twice"
+                "Two tasks of the cluster have the same address; give each its own "
+                f"port (or host) in TF_CONFIG. Received: {seen[place]!r} and "
+                f"{address!r}"
             )
-        seen.add(address.lower())
+        seen[place] = address
 
 
 def _check_index(cluster: Cluster) -> None:
@@ -198,7 +202,8 @@ def _check_index(cluster: Cluster) -> None:
     index, job = cluster.task_index, cluster.task_type
     if isinstance(index, bool) or not isinstance(index, int):
         raise ValueError(
-            f"The index of a task in TF_CONFIG must be an int. Received: {index!r}"
+            "The index of a task in TF_CONFIG must be an int. "
+            f"Received: {tf_config.describe(index)}"
         )
     if len(cluster.evaluators) > 1:
         raise ValueError(
@@ -216,18 +221,21 @@ def _check_index(cluster: Cluster) -> None:
         indices = f"from 0 to {num_tasks - 1}" if num_tasks > 1 else "0"
         known = f"index must be {indices}" if num_tasks > 0 else "cluster has none"
         raise ValueError(
-            f"This task of TF_CONFIG is {job} {index}, but its {known}. Correct "
-            f"the task or the cluster. Received: {num_tasks} tasks in job {job!r}"
+            f"This task of TF_CONFIG is {job} {tf_config.describe(index)}, but its "
+            f"{known}. Correct the task or the cluster. Received: {num_tasks} tasks in "
+            f"job {job!r}"
         )
 
 
 def _check_devices_per_worker(devices: object) -> None:
     if devices is None:
         return
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+    is_int = isinstance(devices, int) and not isinstance(devices, bool)
+    if not is_int or devices not in range(1, _MOST_DEVICES + 1):
         raise ValueError(
             "devices_per_worker (in the 'tfdp' key of TF_CONFIG) must be an int of "
-            f"at least 1. Received: devices_per_worker={devices!r}"
+            f"at least 1 and at most {_MOST_DEVICES}. "
+            f"Received: devices_per_worker={tf_config.describe(devices)}"
         )
 
 
@@ -235,5 +243,5 @@ def _check_rebalance(rebalance: object) -> None:
     if not isinstance(rebalance, bool):
         raise ValueError(
             "rebalance (in the 'tfdp' key of TF_CONFIG) must be true or false. "
-            f"Received: rebalance={rebalance!r}"
+            f"Received: rebalance={tf_config.describe(rebalance)}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 _JOBS = ("chief", "worker", "evaluator")
@@ -25,14 +26,14 @@ def parse(text: str) -> dict[str, Any] | None:
         return None
     config = _load_object(text)
     jobs = _read_jobs(config)
+    settings = _read_tfdp_key(config)
     if not any(jobs.values()):
         return None
     task_type, task_index = _read_task(config)
-    settings = _read_tfdp_key(config)
     if task_type == "chief" and not jobs["chief"]:
         raise ValueError(
             "This task of TF_CONFIG is the chief, but its cluster has none. Add a "
-            f"'chief' job or make the task a worker. Received: {_short(text)}"
+            f"'chief' job or make the task a worker. Received: {shorten(text)}"
         )
     return {
         "workers": jobs["chief"] + jobs["worker"],
@@ -63,46 +64,48 @@ def check_job_name(name: object) -> None:
     if name not in _JOBS:
         raise ValueError(
             "A task of the cluster is a 'chief', a 'worker' or an 'evaluator'; "
-            f"correct the job name in TF_CONFIG. Received: {name!r}"
+            f"correct the job name in TF_CONFIG. Received: {describe(name)}"
         )
 
 
 def _load_object(text: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"TF_CONFIG is not valid JSON ({error}). Set it to an object with "
-            f"'cluster' and 'task', or unset it. Received: {_short(text)}"
+            f"'cluster' and 'task', or unset it. Received: {shorten(text)}"
         ) from error
     if not isinstance(config, dict):
         raise ValueError(
             "TF_CONFIG must be a JSON object with 'cluster' and 'task'. "
-            f"Received: {_short(text)}"
+            f"Received: {shorten(text)}"
         )
     return config
 
 
 def _read_jobs(config: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     """Return the addresses of each of the three jobs."""
-    cluster = config.get("cluster") or {}
+    cluster = config.get("cluster")
+    if cluster is None:
+        cluster = {}
     if not isinstance(cluster, dict):
         raise ValueError(
             "'cluster' in TF_CONFIG must be an object that maps each job to a list "
-            f"of addresses. Received: {_short(cluster)}"
+            f"of addresses. Received: {describe(cluster)}"
         )
     for name, tasks in cluster.items():
         check_job_name(name)
         if not isinstance(tasks, list):
             raise ValueError(
                 f"Job {name!r} in TF_CONFIG must be a list of 'host:port' strings. "
-                f"Received: {_short(tasks)}"
+                f"Received: {describe(tasks)}"
             )
     jobs = {name: tuple(cluster.get(name, ())) for name in _JOBS}
     if len(jobs["chief"]) > 1:
         raise ValueError(
             "A cluster has at most one 'chief'; make the others workers in "
-            f"TF_CONFIG. Received: {_short(list(jobs['chief']))}"
+            f"TF_CONFIG. Received: {describe(list(jobs['chief']))}"
         )
     return jobs
 
@@ -113,26 +116,59 @@ def _read_task(config: dict[str, Any]) -> tuple[str, int]:
         raise ValueError(
             "TF_CONFIG has a 'cluster', so it must also say which task this is: "
             "'task' must be an object with 'type' and 'index'. "
-            f"Received: task={_short(task)}"
+            f"Received: task={describe(task)}"
         )
     check_job_name(task["type"])
     index = task["index"]
     # Shell scripts quote it, and TensorFlow's own resolver calls int().
-    if isinstance(index, str) and index.isdecimal():
+    if isinstance(index, str) and re.fullmatch("[0-9]{1,9}", index):
         index = int(index)
     return task["type"], index
 
 
 def _read_tfdp_key(config: dict[str, Any]) -> dict[str, Any]:
-    settings = config.get("tfdp") or {}
+    settings = config.get("tfdp")
+    if settings is None:
+        settings = {}
     if not isinstance(settings, dict):
         raise ValueError(
             "'tfdp' in TF_CONFIG must be an object such as "
-            f"{{'devices_per_worker': 2}}. Received: {_short(settings)}"
+            f"{{'devices_per_worker': 2}}. Received: {describe(settings)}"
         )
     return settings
 
 
-def _short(value: object) -> str:
-    text = value if isinstance(value, str) else repr(value)
+def describe(value: object) -> str:
+    """Format a value for a message, in one line of limited length.
+
+    Args:
+        value: Anything.
+
+    Returns:
+        String.
+
+    Example:
+    >>> describe({"a": [1]}), len(describe(10**4000))
+    ("{'a': [1]}", 203)
+    """
+    try:
+        return shorten(repr(value))
+    except (ValueError, RecursionError):  # of too many digits, or too deeply nested
+        return f"a value of type {type(value).__name__}"
+
+
+def shorten(text: str) -> str:
+    """Make one line of limited length of a text, which any stream can encode.
+
+    Args:
+        text: String.
+
+    Returns:
+        String.
+
+    Example:
+    >>> shorten("a  b"), len(shorten("x" * 1000))
+    ('a b', 203)
+    """
+    text = " ".join(text.encode("utf-8", "backslashreplace").decode().split())
     return text if len(text) <= 200 else text[:200] + "..."

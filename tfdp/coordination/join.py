@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ _DEFAULT_HEARTBEAT_SECONDS = 60.0
 # All have met a second ago, but to get at many GPUs takes a while.
 _DEFAULT_JOIN_SECONDS = 300.0
 _JOIN_SLACK_SECONDS = 5.0
+# How long a worker that ends may still answer, once its connections have.
+_ENDING_SECONDS, _PROBE_PAUSE_SECONDS = 3.0, 0.2
 # The cluster that this process has a server for; TensorFlow allows one.
 _joined: list[Cluster] = []
 
@@ -132,11 +135,27 @@ def joining(worker: Worker) -> Iterator[None]:
     except (tf.errors.OpError, RuntimeError) as error:
         if worker.cluster is None:
             raise
-        silent = unreachable_workers(worker.cluster, timeout_seconds=1.0)
-        if not silent:
+        is_deadline = isinstance(error, tf.errors.DeadlineExceededError)
+        silent = _silent_workers(
+            worker.cluster, 0.0 if is_deadline else _ENDING_SECONDS
+        )
+        if not silent and not isinstance(error, tf.errors.OpError):
             raise
         limit = worker.timeout_seconds or _DEFAULT_JOIN_SECONDS
-        raise TimeoutError(_lost_message(worker.cluster, silent, limit)) from error
+        if is_deadline:
+            explain = _lost_message if silent else _not_joined_message
+            raise TimeoutError(explain(worker.cluster, silent, limit)) from error
+        raise TimeoutError(_ended_message(worker.cluster, silent, error)) from error
+
+
+def _silent_workers(cluster: Cluster, seconds: float) -> list[int]:
+    """Find the workers that do not answer now, or have ended some seconds later."""
+    end = time.monotonic() + seconds
+    while True:
+        silent = unreachable_workers(cluster, timeout_seconds=1.0)
+        if silent or time.monotonic() >= end:
+            return silent
+        time.sleep(_PROBE_PAUSE_SECONDS)
 
 
 def _deadline(worker: Worker) -> contextlib.AbstractContextManager:
@@ -173,6 +192,28 @@ def _lost_message(cluster: Cluster, ranks: list[int], limit: float) -> str:
         f"{describe_workers(cluster, ranks)} was there when all workers met, and did "
         f"not join the cluster within {limit:.0f} s: see the end of its output, and "
         "start all workers again."
+    )
+
+
+def _not_joined_message(cluster: Cluster, ranks: list[int], limit: float) -> str:
+    """What is known where all ports answer, and the cluster is not complete."""
+    del ranks
+    # All join at the first worker; that one waits for all.
+    others = [0] if cluster.rank else list(range(1, cluster.num_workers))
+    return (
+        f"Waited {limit:.0f} s to join the cluster: all ports answer, and not all "
+        "workers have joined. Either a worker stands still, or another program listens "
+        f"on the port of {describe_workers(cluster, others)}: see who holds it, and "
+        "start all workers again."
+    )
+
+
+def _ended_message(cluster: Cluster, ranks: list[int], error: Exception) -> str:
+    names = describe_workers(cluster, ranks) or "One of the workers"
+    reason = str(getattr(error, "message", error)).partition("\n")[0]
+    return (
+        f"{names} ended while the workers joined the cluster ({reason}): see the end "
+        "of its output, and start all workers again."
     )
 
 

@@ -1,13 +1,17 @@
-"""Atomic saves by Keras: workers do not write into each other's file.
+"""Atomic saves by Keras: a file is the one that was there, or the new one, whole.
 
-Every worker may have a disk of its own, or all may share one. So each writes
-beside the target, under a name of its own, and moves the complete file into
-place, which is atomic: whoever comes last replaces equal contents.
+A process that is killed while it saves leaves the old file. Every worker may have a
+disk of its own, or all may share one. So each writes beside the target, under a name
+of its own, and moves the complete file into place, which is atomic: whoever comes last
+replaces equal contents.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -53,31 +57,63 @@ def _save(
 ) -> Any:
     worker_group = strategy.extended.worker_group
     target = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    if (
-        worker_group.num_workers == 1
-        or target is None
-        or not _may_replace(rest, options)
-    ):
+    given = inspect.signature(original).bind(model, path, *rest, **options).arguments
+    # Where a file may not be replaced, Keras asks the user.
+    if target is None or given.get("overwrite") is False:
         return original(model, path, *rest, **options)
-    if "://" in target:
-        # Object stores have no atomic move; one writer needs none.
-        is_chief = worker_group.rank == 0
-        return original(model, path, *rest, **options) if is_chief else None
     rank = worker_group.rank
+    if worker_group.num_workers == 1:
+        if not _is_replaceable(target) or _is_split(given):
+            return original(model, path, *rest, **options)
+    elif "://" in target or _is_split(given):
+        # Object stores have no atomic move, nor have several files at once; one
+        # writer needs none. All take part in collecting what is sharded.
+        optimizer = getattr(model, "optimizer", None)
+        takes_part = rank == 0 or getattr(optimizer, "is_sharded", False)
+        return original(model, path, *rest, **options) if takes_part else None
     own = _temporary_path(target, rank)
     # Of folders, which cannot replace each other, the first worker's stays.
-    with replaced(target, own, replaces_folder=rank == 0) as temporary:
-        return original(model, temporary, *rest, **options)
+    with replaced(
+        os.path.realpath(target), own, replaces_folder=rank == 0
+    ) as temporary:
+        result = original(model, temporary, *rest, **options)
+        _copy_mode(target, temporary)
+    return result
 
 
-def _may_replace(rest: tuple, options: dict) -> bool:
-    """True if the target may be replaced; if not, Keras asks the user."""
-    overwrite = options.get("overwrite", rest[0] if rest else True)
-    return overwrite is not False
+def _is_split(given: dict) -> bool:
+    """True if Keras makes several files, with names that follow from the target's."""
+    return given.get("max_shard_size") is not None
+
+
+def _is_replaceable(target: str) -> bool:
+    """True for a file that can be replaced where Keras could write to it.
+
+    Not so a folder, which no other can replace at once, a device, a pipe, and what
+    lies where no other file can be made.
+    """
+    return (
+        "://" not in target
+        and target.endswith(_FILE_ENDINGS)
+        and (os.path.isfile(target) or not os.path.exists(target))
+        and os.access(os.path.dirname(os.path.realpath(target)), os.W_OK | os.X_OK)
+    )
+
+
+def _copy_mode(target: str, temporary: str) -> None:
+    """Give a file the permissions of the one that it replaces."""
+    if os.path.isfile(target):
+        with contextlib.suppress(OSError):
+            shutil.copymode(target, temporary)
 
 
 def _temporary_path(target: str, rank: int) -> str:
-    directory, name = os.path.split(target.rstrip(os.sep))
+    """A path beside the file, also where a link leads to it, with Keras's ending."""
+    target = target.rstrip(os.sep)
+    directory, name = (
+        os.path.dirname(os.path.realpath(target)),
+        os.path.basename(target),
+    )
     ending = next((e for e in _FILE_ENDINGS if name.endswith(e)), "")
     stem = name[: len(name) - len(ending)]
     return os.path.join(directory, f".{stem}.worker{rank}{ending}")

@@ -204,7 +204,8 @@ class SingleWorkerReplicaExtended(ReplicaExtended, _compat.MirroredExtended):
     ) -> None:
         self.options = options
         self.worker_group = WorkerGroup(rank=0, num_workers=1)
-        super().__init__(container_strategy, devices=devices)
+        with _compat.without_tf_config():
+            super().__init__(container_strategy, devices=devices)
         self._set_up_communication(0, ["localhost"], self.worker_devices)
 
 

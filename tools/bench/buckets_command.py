@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import shlex
 import signal
 import sys
@@ -32,6 +33,13 @@ from tools.bench.report import PROGRAM
 DEFAULT_SIZES = (0.5, 1, 2, 4, 8, 16, 25)
 _MEGABYTES = types.Number("a size in megabytes, above 0", min=0, min_open=True)
 _OWN = ("--bucket-mb", "--output")
+
+
+def _command(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"it must be a command as in a shell ({error})") from error
 
 
 def _once(
@@ -80,6 +88,7 @@ def _once(
 @click.option(
     "--launcher",
     metavar="COMMAND",
+    type=types.Checked("command", _command),
     help="What starts the workers in place of `tfdp run`: it is followed by the "
     "interpreter, the script and its arguments.",
 )
@@ -91,7 +100,7 @@ def buckets(
     sizes: tuple[float, ...],
     repeats: int,
     out: str | None,
-    launcher: str | None,
+    launcher: list[str] | None,
     no_plot: bool,
     script: str,
     args: tuple[str, ...],
@@ -107,9 +116,7 @@ def buckets(
     """
     _check(script, args, launcher, num_workers, plots=not no_plot)
     folder = _new_folder(out)
-    study = Study(
-        script, args, shlex.split(launcher or ""), num_workers or 2, folder / "runs"
-    )
+    study = Study(script, args, launcher or [], num_workers or 2, folder / "runs")
     content = {
         **output.about("buckets", {"sizes": sizes}, PROGRAM),
         "script_command": shlex.join(study.command(sizes[0], Path("DIR"))),
@@ -128,13 +135,13 @@ def buckets(
 def _check(
     script: str,
     args: Sequence[str],
-    launcher: str | None,
+    launcher: list[str] | None,
     num_workers: int | None,
     *,
     plots: bool,
 ) -> None:
     """Check now what would otherwise fail after minutes."""
-    if not Path(script).is_file():
+    if not os.path.isfile(script):
         raise click.UsageError(
             "The script to train is not there; give the path of a Python file. "
             f"Received: {script}"
@@ -156,7 +163,7 @@ def _check(
 
 def _new_folder(out: str | None) -> Path:
     folder = Path(out or Path("tfdp-bench") / time.strftime("buckets-%Y%m%d-%H%M%S"))
-    if (folder / "runs").exists():
+    if os.path.exists(folder / "runs"):
         raise click.UsageError(
             f"The folder holds a study already; give another. Received: --out {folder}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -74,7 +75,7 @@ def bits_per_second(rate: str) -> float:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
     bits = float(match[1]) * _BITS[match[2]] if match else 0.0
-    if bits <= 0:
+    if not 0 < bits < math.inf:
         raise ValueError(
             "A rate must be a positive number of kbit, mbit or gbit, such as 200mbit. "
             f"Received: rate={rate!r}"
