@@ -135,4 +135,6 @@ def _read_tfdp_key(config: dict[str, Any]) -> dict[str, Any]:
 
 def _short(value: object) -> str:
     text = value if isinstance(value, str) else repr(value)
+    # One line, whatever it is, that any terminal can show.
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:201])
     return text if len(text) <= 200 else text[:200] + "..."
