@@ -16,6 +16,8 @@ from tests.harness.setups import Setup
 
 Outcomes = concurrent.futures.Future[list[Outcome]]
 _CLOSING_SECONDS = 10.0
+# TensorFlow forgets no function that was traced, and each new one costs more.
+CASES_PER_CLUSTER = 15
 
 
 class Job(typing.NamedTuple):
@@ -39,6 +41,7 @@ class Lane:
         self.setup = setup
         self._flavor = flavor
         self._cluster: Cluster | None = None
+        self._num_cases = 0
         self._is_closed = False
         # First those that a test waits for; `None` ends the thread.
         self._jobs: queue.PriorityQueue[tuple[int, int, Job | None]]
@@ -99,9 +102,11 @@ class Lane:
             return [Outcome(error=str(error))]
 
     def _healthy_cluster(self, is_fresh: bool) -> Cluster:
-        if is_fresh or self._cluster is None or not self._cluster.healthy:
+        is_worn = self._num_cases == CASES_PER_CLUSTER
+        if self._cluster is None or not self._cluster.healthy or is_fresh or is_worn:
             self._end_cluster()
-            self._cluster = Cluster(self.setup, self._flavor)
+            self._cluster, self._num_cases = Cluster(self.setup, self._flavor), 0
+        self._num_cases += 1
         return self._cluster
 
     def _end_cluster(self) -> None:

@@ -79,6 +79,14 @@ def test_a_broken_cluster_is_replaced_and_a_fresh_case_has_its_own(lane: Lane):
     assert FakeCluster.log == sent
 
 
+def test_a_cluster_is_replaced_after_some_cases(lane: Lane, monkeypatch):
+    monkeypatch.setattr(module, "CASES_PER_CLUSTER", 2)
+    FakeCluster.gate.set()
+    for name in "abc":
+        lane.submit(case(name), TMP).result(10.0)
+    assert FakeCluster.log == ["start", "a", "b", "close", "start", "c"]
+
+
 def test_after_closing_what_is_queued_is_not_run(lane: Lane):
     running = lane.submit(case("a"), TMP)
     lane.submit(case("b"), TMP, after=running)
