@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import numbers
+import sys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +72,15 @@ class Links:
         True
         """
         levels = {name: Link(**entry[name]) for name in ("inside", "across")}
-        return cls(**{**entry, **levels})
+        links = cls(**{**entry, **levels})
+        if type(links.is_inside_shared) is not bool:
+            raise ValueError("`is_inside_shared` of links must be true or false.")
+        return links
 
 
 def _check_not_negative(name: str, value: float) -> None:
-    if not 0 <= value < math.inf:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= sys.float_info.max:
         raise ValueError(
             f"`{name}` of a link must be a number that is not negative. "
             f"Received: {name}={value!r}"

@@ -1,4 +1,4 @@
-"""Files and folders: atomic writes, private folders, and a check for write access."""
+"""Files and folders: atomic writes, bounded reads, and private folders."""
 
 from __future__ import annotations
 
@@ -6,9 +6,21 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 import tempfile
 import uuid
 from collections.abc import Iterator
+from typing import BinaryIO
+
+# No link is followed, no pipe waited for, and no terminal taken over. Not all systems
+# have each of them.
+_READ_FLAGS = os.O_RDONLY
+for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"):
+    _READ_FLAGS |= getattr(os, _flag, 0)
+
+
+class NotRegularFile(ValueError):
+    """Something other than a regular file: a link, a folder, a pipe, a device."""
 
 
 @contextlib.contextmanager
@@ -42,7 +54,10 @@ def replaced(
     ['numbers.json']
     """
     target = os.fspath(path)
-    temporary = temporary or _beside(target)
+    if temporary is None:
+        temporary = _beside(target)
+    elif os.path.lexists(temporary):
+        _remove(temporary)  # left by a process that was killed, or a link elsewhere
     try:
         yield temporary
         if os.path.isdir(temporary):
@@ -70,7 +85,7 @@ def _replace_folder(temporary: str, target: str, replaces_folder: bool) -> None:
 
 
 def _remove(path: str) -> None:
-    if os.path.isdir(path):
+    if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
         return
     with contextlib.suppress(OSError):
@@ -78,11 +93,65 @@ def _remove(path: str) -> None:
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Write a file, all the way to the disk."""
-    with open(path, "w", encoding="utf-8") as file:
+    """Write a new file, all the way to the disk; no link is followed.
+
+    Raises:
+        FileExistsError: If there is anything of that name.
+    """
+    with open(path, "x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def open_regular(path: str | os.PathLike) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Raises:
+        NotRegularFile: If it is anything else; nothing is read of it.
+        OSError: If it cannot be opened.
+    """
+    try:
+        number = os.open(path, _READ_FLAGS)
+    except OSError as error:
+        # What the system says of a link and of a socket.
+        if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO):
+            raise
+        raise NotRegularFile("it is no regular file") from error
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise NotRegularFile("it is no regular file")
+    return os.fdopen(number, "rb")
+
+
+def read_text(path: str | os.PathLike, most_bytes: int) -> str:
+    """Read a regular file of limited size.
+
+    Args:
+        path: String or path-like.
+        most_bytes: Int, how large it may be.
+
+    Returns:
+        String.
+
+    Raises:
+        ValueError: If it is larger, no regular file, or no text.
+        OSError: If it cannot be read.
+
+    Example:
+
+    >>> path = os.path.join(tempfile.mkdtemp(), "numbers.json")
+    >>> write_text(path, "[1, 2]")
+    >>> read_text(path, most_bytes=100)
+    '[1, 2]'
+    """
+    with open_regular(path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        # It may grow while it is read.
+        content = b"" if num_bytes > most_bytes else file.read(most_bytes + 1)
+    if max(num_bytes, len(content)) > most_bytes:
+        raise ValueError(f"it has more than {most_bytes} bytes")
+    return content.decode()
 
 
 def sync_folder(path: str | os.PathLike) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 import warnings
@@ -13,10 +14,11 @@ import keras
 from tfdp import _compat
 from tfdp.callbacks.arguments import check_directory, is_count
 from tfdp.callbacks.resumed_batches import ResumedBatches
-from tfdp.checkpoint import api
+from tfdp.checkpoint import api, schema
 from tfdp.checkpoint.backups import Backups, IncompatibleBackup
 from tfdp.checkpoint.callback_state import (
     callback_states,
+    check_arrays,
     empty_arrays,
     from_json,
     set_callback_states,
@@ -25,7 +27,8 @@ from tfdp.checkpoint.callback_state import (
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.random_state import gather_random_states, restore_random_states
 from tfdp.checkpoint.reader import check_model
-from tfdp.checkpoint.run_state import LoadPlan, RunState
+from tfdp.checkpoint.run_schema import check_run
+from tfdp.checkpoint.run_state import CALLBACKS_PREFIX, LoadPlan, RunState
 from tfdp.coordination.preemption import PREEMPTED, PreemptionNotice, PreemptionWatch
 from tfdp.data.batch_change import BatchChange
 from tfdp.data.position import DataPosition
@@ -211,6 +214,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             "random": gather_random_states(self._worker_group),
             "data": self._begin if batches else self._position.snapshot(),
         }
+        check_run(json.loads(json.dumps(run)))
         tensors = state.tensors_to_save(in_epoch=batches > 0)
         serialize = functools.partial(api.serialize_model, self.model)
         self._backups.save(self._total, tensors, run, serialize)
@@ -232,13 +236,18 @@ class BackupAndRestore(keras.callbacks.Callback):
     def _plan_load(self, index: Index) -> LoadPlan:
         """Plan what to read of a backup, if it is one of this run."""
         run = index.run
-        if not isinstance(run, dict):
+        if run is None:
             raise IncompatibleBackup("it is a checkpoint, and none of a run")
-        if run.get("format", 0) > _FORMAT:
+        if not isinstance(run, dict):
+            schema.refuse(run, "run", "an object")
+        schema.integer()(run.get("format"), "run.format")
+        if run["format"] > _FORMAT:
             made_by = index.versions.get("tfdp", "a newer version")
             raise IncompatibleBackup(
                 f"it was made by tfdp {made_by}, which is newer than this"
             )
+        check_run(run)
+        check_arrays(run["callbacks"], index, CALLBACKS_PREFIX)
         change = self._batches.change_since(run)
         in_epoch = (
             run["batches"] > 0
@@ -248,6 +257,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             state = RunState(self.model, empty_arrays(run["callbacks"]))
             load_plan = state.plan_load(index, run["facts"], with_metrics=in_epoch)
             check_model(index, load_plan.tensors, load_plan.left_out)
+        except schema.Malformed:
+            raise
         except ValueError as error:
             raise IncompatibleBackup(str(error)) from error
         return load_plan

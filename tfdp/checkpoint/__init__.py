@@ -6,10 +6,12 @@ A save goes through these files from top to bottom, a restore from `api` to `rea
 - `model_state`: weights and optimizer as named state tensors.
 - `accumulated_gradients`: gradients accumulated for the next update.
 - `index`, `index_file`: which file holds which elements; the index as JSON.
+- `schema`: types and bounds of what is read from a file.
 - `files`: sizes, tensor keys and checksums of the shards' files.
 - `writer`, `reader`: shards to the disk, and back into variables.
 - `backups`: a directory of backups of one run.
 - `run_state`, `replica_state`: what a backup has besides, of a `fit` under way.
+- `run_schema`: what a backup may say of its run.
 - `callback_state`, `random_state`: state of callbacks and of random generators.
 """
 

@@ -20,8 +20,8 @@ from tfdp.checkpoint.accumulated_gradients import (
     num_accumulated,
     redistribute_accumulated_gradients,
 )
-from tfdp.checkpoint.index import Index, check_complete
-from tfdp.checkpoint.index_file import load_index, to_text, versions
+from tfdp.checkpoint.index import Index
+from tfdp.checkpoint.index_file import from_text, load_index, to_text, versions
 from tfdp.checkpoint.model_state import (
     ACCUMULATED_PREFIX,
     LOSS_SCALE_PREFIX,
@@ -132,9 +132,10 @@ def save_state(
     def publish() -> None:
         if rank == 0:
             shards = writing.collect_shard_lists(folder, worker_group.num_workers)
-            check_complete(entries, shards)
             index = Index(token, entries, shards, versions(), serialize(), run)
-            writing.replace_index(path, token, to_text(index))
+            text = to_text(index)
+            from_text(text)  # what cannot be read is no checkpoint
+            writing.replace_index(path, token, text)
             writing.remove_old_folders(path, keep=token)
 
     try:

@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import re
-import shutil
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,11 +23,12 @@ from tfdp.checkpoint.api import run_on_all_workers, save_state
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.index_file import INDEX_FILE, UnknownFormat, load_index
 from tfdp.checkpoint.run_state import LoadPlan
+from tfdp.checkpoint.writer import remove_checkpoint
 from tfdp.sharding.state_tensors import StateTensor
 
-_NAME = re.compile(r"step-(\d+)")
-_PROBE = ".tfdp-probe"
-_ASIDE = re.compile(r"step-\d+\.damaged")
+_NAME = re.compile(r"step-(0|[1-9][0-9]*)")
+_PROBE = re.compile(r"\.tfdp-probe-[0-9a-f]{32}")
+_ASIDE = re.compile(rf"{_NAME.pattern}\.damaged")
 # Only the user who trains has a use for what is in it.
 _MODE = 0o700
 _INTACT, _DAMAGED, _INCOMPATIBLE = "intact", "damaged", "wrong"
@@ -70,12 +70,13 @@ class Backups:
         )
         probe = act("the directory of backups", self._make_directory)
         probe = self._worker_group.all_gather("a backup: its directory", probe)[0]
+        path = os.path.join(self.directory, probe)
         try:
-            act("what workers see of it", functools.partial(self._check_probe, probe))
+            act("what workers see of it", functools.partial(_check_probe, path))
         finally:
             if self._rank == 0:
                 with contextlib.suppress(OSError):
-                    os.unlink(os.path.join(self.directory, _PROBE))
+                    os.unlink(path)
 
     def save(
         self,
@@ -96,6 +97,11 @@ class Backups:
             OSError: On every worker, if one cannot write; those before are intact.
         """
         path = os.path.join(self.directory, f"step-{step}")
+        if os.path.islink(path):
+            raise ValueError(
+                "A backup is not written through a link. Remove it, or give another "
+                f"directory. Received: {path!r}"
+            )
         save_state(state, path, self._worker_group, serialize, run=run)
         if self._rank == 0:
             self._prune(os.path.basename(path))
@@ -155,16 +161,22 @@ class Backups:
         )
 
     def delete(self) -> None:
-        """Remove all backups, and the directory if nothing else is in it."""
+        """Remove all backups, and the directory if nothing else is in it.
+
+        What no backup has written stays, whatever its name is.
+        """
         self._worker_group.all_gather("the end of the backups")
         if self._rank:
             return
         with contextlib.suppress(OSError):
             for step in reversed(_steps_of(self.directory)):  # the newest goes last
-                _remove(os.path.join(self.directory, f"step-{step}"))
+                remove_checkpoint(os.path.join(self.directory, f"step-{step}"))
             for name in os.listdir(self.directory):
+                path = os.path.join(self.directory, name)
                 if _NAME.fullmatch(name) or _ASIDE.fullmatch(name):
-                    _remove(os.path.join(self.directory, name))
+                    remove_checkpoint(path)
+                elif _PROBE.fullmatch(name):  # of a process that was killed
+                    os.unlink(path)
             os.rmdir(self.directory)
 
     def _make_directory(self) -> str:
@@ -173,20 +185,9 @@ class Backups:
         if os.path.exists(self.directory) and not os.path.isdir(self.directory):
             raise ValueError("there is a file of that name; give a directory")
         os.makedirs(self.directory, _MODE, exist_ok=True)
-        probe = uuid.uuid4().hex
-        write_text(os.path.join(self.directory, _PROBE), probe)
+        probe = f".tfdp-probe-{uuid.uuid4().hex}"
+        write_text(os.path.join(self.directory, probe), "")
         return probe
-
-    def _check_probe(self, probe: str) -> None:
-        found = ""
-        path = os.path.join(self.directory, _PROBE)
-        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-            found = file.read().decode(errors="replace")
-        if found != probe:
-            raise ValueError(
-                "it does not see what worker 0 has written there; give a directory "
-                "that all workers share"
-            )
 
     def _inspect(
         self, name: str, make_plan: Callable[[Index], LoadPlan]
@@ -196,7 +197,13 @@ class Backups:
         found, kind, text = None, _INTACT, ""
         try:
             index = load_index(path)
+            # Before anything is made that is as large as the index says.
+            files.verify_files(
+                index.shards, os.path.join(path, index.token), contents=False
+            )
             load_plan = make_plan(index)
+            if name != f"step-{index.run['steps']}":
+                raise ValueError(f"it says that it is of step {index.run['steps']}")
             shards = reading.needed_shards(load_plan.tensors, index)
             files.verify_files(shards, os.path.join(path, index.token))
             found, text = (index, load_plan), f"{index.token} {load_plan.label}"
@@ -248,7 +255,15 @@ class Backups:
             kept = [f"step-{step}" for step in _steps_of(self.directory)[: self._keep]]
             for name in names:
                 if _NAME.fullmatch(name) and name not in (newest, *kept):
-                    _remove(os.path.join(self.directory, name))
+                    remove_checkpoint(os.path.join(self.directory, name))
+
+
+def _check_probe(path: str) -> None:
+    if not os.path.lexists(path):
+        raise ValueError(
+            "it does not see what worker 0 has written there; give a directory that "
+            "all workers share"
+        )
 
 
 def _steps_of(directory: str) -> list[int]:
@@ -258,17 +273,11 @@ def _steps_of(directory: str) -> list[int]:
     with contextlib.suppress(OSError):
         names = os.listdir(directory)
     for name in names:
-        match = _NAME.fullmatch(name)
-        if match and os.path.exists(os.path.join(directory, name, INDEX_FILE)):
+        match, path = _NAME.fullmatch(name), os.path.join(directory, name)
+        is_here = match and not os.path.islink(path)
+        if match and is_here and os.path.lexists(os.path.join(path, INDEX_FILE)):
             found.append(int(match[1]))
     return sorted(found, reverse=True)
-
-
-def _remove(path: str) -> None:
-    """Remove a backup, its index first: without one it does not count."""
-    with contextlib.suppress(OSError):
-        os.unlink(os.path.join(path, INDEX_FILE))
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def _describe(damaged: list[tuple[str, str]]) -> str:

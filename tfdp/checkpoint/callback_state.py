@@ -7,11 +7,24 @@ A callback that has `get_state()`, which returns what JSON can hold, and
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
+
+from tfdp.checkpoint.index import DTYPES, Index
+from tfdp.checkpoint.schema import (
+    integer,
+    list_of,
+    mapping,
+    one_of,
+    optional,
+    record,
+    refuse,
+    row,
+)
 
 # What each holds that changes in training: values, and lists of arrays.
 _KERAS: tuple[tuple[type, tuple[str, ...], tuple[str, ...]], ...] = (
@@ -34,7 +47,10 @@ _KERAS: tuple[tuple[type, tuple[str, ...], tuple[str, ...]], ...] = (
         (),
     ),
 )
+_NAMES = {name for _, names, _ in _KERAS for name in names}
+_LIST_NAMES = {name for _, _, lists in _KERAS for name in lists}
 _ARRAY, _PAIRS = "__array__", "__pairs__"
+_DTYPE = re.compile(r"[<>=|][?a-zA-Z][0-9]{1,9}(\[[a-zA-Z0-9]+\])?")
 
 
 def callback_states(callbacks: Iterable[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -55,7 +71,11 @@ def callback_states(callbacks: Iterable[Any]) -> tuple[dict[str, Any], dict[str,
         names, lists = _state_attributes(callback)
         if not names:
             continue
-        values = {name: to_json(getattr(callback, name, None)) for name in names}
+        values = {
+            name: to_json(getattr(callback, name))
+            for name in names
+            if hasattr(callback, name)
+        }
         counts = {}
         for name in lists:
             found = getattr(callback, name, None)
@@ -64,6 +84,67 @@ def callback_states(callbacks: Iterable[Any]) -> tuple[dict[str, Any], dict[str,
                 arrays[f"{key}/{name}/{number}"] = np.asarray(array)
         states[key] = {"values": values, "arrays": counts}
     return states, arrays
+
+
+def check_value(value: Any, where: str) -> Any:
+    """Decode a value that is said to be one that `to_json` encoded.
+
+    Raises:
+        Malformed: If it is not.
+    """
+    try:
+        return from_json(value)
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError):
+        refuse(value, where, "a value as a callback keeps it")
+
+
+def check_callback_states(states: Any, where: str) -> None:
+    """Raise `Malformed` if it is not what `callback_states` returned."""
+    mapping(_check_state)(states, where)
+
+
+def _check_state(state: Any, where: str) -> None:
+    if isinstance(state, dict) and "own" in state:
+        record({"own": check_value})(state, where)
+        return
+    record({"values": mapping(check_value), "arrays": mapping(_SPECS)})(state, where)
+    for name, value in state["values"].items():
+        if not _is_value(name, from_json(value)):
+            refuse(value, f"{where}.{name}", "a value of such a callback")
+    for name in state["arrays"]:
+        one_of(*_LIST_NAMES)(name, where)
+
+
+def _is_value(name: str, value: Any) -> bool:
+    """Whether a callback of Keras may hold that value under that name."""
+    if name == "best" and value is None:
+        return True
+    if name == "history":
+        return isinstance(value, dict) and all(
+            isinstance(item, list) for item in value.values()
+        )
+    kinds = (list,) if name == "epoch" else (int, float, np.number)
+    return name in _NAMES and isinstance(value, kinds)
+
+
+_SPECS = optional(list_of(row(list_of(integer(), most=64), one_of(*DTYPES))))
+
+
+def check_arrays(states: dict[str, Any], index: Index, prefix: str) -> None:
+    """Raise if a backup does not have the arrays that callbacks are said to have had.
+
+    Args:
+        states: Dict, the first that `callback_states` returned.
+        index: `Index` of the backup.
+        prefix: String, what the names of their tensors begin with.
+
+    Raises:
+        Malformed: Naming the first that is not there.
+    """
+    saved = {entry.name: (entry.shape, entry.dtype) for entry in index.tensors}
+    for name, shape, dtype in _array_entries(states):
+        if saved.get(f"{prefix}{name}") != (tuple(shape), dtype):
+            refuse(name, "run.callbacks", "of arrays that it holds")
 
 
 def empty_arrays(states: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -76,11 +157,16 @@ def empty_arrays(states: dict[str, Any]) -> dict[str, np.ndarray]:
         Dict from names to arrays.
     """
     return {
-        f"{key}/{name}/{number}": np.zeros(shape, dtype)
-        for key, state in states.items()
-        for name, specs in state.get("arrays", {}).items()
-        for number, (shape, dtype) in enumerate(specs or ())
+        name: np.zeros(shape, dtype) for name, shape, dtype in _array_entries(states)
     }
+
+
+def _array_entries(states: dict[str, Any]) -> Iterator[tuple[str, list, str]]:
+    """Name, shape and dtype of each array of the states."""
+    for key, state in states.items():
+        for name, specs in state.get("arrays", {}).items():
+            for number, (shape, dtype) in enumerate(specs or ()):
+                yield f"{key}/{name}/{number}", shape, dtype
 
 
 def set_callback_states(
@@ -99,14 +185,27 @@ def set_callback_states(
             continue
         if "own" in state:
             if _has_state_methods(callback):
-                callback.set_state(from_json(state["own"]))
+                _set_own_state(callback, key, state["own"])
             continue
-        for name, value in state["values"].items():
-            setattr(callback, name, from_json(value))
-        for name, specs in state["arrays"].items():
-            names = [f"{key}/{name}/{number}" for number in range(len(specs or ()))]
-            found = [arrays[item] for item in names]
+        names, lists = _state_attributes(callback)
+        for name in names:
+            if name in state["values"]:
+                setattr(callback, name, from_json(state["values"][name]))
+        for name in lists:
+            specs = state["arrays"].get(name)
+            items = [f"{key}/{name}/{number}" for number in range(len(specs or ()))]
+            found = [arrays[item] for item in items]
             setattr(callback, name, None if specs is None else found)
+
+
+def _set_own_state(callback: Any, key: str, state: Any) -> None:
+    try:
+        callback.set_state(from_json(state))
+    except Exception as error:
+        raise ValueError(
+            f"The callback {key} cannot take the state that the backup has of it: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def to_json(value: Any) -> Any:
@@ -144,7 +243,9 @@ def from_json(value: Any) -> Any:
     if _PAIRS in value:
         return {from_json(k): from_json(v) for k, v in value[_PAIRS]}
     dtype, shape, text = value[_ARRAY]
-    flat = np.frombuffer(base64.b64decode(text), np.dtype(dtype))
+    if not _DTYPE.fullmatch(dtype) or any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError("no array")
+    flat = np.frombuffer(base64.b64decode(text, validate=True), np.dtype(dtype))
     array = flat.reshape(shape).copy()
     return array if shape else array[()]
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp.base.files import NotRegularFile, open_regular
 from tfdp.checkpoint.index import Extent, File, Shard, TensorMetadata
 from tfdp.sharding.state_tensors import StateTensor
 
@@ -58,6 +59,7 @@ def verify_files(
     Raises:
         ValueError: Naming the file, what is wrong with it, and who wrote it.
     """
+    check_folder(folder)
     for shard in shards:
         for file in shard.files:
             fault = _fault(os.path.join(folder, file.name), file, contents)
@@ -68,9 +70,28 @@ def verify_files(
                 )
 
 
+def check_folder(folder: str) -> None:
+    """Raise if a folder of data leads elsewhere, or holds what reading would hang at.
+
+    TensorFlow opens files of the folder by name, and follows links.
+    """
+    name = os.path.basename(folder)
+    if os.path.islink(folder):
+        raise ValueError(f"The folder {name!r} is a link. Put the folder itself there.")
+    if not os.path.isdir(folder):
+        return  # each of its files is missing
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.is_file(follow_symlinks=False):
+                raise ValueError(
+                    f"The folder {name!r} has {entry.name!a} in it, which is no "
+                    "regular file."
+                )
+
+
 def _fault(path: str, file: File, contents: bool) -> str | None:
     try:
-        with open(path, "rb") as opened:
+        with open_regular(path) as opened:
             num_bytes = os.fstat(opened.fileno()).st_size
             if num_bytes != file.num_bytes:
                 return f"has {num_bytes} bytes instead of {file.num_bytes}"
@@ -78,6 +99,8 @@ def _fault(path: str, file: File, contents: bool) -> str | None:
                 return "was altered: its checksum does not fit"
     except FileNotFoundError:
         return "is missing"
+    except NotRegularFile:
+        return "is no regular file"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None

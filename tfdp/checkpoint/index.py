@@ -193,10 +193,10 @@ def check_complete(tensors: Sequence[TensorMetadata], shards: Iterable[Shard]) -
             there twice.
     """
     reached = [0] * len(tensors)
-    for extent in sorted(extent for shard in shards for extent in shard.extents):
+    for extent in sorted(_extents(shards)):
         entry = tensors[extent.tensor]
         begin = reached[extent.tensor]
-        if extent.start != begin:
+        if extent.start != begin or extent.stop <= begin:
             fault = "missing" if extent.start > begin else "there twice"
             raise ValueError(f"Elements of {entry.name!r} are {fault}, at {begin}.")
         reached[extent.tensor] = extent.stop
@@ -204,6 +204,65 @@ def check_complete(tensors: Sequence[TensorMetadata], shards: Iterable[Shard]) -
         if begin != entry.size:
             fault = "missing" if begin < entry.size else "too many"
             raise ValueError(f"Elements of {entry.name!r} are {fault}, at {begin}.")
+
+
+# Bytes of an element of what a variable can be.
+_ITEM_BYTES = {
+    **dict.fromkeys(("bool", "int4", "uint4", "int8", "uint8"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    "complex128": 16,
+}
+DTYPES = tuple(_ITEM_BYTES)
+FILE_ENDINGS = (".index", ".data-00000-of-00001")
+
+
+def check_index(index: Index) -> None:
+    """Raise if an index says what no save writes, or leaves elements out.
+
+    Args:
+        index: `Index` whose values have the right types.
+
+    Raises:
+        ValueError: Naming the first fault.
+    """
+    names = {entry.name for entry in index.tensors}
+    if len(names) < len(index.tensors):
+        raise ValueError("it lists a tensor twice")
+    if len({shard.prefix for shard in index.shards}) < len(index.shards):
+        raise ValueError("it lists a shard twice")
+    if any(extent.tensor >= len(index.tensors) for extent in _extents(index.shards)):
+        raise ValueError("it has elements of a tensor that it does not list")
+    check_complete(index.tensors, index.shards)
+    for shard in index.shards:
+        _check_shard(shard, index.tensors)
+
+
+def _check_shard(shard: Shard, tensors: Sequence[TensorMetadata]) -> None:
+    """Check a shard's file names, which are paths, and the size of its data."""
+    own, _, number = shard.prefix.rpartition("-")
+    names = tuple(file.name for file in shard.files)
+    if (
+        own != f"worker-{shard.worker}"
+        or not (number.isascii() and number.isdecimal())
+        or names != tuple(shard.prefix + ending for ending in FILE_ENDINGS)
+    ):
+        raise ValueError("it names files as no save does")
+    num_bytes = sum(
+        (extent.stop - extent.start) * _ITEM_BYTES[tensors[extent.tensor].dtype]
+        for extent in shard.extents
+    )
+    if num_bytes != shard.files[1].num_bytes:
+        raise ValueError(
+            f"the elements in {names[1]!r} have {num_bytes} bytes, and the file "
+            f"{shard.files[1].num_bytes}"
+        )
+
+
+def _extents(shards: Iterable[Shard]) -> Iterable[Extent]:
+    return (extent for shard in shards for extent in shard.extents)
 
 
 def first_difference(

@@ -6,19 +6,76 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import math
 import os
+import re
 import zlib
 from collections.abc import Iterable
 from typing import Any
 
-from tfdp.checkpoint.index import Extent, File, Index, Shard, TensorMetadata
+from tfdp.base.files import read_text
+from tfdp.checkpoint import schema
+from tfdp.checkpoint.index import (
+    DTYPES,
+    Extent,
+    File,
+    Index,
+    Shard,
+    TensorMetadata,
+    check_index,
+)
 
 FORMAT = 1
 INDEX_FILE = "index.json"
+# So much of one is read, and so many values of it are made: about 1 GB of memory at
+# most, and enough for the state of a model of 2 TB.
+INDEX_BYTES = 2**28
+_VALUES = 2**23
+_FOLDER = re.compile(r"data-[0-9a-f]{12}")
+_RANK = 64
 
 
 class UnknownFormat(ValueError):
     """Index file that a newer version of tfdp has written."""
+
+
+def is_folder_name(name: str) -> bool:
+    """Whether a save may have given that name to its folder of data."""
+    return _FOLDER.fullmatch(name) is not None
+
+
+def _folder_name(value: Any, where: str) -> None:
+    if type(value) is not str or not is_folder_name(value):
+        schema.refuse(value, where, "the name of a folder of data")
+
+
+def _shape(value: Any, where: str) -> None:
+    _SIZES(value, where)
+    if math.prod(value) >= 2**63:
+        schema.refuse(value, where, "a shape")
+
+
+_COUNT = schema.integer()
+_SIZES = schema.list_of(_COUNT, most=_RANK)
+_SHARD = schema.row(
+    schema.name,
+    _COUNT,
+    schema.row(*[schema.row(schema.name, _COUNT, _COUNT)] * 2),
+    schema.list_of(schema.row(_COUNT, _COUNT, _COUNT)),
+)
+_CONTENT = schema.record(
+    {
+        "token": _folder_name,
+        "versions": schema.mapping(schema.name),
+        "tensors": schema.list_of(
+            schema.row(schema.name, _shape, schema.one_of(*DTYPES))
+        ),
+        "parts": schema.list_of(_SHARD),
+        "model": schema.optional(schema.string),
+        "run": schema.check_depth,
+    },
+    may_miss=("run",),
+)
 
 
 def shards_to_json(shards: Iterable[Shard]) -> list:
@@ -69,29 +126,21 @@ def from_text(text: str) -> Index:
         text: String.
 
     Returns:
-        `Index`.
+        `Index`, whole: every element of its tensors is in one of its files.
 
     Raises:
         ValueError: If it is not one, was altered, or is of another format.
 
     Example:
 
-    >>> index = Index("t", (TensorMetadata("x", (2,), "bool"),), (), {"keras": "3"})
+    >>> index = Index("data-0123456789ab", (), (), {"keras": "3"})
     >>> from_text(to_text(index)) == index
     True
     """
-    try:
-        body = json.loads(text)
-        version, content = body["format"], body["content"]
-        is_whole = body["checksum"] == _checksum(content)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError("it is truncated or no index of a checkpoint") from error
-    if version != FORMAT:
-        raise UnknownFormat(f"it has format {version}, and this tfdp reads {FORMAT}")
-    if not is_whole:
-        raise ValueError("it was altered: its checksum does not fit")
+    content = _content_of(text)
+    _CONTENT(content, "content")
     tensors = ((name, tuple(shape), dtype) for name, shape, dtype in content["tensors"])
-    return Index(
+    index = Index(
         token=content["token"],
         tensors=tuple(TensorMetadata(*tensor) for tensor in tensors),
         shards=shards_from_json(content["parts"]),
@@ -99,6 +148,26 @@ def from_text(text: str) -> Index:
         model=content["model"],
         run=content.get("run"),
     )
+    check_index(index)
+    return index
+
+
+def _content_of(text: str) -> Any:
+    """What an index file holds, as JSON has it, with a checksum that fits."""
+    if len(text) > INDEX_BYTES or sum(map(text.count, "[{,")) > _VALUES:
+        raise ValueError(f"it has more than {INDEX_BYTES} bytes or {_VALUES} values")
+    try:
+        body = json.loads(text)
+        version, content = body["format"], body["content"]
+        is_whole = body["checksum"] == _checksum(content)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError("it is truncated or no index of a checkpoint") from error
+    schema.integer()(version, "format")
+    if version != FORMAT:
+        raise UnknownFormat(f"it has format {version}, and this tfdp reads {FORMAT}")
+    if not is_whole:
+        raise ValueError("it was altered: its checksum does not fit")
+    return content
 
 
 def load_index(directory: str) -> Index:
@@ -115,13 +184,12 @@ def load_index(directory: str) -> Index:
     """
     path = os.path.join(directory, INDEX_FILE)
     try:
-        with open(path, encoding="utf-8") as file:
-            return from_text(file.read())
+        return from_text(read_text(path, INDEX_BYTES))
     except FileNotFoundError as error:
         raise ValueError(
             f"There is no checkpoint in {directory!r}: it has no {INDEX_FILE!r}."
         ) from error
-    except (NotADirectoryError, IsADirectoryError) as error:
+    except NotADirectoryError as error:
         raise ValueError(f"{directory!r} is not a directory.") from error
     except UnknownFormat as error:
         raise UnknownFormat(

@@ -135,13 +135,17 @@ def _read_shard(
     shard: Shard, extents: dict[Extent, list[_ReadItem]], index: Index, folder: str
 ) -> None:
     entries = [index.tensors[extent.tensor] for extent in extents]
+    prefix = os.path.join(folder, shard.prefix)
+    keys = [files.tensor_key(e.name, x) for e, x in zip(entries, extents, strict=True)]
+    # TensorFlow takes as much memory as the file says.
+    shapes = tf.train.load_checkpoint(prefix).get_variable_to_shape_map()
+    for key, extent in zip(keys, extents, strict=True):
+        if shapes.get(key) != [extent.stop - extent.start]:
+            raise ValueError(f"The shard {shard.prefix!r} does not hold {key!r}.")
     with tf.device("CPU:0"):
         loaded = tf.raw_ops.RestoreV2(
-            prefix=os.path.join(folder, shard.prefix),
-            tensor_names=[
-                files.tensor_key(e.name, x)
-                for e, x in zip(entries, extents, strict=True)
-            ],
+            prefix=prefix,
+            tensor_names=keys,
             shape_and_slices=[""] * len(entries),
             dtypes=[tf.as_dtype(entry.dtype) for entry in entries],
         )

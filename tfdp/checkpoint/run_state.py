@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from tfdp.checkpoint import schema
 from tfdp.checkpoint.accumulated_gradients import (
     accumulated_shards,
     accumulation_counter,
@@ -36,6 +37,7 @@ from tfdp.keras_hooks.file_view import VariableView
 from tfdp.sharding.state_tensors import StateTensor, renamed
 
 _METRICS = f"{RUN_PREFIX}/metrics"
+CALLBACKS_PREFIX = f"{RUN_PREFIX}/callbacks/"
 _SUMS = f"{RUN_PREFIX}/{ACCUMULATED_PREFIX}"
 
 
@@ -94,13 +96,19 @@ class RunState:
         saved = {entry.name for entry in index.tensors}
         tensors, left_out = self._common_tensors(), []
         has_sums = any(name.startswith(f"{_SUMS}/") for name in saved)
+        replicas = metadata["replicas"]
+        if has_sums or with_metrics:
+            # As many tensors are made; a number alone could be any.
+            schema.integer(1, max(len(index.tensors), 1))(
+                replicas, "run.facts.replicas"
+            )
         if has_sums:
-            tensors += self._accumulated_tensors(metadata["replicas"])
+            tensors += self._accumulated_tensors(replicas)
         if with_metrics:
             tensors += per_replica_tensors(
                 metric_variables(self._model, metadata["merges"]),
                 self._replicas,
-                metadata["replicas"],
+                replicas,
             )
         else:
             left_out = [name for name in saved if name.startswith(f"{_METRICS}/")]
@@ -123,7 +131,7 @@ class RunState:
         tensors += _counters(self._model, self._shard_writer)
         for name, array in self.arrays.items():
             tensors.append(
-                _of_array(f"{RUN_PREFIX}/callbacks/{name}", array, self._shard_writer)
+                _of_array(f"{CALLBACKS_PREFIX}{name}", array, self._shard_writer)
             )
         return tensors
 

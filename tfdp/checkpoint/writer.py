@@ -21,17 +21,18 @@ from tfdp.base.files import (
     write_text,
 )
 from tfdp.checkpoint import files
-from tfdp.checkpoint.index import Extent, File, Shard, plan_shards
+from tfdp.checkpoint.index import FILE_ENDINGS, Extent, File, Shard, plan_shards
 from tfdp.checkpoint.index_file import (
     INDEX_FILE,
+    is_folder_name,
     load_index,
     shards_from_json,
     shards_to_json,
 )
 from tfdp.sharding.state_tensors import LocalShard, StateTensor
 
-_FILE_ENDINGS = (".index", ".data-00000-of-00001")
-_FOLDER = re.compile(r"data-[0-9a-f]{12}")
+# What a save writes into its folder of data, TensorFlow's temporary files included.
+_OWN_FILE = re.compile(r"index\.json|worker-[0-9]+(\.json|-[0-9]+\..+)")
 
 
 def make_data_folder(directory: str) -> str:
@@ -67,9 +68,48 @@ def discard_save(directory: str, token: str) -> None:
 def remove_old_folders(directory: str, keep: str) -> None:
     """Remove the data of older checkpoints and of interrupted saves."""
     with contextlib.suppress(OSError):  # the next save tries again
-        for name in os.listdir(directory):
-            if _FOLDER.fullmatch(name) and name != keep:
-                shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
+        for path in _own_folders(directory):
+            if os.path.basename(path) != keep:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_checkpoint(directory: str) -> None:
+    """Remove what saves have written, and the directory if nothing else is in it.
+
+    A directory in which no save has written stays as it is.
+    """
+    with contextlib.suppress(OSError):
+        if os.path.islink(directory):
+            return
+        folders = _own_folders(directory)
+        if not folders and not _has_index(directory):
+            return
+        # The index first: without one it does not count.
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(directory, INDEX_FILE))
+        for path in folders:
+            shutil.rmtree(path, ignore_errors=True)
+        os.rmdir(directory)
+
+
+def _own_folders(directory: str) -> list[str]:
+    """Folders of data that saves have written, by their names and all that they hold.
+
+    A save that was interrupted has left no index that would name them.
+    """
+    with os.scandir(directory) as entries:
+        folders = [
+            entry.path
+            for entry in entries
+            if is_folder_name(entry.name) and entry.is_dir(follow_symlinks=False)
+        ]
+    return [path for path in folders if all(map(_OWN_FILE.fullmatch, os.listdir(path)))]
+
+
+def _has_index(directory: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return bool(load_index(directory).token)
+    return False
 
 
 def write_local_shards(state: Sequence[StateTensor], folder: str, worker: int) -> None:
@@ -128,7 +168,7 @@ def write_shards(state: Sequence[StateTensor], folder: str, worker: int) -> list
                 tensors=tensors,
             )
         del tensors  # before the next are read
-        written = tuple(_sync(folder, prefix + ending) for ending in _FILE_ENDINGS)
+        written = tuple(_sync(folder, prefix + ending) for ending in FILE_ENDINGS)
         shards.append(Shard(prefix, worker, written, extents))
     sync_folder(folder)
     return shards

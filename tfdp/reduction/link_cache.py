@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
-from typing import Any
 
 import platformdirs
 
-from tfdp.base.files import replaced
+from tfdp.base.files import read_text, replaced
 from tfdp.links import Links
+
+_FILE_BYTES = 2**20
 
 
 def links_path() -> pathlib.Path:
@@ -47,11 +49,7 @@ def load_links(key: str, path: pathlib.Path | None = None) -> Links | None:
     >>> load_links("another", path) is None
     True
     """
-    entries = _read(path or links_path())
-    try:
-        return Links.from_dict(entries[key])
-    except (TypeError, KeyError, ValueError):
-        return None
+    return _read(path or links_path()).get(key)
 
 
 def store_links(key: str, links: Links, path: pathlib.Path | None = None) -> bool:
@@ -71,7 +69,9 @@ def store_links(key: str, links: Links, path: pathlib.Path | None = None) -> boo
         no reason to stop a training.
     """
     path = path or links_path()
-    text = json.dumps({**_read(path), key: dataclasses.asdict(links)}, indent=1)
+    entries = {**_read(path), key: links}
+    rows = {name: dataclasses.asdict(entry) for name, entry in entries.items()}
+    text = json.dumps(rows, indent=1)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced(path) as temporary:
@@ -81,9 +81,14 @@ def store_links(key: str, links: Links, path: pathlib.Path | None = None) -> boo
     return True
 
 
-def _read(path: pathlib.Path) -> dict[str, Any]:
+def _read(path: pathlib.Path) -> dict[str, Links]:
+    """Links by their keys, without entries that are none."""
     try:
-        entries = json.loads(path.read_text("utf-8"))
+        entries = json.loads(read_text(path, _FILE_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    return entries if isinstance(entries, dict) else {}
+    found = {}
+    for key, entry in entries.items() if isinstance(entries, dict) else ():
+        with contextlib.suppress(TypeError, KeyError, ValueError):
+            found[key] = Links.from_dict(entry)
+    return found

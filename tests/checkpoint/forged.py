@@ -1,0 +1,61 @@
+"""Checkpoints and backups whose files were written by hand, with checksums that fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfdp.checkpoint import api, index_file
+from tfdp.sharding.state_tensors import LocalShard, StateTensor
+
+VALUES = {
+    "dense/kernel": np.arange(40, dtype="float32").reshape(8, 5),
+    "dense/bias": np.arange(5, dtype="float16"),
+    "iterations": np.asarray(7, "int64"),
+}
+
+
+def state(values: dict[str, np.ndarray]) -> list[StateTensor]:
+    """Tensors of one process that read and write these arrays."""
+    return [_tensor(name, array) for name, array in values.items()]
+
+
+def _tensor(name: str, array: np.ndarray) -> StateTensor:
+    flat = array.reshape(-1)
+
+    def write(elements: Any) -> None:
+        flat[:] = elements
+
+    shards = (LocalShard(0, flat.size, lambda: flat, write),)
+    return StateTensor(name, array.shape, array.dtype.name, shards, shards)
+
+
+def save(folder: Path) -> Path:
+    """Saves `VALUES` and returns the folder of their data."""
+    api.save_state(state(VALUES), folder, api.SingleProcessGroup())
+    return next(folder.glob("data-*"))
+
+
+def restore(folder: Path) -> dict[str, np.ndarray]:
+    """The values that a restore has found."""
+    found = {name: np.full_like(array, 99) for name, array in VALUES.items()}
+    api.restore_state(state(found), folder, api.SingleProcessGroup())
+    return found
+
+
+def is_whole(found: dict[str, np.ndarray]) -> bool:
+    """Whether these are the values that were saved."""
+    return all(np.array_equal(found[name], array) for name, array in VALUES.items())
+
+
+def forge(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes what an index says, and its checksum."""
+    path = folder / "index.json"
+    body = json.loads(path.read_text())
+    change(body["content"])
+    body["checksum"] = index_file._checksum(body["content"])
+    path.write_text(json.dumps(body))
