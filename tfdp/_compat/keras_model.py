@@ -49,7 +49,7 @@ def build_by_steps(model: Any, data_batch: Any) -> None:
     Else replicas would build them while the step is traced, each in its thread, and
     TensorFlow would initialize them in a branch of the step.
     """
-    layers = model._flatten_layers(include_self=False)
+    layers = layers_of(model)
     if all(layer.built for layer in layers):
         return
     batch = keras.tree.map_structure(
@@ -60,6 +60,28 @@ def build_by_steps(model: Any, data_batch: Any) -> None:
     for name in overridden(model):
         with model.distribute_strategy.scope(), contextlib.suppress(Exception):
             keras_backend.compute_output_spec(getattr(model, name), batch)
+
+
+def layers_of(model: Any) -> list:
+    """All layers of a model, those inside of others too."""
+    return model._flatten_layers(include_self=False)
+
+
+def has_default_config(layer: Any) -> bool:
+    """Whether a layer's class does not say itself what its config is."""
+    return getattr(layer.get_config, "_is_default", False)
+
+
+def compile_arguments(model: Any) -> dict[str, Any]:
+    """Losses and metrics as they were given to `compile`."""
+    given = getattr(getattr(model, "_compile_config", None), "config", {})
+    names = ("loss", "loss_weights", "metrics", "weighted_metrics")
+    return {name: given.get(name) for name in names}
+
+
+def function_arguments(thing: Any) -> dict[str, Any]:
+    """Arguments of the function behind a loss or metric; not all configs hold them."""
+    return getattr(thing, "_fn_kwargs", {})
 
 
 def initial_epoch(model: Any) -> int:

@@ -94,6 +94,9 @@ class BackupAndRestore(keras.callbacks.Callback):
     # It is called after all others, and told of them.
     resumes_fit = True
 
+    # Settings that all workers have to share.
+    compared = ("save_freq", "keep", "delete_at_end", "batch")
+
     def __init__(
         self,
         directory: str | os.PathLike,

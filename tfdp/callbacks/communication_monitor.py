@@ -77,6 +77,9 @@ class CommunicationMonitor(MeasuringCallback):
     nccl-tests' PERFORMANCE.md for busbw.
     """
 
+    # Settings that all workers have to share.
+    compared = ("every", "histogram")
+
     def __init__(
         self, log_dir: str | os.PathLike, every: int = 10, histogram: bool = True
     ) -> None:

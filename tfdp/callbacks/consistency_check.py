@@ -45,6 +45,9 @@ class ConsistencyCheck(keras.callbacks.Callback):
     compute wrongly.
     """
 
+    # Workers compare `every` themselves when training begins.
+    compared: tuple[str, ...] = ()
+
     def __init__(self, every: int = 100) -> None:
         super().__init__()
         check_count("every", every)

@@ -32,6 +32,9 @@ class GradientAccumulation(OptimizerCallback):
     {0: 8, 5: 4}
     """
 
+    # Settings that all workers have to share.
+    compared = ("steps", "flush")
+
     def __init__(
         self, steps: int | Mapping[int, int] = 4, *, flush: str | None = None
     ) -> None:

@@ -26,6 +26,9 @@ class GradientNoiseScale(OptimizerCallback):
     Source: McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, appendix A.1.
     """
 
+    # Settings that all workers have to share.
+    compared = ("smoothing",)
+
     def __init__(self, smoothing: float = 0.99) -> None:
         super().__init__()
         is_number = isinstance(smoothing, (int, float))

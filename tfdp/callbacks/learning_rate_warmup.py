@@ -44,6 +44,15 @@ class LearningRateWarmup(OptimizerCallback):
     Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677.
     """
 
+    # Settings that all workers have to share.
+    compared = (
+        "epochs",
+        "steps",
+        "initial_factor",
+        "scale_with_replicas",
+        "momentum_correction",
+    )
+
     def __init__(
         self,
         epochs: float | None = None,

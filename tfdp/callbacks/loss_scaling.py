@@ -33,6 +33,9 @@ class LossScaling(OptimizerCallback):
     Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740.
     """
 
+    # Settings that all workers have to share.
+    compared = ("scaling",)
+
     def __init__(
         self,
         initial_scale: float = 2.0**15,

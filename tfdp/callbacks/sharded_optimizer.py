@@ -43,6 +43,9 @@ class ShardedOptimizer(OptimizerCallback):
     # Callbacks that write files have to run on every worker.
     shards = True
 
+    # Settings that all workers have to share.
+    compared = ("sharding", "shard_scope", "offload")
+
     def __init__(
         self, stage: int = 1, shard_scope: str = "all", offload: str | None = None
     ) -> None:

@@ -50,6 +50,9 @@ class Timeline(MeasuringCallback):
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
     """
 
+    # Settings that all workers have to share.
+    compared = ("steps",)
+
     def __init__(
         self, path: str | os.PathLike, steps: tuple[int, int] = (10, 15)
     ) -> None:

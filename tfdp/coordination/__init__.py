@@ -7,6 +7,7 @@ Reading order:
     mailbox: texts to the first worker without waiting
     join: a worker joins its cluster
     checks: workers compare variables and bucket plans
+    differences: the first difference between nests of settings
     watch: heartbeats, failure detection, shutdown
     preemption: signals that ask to save and exit
 """
