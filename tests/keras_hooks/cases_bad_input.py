@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tfdp
 from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case
@@ -227,3 +228,134 @@ def structures_that_do_not_fit(env: Env) -> dict:
         raised = _raised(lambda call=call, data=data, o=options: call(*data, **o))
         found[name] = raised["local"]
     return {"local": found}
+
+
+X, Y = common.regression_data(16)
+
+
+def _validated(rank: int) -> dict:
+    return {"validation_data": (X[: 8 + rank], Y[: 8 + rank])}
+
+
+# What each worker calls: the method of a model, its arguments, and those of `compile`.
+DIFFERENT_CALLS: dict[str, typing.Callable[[int], tuple]] = {
+    "steps of fit": lambda r: ("fit", (X, Y), {}, {"steps_per_execution": 1 + r}),
+    "steps of evaluate": lambda r: (
+        "evaluate",
+        (X, Y),
+        {},
+        {"steps_per_execution": 2 - r},
+    ),
+    "steps of predict": lambda r: ("predict", (X,), {}, {"steps_per_execution": 1 + r}),
+    "eager": lambda r: ("fit", (X, Y), {}, {"run_eagerly": bool(r)}),
+    "XLA": lambda r: ("evaluate", (X, Y), {}, {"jit_compile": not r}),
+    "epochs": lambda r: ("fit", (X, Y), {"epochs": 2 + r}, {}),
+    "first epoch": lambda r: ("fit", (X, Y), {"initial_epoch": r}, {}),
+    "steps of an epoch": lambda r: (
+        "fit",
+        (X, Y),
+        {"steps_per_epoch": [2, None][r]},
+        {},
+    ),
+    "steps of prediction": lambda r: ("predict", (X,), {"steps": 1 + r}, {}),
+    "validation": lambda r: ("fit", (X, Y), [{}, _validated(0)][r], {}),
+    "when to validate": lambda r: ("fit", (X, Y), {"validation_freq": 1 + r}, {}),
+    "rows": lambda r: ("fit", (X[: 16 - 8 * r], Y[: 16 - 8 * r]), {}, {}),
+    "rows of evaluate": lambda r: ("evaluate", (X[r:], Y[r:]), {}, {}),
+    "rows of predict": lambda r: ("predict", (X[: 16 - 8 * r],), {}, {}),
+    "rows of validation": lambda r: ("fit", (X, Y), _validated(r), {}),
+    "batch size": lambda r: ("predict", (X,), {"batch_size": 4 + 4 * r}, {}),
+    "dtype": lambda r: ("fit", (X, Y.astype(["float32", "int32"][r])), {}, {}),
+    "shape": lambda r: ("fit", (X, [Y, Y[:, 0]][r]), {}, {}),
+    "weights": lambda r: ("fit", (X, Y), {"sample_weight": [None, Y[:, 0]][r]}, {}),
+    "train_on_batch": lambda r: ("train_on_batch", (X[r:], Y[r:]), {}, {}),
+    "test_on_batch": lambda r: ("test_on_batch", (X, [Y, Y[:, 0]][r]), {}, {}),
+    "predict_on_batch": lambda r: ("predict_on_batch", (X[r:],), {}, {}),
+    "optimizer": lambda r: (
+        "fit",
+        (X, Y),
+        {},
+        {"optimizer": keras.optimizers.Adam(clipnorm=[1.0, None][r])},
+    ),
+    "optimizer of a batch": lambda r: (
+        "train_on_batch",
+        (X[:8], Y[:8]),
+        {},
+        {"optimizer": keras.optimizers.SGD(momentum=0.5 * r)},
+    ),
+    "loss": lambda r: ("evaluate", (X, Y), {}, {"loss": ["mse", "mae"][r]}),
+    "callback": lambda r: (
+        "fit",
+        (X, Y),
+        {"callbacks": [tfdp.callbacks.GradientAccumulation(steps=2 + r)]},
+        {},
+    ),
+}
+
+
+@case(
+    "Bad input: workers that call or compile a model differently",
+    setups=BOTH,
+    compare=False,
+)
+def different_calls(env: Env) -> dict:
+    found = {}
+    with env.scope():
+        model = common.mlp()
+    for name, make in DIFFERENT_CALLS.items():
+        with env.scope():
+            method, data, options, how = make(env.rank)
+            common.compiled(model, **how)
+        if not method.endswith("on_batch"):
+            options = {"verbose": 0, **options}
+        call = getattr(model, method)
+        raised = _raised(lambda call=call, data=data, o=options: call(*data, **o))
+        found[name] = {**raised["local"], "method": method}
+
+    def activation():
+        with env.scope():
+            model = _stack(layers.Dense(4, activation=["relu", "tanh"][env.rank]))
+        model.predict(X, verbose=0)
+
+    found["activation"] = {**_raised(activation)["local"], "method": "predict"}
+    return {"local": found}
+
+
+def _topics(env: Env, action: typing.Callable) -> list[str]:
+    """The topics of the messages between workers that an action costs."""
+    group = env.strategy.extended.worker_group
+    original, topics = group.all_gather, []
+
+    def all_gather(topic: str, *args: typing.Any) -> list[str]:
+        topics.append(topic)
+        return original(topic, *args)
+
+    group.all_gather = all_gather
+    try:
+        action()
+    finally:
+        del group.all_gather
+    return topics
+
+
+@case("Messages between workers before a loop and in it", setups=BOTH, compare=False)
+def messages_of_loops(env: Env) -> dict:
+    with env.scope():
+        model = common.compiled(common.mlp())
+
+    def fit() -> None:
+        common.fit(model, X, Y, epochs=2, validation_data=(X, Y))
+
+    def batch(rows: int) -> None:
+        for _ in range(3):
+            model.train_on_batch(X[:rows], Y[:rows])
+
+    fit()
+    return {
+        "fit": _topics(env, fit),
+        "evaluate": _topics(env, lambda: model.evaluate(X, Y, verbose=0)),
+        "predict": _topics(env, lambda: model.predict(X, verbose=0)),
+        "batch": _topics(env, lambda: batch(8)),
+        "batch again": _topics(env, lambda: batch(8)),
+        "batch of another size": _topics(env, lambda: batch(6)),
+    }

@@ -97,3 +97,97 @@ def test_structures_that_do_not_fit_are_refused_by_every_worker(clusters, setup_
             assert text.startswith(begin), (name, text)
             assert text.endswith(end), (name, text)
             assert results[f"local/{name}/seconds"] < WITHIN_SECONDS, name
+
+
+KEYS = ("method", "type", "text", "seconds")
+SETTINGS = "Workers call `{}` with different settings."
+ARRAYS = "Workers give `{}` different arrays."
+CONFIGS = "Workers have models, optimizers, losses, metrics or callbacks with different"
+OF_CALLS = {
+    "steps of fit": (SETTINGS, "steps_per_execution: 1 on worker 0, 2 on worker 1"),
+    "steps of evaluate": (
+        SETTINGS,
+        "steps_per_execution: 2 on worker 0, 1 on worker 1",
+    ),
+    "steps of predict": (SETTINGS, "steps_per_execution: 1 on worker 0, 2 on worker 1"),
+    "eager": (SETTINGS, "run_eagerly: False on worker 0, True on worker 1"),
+    "XLA": (SETTINGS, "jit_compile: True on worker 0, False on worker 1"),
+    "epochs": (SETTINGS, "epochs: 2 on worker 0, 3 on worker 1"),
+    "first epoch": (SETTINGS, "initial_epoch: 0 on worker 0, 1 on worker 1"),
+    "steps of an epoch": (SETTINGS, "steps_per_epoch: 2 on worker 0, None on worker 1"),
+    "steps of prediction": (SETTINGS, "steps: 1 on worker 0, 2 on worker 1"),
+    "validation": (
+        SETTINGS,
+        "validation_data: nothing on worker 0, 'given' on worker 1",
+    ),
+    "when to validate": (SETTINGS, "validation_freq: 1 on worker 0, 2 on worker 1"),
+    "rows": (ARRAYS, "x/rows: 16 on worker 0, 8 on worker 1"),
+    "rows of evaluate": (ARRAYS, "x/rows: 16 on worker 0, 15 on worker 1"),
+    "rows of predict": (ARRAYS, "x/rows: 16 on worker 0, 8 on worker 1"),
+    "rows of validation": (
+        ARRAYS,
+        "validation_data[0]/rows: 8 on worker 0, 9 on worker 1",
+    ),
+    "batch size": (ARRAYS, "batch_size: 4 on worker 0, 8 on worker 1"),
+    "dtype": (ARRAYS, "y/dtype: 'float32' on worker 0, 'int32' on worker 1"),
+    "shape": (ARRAYS, "y/shape/1: 1 on worker 0, nothing on worker 1"),
+    "weights": (
+        ARRAYS,
+        "sample_weight: nothing on worker 0, {'rows': 16, 'shape': [None], 'dtype': "
+        "'float32'} on worker 1",
+    ),
+    "train_on_batch": (ARRAYS, "x/rows: 16 on worker 0, 15 on worker 1"),
+    "test_on_batch": (ARRAYS, "y/shape/1: 1 on worker 0, nothing on worker 1"),
+    "predict_on_batch": (ARRAYS, "x/rows: 16 on worker 0, 15 on worker 1"),
+    "optimizer": (
+        CONFIGS,
+        "optimizer/config/clipnorm: 1.0 on worker 0, None on worker 1",
+    ),
+    "optimizer of a batch": (
+        CONFIGS,
+        "optimizer/config/momentum: 0.0 on worker 0, 0.5 on worker 1",
+    ),
+    "loss": (CONFIGS, "loss: 'mse' on worker 0, 'mae' on worker 1"),
+    "callback": (CONFIGS, "callbacks/0/steps: 2 on worker 0, 3 on worker 1"),
+    "activation": (CONFIGS, "/activation: 'relu' on worker 0, 'tanh' on worker 1"),
+}
+
+
+def test_workers_that_call_a_model_differently_are_told_how(clusters):
+    case = load_cases(("keras_hooks.cases_bad_input",))["different_calls"]
+    for results in clusters.run(case, "two_workers", group=GROUP):
+        wrong = {}
+        for name, (begin, end) in OF_CALLS.items():
+            found = {key: results[f"local/{name}/{key}"] for key in KEYS}
+            text = str(found["text"])
+            is_told = text.startswith(begin.format(found["method"]))
+            is_right = found["type"] == "ValueError" and text.endswith(end)
+            if not (is_told and is_right and found["seconds"] < WITHIN_SECONDS):
+                wrong[name] = found
+        assert not wrong, wrong
+
+
+# Of each kind of data: its order and length, and its number of steps.
+OF_DATA = ["a dataset's order and length", "the number of batches"]
+
+
+def test_workers_compare_what_they_call_by_one_message_and_none_in_a_step(clusters):
+    case = load_cases(("keras_hooks.cases_bad_input",))["messages_of_loops"]
+    for results in clusters.run(case, "two_workers", group=GROUP):
+        topics = {
+            name: [str(topic) for topic in found if topic != "kept links"]
+            for name, found in results.items()
+        }
+        of_fit = [
+            *OF_DATA,
+            *OF_DATA,
+            "stop_training",
+            "stop_training",
+            "the end of fit",
+        ]
+        assert sorted(topics["fit"]) == sorted(["the settings of fit", *of_fit])
+        for name in ("evaluate", "predict"):
+            assert topics[name] == [f"the settings of {name}", *OF_DATA]
+        assert topics["batch"] == ["the settings of train_on_batch"]
+        assert topics["batch again"] == []
+        assert topics["batch of another size"] == ["the settings of train_on_batch"]

@@ -216,12 +216,13 @@ def test_what_may_differ_between_workers_raises_no_alarm(name):
     make = ALIKE[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        models = make(0), make(1)
-        assert _difference(*models) == ""
-        for model in models:
-            if model.compiled and model.input_shape[1:] == (common.NUM_FEATURES,):
-                model.fit(*common.regression_data(8), verbose=0)
-        assert _difference(*models) == "", "after training"
+        assert _difference(make(0), make(1)) == ""
+
+
+def test_training_changes_nothing_that_is_compared():
+    models = _model(optimizer=_adam()), _model(optimizer=_adam())
+    models[0].fit(*common.regression_data(8), verbose=0)
+    assert _difference(*models) == ""
 
 
 def test_prediction_does_not_ask_how_a_model_was_compiled():

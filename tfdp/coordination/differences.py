@@ -33,11 +33,9 @@ def describe_difference(values: Mapping[int, Any]) -> str:
     'b/1: 3 on worker 0, nothing on worker 1'
     """
     first = values[min(values)]
-    for other in values.values():
-        path = _first_path(first, other)
-        if path is not None:
-            break
-    else:
+    paths = (_first_path(first, other) for other in values.values())
+    path = next((found for found in paths if found is not None), None)
+    if path is None:
         return ""
     told = ", ".join(
         f"{_text(_at(value, path))} on worker {rank}" for rank, value in values.items()
@@ -47,6 +45,7 @@ def describe_difference(values: Mapping[int, Any]) -> str:
 
 def _first_path(first: Any, other: Any) -> tuple | None:
     """Return the path of the first difference between two nests, or `None`."""
+    keys: list[Any]
     if isinstance(first, dict) and isinstance(other, dict):
         keys = [*first, *(key for key in other if key not in first)]
     elif isinstance(first, list) and isinstance(other, list):

@@ -65,6 +65,49 @@ def check_batch(strategy: Any, model: Any, arguments: dict[str, Any]) -> None:
         _check_alike(given)
 
 
+def describe_arrays(given: dict[str, Any]) -> dict[str, Any] | None:
+    """Describe arrays for the other workers.
+
+    Args:
+        given: Dict of nests of arrays by name.
+
+    Returns:
+        Dict with rows, shape and dtype of each array by name, or `None` if there is
+        anything but arrays.
+
+    Example:
+
+    >>> describe_arrays({"x": {"a": tf.zeros([8, 3])}, "y": None})
+    {"x['a']": {'rows': 8, 'shape': [None, 3], 'dtype': 'float32'}}
+    """
+    if not all(_is_array(leaf) for leaf in keras.tree.flatten(given)):
+        return None
+    return {
+        name + "".join(f"[{step!r}]" for step in path): _described(leaf)
+        for name, part in given.items()
+        for path, leaf in keras.tree.flatten_with_path(part)
+        if leaf is not None
+    }
+
+
+def _described(array: Any) -> dict[str, Any]:
+    shape = tf.TensorShape(array.shape)
+    dtype = getattr(array, "dtype", None)
+    if dtype is None:  # a table, with a type for each column
+        dtype = [str(column) for column in getattr(array, "dtypes", [])]
+    if not shape.rank:
+        return {"shape": [], "dtype": _dtype_name(dtype)}
+    return {
+        "rows": shape[0],
+        "shape": [None, *shape[1:]],
+        "dtype": _dtype_name(dtype),
+    }
+
+
+def _dtype_name(dtype: Any) -> Any:
+    return dtype if isinstance(dtype, list) else str(getattr(dtype, "name", dtype))
+
+
 def check_element(model: Any, spec: Any) -> None:
     """Raise if an element of a dataset holds no features.
 

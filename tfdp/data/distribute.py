@@ -49,13 +49,12 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
     check_batch_size(strategy, _static_batch_size(dataset), "The dataset's batch size")
     extended = strategy.extended
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    if extended.worker_group.num_workers > 1:
-        if policy in (_POLICY.FILE, _POLICY.OFF):
-            return _distribute_by_policy(strategy, dataset, options, policy, stock)
-        _check_same_shuffle(extended.worker_group, dataset)
+    is_alone = extended.worker_group.num_workers == 1
+    if not is_alone and policy in (_POLICY.FILE, _POLICY.OFF):
+        return _distribute_by_policy(strategy, dataset, options, policy, stock)
     first = extended.first_rank
     ranks = list(range(first, first + extended.num_local))
-    asks_workers = _lengths_differ(strategy, dataset)
+    asks_workers = _compare(strategy, dataset)
     return _distribute_rows(
         strategy, dataset, ranks, options, asks_workers=asks_workers
     )
@@ -124,18 +123,35 @@ def _static_batch_size(dataset: tf.data.Dataset) -> int | None:
     return found if found > 0 else None
 
 
-def _check_same_shuffle(worker_group: Any, dataset: tf.data.Dataset) -> None:
+def _compare(strategy: Any, dataset: tf.data.Dataset) -> bool:
+    """Compare a dataset with those of the other workers.
+
+    Returns:
+        Bool, whether some workers may run out of data before others.
+
+    Raises:
+        ValueError: If workers would shuffle differently.
+    """
+    worker_group = strategy.extended.worker_group
+    if worker_group.num_workers == 1:
+        return False
+    own = [_compat.shuffle_seeds(dataset), int(dataset.cardinality().numpy())]
+    texts = worker_group.all_gather("a dataset's order and length", json.dumps(own))
+    told = [json.loads(text) for text in texts]
+    _check_same_shuffle([seeds for seeds, _ in told])
+    return _lengths_differ(strategy, [length for _, length in told])
+
+
+def _check_same_shuffle(seeds: list) -> None:
     """Raise if workers would shuffle a dataset differently."""
-    seeds = _compat.shuffle_seeds(dataset)
-    texts = worker_group.all_gather("a dataset's shuffle order", json.dumps(seeds))
-    unseeded = any((0, 0) in map(tuple, json.loads(text)) for text in texts)
-    if unseeded or len(set(texts)) > 1:
+    unseeded = any([0, 0] in own for own in seeds)
+    if unseeded or any(own != seeds[0] for own in seeds):
         raise ValueError(
             "Workers would shuffle this dataset differently, so that samples are "
             "read twice or not at all. Give `shuffle` the same `seed` on every "
             "worker, or make the dataset after the strategy, which agrees on "
-            f"one. Received: the seeds {texts[0]} on worker 0, {texts[-1]} on "
-            f"worker {len(texts) - 1}"
+            f"one. Received: the seeds {seeds[0]} on worker 0, {seeds[-1]} on "
+            f"worker {len(seeds) - 1}"
         )
 
 
@@ -149,23 +165,19 @@ def stops_at_shortest(strategy: Any) -> bool:
     return is_for_training and strategy.extended.options.uneven == "stop"
 
 
-def _lengths_differ(strategy: Any, dataset: Any) -> bool:
+def _lengths_differ(strategy: Any, lengths: list[int]) -> bool:
     """Return whether some workers may run out of data before others."""
-    worker_group = strategy.extended.worker_group
-    if worker_group.num_workers == 1:
-        return False
-    length = int(dataset.cardinality().numpy())
-    same, texts = worker_group.all_equal("a dataset's length", str(length))
+    same = len(set(lengths)) == 1
     # `epochs` warns of batches that are dropped, where their number is known.
     if not same and not stops_at_shortest(strategy):
-        lengths = ", ".join(f"{text} on worker {r}" for r, text in enumerate(texts))
+        listed = ", ".join(f"{n} on worker {r}" for r, n in enumerate(lengths))
         warnings.warn(
             "Workers have datasets of different length; each should read the same "
             "global batches. All go on until the longest ends, those without data "
-            f"with empty batches. Received: {lengths} batches",
-            stacklevel=2,
+            f"with empty batches. Received: {listed} batches",
+            stacklevel=3,
         )
-    return not same or length == tf.data.UNKNOWN_CARDINALITY
+    return not same or lengths[0] == tf.data.UNKNOWN_CARDINALITY
 
 
 def steps_per_batch(strategy: Any, source: Any) -> float:

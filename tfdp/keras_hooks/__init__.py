@@ -4,6 +4,8 @@ Read in this order:
 
     install           THE TABLE of replaced functions: where, why, upstream issue
     trainer_hooks     compile, fit, evaluate, predict, save
+    loop_agreement    what workers compare before a loop, by one message
+    configs           configs of models and optimizers, in a form to be compared
     loss_hooks        losses and metrics: means over the rows of all replicas
     layer_hooks       moments of BatchNormalization, convolutions, seeds
     optimizer_hooks   a plain Keras optimizer: its updates take the path of a step

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import json
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,18 +25,16 @@ from tfdp.coordination.progress import progress
 from tfdp.data import checks
 from tfdp.data import position as data_position
 from tfdp.data.distribute import check_batch_size
-from tfdp.keras_hooks import file_hooks, scope_checks
+from tfdp.keras_hooks import file_hooks, loop_agreement, scope_checks
 from tfdp.keras_hooks.logs import merge_logs
 from tfdp.keras_hooks.saving import save_atomically
 from tfdp.keras_hooks.worker_callbacks import (
     add_optimizer_check,
     backup_callbacks,
-    describe_mismatch,
     find_callback_problem,
     order_callbacks,
     other_callbacks,
     select_callbacks,
-    tfdp_callback_names,
 )
 from tfdp.reduction import link_measure
 from tfdp.replicas import drift_probe
@@ -73,10 +70,9 @@ def _run_loop(
     strategy: Any,
 ) -> Any:
     arguments = bound.arguments
+    each_batch = _agree(name, model, bound, strategy)
     if name == "fit":
-        given = arguments.get("callbacks")
-        _check_callbacks(strategy, given, arguments)
-        arguments["callbacks"] = add_optimizer_check(model, given)
+        arguments["callbacks"] = add_optimizer_check(model, arguments.get("callbacks"))
     if strategy is None:
         scope_checks.check_outside_scope(model, name)
         _choose_callbacks(arguments, arguments.get("callbacks"), is_fit=name == "fit")
@@ -88,7 +84,11 @@ def _run_loop(
     if worker_group.rank > 0 and worker_group.num_workers > 1:
         arguments["verbose"] = 0
     chosen = select_callbacks(
-        strategy, model, arguments.get("callbacks"), is_fit=name == "fit"
+        strategy,
+        model,
+        arguments.get("callbacks"),
+        is_fit=name == "fit",
+        each_batch=each_batch,
     )
     _choose_callbacks(arguments, chosen, is_fit=name == "fit")
     if name == "fit":
@@ -137,19 +137,23 @@ def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
     return original(model, logs)
 
 
-def _check_callbacks(strategy: Any, callbacks: Any, arguments: dict[str, Any]) -> None:
-    """Raise on every worker what is wrong with the callbacks of any of them."""
+def _agree(name: str, model: Any, bound: inspect.BoundArguments, strategy: Any) -> bool:
+    """Raise on every worker what is wrong with a loop of any of them.
+
+    Returns:
+        Bool, whether a callback of any worker acts after each batch.
+    """
+    if loop_agreement.is_within_fit(bound):
+        return False
     worker_group = None if strategy is None else strategy.extended.worker_group
-    is_chief = worker_group is None or worker_group.rank == 0
-    problem = find_callback_problem(callbacks, arguments) if is_chief else ""
     if worker_group is not None and worker_group.num_workers > 1:
-        own = json.dumps([problem, tfdp_callback_names(callbacks)])
-        told = [json.loads(text) for text in worker_group.all_gather("callbacks", own)]
-        problem = told[0][0] or describe_mismatch([names for _, names in told])
+        return loop_agreement.agree_on_loop(worker_group, name, model, bound)
+    if name == "fit":
+        arguments = bound.arguments
+        problem = find_callback_problem(arguments.get("callbacks"), arguments)
         if problem:
-            worker_group.leave()
-    if problem:
-        raise ValueError(problem)
+            raise ValueError(problem)
+    return False
 
 
 @contextlib.contextmanager
@@ -186,6 +190,8 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
     name = original.__name__
     given = inspect.signature(original).bind(model, *args, **kwargs).arguments
     with progress.looping(name), strategy.extended.explaining():
+        worker_group = strategy.extended.worker_group
+        loop_agreement.agree_on_batch(worker_group, name, model, given)
         checks.check_batch(strategy, model, given)
         with loops.looping(model, whole_batches=True), _unrecorded():
             return original(model, *args, **kwargs)

@@ -34,7 +34,9 @@ _BATCH_HOOKS = (
 )
 
 
-def select_callbacks(strategy: Any, model: Any, callbacks: Any, *, is_fit: bool) -> Any:
+def select_callbacks(
+    strategy: Any, model: Any, callbacks: Any, *, is_fit: bool, each_batch: bool
+) -> Any:
     """Select the callbacks that this worker runs.
 
     Args:
@@ -42,6 +44,7 @@ def select_callbacks(strategy: Any, model: Any, callbacks: Any, *, is_fit: bool)
         model: The Keras model.
         callbacks: What the user gave to Keras.
         is_fit: Bool, whether they are for `fit`.
+        each_batch: Bool, whether those of any worker decide after each batch.
 
     Returns:
         List of callbacks, or what was given where there is one worker.
@@ -52,7 +55,7 @@ def select_callbacks(strategy: Any, model: Any, callbacks: Any, *, is_fit: bool)
     ):
         return callbacks
     chosen = []
-    given = _callback_list(callbacks)
+    given = callback_list(callbacks)
     is_sharded = _is_sharded(model, given)
     for callback in given:
         if worker_group.rank == 0 or not isinstance(callback, _WRITERS):
@@ -62,8 +65,6 @@ def select_callbacks(strategy: Any, model: Any, callbacks: Any, *, is_fit: bool)
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             chosen.append(BroadcastRestoredState(strategy))
     if is_fit:
-        own = any(_decides_per_batch(callback) for callback in chosen)
-        each_batch = worker_group.any("callbacks", own)
         chosen.append(
             SyncStopTrainingEachBatch(strategy)
             if each_batch
@@ -83,7 +84,7 @@ def order_callbacks(callbacks: Any) -> Any:
     Returns:
         List of callbacks.
     """
-    given, last = _callback_list(callbacks), backup_callbacks(callbacks)
+    given, last = callback_list(callbacks), backup_callbacks(callbacks)
     first = other_callbacks(callbacks)
     if isinstance(callbacks, keras.callbacks.CallbackList):
         given[:] = [*first, *last]
@@ -96,12 +97,12 @@ def order_callbacks(callbacks: Any) -> Any:
 
 def backup_callbacks(callbacks: Any) -> list:
     """Callbacks that save the state of `fit`, or resume it."""
-    return [c for c in _callback_list(callbacks) if _resumes(c)]
+    return [c for c in callback_list(callbacks) if _resumes(c)]
 
 
 def other_callbacks(callbacks: Any) -> list:
     """Callbacks that neither save the state of `fit` nor resume it."""
-    return [c for c in _callback_list(callbacks) if not _resumes(c)]
+    return [c for c in callback_list(callbacks) if not _resumes(c)]
 
 
 def _resumes(callback: Any) -> bool:
@@ -120,7 +121,7 @@ def find_callback_problem(callbacks: Any, arguments: dict[str, Any]) -> str:
     """
     if len(backup_callbacks(callbacks)) > 1:
         return "Give `fit` one `tfdp.callbacks.BackupAndRestore`. Received: several"
-    asked = [c for c in _callback_list(callbacks) if hasattr(c, "find_problem")]
+    asked = [c for c in callback_list(callbacks) if hasattr(c, "find_problem")]
     num_steps = num_fit_steps(arguments) if asked else None
     problems = [callback.find_problem(num_steps) for callback in asked]
     return next((problem for problem in problems if problem), "")
@@ -128,11 +129,12 @@ def find_callback_problem(callbacks: Any, arguments: dict[str, Any]) -> str:
 
 def tfdp_callback_names(callbacks: Any) -> list[str]:
     """Names of the callbacks of tfdp that the user gave to Keras, in order."""
-    kinds = [type(callback) for callback in _callback_list(callbacks)]
+    kinds = [type(callback) for callback in callback_list(callbacks)]
     return [k.__name__ for k in kinds if k.__module__.startswith("tfdp.")]
 
 
-def _callback_list(callbacks: Any) -> list:
+def callback_list(callbacks: Any) -> list:
+    """List of the callbacks that the user gave to Keras."""
     is_list = isinstance(callbacks, keras.callbacks.CallbackList)
     return callbacks.callbacks if is_list else keras.tree.flatten(callbacks or [])
 
@@ -162,7 +164,7 @@ def add_optimizer_check(model: Any, callbacks: Any) -> Any:
     Returns:
         List of callbacks, or what was given where nothing is needed.
     """
-    given = _callback_list(callbacks)
+    given = callback_list(callbacks)
     optimizer = getattr(model, "optimizer", None)
     if getattr(optimizer, "needs_trace", False):
         model.train_function = None
@@ -222,8 +224,12 @@ def _saving_participants(callback: Any) -> list:
     return []
 
 
+def decide_per_batch(callbacks: list) -> bool:
+    """Return whether any callback that is not Keras's own acts after a batch."""
+    return any(_decides_per_batch(callback) for callback in callbacks)
+
+
 def _decides_per_batch(callback: Any) -> bool:
-    """True if a callback that is not Keras's own acts after a batch."""
     kind = type(callback)
     if isinstance(callback, keras.callbacks.LambdaCallback):
         return any(name in vars(callback) for name in _BATCH_HOOKS)

@@ -1,0 +1,196 @@
+"""Agreement of the workers on a call of Keras, by one message before it begins.
+
+Workers that differ would wait for each other for ever, or train on what is wrong
+without a word. Any difference is an error of all of them, in one sentence.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import weakref
+from typing import Any
+
+from tfdp.coordination.differences import describe_difference
+from tfdp.coordination.worker_group import WorkerGroup
+from tfdp.data.checks import describe_arrays
+from tfdp.keras_hooks import configs
+from tfdp.keras_hooks.worker_callbacks import (
+    callback_list,
+    decide_per_batch,
+    describe_mismatch,
+    find_callback_problem,
+    tfdp_callback_names,
+)
+
+_DATA = ("x", "y", "sample_weight")
+_KERAS_BATCH_SIZE = 32
+# What each worker may choose for itself. Of data and callbacks more is compared.
+_FREE = ("verbose", "return_dict", "callbacks", "class_weight", "kwargs")
+_NO_SETTINGS = (*_FREE, *_DATA, "validation_data", "batch_size")
+_OF_MODEL = ("steps_per_execution", "run_eagerly", "jit_compile")
+
+# The batches that `train_on_batch` and its like were given, by model.
+_compared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+
+
+def agree_on_loop(
+    worker_group: WorkerGroup, name: str, model: Any, bound: inspect.BoundArguments
+) -> bool:
+    """Raise on every worker if they would not run the same loop.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        name: String, `"fit"`, `"evaluate"` or `"predict"`.
+        model: The Keras model.
+        bound: The arguments of the call.
+
+    Returns:
+        Bool, whether a callback of any worker acts after each batch.
+
+    Raises:
+        ValueError: Naming the first difference, or what is wrong with the callbacks.
+    """
+    arguments = bound.arguments
+    own: dict[str, Any] = {
+        "settings": _settings_of(model, bound),
+        "arrays": _arrays_of(arguments),
+    }
+    callbacks: list = []
+    if name == "fit":
+        callbacks = callback_list(arguments.get("callbacks"))
+        if worker_group.rank == 0:
+            own["problem"] = find_callback_problem(callbacks, arguments)
+        own["callbacks"] = tfdp_callback_names(callbacks)
+        own["each_batch"] = decide_per_batch(callbacks)
+    found = configs.configs_of(name, model, callbacks)
+    told = _compare(worker_group, name, own, found)
+    return any(text.get("each_batch") for text in told)
+
+
+def is_within_fit(bound: inspect.BoundArguments) -> bool:
+    """Return whether `fit` itself validates, of which it agreed at its beginning."""
+    return bool(bound.arguments.get("kwargs", {}).get("_use_cached_eval_dataset"))
+
+
+def agree_on_batch(
+    worker_group: WorkerGroup, name: str, model: Any, arguments: dict[str, Any]
+) -> None:
+    """Raise on every worker if they give a step different batches.
+
+    Only batches of a kind that this worker has not seen are compared: a step like
+    one before costs no message.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        name: String, such as `"train_on_batch"`.
+        model: The Keras model.
+        arguments: Dict, the arguments of the call by name.
+
+    Raises:
+        ValueError: Naming the first difference.
+    """
+    if worker_group.num_workers == 1:
+        return
+    arrays = describe_arrays({part: arguments.get(part) for part in _DATA})
+    seen = _compared.setdefault(model, set())
+    kind = f"{name} {json.dumps(arrays)}"
+    if kind in seen:
+        return
+    found = {} if name in seen else configs.configs_of(name, model, [])
+    own = {"settings": _of_model(model), "arrays": [arrays]}
+    _compare(worker_group, name, own, found)
+    seen |= {name, kind}
+
+
+def _settings_of(model: Any, bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Settings of a loop by which the number and the kind of its steps differ."""
+    arguments = bound.arguments
+    given = {
+        key: configs.comparable(arguments.get(key, parameter.default))
+        for key, parameter in list(bound.signature.parameters.items())[1:]
+        if key not in _NO_SETTINGS
+    }
+    if arguments.get("validation_data") is not None:
+        given["validation_data"] = "given"
+    return _of_model(model) | given
+
+
+def _of_model(model: Any) -> dict[str, Any]:
+    return {name: configs.comparable(getattr(model, name)) for name in _OF_MODEL}
+
+
+def _arrays_of(arguments: dict[str, Any]) -> list[dict[str, Any] | None]:
+    """The arrays for a loop and for its validation; `None` for other data."""
+    found = describe_arrays({name: arguments.get(name) for name in _DATA})
+    if found is not None:
+        found["batch_size"] = arguments.get("batch_size") or _KERAS_BATCH_SIZE
+    validation = arguments.get("validation_data")
+    if not isinstance(validation, (tuple, list)):
+        return [found, None]
+    parts = {f"validation_data[{i}]": part for i, part in enumerate(validation)}
+    return [found, describe_arrays(parts)]
+
+
+def _compare(
+    worker_group: WorkerGroup, name: str, own: dict[str, Any], found: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Gather what all workers have, and raise on all of them if it differs."""
+    topic = f"the settings of {name}"
+    own = own | {"configs": configs.fingerprint(found)}
+    told = [json.loads(t) for t in worker_group.all_gather(topic, json.dumps(own))]
+    problem = (
+        told[0].get("problem")
+        or describe_mismatch([text.get("callbacks", []) for text in told])
+        or _setting_problem(name, told)
+        or _array_problem(name, told)
+        or _config_problem(worker_group, topic, told, found)
+    )
+    if problem:
+        worker_group.leave()
+        raise ValueError(problem)
+    return told
+
+
+def _setting_problem(name: str, told: list[dict[str, Any]]) -> str:
+    found = describe_difference({r: t["settings"] for r, t in enumerate(told)})
+    if not found:
+        return ""
+    return (
+        f"Workers call `{name}` with different settings. Give every worker the same "
+        f"arguments, and compile the model alike. Received: {found}"
+    )
+
+
+def _array_problem(name: str, told: list[dict[str, Any]]) -> str:
+    for parts in zip(*(text["arrays"] for text in told), strict=True):
+        if None in parts:
+            continue  # datasets tell their lengths where they are distributed
+        found = describe_difference(dict(enumerate(parts)))
+        if found:
+            return (
+                f"Workers give `{name}` different arrays. Give every worker the same "
+                "ones, of which each takes its rows, or a `tf.data.Dataset` of its "
+                f"own with `AutoShardPolicy.OFF`. Received: {found}"
+            )
+    return ""
+
+
+def _config_problem(
+    worker_group: WorkerGroup, topic: str, told: list[dict], own: dict[str, Any]
+) -> str:
+    """Describe where configs differ; their texts travel only if they do."""
+    prints = [text["configs"] for text in told]
+    others = [rank for rank, text in enumerate(prints) if text != prints[0]]
+    if not others:
+        return ""
+    pair = (0, others[0])
+    text = json.dumps(own) if worker_group.rank in pair else ""
+    texts = worker_group.all_gather(f"{topic}: configs", text)
+    found = describe_difference({rank: json.loads(texts[rank]) for rank in pair})
+    if not found:
+        return ""
+    return (
+        "Workers have models, optimizers, losses, metrics or callbacks with different "
+        f"settings. Make them alike on every worker. Received: {found}"
+    )
