@@ -170,5 +170,6 @@ def shorten(text: str) -> str:
     >>> shorten("a  b"), len(shorten("x" * 1000))
     ('a b', 203)
     """
-    text = " ".join(text.encode("utf-8", "backslashreplace").decode().split())
+    text = " ".join(text.split())[:201]
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
     return text if len(text) <= 200 else text[:200] + "..."
