@@ -117,8 +117,8 @@ def _check_state(state: Any, where: str) -> None:
 
 def _is_value(name: str, value: Any) -> bool:
     """Whether a callback of Keras may hold that value under that name."""
-    if name == "best" and value is None:
-        return True
+    if value is None:  # not known yet
+        return name in _NAMES
     if name == "history":
         return isinstance(value, dict) and all(
             isinstance(item, list) for item in value.values()
@@ -244,7 +244,7 @@ def from_json(value: Any) -> Any:
         return {from_json(k): from_json(v) for k, v in value[_PAIRS]}
     dtype, shape, text = value[_ARRAY]
     if not _DTYPE.fullmatch(dtype) or any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError("no array")
+        raise ValueError
     flat = np.frombuffer(base64.b64decode(text, validate=True), np.dtype(dtype))
     array = flat.reshape(shape).copy()
     return array if shape else array[()]
