@@ -92,11 +92,15 @@ class SeesRows(layers.Layer):
 
 
 class SlowByRows(layers.Layer):
-    """Takes a time in proportion to the rows that it is given."""
+    """Takes a time in proportion to the rows that it is given, on one worker."""
+
+    def __init__(self, is_slow: bool):
+        super().__init__()
+        self.is_slow = is_slow
 
     def call(self, x):
         def sleep(rows):
-            time.sleep(SLOW_SECONDS * int(rows))
+            time.sleep(SLOW_SECONDS * int(rows) * self.is_slow)
             return np.int32(0)
 
         slept = tf.numpy_function(sleep, [tf.shape(x)[0]], tf.int32)
@@ -128,9 +132,7 @@ def shifted(env: Env, model: keras.Model, *data, **options) -> dict:
     side_by_side=False,
 )
 def rows_follow_speed(env: Env) -> dict:
-    slow = [SlowByRows()] if env.rank == 1 else []
-    # The layer has no weights: workers have the same model as far as it is trained.
-    model = model_of(env, *slow)
+    model = model_of(env, SlowByRows(env.rank == 1))
     shown = io.StringIO()
     with rebalanced(env) as balance, contextlib.redirect_stdout(shown):
         follow = Follow(balance)

@@ -194,9 +194,9 @@ def train_with_a_slow_second_worker() -> dict:
     strategy = tfdp.auto_strategy()
     rank = strategy.extended.worker_group.rank
     with strategy.scope():
-        first = [SlowByRows()] if rank == 1 else []
         inputs = keras.Input((common.NUM_FEATURES,))
-        model = keras.Sequential([inputs, *first, keras.layers.Dense(1)])
+        slow = SlowByRows(rank == 1)
+        model = keras.Sequential([inputs, slow, keras.layers.Dense(1)])
         common.compiled(model)
     data = common.regression_data(8 * BATCH)
     history = common.fit(model, *data, batch_size=BATCH, epochs=4)

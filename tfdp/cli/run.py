@@ -139,7 +139,7 @@ def run(
     until = None if timeout is None else time.monotonic() + timeout
     with (
         contextlib.closing(SignalPipe()) as signals,
-        _shown(signals, until) as screen,
+        showing(signals, until) as screen,
     ):
         names = [f"worker-{rank}.log" for rank in range(num_workers)]
         logs = _open_logs(folder, names, screen)
@@ -165,7 +165,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _shown(signals: SignalPipe, until: float | None) -> Iterator[Screen]:
+def showing(signals: SignalPipe, until: float | None) -> Iterator[Screen]:
     """Make a screen; in the end wait for its reader, unless the job is to end."""
     screen = Screen()
     try:
