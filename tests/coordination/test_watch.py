@@ -96,7 +96,10 @@ def test_a_clock_stands_still_while_its_process_does(monkeypatch):
     real = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: real[0])
     own = ProcessClock()
+    real[0] += 60.0  # nobody reads it yet
+    own.watch()
     begin = own.now()
+    assert own.pause_within(4.0) == 0.0
     for _ in range(5):
         real[0] += 1.2
         own.now()
@@ -116,7 +119,9 @@ def test_who_was_suspended_itself_hears_of_the_others_before_it_blames_them(
 ):
     real = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: real[0])
-    monkeypatch.setattr(module, "clock", ProcessClock())
+    own = ProcessClock()
+    own.watch()
+    monkeypatch.setattr(module, "clock", own)
     known = FailureDetector([1], limit_seconds=6.0)
     real[0] += 9.0  # stopped
     assert known.suspects() == []

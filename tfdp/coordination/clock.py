@@ -27,15 +27,21 @@ class ProcessClock:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._read_at = time.monotonic()
+        self._is_watched = False
         self._suspended = 0.0
         self._last_pause = (float("-inf"), 0.0)
+
+    def watch(self) -> None:
+        """Look out for pauses from now on: the clock is read every second."""
+        self.now()
+        self._is_watched = True
 
     def now(self) -> float:
         """Return the time in seconds, from an arbitrary start."""
         with self._lock:
             real = time.monotonic()
             gap, self._read_at = real - self._read_at, real
-            if gap > _LONGEST_GAP_SECONDS:
+            if self._is_watched and gap > _LONGEST_GAP_SECONDS:
                 self._suspended += gap - _USUAL_GAP_SECONDS
                 self._last_pause = (real - self._suspended, gap)
             return real - self._suspended

@@ -91,6 +91,7 @@ class Watchdog(threading.Thread):
 
     def start(self) -> None:
         """Start this thread and the heartbeat's."""
+        clock.watch()
         self._heartbeat.start()
         super().start()
 
