@@ -181,8 +181,9 @@ def join_of_known_and_unknown_lengths(env: Env) -> dict:
         # As many batches on both, but of other sizes: each sample counts alike.
         alike = (of_one_device("join", num_rows=(21, 24)),)
         if not env.is_reference:
-            alike = (common.batched(*data_of(env.rank, (21, 24)[env.rank])),)
-        results["rows"] = counted(env, SHORTEST, *alike)
+            own = common.batched(*data_of(env.rank, (21, 24)[env.rank]))
+            alike = (of_unknown_length(own),)
+        results["rows"] = counted(env, SHORTEST, *alike, is_known=False)
     return results
 
 
