@@ -317,6 +317,14 @@ def different_calls(env: Env) -> dict:
             model = _stack(layers.Dense(4, activation=["relu", "tanh"][env.rank]))
         model.predict(X, verbose=0)
 
+    def later():
+        with env.scope():
+            model = common.compiled(common.mlp())
+        # The second size is new to one worker only.
+        for rows in (16, 8, 16 - 4 * env.rank, 8):
+            model.train_on_batch(X[:rows], Y[:rows])
+
+    found["a later batch"] = {**_raised(later)["local"], "method": "train_on_batch"}
     found["activation"] = {**_raised(activation)["local"], "method": "predict"}
     return {"local": found}
 

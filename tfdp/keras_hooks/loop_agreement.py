@@ -6,6 +6,7 @@ without a word. Any difference is an error of all of them, in one sentence.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 import weakref
@@ -30,8 +31,10 @@ _FREE = ("verbose", "return_dict", "callbacks", "class_weight", "kwargs")
 _NO_SETTINGS = (*_FREE, *_DATA, "validation_data", "batch_size")
 _OF_MODEL = ("steps_per_execution", "run_eagerly", "jit_compile")
 
-# The batches that `train_on_batch` and its like were given, by model.
-_compared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+# By model and by method (`train_on_batch` and its like): the number of calls, and a
+# digest of the batches that they were given.
+_calls: weakref.WeakKeyDictionary[Any, dict[str, tuple[int, str]]]
+_calls = weakref.WeakKeyDictionary()
 
 
 def agree_on_loop(
@@ -78,8 +81,9 @@ def agree_on_batch(
 ) -> None:
     """Raise on every worker if they give a step different batches.
 
-    Only batches of a kind that this worker has not seen are compared: a step like
-    one before costs no message.
+    The batches so far are compared at the first, second, fourth, eighth, ... call:
+    at calls that follow from their number alone, so that no worker waits for one that
+    compares nothing.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
@@ -93,14 +97,17 @@ def agree_on_batch(
     if worker_group.num_workers == 1:
         return
     arrays = describe_arrays({part: arguments.get(part) for part in _DATA})
-    seen = _compared.setdefault(model, set())
-    kind = f"{name} {json.dumps(arrays)}"
-    if kind in seen:
-        return
-    found = {} if name in seen else configs.configs_of(name, model, [])
-    own = {"settings": _of_model(model), "arrays": [arrays]}
-    _compare(worker_group, name, own, found)
-    seen |= {name, kind}
+    calls = _calls.setdefault(model, {})
+    number, before = calls.get(name, (0, ""))
+    digest = hashlib.sha256(f"{before} {json.dumps(arrays)}".encode()).hexdigest()
+    if number & (number + 1) == 0:  # the call is a power of two
+        found = configs.configs_of(name, model, []) if number == 0 else {}
+        own = {
+            "settings": _of_model(model),
+            "arrays": [arrays, {"all batches so far": digest}],
+        }
+        _compare(worker_group, name, own, found)
+    calls[name] = (number + 1, digest)
 
 
 def _settings_of(model: Any, bound: inspect.BoundArguments) -> dict[str, Any]:
