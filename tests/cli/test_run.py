@@ -24,9 +24,9 @@ import psutil
 import pytest
 
 from tfdp.cli import launch, outlet, worker
+from tfdp.cli.attempts import Attempts
 from tfdp.cli.log_file import LogFile
 from tfdp.cli.outlet import Outlet
-from tfdp.cli.run import Launch
 from tfdp.cli.screen import LineReader, Screen
 from tfdp.cli.signals import SignalPipe
 from tfdp.cluster import Cluster, local_ports
@@ -615,7 +615,7 @@ def test_a_timeout_between_two_attempts_is_the_end_of_the_job(capfd):
     with contextlib.closing(SignalPipe()) as signals:
         screen = Screen(sys.__stdout__, sys.__stderr__)
         until = time.monotonic() + 0.1
-        job = Launch([], lambda count: [], [], screen, signals, 0.0, until)
+        job = Attempts([], lambda count: [], [], screen, signals, 0.0, until)
         assert job.pause(0.0) is None
         assert job.pause(30.0) == 124
         assert screen.close(DEADLINE_SECONDS)

@@ -160,14 +160,15 @@ def test_workers_that_wait_for_different_things_are_told_and_end_after_the_timeo
     reductions, limit, idle, failure, said, capsys
 ):
     watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"], limit)
-    other = dataclasses.replace(WAITING, reductions=reductions)
-    watchdog._detector.record_heartbeat(1, progress=other)
     watchdog._detector.record_status(
         1, has_left=False, last_error="", idle_seconds=idle
     )
     watchdog._heartbeat._idle.seconds = 20.0
-    for _ in range(2):
-        watchdog._check_deadlock(WAITING)
+    for count in (5, 5, 6):
+        own = dataclasses.replace(WAITING, count=count)
+        other = dataclasses.replace(own, reductions=reductions)
+        watchdog._detector.record_heartbeat(1, progress=other)
+        watchdog._check_deadlock(own)
     assert (watchdog._failure is not None) == failure
     assert capsys.readouterr().err.count("all workers wait") == bool(said)
 

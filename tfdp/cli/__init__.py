@@ -3,7 +3,8 @@
 `main` has the commands, each in a file of its name; `parameter_types` the types of
 their options. `run` starts a `job` of local workers: `launch` (the environment of
 each), `worker` (a process and its output), `log_file`, `screen` (the output of all) on
-an `outlet` (which never blocks), `signals`, and `restarts` (what follows a failure).
+an `outlet` (which never blocks), `signals`, `restarts` (what follows a failure) and
+`attempts` (one job after the other).
 `plan` prints a `forecast` with its `memory`; `bench` has options of its own in
 `bench_options`. TensorFlow is imported late, by `importing`.
 """

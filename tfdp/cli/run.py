@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib.util
 import math
@@ -11,27 +10,23 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import click
 
 from tfdp.bench.machine import num_cores
 from tfdp.cli import parameter_types as types
-from tfdp.cli.job import TIMED_OUT, Job, JobOptions
+from tfdp.cli.attempts import Attempts
 from tfdp.cli.launch import (
-    Slot,
     check_num_workers,
     make_clusters,
     make_log_dir,
     visible_gpus,
 )
 from tfdp.cli.log_file import LogFile
-from tfdp.cli.restarts import JobEnd, RestartOptions, Restarts, note
+from tfdp.cli.restarts import RestartOptions, Restarts
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
-from tfdp.cli.worker import shell_code, signal_name
-from tfdp.cluster import Cluster
-from tfdp.coordination.preemption import PREEMPTED
 
 # For who reads the output, once the job was told to end.
 _LAST_LINES_SECONDS = 2.0
@@ -147,7 +142,7 @@ def run(
         _announce(screen, num_workers, devices_per_worker, folder)
         if rebalance and num_workers == 1:
             screen.message("tfdp: warning: --rebalance has no effect with one worker")
-        launch = Launch(
+        attempts = Attempts(
             [sys.executable, *(["-m"] if is_module else []), script, *args],
             functools.partial(
                 make_clusters,
@@ -160,7 +155,7 @@ def run(
             grace,
             until,
         )
-        code = launch.run(Restarts(num_workers, again), history)
+        code = attempts.run(Restarts(num_workers, again), history)
     sys.exit(code)
 
 
@@ -205,98 +200,6 @@ def _restart_options(
             f"--min-workers {min_workers}, -n {num_workers}"
         )
     return RestartOptions(max_restarts, min_workers, grow_after)
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """A job with all its attempts.
-
-    Args:
-        command: List of strings, what every worker runs.
-        make_clusters: Function that makes the clusters of so many workers.
-        logs: List of `LogFile`, one for each worker.
-        screen: The `Screen` that shows the output.
-        signals: The `SignalPipe`.
-        grace_seconds: Float, between asking the workers to stop and killing them.
-        until: Float, by `time.monotonic()`, when all is stopped, or `None`.
-    """
-
-    command: list[str]
-    make_clusters: Callable[[int], list[Cluster]]
-    logs: list[LogFile]
-    screen: Screen
-    signals: SignalPipe
-    grace_seconds: float
-    until: float | None
-
-    def run(self, restarts: Restarts, history: list[LogFile]) -> int:
-        """Run the workers until they are done, or not to be started again."""
-        while True:
-            end = self._attempt(restarts)
-            following = restarts.after(end)
-            if following is None or self.signals.received:
-                return end.code
-            for log in history:
-                note(log, following.line)
-            self.screen.message(f"tfdp: {following.line}", style="bold yellow")
-            code = self.pause(following.pause_seconds)
-            if code is not None:
-                return code
-
-    def _attempt(self, restarts: Restarts) -> JobEnd:
-        """Run the workers once."""
-        begin = time.monotonic()
-        options = JobOptions(
-            until=self.until,
-            grace_seconds=self.grace_seconds,
-            save_after_seconds=restarts.grow_after_seconds,
-            slots=[Slot(index, len(self.logs)) for index in restarts.slots],
-        )
-        clusters = self.make_clusters(len(restarts.slots))
-        job = Job(self.command, clusters, self.logs, self.screen, self.signals, options)
-        try:
-            with job:
-                code = job.run()
-        except OSError as error:
-            raise click.ClickException(
-                f"A worker could not be started: {error}"
-            ) from error
-        # Also one that came while the job was ending for another reason.
-        if self.signals.received and code not in (0, PREEMPTED):
-            code = 128 + self.signals.received[0]
-        return _describe_end(job, code, time.monotonic() - begin)
-
-    def pause(self, seconds: float) -> int | None:
-        """Wait between two attempts.
-
-        Args:
-            seconds: Float, for how long.
-
-        Returns:
-            Int, the exit code if no other attempt is to follow, or else `None`.
-        """
-        left = math.inf if self.until is None else self.until - time.monotonic()
-        self.signals.wait(min(seconds, left))
-        if self.signals.received:
-            signum = self.signals.received[0]
-            name = signal_name(signum)
-            self.screen.message(f"tfdp: {name} received, the job does not start again")
-            return 128 + signum
-        if left <= seconds:
-            self.screen.message("tfdp: --timeout is over, the job does not start again")
-            return TIMED_OUT
-        return None
-
-
-def _describe_end(job: Job, code: int, seconds: float) -> JobEnd:
-    failed, lost = job.failed, job.lost
-    # One that failed while the job was being stopped is no reason.
-    if failed is None or code != shell_code(failed.exit_code or 0):
-        return JobEnd(code, None, "", seconds)
-    if lost is not None:
-        reason = f"was lost, as worker {failed.rank} says,"
-        return JobEnd(code, lost.rank, reason, seconds)
-    return JobEnd(code, failed.rank, failed.describe_end(), seconds, job.has_saved)
 
 
 def _announce(

@@ -88,6 +88,7 @@ class Watchdog(threading.Thread):
         # Set when the main thread has raised the error.
         self._is_raised = threading.Event()
         self._warned_at = -1
+        self._is_deadlock_told = False
 
     def start(self) -> None:
         """Start this thread and the heartbeat's."""
@@ -277,7 +278,9 @@ class Watchdog(threading.Thread):
         rank = self._detector.first_with_other_reductions(own)
         if rank is not None and limit is not None and idle > limit:
             self._blame(rank, f"its step reduces other tensors; {_SAME_CALLS}")
-        else:
+        elif not self._is_deadlock_told:
+            # Once: on GPUs a long step leaves the processors idle, too.
+            self._is_deadlock_told = True
             self._warn(
                 own,
                 f"all workers wait at {own.name} for {own.seconds:.0f} s, for data or "
