@@ -49,6 +49,8 @@ def divide_batches(
         check_parts(parts_with_rows(dataset.element_spec))
     is_tuple = type(dataset.element_spec) is tuple
 
+    # AutoGraph would take a second to find that there is nothing to convert.
+    @tf.autograph.experimental.do_not_convert
     def divide(*arguments: Any) -> Any:
         # A tuple arrives as several arguments, one of one part as one.
         element = arguments if is_tuple else arguments[0]
