@@ -125,6 +125,24 @@ def asked_to_end_before_fit(layout: Layout, rank: int) -> None:
     time.sleep(60.0)
 
 
+def asked_to_end_while_joining(layout: Layout, rank: int, *, at: int) -> None:
+    """Is sent SIGTERM when TensorFlow's handler is there, on one worker."""
+    from tfdp.coordination import join
+
+    restore = join.restore_python_handler
+
+    def restore_too_late() -> None:
+        if rank == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        restore()
+
+    join.restore_python_handler = restore_too_late
+    import tfdp
+
+    _strategy(layout, tfdp)
+    time.sleep(60.0 if rank == at else 5.0)
+
+
 def by_hand(
     layout: Layout,
     rank: int,

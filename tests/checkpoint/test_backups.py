@@ -161,6 +161,13 @@ def test_sigterm_before_fit_ends_a_worker_whose_strategy_is_there(tmp_path):
     assert found.codes == (-signal.SIGTERM, -signal.SIGTERM), found.output[-3000:]
 
 
+@pytest.mark.parametrize("rank", [1, full(0)])
+def test_sigterm_while_a_worker_joins_its_cluster_is_not_lost(rank, tmp_path):
+    action, options = interrupted_fit.asked_to_end_while_joining, {"at": rank}
+    found = run(TWO_WORKERS, action, tmp_path, options, deadline_seconds=40.0)
+    assert found.codes[rank] == -signal.SIGTERM, found.output[-3000:]
+
+
 def test_every_worker_raises_what_is_wrong_with_the_directory(tmp_path):
     options = {"everything": False, "epochs": 1}
     file = tmp_path / "file"

@@ -187,6 +187,7 @@ from tfdp._compat.owners import (
 )
 from tfdp._compat.patches import Replacement, change_of, replace
 from tfdp._compat.runtime import (
+    PREEMPTED_TASK_KEY,
     abort_collectives,
     configure_coordination_service,
     coordinated_jobs,
@@ -195,6 +196,7 @@ from tfdp._compat.runtime import (
     get_key_value,
     is_context_initialized,
     num_local_devices,
+    own_task,
     plain_variable,
     profile_of,
     remove_generated_files,

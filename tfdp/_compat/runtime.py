@@ -40,6 +40,12 @@ def num_local_devices(kind: str) -> int:
     return sum((spec.job, spec.task) == own for spec in specs)
 
 
+def own_task() -> str:
+    """Name of this process in its cluster: `"/job:worker/task:1"`, or `""`."""
+    server = getattr(context.context(), "_collective_ops_server_def", None)
+    return f"/job:{server.job_name}/task:{server.task_index}" if server else ""
+
+
 def device_type(device: str) -> str:
     """Type of a device: `"CPU"` or `"GPU"`."""
     return device_lib.DeviceSpec.from_string(device).device_type or "CPU"
@@ -66,6 +72,10 @@ def coordinated_jobs(num_tasks: dict[str, int]) -> list:
         )
         for name, count in num_tasks.items()
     ]
+
+
+# Under it TensorFlow's own handler of SIGTERM tells the name of the task that got it.
+PREEMPTED_TASK_KEY = "TF_DEFAULT_PREEMPTION_NOTICE_KEY"
 
 
 def set_key_value(key: str, value: str) -> None:

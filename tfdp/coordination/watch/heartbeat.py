@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
+import signal
 import threading
 import time
 from typing import Any
@@ -21,6 +23,8 @@ from tfdp.coordination.worker_group import WorkerGroup
 BEAT_SECONDS = 1.0
 # A key is missing for a moment when it is written anew.
 _READ_SECONDS = 0.02
+# During so many a SIGTERM may come to light that was sent before the first one.
+_BEATS_AFTER_JOINING = 5
 # Well before the watchdog names stragglers, all workers have each other's progress.
 _LONG_WAIT_SECONDS = 5.0
 # Of a processor: heartbeats and TensorFlow's polling take less, computing takes more.
@@ -64,6 +68,7 @@ class Heartbeat(threading.Thread):
         self._detector = detector
         self._idle = IdleMeter()
         self._count = 0
+        self._is_notice_repeated = False
         self._counts_seen: dict[int, int] = {}
         self._wake = threading.Event()
         # Completed beats; `beat_now` waits for one that begins after its call.
@@ -104,6 +109,8 @@ class Heartbeat(threading.Thread):
         with self._condition:
             self._count += 1
         self._idle.update()
+        if self._count <= _BEATS_AFTER_JOINING:
+            self._repeat_notice()
         if self._rank > 0:
             self._publish(f"beat/{self._rank}", self._report())
             self._receive_summary(self._read("summary"))
@@ -111,6 +118,17 @@ class Heartbeat(threading.Thread):
         for rank in self._detector.ranks():
             self._receive(rank, self._read(f"beat/{rank}"))
         self._publish("summary", {"own": self._report(), "of": self._summary()})
+
+    def _repeat_notice(self) -> None:
+        """Send this process the SIGTERM that it got while it joined the cluster.
+
+        TensorFlow's handler was there then, which tells of it here within a second.
+        """
+        with contextlib.suppress(tf.errors.DeadlineExceededError):
+            task = _compat.get_key_value(_compat.PREEMPTED_TASK_KEY, _READ_SECONDS)
+            if task == _compat.own_task() and not self._is_notice_repeated:
+                self._is_notice_repeated = True
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def _report(self) -> dict[str, Any]:
         """Build this worker's report to the others."""
