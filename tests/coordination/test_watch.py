@@ -184,6 +184,58 @@ def test_a_process_is_idle_while_it_uses_next_to_no_processor(monkeypatch, clock
         assert meter.seconds == idle
 
 
+def test_a_call_of_tensorflow_that_lasts_is_a_wait_outside_of_loops_too(
+    monkeypatch, clock, capsys
+):
+    heartbeat = Heartbeat(WorkerGroup(0), FailureDetector([1], 60.0))
+    calls = [object()]
+    monkeypatch.setattr("time.process_time", lambda: 5.0)
+    monkeypatch.setattr(_compat, "call_in_progress", lambda: calls[-1])
+
+    def wait(seconds: int) -> bool:
+        for _ in range(seconds):
+            clock.now += 1.0
+            heartbeat._idle.update()
+        return heartbeat.progress.is_computing
+
+    assert not wait(5)
+    assert wait(10)
+    calls.append(object())  # the next one
+    assert not wait(2)
+    watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"], 8.0)
+    watchdog._heartbeat = heartbeat
+    assert wait(20)
+    other = WorkerProgress(99, "", 20.0, is_computing=True, reductions=0)
+    watchdog._detector.record_heartbeat(1, progress=other)
+    watchdog._detector.record_status(
+        1, has_left=False, last_error="", idle_seconds=20.0
+    )
+    watchdog._check_stragglers()
+    assert "all workers wait at an operation of TensorFlow" in capsys.readouterr().err
+    assert watchdog._failure is None  # data that does not come
+    other = dataclasses.replace(other, reductions=7)
+    watchdog._detector.record_heartbeat(1, progress=other)
+    watchdog._check_stragglers()
+    assert watchdog._failure is not None
+    assert "its step reduces other tensors" in watchdog._failure.cause
+
+
+def test_the_call_in_which_the_main_thread_waits_is_found():
+    queue = tf.queue.FIFOQueue(1, [tf.int32], shapes=[[]])
+    dequeue = tf.function(queue.dequeue).get_concrete_function()
+    found = []
+
+    def look() -> None:
+        found.extend([_compat.call_in_progress(), _compat.call_in_progress()])
+        queue.enqueue(1)
+
+    threading.Timer(0.5, look).start()
+    dequeue()
+    assert found[0] is found[1]
+    assert found[0] is not None
+    assert _compat.call_in_progress() is None
+
+
 def test_who_is_behind_is_told_by_the_count_of_places(clock: Clock):
     known = FailureDetector([1, 2, 3], limit_seconds=60)
     known.record_heartbeat(1, progress=WorkerProgress(4, "step 4", 0.0))

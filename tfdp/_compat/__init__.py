@@ -189,6 +189,7 @@ from tfdp._compat.patches import Replacement, change_of, replace
 from tfdp._compat.runtime import (
     PREEMPTED_TASK_KEY,
     abort_collectives,
+    call_in_progress,
     configure_coordination_service,
     coordinated_jobs,
     delete_key_value,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from typing import Any
 
 import tensorflow as tf
@@ -104,6 +105,30 @@ def abort_collectives(text: str) -> None:
     A collective that waits for a worker that stands still would never end.
     """
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, text)
+
+
+# Where Python is while TensorFlow runs a function or a collective, or waits for what
+# comes of it; not where it reads data.
+_WAITS = (
+    "/eager/execute.py",
+    "/eager/context.py",
+    "/gen_collective_ops.py",
+    "/framework/ops.py",
+    # Of `strategy.run` outside of functions, which waits for threads of its own.
+    "/distribute/mirrored_run.py",
+)
+
+
+def call_in_progress() -> Any:
+    """The frame in which the main thread waits for TensorFlow, or `None`.
+
+    A frame that is kept is the same object for as long as the call goes on.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_filename == threading.__file__:
+        frame = frame.f_back
+    name = frame.f_code.co_filename.replace(os.sep, "/") if frame else ""
+    return frame if "/tensorflow/python/" in name and name.endswith(_WAITS) else None
 
 
 def remove_generated_files() -> None:

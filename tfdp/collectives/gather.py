@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.collectives import ProcessGroup, all_gather, padded_length
+from tfdp.coordination.progress import progress
 
 # Dtypes that collectives lack, and those that carry their values.
 _COLLECTIVE_DTYPES = {
@@ -55,6 +56,7 @@ def gather_first_axis(
         Tuple of the concatenation, ordered by rank, and of the number of elements
         that each rank has in it, `[group.size]`, int32.
     """
+    progress.reduction_traced(f"gather {rows.dtype.name} {rows.shape[1:]}")
     with tf.device(group.devices[replica]):
         row_shape = tf.shape(rows)[1:]
         flat = tf.reshape(

@@ -154,7 +154,7 @@ class FailureDetector:
         return found
 
     def is_deadlocked(self, own: WorkerProgress, idle_seconds: float) -> bool:
-        """Return whether all workers compute one step, and none of them does anything.
+        """Return whether all workers compute a step, and none of them does anything.
 
         Args:
             own: `WorkerProgress` of this worker.
@@ -164,7 +164,12 @@ class FailureDetector:
         return own.is_computing and all(
             status.progress is not None
             and status.progress.is_computing
-            and status.progress.count == own.count
+            # A loop of the user's own is outside of what is counted.
+            and (
+                status.progress.count == own.count
+                or not own.name
+                or not status.progress.name
+            )
             and status.idle_seconds >= idle_seconds
             for status in others
         )

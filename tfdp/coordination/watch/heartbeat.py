@@ -32,10 +32,14 @@ _IDLE_FRACTION = 0.2
 
 
 class IdleMeter:
-    """Time since this process last used the processors for anything worth the name."""
+    """Time since this process last used the processors for anything worth the name.
+
+    And the time that its main thread has spent meanwhile in one call of TensorFlow.
+    """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = self.call_seconds = 0.0
+        self._call: Any = None
         self._last = time.process_time(), clock.now()
 
     def update(self) -> None:
@@ -44,6 +48,11 @@ class IdleMeter:
         elapsed = self._last[1] - then
         is_idle = self._last[0] - cpu <= _IDLE_FRACTION * elapsed
         self.seconds = self.seconds + elapsed if is_idle else 0.0
+        before = self._call
+        # Of a process that computes no frame is kept, and so no tensor.
+        self._call = _compat.call_in_progress() if self.seconds else None
+        is_same = self._call is not None and self._call is before
+        self.call_seconds = self.call_seconds + elapsed if is_same else 0.0
 
 
 class Heartbeat(threading.Thread):
@@ -105,6 +114,18 @@ class Heartbeat(threading.Thread):
         """Float, for how long this process has used next to no processor."""
         return self._idle.seconds
 
+    @property
+    def call_seconds(self) -> float:
+        """Float, for how long the main thread has been in one call of TensorFlow."""
+        return self._idle.call_seconds
+
+    @property
+    def progress(self) -> WorkerProgress:
+        """`WorkerProgress`; outside of Keras's loops, too, it tells a long wait."""
+        own = progress.current
+        waits = not own.name and self.call_seconds > _LONG_WAIT_SECONDS
+        return dataclasses.replace(own, is_computing=True) if waits else own
+
     def _beat(self) -> None:
         with self._condition:
             self._count += 1
@@ -134,7 +155,7 @@ class Heartbeat(threading.Thread):
         """Build this worker's report to the others."""
         return {
             "count": self._count,
-            "progress": dataclasses.asdict(progress.current),
+            "progress": dataclasses.asdict(self.progress),
             "idle_seconds": self.idle_seconds,
             "last_error": self.last_error,
             "has_left": self.has_left,

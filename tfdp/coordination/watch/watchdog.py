@@ -251,7 +251,10 @@ class Watchdog(threading.Thread):
 
     def _check_stragglers(self) -> None:
         """Warn of workers that this one waits for, or fail them after the timeout."""
-        own = progress.current
+        own = self._heartbeat.progress
+        if own.is_computing and not own.name:
+            self._check_deadlock(own)
+            return
         # An all-gather of texts warns by itself.
         if own.seconds < _WARN_AFTER_SECONDS or not own.name or own.is_all_gathering:
             return
@@ -271,7 +274,8 @@ class Watchdog(threading.Thread):
         Data that does not come looks alike, and is no reason to end.
         """
         limit = self._timeout_seconds
-        idle = min(own.seconds, self._heartbeat.idle_seconds)
+        waited = own.seconds if own.name else self._heartbeat.call_seconds
+        idle = min(waited, self._heartbeat.idle_seconds)
         is_deadlocked = self._detector.is_deadlocked(own, _WARN_AFTER_SECONDS)
         if idle < _WARN_AFTER_SECONDS or not is_deadlocked:
             return
@@ -283,8 +287,8 @@ class Watchdog(threading.Thread):
             self._is_deadlock_told = True
             self._warn(
                 own,
-                f"all workers wait at {own.name} for {own.seconds:.0f} s, for data or "
-                f"in different collectives; {_SAME_CALLS}.",
+                f"all workers wait at {own.name or 'an operation of TensorFlow'} for "
+                f"{waited:.0f} s, for data or in different collectives; {_SAME_CALLS}.",
             )
 
     def _warn_of_stragglers(
