@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -40,11 +41,22 @@ class Trigger:
         fault = self._plan.fault
         if fault is None or fault.place != (phase, point) or fault.step != count:
             return
-        if fault.rank == self._rank:
-            self._note("fault", fault.kind)
-            _let_happen(fault, self._setting)
+        if fault.hits_all or fault.rank == self._rank:
+            self._meet(fault)
         elif self._rank == self._plan.busy_rank:
             time.sleep(BUSY_SECONDS)
+
+    def _meet(self, fault: Fault) -> None:
+        def happen() -> None:
+            self._note("fault", fault.kind)
+            _let_happen(fault, self._setting)
+
+        if fault.phase != "any":
+            happen()
+            return
+        timer = threading.Timer(fault.after, happen)
+        timer.daemon = True
+        timer.start()
 
 
 def _let_happen(fault: Fault, setting: Setting) -> None:
@@ -52,6 +64,11 @@ def _let_happen(fault: Fault, setting: Setting) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault.kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if fault.kind == "sigterm":
+        os.kill(os.getpid(), signal.SIGTERM)
+    if fault.kind == "pause":
+        _pause(fault.seconds)
+        return
     if fault.kind == "raise":
         raise ArithmeticError("the script's own error")
     if fault.kind == "exit":
@@ -62,6 +79,13 @@ def _let_happen(fault: Fault, setting: Setting) -> None:
         for command in setting.cut_commands:
             subprocess.run(command, check=True)
     time.sleep(fault.seconds)
+
+
+def _pause(seconds: float) -> None:
+    """Stands still until another process lets this one go on."""
+    wake = f"sleep {seconds}; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", wake])
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _fill(path: Path, num_pages: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ POLL_SECONDS = 0.05
 START_SECONDS = 60.0
 # So long a process may take to be gone once its worker has ended.
 _GONE_SECONDS = 2.0
-_KILLED = -9
+_KILLED = (None, -signal.SIGKILL, -signal.SIGTERM)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,7 @@ def _problem_of_processes(sessions: set[int]) -> str:
 
 def _problem_of_temporary_files(ends: list[End], notes: str) -> str:
     for rank, end in enumerate(ends):
-        folder, was_killed = Path(notes, f"{rank}.tmp"), end.code in (None, _KILLED)
+        folder, was_killed = Path(notes, f"{rank}.tmp"), end.code in _KILLED
         if found := leftovers.problem_of_temporary_files(folder, was_killed=was_killed):
             return f"worker {rank}: {found}"
     return ""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from tests.faults.job import End, Life
+from tests.faults import verdicts
+from tests.faults.ends import (
+    DEATH_SECONDS,
+    EXIT_KILLED,
+    is_right,
+    seconds_of,
+    sentence_of,
+    told,
+)
+from tests.faults.job import Life
 from tests.faults.lives import Outcome
 from tests.faults.plan import Fault, JobPlan
 
-EXIT_LOST, EXIT_KILLED = 69, -9
-DEATH_SECONDS = 10.0
 # A disk that is full before training is found when `fit` begins.
 _BEGIN_SECONDS = 30.0
 # How the worker itself ends that meets a fault: its exit code.
@@ -31,10 +38,13 @@ def problem_of(plan: JobPlan, outcome: Outcome, undisturbed: dict) -> str:
     """
     fault = plan.fault
     assert fault is not None
-    problems = [
-        _problem_of_worker(plan, fault, outcome.first, rank, undisturbed)
-        for rank in range(plan.num_workers)
-    ]
+    if fault.kind in verdicts.OF_KIND:
+        problems = [verdicts.OF_KIND[fault.kind](plan, outcome.first, undisturbed)]
+    else:
+        problems = [
+            _problem_of_worker(plan, fault, outcome.first, rank, undisturbed)
+            for rank in range(plan.num_workers)
+        ]
     problems += [outcome.first.left, outcome.left]
     if outcome.second is not None:
         again = problem_of_second(fault, outcome, undisturbed)
@@ -48,8 +58,8 @@ def problem_of_second(fault: Fault, outcome: Outcome, undisturbed: dict) -> str:
     if fault.kind == "damage" and fault.phase == "every":
         return _problem_of_refusal(outcome)
     for rank, end in enumerate(outcome.second.ends):
-        if not _is_right(end, undisturbed):
-            return f"worker {rank}: {_told(end)}"
+        if not is_right(end, undisturbed):
+            return f"worker {rank}: {told(end)}"
         wanted = [f"{name}: " for name in outcome.damaged]
         if wanted and not all(
             text in end.log for text in ["newer ones are damaged", *wanted]
@@ -58,26 +68,11 @@ def problem_of_second(fault: Fault, outcome: Outcome, undisturbed: dict) -> str:
     return ""
 
 
-def sentence_of(life: Life, rank: int) -> str:
-    """The one sentence with which a worker that could not go on has ended."""
-    end = life.ends[rank]
-    if end.code == EXIT_LOST:
-        said = [x[6:] for x in end.log.splitlines() if x.startswith("tfdp: Worker ")]
-        return said[0] if len(said) == 1 else ""
-    return end.error.partition(": ")[2] if end.code == 1 else ""
-
-
-def seconds_of(life: Life, rank: int) -> float:
-    """From the fault to the error, or to the end where the process was ended."""
-    end = life.ends[rank]
-    return end.seconds if end.error_seconds is None else end.error_seconds
-
-
 def judged_ranks(plan: JobPlan) -> list[int]:
     """The workers that have to end with an error because of the fault."""
     fault = plan.fault
     assert fault is not None
-    hits_all = fault.kind in ("cut", "full")
+    hits_all = fault.hits_all or fault.kind in ("cut", "full")
     return [r for r in range(plan.num_workers) if hits_all or r != fault.rank]
 
 
@@ -96,10 +91,10 @@ def _problem_of_worker(
 ) -> str:
     end = life.ends[rank]
     if fault.kind == "sleep":
-        return "" if _is_right(end, undisturbed) else f"worker {rank}: {_told(end)}"
+        return "" if is_right(end, undisturbed) else f"worker {rank}: {told(end)}"
     if rank not in judged_ranks(plan):
         wanted = _OWN_CODES[fault.kind]
-        return "" if end.code == wanted else f"worker {rank} itself: {_told(end)}"
+        return "" if end.code == wanted else f"worker {rank} itself: {told(end)}"
     said = sentence_of(life, rank)
     if not any(name in said for name in _names(plan, fault, life, rank)):
         return f"worker {rank} with code {end.code} said {said or end.error!r}"
@@ -120,21 +115,11 @@ def _names(plan: JobPlan, fault: Fault, life: Life, rank: int) -> list[str]:
     return names + [f": worker {r}: " for r in culprits]
 
 
-def _is_right(end: End, undisturbed: dict) -> bool:
-    return end.code == 0 and end.result == undisturbed
-
-
 def _problem_of_refusal(outcome: Outcome) -> str:
     """Where no backup is whole every worker says so, and goes on from none."""
     assert outcome.second is not None
     for rank, end in enumerate(outcome.second.ends):
         wanted = ["ValueError: No backup in ", *(f"{n}: " for n in outcome.damaged)]
         if end.code != 1 or not all(text in end.error for text in wanted):
-            return f"worker {rank}: {_told(end)}"
+            return f"worker {rank}: {told(end)}"
     return ""
-
-
-def _told(end: End) -> str:
-    """A short account for the table."""
-    last = end.log.strip().splitlines()[-1:] or [""]
-    return f"code {end.code}, {end.result or end.error or last[0]!r}"

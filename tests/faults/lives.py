@@ -52,9 +52,12 @@ def run(plan: JobPlan, *, goes_on: bool = True) -> Outcome:
         setting = bed.setting("first")
         first = job.run(plan, setting, limit)
         bed.mend()
+        if plan.script == "calls":
+            return Outcome(first, None, [], "")
         is_over = all(end.code == 0 for end in first.ends)
         left = _left(first, bed, is_done=is_over)
-        if is_over or not goes_on:
+        is_fresh = plan.script == "evaluate and fit" and not backups(bed.state)
+        if is_over or is_fresh or not goes_on:
             return Outcome(first, None, [], left)
         damaged = _damage(plan, bed)
         setting = bed.setting("second")

@@ -14,11 +14,21 @@ KINDS = (
     "full",
     "crash",
     "damage",
+    "sigterm",
+    "pause",
+    "differ",
+    "arrays",
 )
 # Where a worker meets its fault; `newest` and `every` say what is damaged between two
-# lives of a job, whose first one is killed while it trains.
+# lives of a job, whose first one is killed while it trains; `any` is some time after
+# `start`. Of what `differ`s and of `arrays` it is what the workers call.
 PHASES = (
     "start",
+    "made",
+    "compiled",
+    "between",
+    "begin",
+    "tracing",
     "training",
     "evaluation",
     "saving",
@@ -26,12 +36,28 @@ PHASES = (
     "callback",
     "newest",
     "every",
+    "any",
+    "loops",
+    "mixed",
+    "by hand",
+    "end",
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
 )
 # Of a save: before the worker's own files, after them; on the first worker before the
 # new index is written, when it is written but not in place, and when it is.
 POINTS = ("files", "parts", "listed", "index", "renamed")
 # Packets are lost without a word, or the link is down.
 CUTS = ("silent", "plug")
+# What workers call: of Keras and of tfdp, and outside of both; or nothing more.
+METHODS = ("fit", "evaluate", "predict", "train_on_batch")
+LOOPS = (*METHODS, "test_on_batch", "fit by twos", "fit that sums", "save")
+BY_HAND = ("steps", "other steps", "steps that gather", "sum", "gather")
+END = "end"
+# What differs of the arrays for one of `METHODS`.
+CHANGES = ("rows", "shape", "dtype", "batch_size")
 STEPS_PER_EPOCH = 10
 
 
@@ -45,11 +71,13 @@ class Fault:
         rank: Int.
         step: Int, step of training, counted from 1, at which it happens; or which
             evaluation or save.
-        seconds: Float, how long a `sleep` lasts.
+        seconds: Float, how long a `sleep` or a `pause` lasts.
         point: String of `POINTS`, where in a save it happens.
         way: String, how a file is damaged (`faults.damage.WAYS`) or the network is
             cut (`CUTS`).
         num_pages: Int, how much room there is left where a disk is `full`.
+        hits_all: Bool, whether it happens to all workers, not to one.
+        after: Float, seconds after `start`, where the phase is `any`.
     """
 
     kind: str
@@ -60,12 +88,16 @@ class Fault:
     point: str = "parts"
     way: str = ""
     num_pages: int = 0
+    hits_all: bool = False
+    after: float = 0.0
 
     @property
     def place(self) -> tuple[str, str]:
         """The phase and the point at which the worker meets it."""
         if self.kind == "damage":
             return "training", ""
+        if self.phase == "any":
+            return "start", ""
         return self.phase, self.point if self.phase in ("saving", "backup") else ""
 
 
@@ -81,7 +113,10 @@ class JobPlan:
         busy_rank: Int or `None`, a worker whose callbacks take long at the step of
             the fault, so that it is in no collective.
         hosts: Tuple of int, the host of each worker, 0 or 1; empty if all are on one.
-        has_own_loop: Bool, whether it trains in a loop of its own instead of `fit`.
+        script: String, what the workers run: `"fit"`; before it an evaluation,
+            `"evaluate and fit"`; a loop of their own, `"by hand"`; or `"calls"`.
+        calls: Tuple of strings by rank: of `LOOPS` or `BY_HAND`, `END`, or of `METHODS`
+            with one of `CHANGES`, as in `"fit, rows"`.
     """
 
     num_workers: int
@@ -90,7 +125,8 @@ class JobPlan:
     epochs: int = 3
     busy_rank: int | None = None
     hosts: tuple[int, ...] = ()
-    has_own_loop: bool = False
+    script: str = "fit"
+    calls: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-MARKER = "<!-- tools/faults writes what follows. -->"
+_MARKER = "<!-- tools/faults"
 _DEATHS = ("kill", "raise", "exit", "crash", "damage")
 
 
@@ -44,15 +44,18 @@ def table(rows: Sequence[dict]) -> str:
     return "\n".join(lines)
 
 
-def write(page: Path, rows: Sequence[dict], command: str) -> None:
+def write(page: Path, rows: Sequence[dict], only: str, command: str) -> None:
     """Writes the table into the docs, with what it was measured on.
 
     Args:
         page: Path.
         rows: Sequence of dicts.
+        only: String, the kinds that were run, or `""`: what was kept of others stays.
         command: String, what was run.
     """
-    head = page.read_text("utf-8").partition(MARKER)[0]
+    marker = f"{_MARKER}{only} writes what follows. -->"
+    head, _, tail = page.read_text("utf-8").partition(marker)
+    _, others, rest = tail.partition(f"\n{_MARKER}")
     bad = [row for row in rows if row["problem"]]
     twice = [row for row in rows if row["earlier"]]
     versions = ", ".join(f"{n} {metadata.version(n)}" for n in ("tensorflow", "keras"))
@@ -65,7 +68,8 @@ def write(page: Path, rows: Sequence[dict], command: str) -> None:
         "",
         *[f"- {r['kind']} in {r['phase']}: {r['problem']}" for r in bad],
     ]
-    page.write_text(f"{head}{MARKER}\n\n" + "\n".join(text).rstrip() + "\n", "utf-8")
+    own = "\n".join(text).rstrip()
+    page.write_text(f"{head}{marker}\n\n{own}\n{others}{rest}", "utf-8")
 
 
 def _times(group: Sequence[dict]) -> str:

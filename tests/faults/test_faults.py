@@ -8,20 +8,22 @@ import re
 
 import pytest
 
-from tests.faults import campaign, lives
+from tests.faults import campaign, lives, verdicts
 from tests.faults.beds import why_not
 from tests.faults.damage import WAYS
-from tests.faults.judge import (
+from tests.faults.ends import (
     DEATH_SECONDS,
     EXIT_KILLED,
     EXIT_LOST,
-    problem_of,
     seconds_of,
     sentence_of,
 )
+from tests.faults.job import End, Life
+from tests.faults.judge import problem_of
 from tests.faults.lives import Outcome
 from tests.faults.plan import CUTS, POINTS, Fault, JobPlan
 from tests.harness.tiers import full
+from tfdp.coordination.preemption import PREEMPTED
 
 PROCESS_GROUP = "hosts"
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -134,7 +136,7 @@ def test_an_error_in_one_script_is_told_by_the_others():
 def test_in_a_loop_of_the_users_own_the_last_line_names_the_lost_worker(kind: str):
     timeout = 6.0 if kind == "stop" else None
     fault = Fault(kind, "training", 1, step=5)
-    plan = JobPlan(2, fault, timeout_seconds=timeout, has_own_loop=True)
+    plan = JobPlan(2, fault, timeout_seconds=timeout, script="by hand")
     life = lives.run(plan, goes_on=False).first
     end = life.ends[0]
     said = [line for line in end.log.splitlines() if line.startswith("tfdp: Worker 1 ")]
@@ -207,16 +209,99 @@ def test_a_first_worker_that_dies_at_the_index_of_a_backup_loses_nothing(
     check(JobPlan(2, fault), undisturbed)
 
 
-def test_a_campaign_of_200_has_each_kind_in_each_phase_five_times():
-    faults = [plan.fault for plan in campaign.plans(200, seed=1)]
+@pytest.mark.standard
+@pytest.mark.parametrize("hits_all", [True, full(False)])
+def test_workers_asked_to_end_in_fit_save_and_go_on(hits_all: bool):
+    plan = JobPlan(2, script="evaluate and fit")
+    undisturbed = lives.run(plan).first.ends[0].result
+    fault = Fault("sigterm", "tracing", 1, step=1, hits_all=hits_all)
+    outcome = check(dataclasses.replace(plan, fault=fault), undisturbed)
+    assert [end.code for end in outcome.first.ends] == [PREEMPTED] * 2
+
+
+@pytest.mark.standard
+@pytest.mark.parametrize("phase", ["compiled", full("made"), full("between")])
+def test_a_worker_asked_to_end_before_fit_ends(phase: str):
+    fault = Fault("sigterm", phase, 1, step=1)
+    check(JobPlan(2, fault, script="evaluate and fit"))
+
+
+@pytest.mark.standard
+@pytest.mark.parametrize("hits_all", [True, full(False)])
+def test_a_pause_shorter_than_the_timeout_changes_nothing(
+    hits_all: bool, undisturbed: dict
+):
+    fault = Fault("pause", "training", 1, step=5, seconds=5.0, hits_all=hits_all)
+    check(JobPlan(2, fault, timeout_seconds=12.0), undisturbed)
+
+
+@pytest.mark.standard
+@pytest.mark.parametrize(
+    "calls",
+    [("other steps", "sum"), full(("evaluate", "steps that gather"))],
+)
+def test_workers_that_make_different_calls_end_after_the_timeout(calls: tuple):
+    fault = Fault("differ", "mixed", 0, hits_all=True)
+    plan = JobPlan(2, fault, timeout_seconds=4.0, script="calls", calls=calls)
+    outcome = check(plan)
+    assert all("reduces other" in end.log + end.error for end in outcome.first.ends)
+
+
+@pytest.mark.standard
+def test_other_arrays_on_workers_are_one_error_of_all():
+    fault = Fault("arrays", "predict", 0, hits_all=True)
+    calls = ("predict", "predict, rows")
+    check(JobPlan(2, fault, timeout_seconds=8.0, script="calls", calls=calls))
+
+
+def test_a_campaign_has_each_kind_in_each_phase_five_times():
+    count = 5 * len(campaign.PAIRS)
+    faults = [plan.fault for plan in campaign.plans(count, seed=1)]
     counts = collections.Counter((fault.kind, fault.phase) for fault in faults)
     assert set(counts) == set(campaign.PAIRS)
     assert min(counts.values()) >= 5
     assert {f.way for f in faults if f.kind == "cut"} == set(CUTS)
     assert {f.way for f in faults if f.kind == "damage"} == set(WAYS)
     assert {f.point for f in faults if f.kind == "crash"} == set(POINTS[2:])
+    pauses = campaign.plans(20, seed=1, kinds=["pause"])
+    assert {plan.fault.kind for plan in pauses} == {"pause"}
     assert campaign.plans(40, seed=1) == campaign.plans(200, seed=1)[:40]
     assert campaign.plans(40, seed=2) != campaign.plans(40, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "codes", "is_right"),
+    [
+        ("sigterm", (75, 75), True),
+        ("sigterm", (-15, 1), True),
+        # The notice was lost; the other one has not said a word.
+        ("sigterm", (0, 0), False),
+        ("sigterm", (-15, 69), False),
+        ("sigterm", (75, 0), False),
+        ("sigterm", (None, None), False),
+        ("differ", (1, 1), True),
+        ("differ", (0, 0), False),
+        ("differ", (None, None), False),
+        ("arrays", (1, 1), False),
+        ("pause", (0, 0), True),
+        ("pause", (None, 0), False),
+    ],
+)
+def test_the_verdict_on_workers_that_were_asked_to_end_or_differ(
+    kind: str, codes: tuple, is_right: bool
+):
+    fault = Fault(kind, "any", 0, seconds=5.0)
+    plan = JobPlan(2, fault, timeout_seconds=8.0, calls=("fit", "evaluate"))
+    error = "WorkerLost: Worker 0 (a:1) was lost"
+    ends = []
+    for rank, code in enumerate(codes):
+        events = [(1.0, "fault", "")] if rank == 0 else []
+        events += [(2.0, "finished", "{}")] if code == 0 else []
+        said = error if code == 1 else ""
+        result: dict | None = {} if code == 0 else None
+        ends.append(End(code, 1.0, said, 1.0, result, events, ""))
+    life = Life(ends, ("a:1", "b:1"), "")
+    assert (verdicts.OF_KIND[kind](plan, life, {}) == "") == is_right
 
 
 def test_the_judge_wants_bits_names_times_and_codes(

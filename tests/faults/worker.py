@@ -33,7 +33,8 @@ def run(plan: JobPlan, rank: int, setting: Setting) -> None:
     """
     _settle(rank, setting)
     note = functools.partial(_note, setting.notes, rank)
-    train = _train_by_hand if plan.has_own_loop else _train
+    scripts = {"by hand": _train_by_hand, "calls": _call}
+    train = scripts.get(plan.script, _train)
     try:
         note("finished", train(plan, rank, setting, note))
     except BaseException as caught:
@@ -89,16 +90,32 @@ def _train(plan: JobPlan, rank: int, setting: Setting, note: Any) -> str:
     trigger.reach("start")
     options = tfdp.CommunicationOptions(timeout_seconds=plan.timeout_seconds)
     strategy = tfdp.MultiWorkerMirroredStrategy(communication=options)
+    trigger.reach("made")
     keras.utils.set_random_seed(1)
     num_rows = BATCH * STEPS_PER_EPOCH
     x = np.random.default_rng(0).normal(size=(num_rows, 8)).astype("float32")
     y = x.sum(axis=1, keepdims=True)
+
+    class Traced(keras.layers.Layer):
+        def call(self, inputs, training=False):
+            if training:
+                trigger.reach("tracing")
+            return inputs
+
     with strategy.scope():
-        layers = [keras.layers.Dense(16, "relu"), keras.layers.Dense(1)]
+        layers = [keras.layers.Dense(16, "relu"), Traced(), keras.layers.Dense(1)]
         model = keras.Sequential([keras.Input((8,)), *layers])
         model.compile(keras.optimizers.Adam(0.01), "mse")
+    trigger.reach("compiled")
+
+    class Between(keras.callbacks.Callback):
+        def on_test_batch_begin(self, batch, logs=None):
+            trigger.reach("between")
 
     class Steps(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):
+            trigger.reach("begin")
+
         def on_train_batch_begin(self, batch, logs=None):
             trigger.reach("training")
 
@@ -109,6 +126,9 @@ def _train(plan: JobPlan, rank: int, setting: Setting, note: Any) -> str:
             trigger.reach("callback")
             saves.save(self.model)
 
+    few = {"x": x[: 4 * BATCH], "y": y[: 4 * BATCH]}
+    if plan.script == "evaluate and fit":
+        model.evaluate(**few, batch_size=BATCH, verbose=0, callbacks=[Between()])
     backup = tfdp.callbacks.BackupAndRestore(f"{setting.state}/backup", SAVE_FREQ)
     history = model.fit(
         x,
@@ -116,7 +136,7 @@ def _train(plan: JobPlan, rank: int, setting: Setting, note: Any) -> str:
         batch_size=BATCH,
         epochs=plan.epochs,
         verbose=0,
-        validation_data=(x[: 4 * BATCH], y[: 4 * BATCH]),
+        validation_data=tuple(few.values()),
         callbacks=[Steps(), backup],
     )
     return json.dumps({"history": history.history, "hash": _hash_of(model)})
@@ -145,6 +165,18 @@ def _train_by_hand(plan: JobPlan, rank: int, setting: Setting, note: Any) -> str
         trigger.reach("training")
         step()
     return json.dumps({"total": float(total.numpy())})
+
+
+def _call(plan: JobPlan, rank: int, setting: Setting, note: Any) -> str:
+    import tfdp
+    from tests.faults.calls import Caller
+
+    options = tfdp.CommunicationOptions(timeout_seconds=plan.timeout_seconds)
+    strategy = tfdp.MultiWorkerMirroredStrategy(communication=options)
+    caller = Caller(strategy, setting.state)
+    note("fault", plan.calls[rank])
+    caller.call(plan.calls[rank])
+    return json.dumps({"called": plan.calls[rank]})
 
 
 def _hash_of(model: Any) -> str:
