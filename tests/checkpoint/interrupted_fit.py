@@ -261,7 +261,7 @@ def _killer(keras: Any, rank: int, *, step: int, at: int | None, number: int) ->
     Args:
         keras: The module.
         rank: Int, this worker's.
-        step: Int, or 0 for before the first one.
+        step: Int, or 0 for before the first one, -1 for after the last one.
         at: Int, the worker that is sent it, or `None` for all.
         number: Int, of the signal.
     """
@@ -272,6 +272,10 @@ def _killer(keras: Any, rank: int, *, step: int, at: int | None, number: int) ->
 
         def on_train_begin(self, logs: Any = None) -> None:
             if step == 0 and rank == at:
+                os.kill(os.getpid(), number)
+
+        def on_train_end(self, logs: Any = None) -> None:
+            if step == -1 and rank == at:
                 os.kill(os.getpid(), number)
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -156,6 +156,17 @@ def test_preempted_workers_save_and_exit_with_a_code_of_their_own(
     assert_same(train(TWO_WORKERS, tmp_path, **options), undisturbed(TWO_WORKERS))
 
 
+@pytest.mark.standard
+def test_sigterm_at_the_very_end_of_fit_leaves_its_backups(undisturbed, tmp_path):
+    options = {"directory": str(tmp_path / "backups"), "save_freq": "epoch"}
+    kill = {"step": -1, "at": None, "number": int(signal.SIGTERM)}
+    first = train(TWO_WORKERS, tmp_path, kill=kill, **options)
+    assert first.codes == (-signal.SIGTERM,) * 2, first.output[-3000:]
+    assert (tmp_path / "backups").exists()
+    assert_same(train(TWO_WORKERS, tmp_path, **options), undisturbed(TWO_WORKERS))
+    assert not (tmp_path / "backups").exists()
+
+
 def test_sigterm_before_fit_ends_a_worker_whose_strategy_is_there(tmp_path):
     found = run(TWO_WORKERS, interrupted_fit.asked_to_end_before_fit, tmp_path, {})
     assert found.codes == (-signal.SIGTERM, -signal.SIGTERM), found.output[-3000:]

@@ -188,8 +188,12 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._exit()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Delete the backups, unless they are to be kept."""
-        if self.delete_at_end:
+        """Delete the backups, unless they are to be kept.
+
+        Nor if this process ends before the script has saved what `fit` returns.
+        """
+        is_preempted = self._watch.is_given(self._total, must_ask=True)
+        if self.delete_at_end and not is_preempted:
             self._backups.delete()
 
     # Saving.
