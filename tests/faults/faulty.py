@@ -128,12 +128,17 @@ class Saves:
         from tfdp.checkpoint.backups import Backups
 
         write_local_shards, write_text = writing.write_local_shards, writing.write_text
-        replace_index, save = writing.replace_index, Backups.save
+        replace_index = writing.replace_index
+        save, delete = Backups.save, Backups.delete
 
         def noted_save(backups, step, *args):
             with self._within("backup"):
                 save(backups, step, *args)
             self._note("backup", str(step))
+
+        def noted_delete(backups):
+            self._note("deleted")
+            delete(backups)
 
         def noted_write_local_shards(*args):
             self._trigger.reach(self._phase, "files")
@@ -151,7 +156,7 @@ class Saves:
             replace_index(*args)
             self._trigger.reach(self._phase, "renamed")
 
-        Backups.save = noted_save
+        Backups.save, Backups.delete = noted_save, noted_delete
         writing.write_local_shards = noted_write_local_shards
         writing.write_text = noted_write_text
         writing.replace_index = noted_replace_index

@@ -114,8 +114,8 @@ def _problem_of_checkpoint(noted: list[Event], state: Path) -> str:
 
 def _problem_of_backups(noted: list[Event], state: Path) -> str:
     steps = [int(text) for _, event, text in noted if event == "backup"]
-    if not steps:
-        return ""
+    if not steps or any(event == "deleted" for _, event, _ in noted):
+        return ""  # `fit` had come to its end
     found = backups(state)
     for path in found:
         _check(path)
