@@ -238,7 +238,12 @@ def step_has_one_all_reduce_for_each_bucket(env: Env) -> dict:
     return {"counts": counts}
 
 
-@case("plan: counts of samples", setups=("two_workers",), compare=False)
+@case(
+    "plan: counts of samples",
+    setups=("two_workers",),
+    full_setups=("two_by_two",),  # one worker has nobody to merge logs with
+    compare=False,
+)
 def counts_of_uneven_batches_need_no_collective(env: Env) -> dict:
     host, merged_logs = env.strategy.extended.host_group.key, 1
     # A batch of arrays or of a dataset may be partial, so that its size is known at run
