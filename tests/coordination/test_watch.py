@@ -354,10 +354,10 @@ def test_the_bucket_of_an_error_is_that_of_its_node(text: str, bucket: str):
     assert bucket_of_error(text) == bucket
 
 
-def test_a_closed_port_refuses_and_an_unknown_host_does_not_answer():
+def test_a_closed_port_refuses_and_an_unknown_host_is_told():
     (port,) = free_ports(1)
     assert probe_port(f"127.0.0.1:{port}", 1.0) is ProbeResult.REFUSED
-    assert probe_port("host.invalid:1", 0.5) is ProbeResult.NONE
+    assert probe_port("host.invalid:1", 0.5) is ProbeResult.UNKNOWN_HOST
 
 
 def test_a_process_that_ends_itself_leaves_no_generated_file():
