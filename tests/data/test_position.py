@@ -90,7 +90,7 @@ def renewed(steps_per_execution: int = 1) -> keras.Model:
 def _traced_once(steps_per_execution: int) -> tuple[keras.Model, list[np.ndarray]]:
     model = build(steps_per_execution)
     model.optimizer.build(model.trainable_variables)
-    return model, [np.array(variable) for variable in _state_of(model)]
+    return model, [variable.numpy() for variable in _state_of(model)]
 
 
 def _state_of(model: keras.Model) -> list[Any]:
