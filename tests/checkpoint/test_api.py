@@ -756,8 +756,8 @@ def take_part(
         checkpoint.save(model, directory)
         try:
             checkpoint.save(model, elsewhere)
-        except ValueError as error:
-            said = str(error)
+        except (OSError, ValueError) as error:
+            said = f"{type(error).__name__}: {error}"
     else:
         checkpoint.restore(model, directory)
     return [np.asarray(variable) for variable in variables], said
@@ -805,4 +805,6 @@ def test_two_workers_save_what_one_device_and_three_workers_restore(saved_by_two
 def test_two_workers_without_a_shared_directory_both_say_so(saved_by_two):
     _, answers = saved_by_two
     for answer in answers:
-        assert "worker 1: it does not see the folder" in answer.value[1]
+        said = answer.value[1]
+        assert said.startswith("ValueError: ")
+        assert "worker 1: it does not see the folder" in said
