@@ -175,6 +175,17 @@ def test_each_worker_gets_the_same_cluster_and_its_own_task(launcher):
     )
 
 
+def test_as_many_workers_as_gpus_or_else_as_cpu_cores(launcher):
+    launcher.environment["CUDA_VISIBLE_DEVICES"] = "0,1,2"
+    launcher.script("print(len(CONFIG['cluster']['worker']), sys.argv[1:])")
+    # What follows the script is its own, an option of another launcher too.
+    result = launcher.run("-n", "auto", "script.py", "-np")
+    assert lines_of(result.stdout, 0) == ["3 ['-np']"]
+    launcher.environment["CUDA_VISIBLE_DEVICES"] = ""
+    result = launcher.run("-n", "auto", "script.py")
+    assert lines_of(result.stdout, 0) == [f"{launch.num_cores()} []"]
+
+
 @pytest.mark.parametrize("option", ["-D", "--devices-per-worker"])
 def test_devices_per_worker_travel_in_tf_config(launcher, option):
     launcher.script("print(CONFIG['tfdp']['devices_per_worker'])")
@@ -939,6 +950,9 @@ BAD_INPUT = [
     (["script.py"], "-n"),
     (["-n", "2"], "SCRIPT"),
     (["-n", "2", "--no-such-option", "script.py"], "--no-such-option"),
+    (["-np", "2", "script.py"], "Give the number of workers with -n. Received: -np"),
+    (["--nproc-per-node=2", "script.py"], "with -n. Received: --nproc-per-node"),
+    (["--timeout", "9", "-H", "a,b", "script.py"], "of one machine; on several"),
 ]
 
 

@@ -100,6 +100,7 @@ from tfdp._compat.keras_model import (
     backup_that_writes_nothing,
     build_by_steps,
     build_symbolically,
+    calls_of,
     compile_arguments,
     function_arguments,
     has_default_config,
