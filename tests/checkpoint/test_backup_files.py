@@ -372,6 +372,7 @@ def test_sigterm_saves_and_exits_with_a_code_of_its_own(undisturbed, tmp_path, c
     watch = Cut()
     found = fit(arrays(**PLAIN), watch, BackupAndRestore(tmp_path))
     assert watch.seen[0] == (1, 2)
+    assert "tfdp: resumed at step 3 of epoch 2, from " in capfd.readouterr().err
     assert_same(found, undisturbed)
 
 
