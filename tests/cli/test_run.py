@@ -372,6 +372,15 @@ def test_a_full_line_is_read_from_pieces_of_characters_and_returns():
     assert reader.close() == ["next"]
 
 
+@pytest.mark.parametrize("text", ["    indented\n", "1/9\r    indented\n", "a\r  \n"])
+def test_a_line_is_the_same_in_however_many_pieces_it_comes(text):
+    whole = LineReader().feed(text.encode())
+    for cut in range(len(text)):
+        reader = LineReader()
+        lines = reader.feed(text[:cut].encode()) + reader.feed(text[cut:].encode())
+        assert lines == whole
+
+
 def test_a_line_without_end_does_not_fill_the_memory():
     reader = LineReader()
     for _ in range(100):
