@@ -7,7 +7,21 @@ it is used, so that the command line answers at once.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    # Type checkers and editors see the names that `__getattr__` loads.
+    from tfdp import callbacks, checkpoint, optimizers, testing
+    from tfdp.links import Link, Links
+    from tfdp.losses.all_gather import all_gather
+    from tfdp.optimizer.distributed import DistributedOptimizer
+    from tfdp.options import CommunicationOptions
+    from tfdp.plans.schedules import scale_learning_rate
+    from tfdp.strategy.strategy import (
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
+        auto_strategy,
+    )
 
 __version__ = "0.1.0"
 
@@ -43,13 +57,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'tfdp' has no attribute {name!r}")
-    module = importlib.import_module(_HOMES[name])
-    value = module if _HOMES[name] == f"tfdp.{name}" else getattr(module, name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker would take any name for one of this package
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'tfdp' has no attribute {name!r}")
+        module = importlib.import_module(_HOMES[name])
+        value = module if _HOMES[name] == f"tfdp.{name}" else getattr(module, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,26 @@ def cut_run(folder: Path, *callbacks: Any, step: int = 7, **options: Any) -> Non
         fit(arrays(**PLAIN), backup, *callbacks, Cut(step + 1))
 
 
+@pytest.fixture(scope="module")
+def of_step_7(tmp_path_factory) -> Path:
+    """The backups of a run that was cut after step 7; to be copied, not changed."""
+    folder = tmp_path_factory.mktemp("cut") / "backups"
+    cut_run(folder)
+    return folder
+
+
+@pytest.fixture
+def backups(of_step_7, tmp_path) -> Path:
+    """A copy of the backups of steps 5 to 7."""
+    return shutil.copytree(of_step_7, tmp_path / "backups")
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> tuple:
+    """Weights and history of a run that nothing cut, and that saved nothing."""
+    return fit(arrays(**PLAIN))
+
+
 def damage(folder: Path) -> None:
     """Changes one byte of the data of a backup."""
     path = next(folder.glob("data-*/*.data-00000-of-00001"))
@@ -65,17 +86,17 @@ def change_index(folder: Path, **content: Any) -> None:
     (folder / "index.json").write_text(json.dumps(body))
 
 
-def test_the_newest_backups_are_kept(tmp_path):
-    cut_run(tmp_path, keep=2)
-    assert names(tmp_path) == ["step-6", "step-7"]
+def test_the_newest_backups_are_kept_for_the_user_alone(of_step_7, tmp_path):
+    cut_run(tmp_path, step=3, keep=2)
+    assert names(tmp_path) == ["step-2", "step-3"]
+    assert names(of_step_7) == ["step-5", "step-6", "step-7"]
+    assert of_step_7.stat().st_mode & 0o077 == 0
 
 
-def test_backups_are_deleted_when_fit_is_through_and_nothing_else_is(tmp_path):
-    folder = tmp_path / "b"
-    cut_run(folder)
-    (folder / "notes").write_text("mine")
-    fit(arrays(**PLAIN), BackupAndRestore(folder))
-    assert names(folder) == ["notes"]
+def test_backups_are_deleted_when_fit_is_through_and_nothing_else_is(backups):
+    (backups / "notes").write_text("mine")
+    fit(arrays(**PLAIN), BackupAndRestore(backups))
+    assert names(backups) == ["notes"]
 
 
 def test_backups_that_are_not_deleted_let_a_run_that_is_over_end_at_once(tmp_path):
@@ -90,56 +111,50 @@ def test_backups_that_are_not_deleted_let_a_run_that_is_over_end_at_once(tmp_pat
     assert more[2] == list(range(EPOCHS + 1))
 
 
-def test_a_damaged_backup_is_named_and_the_one_before_is_taken(tmp_path):
-    undisturbed = fit(arrays(**PLAIN))
-    cut_run(tmp_path)
-    damage(tmp_path / "step-7")
+def test_a_damaged_backup_is_named_and_the_one_before_is_taken(backups, undisturbed):
+    damage(backups / "step-7")
     watch = Cut()
     with pytest.warns(UserWarning, match=r"'step-6', since newer ones are damaged"):
-        found = fit(arrays(**PLAIN), BackupAndRestore(tmp_path, 1), watch)
+        found = fit(arrays(**PLAIN), BackupAndRestore(backups, 1), watch)
     assert watch.seen[0] == (1, 1)
     assert_same(found, undisturbed)
 
 
-def test_a_damaged_backup_is_set_aside_and_not_pruned_before_older_ones(tmp_path):
-    cut_run(tmp_path)
-    damage(tmp_path / "step-7")
+def test_a_damaged_backup_is_set_aside_and_not_pruned_before_older_ones(backups):
+    damage(backups / "step-7")
     with pytest.warns(UserWarning, match="damaged"):
-        cut_run(tmp_path, step=1, keep=1)
-    assert names(tmp_path) == ["step-7", "step-7.damaged"]
+        cut_run(backups, step=1, keep=1)
+    assert names(backups) == ["step-7", "step-7.damaged"]
 
 
-def test_if_no_backup_is_whole_nothing_is_loaded_and_nothing_deleted(tmp_path):
-    cut_run(tmp_path)
-    before = names(tmp_path)
+def test_if_no_backup_is_whole_nothing_is_loaded_and_nothing_deleted(backups):
+    before = names(backups)
     for name in before:
-        damage(tmp_path / name)
+        damage(backups / name)
     with pytest.raises(ValueError, match=r"No backup in .* is whole.*step-6: "):
-        fit(arrays(**PLAIN), BackupAndRestore(tmp_path, 1))
-    assert names(tmp_path) == before
+        fit(arrays(**PLAIN), BackupAndRestore(backups, 1))
+    assert names(backups) == before
 
 
-def test_what_a_save_left_that_did_not_end_is_no_backup(tmp_path):
-    cut_run(tmp_path, step=3)
-    os.unlink(tmp_path / "step-3" / "index.json")
-    watch = Cut()
-    fit(arrays(**PLAIN), BackupAndRestore(tmp_path, 1), watch)
-    assert watch.seen[0] == (0, 2)
+def test_what_a_save_left_that_did_not_end_is_no_backup(backups):
+    os.unlink(backups / "step-7" / "index.json")
+    watch = Cut(1)
+    with pytest.raises(PowerCut):
+        fit(arrays(**PLAIN), BackupAndRestore(backups, 1), watch)
+    assert watch.seen == [(1, 1)]
 
 
-def test_a_full_disk_ends_training_and_leaves_the_backups(tmp_path, monkeypatch):
-    cut_run(tmp_path, step=2)
-
+def test_a_full_disk_ends_training_and_leaves_the_backups(backups, monkeypatch):
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
         patch.setattr(writer, "write_shards", full)
         with pytest.raises(OSError, match="No space left"):
-            fit(arrays(**PLAIN), BackupAndRestore(tmp_path, 1))
-    assert "step-2" in names(tmp_path)
-    cut_run(tmp_path, step=1)
-    assert "step-3" in names(tmp_path)
+            fit(arrays(**PLAIN), BackupAndRestore(backups, 1))
+    assert "step-7" in names(backups)
+    cut_run(backups, step=1)
+    assert "step-8" in names(backups)
 
 
 def test_a_directory_that_cannot_be_is_said_before_training(tmp_path):
@@ -152,11 +167,6 @@ def test_a_directory_that_cannot_be_is_said_before_training(tmp_path):
     assert watch.seen == []
 
 
-def test_the_directory_is_for_the_user_alone(tmp_path):
-    cut_run(tmp_path / "b")
-    assert (tmp_path / "b").stat().st_mode & 0o077 == 0
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -164,35 +174,31 @@ def test_the_directory_is_for_the_user_alone(tmp_path):
         ({"run": None}, "it is a checkpoint, and none of a run"),
     ],
 )
-def test_a_backup_that_is_none_or_is_newer_is_refused(change, message, tmp_path):
-    cut_run(tmp_path)
-    change_index(tmp_path / "step-7", **change)
+def test_a_backup_that_is_none_or_is_newer_is_refused(change, message, backups):
+    change_index(backups / "step-7", **change)
     with pytest.raises(ValueError, match=message):
-        fit(arrays(**PLAIN), BackupAndRestore(tmp_path, 1))
+        fit(arrays(**PLAIN), BackupAndRestore(backups, 1))
 
 
-def test_a_backup_of_a_newer_tfdp_is_refused_and_its_version_named(tmp_path):
-    cut_run(tmp_path)
-    run = index_file.load_index(str(tmp_path / "step-7")).run
-    change_index(
-        tmp_path / "step-7", run={**run, "format": 2}, versions={"tfdp": "9.1"}
-    )
+def test_a_backup_of_a_newer_tfdp_is_refused_and_its_version_named(backups):
+    newest = backups / "step-7"
+    run = index_file.load_index(str(newest)).run
+    change_index(newest, run={**run, "format": 2}, versions={"tfdp": "9.1"})
     with pytest.raises(ValueError, match=r"made by tfdp 9\.1, which is newer"):
-        fit(arrays(**PLAIN), BackupAndRestore(tmp_path, 1))
+        fit(arrays(**PLAIN), BackupAndRestore(backups, 1))
 
 
-def test_a_backup_of_another_run_or_model_is_refused(tmp_path):
-    cut_run(tmp_path)
+def test_a_backup_of_another_run_or_model_is_refused(backups):
     with pytest.raises(ValueError, match="another run, in which `batch_size` was 4"):
-        fit(arrays(**PLAIN, batch_size=5), BackupAndRestore(tmp_path, 1))
+        fit(arrays(**PLAIN, batch_size=5), BackupAndRestore(backups, 1))
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("adam", "mse", jit_compile=False)
     with pytest.raises(ValueError, match=r"it is of another model\. '"):
-        model.fit(**arrays(**PLAIN), callbacks=[BackupAndRestore(tmp_path, 1)])
+        model.fit(**arrays(**PLAIN), callbacks=[BackupAndRestore(backups, 1)])
     model.compile("sgd", "mse", jit_compile=False)
     with pytest.raises(ValueError, match="another run, in which `optimizer` was"):
-        model.fit(**arrays(**PLAIN), callbacks=[BackupAndRestore(tmp_path, 1)])
-    assert names(tmp_path) == ["step-5", "step-6", "step-7"]
+        model.fit(**arrays(**PLAIN), callbacks=[BackupAndRestore(backups, 1)])
+    assert names(backups) == ["step-5", "step-6", "step-7"]
 
 
 @pytest.mark.parametrize(
@@ -276,17 +282,15 @@ def test_a_run_that_had_stopped_early_does_not_go_on(tmp_path):
     assert_same(found, undisturbed)
 
 
-def test_the_next_fit_begins_with_its_own_first_epoch(tmp_path):
-    cut_run(tmp_path)
+def test_the_next_fit_begins_with_its_own_first_epoch(backups, undisturbed):
     model = build()
-    backup = BackupAndRestore(tmp_path, 1)
+    found = fit(arrays(**PLAIN), BackupAndRestore(backups), make_model=lambda _: model)
+    assert_same(found, undisturbed)
     options = arrays(**PLAIN) | {"verbose": 0}
-    model.fit(**options, epochs=EPOCHS, callbacks=[backup])
     assert model.fit(**options, epochs=2).epoch == [0, 1]
 
 
-def test_random_generators_go_on(tmp_path):
-    del tmp_path
+def test_random_generators_go_on():
     keras.utils.set_random_seed(4)
     keras.random.normal((2,))
     states = json.loads(json.dumps(random_states()))
@@ -311,10 +315,9 @@ def test_values_come_back_as_they_were():
         to_json(object())
 
 
-def test_a_backup_can_be_restored_as_a_checkpoint(tmp_path):
-    cut_run(tmp_path)
+def test_a_backup_can_be_restored_as_a_checkpoint(of_step_7):
     model = build()
-    tfdp.checkpoint.restore(model, tmp_path / "step-7")
+    tfdp.checkpoint.restore(model, of_step_7 / "step-7")
     assert int(model.optimizer.iterations) == 7
 
 
@@ -358,8 +361,7 @@ class Terminate(keras.callbacks.Callback):
             signal.raise_signal(signal.SIGTERM)
 
 
-def test_sigterm_saves_and_exits_with_a_code_of_its_own(tmp_path, capfd):
-    undisturbed = fit(arrays(**PLAIN))
+def test_sigterm_saves_and_exits_with_a_code_of_its_own(undisturbed, tmp_path, capfd):
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
         fit(arrays(**PLAIN), Terminate(7), BackupAndRestore(tmp_path))
@@ -370,6 +372,7 @@ def test_sigterm_saves_and_exits_with_a_code_of_its_own(tmp_path, capfd):
     watch = Cut()
     found = fit(arrays(**PLAIN), watch, BackupAndRestore(tmp_path))
     assert watch.seen[0] == (1, 2)
+    assert "tfdp: resumed at step 3 of epoch 2, from " in capfd.readouterr().err
     assert_same(found, undisturbed)
 
 

@@ -15,19 +15,28 @@ X, Y = common.regression_data(40)
 
 
 def trained(
-    num_steps: int, *, accumulation_steps: int = 1, loss_scale: str | None = None
+    num_steps: int,
+    *,
+    accumulation_steps: int = 1,
+    loss_scale: str | None = None,
+    run_eagerly: bool = True,
 ) -> keras.Model:
-    """A model after some micro-batches of eight rows."""
+    """A model after some micro-batches of eight rows: too few to trace them for."""
     keras.utils.set_random_seed(1)
     optimizer = tfdp.DistributedOptimizer(
         keras.optimizers.Adam(0.01),
         accumulation_steps=accumulation_steps,
         loss_scale=loss_scale,
     )
-    model = common.mlp()
-    model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
-    optimizer.build(model.trainable_variables)
+    model = compiled(optimizer, run_eagerly)
     go_on(model, 0, num_steps)
+    return model
+
+
+def compiled(optimizer: keras.Optimizer, run_eagerly: bool = True) -> keras.Model:
+    model = common.mlp()
+    model.compile(optimizer, "mse", run_eagerly=run_eagerly, jit_compile=False)
+    optimizer.build(model.trainable_variables)
     return model
 
 
@@ -38,11 +47,12 @@ def go_on(model: keras.Model, first: int, count: int) -> None:
 
 
 def test_gradients_that_wait_for_an_update_are_saved(tmp_path):
-    model = trained(3, accumulation_steps=2, loss_scale="dynamic")
+    options = {"accumulation_steps": 2, "loss_scale": "dynamic", "run_eagerly": False}
+    model = trained(3, **options)
     assert model.optimizer.accumulated_steps == 1
     tfdp.checkpoint.save(model, tmp_path)
     go_on(model, 3, 2)
-    again = trained(0, accumulation_steps=2, loss_scale="dynamic")
+    again = trained(0, **options)
     tfdp.checkpoint.restore(again, tmp_path)
     assert again.optimizer.accumulated_steps == 1
     go_on(again, 3, 2)
@@ -82,11 +92,7 @@ def test_a_loss_scale_that_nobody_takes_is_left_out_with_a_warning(tmp_path):
 
 def plain() -> keras.Model:
     """A model that Keras accumulates gradients for."""
-    model = common.mlp()
-    optimizer = keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
-    model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
-    optimizer.build(model.trainable_variables)
-    return model
+    return compiled(keras.optimizers.Adam(0.01, gradient_accumulation_steps=2))
 
 
 def test_gradients_that_wait_in_plain_keras_are_saved_too(tmp_path):

@@ -26,6 +26,7 @@ import pytest
 from tfdp.cli import launch, outlet, worker
 from tfdp.cli.attempts import Attempts
 from tfdp.cli.log_file import LogFile
+from tfdp.cli.noise import is_noise
 from tfdp.cli.outlet import Outlet
 from tfdp.cli.screen import LineReader, Screen
 from tfdp.cli.signals import SignalPipe
@@ -173,6 +174,17 @@ def test_each_worker_gets_the_same_cluster_and_its_own_task(launcher):
         Cluster.from_tf_config(json.dumps(config)).devices_per_worker is None
         for config in configs
     )
+
+
+def test_as_many_workers_as_gpus_or_else_as_cpu_cores(launcher):
+    launcher.environment["CUDA_VISIBLE_DEVICES"] = "0,1,2"
+    launcher.script("print(len(CONFIG['cluster']['worker']), sys.argv[1:])")
+    # What follows the script is its own, an option of another launcher too.
+    result = launcher.run("-n", "auto", "script.py", "-np")
+    assert lines_of(result.stdout, 0) == ["3 ['-np']"]
+    launcher.environment["CUDA_VISIBLE_DEVICES"] = ""
+    result = launcher.run("-n", "auto", "script.py")
+    assert lines_of(result.stdout, 0) == [f"{launch.num_cores()} []"]
 
 
 @pytest.mark.parametrize("option", ["-D", "--devices-per-worker"])
@@ -359,6 +371,51 @@ def test_a_full_line_is_read_from_pieces_of_characters_and_returns():
     assert lines == ["10/10 ━━ é"]
     assert reader.unfinished == "next"
     assert reader.close() == ["next"]
+
+
+CUINIT = "E0000 00:00:1.5  7 cuda_platform.cc:52] failed call to cuInit: UNKNOWN"
+CHATTER = f"""
+WARNING: All log messages before absl::InitializeLog() is called are written to STDERR
+I0000 00:00:1795402432.307807   15452 cudart_stub.cc:31] Could not find cuda drivers
+{CUINIT}
+E0000 00:00:1795402432.307807   15452 server.cc:3] a real error
+W0000 00:00:1795402432.307807   15452 server.cc:3] a warning
+In 2 epochs
+"""
+
+
+def test_chatter_of_tensorflow_is_in_the_log_and_not_on_the_screen(launcher):
+    launcher.environment.pop("TF_CPP_MIN_LOG_LEVEL", None)
+    launcher.environment["CUDA_VISIBLE_DEVICES"] = ""
+    launcher.script(f"print({CHATTER!r}, os.environ['TF_CPP_MIN_LOG_LEVEL'])")
+    result = launcher.run("-n", "1", "--log-dir", "logs", "script.py")
+    shown = [line for line in lines_of(result.stdout, 0) if line.strip()]
+    assert [line.split("] ")[-1] for line in shown] == [
+        "a real error",
+        "a warning",
+        "In 2 epochs",
+        " 1",
+    ]
+    log = (launcher.folder / "logs" / "worker-0.log").read_text("utf-8")
+    assert all(line in log for line in CHATTER.splitlines())
+
+
+def test_who_sets_the_level_of_tensorflow_or_has_a_gpu_sees_more(launcher):
+    launcher.environment |= {"TF_CPP_MIN_LOG_LEVEL": "0"}
+    launcher.script(f"print({CHATTER!r}, os.environ['TF_CPP_MIN_LOG_LEVEL'])")
+    result = launcher.run("-n", "1", "script.py")
+    assert {*CHATTER.split("\n"), " 0"} - {""} == {*lines_of(result.stdout, 0)} - {""}
+    assert is_noise(CUINIT, {"CUDA_VISIBLE_DEVICES": ""})
+    assert not is_noise(CUINIT, {"CUDA_VISIBLE_DEVICES": "0"})
+
+
+@pytest.mark.parametrize("text", ["    indented\n", "1/9\r    indented\n", "a\r  \n"])
+def test_a_line_is_the_same_in_however_many_pieces_it_comes(text):
+    whole = LineReader().feed(text.encode())
+    for cut in range(len(text)):
+        reader = LineReader()
+        lines = reader.feed(text[:cut].encode()) + reader.feed(text[cut:].encode())
+        assert lines == whole
 
 
 def test_a_line_without_end_does_not_fill_the_memory():
@@ -939,6 +996,9 @@ BAD_INPUT = [
     (["script.py"], "-n"),
     (["-n", "2"], "SCRIPT"),
     (["-n", "2", "--no-such-option", "script.py"], "--no-such-option"),
+    (["-np", "2", "script.py"], "Give the number of workers with -n. Received: -np"),
+    (["--nproc-per-node=2", "script.py"], "with -n. Received: --nproc-per-node"),
+    (["--timeout", "9", "-H", "a,b", "script.py"], "of one machine; on several"),
 ]
 
 

@@ -18,6 +18,7 @@ from tfdp.cluster import (
     Cluster,
     accepts_connections,
     check_port_free,
+    rendezvous,
     split_address,
     unreachable_workers,
 )
@@ -493,6 +494,13 @@ def test_unreachable_keeps_its_time_when_a_host_has_no_name():
     start = time.monotonic()
     assert unreachable_workers(cluster, timeout_seconds=0.5) == [1]
     assert time.monotonic() - start < 2
+
+
+def test_a_host_without_a_name_is_said_at_once_and_waited_for():
+    cluster = Cluster((f"127.0.0.1:{unused_port()}", "no-such-host.invalid:1"))
+    expected = r"No host .* known here: worker 1 \(no-such-host.invalid:1\)"
+    with pytest.warns(UserWarning, match=expected):
+        assert rendezvous(cluster, timeout_seconds=1.5) == [1]
 
 
 def test_a_connection_of_a_port_to_itself_is_no_answer(monkeypatch):

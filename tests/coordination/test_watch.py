@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import pathlib
+import sys
 import threading
 
 import pytest
@@ -13,6 +14,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.cluster import ProbeResult, free_ports, probe_port
+from tfdp.coordination import watch as watch_module
 from tfdp.coordination.clock import ProcessClock
 from tfdp.coordination.preemption import PREEMPTED
 from tfdp.coordination.progress import ProgressRecorder, WorkerProgress
@@ -406,10 +408,10 @@ def test_the_bucket_of_an_error_is_that_of_its_node(text: str, bucket: str):
     assert bucket_of_error(text) == bucket
 
 
-def test_a_closed_port_refuses_and_an_unknown_host_does_not_answer():
+def test_a_closed_port_refuses_and_an_unknown_host_is_told():
     (port,) = free_ports(1)
     assert probe_port(f"127.0.0.1:{port}", 1.0) is ProbeResult.REFUSED
-    assert probe_port("host.invalid:1", 0.5) is ProbeResult.NONE
+    assert probe_port("host.invalid:1", 0.5) is ProbeResult.UNKNOWN_HOST
 
 
 def test_a_process_that_ends_itself_leaves_no_generated_file():
@@ -465,3 +467,22 @@ def test_an_error_that_has_waited_for_a_name_once_does_not_wait_again_at_the_end
     watchdog.explain_uncaught(tf.errors.InternalError(None, None, "another one"))
     assert len(waits) == 2
     assert watchdog._heartbeat.last_error == "InternalError: another one"
+
+
+def test_ctrl_c_is_one_line_that_names_the_scripts(capsys, monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys, "excepthook", lambda *what: shown.append(what[0]))
+    explained = []
+    monkeypatch.setattr(Watchdog, "explain_uncaught", lambda _, e: explained.append(e))
+    watch_module._explain_uncaught(Watchdog.__new__(Watchdog))
+    library = compile("raise KeyboardInterrupt", json.__file__, "exec")
+    script = compile("import json\nexec(library)", "train.py", "exec")
+    with pytest.raises(KeyboardInterrupt) as raised:
+        exec(script, {"library": library})
+    trace = raised.value.__traceback__
+    sys.excepthook(KeyboardInterrupt, raised.value, trace)
+    assert capsys.readouterr().err == "tfdp: interrupted at line 2 of train.py\n"
+    assert not shown
+    sys.excepthook(ValueError, ValueError("x"), None)
+    assert shown == [ValueError]
+    assert len(explained) == 1

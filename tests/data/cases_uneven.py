@@ -179,12 +179,25 @@ def join_of_known_and_unknown_lengths(env: Env) -> dict:
             data = of_unknown_length(data)
         results["unknown"] = train(env, data, steps_per_execution=2)
         # As many batches on both, but of other sizes: each sample counts alike.
-        alike = (of_one_device("join", num_rows=(21, 24)),)
-        if not env.is_reference:
-            own = common.batched(*data_of(env.rank, (21, 24)[env.rank]))
-            alike = (of_unknown_length(own),)
-        results["rows"] = counted(env, SHORTEST, *alike, is_known=False)
+        rows = 21, 24
+        alike = of_one_device("join", num_rows=rows)
+        for kind in "rows", "rows of unknown length", "rows that nobody knows":
+            data = alike if env.is_reference else _of_kind(env, kind, rows[env.rank])
+            is_known = kind != "rows of unknown length"
+            results[kind] = counted(env, SHORTEST, data, is_known=is_known)
+    if not env.is_reference:
+        (text,) = set(told(caught, "Workers have datasets with"))
+        assert "batches of 8 rows and a last one of 5 on worker 0, ba" in text, text
+        assert text.endswith("batches of 8 rows on worker 1"), text
     return results
+
+
+def _of_kind(env: Env, kind: str, num_rows: int) -> tf.data.Dataset:
+    """This worker's data, of whose end or rows more or less is known."""
+    if kind == "rows that nobody knows":
+        return given(batches_of(env.rank, num_rows))
+    data = common.batched(*data_of(env.rank, num_rows))
+    return of_unknown_length(data) if "unknown" in kind else data
 
 
 @case(

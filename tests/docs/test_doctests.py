@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import ROOT, run_python
+from tests.harness.commands import ROOT
+from tests.harness.forks import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -19,8 +20,9 @@ DEADLINE_SECONDS = 240
 # CPU devices stand for two replicas; they are only asked for here, and come into
 # being when an example first uses TensorFlow.
 RUNNER = """
-import doctest, importlib, io, json, pathlib, re, sys, traceback
+import doctest, importlib, io, json, os, pathlib, re, sys, traceback
 import tensorflow as tf
+os.chdir(sys.argv[3])
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(
     cpu, [tf.config.LogicalDeviceConfiguration()] * 2
@@ -43,7 +45,7 @@ def run_page(name, runner, text):
     return number
 
 reports = {}
-for name in sys.argv[3:]:
+for name in sys.argv[4:]:
     text = io.StringIO()
     runner = doctest.DocTestRunner(optionflags=flags)
     try:
@@ -97,8 +99,9 @@ def pages_with_examples() -> list[str]:
 def reports(tmp_path_factory) -> dict[str, tuple[int, str]]:
     """For each module and page, how many examples were tried, and what went wrong."""
     file = tmp_path_factory.mktemp("doctests") / "reports.json"
-    done = run_python(
-        *("-c", RUNNER, str(file), BLOCKS),
+    done = run_script(
+        RUNNER,
+        *(file, BLOCKS, ROOT),
         *(*modules_with_examples(), *pages_with_examples()),
         deadline_seconds=DEADLINE_SECONDS,
     )

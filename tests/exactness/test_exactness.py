@@ -1,11 +1,13 @@
 """Every optimizer of Keras with every option gives the result of one device.
 
 This is the part of the matrix that covers each optimizer, and each option on every
-set-up, and with sharded state each option and each set-up; `tools/exactness` runs the
-whole of it.
+set-up, and with sharded state each option and each set-up. The full tier has each
+optimizer with each option and each kind of sharding; `tools/exactness` runs all cells.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import keras
 import pytest
@@ -63,6 +65,20 @@ def test_every_row_and_column_runs_and_on_every_setup(shardings):
     assert {(sharding, name) for _, _, sharding, name in covered} == {
         (sharding, name) for sharding in shardings for name in ALL
     }
+
+
+def test_the_full_tier_runs_every_row_with_every_column_and_sharding():
+    runs = {
+        (row, column, sharding, dtype, setup_name)
+        for row, column, dtype, sharding in exactness.CELLS
+        for case in [CASES[exactness.cell_name(row, column, dtype, sharding)]]
+        for setup_name in case.setups + case.full_setups
+    }
+    triples = itertools.product(exactness.ROWS, exactness.COLUMNS, exactness.SHARDINGS)
+    assert {run[:3] for run in runs} == set(triples)
+    for names, place in ((exactness.ROWS, 0), (exactness.COLUMNS, 1)):
+        kinds = {(run[place], *run[3:]) for run in runs}
+        assert kinds == set(itertools.product(names, exactness.DTYPES, ALL))
 
 
 def test_every_column_catches_a_fault_that_is_its_own():

@@ -20,8 +20,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-PRELOADED = ["tfdp.callbacks", "tfdp.checkpoint", "tfdp.strategy.strategy"]
+from tests.harness.registry import MODULES, ROOT
+
+PRELOADED = [
+    *("tfdp.callbacks", "tfdp.checkpoint", "tfdp.strategy.strategy"),
+    *(f"tests.{module}" for module in MODULES),
+]
 # The first fork waits until the server has loaded TensorFlow.
 LOADING_SECONDS = 120.0
 _PR_SET_PDEATHSIG = 1

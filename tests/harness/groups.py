@@ -64,6 +64,7 @@ def _statements(path: str) -> list[ast.stmt]:
     return ast.parse((ROOT / path).read_text("utf-8")).body
 
 
+@functools.cache
 def _named_group(path: str) -> str:
     for node in _statements(path):
         if isinstance(node, ast.Assign) and "PROCESS_GROUP" in ast.unparse(node):

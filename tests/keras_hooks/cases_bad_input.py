@@ -268,6 +268,12 @@ DIFFERENT_CALLS: dict[str, typing.Callable[[int], tuple]] = {
     "dtype": lambda r: ("fit", (X, Y.astype(["float32", "int32"][r])), {}, {}),
     "shape": lambda r: ("fit", (X, [Y, Y[:, 0]][r]), {}, {}),
     "weights": lambda r: ("fit", (X, Y), {"sample_weight": [None, Y[:, 0]][r]}, {}),
+    "weights of classes": lambda r: (
+        "fit",
+        (X, (Y > 0).astype("int32")),
+        {"class_weight": {0: 1.0, 1: 2.0 + r}},
+        {},
+    ),
     "train_on_batch": lambda r: ("train_on_batch", (X[r:], Y[r:]), {}, {}),
     "test_on_batch": lambda r: ("test_on_batch", (X, [Y, Y[:, 0]][r]), {}, {}),
     "predict_on_batch": lambda r: ("predict_on_batch", (X[r:],), {}, {}),
@@ -288,6 +294,12 @@ DIFFERENT_CALLS: dict[str, typing.Callable[[int], tuple]] = {
         "fit",
         (X, Y),
         {"callbacks": [tfdp.callbacks.GradientAccumulation(steps=2 + r)]},
+        {},
+    ),
+    "callback of Keras": lambda r: (
+        "fit",
+        (X, Y),
+        {"callbacks": [keras.callbacks.ReduceLROnPlateau("loss")][r:]},
         {},
     ),
 }

@@ -38,7 +38,7 @@ def save(layout: Layout, rank: int, *, path: str, how: str, kills: bool) -> dict
         layout: `Layout`.
         rank: Int, this worker's.
         path: String, of the file; beside it the first save is kept as `first`.
-        how: String: `"save"`, `"save_weights"`, or `"checkpoint"`.
+        how: String: `"save"`, `"save_weights"`, `"save_model"` or `"checkpoint"`.
         kills: Bool, whether the process is killed in the second save.
 
     Returns:
@@ -54,12 +54,19 @@ def save(layout: Layout, rank: int, *, path: str, how: str, kills: bool) -> dict
         both = [Arm(), checkpoint, _Copy(path)] if kills else [checkpoint]
         model.fit(x, y, batch_size=8, epochs=2, callbacks=both, verbose=0)
     else:
-        getattr(model, how)(path)
+        _save(model, path, how)
         os.chmod(path, 0o600)
         _Copy(path).on_epoch_end(0)
         Killing.is_armed = kills
-        getattr(model, how)(path)
+        _save(model, path, how)
     return {"files": sorted(os.listdir(os.path.dirname(path)))}
+
+
+def _save(model: keras.Model, path: str, how: str) -> None:
+    if how == "save_model":
+        keras.saving.save_model(model, path)
+    else:
+        getattr(model, how)(path)
 
 
 class _Copy(keras.callbacks.Callback):

@@ -150,6 +150,11 @@ OF_CALLS = {
     ),
     "loss": (CONFIGS, "loss: 'mse' on worker 0, 'mae' on worker 1"),
     "callback": (CONFIGS, "callbacks/0/steps: 2 on worker 0, 3 on worker 1"),
+    "callback of Keras": (CONFIGS, ", nothing on worker 1"),
+    "weights of classes": (
+        SETTINGS,
+        "class_weight/1: 2.0 on worker 0, 3.0 on worker 1",
+    ),
     "activation": (CONFIGS, "/activation: 'relu' on worker 0, 'tanh' on worker 1"),
 }
 

@@ -80,6 +80,14 @@ def _huber(delta: float) -> keras.losses.Loss:
     return keras.losses.Huber(delta=delta)
 
 
+def _connected(value: int) -> keras.Model:
+    inputs = keras.Input((3,))
+    first = layers.Dense(3)(inputs)
+    second = layers.Dense(3)(first)
+    outputs = layers.Add()([second, (first, second)[value]])
+    return common.compiled(keras.Model(inputs, outputs))
+
+
 DIFFERENT = {
     "activation": (
         lambda v: _model(layers.Dense(4, activation=("relu", "tanh")[v])),
@@ -96,6 +104,10 @@ DIFFERENT = {
     "own layer": (
         lambda v: _model(Scaled(1.0 + v)),
         "model/scaled/config/factor: 1.0 on worker 0, 2.0 on worker 1",
+    ),
+    "connections": (
+        _connected,
+        "inputs/add/0/1: 'dense' on worker 0, 'dense#2' on worker 1",
     ),
     "clipnorm": (
         lambda v: _model(optimizer=_adam(clipnorm=(1.0, None)[v])),
@@ -242,6 +254,18 @@ def test_settings_of_callbacks_are_compared_but_no_paths():
     scales = [[callbacks.LossScaling(growth_steps=n)] for n in (2, 4)]
     expected = "callbacks/0/scaling/growth_steps: 2 on worker 0, 4 on worker 1"
     assert _difference(model, model, callbacks=scales) == expected
+
+
+def test_settings_of_kerass_callbacks_that_act_on_training_are_compared():
+    model = _model()
+    kinds = keras.callbacks
+    plateaus = [[kinds.ReduceLROnPlateau(factor=f, verbose=1)] for f in (0.5, 0.1)]
+    expected = "callbacks/0/factor: 0.5 on worker 0, 0.1 on worker 1"
+    assert _difference(model, model, callbacks=plateaus) == expected
+    rates = [[kinds.LearningRateScheduler(lambda epoch: 0.1)] for _ in range(2)]
+    assert _difference(model, model, callbacks=rates) == ""
+    stopping = [kinds.EarlyStopping("loss")], [kinds.CSVLogger("log")]
+    assert _difference(model, model, callbacks=stopping) == ""
 
 
 def test_every_callback_says_which_of_its_settings_are_compared():

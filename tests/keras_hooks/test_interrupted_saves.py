@@ -23,7 +23,12 @@ def run_save(folder: Path, name: str, how: str, *, kills: bool) -> tuple[Path, R
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "how"),
-    [("m.keras", "save"), ("m.weights.h5", "save_weights"), ("m.keras", "checkpoint")],
+    [
+        ("m.keras", "save"),
+        ("m.weights.h5", "save_weights"),
+        ("m.keras", "save_model"),
+        ("m.keras", "checkpoint"),
+    ],
 )
 def test_one_process_that_is_killed_in_a_save_leaves_the_old_file(tmp_path, name, how):
     path, result = run_save(tmp_path, name, how, kills=True)

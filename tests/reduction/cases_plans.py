@@ -238,15 +238,23 @@ def step_has_one_all_reduce_for_each_bucket(env: Env) -> dict:
     return {"counts": counts}
 
 
-@case("plan: counts of samples", setups=("two_workers",), compare=False)
+@case(
+    "plan: counts of samples",
+    setups=("two_workers",),
+    full_setups=("two_by_two",),  # one worker has nobody to merge logs with
+    compare=False,
+)
 def counts_of_uneven_batches_need_no_collective(env: Env) -> dict:
-    host = env.strategy.extended.host_group.key
-    model = compiled_in_scope(env, perceptron)
-    # An array's batch may be partial, so that its size is known at run time only.
-    step = traced_step(model, DATA[perceptron]())
-    merged_logs = 1
-    found = collectives(step, "CollectiveReduceV2", host)
-    assert found == merged_logs, found
+    host, merged_logs = env.strategy.extended.host_group.key, 1
+    # A batch of arrays or of a dataset may be partial, so that its size is known at run
+    # time only. Workers compare before the loop what determines it.
+    x, y = DATA[perceptron]()
+    for data in (x[:8], y[:8]), (common.batched(x[:13], y[:13]),):
+        model = compiled_in_scope(env, perceptron)
+        common.fit(model, *data)
+        step = step_of(model.train_function)
+        found = collectives(step, "CollectiveReduceV2", host)
+        assert found == merged_logs, found
     return {}
 
 

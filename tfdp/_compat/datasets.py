@@ -45,9 +45,26 @@ def dataset_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
         yield from dataset_inputs(source)
 
 
+def dataset_sources(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
+    """The datasets that the last stage of a dataset reads."""
+    return dataset._inputs()
+
+
+def size_of_batch_stage(dataset: tf.data.Dataset) -> int | None:
+    """The batch size of a dataset whose last stage is a `batch`, as far as known."""
+    size = getattr(dataset, "_batch_size", None)
+    value = None if size is None else tf.get_static_value(size)
+    return None if value is None else int(value)
+
+
+def kind_of_part(dataset: tf.data.Dataset) -> str:
+    """The class name of the last stage of a dataset."""
+    return type(dataset).__name__.strip("_")
+
+
 def kinds_of_parts(dataset: tf.data.Dataset) -> list[str]:
     """The class names of a dataset and all that it is made of, from the last on."""
-    return [type(part).__name__.strip("_") for part in dataset_inputs(dataset)]
+    return [kind_of_part(part) for part in dataset_inputs(dataset)]
 
 
 def operations_in(dataset: tf.data.Dataset) -> Iterator[tuple[str, Any]]:

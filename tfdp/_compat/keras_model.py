@@ -67,6 +67,16 @@ def layers_of(model: Any) -> list:
     return model._flatten_layers(include_self=False)
 
 
+def calls_of(model: Any) -> list[tuple[str, list[str]]]:
+    """Name and names of the feeding operations of each call in a functional model."""
+    by_depth = getattr(model, "_nodes_by_depth", {})
+    return [
+        (node.operation.name, [parent.operation.name for parent in node.parent_nodes])
+        for depth in sorted(by_depth, reverse=True)
+        for node in by_depth[depth]
+    ]
+
+
 def has_default_config(layer: Any) -> bool:
     """Whether a layer's class does not say itself what its config is."""
     return getattr(layer.get_config, "_is_default", False)

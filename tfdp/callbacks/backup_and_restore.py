@@ -228,14 +228,11 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def _exit(self) -> None:
         self._notice.is_answered = True
-        if self._worker_group.rank == 0:
-            print(
-                f"tfdp: training was to stop, and is saved at step {self._total} in "
-                f"{self.directory}; the same command goes on from there. Exit code "
-                f"{PREEMPTED}.",
-                file=sys.stderr,
-                flush=True,
-            )
+        self._say(
+            f"training was to stop, and is saved at step {self._total} in "
+            f"{self.directory}; the same command goes on from there. Exit code "
+            f"{PREEMPTED}."
+        )
         raise SystemExit(PREEMPTED)
 
     # Going on.
@@ -274,11 +271,11 @@ class BackupAndRestore(keras.callbacks.Callback):
         run, self._change = index.run, self._batches.change_since(index.run)
         difference = self._position.difference_to(run["data"], self._change)
         self._total = run["steps"]
+        data, batches = self._batches.resume_position(run, self._change)
         if difference is None and run["batches"]:
             self._pending_load = index, load_plan
         else:
             self._load(index, load_plan)
-            data, batches = self._batches.resume_position(run, self._change)
             if difference is None:
                 self._position.restore(data, batches)
             else:
@@ -288,6 +285,13 @@ class BackupAndRestore(keras.callbacks.Callback):
         epochs = self.params.get("epochs", run["epoch"] + 1)
         is_over = run["is_stopped"] or run["epoch"] >= epochs
         _compat.set_initial_epoch(self.model, epochs if is_over else run["epoch"])
+        step = batches + 1 if difference is None else 1
+        self._say(
+            f"nothing is left to train: the run saved in {self.directory} had ended"
+            if is_over
+            else f"resumed at step {step} of epoch {run['epoch'] + 1}, from "
+            f"{self.directory}"
+        )
         # Keras would begin with it in the next `fit`, too.
         self._position.exit_stack.callback(_compat.set_initial_epoch, self.model, 0)
 
@@ -297,8 +301,13 @@ class BackupAndRestore(keras.callbacks.Callback):
         set_callback_states(self._others, run["callbacks"], load_plan.state.arrays)
         restore_random_states(run["random"], self._worker_group)
         said = self._batches.adapt(run, self._change, load_plan)
-        if said is not None and self._worker_group.rank == 0:
-            print(f"tfdp: {said}", file=sys.stderr, flush=True)
+        if said is not None:
+            self._say(said)
+
+    def _say(self, text: str) -> None:
+        """Print a line on the first worker."""
+        if self._worker_group.rank == 0:
+            print(f"tfdp: {text}", file=sys.stderr, flush=True)
 
     def _warn_about_position(self, difficulty: str | None) -> None:
         if difficulty is not None:

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["restore", "save"]
 
 
-def __getattr__(name: str) -> Any:
-    # The command line reads indexes without TensorFlow, which `api` needs.
-    if name in __all__:
-        return getattr(importlib.import_module("tfdp.checkpoint.api"), name)
-    raise AttributeError(f"module 'tfdp.checkpoint' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would take any name for one of this package
+
+    def __getattr__(name: str) -> Any:
+        # The command line reads indexes without TensorFlow, which `api` needs.
+        if name in __all__:
+            return getattr(importlib.import_module("tfdp.checkpoint.api"), name)
+        raise AttributeError(f"module 'tfdp.checkpoint' has no attribute {name!r}")

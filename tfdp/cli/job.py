@@ -15,6 +15,7 @@ from types import TracebackType
 
 from tfdp.cli.launch import Slot, worker_environment
 from tfdp.cli.log_file import LogFile
+from tfdp.cli.noise import is_noise
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
 from tfdp.cli.worker import Worker, shell_code, signal_name
@@ -237,7 +238,8 @@ class Job:
 
     def _show(self, worker: Worker, lines: list[str]) -> None:
         for line in lines:
-            self._screen.line(worker.rank, line)
+            if not is_noise(line):
+                self._screen.line(worker.rank, line)
         self._screen.progress(worker.rank, worker.unfinished)
 
     def _forget(self, worker: Worker) -> None:

@@ -113,6 +113,8 @@ def worker_environment(
     defaults = {
         "TF_NUM_INTRAOP_THREADS": num_threads,
         "OMP_NUM_THREADS": num_threads,
+        # Warnings and errors; see `tfdp.cli.noise` for what comes in spite of it.
+        "TF_CPP_MIN_LOG_LEVEL": "1",
         # The launcher reads UTF-8, whatever the locale: bars are not ASCII.
         "PYTHONIOENCODING": "utf-8",
     }

@@ -11,6 +11,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import click
 
@@ -32,15 +33,59 @@ from tfdp.cli.signals import SignalPipe
 _LAST_LINES_SECONDS = 2.0
 
 
+# Options of `mpirun`, `torchrun` and `horovodrun`, and what to give here.
+_COUNT = "Give the number of workers with -n"
+_MACHINES = (
+    "`tfdp run` starts the workers of one machine; on several, run the script under "
+    "Slurm or Kubernetes, or with TF_CONFIG on each"
+)
+_ELSEWHERE = {
+    **dict.fromkeys(("-np", "--np", "--nproc-per-node", "--nproc_per_node"), _COUNT),
+    **dict.fromkeys(
+        ("-H", "--host", "--hosts", "--hostfile", "--nnodes", "--node-rank"), _MACHINES
+    ),
+    **dict.fromkeys(("--node_rank", "--master-addr", "--master_addr"), _MACHINES),
+}
+
+
+class _NumWorkers(types.WholeNumber):
+    """A number of workers, or `auto`: one for each GPU, or else for each CPU core."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        if value == "auto":
+            return len(visible_gpus()) or num_cores()
+        return super().convert(value, param, ctx)
+
+
+class _Run(click.Command):
+    """The command, which knows the options of other launchers."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Say what to give instead of an option of another launcher."""
+        options = [p for p in self.params if isinstance(p, click.Option)]
+        with_value = {name for o in options if not o.is_flag for name in o.opts}
+        before = ""
+        for word in args:
+            name = word.partition("=")[0]
+            if name in _ELSEWHERE:
+                raise click.UsageError(f"{_ELSEWHERE[name]}. Received: {name}")
+            if not word.startswith("-") and before not in with_value:
+                break  # the script, and its own options
+            before = word
+        return super().parse_args(ctx, args)
+
+
 # What follows the script's name is the script's own, options too.
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command(cls=_Run, context_settings={"allow_interspersed_args": False})
 @click.option(
     "-n",
     "--num-workers",
     metavar="N",
     required=True,
-    type=types.COUNT,
-    help="Number of worker processes.",
+    type=_NumWorkers(min=1),
+    help="Number of worker processes; auto: one for each GPU, or else CPU core.",
 )
 @click.option(
     "-D",

@@ -52,8 +52,12 @@ class LineReader:
         if len(rest) > _MAX_LINE_LENGTH and "\r" not in rest:
             lines.append(rest)
             rest = ""
-        # A return at the very end must stay: what comes next draws over.
-        self._pending = last_drawn(rest) + "\r" * rest.endswith("\r")
+        *drawn, tail = rest.split("\r")
+        if drawn and not without_escapes(tail).strip():
+            # The return must stay: what comes next draws over.
+            self._pending = f"{last_drawn(rest)}\r{tail}"
+        else:
+            self._pending = tail
         return [last_drawn(line) for line in lines]
 
     def close(self) -> list[str]:

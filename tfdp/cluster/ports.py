@@ -66,9 +66,15 @@ def unreachable_workers(cluster: Cluster, timeout_seconds: float) -> list[int]:
     >>> unreachable_workers(Cluster(("localhost:2222",)), timeout_seconds=1.0)
     []
     """
+    return sorted(_probe_workers(cluster, timeout_seconds))
+
+
+def _probe_workers(cluster: Cluster, timeout_seconds: float) -> dict[int, ProbeResult]:
+    """Find by rank what the last attempt met, of workers that accept no connection."""
     deadline = time.monotonic() + timeout_seconds
     own_rank = None if cluster.is_evaluator else cluster.rank
-    waiting = {rank for rank in range(cluster.num_workers) if rank != own_rank}
+    ranks = [rank for rank in range(cluster.num_workers) if rank != own_rank]
+    waiting = dict.fromkeys(ranks, ProbeResult.NONE)
     # Daemon threads: looking up a host's name cannot be interrupted, and must
     # not keep the process alive past the deadline.
     threads = [
@@ -77,13 +83,13 @@ def unreachable_workers(cluster: Cluster, timeout_seconds: float) -> list[int]:
             args=(cluster.workers[rank], deadline, waiting, rank),
             daemon=True,
         )
-        for rank in sorted(waiting)
+        for rank in ranks
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return sorted(waiting.copy())
+    return waiting.copy()
 
 
 def rendezvous(cluster: Cluster, timeout_seconds: float | None = None) -> list[int]:
@@ -111,14 +117,24 @@ def rendezvous(cluster: Cluster, timeout_seconds: float | None = None) -> list[i
     """
     begin = time.monotonic()
     limit = float("inf") if timeout_seconds is None else timeout_seconds
-    warned = False
+    warned = named = False
     with _listening(cluster.workers[cluster.rank], cluster.num_workers):
         while True:
             # All within one second: a worker that has given up by now does not count.
-            missing = unreachable_workers(cluster, _TOGETHER_SECONDS)
+            found = _probe_workers(cluster, _TOGETHER_SECONDS)
+            missing = sorted(found)
             waited = time.monotonic() - begin
             if not missing or waited >= limit:
                 return missing
+            unknown = [r for r in missing if found[r] is ProbeResult.UNKNOWN_HOST]
+            if unknown and not named:
+                named = True
+                warnings.warn(
+                    "No host of that name is known here: "
+                    f"{describe_workers(cluster, unknown)}. Check TF_CONFIG; the name "
+                    "may also be that of a machine that is yet to start.",
+                    stacklevel=2,
+                )
             if waited >= _WARN_AFTER_SECONDS and not warned:
                 warned = True
                 warnings.warn(
@@ -161,13 +177,15 @@ def _listening(address: str, num_workers: int) -> Iterator[None]:
 
 
 def _wait_for_connection(
-    address: str, deadline: float, waiting: set[int], rank: int
+    address: str, deadline: float, waiting: dict[int, ProbeResult], rank: int
 ) -> None:
     while True:
         left = deadline - time.monotonic()
-        if accepts_connections(address, max(left, 0.05)):
-            waiting.discard(rank)
+        result = probe_port(address, max(left, 0.05))
+        if result is ProbeResult.ACCEPTED:
+            del waiting[rank]
             return
+        waiting[rank] = result
         if time.monotonic() + 0.1 >= deadline:
             return
         time.sleep(0.1)
@@ -195,6 +213,7 @@ class ProbeResult(enum.Enum):
 
     ACCEPTED = "a process listens, or did until it was stopped"
     REFUSED = "the host is up, and no process listens"
+    UNKNOWN_HOST = "the name of the host does not resolve"
     NONE = "no answer in time, or no route to the host"
 
 
@@ -222,6 +241,8 @@ def probe_port(address: str, timeout_seconds: float) -> ProbeResult:
             return ProbeResult.REFUSED if is_itself else ProbeResult.ACCEPTED
     except ConnectionRefusedError:
         return ProbeResult.REFUSED
+    except socket.gaierror:
+        return ProbeResult.UNKNOWN_HOST
     except OSError:
         return ProbeResult.NONE
 

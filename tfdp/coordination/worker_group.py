@@ -56,7 +56,7 @@ class WorkerGroup:
         self._last_call: str | None = None
         # Hooks of the failure detector: check the worker that is waited for, and
         # translate errors of the store. See `tfdp.coordination.watch`.
-        self.check: Callable[[int, bool], None] = lambda rank, is_over: None
+        self.check: Callable[[int, bool, str], None] = lambda rank, is_over, call: None
         self.guard: Callable[[], contextlib.AbstractContextManager]
         self.guard = contextlib.nullcontext
         if rank == 0 and num_workers > 1:
@@ -158,7 +158,7 @@ class WorkerGroup:
         while True:
             waited = clock.now() - begin
             if limit is not None and waited >= limit:
-                self.check(rank, True)
+                self.check(rank, True, topic)
                 raise TimeoutError(_missing(topic, [rank], limit))
             if waited >= _WARN_AFTER_SECONDS and not warned:
                 warned = True
@@ -174,7 +174,7 @@ class WorkerGroup:
             try:
                 return _compat.get_key_value(key, min(step, left))
             except tf.errors.DeadlineExceededError:
-                self.check(rank, False)
+                self.check(rank, False, topic)
 
     def _texts(self, topic: str, messages: list[str | None]) -> list[str]:
         missing = [rank for rank, text in enumerate(messages) if text is None]

@@ -2,6 +2,7 @@
 
 Reading order:
     distribute: a dataset as one that gives every replica its rows
+    batch_sizes: rows of all batches, as far as known before they are read
     rows, weighted_rows: rows of a batch for each replica, equal or by weight
     per_replica_dataset, element_specs: the distributed dataset on CPUs
     uneven_inputs: the end of the data for all workers

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import loops
+from tfdp.data.batch_sizes import batch_size_of, describe_sizes, sizes_of_batches
 from tfdp.data.per_replica_dataset import (
     PerReplicaDataset,
     ReadOptions,
@@ -46,7 +48,7 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
     """
     if not isinstance(dataset, tf.data.Dataset) or not _has_rows(dataset):
         return stock.experimental_distribute_dataset(dataset, options)
-    check_batch_size(strategy, _static_batch_size(dataset), "The dataset's batch size")
+    check_batch_size(strategy, batch_size_of(dataset), "The dataset's batch size")
     extended = strategy.extended
     policy = dataset.options().experimental_distribute.auto_shard_policy
     is_alone = extended.worker_group.num_workers == 1
@@ -54,14 +56,16 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
         return _distribute_by_policy(strategy, dataset, options, policy, stock)
     first = extended.first_rank
     ranks = list(range(first, first + extended.num_local))
-    asks_workers = _compare(strategy, dataset)
-    return _distribute_rows(
-        strategy, dataset, ranks, options, asks_workers=asks_workers
-    )
+    read_options = _compare(strategy, dataset)
+    return _distribute_rows(strategy, dataset, ranks, options, read_options)
 
 
 def _distribute_rows(
-    strategy: Any, dataset: Any, ranks: list[int], options: Any, *, asks_workers: bool
+    strategy: Any,
+    dataset: Any,
+    ranks: list[int],
+    options: Any,
+    read_options: ReadOptions,
 ) -> Any:
     """Return the distributed dataset of the local replicas' rows."""
     num_replicas = strategy.num_replicas_in_sync
@@ -69,11 +73,12 @@ def _distribute_rows(
     on_cpus = extended.group.backend != "nccl" and not _has_gpus(strategy)
     if (on_cpus or extended.balance is not None) and options is None:
         divided = divide_and_prefetch(dataset, ranks, num_replicas)
-        read_options = ReadOptions(asks_workers)
         return PerReplicaDataset(divided, strategy, read_options, batches=dataset)
     local = rows_of_ranks(dataset, ranks, num_replicas)
     distributed = strategy.distribute_datasets_from_function(lambda _: local, options)
-    return distributed if asks_workers else _compat.without_partial_batches(distributed)
+    if read_options.asks_workers:
+        return distributed
+    return _compat.without_partial_batches(distributed)
 
 
 def _has_gpus(strategy: Any) -> bool:
@@ -109,37 +114,30 @@ def _has_rows(dataset: tf.data.Dataset) -> bool:
     )
 
 
-def _static_batch_size(dataset: tf.data.Dataset) -> int | None:
-    specs = tf.nest.flatten(dataset.element_spec)
-    sizes = {
-        spec.shape[0]
-        for spec in specs
-        if isinstance(spec, tf.TensorSpec) and spec.shape.rank
-    }
-    known = sizes - {None}
-    if len(known) == 1:
-        return known.pop()
-    found = _compat.dataset_batch_size(dataset)
-    return found if found > 0 else None
-
-
-def _compare(strategy: Any, dataset: tf.data.Dataset) -> bool:
+def _compare(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
     """Compare a dataset with those of the other workers.
 
     Returns:
-        Bool, whether some workers may run out of data before others.
+        `ReadOptions`: whether some workers may run out of data before others, and
+        whether their batches have equally many rows.
 
     Raises:
         ValueError: If workers would shuffle differently.
     """
     worker_group = strategy.extended.worker_group
     if worker_group.num_workers == 1:
-        return False
-    own = [_compat.shuffle_seeds(dataset), int(dataset.cardinality().numpy())]
+        return ReadOptions(asks_workers=False)
+    own = [
+        _compat.shuffle_seeds(dataset),
+        int(dataset.cardinality().numpy()),
+        sizes_of_batches(dataset),
+    ]
     texts = worker_group.all_gather("a dataset's order and length", json.dumps(own))
-    told = [json.loads(text) for text in texts]
-    _check_same_shuffle([seeds for seeds, _ in told])
-    return _lengths_differ(strategy, [length for _, length in told])
+    seeds, lengths, sizes = zip(*map(json.loads, texts), strict=True)
+    _check_same_shuffle(list(seeds))
+    if _lengths_differ(strategy, list(lengths)):
+        return ReadOptions(asks_workers=True, same_rows=False)
+    return ReadOptions(asks_workers=False, same_rows=_same_rows(sizes))
 
 
 def _check_same_shuffle(seeds: list) -> None:
@@ -178,6 +176,25 @@ def _lengths_differ(strategy: Any, lengths: list[int]) -> bool:
             stacklevel=3,
         )
     return not same or lengths[0] == tf.data.UNKNOWN_CARDINALITY
+
+
+def _same_rows(sizes: Sequence[dict[str, Any] | None]) -> bool:
+    """Return whether batches are known to have equally many rows on all workers."""
+    known = [each for each in sizes if each is not None]
+    if len(known) < len(sizes):
+        return False
+    same = all(each == known[0] for each in known)
+    if not same:
+        listed = ", ".join(
+            f"{describe_sizes(each)} on worker {r}" for r, each in enumerate(known)
+        )
+        warnings.warn(
+            "Workers have datasets with batches of different sizes; each should read "
+            "the same global batches, of which it takes its rows, or data of its own "
+            f"with `AutoShardPolicy.OFF`. Received: {listed}",
+            stacklevel=3,
+        )
+    return same
 
 
 def steps_per_batch(strategy: Any, source: Any) -> float:

@@ -196,8 +196,10 @@ def _of_loop(
     # Of arrays all know how many rows there are, though the dataset does not.
     is_settled = len(set(lengths)) == 1 and lengths[0].rows is not None
     if isinstance(dataset, PerReplicaDataset):
-        asks_workers = dataset.read_options.asks_workers and not is_settled
-        return dataset.read(ReadOptions(asks_workers, True, stops, by_weight))
+        before = dataset.read_options
+        asks_workers = before.asks_workers and not is_settled
+        counts_rows = before.same_rows or is_settled
+        return dataset.read(ReadOptions(asks_workers, counts_rows, stops, by_weight))
     num_endless = sum(length.is_endless for length in lengths)
     if 0 < num_endless < len(lengths):
         dataset = _compat.that_asks(dataset)

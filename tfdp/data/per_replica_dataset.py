@@ -42,12 +42,15 @@ class ReadOptions(NamedTuple):
             by the weights that the strategy has at that moment. A pipeline reads
             ahead, on each worker as far as it happens to: workers would divide one
             batch by different weights. Defaults to `False`.
+        same_rows: Bool, whether batches are known to have equally many rows on all
+            workers, so that each may count those of its own. Defaults to `True`.
     """
 
     asks_workers: bool
     counts_rows: bool = False
     stops_at_shortest: bool = False
     by_weight: bool = False
+    same_rows: bool = True
 
 
 def divide_and_prefetch(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import json
 import re
 import warnings
@@ -32,6 +33,12 @@ _FREE = (
     "shape",
 )
 _FREE_ENDS = ("seed", "initializer")
+# Callbacks of Keras that set the learning rate or weights, each worker its own.
+_ACTING = (
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.SwapEMAWeights,
+)
 # Of longer lists, and of larger arrays, the rest is not looked at.
 _MOST_ITEMS = 1000
 
@@ -42,7 +49,8 @@ def configs_of(name: str, model: Any, callbacks: list) -> dict[str, Any]:
     Args:
         name: String, `"fit"`, `"evaluate"`, `"predict"` or the like for a batch.
         model: The Keras model.
-        callbacks: List of callbacks, of which tfdp's are looked at.
+        callbacks: List of callbacks, of which those that act on training are looked
+            at: tfdp's, and those of Keras that set the learning rate or weights.
 
     Returns:
         Dict of nests of dicts, lists and plain values.
@@ -50,7 +58,10 @@ def configs_of(name: str, model: Any, callbacks: list) -> dict[str, Any]:
     with warnings.catch_warnings():
         # Keras warns of what cannot be loaded again; nothing is loaded here.
         warnings.simplefilter("ignore")
-        found: dict[str, Any] = {"model": _layer_configs(model)}
+        found: dict[str, Any] = {
+            "model": _layer_configs(model),
+            "inputs": _connections(model),
+        }
         if name.startswith("predict"):
             return found
         for key, value in _compat.compile_arguments(model).items():
@@ -110,6 +121,17 @@ def _is_free(key: str, value: Any) -> bool:
 def _layer_configs(model: Any) -> dict[str, Any]:
     """Configs of all layers by name."""
     return _by_name([(x.name, _layer_config(x)) for x in _compat.layers_of(model)])
+
+
+def _connections(model: Any) -> dict[str, Any]:
+    """Names of the layers that feed each layer of a functional model, call by call."""
+    calls = _compat.calls_of(model)
+    given = dict.fromkeys(name for name, _ in calls)
+    unique = {name: new for new, name in _by_name([(n, n) for n in given]).items()}
+    found: dict[str, Any] = {name: [] for name in unique.values()}
+    for name, feeding in calls:
+        found[unique[name]].append([unique.get(other, other) for other in feeding])
+    return found
 
 
 def _by_name(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -174,12 +196,24 @@ def _is_large(layer: Any) -> bool:
 
 
 def _callback_configs(callbacks: list) -> list[dict[str, Any]]:
-    """What tfdp's callbacks have to be told alike on all workers."""
+    """Settings of callbacks that have to be alike on all workers."""
     return [
         {
             "class_name": type(callback).__name__,
-            **{name: comparable(getattr(callback, name)) for name in callback.compared},
+            **{name: _config(getattr(callback, name)) for name in names},
         }
         for callback in callbacks
-        if hasattr(callback, "compared")
+        for names in [_compared_settings(callback)]
+        if names is not None
     ]
+
+
+def _compared_settings(callback: Any) -> tuple[str, ...] | None:
+    """Names of a callback's settings to compare, or `None` to ignore the callback."""
+    if hasattr(callback, "compared"):
+        return callback.compared
+    for kind in _ACTING:
+        if isinstance(callback, kind):
+            names = inspect.signature(kind.__init__).parameters
+            return tuple(n for n in names if n != "verbose" and hasattr(callback, n))
+    return None

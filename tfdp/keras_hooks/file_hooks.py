@@ -9,6 +9,7 @@ same way.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,12 +17,29 @@ from typing import Any
 import keras
 
 from tfdp import _compat
-from tfdp.base.context import num_replicas_of
+from tfdp.base.context import num_replicas_of, strategy_of
 from tfdp.keras_hooks.file_view import loss_scaling_of, sharded_tensors
+from tfdp.keras_hooks.saving import is_saving, save_atomically
 from tfdp.sharding.full_state import FullState, gather_full_state
 
 
-def save_with_plain_optimizer(
+def save_file(
+    original: Callable, model: Any, filepath: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function of Keras that saves: atomically, with the plain optimizer."""
+
+    @functools.wraps(original)
+    def save(*args: Any, **kwargs: Any) -> Any:
+        return _save_with_plain_optimizer(original, *args, **kwargs)
+
+    strategy = strategy_of(model)
+    if strategy is None or is_saving():
+        return save(model, filepath, *args, **kwargs)
+    # `keras.saving.save_model` comes here without a method of the model.
+    return save_atomically(strategy, save, model, filepath, *args, **kwargs)
+
+
+def _save_with_plain_optimizer(
     original: Callable, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Call a function of Keras that saves with the plain optimizer.

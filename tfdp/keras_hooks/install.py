@@ -339,9 +339,9 @@ _FILES = (
         Replacement(
             module,
             call,
-            file_hooks.save_with_plain_optimizer,
+            file_hooks.save_file,
             "Plain Keras could not open a file with a DistributedOptimizer; sharded "
-            "state is on all workers.",
+            "state is on all workers; `keras.saving.save_model` is not atomic.",
         )
         for module, call in (
             (

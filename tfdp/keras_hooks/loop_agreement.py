@@ -27,7 +27,7 @@ from tfdp.keras_hooks.worker_callbacks import (
 _DATA = ("x", "y", "sample_weight")
 _KERAS_BATCH_SIZE = 32
 # What each worker may choose for itself. Of data and callbacks more is compared.
-_FREE = ("verbose", "return_dict", "callbacks", "class_weight", "kwargs")
+_FREE = ("verbose", "return_dict", "callbacks", "kwargs")
 _NO_SETTINGS = (*_FREE, *_DATA, "validation_data", "batch_size")
 _OF_MODEL = ("steps_per_execution", "run_eagerly", "jit_compile")
 
@@ -103,7 +103,8 @@ def agree_on_batch(
     if number & (number + 1) == 0:  # the call is a power of two
         found = configs.configs_of(name, model, []) if number == 0 else {}
         own = {
-            "settings": _of_model(model),
+            "settings": _of_model(model)
+            | {"class_weight": configs.comparable(arguments.get("class_weight"))},
             "arrays": [arrays, {"all batches so far": digest}],
         }
         _compare(worker_group, name, own, found)

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import atexit
 import sys
+import sysconfig
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 
 from tfdp.coordination.watch.errors import WorkerLost
@@ -56,7 +59,27 @@ def _explain_uncaught(watchdog: Watchdog) -> None:
     def show(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            # All workers are, and a traceback of each would hide the script's output.
+            where = _line_of_script(trace)
+            print(f"tfdp: interrupted{where}", file=sys.stderr, flush=True)
+            return
         before(kind, error, trace)
         watchdog.explain_uncaught(error)
 
     sys.excepthook = show
+
+
+def _line_of_script(trace: TracebackType | None) -> str:
+    """Describe the last frame of a traceback that is not in a package, or `""`."""
+    paths = sysconfig.get_paths()
+    packages = [paths[name] for name in ("purelib", "platlib", "stdlib")]
+    own = str(Path(__file__).resolve().parents[2])
+    frames = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if not frame.filename.startswith((*packages, own, "<frozen "))
+    ]
+    if not frames:
+        return ""
+    return f" at line {frames[-1].lineno} of {frames[-1].filename}"

@@ -7,6 +7,8 @@ import re
 
 # The exit code of a worker that had to end itself: EX_UNAVAILABLE of sysexits.h.
 EXIT_CODE = 69
+# Why a worker is lost that has met no error.
+SCRIPT_ENDED = "its script has ended"
 
 
 class WorkerLost(RuntimeError):
@@ -27,7 +29,7 @@ class WorkerFailure:
 
 
 def failure_message(
-    failure: WorkerFailure, address: str, place: str, bucket: str = ""
+    failure: WorkerFailure, address: str, place: str, bucket: str = "", call: str = ""
 ) -> str:
     """Format the error message of a lost worker.
 
@@ -36,6 +38,7 @@ def failure_message(
         address: String, `"host:port"` of the worker.
         place: String, where this worker was in its training, or `""`.
         bucket: String, what was being reduced, or `""`.
+        call: String, the call in which this worker waits for the other, or `""`.
 
     Example:
 
@@ -43,6 +46,12 @@ def failure_message(
     >>> failure_message(failure, "b:2222", "step 3 of fit")
     'Worker 1 (b:2222) was lost at step 3 of fit: its process has ended. ...'
     """
+    if failure.cause == SCRIPT_ENDED and call:
+        return (
+            f"Worker {failure.rank} ({address}) has come to the end of its script, and "
+            f"this one waits for it at {call!r}: every worker has to run the same "
+            "calls of Keras and tfdp, `evaluate` and `predict` too."
+        )
     where = f" at {place}" if place else ""
     what = f", while {bucket} was reduced" if bucket else ""
     return (

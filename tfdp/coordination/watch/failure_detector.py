@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from tfdp.coordination.clock import clock
 from tfdp.coordination.progress import WorkerProgress
+from tfdp.coordination.watch.errors import SCRIPT_ENDED
 
 # After so long without a heartbeat a worker's port is probed.
 SUSPECT_SECONDS = 2.5
@@ -141,7 +142,7 @@ class FailureDetector:
             return ""
         after = f", after {status.last_error}" if status.last_error else ""
         if status.has_left:
-            return f"its script has ended{after}"
+            return f"{SCRIPT_ENDED}{after}"
         return f"its process has ended{after} (its port refuses connections)"
 
     def stragglers(self, own: WorkerProgress) -> dict[int, WorkerProgress]:

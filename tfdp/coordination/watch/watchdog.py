@@ -146,12 +146,13 @@ class Watchdog(threading.Thread):
         else:
             self._heartbeat.last_error = text
 
-    def check(self, rank: int, is_over: bool) -> None:
+    def check(self, rank: int, is_over: bool, call: str) -> None:
         """Raise if another worker is lost.
 
         Args:
             rank: Int, the worker that this one waits for.
             is_over: Bool, whether the wait has reached its limit.
+            call: String, the call in which it waits.
 
         Raises:
             WorkerLost: Naming it.
@@ -164,7 +165,7 @@ class Watchdog(threading.Thread):
         elif is_over and rank in detector.suspects():
             self._blame(rank, detector.cause_of_timeout(rank))
         if self._failure is not None:
-            raise self._error(progress.current.name)
+            raise self._error(progress.current.name, call=call)
 
     def leave(self) -> None:
         """Announce the end of this worker's script and stop the heartbeat."""
@@ -182,16 +183,19 @@ class Watchdog(threading.Thread):
         self._is_urgent.clear()
         return has_failed
 
-    def _error(self, place: str, bucket: str = "") -> WorkerLost:
+    def _error(self, place: str, bucket: str = "", call: str = "") -> WorkerLost:
         failure = self._failure
         assert failure is not None
         self._is_raised.set()
-        return WorkerLost(self._message(failure, place, bucket))
+        return WorkerLost(self._message(failure, place, bucket, call))
 
-    def _message(self, failure: WorkerFailure, place: str, bucket: str = "") -> str:
+    def _message(
+        self, failure: WorkerFailure, place: str, bucket: str = "", call: str = ""
+    ) -> str:
         if failure.rank == self._rank:
             return f"The other workers have given this one up: {failure.cause}."
-        return failure_message(failure, self._addresses[failure.rank], place, bucket)
+        address = self._addresses[failure.rank]
+        return failure_message(failure, address, place, bucket, call)
 
     def _check_workers(self) -> None:
         """Probe the ports of suspects and set the failure if one is lost."""
