@@ -69,7 +69,8 @@ def write(page: Path, rows: Sequence[dict], only: str, command: str) -> None:
         *[f"- {r['kind']} in {r['phase']}: {r['problem']}" for r in bad],
     ]
     own = "\n".join(text).rstrip()
-    page.write_text(f"{head}{marker}\n\n{own}\n{others}{rest}", "utf-8")
+    before = head.rstrip()
+    page.write_text(f"{before}\n\n{marker}\n\n{own}\n{others}{rest}", "utf-8")
 
 
 def _times(group: Sequence[dict]) -> str:
