@@ -23,7 +23,7 @@ def rows_of(kind: str, count: int, seed: int) -> list[dict[str, Any]]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", fuzzing.KINDS)
-@pytest.mark.parametrize(("count", "seed"), [(40, 2), full(500, 3)])
+@pytest.mark.parametrize(("count", "seed"), [(40, 2), full(250, 3)])
 def test_mutated_files_load_whole_or_are_refused_in_a_sentence(kind, count, seed):
     arguments = {"kind": kind, "count": count, "seed": seed}
     (answer,) = forks.run([forks.Start(rows_of, arguments=arguments)], 60 + count)

@@ -182,6 +182,7 @@ def algorithms_in_loops_and_conditionals(env: Env) -> dict:
 @case(
     "algorithms keep one launch order on every replica",
     setups=("eight_devices",),
+    full_setups=(),
     compare=False,
 )
 def algorithms_keep_one_launch_order_on_every_replica(env: Env) -> dict:

@@ -321,7 +321,7 @@ def own_optimizer_class_sees_whole_tensors(env: Env) -> dict:
     return results
 
 
-@case("TensorFlow's own files", setups=("mirrored",), compare=False)
+@case("TensorFlow's own files", setups=("mirrored",), full_setups=(), compare=False)
 def tensorflow_exports_and_checkpoints_what_it_sees(env: Env) -> dict:
     x, y = common.regression_data(8)
     for sharding in ("none", "optimizer"):

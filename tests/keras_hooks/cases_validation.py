@@ -108,7 +108,7 @@ class Slow(keras.callbacks.Callback):
     """Lets a pipeline read ahead as far as it wants to, before each batch is over."""
 
     def on_train_batch_end(self, batch, logs=None):
-        time.sleep(0.02)
+        time.sleep(0.05)
 
     on_test_batch_end = on_train_batch_end
     on_predict_batch_end = on_train_batch_end

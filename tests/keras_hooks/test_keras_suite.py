@@ -26,6 +26,7 @@ def test_tests_that_ship_with_keras_pass_as_they_do_with_stock():
 
 @pytest.mark.slow
 @pytest.mark.full
+@pytest.mark.timeout(2600)
 def test_tests_that_train_pass_in_a_scope_but_for_those_that_are_explained():
     done = run_python("tools/keras_suite", "--full", deadline_seconds=2500)
     assert done.code == 0, done.output

@@ -202,6 +202,7 @@ def monitor_leaves_evaluation_alone(env: Env) -> dict:
 @case(
     "Monitor: the averages of moving statistics have a column of their own",
     setups=("two_workers",),
+    full_setups=(),
     compare=False,
 )
 def monitor_names_statistics(env: Env) -> dict:
@@ -219,6 +220,7 @@ def monitor_names_statistics(env: Env) -> dict:
 @case(
     "Monitor: rows of sparse gradients are in the bytes of the step that sends them",
     setups=("two_workers",),
+    full_setups=(),
     compare=False,
 )
 def monitor_counts_the_bytes_of_rows(env: Env) -> dict:
@@ -275,6 +277,7 @@ def monitor_leaves_nothing_in_the_graph(env: Env) -> dict:
 @case(
     "Monitor: a slowed worker is named within twenty steps",
     setups=("two_workers",),
+    full_setups=(),
     compare=False,
     side_by_side=False,
 )

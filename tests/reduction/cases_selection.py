@@ -187,7 +187,7 @@ def plan_shows_algorithm_and_predicted_time(env: Env) -> dict:
     return {}
 
 
-@case("a hierarchy that is none", setups=("two_by_two",), compare=False)
+@case("a hierarchy that is none", setups=("two_by_two",), full_setups=(), compare=False)
 def hierarchy_without_levels_says_so_once(env: Env) -> dict:
     for node_size, word in ((4, "one node"), (3, "equally many")):
         with routed(env, algorithm="hierarchical", node_size=node_size) as caught:

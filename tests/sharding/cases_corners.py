@@ -107,7 +107,12 @@ def waiting_slices_survive_what_is_shared(env: Env) -> dict:
     return env.weights(model)
 
 
-@case("workers shard differently", setups=("two_workers",), compare=False)
+@case(
+    "workers shard differently",
+    setups=("two_workers",),
+    full_setups=("two_by_two",),
+    compare=False,
+)
 def different_optimizers_are_named(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -263,7 +268,12 @@ def tensorboard_saves_embeddings_of_sharded_state(env: Env) -> dict:
     return env.weights(model)
 
 
-@case("a file on one disk only", setups=("two_workers",), compare=False)
+@case(
+    "a file on one disk only",
+    setups=("two_workers",),
+    full_setups=("two_by_two",),
+    compare=False,
+)
 def file_that_one_worker_sees_is_loaded_by_none(env: Env) -> dict:
     if env.is_reference:
         return {}

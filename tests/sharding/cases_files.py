@@ -98,6 +98,7 @@ def only_the_first_worker_writes_sharded_state(env: Env) -> dict:
     "A worker that is asked for all state alone says what to do",
     compare=False,
     setups=("two_workers",),
+    full_setups=("two_by_two",),
 )
 def worker_that_is_asked_alone_says_what_to_do(env: Env) -> dict:
     model = _trained(env, 1, adamw)

@@ -80,7 +80,9 @@ def _distributed(inner: Any, **options: Any) -> Any:
     return lambda: tfdp.DistributedOptimizer(inner(), **options)
 
 
-@case("A reduce-scatter and an all-gather for each bucket", compare=False)
+@case(
+    "A reduce-scatter and an all-gather for each bucket", full_setups=(), compare=False
+)
 def sharded_step_has_two_collectives_for_each_bucket(env: Env) -> dict:
     key, local = env.strategy.extended.group.key, env.setup.devices_per_worker
     adam, clipping = make(optimizers.Adam), {"loss_scale": "dynamic"}
@@ -160,7 +162,12 @@ def sharded_step_sends_as_many_bytes_as_an_all_reduce(env: Env) -> dict:
     return {"sharded": sharded, "plain": plain}
 
 
-@case("Between nodes only slices travel", setups=("two_by_two",), compare=False)
+@case(
+    "Between nodes only slices travel",
+    setups=("two_by_two",),
+    full_setups=(),
+    compare=False,
+)
 def slices_that_nodes_share_travel_in_two_levels(env: Env) -> dict:
     """Inside a node a scatter and a gather; across, the sum of a slice."""
     found = {}

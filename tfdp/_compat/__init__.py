@@ -189,7 +189,12 @@ from tfdp._compat.owners import (
     random_seed,
     saving_lib,
 )
-from tfdp._compat.patches import Replacement, change_of, replace
+from tfdp._compat.patches import (
+    Replacement,
+    change_of,
+    hide_from_tracebacks,
+    replace,
+)
 from tfdp._compat.runtime import (
     PREEMPTED_TASK_KEY,
     abort_collectives,

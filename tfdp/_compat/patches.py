@@ -70,7 +70,7 @@ def replace(entry: Replacement) -> None:
     if getattr(original, "_tfdp_entry", None) is entry:
         return
     function = entry.function
-    cell = _filtered(original)
+    found, cell = original, _filtered(original)
     if cell is not None:
         original = traceback_utils.filter_traceback(cell.cell_contents)
 
@@ -83,9 +83,22 @@ def replace(entry: Replacement) -> None:
     replacement.__doc__ = original.__doc__
     replacement.__wrapped__ = original  # type: ignore[attr-defined]
     replacement._tfdp_entry = entry  # type: ignore[attr-defined]
-    setattr(entry.owner, entry.name, replacement)
-    if cell is not None:
+    if cell is None:
+        setattr(entry.owner, entry.name, replacement)
+    else:
         cell.cell_contents = replacement
+        found._tfdp_entry = entry
+
+
+def hide_from_tracebacks(folder: str) -> None:
+    """Have Keras leave a folder's frames out of tracebacks, as it does with its own.
+
+    Args:
+        folder: String, the path, with a separator at its end.
+    """
+    paths = traceback_utils._EXCLUDED_PATHS
+    if folder not in paths:
+        traceback_utils._EXCLUDED_PATHS = (*paths, folder)
 
 
 def _filtered(function: Any) -> Any:
@@ -93,7 +106,7 @@ def _filtered(function: Any) -> Any:
 
     `model.fit(callbacks=[tfdp.callbacks...])` looks `fit` up before the callback, which
     may be the first use of tfdp in the process, is made: what Keras has handed out by
-    then has to call the replacement, too.
+    then has to call the replacement, too. And its filter leaves out tfdp's frames.
     """
     if getattr(function, "__globals__", None) is not vars(traceback_utils):
         return None

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from tfdp.cli.log_file import LogFile
+from tfdp.cli.noise import is_noise
 from tfdp.cli.screen import LineReader, without_escapes
 from tfdp.coordination.preemption import PREEMPTED
 
@@ -135,7 +136,7 @@ class Worker:
         return text
 
     def _note(self, lines: list[str]) -> None:
-        self.tail.extend(lines)
+        self.tail.extend(line for line in lines if not is_noise(line))
         if lines:
             self._log_lines(lines)
 
