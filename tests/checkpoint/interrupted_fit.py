@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
 import time
 from typing import Any
@@ -116,11 +117,15 @@ def fit(
     }
 
 
-def asked_to_end_before_fit(layout: Layout, rank: int) -> None:
-    """Is sent SIGTERM when the strategy is there, and then stays for long."""
+def asked_to_end_before_fit(layout: Layout, rank: int, *, folder: str) -> None:
+    """Is sent SIGTERM when all have their strategy, and then stays for long."""
     import tfdp
 
     _strategy(layout, tfdp)
+    pathlib.Path(folder, f"ready-{rank}").touch()
+    # Who ends earlier is lost to one that still makes its strategy.
+    while len(list(pathlib.Path(folder).glob("ready-*"))) < layout.num_workers:
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60.0)
 

@@ -168,7 +168,8 @@ def test_sigterm_at_the_very_end_of_fit_leaves_its_backups(undisturbed, tmp_path
 
 
 def test_sigterm_before_fit_ends_a_worker_whose_strategy_is_there(tmp_path):
-    found = run(TWO_WORKERS, interrupted_fit.asked_to_end_before_fit, tmp_path, {})
+    action, options = interrupted_fit.asked_to_end_before_fit, {"folder": str(tmp_path)}
+    found = run(TWO_WORKERS, action, tmp_path, options)
     assert found.codes == (-signal.SIGTERM, -signal.SIGTERM), found.output[-3000:]
 
 
