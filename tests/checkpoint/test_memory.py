@@ -23,7 +23,7 @@ WIDTHS = (1024, 2048, 2048, 2048, 1024)
 # 12.6 million parameters in four buckets: 48 MB, and as much for each kind of slot.
 LARGEST_MB = 16
 # Code that is loaded at its first use, and what the allocator keeps.
-SLACK_MB = 5
+SLACK_MB = 8
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 
 pytestmark = [
