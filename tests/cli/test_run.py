@@ -380,6 +380,7 @@ I0000 00:00:1795402432.307807   15452 cudart_stub.cc:31] Could not find cuda dri
 {CUINIT}
 E0000 00:00:1795402432.307807   15452 server.cc:3] a real error
 W0000 00:00:1795402432.307807   15452 server.cc:3] a warning
+I1123 02:15:21.123456   15452 train.py:3] the script's own
 In 2 epochs
 """
 
@@ -393,6 +394,7 @@ def test_chatter_of_tensorflow_is_in_the_log_and_not_on_the_screen(launcher):
     assert [line.split("] ")[-1] for line in shown] == [
         "a real error",
         "a warning",
+        "the script's own",
         "In 2 epochs",
         " 1",
     ]

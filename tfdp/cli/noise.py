@@ -10,12 +10,13 @@ from tfdp.cli.launch import visible_gpus
 
 # Before it has read its level, TensorFlow writes whatever that says.
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+# Of files in C++: a script that logs by absl is heard.
+_PLACE = r"\d{4} [\d:.]+ +\d+ [\w./-]+\.(cc|h):\d+\] "
 _INFO = re.compile(
-    r"I\d{4} [\d:.]+ +\d+ [\w./-]+:\d+\] "
-    r"|WARNING: All log messages before absl::InitializeLog\(\)"
+    rf"I{_PLACE}|WARNING: All log messages before absl::InitializeLog\(\)"
 )
 # An error only where there is a GPU.
-_NO_GPU = re.compile(r"E\d{4} [\d:.]+ +\d+ [\w./-]+:\d+\] failed call to cuInit")
+_NO_GPU = re.compile(rf"E{_PLACE}failed call to cuInit")
 
 
 def is_noise(line: str, environ: Mapping[str, str] = os.environ) -> bool:
