@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
+import html
 import inspect
 import re
 import typing
@@ -213,6 +214,8 @@ def plan_prints_as_a_table(env: Env) -> dict:
     for bucket in plan.buckets:
         assert f"{bucket.num_bytes:,}" in text
     assert "tokens/embeddings" in text
+    in_notebook = html.unescape(plan._repr_html_())
+    assert in_notebook == f"<pre>{text}</pre>"
     return {"local": {"text": text}}
 
 

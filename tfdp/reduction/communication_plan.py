@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import io
 from typing import Any
 
@@ -113,6 +114,10 @@ class CommunicationPlan:
         if self.memory is not None:
             text.write(f"{self.memory}\n")
         return text.getvalue()
+
+    def _repr_html_(self) -> str:
+        """The table, as the last line of a notebook's cell shows it."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
