@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import difflib
+import inspect
+import re
 
 import pytest
 
@@ -41,3 +43,22 @@ def test_type_checkers_see_every_name_where_it_comes_from():
     of_packages = {name: "tfdp" for name in seen if tfdp._HOMES[name] == f"tfdp.{name}"}
     assert seen == tfdp._HOMES | of_packages
     assert set(seen) == set(tfdp.__all__)
+
+
+def test_a_notebook_completes_the_public_names_and_no_others():
+    tfdp.CommunicationOptions()  # what is loaded later is no public name either
+    assert {name for name in dir(tfdp) if name[0] != "_"} == set(tfdp.__all__)
+    assert "__version__" in dir(tfdp)
+
+
+def test_types_of_the_public_names_have_no_part_that_is_unknown():
+    generic = re.compile(
+        r"\b(?:dict|list|tuple|set|Callable|PathLike|Mapping|Sequence)\b(?!\[)"
+    )
+    bare = [
+        f"{name}: {annotation}"
+        for name, value in public_api.values()
+        for annotation in inspect.get_annotations(value).values()
+        if generic.search(str(annotation))
+    ]
+    assert bare == []

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tfdp import user_code
+
 if TYPE_CHECKING:
     # Type checkers and editors see the names that `__getattr__` loads.
     from tfdp import callbacks, checkpoint, optimizers, testing
@@ -57,6 +59,8 @@ __all__ = [
 ]
 
 
+user_code.watch_start()
+
 if not TYPE_CHECKING:  # a type checker would take any name for one of this package
 
     def __getattr__(name: str) -> Any:
@@ -69,4 +73,4 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of this pack
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

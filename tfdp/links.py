@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import sys
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Links:
         _check_not_negative("operation_seconds", self.operation_seconds)
 
     @classmethod
-    def from_dict(cls, entry: dict) -> Links:
+    def from_dict(cls, entry: dict[str, Any]) -> Links:
         """Restore links from the dict that `dataclasses.asdict` made.
 
         Example:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.harness.commands import run_python
-from tfdp.bench import compare_report, output, train_report
+from tfdp.bench import compare_report, output, train, train_report
 from tfdp.bench.channel import OnDemand
 from tfdp.bench.collectives import Settings, measure
 from tfdp.bench.models import FAMILIES, model_of_size
@@ -289,15 +289,51 @@ def test_what_cannot_be_run_is_answered_by_one_sentence(
     assert said in refused(capsys, *arguments.split())
 
 
-@pytest.mark.parametrize("command", ["collectives", "train", "compare"])
-def test_without_matplotlib_the_way_to_get_it_is_told(
-    capsys, tmp_path, monkeypatch, command
-):
+@pytest.fixture
+def no_matplotlib(monkeypatch, tmp_path) -> Path:
+    """A folder to work in, where matplotlib cannot be imported."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(output.importlib.util, "find_spec", lambda name: None)
-    said = refused(capsys, command)
-    assert "pip install tfdp[bench]" in said
-    assert "--no-plot" in said
+    for name in {"matplotlib", *sys.modules}:
+        if name.partition(".")[0] == "matplotlib":
+            monkeypatch.setitem(sys.modules, name, None)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["collectives", "train", "compare"])
+def test_a_plot_that_is_asked_for_without_matplotlib_is_refused_at_once(
+    capsys, no_matplotlib, command
+):
+    said = refused(capsys, command, "--plot", "plot.png")
+    assert "pip install 'tfdp[bench]'" in said
+    assert list(no_matplotlib.iterdir()) == []
+
+
+@pytest.mark.parametrize("declined", [True, False])
+def test_without_matplotlib_the_table_is_printed_and_the_plot_left_out(
+    capsys, monkeypatch, no_matplotlib, declined
+):
+    def draw(caption: str, path: Path) -> None:
+        output.new_figure("title", caption)
+
+    def run(settings: object, files: output.Files) -> None:
+        table = output.Table(("model", "step"), [("1M", "7.1")])
+        content = output.about("train", {})
+        output.report(output.new_console(), content, files, table=table, draw=draw)
+
+    monkeypatch.setattr(train, "run", run)
+    with pytest.raises(SystemExit) as stopped:
+        main.main(["bench", "train", *(["--no-plot"] if declined else [])])
+    assert not stopped.value.code
+    printed = capsys.readouterr().out
+    assert "7.1" in printed
+    (written,) = (no_matplotlib / "tfdp-bench").iterdir()
+    last = [f"Written: {written.relative_to(no_matplotlib)}"]
+    if not declined:
+        last.append(
+            "No plot was drawn, since matplotlib is not installed: "
+            "`pip install 'tfdp[bench]'`"
+        )
+    assert printed.splitlines()[-len(last) :] == last
 
 
 # What is drawn.

@@ -631,7 +631,7 @@ def test_convert_answers_wrong_arguments_in_one_sentence(tmp_path, capsys):
         (("plain", "folder.keras"), "There is a directory of that name"),
         (("plain", "there.keras"), "give --force to replace it. Received: "),
         (("none", "m.keras"), "There is no checkpoint in"),
-        (("there.keras", "m.keras"), "is not a directory"),
+        (("there.keras", "m.keras"), "DIR is a file; give the directory that"),
         (("plain", "m.keras"), "call `tfdp.checkpoint.restore` and `model.save`"),
     ):
         paths = [tmp_path / argument for argument in arguments]

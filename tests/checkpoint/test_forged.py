@@ -177,7 +177,7 @@ def test_a_folder_of_data_that_is_a_link_is_refused(folder, tmp_path):
 
 def test_an_index_that_is_too_large_is_not_read(folder):
     os.truncate(folder / "index.json", 2**40)  # sparse
-    assert f"it has more than {index_file.INDEX_BYTES} bytes" in refused(folder)
+    assert f"it has more than {index_file.INDEX_BYTES:,} bytes" in refused(folder)
 
 
 # Backups.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -11,11 +12,14 @@ import subprocess
 import sys
 import time
 
+import click
 import pytest
 from rich.console import Console
 
+from tests.harness import forks
 from tfdp.cli import doctor
 from tfdp.cli.doctor import describe_unevenness, draw_topology, port_states
+from tfdp.cli.screen import without_escapes
 from tfdp.cluster import Cluster, topology_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -24,8 +28,8 @@ DEADLINE_SECONDS = 120
 
 def run_doctor(**environ):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
-    if "TF_CONFIG" not in environ:
-        environment.pop("TF_CONFIG", None)
+    for name in {"TF_CONFIG", "TF_CPP_MIN_LOG_LEVEL"} - set(environ):
+        environment.pop(name, None)
     return subprocess.run(
         [sys.executable, "-m", "tfdp", "doctor"],
         env=environment,
@@ -73,16 +77,17 @@ def test_doctor_shows_versions_devices_nccl_cluster_ports_and_a_warning(
     }
     # No GPU, whatever the machine has: what is printed is then known.
     result = run_doctor(TF_CONFIG=json.dumps(config), CUDA_VISIBLE_DEVICES="")
-    assert result.returncode == 0, result.stderr
+    # TensorFlow's own lines are not shown, those of before it reads its level neither.
+    assert (result.returncode, result.stderr) == (0, "")
     output = result.stdout
     for name in ("python", "tfdp", "tensorflow", "keras", "numpy"):
         assert f"\n  {name} " in output
     assert f"{sys.version_info.major}.{sys.version_info.minor}." in output
     for line in (
         "  physical    CPU:0",
-        "  logical     CPU:0",
+        "  logical     CPU:0, CPU:1",
         "  from TF_CONFIG; this process is worker 1 of 2",
-        "1 nodes, 2 workers, 4 replicas",
+        "1 node, 2 workers, 4 replicas",
         "node 0  127.0.0.1",
         f"worker 0 (chief)  127.0.0.1:{taken_port}  answers",
         f"worker 1  127.0.0.1:{free_port}  this task, port free",
@@ -95,6 +100,71 @@ def test_doctor_shows_versions_devices_nccl_cluster_ports_and_a_warning(
     assert "uneven" not in output
     nccl = output.split("\nNCCL\n")[1].splitlines()[0]
     assert nccl.startswith("  not available: ")
+
+
+def devices_of_doctor_and_strategy() -> tuple[list[str], int]:
+    import tensorflow as tf
+
+    import tfdp
+
+    found = doctor.local_devices(tf, Cluster.from_environment())
+    return found, tfdp.auto_strategy().num_replicas_in_sync
+
+
+def config_of(num_workers, **own):
+    workers = [f"127.0.0.1:{port}" for port in range(1, num_workers + 1)]
+    task = {"type": "worker", "index": 0}
+    return json.dumps({"cluster": {"worker": workers}, "task": task, "tfdp": own})
+
+
+def test_doctor_counts_replicas_as_auto_strategy_does():
+    configs = [None, config_of(1), config_of(1, devices_per_worker=3)]
+    starts = [forks.Start(devices_of_doctor_and_strategy, config) for config in configs]
+    answers = forks.run(starts, DEADLINE_SECONDS)
+    for answer in answers:
+        assert len(answer.value[0]) == answer.value[1], answer
+    assert answers[2].value[0] == ["CPU:0", "CPU:1", "CPU:2"]
+
+
+def doctor_devices() -> list[str]:
+    import tensorflow as tf
+
+    return doctor.local_devices(tf, Cluster.from_environment())
+
+
+def test_doctor_counts_the_devices_of_one_of_several_workers():
+    configs = [config_of(2), config_of(2, devices_per_worker=2)]
+    starts = [forks.Start(doctor_devices, config) for config in configs]
+    found = [answer.value for answer in forks.run(starts, DEADLINE_SECONDS)]
+    assert found == [["CPU:0"], ["CPU:0", "CPU:1"]]
+
+
+def test_errors_pass_the_filter_of_tensorflows_lines_even_before_a_crash():
+    code = """
+import os, signal, sys
+from tfdp.cli.noise import quiet_stderr
+with quiet_stderr():
+    os.write(2, b"I0000 00:00:1.5  7 cudart_stub.cc:31] Could not find cuda\\n")
+    os.write(2, b"E0000 00:00:1.5  7 driver.cc:31] a real error\\n")
+print("no longer filtered", file=sys.stderr)
+with quiet_stderr():
+    os.write(2, b"F0000 00:00:1.5  7 driver.cc:31] the last words")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("TF_CPP_MIN_LOG_LEVEL", None)
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+    )
+    assert [line.split("] ")[-1] for line in result.stderr.splitlines()] == [
+        "a real error",
+        "no longer filtered",
+        "the last words",
+    ]
 
 
 @pytest.mark.parametrize("text", ["{x", '{"cluster": {"worker": ["a:1"]}}'])
@@ -116,6 +186,30 @@ def test_doctor_without_tensorflow_says_so_and_exits_with_1(tmp_path):
     assert "ImportError: libfoo is missing" in result.stdout
     assert "this is a single machine" in result.stdout
     assert "Traceback" not in result.stderr
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(("output", "longest"), [(Terminal, 50), (io.StringIO, 400)])
+def test_a_terminal_gets_lines_that_fit_and_a_file_whole_ones(
+    monkeypatch, output, longest
+):
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.setattr(doctor, "quiet_stderr", contextlib.nullcontext)
+    monkeypatch.setattr(doctor, "_import_tensorflow", lambda console: None)
+    monkeypatch.setattr(sys, "stdout", output())
+    with pytest.raises(click.exceptions.Exit):
+        doctor.doctor.callback()
+    lines = without_escapes(sys.stdout.getvalue()).splitlines()
+    assert longest / 2 < max(map(len, lines)) <= longest
+    words = "\n".join(lines).split()
+    assert {"interfaces,", "localhost,", "NetworkPolicy"} <= set(words)
 
 
 def test_workers_on_one_host_are_drawn_under_one_node():

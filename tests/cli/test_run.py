@@ -19,15 +19,18 @@ import termios
 import textwrap
 import time
 import uuid
+import zipfile
 
+import click
 import psutil
 import pytest
 
-from tfdp.cli import launch, outlet, worker
+from tfdp.cli import launch, main, outlet, worker
 from tfdp.cli.attempts import Attempts
 from tfdp.cli.log_file import LogFile
 from tfdp.cli.noise import is_noise
 from tfdp.cli.outlet import Outlet
+from tfdp.cli.program import check_program
 from tfdp.cli.screen import LineReader, Screen
 from tfdp.cli.signals import SignalPipe
 from tfdp.cluster import Cluster, local_ports
@@ -357,6 +360,24 @@ def test_a_progress_bar_moves_on_a_terminal_below_the_lines_of_others(launcher):
     assert b"x" * 40 not in drawn
 
 
+def test_what_a_terminal_echoes_of_ctrl_c_does_not_stand_before_the_message(launcher):
+    launcher.environment |= {"TERM": "xterm-256color"}
+    launcher.script("pathlib.Path('ready').touch()\ntime.sleep(600)")
+    master, slave = pty.openpty()
+    process = launcher.start(
+        *("-n", "1", "script.py"),
+        **dict.fromkeys(("stdin", "stdout", "stderr"), slave),
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(slave)
+    launcher.wait_for("ready")
+    os.write(master, b"\x03")
+    shown = read_terminal(master, rb"kills it at once\)\r\n.*interrupted at line \d+")
+    assert b"^C\r\x1b[2Ktfdp: SIGINT received, stopping the worker (" in shown
+    assert process.wait(DEADLINE_SECONDS) == 130
+    os.close(master)
+
+
 def test_force_color_makes_no_terminal_of_a_pipe(launcher):
     launcher.environment["FORCE_COLOR"] = "1"
     launcher.script("print('\\r1/2', end=''); print('\\r2/2')")
@@ -451,7 +472,7 @@ def test_a_bar_is_shown_now_and_then_in_files(tmp_path, monkeypatch):
     assert (tmp_path / "output").read_text("utf-8") == "[worker 0] 1/9\n"
 
 
-def test_the_failing_workers_last_lines_come_first_and_the_others_are_stopped(
+def test_the_failing_workers_last_lines_are_seen_and_the_others_are_stopped(
     launcher,
 ):
     # Worker 0 notices the end of worker 1, says a lot about that, and does not stop
@@ -484,15 +505,106 @@ sys.exit(7)
     assert result.returncode == 7
     launcher.assert_nothing_is_left()
     output = result.stdout.splitlines()
-    heading = output.index("tfdp: worker 1 failed with exit code 7. Its last lines:")
+    assert output.index("[worker 0] peer lost") > output.index("[worker 1] the reason")
+    # What worker 0 has said since fills a screen.
+    heading = output.index("tfdp: the last lines of worker 1:")
     expected = [f"line {number}" for number in range(81, 100)] + ["the reason"]
-    assert output[heading + 1 : heading + 22] == [
-        *(f"[worker 1] {line}" for line in expected),
-        "",
-    ]
-    assert output.index("[worker 0] peer lost") > heading
-    assert "worker 1 failed with exit code 7" in output[-1]
+    assert output[heading + 1 : -1] == [*(f"[worker 1] {x}" for x in expected), ""]
+    assert output[-1].startswith(
+        "tfdp: worker 1 failed with exit code 7, and the other one was stopped. "
+    )
     assert logs_of(launcher.folder)[1].name in output[-1]
+
+
+SAME_ERROR = """
+import atexit
+@atexit.register
+def end():  # when all have told their error, for the first to end stops the others
+    pathlib.Path(f"told-{RANK}").touch()
+    for rank in range(3):
+        wait_for(f"told-{rank}")
+def fit():
+    raise ValueError("wrong\\nshape")
+print("2/9", end="\\r", flush=True)
+fit()
+"""
+
+
+def test_one_error_of_all_workers_is_one_traceback(launcher):
+    launcher.script(SAME_ERROR)
+    result = launcher.run("-n", "3", "script.py")
+    assert result.returncode == 1
+    assert result.stdout.count("Traceback") == 1
+    assert result.stdout.count("ValueError: wrong") == 1
+    output = [line for line in result.stdout.splitlines() if "2/9" not in line]
+    (first,) = [line[8] for line in output if "Traceback" in line]
+    begin = output.index(f"[worker {first}] Traceback (most recent call last):")
+    # Nobody's lines are between those of the traceback, the user's frame first.
+    traceback = lines_of("\n".join(output[begin : begin + 7]), int(first))
+    assert traceback[1].endswith("in <module>")
+    assert traceback[-2:] == ["ValueError: wrong", "shape"]
+    same = [line for line in output if "tfdp: the same error as on worker" in line]
+    assert len(same) == 2
+    assert len(output) == 1 + 7 + 2 + 1, result.stdout
+    assert all(
+        path.read_text().count("Traceback") == 1 for path in logs_of(launcher.folder)
+    )
+
+
+LOST_FIRST = """
+import json, os, sys, time
+if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0:
+    print("ValueError: the error itself", flush=True)
+    time.sleep(60)
+time.sleep(0.5)
+sys.exit("WorkerLost: Worker 0 (127.0.0.1:1) was lost at 'fit'.")
+"""
+
+
+def test_the_worker_that_was_lost_is_named_and_not_only_who_says_so(launcher):
+    launcher.script(LOST_FIRST)
+    result = launcher.run("-n", "2", "script.py")
+    end = result.stdout.splitlines()[-1]
+    assert "worker 1 failed with exit code 1 since worker 0 was lost, and" in end
+    assert end.endswith("worker-0.log")
+
+
+def test_who_keeps_the_output_in_a_file_sees_the_error_on_the_screen(launcher):
+    launcher.script("print('Epoch 1'); raise ValueError('wrong')")
+    result = launcher.run("-n", "1", "script.py", stderr=subprocess.PIPE)
+    assert lines_of(result.stdout, 0)[-1] == "ValueError: wrong"
+    assert lines_of(result.stderr, 0) == lines_of(result.stdout, 0)
+    assert "worker 0 failed with exit code 1. " in result.stderr.splitlines()[-1]
+
+
+# What TensorFlow says where other workers have ended first.
+OF_PEERS = """E0000 00:00:1.1  17 ring_alg.cc:291] Aborting RingReduce with CANCELLED
+Additional GRPC error information from remote target /job:worker/replica:0/task:3 while
+:UNKNOWN:Error received from peer  {grpc_status:1, grpc_message:"CANCELLED"}
+W0000 00:00:1.1  17 local_rendezvous.cc:412] Local rendezvous is aborting
+The error could be from a previous operation. Restart your program to reset.
+\t [[{{function_node __inference_one_step_on_data_890}}{{node logs/CollectiveReduce}}]]
+"""
+
+
+def test_ctrl_c_of_a_script_that_does_not_catch_it_takes_two_lines(launcher):
+    launcher.script(
+        f"import atexit\natexit.register(print, {OF_PEERS!r}.strip())\n"
+        "pathlib.Path(f'ready-{RANK}').touch()\ntime.sleep(600)"
+    )
+    process = launcher.start("-n", "3", "script.py")
+    launcher.wait_for("ready-0", "ready-1", "ready-2")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 130
+    _, stopping, where = output.splitlines()
+    assert stopping.startswith("tfdp: SIGINT received, stopping the workers")
+    script = launcher.folder / "script.py"
+    line = script.read_text().splitlines().index("time.sleep(600)") + 1
+    assert where.split("] ")[1] == f"tfdp: interrupted at line {line} of {script}"
+    assert all(
+        "KeyboardInterrupt" in log.read_text() for log in logs_of(launcher.folder)
+    )
 
 
 def test_a_worker_killed_by_a_signal_gives_128_plus_its_number(launcher):
@@ -518,7 +630,7 @@ def test_the_first_failure_decides_the_exit_code(launcher):
     )
     result = launcher.run("-n", "2", "script.py")
     assert result.returncode == 5
-    assert result.stdout.count("Its last lines:") == 1
+    assert "worker 1 failed with exit code 5" in result.stdout.splitlines()[-1]
 
 
 def test_workers_that_were_preempted_are_no_failure_and_their_code_is_passed_on(
@@ -742,7 +854,7 @@ def test_a_job_whose_output_nobody_reads_goes_on(launcher):
         time.sleep(0.2)
     output, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 0
-    assert re.search(r"nobody read the output; \d+ lines are not shown here", output)
+    assert re.search(r"nobody read the output; [\d,]+ lines are not shown here", output)
 
 
 def test_what_a_reader_leaves_in_the_pipe_is_counted_and_a_slow_one_gets_all(
@@ -1000,7 +1112,19 @@ BAD_INPUT = [
     (["-n", "2", "--no-such-option", "script.py"], "--no-such-option"),
     (["-np", "2", "script.py"], "Give the number of workers with -n. Received: -np"),
     (["--nproc-per-node=2", "script.py"], "with -n. Received: --nproc-per-node"),
+    (["-np2", "script.py"], "with -n. Received: -np2"),
+    (["--nproc_per_node", "2", "script.py"], "Received: --nproc_per_node"),
+    (["--np", "2", "script.py"], "with -n. Received: --np"),
+    (["--gpus", "2", "script.py"], "with -n. Received: --gpus"),
     (["--timeout", "9", "-H", "a,b", "script.py"], "of one machine; on several"),
+    (["-Ha,b", "script.py"], "of one machine; on several"),
+    (["--hostfile", "hosts", "script.py"], "of one machine; on several"),
+    (["--nnodes=2", "script.py"], "of one machine; on several"),
+    (["--master_port=29500", "script.py"], "of one machine; on several"),
+    (["--rdzv-backend=c10d", "script.py"], "of one machine; on several"),
+    (["--standalone", "script.py"], "Leave it out"),
+    (["-n", "2", "-m", "script.py"], "leave -m out for a path. Received: script.py"),
+    (["-n", "2"], "See `tfdp run --help`."),
 ]
 
 
@@ -1015,6 +1139,85 @@ def test_bad_input_gets_one_sentence_and_code_2_at_once(launcher, arguments, wor
     assert result.stderr.count("\n") == 1
     assert words in result.stderr
     assert not (launcher.folder / "started").exists()
+
+
+NO_SCRIPTS = {
+    "a b.ipynb": (
+        b'{"cells": []}',
+        "--to script 'a b.ipynb'`, or train in the notebook",
+    ),
+    "job.sh": (b'#!/bin/sh\npython x.py "$@"\n', 'in line 2, `python x.py "$@"`. '),
+    "binary": (b"\x7fELF\0\0\0\1" * 9, "null bytes. Received: binary"),
+    "latin.py": (b"print('\xff')", "'utf-8' codec can't decode byte 0xff"),
+    "wrong.py": (b"import os\ndef f(:\n    pass\n", "in line 2, `def f(:`. "),
+}
+
+
+@pytest.mark.parametrize("name", NO_SCRIPTS)
+def test_a_file_that_is_no_script_is_told_before_any_worker_starts(
+    tmp_path, monkeypatch, name
+):
+    content, words = NO_SCRIPTS[name]
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path(name).write_bytes(content)
+    with pytest.raises(click.UsageError) as error:
+        check_program(name, is_module=False)
+    assert words in error.value.message
+    assert error.value.message.endswith(f". Received: {name}")
+    assert "\n" not in error.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("empty.py", b""),
+        ("no suffix", b"print(1)"),
+        ("warns.py", b'print("\\d")'),
+        ("latin.py", b"# coding: latin-1\nprint('\xff')"),
+        ("bytes.pyc", b"\0\0"),
+    ],
+)
+def test_what_python_can_run_is_let_through(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    check_program(str(tmp_path / name), is_module=False)
+    archive = tmp_path / f"{name}z"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("__main__.py", content)
+    check_program(str(archive), is_module=False)
+    check_program("/dev/stdin", is_module=False)  # nothing is taken from a pipe
+
+
+def test_a_script_in_the_place_of_a_command_is_told_how_to_run_it(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main.main(["train.py", "--epochs", "3"])
+    assert stopped.value.code == 2
+    assert "by `tfdp run -n 2 train.py`" in capsys.readouterr().err
+
+
+# Processes of `spawn` import the script again, and so need the guard.
+SPAWNS = """
+import multiprocessing
+def work(queue):
+    queue.put(__name__)
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=work, args=(queue,))
+    process.start()
+    print("child", queue.get())
+    process.join()
+"""
+
+
+def test_a_script_may_have_any_name_no_guard_and_start_processes(launcher):
+    launcher.script("print('plain', __name__)", "my scrípt ü.py")
+    result = launcher.run("-n", "2", "my scrípt ü.py")
+    assert lines_of(result.stdout, 1) == ["plain __main__"]
+    launcher.script(SPAWNS)
+    result = launcher.run("-n", "2", "script.py")
+    assert result.returncode == 0
+    assert lines_of(result.stdout, 0) == lines_of(result.stdout, 1)
+    assert lines_of(result.stdout, 0) == ["child __mp_main__"]
 
 
 def test_a_default_log_folder_that_cannot_be_made_gets_one_sentence(launcher):

@@ -141,7 +141,7 @@ def test_a_node_size_that_does_not_divide_the_replicas_is_refused(size):
 @pytest.mark.parametrize(
     ("nodes", "words"),
     [
-        (["x"], "2 workers.*Received: 1 names"),
+        (["x"], "2 workers.*Received: 1 name,"),
         ([], "2 workers.*Received: 0 names"),
         (["x", "y", "y"], "2 workers.*Received: 3 names"),
         (["x", ""], "not empty"),

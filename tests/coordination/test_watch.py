@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
 import json
 import pathlib
@@ -12,6 +13,7 @@ import threading
 import pytest
 import tensorflow as tf
 
+import tfdp
 from tfdp import _compat
 from tfdp.cluster import ProbeResult, free_ports, probe_port
 from tfdp.coordination import watch as watch_module
@@ -486,3 +488,18 @@ def test_ctrl_c_is_one_line_that_names_the_scripts(capsys, monkeypatch):
     sys.excepthook(ValueError, ValueError("x"), None)
     assert shown == [ValueError]
     assert len(explained) == 1
+
+
+def test_lines_of_tfdp_are_known_where_it_is_imported_through_a_link(tmp_path):
+    package = pathlib.Path(tfdp.__file__).resolve().parent
+    (tmp_path / "tfdp").symlink_to(package)
+    path = tmp_path / "tfdp" / "coordination" / "watch" / "__init__.py"
+    spec = importlib.util.spec_from_file_location("linked_watch", path)
+    linked = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(linked)
+    own = compile("raise KeyboardInterrupt", str(tmp_path / "tfdp" / "x.py"), "exec")
+    script = compile("import json\nexec(own)", "train.py", "exec")
+    with pytest.raises(KeyboardInterrupt) as raised:
+        exec(script, {"own": own})
+    trace = raised.value.__traceback__.tb_next  # without the line of this test
+    assert linked._line_of_script(trace) == " at line 2 of train.py"

@@ -102,7 +102,7 @@ def _fault(kind: str, phase: str, rank: int, turn: int, draw: random.Random) -> 
         first = (2 if phase == "newest" else 1) * SAVE_FREQ + 1
         step = draw.randint(first, _NUM_STEPS)
         return Fault(kind, phase, rank, step, way=WAYS[turn % len(WAYS)])
-    step = draw.randint(1, _TIMES[phase])
+    step = _step(phase, draw)
     if kind == "crash":
         # Only the first worker writes the index.
         return Fault(kind, phase, 0, step, point=POINTS[2:][turn % 3])
@@ -125,16 +125,24 @@ def _hosts(num_workers: int, draw: random.Random) -> tuple[int, ...]:
     return (0, 1) if num_workers == 2 else draw.choice([(0, 0, 1), (0, 1, 1)])
 
 
+def _step(phase: str, draw: random.Random) -> int:
+    return draw.randint(1, _TIMES[phase])
+
+
+def _delay(phase: str, draw: random.Random) -> float:
+    return draw.uniform(0.0, _SOME_SECONDS) if phase == "any" else 0.0
+
+
 def _asked_to_end(kind: str, phase: str, turn: int, draw: random.Random) -> JobPlan:
     """SIGTERM to one worker or, every other time, to all."""
     fault = Fault(
         kind,
         phase,
         draw.randrange(2),
-        draw.randint(1, _TIMES[phase]),
+        _step(phase, draw),
         point=draw.choice(POINTS[:2]),
         hits_all=turn % 2 == 1,
-        after=draw.uniform(0.0, _SOME_SECONDS) if phase == "any" else 0.0,
+        after=_delay(phase, draw),
     )
     return JobPlan(2, fault, TIMEOUT_SECONDS, EPOCHS, script="evaluate and fit")
 
@@ -145,10 +153,10 @@ def _pausing(kind: str, phase: str, turn: int, draw: random.Random) -> JobPlan:
         kind,
         phase,
         draw.randrange(2),
-        draw.randint(1, _TIMES[phase]),
+        _step(phase, draw),
         seconds=draw.uniform(4.0, 9.0),
         hits_all=turn % 3 == 2,
-        after=draw.uniform(0.0, _SOME_SECONDS) if phase == "any" else 0.0,
+        after=_delay(phase, draw),
     )
     return JobPlan(2, fault, draw.choice([8.0, 10.0]), EPOCHS)
 

@@ -52,6 +52,7 @@ def test_monitor_reads_the_devices_and_not_the_host(tmp_path, num_gpus):
 def test_timeline_shows_the_streams_of_each_gpu(tmp_path, num_gpus):
     train(tmp_path, num_gpus)
     trace = json.loads((tmp_path / "timeline.json").read_text())
-    lanes = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"]
+    names = [e for e in trace["traceEvents"] if e["name"] == "thread_name"]
+    lanes = [event["args"]["name"] for event in names]
     for gpu in range(num_gpus):
-        assert any(f"GPU:{gpu} Stream" in str(name) for name in lanes)
+        assert any(f"GPU:{gpu} Stream" in name for name in lanes)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,11 +33,28 @@ class Finished:
 
 def run_python(*args: str, deadline_seconds: float) -> Finished:
     """Runs this Python with `args` in the checkout, stdout and stderr together."""
-    environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+    return run_command(sys.executable, *args, deadline_seconds=deadline_seconds)
+
+
+def run_command(
+    *args: str,
+    deadline_seconds: float,
+    folder: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
+) -> Finished:
+    """Runs a program in a folder, stdout and stderr together.
+
+    Args:
+        *args: The program and its arguments.
+        deadline_seconds: After so long the test fails, and nothing is left running.
+        folder: Working directory.
+        environment: Variables beside those of this process.
+    """
+    inherited = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     process = subprocess.Popen(
-        [sys.executable, *args],
-        cwd=ROOT,
-        env={**environment, "TF_CPP_MIN_LOG_LEVEL": "2"},
+        args,
+        cwd=folder,
+        env={**inherited, "TF_CPP_MIN_LOG_LEVEL": "2", **(environment or {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -26,6 +26,18 @@ def lines() -> list[str]:
     return sorted([*found, *_commands()])
 
 
+def values() -> typing.Iterator[tuple[str, typing.Any]]:
+    """What has annotations: functions, classes, and methods of these."""
+    for name, home in public_names().items():
+        value = getattr(__import__(home, fromlist=["_"]), name.rpartition(".")[2])
+        yield name, value
+        if isinstance(value, type):
+            members = {"__init__": value.__init__, **_members(value)}
+            for member, kind in members.items():
+                if inspect.isfunction(kind):
+                    yield f"{name}.{member}", kind
+
+
 def _lines_of(name: str, value: typing.Any) -> list[str]:
     if not callable(value):
         return [name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import typing
+import warnings
 
 import keras
 import numpy as np
@@ -33,6 +34,52 @@ def _raised(action: typing.Callable) -> dict:
             }
         }
     raise AssertionError("nothing was raised")
+
+
+def _warned(actions: dict[str, typing.Callable]) -> dict:
+    """Runs actions; returns what each warns of at a line of this file."""
+    texts = {}
+    for name, action in actions.items():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            action()
+        own = [w for w in caught if w.filename == __file__]
+        texts[name] = " | ".join(f"{w.message}" for w in own)
+    return {"local": texts}
+
+
+@case(
+    "Mistakes that train on less, or apart: a warning at the user's line",
+    setups=BOTH,
+    compare=False,
+)
+def silent_mistakes(env: Env) -> dict:
+    with env.scope():
+        model = common.compiled(common.mlp())
+    outside = common.compiled(common.mlp())
+    x, y = common.regression_data(16)
+    whole = tf.data.Dataset.from_tensor_slices((x, y))
+    own = whole.shard(2, env.rank).batch(4)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.OFF
+    )
+
+    def fit(data: tf.data.Dataset, fitted: keras.Model = model) -> typing.Callable:
+        return lambda: fitted.fit(data, verbose=0)
+
+    return _warned(
+        {
+            "shards": fit(own),
+            "the same shard": fit(whole.shard(2, 0).batch(4)),
+            "shards, not divided": fit(own.with_options(options)),
+            "outside": fit(whole.batch(4), outside),
+            "outside again": fit(whole.batch(4), outside),
+            "outside by hand": lambda: common.compiled(common.mlp()).train_on_batch(
+                x, y
+            ),
+        }
+    )
 
 
 @case("Bad input: a model built outside the scope, fit inside it", compare=False)

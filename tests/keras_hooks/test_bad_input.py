@@ -66,6 +66,25 @@ def test_different_models_on_two_workers_are_refused_by_both(clusters, name, var
         assert variable in text
 
 
+def test_training_on_less_or_apart_is_warned_of_at_the_users_line(clusters):
+    case = load_cases(("keras_hooks.cases_bad_input",))["silent_mistakes"]
+    for results in clusters.run(case, "two_workers", group=GROUP):
+        texts = {
+            key.removeprefix("local/"): str(value) for key, value in results.items()
+        }
+        sharded = texts.pop("shards")
+        assert sharded.startswith("This dataset is divided twice")
+        assert sharded.endswith("`shard(2, 0)` on worker 0, `shard(2, 1)` on worker 1")
+        for name, call in {
+            "outside": "fit",
+            "outside by hand": "train_on_batch",
+        }.items():
+            text = texts.pop(name)
+            assert "each of the 2 workers trains a model of its own" in text
+            assert f"`{call}`" in text
+        assert set(texts.values()) == {""}, texts
+
+
 ROWS = "All parts of a batch must have the same number of rows"
 FEATURES = "The data holds no features"
 SENTENCES = {

@@ -116,10 +116,14 @@ def calls_replace(path: pathlib.Path) -> bool:
     return bool(names & {"_compat.replace", "patches.replace", "replace"})
 
 
+# By `tfdp.user_code`, until TensorFlow starts.
+WATCHED = "tensorflow.python.eager.context.Context.ensure_initialized"
+
+
 def test_nothing_of_tfdp_is_in_keras_or_tensorflow_but_what_the_table_has():
     install()
     strays = {path for path, value in ours_in_libraries() if not is_in_table(value)}
-    assert not strays, "give each an entry in tfdp/keras_hooks/install.py"
+    assert strays <= {WATCHED}, "give each an entry in tfdp/keras_hooks/install.py"
     found = {id(value) for _, value in ours_in_libraries()}
     for entry in REPLACEMENTS:
         assert id(unfiltered(getattr(entry.owner, entry.name))) in found, entry.path
@@ -134,7 +138,7 @@ def test_a_function_that_is_replaced_past_the_table_is_found(monkeypatch):
     monkeypatch.setattr(keras.layers.Dense, "call", functools.partial(planted, None))
     monkeypatch.setattr(keras.src.ops.numpy, "add", planted)
     strays = {path for path, value in ours_in_libraries() if not is_in_table(value)}
-    assert strays == {
+    assert strays - {WATCHED} == {
         "keras.src.layers.core.dense.Dense.call",
         "keras.src.ops.numpy.add",
     }

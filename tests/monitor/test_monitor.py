@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import itertools
 import json
 import math
 import random
+import re
 from pathlib import Path
 
 import keras
@@ -17,11 +18,13 @@ import tensorflow as tf
 import tfdp
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case, load_cases
+from tests.monitor import tags
+from tests.monitor.perfetto import read_bars
 from tfdp.collectives import step_events
 from tfdp.collectives.timing import Collective, Mark
 from tfdp.monitor.advice import Facts, advise
 from tfdp.monitor.device_meter import DeviceEvent, device_times, read_events
-from tfdp.monitor.readings import Reading, Sample, replicas_of, sample_of
+from tfdp.monitor.readings import Reading, Replica, Sample, replicas_of, sample_of
 from tfdp.monitor.report import RunReport
 from tfdp.monitor.sinks import write_json
 from tfdp.monitor.stragglers import Straggler, find_straggler
@@ -73,7 +76,7 @@ def test_communication_beside_the_backward_pass_is_hidden():
     assert found.compute_seconds == pytest.approx(8.0)
     assert found.input_seconds == pytest.approx(1.0)
     assert found.buckets == {"bucket 0": 3.0, "bucket 1": 2.0}
-    assert found.bytes_sent == 2 * 800
+    assert found.sent_bytes == 2 * 800
 
 
 def test_a_collective_that_the_forward_pass_waits_for_is_exposed():
@@ -94,7 +97,7 @@ def test_a_step_without_an_update_communicates_nothing():
     """Off the boundary of accumulation the times of an earlier step are left."""
     found = sample([collective("bucket 0")], (-5.0, -4.0))
     assert found.communication_seconds == 0
-    assert found.bytes_sent == 0
+    assert found.sent_bytes == 0
     assert found.buckets == {}
 
 
@@ -119,7 +122,7 @@ def window(compute: float = 1.0, exposed: float = 0.5, norm: float = 8.0) -> Win
         compute_seconds=compute,
         communication_seconds=exposed,
         exposed_seconds=exposed,
-        bytes_sent=100.0,
+        sent_bytes=100.0,
         samples=32.0,
         squared_norm=norm,
         buckets={"bucket 0": exposed},
@@ -206,7 +209,13 @@ def test_clocks_are_aligned_whoever_arrives_late(seed: int):
     assert clock_offset(mine, theirs) == pytest.approx(offset, abs=0.0006)
 
 
-def two_workers_trace() -> dict:
+def trace_of_workers(*workers: WorkerTrace) -> str:
+    """The file of a trace whose parts came from their workers as JSON."""
+    sent = [json.loads(json.dumps(dataclasses.asdict(worker))) for worker in workers]
+    return json.dumps(chrome_trace([WorkerTrace.from_dict(part) for part in sent]))
+
+
+def test_a_trace_has_both_workers_on_one_clock():
     names = [collective("bucket 0"), collective("bucket 1", chain=1)]
     workers = []
     for rank, ahead in ((0, 0.0), (1, 100.0)):
@@ -216,40 +225,79 @@ def two_workers_trace() -> dict:
         ]
         read = reading(*shifted, begin=ahead, end=10.0 + ahead)
         local = replicas_of(read, [*names, *MARKS])
-        made = trace_of_worker(rank, "host", [(5, read)], [local], 2)
-        workers.append(
-            WorkerTrace.from_dict(json.loads(json.dumps(dataclasses.asdict(made))))
-        )
-    return chrome_trace(workers)
-
-
-def test_a_trace_has_both_workers_on_one_clock():
-    trace = two_workers_trace()
-    bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    by_worker = [[b for b in bars if b["pid"] == rank] for rank in (0, 1)]
-    shown = [[(b["name"], b["ts"], b["dur"]) for b in own] for own in by_worker]
+        workers.append(trace_of_worker(rank, "host", [(5, read)], [local], 2))
+    text = trace_of_workers(*workers)
+    shown: list[list] = [[], []]
+    for bar in read_bars(text):
+        shown[bar.worker].append((bar.name, bar.begin, bar.end))
+        # A replica is called by its number among those of all workers.
+        assert bar.lane == "steps" or f"replica {bar.worker}:" in bar.lane
     assert shown[0] == shown[1]
-    assert ("backward", 3e6, 3e6) in shown[0]
-    assert ("communication", 6e6, 2e6) in shown[0]
-    assert ("update", 8e6, 2e6) in shown[0]
-    assert trace["otherData"]["clock_offsets_seconds"] == {0: 0.0, 1: 100.0}
+    second = 10**9
+    assert ("backward", 3 * second, 6 * second) in shown[0]
+    assert ("communication", 6 * second, 8 * second) in shown[0]
+    assert ("update", 8 * second, 10 * second) in shown[0]
+    offsets = json.loads(text)["otherData"]["clock_offsets_seconds"]
+    assert offsets == {"0": 0.0, "1": 100.0}
 
 
-def test_bars_of_a_lane_do_not_overlap():
-    bars = [e for e in two_workers_trace()["traceEvents"] if e["ph"] == "X"]
-    lanes: dict[tuple, list] = {}
-    for bar in sorted(bars, key=lambda b: b["ts"]):
-        lanes.setdefault((bar["pid"], bar["tid"]), []).append(bar)
-    for lane in lanes.values():
-        for before, after in itertools.pairwise(lane):
-            assert before["ts"] + before["dur"] <= after["ts"]
+def random_worker(rng: random.Random, rank: int, num_local: int) -> WorkerTrace:
+    """Steps back to back, with collectives that overlap as they like.
+
+    Some stamps lie outside of their step, as if a clock had been set.
+    """
+    now, readings, replicas = 1.7e9 + rng.uniform(-0.3, 0.3), [], []
+    for step in range(3):
+        begin, now = now, now + rng.uniform(1e-5, 0.1)
+
+        def stamp(begin: float = begin, end: float = now) -> float:
+            return round(rng.uniform(begin - 1e-3, end + 1e-3), 6)
+
+        local = []
+        for _ in range(num_local):
+            times = [sorted((stamp(), stamp())) for _ in range(rng.randrange(30))]
+            timed = [(collective(f"bucket {i}"), *t) for i, t in enumerate(times)]
+            local.append(Replica(stamp(), stamp(), rng.choice((stamp(), None)), timed))
+        readings.append((step, Reading(np.zeros((0, 3)), begin, now, now - begin, 1)))
+        replicas.append(local)
+    return trace_of_worker(rank, "host", readings, replicas, 2 * num_local)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_slice_of_a_trace_is_dropped_or_misplaced(seed: int):
+    rng = random.Random(seed)
+    num_local = rng.randint(1, 3)
+    # A worker that was silent leaves a gap.
+    others = rng.sample(range(1, 5), 2)
+    parts = [random_worker(rng, rank, num_local) for rank in (0, *others)]
+    bars = read_bars(trace_of_workers(*parts))
+    for part in parts:
+        own = [bar for bar in bars if bar.worker == part.rank]
+        assert len(own) == len(part.slices)
+        lanes = collections.Counter(part.lanes[s.lane] for s in part.slices)
+        assert collections.Counter(bar.lane for bar in own) == lanes
+        first = part.rank * num_local
+        shown = {int(bar.lane.split()[1][:-1]) for bar in own if bar.lane != "steps"}
+        assert shown == set(range(first, first + num_local))
+
+
+def test_two_hundred_collectives_at_once_stay_with_their_replica():
+    """They have a row each, which is none of the next replica's."""
+    timed = [(collective(f"bucket {i}"), 1.0 + 1e-4 * i, 9.0) for i in range(200)]
+    local = [Replica(0.5, 1.0, 1.0, timed), Replica(0.5, 1.0, 1.0, timed[:1])]
+    part = trace_of_worker(0, "host", [(5, reading())], [local], 2)
+    bars = read_bars(trace_of_workers(part))
+    lanes = collections.Counter(bar.lane for bar in bars)
+    assert lanes["replica 0: collectives"] == 200
+    assert lanes["replica 1: collectives"] == 1
 
 
 TOTALS = {
     "step_seconds": 1.0,
     "input_seconds": 0.0,
     "exposed_seconds": 0.6,
-    "bytes_sent": 1e6,
+    "communication_seconds": 0.6,
+    "sent_bytes": 1e6,
 }
 FACTS = Facts(4, 2, 3, 30_000_000, compression=False, accumulates=False)
 
@@ -261,11 +309,17 @@ FACTS = Facts(4, 2, 3, 30_000_000, compression=False, accumulates=False)
         ({}, {"compression": True}, None, "accumulating gradients"),
         ({}, {"compression": True, "accumulates": True}, None, "a larger batch"),
         ({}, {"num_buckets": 100}, None, "larger buckets"),
-        ({}, {"gradient_bytes": 1000, "num_buckets": 1}, None, "two micro-batches"),
+        ({}, {"gradient_bytes": 2_250_000}, None, "bf16"),  # over a slow link
+        (
+            {"communication_seconds": 0.005},
+            {"gradient_bytes": 1000, "num_buckets": 1},
+            None,
+            "two micro-batches",
+        ),
         ({"exposed_seconds": 0.05}, {}, None, "bound by compute"),
         ({"input_seconds": 0.7}, {}, None, "70% of the step passes before it has"),
         ({}, {"num_replicas": 1}, None, "one replica"),
-        ({"bytes_sent": 0.0}, {}, None, "No collective was timed"),
+        ({"sent_bytes": 0.0}, {}, None, "No collective was timed"),
         ({"exposed_seconds": math.nan}, {}, None, "No collective was timed"),
         ({}, {}, Straggler(2, "node7", 0.05), "Worker 2 on node7 takes 50 ms longer"),
     ],
@@ -290,6 +344,29 @@ def test_a_board_writes_what_it_is_told(tmp_path: Path):
     assert told["totals"]["gradient_norm"] is None
     assert told["advice"] in said
     assert list(tmp_path.glob("events.*"))
+
+
+def test_tensorboard_has_the_tags_of_the_docs_and_no_other(tmp_path: Path):
+    labels = ["bucket 0", "bucket 1", "parameters 0", "rows", "statistics", "norms"]
+    seconds = dict.fromkeys([*labels, "logs", "all_reduce"], 0.1)
+    plain = window(2.0)
+    slow = dataclasses.replace(
+        plain, mean=dataclasses.replace(plain.mean, buckets=seconds)
+    )
+    report = RunReport(tmp_path, ["a", "b"], histogram=True)
+    report.take(merge({0: slow, 1: window(0.1)}, 2))
+    report.close()
+    assert tags.written(tmp_path) == tags.documented()
+
+
+def test_every_tag_has_one_subject_and_its_unit():
+    subjects = {tag.partition("/")[0] for tag in tags.documented()}
+    assert len(subjects) == 5
+    for tag in tags.documented():
+        subject, _, name = tag.partition("/")
+        assert re.fullmatch("[a-z_]+", subject)
+        units = "seconds|bytes|per_second|steps|fraction|norm|scale|rank"
+        assert re.fullmatch(f"([a-z0-9_]+_)?({units})", name), tag
 
 
 def test_json_is_whole_or_not_there(tmp_path: Path):

@@ -219,9 +219,7 @@ def test_apply_with_too_few_gradients_or_without_variables_is_refused():
     gradients = [np.zeros(2, "float32")]
     refused(lambda: Optimizer(sgd()).apply(gradients), "build the optimizer")
     optimizer = Optimizer(sgd())
-    refused(
-        lambda: optimizer.apply(gradients, variables), "1 gradients for 2 variables"
-    )
+    refused(lambda: optimizer.apply(gradients, variables), "1 gradient for 2 variables")
 
 
 def test_callback_on_a_model_that_is_not_compiled_is_refused_on_one_device():

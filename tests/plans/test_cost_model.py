@@ -266,13 +266,13 @@ def test_the_outer_wire_alone_matters_to_hierarchical_algorithms_alone():
 
 
 def test_thousands_of_replicas_are_predicted_at_once():
-    start = time.monotonic()
+    start = time.process_time()
     for nodes in ((512, 8), (4096, 1), (1000, 7)):
         topology = cluster(*nodes)
         for num_bytes in (10**3, 10**6, 10**8):
             choose(num_bytes, topology, DEFAULT_LINKS["nccl"])
     # Milliseconds; with work that grows as the square it would be minutes.
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(

@@ -244,11 +244,11 @@ def test_workers_that_disagree_on_options_are_refused_by_all(option: str, values
 def auto_strategy_of(**versions: str) -> int:
     import keras
 
-    from tfdp.coordination import join
+    from tfdp.coordination import same_setup
 
     keras.__version__ = versions.get("Keras", keras.__version__)
     own = versions.get("tfdp", "1.0")
-    join._own_version = lambda: own
+    same_setup._own_version = lambda: own
     return auto_strategy()
 
 
@@ -318,7 +318,7 @@ def test_wrong_devices_are_refused_by_every_worker(what: str):
 
 def test_tensorflow_that_has_started_is_refused_before_logical_devices():
     (text,) = refused(Start(logical_cpus_after_tensorflow, None, {"count": 2}))
-    assert "already started with 1 logical CPU" in text
+    assert "already started, with 1 logical CPU device, at " in text
     assert "Received: 2" in text
 
 
@@ -332,7 +332,29 @@ def test_logical_devices_that_are_there_already_are_no_error():
 def test_tensorflow_that_has_started_is_refused_by_every_worker():
     starts = [Start(multi_worker_after_tensorflow, text) for text in cluster_configs(2)]
     for text in refused(*starts):
-        assert "TensorFlow has already started" in text
+        assert re.search(r"already started, at .*:\d+: `tf.constant\(1\)`\.", text)
+
+
+def auto_strategy_after_keras() -> tuple[int, list[str]]:
+    import warnings
+
+    import keras
+
+    import tfdp
+
+    keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        replicas = tfdp.auto_strategy().num_replicas_in_sync
+    return replicas, [str(w.message) for w in caught if w.filename == __file__]
+
+
+def test_fewer_replicas_after_keras_was_used_are_warned_of():
+    (answer,) = forks.run([Start(auto_strategy_after_keras)], WITHIN_SECONDS)
+    replicas, (text,) = answer.value
+    assert replicas == 1
+    start = r"TensorFlow has already started, at .*:\d+: `keras.Sequential\(.*`: "
+    assert re.match(start + "training has 1 replica and not 2", text)
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "2", None])
@@ -377,3 +399,36 @@ def test_error_at_start_up_is_the_last_line_that_a_script_prints():
     last = done.output.strip().splitlines()[-1]
     assert last.startswith("ValueError: ")
     assert last.endswith("Received: bucket_mb=0")
+
+
+def strategy_under(name: str, variables: dict[str, str]) -> list[str]:
+    import os
+    import warnings
+
+    import tfdp
+
+    os.environ |= variables
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        getattr(tfdp, name)()
+    return [str(w.message) for w in caught if w.filename == __file__]
+
+
+@pytest.mark.parametrize("name", ["auto_strategy", "MultiWorkerMirroredStrategy"])
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "MPI has started"),
+        ({"WORLD_SIZE": "4", "RANK": "1"}, "torchrun has started 4 processes"),
+        ({"SM_HOSTS": '["algo-1", "algo-2"]'}, "SageMaker has started 2 hosts"),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, ""),
+        ({"WORLD_SIZE": "4", "SM_HOSTS": "[", "PMI_SIZE": "x", "PMI_RANK": "0"}, ""),
+    ],
+)
+def test_processes_of_another_launcher_that_train_apart_are_warned_of(
+    variables, said, name
+):
+    start = Start(strategy_under, None, {"name": name, "variables": variables})
+    (answer,) = forks.run([start], WITHIN_SECONDS)
+    assert len(answer.value) == bool(said), answer
+    assert all(text.startswith(said) for text in answer.value)

@@ -43,6 +43,7 @@ from tfdp._compat.datasets import (
     operations_in,
     optionals_of_replicas,
     reshuffles,
+    shards_of,
     shuffle_seeds,
     size_of_batch_stage,
     strategy_of_iterator,
@@ -192,8 +193,20 @@ from tfdp._compat.owners import (
 from tfdp._compat.patches import (
     Replacement,
     change_of,
+    filter_traceback,
     hide_from_tracebacks,
     replace,
+)
+from tfdp._compat.pipelines import (
+    buffer_size_of,
+    count_of_stage,
+    drops_remainder,
+    function_of_map,
+    name_of_map,
+    parallelism_of,
+    python_function_of_map,
+    stateful_operation,
+    zipped,
 )
 from tfdp._compat.runtime import (
     PREEMPTED_TASK_KEY,

@@ -90,6 +90,15 @@ def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     ]
 
 
+def shards_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
+    """The number of shards and the index of every `Dataset.shard` in a dataset."""
+    return [
+        (int(part._num_shards), int(part._index))
+        for part in dataset_inputs(dataset)
+        if type(part).__name__ == "_ShardDataset"
+    ]
+
+
 def reshuffles(dataset: tf.data.Dataset) -> bool:
     """Whether a dataset has another order each time that it is iterated over."""
     return any(

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
 from keras.src.utils import traceback_utils
+
+Function = TypeVar("Function", bound=Callable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +90,20 @@ def replace(entry: Replacement) -> None:
     else:
         cell.cell_contents = replacement
         found._tfdp_entry = entry
+
+
+def filter_traceback(function: Function) -> Function:
+    """Leave out of the traceback of what a function raises the frames of libraries.
+
+    Those of Keras, TensorFlow and what `hide_from_tracebacks` names.
+
+    Args:
+        function: Callable.
+
+    Returns:
+        Callable, with the same signature.
+    """
+    return traceback_utils.filter_traceback(function)
 
 
 def hide_from_tracebacks(folder: str) -> None:

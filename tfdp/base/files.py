@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from tfdp.cluster.words import counted
+
 # No link is followed, no pipe waited for, and no terminal taken over. Not all systems
 # have each of them.
 _READ_FLAGS = os.O_RDONLY
@@ -150,7 +152,7 @@ def read_text(path: str | os.PathLike, most_bytes: int) -> str:
         # It may grow while it is read.
         content = b"" if num_bytes > most_bytes else file.read(most_bytes + 1)
     if max(num_bytes, len(content)) > most_bytes:
-        raise ValueError(f"it has more than {most_bytes} bytes")
+        raise ValueError(f"it has more than {counted(most_bytes, 'byte')}")
     return content.decode()
 
 

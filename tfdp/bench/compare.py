@@ -21,6 +21,7 @@ from tfdp.bench.compare_report import (
 from tfdp.bench.machine import HOW_TO_GET_TORCH, torch_version
 from tfdp.bench.models import ModelSettings
 from tfdp.bench.sides import Side, alternate_for, started
+from tfdp.cluster.words import counted
 
 _BLOCK_SECONDS = 0.4
 
@@ -139,7 +140,8 @@ def _without_torch(settings: Settings) -> str:
 
 def _title(settings: Settings) -> str:
     return (
-        f"Training step on {settings.num_workers} local workers, {settings.family}, "
+        f"Training step on {counted(settings.num_workers, 'local worker')}, "
+        f"{settings.family}, "
         f"batch {settings.batch_size} each"
     )
 
@@ -148,8 +150,8 @@ def _notes(settings: Settings, rows: Sequence[Row]) -> list[str]:
     """Note below the table."""
     notes = [
         f"A step with SGD on a fixed batch of {settings.batch_size} for each of "
-        f"{settings.num_workers} workers of one thread on this machine, "
-        f"{settings.blocks} alternating blocks.",
+        f"{counted(settings.num_workers, 'worker')} of one thread on this machine, "
+        f"{counted(settings.blocks, 'alternating block')}.",
         f"Best pack size: of {', '.join(map(str, PACKS_MB))} MB, chosen in every other "
         "block and compared in the rest.",
     ]

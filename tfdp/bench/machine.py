@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tfdp.cluster.words import counted
+
 _PACKAGES = ("tensorflow", "keras", "numpy", "tfdp")
 _NAMES = {
     "tfdp": "tfdp",
@@ -39,11 +41,11 @@ def describe(program: str | None = None) -> dict[str, Any]:
     Example:
 
     >>> described = describe("tfdp bench compare")
-    >>> "cores" in described["machine"], "tensorflow" in described
+    >>> "core" in described["machine"], "tensorflow" in described
     (True, True)
     """
     return {
-        "machine": f"{_cpu_name()}, {num_cores()} cores",
+        "machine": f"{_cpu_name()}, {counted(num_cores(), 'core')}",
         "load_average_1_min": load(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

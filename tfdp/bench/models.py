@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from tfdp.cluster.words import counted
+
 FAMILIES = ("mlp", "transformer")
 # Inputs and classes of the MLP: those of handwritten digits.
 NUM_INPUTS, NUM_CLASSES = 784, 10
@@ -54,8 +56,8 @@ class Model:
             layers = (NUM_INPUTS, self.width, self.width, NUM_CLASSES)
             return f"MLP {'-'.join(map(str, layers))}, {size}"
         return (
-            f"transformer, {self.num_blocks} blocks of width {self.width}, sequence "
-            f"length {CONTEXT}, {size}"
+            f"transformer, {counted(self.num_blocks, 'block')} of width {self.width}, "
+            f"sequence length {CONTEXT}, {size}"
         )
 
 

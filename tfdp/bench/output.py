@@ -27,6 +27,8 @@ _LEAST_WIDTH = 120
 # Okabe and Ito's: told apart by those who do not see red and green alike.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
+_INSTALL = "pip install 'tfdp[bench]'"
+LEFT_OUT = f"No plot was drawn, since matplotlib is not installed: `{_INSTALL}`"
 _DOTS_PER_INCH = 150
 _WIDTH, _HEIGHT = 7.5, 4.5  # inches
 _LOOK: Any = {
@@ -91,10 +93,13 @@ class Files:
     Args:
         json: Path of the JSON file.
         plot: Path of the PNG file, or `None` for none.
+        note: String, printed below their names: why there is no plot, where nobody has
+            declined one. Defaults to none.
     """
 
     json: Path
     plot: Path | None
+    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +149,8 @@ def report(
     files.json.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
     written = ", ".join(str(path) for path in (files.json, files.plot) if path)
     console.print(f"Written: {written}", soft_wrap=True)
+    if files.note:
+        console.print(files.note, soft_wrap=True)
 
 
 def _drawn(table: Table) -> rich.table.Table:
@@ -158,16 +165,25 @@ def _drawn(table: Table) -> rich.table.Table:
     return drawn
 
 
+def has_matplotlib() -> bool:
+    """Tell whether figures can be drawn.
+
+    Returns:
+        Bool.
+    """
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def check_available() -> None:
     """Check that figures can be drawn.
 
     Raises:
         ValueError: If matplotlib is not installed.
     """
-    if importlib.util.find_spec("matplotlib") is None:
+    if not has_matplotlib():
         raise ValueError(
             "A plot needs matplotlib, which is not installed: get it with "
-            "`pip install tfdp[bench]`, or go without a plot by --no-plot."
+            f"`{_INSTALL}`, or ask for no plot."
         )
 
 

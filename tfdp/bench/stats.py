@@ -7,6 +7,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from tfdp.cluster.words import counted
+
 CONFIDENCE = 0.95
 SCALINGS = ("weak", "strong")
 
@@ -38,7 +40,7 @@ class Ratio:
         return f"[{self.low:.3f}, {self.high:.3f}]"
 
     def __str__(self) -> str:
-        return f"{self.median:.3f} {self.interval}, {self.num_pairs} pairs"
+        return f"{self.median:.3f} {self.interval}, {counted(self.num_pairs, 'pair')}"
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
@@ -159,7 +161,7 @@ def batch_of(scaling: str, batch_size: int, num_replicas: int, most: int) -> int
     if total % num_replicas:
         raise ValueError(
             "The global batch of strong scaling, that of the largest number of "
-            f"replicas, must divide by each number. Received: {total} samples on "
-            f"{num_replicas} replicas"
+            "replicas, must divide by each number. Received: "
+            f"{counted(total, 'sample')} on {counted(num_replicas, 'replica')}"
         )
     return total // num_replicas

@@ -13,6 +13,7 @@ from tfdp.bench.models import ModelSettings
 from tfdp.bench.sides import Side, alternate_for, started
 from tfdp.bench.stats import batch_of, efficiency
 from tfdp.bench.train_report import COLUMNS, Row, cells, plot, row_of
+from tfdp.cluster.words import counted
 
 PLACEMENTS = ("processes", "devices")
 _WORKER = "tfdp.bench.training"
@@ -159,7 +160,7 @@ def _notes(settings: Settings) -> list[str]:
     cores, most = num_cores(), settings.counts[-1]
     if most > cores:
         notes.append(
-            f"{most} replicas share {cores} cores: their efficiency cannot exceed "
-            f"{cores / most:g}."
+            f"{most} replicas share {counted(cores, 'core')}: their efficiency cannot "
+            f"exceed {cores / most:g}."
         )
     return notes

@@ -99,7 +99,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def __init__(
         self,
-        directory: str | os.PathLike,
+        directory: str | os.PathLike[str],
         save_freq: str | int = "epoch",
         keep: int = 3,
         *,
@@ -190,7 +190,8 @@ class BackupAndRestore(keras.callbacks.Callback):
     def on_train_end(self, logs: Any = None) -> None:
         """Delete the backups, unless they are to be kept.
 
-        Nor if this process ends before the script has saved what `fit` returns.
+        They are kept, too, where this process is about to end: the script may not
+        come to saving the trained model.
         """
         is_preempted = self._watch.is_given(self._total, must_ask=True)
         if self.delete_at_end and not is_preempted:

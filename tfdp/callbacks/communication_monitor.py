@@ -51,10 +51,11 @@ class CommunicationMonitor(MeasuringCallback):
     percentiles, samples per second, compute and communication, what of the
     communication is exposed, seconds of each bucket, bytes sent, busbw, the norm of
     the gradient, loss scale and skipped steps, each worker's step time and how long
-    it waits for the others. They go to TensorBoard (tags `communication/...`), to
-    `communication.csv` and, at the end of `fit`, to `communication.json`; a table
-    and one sentence of advice are printed. A worker that the others wait for again
-    and again is named once an epoch, with what to do about it.
+    it waits for the others. They go to TensorBoard (tags by subject, such as
+    `communication/exposed_seconds` and `step/seconds`), to `communication.csv`
+    and, at the end of `fit`, to `communication.json`; a table and one sentence of
+    advice are printed. A worker that the others wait for again and again is named
+    once an epoch, with what to do about it.
 
     On CPUs time stamps inside the graph tell; on GPUs, whose kernels run after
     their launch, the device's own profile of one step an epoch does.
@@ -81,7 +82,7 @@ class CommunicationMonitor(MeasuringCallback):
     compared = ("every", "histogram")
 
     def __init__(
-        self, log_dir: str | os.PathLike, every: int = 10, histogram: bool = True
+        self, log_dir: str | os.PathLike[str], every: int = 10, histogram: bool = True
     ) -> None:
         super().__init__()
         check_count("every", every)

@@ -9,6 +9,7 @@ from tfdp.callbacks import learning_rates
 from tfdp.checkpoint.backups import IncompatibleBackup
 from tfdp.checkpoint.replica_state import local_replicas
 from tfdp.checkpoint.run_state import LoadPlan
+from tfdp.cluster.words import counted
 from tfdp.data.batch_change import (
     BatchChange,
     Batches,
@@ -108,7 +109,7 @@ class ResumedBatches:
         else:
             load_plan.state.clear_accumulated()
         return (
-            f"training goes on with batches of {change.now} samples, after "
+            f"training goes on with batches of {counted(change.now, 'sample')}, after "
             f"{change.before}, and as many samples for an update as before."
         )
 
@@ -117,7 +118,7 @@ class ResumedBatches:
         is_scaled = learning_rates.scale_rates(self._model, change.ratio, saved)
         done = f"multiplied by {change.ratio:g}" if is_scaled else "the script's own"
         return (
-            f"training goes on with batches of {change.now} samples, after "
+            f"training goes on with batches of {counted(change.now, 'sample')}, after "
             f"{change.before}, for as many more or fewer replicas; the learning rate "
             f"is {done}."
         )

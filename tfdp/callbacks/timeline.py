@@ -12,6 +12,7 @@ from typing import Any
 from tfdp.base.context import strategy_of
 from tfdp.base.files import problem_of_folder
 from tfdp.callbacks.measuring_callback import MeasuringCallback
+from tfdp.cluster.words import counted
 from tfdp.coordination.mailbox import Mailbox
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.monitor.device_meter import meter_for
@@ -54,13 +55,18 @@ class Timeline(MeasuringCallback):
     compared = ("steps",)
 
     def __init__(
-        self, path: str | os.PathLike, steps: tuple[int, int] = (10, 15)
+        self, path: str | os.PathLike[str], steps: tuple[int, int] = (10, 15)
     ) -> None:
         super().__init__()
         self.path = Path(path)
         self.steps = _check_steps(steps)
         self._mailbox: Mailbox | None = None
         self._readings: list[tuple[int, Reading]] = []
+
+    @property
+    def _named_steps(self) -> str:
+        first, last = self.steps
+        return f"step {first}" if first == last else f"steps {first} to {last}"
 
     # What Keras and tfdp call.
 
@@ -69,7 +75,8 @@ class Timeline(MeasuringCallback):
         if num_steps is not None and num_steps < self.steps[1]:
             return (
                 "`Timeline` is to show steps that training does not reach. "
-                f"Received: steps={self.steps}, and {num_steps} steps of training"
+                f"Received: steps={self.steps}, and {counted(num_steps, 'step')} of "
+                "training"
             )
         return problem_of_folder(self.path.parent, "path")
 
@@ -108,8 +115,8 @@ class Timeline(MeasuringCallback):
         if self.meter is None:
             return
         warnings.warn(
-            f"`Timeline` was to show steps {self.steps[0]} to {self.steps[1]}, and "
-            f"training ended after {self.step}.",
+            f"`Timeline` was to show {self._named_steps}, and training ended "
+            f"after {self.step}.",
             stacklevel=2,
         )
         self._write()
@@ -139,8 +146,8 @@ class Timeline(MeasuringCallback):
             write_json(self.path, chrome_trace(workers))
         else:
             warnings.warn(
-                f"`Timeline` has nothing to show of steps {self.steps[0]} to "
-                f"{self.steps[1]}: they are of the execution that was traced.",
+                f"`Timeline` has nothing to show of {self._named_steps}: that is of "
+                "the execution that was traced.",
                 stacklevel=2,
             )
 

@@ -39,7 +39,7 @@ _NOTHING_LOADED = "Nothing was loaded."
 _PARTLY_LOADED = "The model may hold some of it; restore again before you go on."
 
 
-def save(model: keras.Model, directory: str | os.PathLike) -> None:
+def save(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     """Write the training state into a directory, each worker its own shards.
 
     All workers call it together, with a directory that all of them share. The
@@ -74,7 +74,7 @@ def save(model: keras.Model, directory: str | os.PathLike) -> None:
     save_state(state, directory, worker_group_of(model), serialize, prepare)
 
 
-def restore(model: keras.Model, directory: str | os.PathLike) -> None:
+def restore(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     """Read the training state that `save` wrote, on any number of replicas.
 
     All workers call it together. Each reads only the files that hold something
@@ -107,7 +107,7 @@ def restore(model: keras.Model, directory: str | os.PathLike) -> None:
 
 def save_state(
     state: Sequence[StateTensor],
-    directory: str | os.PathLike,
+    directory: str | os.PathLike[str],
     worker_group: Any,
     serialize: Callable[[], str | None] = lambda: None,
     prepare: Callable[[], None] = lambda: None,
@@ -149,7 +149,7 @@ def save_state(
 
 def restore_state(
     state: Sequence[StateTensor],
-    directory: str | os.PathLike,
+    directory: str | os.PathLike[str],
     worker_group: Any,
     accumulated: Sequence[StateTensor] = (),
 ) -> None:

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdp.base.files import NotRegularFile, open_regular
 from tfdp.checkpoint.index import Extent, File, Shard, TensorMetadata
+from tfdp.cluster.words import counted
 from tfdp.sharding.state_tensors import StateTensor
 
 # The largest shard, and the largest chunk of elements in it. A shard is in memory
@@ -94,7 +95,7 @@ def _fault(path: str, file: File, contents: bool) -> str | None:
         with open_regular(path) as opened:
             num_bytes = os.fstat(opened.fileno()).st_size
             if num_bytes != file.num_bytes:
-                return f"has {num_bytes} bytes instead of {file.num_bytes}"
+                return f"has {counted(num_bytes, 'byte')} instead of {file.num_bytes:,}"
             if contents and checksum(opened) != file.checksum:
                 return "was altered: its checksum does not fit"
     except FileNotFoundError:

@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tfdp.cluster.words import counted
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorMetadata:
@@ -256,8 +258,8 @@ def _check_shard(shard: Shard, tensors: Sequence[TensorMetadata]) -> None:
     )
     if num_bytes != shard.files[1].num_bytes:
         raise ValueError(
-            f"the elements in {names[1]!r} have {num_bytes} bytes, and the file "
-            f"{shard.files[1].num_bytes}"
+            f"the elements in {names[1]!r} have {counted(num_bytes, 'byte')}, and the "
+            f"file {shard.files[1].num_bytes:,}"
         )
 
 

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tfdp.cluster.words import counted
+
 Check = Callable[[Any, str], None]
 
 _LARGEST = 2**63 - 1
@@ -114,7 +116,7 @@ def row(*checks: Check) -> Check:
 
     def check_row(value: Any, where: str) -> None:
         if type(value) is not list or len(value) != len(checks):
-            refuse(value, where, f"a list of {len(checks)} values")
+            refuse(value, where, f"a list of {counted(len(checks), 'value')}")
         for place, (check, item) in enumerate(zip(checks, value, strict=True)):
             check(item, f"{where}[{place}]")
 

@@ -1,9 +1,10 @@
 """The command line: `tfdp run`, `doctor`, `plan`, `bench` and `convert`.
 
 `main` has the commands, each in a file of its name; `parameter_types` the types of
-their options. `run` starts a `job` of local workers: `launch` (the environment of
-each), `worker` (a process and its output), `log_file`, `screen` (the output of all) on
-an `outlet` (which never blocks), `signals`, `restarts` (what follows a failure) and
+their options. `run` checks a `program` and starts a `job` of local workers: `launch`
+(the environment of each), `worker` (a process and its output), `log_file`, `noise` and
+`tracebacks` (lines that are not shown, or once), `screen` (the output of all) on an
+`outlet` (which never blocks), `signals`, `restarts` (what follows a failure) and
 `attempts` (one job after the other).
 `plan` prints a `forecast` with its `memory`; `bench` has options of its own in
 `bench_options`. TensorFlow is imported late, by `importing`.

@@ -17,6 +17,12 @@ from tfdp.cli import parameter_types as types
 from tfdp.cluster import Cluster
 from tfdp.options import FLAT_ALGORITHMS
 
+_EXAMPLES = """\b
+Examples:
+  tfdp bench collectives -n 2 --sizes 1MB 16MB
+  tfdp bench train --replicas 1 2
+"""
+
 _ALGORITHMS = (*FLAT_ALGORITHMS, "hierarchical")
 
 
@@ -237,13 +243,14 @@ def _num_workers(given: int | None, devices: int | None) -> int | None:
     commands=[collectives, train, compare],
     no_args_is_help=False,
     invoke_without_command=True,
+    epilog=_EXAMPLES,
 )
 @click.pass_context
 def bench(context: click.Context) -> None:
-    """Measure collectives and training, as ratios of sides that take turns.
+    """Compare collectives and training steps, side by side.
 
-    Each benchmark prints a table, writes JSON and a plot, and names the machine
-    and the versions. Run it on an idle machine.
+    The sides take turns. Each benchmark prints a table of ratios, writes JSON and a
+    plot, and names the machine and the versions. Run it on an idle machine.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())

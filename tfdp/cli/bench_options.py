@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from tfdp.bench.models import FAMILIES
-from tfdp.bench.output import Files, check_available
+from tfdp.bench.output import LEFT_OUT, Files, check_available, has_matplotlib
 from tfdp.cli import parameter_types as types
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -69,12 +69,15 @@ def files(function: _Function) -> _Function:
             "--plot",
             metavar="FILE",
             type=types.OUTPUT_FILE,
-            help="Where the picture goes, a PNG. Default: a new file in ./tfdp-bench.",
+            shell_complete=types.complete_files,
+            help="Where the picture goes, a PNG. Default: a new file in ./tfdp-bench, "
+            "if matplotlib is installed.",
         ),
         click.option(
             "--json",
             metavar="FILE",
             type=types.OUTPUT_FILE,
+            shell_complete=types.complete_files,
             help="Where everything goes, as JSON. Default: a new file in ./tfdp-bench.",
         ),
     ):
@@ -85,16 +88,20 @@ def files(function: _Function) -> _Function:
 def checked_files(name: str, options: dict[str, Any]) -> Files:
     """The files to write; finds out now what would otherwise fail after minutes."""
     plot: Path | None = options["plot"]
+    note = ""
     if options["no_plot"]:
         if plot:
             raise click.UsageError(
                 f"Either --plot or --no-plot is given. Received: both, --plot {plot}"
             )
-    else:
+    elif plot:
         with errors_in_one_sentence():
             check_available()
-        plot = plot or _new_file(name, ".png")
-    return Files(options["json"] or _new_file(name, ".json"), plot)
+    elif has_matplotlib():
+        plot = _new_file(name, ".png")
+    else:
+        note = LEFT_OUT
+    return Files(options["json"] or _new_file(name, ".json"), plot, note)
 
 
 def _new_file(name: str, suffix: str) -> Path:

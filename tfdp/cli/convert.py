@@ -11,13 +11,19 @@ import click
 from tfdp.base.files import replaced
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.index_file import load_index
+from tfdp.cli import parameter_types as types
 from tfdp.cli.importing import first_line, import_without_gpus
 
+_EXAMPLES = """\b
+Example:
+  tfdp convert checkpoints/last model.keras
+"""
 
-@click.command()
-@click.argument("directory", metavar="DIR")
-@click.argument("output", metavar="MODEL.keras")
-@click.option("--force", is_flag=True, help="Replaces MODEL.keras if it is there.")
+
+@click.command(epilog=_EXAMPLES)
+@click.argument("directory", metavar="DIR", shell_complete=types.complete_files)
+@click.argument("output", metavar="MODEL.keras", shell_complete=types.complete_files)
+@click.option("--force", is_flag=True, help="Replace MODEL.keras if it is there.")
 def convert(directory: str, output: str, force: bool) -> None:
     """Turn the checkpoint in DIR into the ordinary file MODEL.keras.
 
@@ -52,6 +58,11 @@ def _check_output(output: str, force: bool) -> None:
 
 
 def _index_of(directory: str) -> Index:
+    if os.path.isfile(directory):
+        raise click.UsageError(
+            "DIR is a file; give the directory that `tfdp.checkpoint.save` wrote. "
+            f"Received: {directory}"
+        )
     try:
         index = load_index(directory)
     except (ValueError, OSError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -14,10 +15,12 @@ from rich.text import Text
 from rich.tree import Tree
 
 from tfdp.bench.machine import version_of
+from tfdp.cli.noise import quiet_stderr
 from tfdp.cluster import (
     Cluster,
     Topology,
     check_port_free,
+    counted,
     topology_of,
     unreachable_workers,
 )
@@ -31,19 +34,38 @@ _TRUST = (
 )
 
 
-@click.command()
+_EXAMPLES = """\b
+Examples:
+  tfdp doctor         on this machine
+  srun tfdp doctor    in each task of a Slurm step
+"""
+
+
+@click.command(epilog=_EXAMPLES)
 def doctor() -> None:
-    """Print versions, devices, NCCL, the cluster, and whether its ports answer."""
+    """Print versions, devices, NCCL, the cluster and its ports.
+
+    It shows what a script would see that runs in its place: the replicas of
+    `tfdp.auto_strategy()`, the cluster of TF_CONFIG or Slurm as a tree, and which
+    workers answer.
+    """
     try:
         cluster = Cluster.from_environment()
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    # A terminal gets lines that are broken between words; a file gets them whole.
+    is_whole = sys.stdout is None or not sys.stdout.isatty()
+    console = Console(highlight=False, markup=False, soft_wrap=is_whole)
     _title(console, "Versions")
     for name, version in _versions().items():
         console.print(f"  {name:<12}{version}")
-    tensorflow = _import_tensorflow(console)
-    devices = _show_devices(console, tensorflow) if tensorflow else ["CPU:0"]
+    devices: list[str] = []
+    with quiet_stderr():
+        tensorflow = _import_tensorflow(console)
+        if tensorflow:
+            devices = local_devices(tensorflow, cluster)
+    if tensorflow:
+        _show_devices(console, tensorflow)
     _show_cluster(console, cluster, devices)
     _title(console, "Warning", style="bold yellow")
     console.print(f"  {_TRUST}")
@@ -73,12 +95,31 @@ def _import_tensorflow(console: Console) -> ModuleType | None:
     return tensorflow
 
 
-def _show_devices(console: Console, tf: Any) -> list[str]:
-    """Print the devices; return those on which one worker would train."""
+def local_devices(tf: Any, cluster: Cluster | None) -> list[str]:
+    """Start TensorFlow as `tfdp.auto_strategy` does.
+
+    Args:
+        tf: The module `tensorflow`.
+        cluster: The `Cluster`, or `None`.
+
+    Returns:
+        List of strings, the devices of the replicas of one worker.
+    """
+    from tfdp.cluster import devices  # it imports TensorFlow
+
     gpus = tf.config.list_physical_devices("GPU")
     for gpu in gpus:
         # Looking at a GPU must not take its memory from a training that runs.
         tf.config.experimental.set_memory_growth(gpu, True)
+    count = cluster.devices_per_worker if cluster else None
+    is_alone = cluster is None or cluster.num_workers == 1
+    if not gpus and (is_alone or count is not None):
+        devices.default_cpus(count)
+    return devices.local_devices()
+
+
+def _show_devices(console: Console, tf: Any) -> None:
+    num_gpus = len(tf.config.list_physical_devices("GPU"))
     _title(console, "Devices")
     for kind, found in (
         ("physical", tf.config.list_physical_devices()),
@@ -87,8 +128,7 @@ def _show_devices(console: Console, tf: Any) -> list[str]:
         names = ", ".join(device.name.split("device:")[-1] for device in found)
         console.print(f"  {kind:<12}{names}")
     _title(console, "NCCL")
-    console.print(f"  {_describe_nccl(tf, len(gpus))}")
-    return [f"GPU:{index}" for index in range(len(gpus))] or ["CPU:0"]
+    console.print(f"  {_describe_nccl(tf, num_gpus)}")
 
 
 def _describe_nccl(tf: Any, num_gpus: int) -> str:
@@ -103,7 +143,7 @@ def _describe_nccl(tf: Any, num_gpus: int) -> str:
             f"not available: this TensorFlow is built with CUDA {cuda}, but sees no "
             "GPU; all-reduce uses TensorFlow's ring"
         )
-    return f"available: built with CUDA {cuda}, {num_gpus} GPUs"
+    return f"available: built with CUDA {cuda}, {counted(num_gpus, 'GPU')}"
 
 
 def _show_cluster(
@@ -115,12 +155,14 @@ def _show_cluster(
             "  none: neither TF_CONFIG nor a Slurm step of several tasks is set, so "
             "this is a single machine"
         )
-        console.print(f"  1 worker, {len(devices)} replicas: {', '.join(devices)}")
+        if devices:
+            replicas = counted(len(devices), "replica")
+            console.print(f"  1 worker, {replicas}: {', '.join(devices)}")
         return
     source = "TF_CONFIG" if _is_from_tf_config() else "Slurm"
     console.print(f"  from {source}; this process is {_describe_task(cluster)}")
-    if cluster.devices_per_worker is not None:
-        devices = [f"CPU:{index}" for index in range(cluster.devices_per_worker)]
+    # Without TensorFlow: what the cluster says.
+    devices = devices or [f"CPU:{i}" for i in range(cluster.devices_per_worker or 1)]
     _title(console, "Topology")
     topology = topology_of(cluster.hosts, len(devices))
     console.print(draw_topology(cluster, devices, port_states(cluster), topology))
@@ -191,8 +233,9 @@ def draw_topology(
     # `Text`, for in a plain string an IPv6 address would be taken for markup.
     tree = Tree(
         Text(
-            f"{topology.num_nodes} nodes, {cluster.num_workers} workers, "
-            f"{topology.num_replicas} replicas, numbered by global rank"
+            f"{counted(topology.num_nodes, 'node')}, "
+            f"{counted(cluster.num_workers, 'worker')}, "
+            f"{counted(topology.num_replicas, 'replica')}, numbered by global rank"
         )
     )
     for node_rank, ranks in enumerate(topology.nodes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tfdp.cli.memory import Row, table_of
-from tfdp.cluster import Topology
+from tfdp.cluster import Topology, counted
 from tfdp.links import Link, Links
 from tfdp.plans.buckets import Bucket
 from tfdp.plans.prediction import BucketPrediction, StepPrediction
@@ -96,7 +97,9 @@ def show(forecast: Forecast, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_to_dict(forecast), indent=2))
         return
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    # A terminal gets lines that are broken between words; a file gets them whole.
+    is_whole = sys.stdout is None or not sys.stdout.isatty()
+    console = Console(highlight=False, markup=False, soft_wrap=is_whole)
     console.print(_headline(forecast))
     console.print(_table(forecast))
     for line in _totals(forecast):
@@ -112,8 +115,9 @@ def _headline(forecast: Forecast) -> str:
     topology = forecast.topology
     return (
         f"{forecast.model}: {forecast.num_bytes:,} bytes of gradients in "
-        f"{len(forecast.buckets)} buckets, on {topology.num_replicas:,} replicas "
-        f"({topology.num_nodes:,} nodes of {topology.replicas_per_node})"
+        f"{counted(len(forecast.buckets), 'bucket')}, on "
+        f"{counted(topology.num_replicas, 'replica')} "
+        f"({counted(topology.num_nodes, 'node')} of {topology.replicas_per_node})"
     )
 
 
@@ -206,13 +210,14 @@ def _assumptions(forecast: Forecast) -> Iterator[str]:
 
 def _link_assumptions(forecast: Forecast) -> Iterator[str]:
     links, topology = forecast.links, forecast.topology
+    each = topology.replicas_per_node
+    shared = f", which its {each:,} replicas share" if each > 1 else ""
     source = f"what was not given is a default for {forecast.backend}, not measured"
     if forecast.is_given:
         source = "as given"
     yield (
         f"A message inside a node takes {_describe(links.inside)}; one across nodes "
-        f"{_describe(links.across)} of the one link of a node, which its "
-        f"{topology.replicas_per_node} replicas share ({source})."
+        f"{_describe(links.across)} of the one link of a node{shared} ({source})."
     )
     sharing = "share one" if links.is_inside_shared else "each have their own"
     yield (

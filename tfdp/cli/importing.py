@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from tfdp.cli.noise import quiet_stderr
+
 
 def import_without_gpus(name: str) -> Any:
     """A module that needs TensorFlow, for a command that computes next to nothing.
@@ -24,12 +26,13 @@ def import_without_gpus(name: str) -> Any:
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
-        import tensorflow as tf
+        with quiet_stderr():
+            import tensorflow as tf
 
-        # They may be somebody else's.
-        with contextlib.suppress(RuntimeError):  # they are in use already
-            tf.config.set_visible_devices([], "GPU")
-        return importlib.import_module(name)
+            # They may be somebody else's.
+            with contextlib.suppress(RuntimeError):  # they are in use already
+                tf.config.set_visible_devices([], "GPU")
+            return importlib.import_module(name)
     except Exception as error:  # a broken one raises anything
         raise click.ClickException(
             f"TensorFlow cannot be imported: {first_line(error)}"

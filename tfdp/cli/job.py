@@ -15,10 +15,11 @@ from types import TracebackType
 
 from tfdp.cli.launch import Slot, worker_environment
 from tfdp.cli.log_file import LogFile
-from tfdp.cli.noise import is_noise
+from tfdp.cli.noise import is_noise, is_of_peers
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
-from tfdp.cli.worker import Worker, shell_code, signal_name
+from tfdp.cli.tracebacks import Tracebacks
+from tfdp.cli.worker import TAIL_LINES, Worker, shell_code, signal_name
 from tfdp.cluster import Cluster, process_tree
 from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 
@@ -88,9 +89,13 @@ class Job:
         self._id = uuid.uuid4().hex
         self._workers: list[Worker] = []
         self._failed: Worker | None = None
-        self._is_stopping = False
+        self._is_stopping = self._is_interrupted = False
         self._asked_at: float | None = None
         self._selector = selectors.DefaultSelector()
+        self._tracebacks = Tracebacks()
+        # Of all workers; and where among them the last one of each stands.
+        self._num_lines = 0
+        self._last_line: dict[int, int] = {}
 
     def __enter__(self) -> Job:
         self._selector.register(self._signals, selectors.EVENT_READ)
@@ -221,10 +226,10 @@ class Job:
         # likely to be about them.
         for worker in sorted(ended, key=lambda worker: not worker.exit_code):
             self._show(worker, worker.read_rest())
+            self._print(worker, self._tracebacks.rest(worker.rank))
             self._forget(worker)
             if worker.exit_code and not self._failed and not self._is_stopping:
                 self._failed = worker
-                self._report(worker)
         for key, _ in ready:
             if key.data is not None and key.data.is_running:
                 lines = key.data.read()
@@ -232,27 +237,38 @@ class Job:
                     self._forget(key.data)
                 self._show(key.data, lines or [])
         for worker in self._running():
+            self._print(worker, self._tracebacks.due(worker.rank))
             if (text := worker.snapshot()) is not None:
                 self._screen.snapshot(worker.rank, text)
         self._screen.refresh()
 
     def _show(self, worker: Worker, lines: list[str]) -> None:
+        told = [line for line in lines if not self._is_noise(line)]
+        self._print(worker, self._tracebacks.take(worker.rank, told))
+        if not self._tracebacks.holds(worker.rank):
+            self._screen.progress(worker.rank, worker.unfinished)
+
+    def _is_noise(self, line: str) -> bool:
+        return is_noise(line) or (self._is_interrupted and is_of_peers(line))
+
+    def _print(self, worker: Worker, lines: list[str]) -> None:
         for line in lines:
-            if not is_noise(line):
-                self._screen.line(worker.rank, line)
-        self._screen.progress(worker.rank, worker.unfinished)
+            self._screen.line(worker.rank, line)
+            self._num_lines += 1
+            self._last_line[worker.rank] = self._num_lines
 
     def _forget(self, worker: Worker) -> None:
         with contextlib.suppress(KeyError):
             self._selector.unregister(worker)
 
-    def _report(self, failed: Worker) -> None:
-        """Show the last lines of a worker that failed."""
-        if failed.exit_code == PREEMPTED:
+    def _recall(self, failed: Worker) -> None:
+        """Repeat the last lines of a worker that failed, if they are out of sight."""
+        since = self._num_lines - self._last_line.get(failed.rank, self._num_lines)
+        is_seen = since <= TAIL_LINES and self._screen.is_one
+        if is_seen or not failed.tail:
             return
         self._screen.message(
-            f"\ntfdp: worker {failed.rank} {failed.describe_end()}. Its last lines:",
-            style="bold red",
+            f"\ntfdp: the last lines of worker {failed.rank}:", style="bold red"
         )
         for line in failed.tail:
             self._screen.quote(failed.rank, line)
@@ -261,11 +277,17 @@ class Job:
     def _end_by_failure(self, failed: Worker) -> int:
         if failed.exit_code == PREEMPTED:
             self._wait_for_exits()
-        rest = ", and the others were stopped" if self._running() else ""
+        rest = {0: "", 1: ", and the other one was stopped"}.get(
+            len(self._running()), ", and the others were stopped"
+        )
         self._stop(signal.SIGTERM)
+        cause = self.lost or failed
+        if failed.exit_code != PREEMPTED:
+            self._recall(cause)
+        because = "" if cause is failed else f" since worker {cause.rank} was lost"
         self._screen.message(
-            f"tfdp: worker {failed.rank} {failed.describe_end()}{rest}. "
-            f"All that it wrote: {failed.log.path}",
+            f"tfdp: worker {failed.rank} {failed.describe_end()}{because}{rest}. "
+            f"All that worker {cause.rank} wrote: {cause.log.path}",
             style="bold red",
         )
         assert failed.exit_code is not None
@@ -273,9 +295,16 @@ class Job:
 
     def _end_by_signal(self, signum: int) -> int:
         self._screen.message(
-            f"tfdp: {signal_name(signum)} received, stopping the workers "
-            "(once more kills them at once)"
+            f"tfdp: {signal_name(signum)} received, stopping "
+            + (
+                "the workers (once more kills them at once)"
+                if len(self._workers) > 1
+                else "the worker (once more kills it at once)"
+            )
         )
+        if signum == signal.SIGINT:
+            self._is_interrupted = True
+            self._tracebacks.interrupt()
         self._stop(signum)
         if any(worker.exit_code == PREEMPTED for worker in self._workers):
             self._screen.message(
@@ -286,10 +315,10 @@ class Job:
         return 128 + signum
 
     def _end_by_timeout(self) -> int:
-        ranks = ", ".join(str(worker.rank) for worker in self._running())
+        ranks = [str(worker.rank) for worker in self._running()]
+        who = "workers that still run" if len(ranks) > 1 else "worker that still runs"
         self._screen.message(
-            f"tfdp: not done within --timeout, stopping the workers that still run: "
-            f"{ranks}",
+            f"tfdp: not done within --timeout, stopping the {who}: {', '.join(ranks)}",
             style="bold red",
         )
         self._stop(signal.SIGTERM)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from tfdp.base.files import make_private_folder
 from tfdp.bench.machine import num_cores
-from tfdp.cluster import Cluster, free_ports
+from tfdp.cluster import Cluster, counted, free_ports
 
 _WORKERS_PER_CORE = 64
 # Of the launcher: a pipe and a log for each, and what it opens meanwhile.
@@ -76,7 +76,7 @@ def check_num_workers(num_workers: int) -> None:
     bounds = [
         (
             _WORKERS_PER_CORE * num_cores(),
-            f"{_WORKERS_PER_CORE} for each of its {num_cores()} CPU cores",
+            f"{_WORKERS_PER_CORE} for each of its {counted(num_cores(), 'CPU core')}",
         )
     ]
     if open_files != resource.RLIM_INFINITY:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,13 @@ from tfdp.cli.convert import convert
 from tfdp.cli.doctor import doctor
 from tfdp.cli.plan import plan
 from tfdp.cli.run import run
+
+_EXAMPLES = """\b
+Examples:
+  tfdp doctor                what tfdp sees on this machine
+  tfdp run -n 4 train.py     a script in 4 worker processes
+  tfdp run --help            the options of a command
+"""
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -26,8 +34,32 @@ def version() -> str:
         return "unknown (not installed)"
 
 
+class _Commands(click.Group):
+    """The commands, of which a script is none."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Name the commands in the order in which they are given, not by letters."""
+        return list(self.commands)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Say how a script is run that stands in the place of a command."""
+        name = args[0]
+        is_script = name.endswith(".py") or os.path.isfile(name)
+        is_named = self.get_command(ctx, name) is not None or ctx.resilient_parsing
+        if is_script and not is_named:
+            raise click.UsageError(
+                f"A script is run by `tfdp run -n 2 {name}`, here with 2 workers. "
+                f"Received: {name}"
+            )
+        return super().resolve_command(ctx, args)
+
+
 @click.group(
+    cls=_Commands,
     commands=[run, doctor, plan, convert, bench],
+    epilog=_EXAMPLES,
     no_args_is_help=False,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -35,7 +67,12 @@ def version() -> str:
 @click.version_option(version(), prog_name="tfdp", message="%(prog)s %(version)s")
 @click.pass_context
 def cli(context: click.Context) -> None:
-    """Data-parallel training for Keras 3 on TensorFlow."""
+    """Data-parallel training for Keras 3 on TensorFlow.
+
+    A script whose model is made in the scope of `tfdp.auto_strategy()` trains on all
+    devices of this machine by `python train.py`, and in several processes by
+    `tfdp run`.
+    """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
 
@@ -65,8 +102,18 @@ def run_command(
     try:
         code = command.main(arguments, prog_name=program, standalone_mode=False)
     except click.ClickException as error:
-        click.echo(f"{program}: error: {error.format_message()}", err=True)
+        click.echo(f"{program}: error: {_describe(error)}", err=True)
         code = USAGE_ERROR
     except (click.Abort, KeyboardInterrupt):
         code = INTERRUPTED
     sys.exit(code)
+
+
+def _describe(error: click.ClickException) -> str:
+    """Return the message, with where to look if click itself has found the fault."""
+    message = error.format_message()
+    context = getattr(error, "ctx", None)
+    if context is None or "Received: " in message:
+        return message
+    end = "" if message.endswith((".", "?", "?)")) else "."
+    return f"{message}{end} See `{context.command_path} --help`."

@@ -8,6 +8,8 @@ import threading
 import time
 from typing import TextIO
 
+from tfdp.cluster import counted
+
 # More than this does not wait for a reader.
 _MAX_BYTES = 1 << 20
 # A reader that has taken nothing for so long has stopped reading.
@@ -96,9 +98,10 @@ class Outlet:
     def _confess(self) -> None:
         """Say in the output itself where a piece of it is missing."""
         if self._num_dropped and self.error is None:
+            lines = counted(self._num_dropped, "line is", "lines are")
             self._append(
-                f"tfdp: nobody read the output; {self._num_dropped} lines are not "
-                "shown here but kept in the logs\n"
+                f"tfdp: nobody read the output; {lines} not shown here but kept in the "
+                "logs\n"
             )
         self._num_dropped = 0
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from tfdp.plans.cost_model import Algorithm
 
@@ -20,6 +21,22 @@ _MOST_BYTES = 2**40
 _LONGEST_NAME = 255  # bytes, on all usual file systems
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[KMG]?B?)", re.IGNORECASE)
+
+
+def complete_files(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Let the shell complete the name of a file.
+
+    Args:
+        context: Not used.
+        parameter: Not used.
+        incomplete: String, what was typed.
+
+    Returns:
+        List of one `CompletionItem`.
+    """
+    return [CompletionItem(incomplete, type="file")]
 
 
 class WholeNumber(click.IntRange):
@@ -130,7 +147,7 @@ def _num_bytes(text: str) -> int:
 
 def _levels(text: str, *, above_zero: bool) -> tuple[float, float]:
     least = "above 0" if above_zero else "not negative"
-    what = f"it must be one number, or two: inside a node,across nodes, {least}"
+    what = f"it must be one number, or two (inside nodes, across nodes), {least}"
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:

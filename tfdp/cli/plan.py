@@ -14,7 +14,7 @@ from tfdp.cli import memory
 from tfdp.cli import parameter_types as types
 from tfdp.cli.forecast import Forecast, show
 from tfdp.cli.importing import first_line, import_without_gpus
-from tfdp.cluster import Topology
+from tfdp.cluster import Topology, counted
 from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import BucketPlan
@@ -28,8 +28,16 @@ _COMPRESSIONS = ("none", "bf16", "fp16", "outer:bf16", "outer:fp16")
 _MOST_REPLICAS = 2**20
 
 
-@click.command()
-@click.argument("model", metavar="MODEL.keras")
+_EXAMPLES = """\b
+Examples:
+  tfdp plan model.keras --nodes 16 --replicas-per-node 8 --step-ms 120
+  tfdp plan model.keras --nodes 2 --replicas-per-node 4 --backend ring \\
+      --alpha 20,100 --beta 5,0.12
+"""
+
+
+@click.command(epilog=_EXAMPLES)
+@click.argument("model", metavar="MODEL.keras", shell_complete=types.complete_files)
 @click.option(
     "--nodes",
     metavar="N",
@@ -48,16 +56,16 @@ _MOST_REPLICAS = 2**20
     "--alpha",
     metavar="US[,US]",
     type=types.LATENCIES,
-    help="Latency of a message in microseconds: inside a node,across nodes; or one "
-    "for both.",
+    help="Latency of a message in microseconds: inside nodes and across nodes, as in "
+    "20,100; or one number for both.",
 )
 @click.option(
     "--beta",
     metavar="GB/S[,GB/S]",
     type=types.BANDWIDTHS,
     help="Bandwidth in GB/s (10^9 bytes, one way): between two replicas of a node "
-    "(with ring, of all together),of the one link of a node, which its replicas "
-    "share; or one for both.",
+    "(with ring, of all together) and of the one link of a node, which its replicas "
+    "share, as in 5,0.12; or one number for both.",
 )
 @click.option(
     "--backend",
@@ -116,7 +124,7 @@ _MOST_REPLICAS = 2**20
     is_flag=True,
     help="Gradients are accumulated over micro-batches, which takes memory too.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(
     model: str,
     nodes: int,
@@ -182,7 +190,7 @@ def _topology(nodes: int, replicas_per_node: int) -> Topology:
     if nodes * replicas_per_node > _MOST_REPLICAS:
         raise click.UsageError(
             f"A cluster may have at most {_MOST_REPLICAS:,} replicas. "
-            f"Received: {nodes} nodes of {replicas_per_node}"
+            f"Received: {counted(nodes, 'node')} of {replicas_per_node:,}"
         )
     ranks = range(0, nodes * replicas_per_node, replicas_per_node)
     return Topology(

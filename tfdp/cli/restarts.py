@@ -6,6 +6,7 @@ import dataclasses
 import time
 
 from tfdp.cli.log_file import LogFile
+from tfdp.cluster import counted
 from tfdp.coordination.preemption import PREEMPTED
 
 # Who trained for so long was well: what failed then has nothing to do with the start.
@@ -140,17 +141,17 @@ class Restarts:
         return Next(
             pause,
             f"restart {self.count} of {self._options.max_restarts}: {_cause(end)}; "
-            f"{self._who()} start again in {pause:g} s",
+            f"{self._who_starts()} again in {pause:g} s",
         )
 
     def _grow(self, end: JobEnd) -> Next:
         """Try all slots again: no failure, and so not counted."""
-        fewer = len(self.slots)
+        fewer = counted(len(self.slots), "worker")
         self._bring_back()
         return Next(
             0.0,
-            f"growth: training is saved after {end.seconds:.0f} s with {fewer} "
-            f"workers; {self._who()} start again",
+            f"growth: training is saved after {end.seconds:.0f} s with {fewer}; "
+            f"{self._who_starts()} again",
         )
 
     def _end_trial(self, end: JobEnd, failed: int) -> Next:
@@ -163,7 +164,7 @@ class Restarts:
         self._wait *= 2
         return Next(
             _FIRST_PAUSE_SECONDS,
-            f"trial failed: {_cause(end)}; {self._who()} start again in "
+            f"trial failed: {_cause(end)}; {self._who_starts()} again in "
             f"{_FIRST_PAUSE_SECONDS:g} s",
         )
 
@@ -190,11 +191,12 @@ class Restarts:
         self.slots = tuple(other for other in self.slots if other != slot)
         self._on_trial -= {slot}
 
-    def _who(self) -> str:
+    def _who_starts(self) -> str:
         left_out = sorted(set(self._all) - set(self.slots))
         names = ", ".join(map(str, left_out))
         without = f" (without slot {names})" if left_out else ""
-        return f"{len(self.slots)} workers{without}"
+        start = "starts" if len(self.slots) == 1 else "start"
+        return f"{counted(len(self.slots), 'worker')}{without} {start}"
 
 
 def _cause(end: JobEnd) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import math
 import os
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -25,9 +25,11 @@ from tfdp.cli.launch import (
     visible_gpus,
 )
 from tfdp.cli.log_file import LogFile
+from tfdp.cli.program import check_program
 from tfdp.cli.restarts import RestartOptions, Restarts
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
+from tfdp.cluster import counted
 
 # For who reads the output, once the job was told to end.
 _LAST_LINES_SECONDS = 2.0
@@ -40,12 +42,17 @@ _MACHINES = (
     "Slurm or Kubernetes, or with TF_CONFIG on each"
 )
 _ELSEWHERE = {
-    **dict.fromkeys(("-np", "--np", "--nproc-per-node", "--nproc_per_node"), _COUNT),
-    **dict.fromkeys(
-        ("-H", "--host", "--hosts", "--hostfile", "--nnodes", "--node-rank"), _MACHINES
-    ),
-    **dict.fromkeys(("--node_rank", "--master-addr", "--master_addr"), _MACHINES),
+    r"-np\d*|--np|--num-proc|--nproc-per-node|-N|--gpus": _COUNT,
+    r"-H.*|--hosts?|--hostfile|--nnodes|--node-rank|--master-.*|--rdzv-.*": _MACHINES,
+    r"--standalone": "Leave it out: `tfdp run` needs no other service",
 }
+
+
+def _hint(option: str) -> str | None:
+    """Return what to give instead of an option of another launcher."""
+    name = option.replace("_", "-")
+    found = [hint for names, hint in _ELSEWHERE.items() if re.fullmatch(names, name)]
+    return found[0] if found else None
 
 
 class _NumWorkers(types.WholeNumber):
@@ -69,16 +76,33 @@ class _Run(click.Command):
         before = ""
         for word in args:
             name = word.partition("=")[0]
-            if name in _ELSEWHERE:
-                raise click.UsageError(f"{_ELSEWHERE[name]}. Received: {name}")
+            if (hint := _hint(name)) and not ctx.resilient_parsing:
+                raise click.UsageError(f"{hint}. Received: {name}")
             if not word.startswith("-") and before not in with_value:
                 break  # the script, and its own options
             before = word
         return super().parse_args(ctx, args)
 
 
+_EXAMPLES = """\b
+Examples:
+  tfdp run -n 2 train.py                     two workers
+  tfdp run -n auto train.py --epochs 3       one for each GPU, or CPU core
+  tfdp run -n 2 -D 2 train.py                two CPU devices in each worker
+  tfdp run -n 4 -m my_package.train          a module, as in `python -m`
+  tfdp run -n 4 --max-restarts 3 train.py    all again after a failure
+
+Options stand before SCRIPT; all that follows it is the script's own. On several
+machines run the script itself, under Slurm, under Kubernetes or with TF_CONFIG on each.
+"""
+
+
 # What follows the script's name is the script's own, options too.
-@click.command(cls=_Run, context_settings={"allow_interspersed_args": False})
+@click.command(
+    cls=_Run,
+    epilog=_EXAMPLES,
+    context_settings={"allow_interspersed_args": False},
+)
 @click.option(
     "-n",
     "--num-workers",
@@ -97,6 +121,7 @@ class _Run(click.Command):
 @click.option(
     "--log-dir",
     metavar="DIR",
+    shell_complete=types.complete_files,
     help="Folder for a log per worker. Default: a new one in ./tfdp-logs.",
 )
 @click.option(
@@ -145,8 +170,10 @@ class _Run(click.Command):
     is_flag=True,
     help="SCRIPT is the name of a module, as in `python -m`.",
 )
-@click.argument("script")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("script", shell_complete=types.complete_files)
+@click.argument(
+    "args", nargs=-1, type=click.UNPROCESSED, shell_complete=types.complete_files
+)
 def run(
     num_workers: int,
     devices_per_worker: int | None,
@@ -163,12 +190,12 @@ def run(
 ) -> None:
     """Run SCRIPT in N worker processes on this machine.
 
-    Sets TF_CONFIG for each, puts the worker in front of each line of its
+    Sets TF_CONFIG for each, puts the name of the worker in front of each line of its
     output, and stops all when one fails. With --max-restarts it then starts all again:
     let the script save as it goes, by `tfdp.callbacks.BackupAndRestore`.
     """
     _check_platform()
-    _check_program(script, is_module)
+    check_program(script, is_module)
     again = _restart_options(num_workers, max_restarts, min_workers, grow_after)
     try:
         check_num_workers(num_workers)
@@ -251,9 +278,10 @@ def _announce(
     screen: Screen, num_workers: int, devices: int | None, folder: pathlib.Path
 ) -> None:
     threads = max(1, num_cores() // num_workers)
+    each = " each" if num_workers > 1 else ""
     screen.message(
-        f"tfdp: starting {num_workers} workers, {threads} of {num_cores()} CPU cores "
-        f"each; logs in {folder}"
+        f"tfdp: starting {counted(num_workers, 'worker')}, {threads} of "
+        f"{counted(num_cores(), 'CPU core')}{each}; logs in {folder}"
     )
     if os.environ.get("TF_CONFIG"):
         screen.message(
@@ -263,8 +291,9 @@ def _announce(
     num_gpus = len(visible_gpus())
     if devices is None and 0 < num_gpus < num_workers:
         screen.message(
-            f"tfdp: warning: there are {num_workers} workers but {num_gpus} GPUs, and "
-            "NCCL wants one for each; set CUDA_VISIBLE_DEVICES= to train on the CPU"
+            f"tfdp: warning: there are {num_workers} workers but "
+            f"{counted(num_gpus, 'GPU')}, and NCCL wants one for each; set "
+            "CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
 
 
@@ -274,33 +303,3 @@ def _check_platform() -> None:
             "`tfdp run` needs Linux; elsewhere set TF_CONFIG for each worker and start "
             f"it yourself. Received: {sys.platform}"
         )
-
-
-def _check_program(script: str, is_module: bool) -> None:
-    """Find out now what would otherwise fail in every worker."""
-    if is_module:
-        if not _module_exists(script):
-            raise click.UsageError(
-                f"There is no module of that name. Received: {script}"
-            )
-        return
-    # Those of `os.path` are false, too, of what no file can be called.
-    main = os.path.join(script, "__main__.py")
-    if os.path.isdir(script) and not os.path.isfile(main):
-        raise click.UsageError(f"The script is a folder. Received: {script}")
-    if not os.path.exists(script):
-        raise click.UsageError(
-            "The script to run is not there; give the path of a Python file, or -m "
-            f"and the name of a module. Received: {script}"
-        )
-
-
-def _module_exists(name: str) -> bool:
-    """Look for the module's outermost package; imports nothing."""
-    sys.path.insert(0, os.getcwd())  # where `python -m` looks first
-    try:
-        return importlib.util.find_spec(name.partition(".")[0]) is not None
-    except (ImportError, ValueError):
-        return False
-    finally:
-        sys.path.pop(0)

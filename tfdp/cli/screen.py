@@ -119,6 +119,9 @@ class Screen:
     Args:
         output: Where the lines go. Defaults to `sys.stdout`.
         messages: Where the launcher's own words go. Defaults to `sys.stderr`.
+
+    Attributes:
+        is_one: Bool, whether both go to one terminal, file or pipe.
     """
 
     def __init__(
@@ -129,6 +132,7 @@ class Screen:
         # One queue for one terminal or file keeps the order.
         is_same = output and messages and _is_same_file(output, messages)
         self._words = self._output if is_same else Outlet(messages)
+        self.is_one = bool(is_same)
         self._console = Console(file=cast("TextIO", self._output), highlight=False)
         self._messages = Console(
             file=cast("TextIO", self._words), highlight=False, soft_wrap=True
@@ -171,7 +175,7 @@ class Screen:
 
     def message(self, text: str, style: str = "") -> None:
         """Print the launcher's own words on stderr."""
-        self._erase_bar()
+        self._erase_line()
         self._output.flush()
         self._messages.print(Text(text, style=style))
 
@@ -219,8 +223,13 @@ class Screen:
 
     def _erase_bar(self) -> None:
         if self._bar is not None:
+            self._erase_line()
+
+    def _erase_line(self) -> None:
+        """Erase the bar, or what the terminal has echoed there, such as ^C."""
+        if self._is_terminal:
             self._output.write("\r\x1b[2K")
-            self._bar = None
+        self._bar = None
 
     def _draw_bar(self) -> None:
         bar = next(reversed(self._unfinished.items()), None)

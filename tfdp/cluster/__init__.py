@@ -4,10 +4,12 @@ Only `devices` imports TensorFlow, so that the command line reads a cluster in
 milliseconds. Reading order:
     spec: the cluster and this task's rank
     tf_config, slurm: read it from the environment
+    other_launchers: processes that nothing there tells of each other
     address, ports, local_ports: check, probe and find ports; rendezvous of workers
     join_guard: deadline of a worker that joins
     topology, nodes: replicas of each node, and how they are found
     devices: local devices that hold a replica
+    words: numbers with their nouns, for messages
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from tfdp.cluster.address import split_address
 from tfdp.cluster.join_guard import join_deadline
 from tfdp.cluster.local_ports import free_ports
 from tfdp.cluster.nodes import topology_of
+from tfdp.cluster.other_launchers import processes_apart
 from tfdp.cluster.ports import (
     ProbeResult,
     accepts_connections,
@@ -27,6 +30,7 @@ from tfdp.cluster.ports import (
 )
 from tfdp.cluster.spec import Cluster
 from tfdp.cluster.topology import Topology
+from tfdp.cluster.words import counted
 
 __all__ = [
     "Cluster",
@@ -34,10 +38,12 @@ __all__ = [
     "Topology",
     "accepts_connections",
     "check_port_free",
+    "counted",
     "describe_workers",
     "free_ports",
     "join_deadline",
     "probe_port",
+    "processes_apart",
     "rendezvous",
     "split_address",
     "topology_of",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdp import _compat
+from tfdp import _compat, user_code
 
 # A replica needs cores of its own to pay; with more replicas the rows of each get
 # fewer before the communication does.
@@ -78,10 +78,11 @@ def set_logical_cpus(count: int) -> list[str]:
         existing = _names("CPU")
         if len(existing) == count:
             return existing
+        devices = "device" if len(existing) == 1 else "devices"
         raise ValueError(
-            f"TensorFlow has already started with {len(existing)} logical CPU "
-            "device(s). Ask for them before any other use of TensorFlow. "
-            f"Received: {count}"
+            f"TensorFlow has already started, with {len(existing)} logical CPU "
+            f"{devices}, {user_code.start_of_tensorflow()}. Ask for them before any "
+            f"other use of TensorFlow. Received: {count}"
         )
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(
@@ -103,10 +104,20 @@ def default_cpus(count: int | None) -> None:
     configured = tf.config.get_logical_device_configuration(
         tf.config.list_physical_devices("CPU")[0]
     )
-    if configured or _compat.is_context_initialized():
+    if configured:
         return
     cores = len(os.sched_getaffinity(0))
     wanted = max(min(cores, 2), min(cores // _CORES_PER_REPLICA, _MAX_DEFAULT_REPLICAS))
+    if _compat.is_context_initialized():
+        if wanted > len(_names("CPU")):
+            user_code.warn(
+                "TensorFlow has already started, "
+                f"{user_code.start_of_tensorflow()}: training has 1 replica and not "
+                f"{wanted}, since the CPU can no longer be divided. Make the strategy "
+                "before any other use of TensorFlow and Keras; in a notebook, restart "
+                "the kernel first."
+            )
+        return
     set_logical_cpus(wanted)
     if not tf.config.threading.get_intra_op_parallelism_threads():
         # The replicas run at the same time, each on as many cores.

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from tfdp.cluster.topology import Topology
+from tfdp.cluster.words import counted
 
 _RESOLVE_SECONDS = 2.0
 
@@ -113,8 +114,9 @@ def _check_nodes(nodes: Sequence[str], num_workers: int) -> None:
             )
     if len(nodes) != num_workers:
         raise ValueError(
-            f"`nodes` must name the node of each of the {num_workers} workers, in "
-            f"the order of their ranks. Received: {len(nodes)} names, nodes={nodes!r}"
+            "`nodes` must name the node of each of the "
+            f"{counted(num_workers, 'worker')}, in the order of their ranks. "
+            f"Received: {counted(len(nodes), 'name')}, nodes={nodes!r}"
         )
 
 

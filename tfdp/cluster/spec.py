@@ -10,6 +10,7 @@ from typing import Any
 
 from tfdp.cluster import slurm, tf_config
 from tfdp.cluster.address import canonical_address, split_address
+from tfdp.cluster.words import counted
 
 # More is a slip of the hand, and would take all of the memory.
 _MOST_DEVICES = 1024
@@ -222,8 +223,8 @@ def _check_index(cluster: Cluster) -> None:
         known = f"index must be {indices}" if num_tasks > 0 else "cluster has none"
         raise ValueError(
             f"This task of TF_CONFIG is {job} {tf_config.describe(index)}, but its "
-            f"{known}. Correct the task or the cluster. Received: {num_tasks} tasks in "
-            f"job {job!r}"
+            f"{known}. Correct the task or the cluster. Received: "
+            f"{counted(num_tasks, 'task')} in job {job!r}"
         )
 
 

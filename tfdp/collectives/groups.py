@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.cluster.words import counted
 from tfdp.collectives.instance_keys import InstanceKeys
 
 # TensorFlow's group keys start at 1 and grow by one per set of devices.
@@ -247,8 +248,9 @@ class ProcessGroup:
             range(self.size)
         ):
             raise ValueError(
-                f"A group of {self.size} replicas is split into parts that have each "
-                f"position from 0 to {self.size - 1} at most once. Received: {parts}"
+                f"A group of {counted(self.size, 'replica')} is split into parts that "
+                f"have each position from 0 to {self.size - 1} at most once. "
+                f"Received: {parts}"
             )
         if self._positions is None:
             raise ValueError("A group is split by positions. Received: none.")

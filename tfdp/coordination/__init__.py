@@ -6,6 +6,7 @@ Reading order:
     worker_group: all-gather of texts over the coordination service
     mailbox: texts to the first worker without waiting
     join: a worker joins its cluster
+    same_setup: workers compare devices, versions, options and nodes
     checks: workers compare variables and bucket plans
     differences: the first difference between nests of settings
     watch: heartbeats, failure detection, shutdown

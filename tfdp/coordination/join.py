@@ -1,31 +1,26 @@
-"""Start-up of a worker: check the set-up, join the cluster, compare the workers."""
+"""Start-up of a worker: check the set-up and join the cluster."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from tfdp import _compat
+from tfdp import _compat, user_code
 from tfdp.cluster import (
     Cluster,
-    Topology,
     describe_workers,
     join_deadline,
     rendezvous,
-    topology_of,
     unreachable_workers,
 )
 from tfdp.cluster.devices import resolve_devices, set_logical_cpus
 from tfdp.coordination.preemption import restore_python_handler
-from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.options import CommunicationOptions
 
 _DEFAULT_HEARTBEAT_SECONDS = 60.0
@@ -101,9 +96,9 @@ def start_worker(
         return worker  # a second strategy shares the running server
     if _compat.is_context_initialized():
         raise ValueError(
-            "TensorFlow has already started. Create the multi-worker strategy "
-            "before any other use of TensorFlow: before tensors, variables, "
-            "models and datasets."
+            f"TensorFlow has already started, {user_code.start_of_tensorflow()}. "
+            "Create the multi-worker strategy before any other use of TensorFlow: "
+            "before tensors, variables, models and datasets."
         )
     if cluster.devices_per_worker:
         set_logical_cpus(cluster.devices_per_worker)
@@ -118,6 +113,11 @@ def start_worker(
 def has_joined(worker: Worker) -> bool:
     """Return whether this process runs a server of the worker's cluster already."""
     return worker.cluster is not None and _joined == [worker.cluster]
+
+
+def num_joined_workers() -> int:
+    """Return the number of workers of the cluster that this process is in, or 1."""
+    return _joined[0].num_workers if _joined else 1
 
 
 @contextlib.contextmanager
@@ -173,12 +173,6 @@ def _deadline(worker: Worker) -> contextlib.AbstractContextManager:
     return join_deadline(others, limit + _JOIN_SLACK_SECONDS)
 
 
-def _own_version() -> str:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("tfdp")
-    return "not installed"
-
-
 def _missing_message(cluster: Cluster, ranks: list[int], limit: float) -> str:
     return (
         f"Waited {limit:.0f} s for {describe_workers(cluster, ranks)}, which did not "
@@ -189,9 +183,9 @@ def _missing_message(cluster: Cluster, ranks: list[int], limit: float) -> str:
 
 def _lost_message(cluster: Cluster, ranks: list[int], limit: float) -> str:
     return (
-        f"{describe_workers(cluster, ranks)} was there when all workers met, and did "
-        f"not join the cluster within {limit:.0f} s: see the end of its output, and "
-        "start all workers again."
+        f"{describe_workers(cluster, ranks)} met the other workers, and did not join "
+        f"the cluster within {limit:.0f} s: see how the output ends there, and start "
+        "all workers again."
     )
 
 
@@ -212,84 +206,9 @@ def _ended_message(cluster: Cluster, ranks: list[int], error: Exception) -> str:
     names = describe_workers(cluster, ranks) or "One of the workers"
     reason = str(getattr(error, "message", error)).partition("\n")[0]
     return (
-        f"{names} ended while the workers joined the cluster ({reason}): see the end "
-        "of its output, and start all workers again."
+        f"{names} ended while the workers joined the cluster ({reason}): see how "
+        "the output ends there, and start all workers again."
     )
-
-
-def check_same_setup(
-    worker_group: WorkerGroup,
-    devices: Sequence[str],
-    options: CommunicationOptions,
-    *,
-    rebalances: bool = False,
-) -> list[str]:
-    """Raise on every worker if device counts, versions or options differ.
-
-    Args:
-        worker_group: `WorkerGroup`.
-        devices: Sequence of strings, full names of the local devices.
-        options: `CommunicationOptions`.
-        rebalances: Bool, whether rows follow the workers' speed. Defaults to `False`.
-
-    Returns:
-        List of strings, the devices of all workers in the order of ranks.
-
-    Raises:
-        ValueError: Naming the first worker that differs from worker 0.
-    """
-    kinds = sorted({_compat.device_type(device) for device in devices})
-    facts = {
-        "devices per worker": f"{len(devices)} x {'/'.join(kinds)}",
-        # What a step is made of. Another Python computes the same.
-        "TensorFlow version": tf.__version__,
-        "Keras version": keras.__version__,
-        "tfdp version": _own_version(),
-        "settings of `rebalance`": str(rebalances).lower(),
-    }
-    for field in dataclasses.fields(options):
-        # Each may wait as long as it likes.
-        if field.name != "timeout_seconds":
-            facts[f"`{field.name}` options"] = repr(getattr(options, field.name))
-    own = json.dumps({"devices": list(devices), "facts": facts})
-    messages = [json.loads(text) for text in worker_group.all_gather("start-up", own)]
-    first = messages[0]["facts"]
-    for rank, message in enumerate(messages):
-        for name, value in message["facts"].items():
-            if value != first[name]:
-                worker_group.leave()
-                raise ValueError(
-                    f"Workers have different {name}: worker 0 has {first[name]}, "
-                    f"worker {rank} has {value}. Start all workers alike."
-                )
-    return [device for message in messages for device in message["devices"]]
-
-
-def agreed_topology(
-    worker_group: WorkerGroup,
-    hosts: Sequence[str],
-    num_local: int,
-    options: CommunicationOptions,
-) -> Topology:
-    """Find which replicas share a node; all workers take the first one's answer.
-
-    Args:
-        worker_group: `WorkerGroup`.
-        hosts: Sequence of strings, the host of each worker.
-        num_local: Int, replicas of a worker.
-        options: `CommunicationOptions`.
-
-    Returns:
-        A `Topology`.
-
-    Raises:
-        ValueError: If `node_size` or `nodes` do not fit the cluster.
-    """
-    found = topology_of(
-        hosts, num_local, node_size=options.node_size, nodes=options.nodes
-    )
-    # A name may have other addresses on another machine.
-    return Topology.from_json(worker_group.all_gather("topology", found.to_json())[0])
 
 
 def worker_devices(worker: Worker) -> list[str]:

@@ -2,8 +2,9 @@
 
 Keras has no hooks for what is done here. Each entry says why, and `install` puts it in
 its place, once for a process, when the first strategy, callback or optimizer of tfdp is
-made. Nothing else replaces a function of Keras or TensorFlow. The test of the table
-fails where a release changes the signature of one of them.
+made. Nothing else replaces a function of Keras or TensorFlow, but for `tfdp.user_code`,
+which sees TensorFlow start. The test of the table fails where a release changes the
+signature of one of them.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ def install() -> None:
     """Put every replacement of the table in its place; again has no effect."""
     for entry in REPLACEMENTS:
         _compat.replace(entry)
-    # A mistake in a user's model is found in the user's lines, not in these.
-    _compat.hide_from_tracebacks(str(Path(__file__).resolve().parents[1]) + os.sep)
+    # A mistake in a user's model is found in the user's lines, not in these. Frames
+    # have the path by which a file was imported, also where that leads through a link.
+    _compat.hide_from_tracebacks(str(Path(__file__).parents[1]) + os.sep)
 
 
 # Compile, fit, evaluate, predict.

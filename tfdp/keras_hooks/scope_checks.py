@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import keras
 
-from tfdp import _compat
+from tfdp import _compat, user_code
 from tfdp.base.context import in_tfdp_scope
+from tfdp.coordination.join import num_joined_workers
+
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def check_outside_scope(model: Any, name: str) -> None:
@@ -22,6 +26,21 @@ def check_outside_scope(model: Any, name: str) -> None:
             "its variables are on one device. Make and compile it inside the "
             f"scope. Received: a call of `{name}` inside the scope"
         )
+
+
+def warn_of_separate_training(model: Any, name: str) -> None:
+    """Warn, once for a model, if each worker of a cluster trains one of its own."""
+    num_workers = num_joined_workers()
+    is_separate = num_workers > 1 and _compat.strategy_of(model) is None
+    if not is_separate or model in _warned:
+        return
+    _warned.add(model)
+    user_code.warn(
+        f"The model {model.name!r} was made outside `strategy.scope()`: each of the "
+        f"{num_workers} workers trains a model of its own, and none has what the "
+        "others learn. Make and compile it inside the scope. "
+        f"Received: a call of `{name}` outside the scope"
+    )
 
 
 def move_metrics_into_scope(strategy: Any, arguments: dict[str, Any]) -> None:

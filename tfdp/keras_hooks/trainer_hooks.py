@@ -75,6 +75,8 @@ def _run_loop(
         arguments["callbacks"] = add_optimizer_check(model, arguments.get("callbacks"))
     if strategy is None:
         scope_checks.check_outside_scope(model, name)
+        if name == "fit":
+            scope_checks.warn_of_separate_training(model, name)
         _choose_callbacks(arguments, arguments.get("callbacks"), is_fit=name == "fit")
         return original(*bound.args, **bound.kwargs)
     worker_group = strategy.extended.worker_group
@@ -184,10 +186,11 @@ def _unrecorded() -> Iterator[None]:
 
 def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Run one step on a global batch, divided over the replicas."""
-    strategy = strategy_of(model)
+    strategy, name = strategy_of(model), original.__name__
     if strategy is None:
+        if name == "train_on_batch":
+            scope_checks.warn_of_separate_training(model, name)
         return original(model, *args, **kwargs)
-    name = original.__name__
     given = inspect.signature(original).bind(model, *args, **kwargs).arguments
     with progress.looping(name), strategy.extended.explaining():
         worker_group = strategy.extended.worker_group

@@ -15,8 +15,8 @@ from tfdp.monitor.stragglers import Straggler
 
 # Below these parts of a step there is little to gain.
 _LITTLE, _MUCH_INPUT = 0.1, 0.25
-# A collective of fewer bytes is mostly latency.
-_SMALL_BYTES = 2**20
+# A collective of fewer bytes in less time is mostly latency; in more, the link is slow.
+_SMALL_BYTES, _SHORT_SECONDS = 2**20, 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ def advise(
     """
     if facts.num_replicas == 1:
         return "There is one replica: nothing is communicated."
-    if not totals["bytes_sent"] or math.isnan(totals["exposed_seconds"]):
+    if not totals["sent_bytes"] or math.isnan(totals["exposed_seconds"]):
         return (
             "No collective was timed: on CPUs that needs a traced step, not "
             "`run_eagerly=True`, and on GPUs epochs of more than five steps."
@@ -78,13 +78,14 @@ def advise(
     over = "over nodes" if facts.num_nodes > 1 else "between the replicas"
     return (
         f"{exposed:.0%} of the step is exposed communication {over}: "
-        f"{_remedy(exposed, facts)}."
+        f"{_remedy(exposed, totals['communication_seconds'], facts)}."
     )
 
 
-def _remedy(exposed: float, facts: Facts) -> str:
-    mean_bytes = facts.gradient_bytes / max(1, facts.num_buckets)
-    is_latency = mean_bytes < _SMALL_BYTES
+def _remedy(exposed: float, seconds: float, facts: Facts) -> str:
+    num_buckets = max(1, facts.num_buckets)
+    mean_bytes, mean_seconds = facts.gradient_bytes / num_buckets, seconds / num_buckets
+    is_latency = mean_bytes < _SMALL_BYTES and mean_seconds < _SHORT_SECONDS
     if is_latency and facts.num_buckets > 1:
         return (
             f"{facts.num_buckets} collectives of {mean_bytes / 1e6:.2g} MB are mostly "

@@ -228,7 +228,7 @@ class DeviceMeter(Meter):
             compute_seconds=seconds,
             communication_seconds=math.nan,
             exposed_seconds=math.nan,
-            bytes_sent=float(self._wire_bytes),
+            sent_bytes=float(self._wire_bytes),
             samples=samples,
             squared_norm=norm,
             buckets={},

@@ -93,7 +93,7 @@ class Sample:
         compute_seconds: Float, what is not exposed communication.
         communication_seconds: Float, in which a collective was under way.
         exposed_seconds: Float, in which nothing but collectives was.
-        bytes_sent: Float, by each replica.
+        sent_bytes: Float, by each replica.
         samples: Float, of the global batch; NaN where unknown.
         squared_norm: Float, this worker's part; NaN at most steps.
         buckets: Dict from label to seconds from its first collective to its last.
@@ -105,7 +105,7 @@ class Sample:
     compute_seconds: float
     communication_seconds: float
     exposed_seconds: float
-    bytes_sent: float
+    sent_bytes: float
     samples: float
     squared_norm: float
     buckets: dict[str, float]
@@ -242,7 +242,7 @@ def sample_of(reading: Reading, rows: Sequence[timing.Row]) -> Sample:
         compute_seconds=max(0.0, seconds - exposed),
         communication_seconds=_mean(busy),
         exposed_seconds=exposed,
-        bytes_sent=sent / len(replicas),
+        sent_bytes=sent / len(replicas),
         samples=samples,
         squared_norm=norm,
         buckets={

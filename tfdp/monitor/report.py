@@ -19,6 +19,8 @@ from tfdp.monitor.sinks import (
     column_names,
     column_values,
     has_tensorboard,
+    histograms_of,
+    scalars_of,
     summary_table,
     write_json,
 )
@@ -158,17 +160,8 @@ class RunReport:
 
     def _write_events(self, row: Row, values: dict[str, float]) -> None:
         assert self._events is not None
-        skipped = ("step", "epoch")
-        scalars = {
-            f"communication/{name}": value
-            for name, value in values.items()
-            if name not in skipped
-        }
-        histograms: dict[str, Sequence[float]] = {}
-        if self._histogram:
-            histograms["communication/steps_seconds"] = row.times
-            histograms["communication/buckets_seconds"] = list(row.buckets.values())
-        self._events.add(row.step, scalars, histograms)
+        histograms = histograms_of(row) if self._histogram else {}
+        self._events.add(row.step, scalars_of(values), histograms)
 
 
 def _no_windows() -> collections.deque[Excess]:

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,25 +18,35 @@ from rich.console import Console
 from rich.table import Table
 
 from tfdp.base.files import replaced
+from tfdp.cluster.words import counted
 from tfdp.monitor.windows import Row, Totals
 
-VALUES = (
-    "step_seconds",
-    "p50_seconds",
-    "p95_seconds",
-    "p99_seconds",
-    "samples_per_second",
-    "input_seconds",
-    "compute_seconds",
-    "communication_seconds",
-    "exposed_seconds",
-    "communication_fraction",
-    "bytes_sent",
-    "busbw_bytes_per_second",
-    "gradient_norm",
-    "loss_scale",
-    "skipped_steps",
-)
+# Columns by subject. TensorBoard shows a tag among those of its subject, which is what
+# stands before the slash; unfolded at first are the two that come first by name.
+VALUES = {
+    "step": (
+        "step_seconds",
+        "p50_seconds",
+        "p95_seconds",
+        "p99_seconds",
+        "samples_per_second",
+        "input_seconds",
+        "compute_seconds",
+    ),
+    "communication": (
+        "communication_seconds",
+        "exposed_seconds",
+        "communication_fraction",
+        "sent_bytes",
+        "busbw_gb_per_second",
+    ),
+    "gradients": ("gradient_norm", "loss_scale", "skipped_steps"),
+}
+_SUBJECTS = {column: subject for subject, own in VALUES.items() for column in own}
+_BY_WORKER, _BY_COLLECTIVE = "step_by_worker", "step_by_collective"
+# What tells where a row stands has no tag.
+_PLACES = ("step", "epoch")
+_DISTRIBUTION = "distribution_seconds"
 _NAMES = {
     "compute": "compute",
     "exposed": "communication, exposed",
@@ -55,8 +66,8 @@ def column_names(num_workers: int, labels: Sequence[str]) -> list[str]:
 
     Example:
 
-    >>> column_names(1, ["bucket 0"])[-4:]
-    ['straggler', 'worker0_step_seconds', 'worker0_wait_seconds', 'bucket0_seconds']
+    >>> column_names(1, ["bucket 0"])[-3:]
+    ['worker0_step_seconds', 'worker0_wait_seconds', 'bucket0_seconds']
     """
     workers = [
         f"worker{rank}_{what}_seconds"
@@ -64,10 +75,9 @@ def column_names(num_workers: int, labels: Sequence[str]) -> list[str]:
         for what in ("step", "wait")
     ]
     return [
-        "step",
-        "epoch",
-        *VALUES,
-        "straggler",
+        *_PLACES,
+        *_SUBJECTS,
+        "straggler_rank",
         *workers,
         *(_column_of(label) for label in labels),
     ]
@@ -90,13 +100,53 @@ def column_values(row: Row, straggler: int | None) -> dict[str, float]:
     """
     found: dict[str, float] = {"step": row.step, "epoch": row.epoch, **row.values}
     if straggler is not None:
-        found["straggler"] = straggler
+        found["straggler_rank"] = straggler
     for rank, wait in row.waits().items():
         found[f"worker{rank}_step_seconds"] = row.workers[rank].mean.step_seconds
         found[f"worker{rank}_wait_seconds"] = wait
     for label, seconds in row.buckets.items():
         found[_column_of(label)] = seconds
     return found
+
+
+def scalars_of(values: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of a row, by tag: its subject, a slash and the column without it.
+
+    Args:
+        values: Mapping from column to number.
+
+    Returns:
+        Dict from tag to number.
+
+    Example:
+
+    >>> scalars_of({"step": 10, "step_seconds": 0.5, "bucket0_seconds": 0.1})
+    {'step/seconds': 0.5, 'step_by_collective/bucket0_seconds': 0.1}
+    """
+    return {_tag_of(k): value for k, value in values.items() if k not in _PLACES}
+
+
+def _tag_of(column: str) -> str:
+    if re.match(r"straggler_|worker\d+_", column):
+        return f"{_BY_WORKER}/{column}"
+    subject = _SUBJECTS.get(column, _BY_COLLECTIVE)
+    # A card has room for few letters.
+    return f"{subject}/{column.removeprefix(f'{subject}_')}"
+
+
+def histograms_of(row: Row) -> dict[str, Sequence[float]]:
+    """The times of a row's steps and of its collectives, by tag.
+
+    Args:
+        row: `Row`.
+
+    Returns:
+        Dict from tag to seconds.
+    """
+    return {
+        f"step/{_DISTRIBUTION}": row.times,
+        f"{_BY_COLLECTIVE}/{_DISTRIBUTION}": list(row.buckets.values()),
+    }
 
 
 class CsvFile:
@@ -202,7 +252,8 @@ def summary_table(totals: Totals, hosts: Mapping[int, str], advice: str) -> str:
     """
     values = totals.values
     step = values["step_seconds"]
-    table = Table(title=f"Communication in {totals.num_steps} steps", show_header=False)
+    title = f"Communication in {counted(totals.num_steps, 'step')}"
+    table = Table(title=title, show_header=False)
     table.add_column("what")
     table.add_column("value", justify="right")
     table.add_column("note")
@@ -222,8 +273,8 @@ def summary_table(totals: Totals, hosts: Mapping[int, str], advice: str) -> str:
     )
     table.add_row(
         "sent by each replica",
-        f"{values['bytes_sent'] / 1e6:.2f} MB",
-        f"busbw {values['busbw_bytes_per_second'] / 1e9:.2f} GB/s",
+        f"{values['sent_bytes'] / 1e6:.2f} MB",
+        f"busbw {values['busbw_gb_per_second']:.2f} GB/s",
     )
     for name, text in (
         ("gradient_norm", "gradient norm"),
@@ -241,7 +292,7 @@ def summary_table(totals: Totals, hosts: Mapping[int, str], advice: str) -> str:
                 f"own part of a step; waits {_ms(own['wait_seconds'])} for others",
             )
     shown = io.StringIO()
-    Console(file=shown, width=100).print(table)
+    Console(file=shown, width=100, force_jupyter=False).print(table)
     return f"{shown.getvalue()}{advice}"
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tfdp.monitor.readings import Interval, Reading, Replica, clipped, merged
 
-# Lanes of a worker: the steps, and from here on those of each replica.
-_STEPS_LANE, _LANES_PER_REPLICA = 0, 100
+# Lanes of a worker: the steps, and then two for each replica.
+_STEPS_LANE, _LANES_PER_REPLICA = 0, 2
+# Times in a file are eighths of a microsecond: as floats these are exact, also their
+# sums and as the whole nanoseconds to which Perfetto cuts them off. The wall clock in
+# a float64 is no finer.
+_TICKS_PER_MICROSECOND = 8
+# Bars of one lane that overlap by less do so by the clocks' own error.
+_TOLERANCE_TICKS = _TICKS_PER_MICROSECOND
 
 
 def clock_offset(first: Sequence[Interval], other: Sequence[Interval]) -> float:
@@ -54,7 +61,7 @@ class Slice:
     """One bar of a trace.
 
     Args:
-        lane: Int.
+        lane: Int, number among the lanes of its worker.
         name: String.
         begin: Float, seconds by the worker's clock.
         end: Float.
@@ -117,16 +124,22 @@ def trace_of_worker(
         bar = Slice(_STEPS_LANE, f"step {step}", reading.begin, reading.end)
         trace.slices.append(bar)
         for number, replica in enumerate(local):
-            lane = 1 + _LANES_PER_REPLICA * number
-            trace.lanes[lane] = f"replica {number}: compute"
-            trace.slices.extend(_phases(lane, reading, replica))
-            _add_collectives(trace, lane + 1, number, step, replica)
+            compute = 1 + _LANES_PER_REPLICA * number
+            collectives = compute + 1
+            # Every worker has as many.
+            name = f"replica {rank * len(local) + number}"
+            trace.lanes[compute] = f"{name}: compute"
+            trace.lanes[collectives] = f"{name}: collectives"
+            trace.slices.extend(_phases(compute, reading, replica))
+            trace.slices.extend(_collectives(collectives, step, replica))
             _note_common(trace, number, step, replica, num_replicas)
     return trace
 
 
 def chrome_trace(workers: Sequence[WorkerTrace]) -> dict[str, Any]:
     """All workers in one trace, by the first one's clock.
+
+    A lane whose bars overlap becomes several, of one name.
 
     Args:
         workers: Sequence of `WorkerTrace`, the first worker's first.
@@ -136,20 +149,24 @@ def chrome_trace(workers: Sequence[WorkerTrace]) -> dict[str, Any]:
 
     Source: the Trace Event Format, which Perfetto and `chrome://tracing` read.
     """
+    offsets = {worker.rank: _offset(workers[0], worker) for worker in workers}
+    start = min(bar.begin - offsets[w.rank] for w in workers for bar in w.slices)
     events: list[dict[str, Any]] = []
-    offsets = {}
-    start = min(bar.begin for bar in workers[0].slices)
+    # Perfetto takes the thread whose number is its process's for the first one, and
+    # finds a thread's name by its number alone: none is 0, and none is there twice.
+    other_tids = itertools.count(2 + max(offsets))
     for worker in workers:
-        offset = _offset(workers[0], worker)
-        offsets[worker.rank] = offset
-        events.append(_name("process_name", worker.rank, 0, _title(worker)))
-        for lane, name in sorted(worker.lanes.items()):
-            events.append(_name("thread_name", worker.rank, lane, name))
-            order = {"sort_index": lane}
-            events.append(
-                {**_name("thread_sort_index", worker.rank, lane, ""), "args": order}
-            )
-        events += [_event(worker.rank, bar, start + offset) for bar in worker.slices]
+        pid = 1 + worker.rank
+        events.append(_metadata("process_name", pid, pid, name=_title(worker)))
+        events.append(_metadata("process_sort_index", pid, pid, sort_index=pid))
+        zero = start + offsets[worker.rank]
+        for order, (name, bars) in enumerate(_rows(worker, zero)):
+            tid = next(other_tids) if order else pid
+            events.append(_metadata("thread_name", pid, tid, name=name))
+            events.append(_metadata("thread_sort_index", pid, tid, sort_index=order))
+            events += [_event(pid, tid, bar) for bar in bars]
+    # Names come first: Perfetto reads events that bear no time in their order.
+    events.sort(key=lambda event: event["ph"] != "M")
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -157,50 +174,81 @@ def chrome_trace(workers: Sequence[WorkerTrace]) -> dict[str, Any]:
     }
 
 
+@dataclasses.dataclass
+class _Bar:
+    """A slice in ticks since the begin of the trace."""
+
+    begin: int
+    end: int
+    slice: Slice
+
+
+def _rows(worker: WorkerTrace, zero: float) -> Iterator[tuple[str, list[_Bar]]]:
+    """Name and bars of each row of a worker; those of a row do not overlap."""
+    for lane, name in sorted(worker.lanes.items()):
+        bars = [_bar_of(s, zero) for s in worker.slices if s.lane == lane]
+        for row in _without_overlap(bars):
+            yield name, row
+
+
+def _bar_of(shown: Slice, zero: float) -> _Bar:
+    begin, end = (
+        round(1e6 * _TICKS_PER_MICROSECOND * (moment - zero))
+        for moment in (shown.begin, shown.end)
+    )
+    return _Bar(begin, max(begin, end), shown)
+
+
+def _without_overlap(bars: Sequence[_Bar]) -> list[list[_Bar]]:
+    """Spread bars over as few rows as they need, at least one.
+
+    What overlaps by no more than the clocks' error is cut off instead.
+    """
+    rows: list[list[_Bar]] = [[]]
+    for bar in sorted(bars, key=lambda bar: (bar.begin, bar.end)):
+        for row in rows:
+            if not row or row[-1].end <= bar.begin + _TOLERANCE_TICKS:
+                break
+        else:
+            row = []
+            rows.append(row)
+        if row:
+            row[-1].end = min(row[-1].end, bar.begin)
+        row.append(bar)
+    return rows
+
+
 def _phases(lane: int, reading: Reading, replica: Replica) -> list[Slice]:
     """Bars of what a replica computes, from end to end of a step."""
-    begin = max(replica.begin, reading.begin)
+    begin = min(max(replica.begin, reading.begin), reading.end)
     name = "input" if reading.num_steps == 1 else "earlier steps"
     bars = [Slice(lane, name, reading.begin, begin)]
-    has_loss = replica.loss >= begin
     ready = replica.backward_end
-    if has_loss:
+    # Where nothing was reduced, the gradients were only added up.
+    until = reading.end if ready is None else min(max(begin, ready), reading.end)
+    if begin <= replica.loss < until:
         bars.append(Slice(lane, "forward", begin, replica.loss))
-    name = "backward" if has_loss else "forward and backward"
-    since = replica.loss if has_loss else begin
-    if ready is None:
-        # Nothing was reduced: the gradients were only added up.
-        bars.append(Slice(lane, name, since, reading.end))
-        return bars
-    until = max(since, ready)
-    bars.append(Slice(lane, name, since, until))
+        bars.append(Slice(lane, "backward", replica.loss, until))
+    else:  # The stamp of the loss came late: nothing waits for it.
+        bars.append(Slice(lane, "forward and backward", begin, until))
     for begin, end in clipped(merged(replica.exposed()), until, reading.end):
-        if begin > until:
-            bars.append(Slice(lane, "update", until, begin))
+        bars.append(Slice(lane, "update", until, begin))
         bars.append(Slice(lane, "communication", begin, end))
         until = end
-    if reading.end > until:
-        bars.append(Slice(lane, "update", until, reading.end))
-    return bars
+    bars.append(Slice(lane, "update", until, reading.end))
+    return [bar for bar in bars if bar.end > bar.begin]
 
 
-def _add_collectives(
-    trace: WorkerTrace, first_lane: int, number: int, step: int, replica: Replica
-) -> None:
-    """Put collectives into as many lanes as overlap each other."""
-    free: list[float] = []
-    for collective, begin, end in sorted(replica.collectives, key=lambda c: c[1]):
-        lane = next((i for i, until in enumerate(free) if until <= begin), len(free))
-        free[lane : lane + 1] = [end]
-        trace.lanes[first_lane + lane] = f"replica {number}: collectives"
+def _collectives(lane: int, step: int, replica: Replica) -> Iterator[Slice]:
+    """Bars of a replica's collectives."""
+    for collective, begin, end in replica.collectives:
         facts = {
             "collective": collective.kind,
             "bytes": collective.num_bytes,
             "sent_bytes": round(collective.wire_bytes),
             "step": step,
         }
-        bar = Slice(first_lane + lane, collective.label, begin, end, facts)
-        trace.slices.append(bar)
+        yield Slice(lane, collective.label, begin, end, facts)
 
 
 def _note_common(
@@ -230,17 +278,17 @@ def _title(worker: WorkerTrace) -> str:
     return f"worker {worker.rank} ({worker.host})"
 
 
-def _event(rank: int, bar: Slice, start: float) -> dict[str, Any]:
+def _event(pid: int, tid: int, bar: _Bar) -> dict[str, Any]:
     return {
         "ph": "X",
-        "pid": rank,
-        "tid": bar.lane,
-        "name": bar.name,
-        "ts": round(1e6 * (bar.begin - start), 3),
-        "dur": round(1e6 * (bar.end - bar.begin), 3),
-        "args": bar.facts,
+        "pid": pid,
+        "tid": tid,
+        "name": bar.slice.name,
+        "ts": bar.begin / _TICKS_PER_MICROSECOND,
+        "dur": (bar.end - bar.begin) / _TICKS_PER_MICROSECOND,
+        "args": bar.slice.facts,
     }
 
 
-def _name(kind: str, rank: int, lane: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": rank, "tid": lane, "name": kind, "args": {"name": name}}
+def _metadata(kind: str, pid: int, tid: int, **args: str | int) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": args}

@@ -20,7 +20,7 @@ _MEANS = (
     "compute_seconds",
     "communication_seconds",
     "exposed_seconds",
-    "bytes_sent",
+    "sent_bytes",
 )
 _LATEST = ("gradient_norm", "loss_scale", "skipped_steps")
 # Enough for percentiles; a run may have millions of steps.
@@ -147,7 +147,7 @@ def merge(windows: dict[int, Window], num_workers: int) -> Row:
     own = windows[0]
     parts = [window.mean for window in windows.values()]
     means = {name: _mean([getattr(p, name) for p in parts]) for name in _MEANS}
-    means["bytes_sent"] = own.mean.bytes_sent
+    means["sent_bytes"] = own.mean.sent_bytes
     busy = means["communication_seconds"]
     is_whole = len(parts) == num_workers
     squares = sum(p.squared_norm for p in parts) if is_whole else math.nan
@@ -160,7 +160,7 @@ def merge(windows: dict[int, Window], num_workers: int) -> Row:
             **dict(zip(_PERCENTILES, percentiles, strict=True)),
             "samples_per_second": own.mean.samples / means["step_seconds"],
             "communication_fraction": fraction(busy, means["compute_seconds"]),
-            "busbw_bytes_per_second": means["bytes_sent"] / busy if busy else 0.0,
+            "busbw_gb_per_second": _gb_per_second(means["sent_bytes"], busy),
             "gradient_norm": math.sqrt(squares) if squares >= 0 else math.nan,
             "loss_scale": own.loss_scale,
             "skipped_steps": own.skipped_steps,
@@ -259,7 +259,7 @@ class Totals:
             found[name] = float(value)
         busy, compute = found["communication_seconds"], found["compute_seconds"]
         found["communication_fraction"] = fraction(busy, compute)
-        found["busbw_bytes_per_second"] = found["bytes_sent"] / busy if busy else 0.0
+        found["busbw_gb_per_second"] = _gb_per_second(found["sent_bytes"], busy)
         return {**found, **self._latest}
 
     @property
@@ -274,6 +274,10 @@ class Totals:
             rank: {name: mean.value for name, mean in means.items()}
             for rank, means in sorted(self._workers.items())
         }
+
+
+def _gb_per_second(num_bytes: float, seconds: float) -> float:
+    return num_bytes / seconds / 1e9 if seconds else 0.0
 
 
 def _mean(values: Sequence[float]) -> float:

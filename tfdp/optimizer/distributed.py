@@ -225,7 +225,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         """
         return file_view.keras_view(self, whole or FullState())
 
-    def get_config(self) -> dict:
+    def get_config(self) -> dict[str, Any]:
         """The arguments of the constructor, as Keras serializes them."""
         scaling = self.loss_scaling
         return {
@@ -239,7 +239,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         }
 
     @classmethod
-    def from_config(cls, config: dict, custom_objects: Any = None) -> Any:
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         """Make an optimizer from its config."""
         config = dict(config)
         optimizer = keras.saving.deserialize_keras_object(

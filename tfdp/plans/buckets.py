@@ -158,7 +158,7 @@ def plan_buckets(
     """
     if sorted(order) != list(range(len(entries))):
         raise ValueError(
-            f"`order` must name each of the {len(entries)} entries once. "
+            f"`order` must name each entry from 0 to {len(entries) - 1} once. "
             f"Received: order={list(order)}"
         )
     open_buckets: dict[str, list[int]] = {}

@@ -5,16 +5,29 @@ from __future__ import annotations
 import dataclasses
 import html
 import io
-from typing import Any
+import itertools
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import tensorflow as tf
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from tfdp.cluster.words import counted
 from tfdp.plans.buckets import Bucket, BucketPlan
 from tfdp.plans.memory import MemoryReport
 from tfdp.reduction.algorithm_selector import AlgorithmChoice
 from tfdp.reduction.fusion import make_plan
+
+_COLUMNS: dict[str, Literal["left", "right"]] = {
+    "order": "left",
+    "dtype": "left",
+    "bytes": "right",
+    "algorithm": "left",
+    "ms": "right",
+    "variables": "left",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,20 +99,24 @@ class CommunicationPlan:
         back = factor if self.sharding == "none" else inner + outer
         return (factor + back) * bucket.num_bytes
 
-    def __str__(self) -> str:
-        what = "all-reduces"
+    @property
+    def _title(self) -> str:
+        count = len(self.buckets)
+        what = counted(count, "all-reduce")
         if self.sharding != "none":
-            what = "reduce-scatters and all-gathers"
-        table = Table(
-            title=f"{len(self.buckets)} {what} of {self.num_bytes:,} bytes over "
-            f"{self.num_replicas} replicas ({self.backend})"
+            what = (
+                f"{counted(count, 'reduce-scatter')} and {counted(count, 'all-gather')}"
+            )
+        return (
+            f"{what} of {counted(self.num_bytes, 'byte')} over "
+            f"{counted(self.num_replicas, 'replica')} ({self.backend})"
         )
-        for name in ("order", "dtype", "bytes", "algorithm", "ms", "variables"):
-            is_number = name in ("bytes", "ms")
-            table.add_column(name, justify="right" if is_number else "left")
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        """The cells of the table, by column."""
         for order, bucket in enumerate(self.buckets):
             route = self.routes[order]
-            table.add_row(
+            yield (
                 str(order),
                 bucket.dtype,
                 f"{bucket.num_bytes:,}",
@@ -108,16 +125,44 @@ class CommunicationPlan:
                 ", ".join(entry.name for entry in bucket.entries),
             )
         for name in self.sparse:
-            table.add_row("-", "rows", "as touched", "all-gather", "", name)
+            yield "-", "rows", "as touched", "all-gather", "", name
+
+    def __str__(self) -> str:
+        table = Table(title=self._title)
+        for name, side in _COLUMNS.items():
+            table.add_column(name, justify=side)
+        for row in self._rows():
+            table.add_row(*map(escape, row))
         text = io.StringIO()
-        Console(file=text, width=100).print(table)
+        Console(file=text, width=100, force_jupyter=False).print(table)
         if self.memory is not None:
             text.write(f"{self.memory}\n")
         return text.getvalue()
 
     def _repr_html_(self) -> str:
-        """The table, as the last line of a notebook's cell shows it."""
-        return f"<pre>{html.escape(str(self))}</pre>"
+        """The table, as the last line of a notebook's cell shows it.
+
+        It has the notebook's own colors, light or dark, and scrolls where it is long.
+        """
+        head = "".join(_cell("th", name, side) for name, side in _COLUMNS.items())
+        body = "".join(
+            f"<tr>{''.join(map(_cell, itertools.repeat('td'), row, _COLUMNS.values()))}"
+            "</tr>"
+            for row in self._rows()
+        )
+        caption = f"<caption>{html.escape(self._title)}</caption>"
+        table = (
+            '<div style="max-height: 40em; overflow: auto"><table>'
+            f"{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        )
+        if self.memory is None:
+            return table
+        return f"{table}<pre>{html.escape(str(self.memory))}</pre>"
+
+
+def _cell(tag: str, text: str, side: str) -> str:
+    style = f"text-align: {side}; vertical-align: top"
+    return f'<{tag} style="{style}">{html.escape(text)}</{tag}>'
 
 
 def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.cluster.words import counted
 from tfdp.replicas.checksum import checksums
 
 # A message with hundreds of names would not be read.
@@ -94,7 +95,7 @@ def describe_difference(
     first = differing[0]
     return (
         f"{_describe_outliers(columns[first], replicas)} in {paths[first]!r} "
-        f"({len(differing)} of {len(paths)} variables)"
+        f"({len(differing)} of {counted(len(paths), 'variable')})"
     )
 
 

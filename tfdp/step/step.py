@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base import batch_weight
 from tfdp.base.param_groups import ParamGroup, param_groups_of
+from tfdp.cluster.words import counted
 from tfdp.reduction.gradient_noise import GradientNoise
 from tfdp.reduction.reducer import GradientReducer
 from tfdp.step.accumulation import (
@@ -127,7 +128,8 @@ def checked_gradients(
         if len(grads) != len(given):
             raise ValueError(
                 "`apply` needs one gradient for each variable. Received: "
-                f"{len(grads)} gradients for {len(given)} variables"
+                f"{counted(len(grads), 'gradient')} for "
+                f"{counted(len(given), 'variable')}"
             )
         gradients, given = _compat.without_missing(optimizer, list(grads), given)
     return list(gradients), list(given)

@@ -17,14 +17,8 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.cluster import Topology
 from tfdp.collectives import LaunchOrder, ProcessGroup, device_positions, timing
-from tfdp.coordination.join import (
-    Worker,
-    agreed_topology,
-    check_same_setup,
-    has_joined,
-    joining,
-    worker_devices,
-)
+from tfdp.coordination.join import Worker, has_joined, joining, worker_devices
+from tfdp.coordination.same_setup import agreed_topology, check_same_setup
 from tfdp.coordination.watch import Watchdog, watch
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.data.load_balancer import LoadBalancer
@@ -224,8 +218,8 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         self.options = options
         self.worker = worker
         self.new_variables: list[Any] = []
-        # Of which lengths of the workers' data a user has been told.
-        self.told_of_lengths: set[str] = set()
+        # What a user has been told of the data, once.
+        self.told: set[str] = set()
         self._std_server_started = has_joined(worker)
         with joining(worker):
             super().__init__(

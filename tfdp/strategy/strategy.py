@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.cluster import Cluster
+from tfdp import _compat, user_code
+from tfdp.cluster import Cluster, processes_apart
 from tfdp.cluster.devices import default_cpus, local_devices, resolve_devices
 from tfdp.coordination.join import start_worker
 from tfdp.data import distribute
@@ -47,9 +48,9 @@ class _Strategy:
 
     def run(
         self,
-        fn: Callable,
-        args: tuple = (),
-        kwargs: dict | None = None,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
         options: Any = None,
     ) -> Any:
         """Run a function on every replica.
@@ -126,6 +127,7 @@ class MirroredStrategy(_Strategy, tf.distribute.MirroredStrategy):
     2
     """
 
+    @_compat.filter_traceback
     def __init__(
         self,
         devices: Sequence[str] | None = None,
@@ -160,6 +162,7 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
         TimeoutError: If a worker does not start within `timeout_seconds`.
     """
 
+    @_compat.filter_traceback
     def __init__(
         self,
         cluster_resolver: Any = None,
@@ -171,11 +174,25 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
         self._collective_key_base = next_stock_key_base()
         options = communication or CommunicationOptions()
         worker = start_worker(cluster_resolver, devices, options)
+        if cluster_resolver is None:
+            _warn_of_processes_apart(worker.cluster or Cluster.from_environment())
         extended = MultiWorkerReplicaExtended(self, worker=worker, options=options)
         tf.distribute.Strategy.__init__(self, extended)
         random_seed.agree_on_seed(self)
 
 
+def _warn_of_processes_apart(cluster: Cluster | None) -> None:
+    """Warn if a launcher that tfdp does not read has started several processes."""
+    apart = processes_apart() if cluster is None else None
+    if apart:
+        user_code.warn(
+            f"{apart}, and no TF_CONFIG tells them of each other: each trains a model "
+            "of its own. Set TF_CONFIG before the strategy is made, as the guides for "
+            "MPI, SageMaker and PyTorch show, or start the script with `tfdp run`."
+        )
+
+
+@_compat.filter_traceback
 def auto_strategy(
     *, communication: CommunicationOptions | None = None
 ) -> MirroredStrategy | MultiWorkerMirroredStrategy:
@@ -199,7 +216,9 @@ def auto_strategy(
     >>> auto_strategy().num_replicas_in_sync
     2
     """
+    install.install()
     cluster = Cluster.from_environment()
+    _warn_of_processes_apart(cluster)
     if cluster is not None and cluster.num_workers > 1 and not cluster.is_evaluator:
         return MultiWorkerMirroredStrategy(communication=communication)
     if not tf.config.list_physical_devices("GPU"):

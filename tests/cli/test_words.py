@@ -1,0 +1,71 @@
+"""Singular and plural agree in what the command line and the cluster say."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from tfdp.cli import outlet, run
+from tfdp.cli.restarts import JobEnd, RestartOptions, Restarts
+from tfdp.cluster import Cluster, counted
+
+
+class Heard:
+    """A screen that keeps what it is told."""
+
+    def __init__(self):
+        self.said = []
+
+    def message(self, text, style=""):
+        self.said.append(text)
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "words"),
+    [
+        (1, 1, "starting 1 worker, 1 of 1 CPU core; logs in logs"),
+        (1, 8, "starting 1 worker, 8 of 8 CPU cores; logs in logs"),
+        (3, 8, "starting 3 workers, 2 of 8 CPU cores each; logs in logs"),
+    ],
+)
+def test_the_start_of_a_job_is_told(monkeypatch, workers, cores, words):
+    monkeypatch.setattr(run, "num_cores", lambda: cores)
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0" if workers > 1 else "")
+    screen = Heard()
+    run._announce(screen, workers, None, pathlib.Path("logs"))
+    assert screen.said[0] == f"tfdp: {words}"
+    if workers > 1:
+        assert "there are 3 workers but 1 GPU, and NCCL" in screen.said[1]
+
+
+def test_a_job_of_one_worker_is_stopped_and_started_as_one():
+    restarts = Restarts(2, RestartOptions(max_restarts=3, min_workers=1))
+    end = JobEnd(1, failed_rank=1, reason="failed", seconds=3.0)
+    assert restarts.after(end).line.endswith("; 2 workers start again in 1 s")
+    assert "; 1 worker (without slot 1) starts again" in restarts.after(end).line
+    saved = JobEnd(75, None, "", 700.0, saved_to_grow=True)
+    assert "with 1 worker; 2 workers start again" in restarts.after(saved).line
+
+
+def test_one_dropped_line_is_one(tmp_path):
+    with open(tmp_path / "output", "w") as stream:
+        output = outlet.Outlet(stream)
+        output._num_dropped = 1
+        assert output.drain(10.0)
+    text = (tmp_path / "output").read_text()
+    assert "; 1 line is not shown here but kept in the logs" in text
+
+
+def test_counted_puts_numbers_before_nouns():
+    assert counted(1, "GPU") == "1 GPU"
+    assert counted(2048, "GPU") == "2,048 GPUs"
+    assert counted(2, "line is", "lines are") == "2 lines are"
+
+
+def test_one_task_of_a_cluster_is_one():
+    with pytest.raises(ValueError, match=r"Received: 1 task in job 'worker'"):
+        Cluster.from_tf_config(
+            '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}'
+        )

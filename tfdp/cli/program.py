@@ -1,0 +1,85 @@
+"""Checks of the script that `tfdp run` is given, before any worker starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import sys
+import warnings
+import zipfile
+
+import click
+
+
+def check_program(script: str, is_module: bool) -> None:
+    """Find out now what would otherwise fail in every worker.
+
+    Args:
+        script: String, the path of a script or the name of a module.
+        is_module: Bool, which of the two it is.
+
+    Raises:
+        click.UsageError: If Python cannot run it.
+    """
+    if is_module:
+        if os.path.isfile(script) or not _module_exists(script):
+            raise click.UsageError(
+                "There is no module of that name; give it as in `python -m`, or leave "
+                f"-m out for a path. Received: {script}"
+            )
+        return
+    # Those of `os.path` are false, too, of what no file can be called.
+    main = os.path.join(script, "__main__.py")
+    if os.path.isdir(script) and not os.path.isfile(main):
+        raise click.UsageError(
+            "The script is a folder; give the path of a Python file, or -m and the "
+            f"name of a module. Received: {script}"
+        )
+    if not os.path.exists(script):
+        raise click.UsageError(
+            "The script to run is not there; give the path of a Python file, or -m "
+            f"and the name of a module. Received: {script}"
+        )
+    if script.endswith(".ipynb"):
+        raise click.UsageError(
+            "A notebook is no script: convert it by `jupyter nbconvert --to script "
+            f"{shlex.quote(script)}`, or train in the notebook itself, on the devices "
+            f"of this machine, by `tfdp.auto_strategy()`. Received: {script}"
+        )
+    if fault := _fault_of(script):
+        raise click.UsageError(
+            f"The script to run is not valid Python: {fault}. Received: {script}"
+        )
+
+
+def _fault_of(script: str) -> str | None:
+    """Describe why Python cannot run a file, or return `None`."""
+    is_source = os.path.isfile(script) and not script.endswith(".pyc")
+    if not is_source or zipfile.is_zipfile(script):
+        return None
+    try:
+        with open(script, "rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the workers will say it
+            compile(file.read(), script, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        line = (error.text or "").strip()
+        shown = f", `{line}`" if line.isprintable() and 0 < len(line) <= 80 else ""
+        place = f" in line {error.lineno}{shown}" if error.lineno else ""
+        return f"{error.msg}{place}"
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    except (ValueError, MemoryError, RecursionError) as error:
+        return str(error) or type(error).__name__
+    return None
+
+
+def _module_exists(name: str) -> bool:
+    """Look for the module's outermost package; imports nothing."""
+    sys.path.insert(0, os.getcwd())  # where `python -m` looks first
+    try:
+        return importlib.util.find_spec(name.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        sys.path.pop(0)

@@ -1,0 +1,22 @@
+"""Numbers with their nouns, for messages."""
+
+from __future__ import annotations
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number and what is counted, in the singular or the plural.
+
+    Args:
+        number: Int.
+        noun: String, the singular.
+        plural: String or `None`. Defaults to `None`: the singular and an s.
+
+    Returns:
+        String.
+
+    Example:
+
+    >>> counted(1, "worker"), counted(0, "worker"), counted(1024, "replica")
+    ('1 worker', '0 workers', '1,024 replicas')
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -1,0 +1,121 @@
+"""Lines of the user's code: which one calls tfdp, and which one started TensorFlow.
+
+Beside `tfdp._compat`, which imports TensorFlow: `import tfdp` must not, and only who is
+there before can see TensorFlow start.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import linecache
+import os
+import site
+import sys
+import sysconfig
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+# Of Python and of installed packages, and this one in a checkout.
+_LIBRARIES = tuple(
+    folder + os.sep
+    for folder in (
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        *(*site.getsitepackages(), site.getusersitepackages()),
+        str(Path(__file__).parent),
+    )
+)
+# TensorFlow's class `Context` makes the devices in `ensure_initialized`; checked on
+# TensorFlow 2.19 to 2.21.
+_CONTEXT = "tensorflow.python.eager.context"
+_started_at: list[str] = []
+
+
+def warn(message: str) -> None:
+    """Warn of something, at the line of the user's code that has led to it.
+
+    Args:
+        message: String, a sentence.
+    """
+    depth, frame = 1, inspect.currentframe()
+    while frame is not None and not _is_of_user(frame):
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(message, stacklevel=depth)
+
+
+def place_of(frame: types.FrameType | None) -> str:
+    """Describe the innermost line of the user's code that a frame was called from.
+
+    Args:
+        frame: Frame or `None`.
+
+    Returns:
+        String with file, line and text, or `"a line that is not known"`.
+
+    Example:
+
+    >>> text = "import inspect; print(place_of(inspect.currentframe()))"
+    >>> exec(compile(text, "<in>", "exec"))
+    line 1 of <in>
+    """
+    while frame is not None and not _is_of_user(frame):
+        frame = frame.f_back
+    if frame is None:
+        return "a line that is not known"
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    text = linecache.getline(path, line).strip()
+    where = (
+        f"{path}:{line}" if os.path.exists(path) else f"line {line} of {_cell(path)}"
+    )
+    return f"{where}: `{text}`" if text else where
+
+
+def _cell(path: str) -> str:
+    """Name code that stands in no file: a notebook's, or Python's `<string>`."""
+    return path if path.startswith("<") and "ipython" not in path else "a cell"
+
+
+def watch_start() -> None:
+    """Remember the line that starts TensorFlow, as soon as TensorFlow is imported."""
+    module = sys.modules.get(_CONTEXT)
+    if module is not None:
+        _watch(module)
+        return
+    import wrapt  # a requirement of TensorFlow's
+
+    wrapt.register_post_import_hook(_watch, _CONTEXT)
+
+
+def start_of_tensorflow() -> str:
+    """Return where TensorFlow was started, to go into a sentence.
+
+    Returns:
+        String such as `"at train.py:3: `x = tf.zeros(2)`"`.
+    """
+    return _started_at[0] if _started_at else "before tfdp was imported"
+
+
+def _watch(module: Any) -> None:
+    """Look on until TensorFlow makes its devices, and then no longer."""
+    context = module.Context
+    original = context.ensure_initialized
+    if module._context is not None and module._context._initialized:
+        importer = place_of(inspect.currentframe())
+        _started_at[:] = [f"before tfdp was imported at {importer}"]
+        return
+
+    @functools.wraps(original)
+    def ensure_initialized(self: Any) -> None:
+        if not self._initialized:
+            _started_at[:] = [f"at {place_of(inspect.currentframe())}"]
+        context.ensure_initialized = original
+        original(self)
+
+    context.ensure_initialized = ensure_initialized
+
+
+def _is_of_user(frame: types.FrameType) -> bool:
+    path = frame.f_code.co_filename
+    return not path.startswith(_LIBRARIES) and not path.startswith("<frozen")
