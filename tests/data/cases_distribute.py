@@ -236,6 +236,31 @@ def sharding_off_with_own_data_on_each_worker(env: Env) -> dict:
     return {"history": history, "predict": predicted}
 
 
+@case("`map` before `batch`: each worker prepares its own rows only")
+def each_worker_prepares_its_own_rows(env: Env) -> dict:
+    calls = []
+
+    def scale(x: np.ndarray) -> np.ndarray:
+        calls.append(x)
+        return x * np.float32(0.5)
+
+    def prepare(x: tf.Tensor, y: tf.Tensor) -> tuple:
+        scaled = tf.numpy_function(scale, [x], tf.float32, stateful=False)
+        return tf.ensure_shape(scaled, x.shape), y
+
+    model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
+    data = tf.data.Dataset.from_tensor_slices(common.regression_data(20))
+    data = data.shuffle(20, seed=1).map(prepare).batch(common.BATCH_SIZE)
+    history = common.fit(model, data, epochs=2)
+    # Each worker has as many rows of batches of 8, 8 and 4.
+    assert len(calls) == 2 * 20 // env.setup.num_workers
+    return {
+        "history": history,
+        "weights": env.weights(model),
+        "predict": model.predict(data, verbose=0),
+    }
+
+
 @case("Datasets already distributed")
 def dataset_already_distributed(env: Env) -> dict:
     model = common.build_in_scope(

@@ -52,7 +52,7 @@ def uneven(env: Env, how: str) -> typing.Iterator[list]:
             yield caught
         finally:
             extended.options = before
-            extended.told_of_lengths.clear()
+            extended.told.clear()
 
 
 def data_of(rank: int, num_rows: int | None = None) -> tuple:

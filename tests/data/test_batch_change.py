@@ -54,8 +54,16 @@ def test_epochs_that_are_over_are_read_to_their_end_and_a_kept_iterator_is_not()
 @pytest.mark.parametrize(
     ("then", "now", "text"),
     [
-        (Batches(4, 128, None), Batches(2, 128, None), "2 replicas need 64, and not"),
-        (Batches(3, 32, None), Batches(2, 21, None), "need 21.3333, and not 21"),
+        (
+            Batches(4, 128, None),
+            Batches(2, 128, None),
+            "has to be 64 with 2 replicas and is",
+        ),
+        (
+            Batches(3, 32, None),
+            Batches(2, 21, None),
+            "has to be 21.3333 with 2 replicas and is 21",
+        ),
         (Batches(4, None, None), Batches(2, None, None), "does not tell the size"),
         (Batches(4, 32, 9), Batches(2, 16, 9), "`steps_per_epoch` was 9 with batches"),
         (Batches(4, 32, 9), Batches(2, 16, None), "was 9 with batches of 32, and is N"),
@@ -83,7 +91,7 @@ def test_updates_of_as_many_samples_may_accumulate_more_or_fewer_batches():
     assert change.can_carry(1)
     more = Batches(8, 128, 4, 1)
     assert not change_for_updates(then, more, 1, 5).can_carry(1)
-    with pytest.raises(ValueError, match="1 batches of 64 samples wait in it"):
+    with pytest.raises(ValueError, match="1 batch of size 64 waited for an update"):
         change_for_updates(then, more, 1, 0)
 
 
@@ -290,6 +298,6 @@ def test_another_batch_than_the_replicas_need_is_refused(tmp_path):
     first = {"epochs": 1, "delete_at_end": False, "per_replica": 4}
     run(TWO, interrupted_fit.fit, tmp_path, {**options, **first})
     found = run(ONE, interrupted_fit.fit, tmp_path, {**options, "per_replica": 8})
-    assert "so that 1 replicas need 4, and not 8" in found.answers[0]["text"]
+    assert "which has to be 4 with 1 replica and is 8" in found.answers[0]["text"]
     found = run(ONE, interrupted_fit.fit, tmp_path, {**options, "epochs": 2})
     assert found.weights is not None  # the same global batch, and the default

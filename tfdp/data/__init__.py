@@ -3,6 +3,7 @@
 Reading order:
     distribute: a dataset as one that gives every replica its rows
     batch_sizes: rows of all batches, as far as known before they are read
+    early_rows, raw_elements: rows that are taken before they are prepared
     rows, weighted_rows: rows of a batch for each replica, equal or by weight
     per_replica_dataset, element_specs: the distributed dataset on CPUs
     uneven_inputs: the end of the data for all workers

@@ -7,6 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.cluster import counted
 
 # Stages after `batch` that pass each batch on, and those that choose and order them
 # by what workers compare. Of other stages the sizes are not known.
@@ -96,7 +97,7 @@ def describe_sizes(sizes: dict[str, Any]) -> str:
         parts = [f"{describe_sizes(p)} ({p['batches']} in all)" for p in sizes["of"]]
         return f"a {sizes['by']} of {' and '.join(parts)}"
     last = f" and a last one of {sizes['last']}" if "last" in sizes else ""
-    return f"batches of {sizes['size']} rows{last}"
+    return f"batches of {counted(sizes['size'], 'row')}{last}"
 
 
 def _sizes_of(num_rows: int, size: int) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from tfdp import _compat
 
 # Operations that call Python functions, which may have state.
 _PYTHON_OPS = ("GeneratorDataset", "PyFunc", "EagerPyFunc", "PyFuncStateless")
-_RANDOM_OPS = (
+RANDOM_OPS = (
     *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal"),
     *("RandomShuffle", "Multinomial", "RandomGamma", "RandomPoissonV2"),
 )
@@ -101,7 +101,7 @@ def _nondeterminism_of_dataset(
     for name, attributes in _compat.operations_in(dataset):
         if name in _PYTHON_OPS:
             return "a Python generator or function in the dataset has state of its own"
-        if name not in _RANDOM_OPS:
+        if name not in RANDOM_OPS:
             continue
         seed, seed2 = attributes["seed"].i, attributes["seed2"].i
         if (seed, seed2) == (0, 0) or seed == chosen_seed:

@@ -17,15 +17,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp import _compat
+from tfdp import _compat, user_code
 from tfdp.base import loops
 from tfdp.data.batch_sizes import batch_size_of, describe_sizes, sizes_of_batches
+from tfdp.data.early_rows import divide_early
 from tfdp.data.per_replica_dataset import (
+    PREFETCHED_STEPS,
     PerReplicaDataset,
     ReadOptions,
     divide_and_prefetch,
 )
-from tfdp.data.rows import rows_of_ranks
+from tfdp.data.rows import divide_batches, in_turn, rows_of_ranks
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 
@@ -70,15 +72,40 @@ def _distribute_rows(
     """Return the distributed dataset of the local replicas' rows."""
     num_replicas = strategy.num_replicas_in_sync
     extended = strategy.extended
+    divided = _divide_early(strategy, dataset, ranks)
     on_cpus = extended.group.backend != "nccl" and not _has_gpus(strategy)
     if (on_cpus or extended.balance is not None) and options is None:
-        divided = divide_and_prefetch(dataset, ranks, num_replicas)
+        if divided is None:
+            divided = divide_and_prefetch(dataset, ranks, num_replicas)
+        else:
+            divided = divided.prefetch(PREFETCHED_STEPS)
         return PerReplicaDataset(divided, strategy, read_options, batches=dataset)
-    local = rows_of_ranks(dataset, ranks, num_replicas)
+    if divided is None:
+        divided = divide_batches(dataset, ranks, num_replicas)
+    local = in_turn(divided)
     distributed = strategy.distribute_datasets_from_function(lambda _: local, options)
     if read_options.asks_workers:
         return distributed
     return _compat.without_partial_batches(distributed)
+
+
+def _divide_early(
+    strategy: Any, dataset: tf.data.Dataset, ranks: list[int]
+) -> tf.data.Dataset | None:
+    """Divide a dataset before its rows are prepared, where other workers have some."""
+    extended = strategy.extended
+    num_workers = extended.worker_group.num_workers
+    if num_workers == 1 or extended.balance is not None:
+        return None
+    division = divide_early(dataset, ranks, strategy.num_replicas_in_sync)
+    is_first = extended.worker_group.rank == 0  # the others have the same
+    if division.obstacle and is_first and division.obstacle not in extended.told:
+        extended.told.add(division.obstacle)
+        user_code.warn(
+            f"Each of the {num_workers} workers prepares all rows of this dataset, and "
+            f"not only its own: {division.obstacle}."
+        )
+    return division.dataset
 
 
 def _has_gpus(strategy: Any) -> bool:
@@ -131,10 +158,12 @@ def _compare(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
         _compat.shuffle_seeds(dataset),
         int(dataset.cardinality().numpy()),
         sizes_of_batches(dataset),
+        _compat.shards_of(dataset),
     ]
     texts = worker_group.all_gather("a dataset's order and length", json.dumps(own))
-    seeds, lengths, sizes = zip(*map(json.loads, texts), strict=True)
+    seeds, lengths, sizes, shards = zip(*map(json.loads, texts), strict=True)
     _check_same_shuffle(list(seeds))
+    _check_not_sharded(shards)
     if _lengths_differ(strategy, list(lengths)):
         return ReadOptions(asks_workers=True, same_rows=False)
     return ReadOptions(asks_workers=False, same_rows=_same_rows(sizes))
@@ -151,6 +180,31 @@ def _check_same_shuffle(seeds: list) -> None:
             f"one. Received: the seeds {seeds[0]} on worker 0, {seeds[-1]} on "
             f"worker {len(seeds) - 1}"
         )
+
+
+def _check_not_sharded(shards: Sequence[list]) -> None:
+    """Warn if each worker has a shard of the data, of which it would train on a part.
+
+    Args:
+        shards: Sequence, for each worker the number of shards and the index of each
+            `Dataset.shard` in its dataset.
+    """
+    if all(own == shards[0] for own in shards):
+        return
+    calls = ", ".join(
+        f"{_shard_calls(own)} on worker {rank}" for rank, own in enumerate(shards)
+    )
+    user_code.warn(
+        "This dataset is divided twice, so that some of its elements are never read: "
+        "each worker has a shard of its own, and takes its rows of each batch of that. "
+        "Leave `shard` out, and batch by the global batch size on every worker; or "
+        f"keep it and set `AutoShardPolicy.OFF`. Received: {calls}"
+    )
+
+
+def _shard_calls(shards: list) -> str:
+    calls = [f"`shard({count}, {index})`" for count, index in shards]
+    return ", ".join(calls) or "no `shard`"
 
 
 def stops_at_shortest(strategy: Any) -> bool:
@@ -232,10 +286,13 @@ def _distribute_by_policy(
     """
     if policy == _POLICY.OFF:
         return _of_own_batches(strategy, dataset, options)
+    worker_group = strategy.extended.worker_group
+    own = json.dumps(_compat.shards_of(dataset))
+    _check_not_sharded(
+        [json.loads(text) for text in worker_group.all_gather("shards", own)]
+    )
     by_file = stock.experimental_distribute_dataset(dataset, options)
-    if not strategy.extended.worker_group.any(
-        "sharding by file", not _can_read(by_file)
-    ):
+    if not worker_group.any("sharding by file", not _can_read(by_file)):
         return by_file
     warnings.warn(
         "This dataset cannot be sharded by file: it needs at least one file for "

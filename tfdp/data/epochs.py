@@ -160,9 +160,9 @@ def _warn_of_dropped_batches(extended: Any, lengths: list[Length]) -> None:
     if not dropped:
         return
     given = ", ".join(f"{length} on worker {r}" for r, length in enumerate(lengths))
-    if given in extended.told_of_lengths:
+    if given in extended.told:
         return
-    extended.told_of_lengths.add(given)
+    extended.told.add(given)
     warnings.warn(
         f'Workers have different numbers of batches: {given}. With `uneven="stop"` '
         "each pass of `fit` over the data ends for all of them with the shortest. "

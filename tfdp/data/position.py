@@ -17,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.cluster import counted
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.data.batch_change import BatchChange, convert_position
 from tfdp.data.determinism import (
@@ -284,7 +285,8 @@ def _difference(then: Any, now: list[dict], change: BatchChange | None) -> str |
     if isinstance(then, dict):
         then = [then] * len(now)
     if len(then) != len(now):
-        return f"{len(then)} workers had data of their own, and there are {len(now)}"
+        had = counted(len(then), "worker")
+        return f"{had} had data of their own, and there are {len(now)}"
     for before, after in zip(then, now, strict=True):
         for name, value in before.items():
             is_alike = after.get(name) == value

@@ -5,7 +5,8 @@ The numbers of rows of two replicas differ by one at most.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -16,6 +17,20 @@ UNEQUAL_ROWS = (
 )
 # Between the names of parts in the error of a graph, which tells their rows after it.
 BETWEEN_NAMES = " | "
+
+
+class Part(NamedTuple):
+    """Which part of a global batch a worker's rows are.
+
+    Args:
+        total: Scalar int64 tensor, rows of the global batch.
+        static_total: Int, where all batches have as many rows, or `None`.
+        first_rank: Int, the replica that has the first of the worker's rows.
+    """
+
+    total: tf.Tensor
+    static_total: int | None
+    first_rank: int
 
 
 def divide_batches(
@@ -82,19 +97,32 @@ def rows_of_ranks(
     >>> [rows.tolist() for rows in rows_of_ranks(dataset, [0, 1], 2).as_numpy_iterator()]
     [[0, 1, 2], [3, 4]]
     """  # noqa: E501
-    split = divide_batches(dataset, ranks, num_replicas)
+    return in_turn(divide_batches(dataset, ranks, num_replicas))
 
-    def in_turn(parts: tuple, total: tf.Tensor) -> tf.data.Dataset:
+
+def in_turn(divided: tf.data.Dataset) -> tf.data.Dataset:
+    """Make one element of the rows of each rank.
+
+    Args:
+        divided: `tf.data.Dataset` as `divide_batches` returns it.
+
+    Returns:
+        `tf.data.Dataset`, as many times longer as there are ranks.
+    """
+
+    def of_ranks(parts: tuple, total: tf.Tensor) -> tf.data.Dataset:
         del total
         joined = tf.data.Dataset.from_tensors(parts[0])
         for part in parts[1:]:
             joined = joined.concatenate(tf.data.Dataset.from_tensors(part))
         return joined
 
-    return split.flat_map(in_turn)
+    return divided.flat_map(of_ranks)
 
 
-def rows_of_rank(batch: Any, rank: int, num_replicas: int) -> Any:
+def rows_of_rank(
+    batch: Any, rank: int, num_replicas: int, part: Part | None = None
+) -> Any:
     """Take the rows of one replica from a nest of batched tensors.
 
     Args:
@@ -102,6 +130,7 @@ def rows_of_rank(batch: Any, rank: int, num_replicas: int) -> Any:
             the first axis; scalars and `None` are given to every replica.
         rank: Int, the replica.
         num_replicas: Int, on all workers.
+        part: `Part` or `None`. Defaults to `None`: `batch` is a global batch.
 
     Returns:
         The same nest.
@@ -110,11 +139,15 @@ def rows_of_rank(batch: Any, rank: int, num_replicas: int) -> Any:
     def take(tensor: Any) -> Any:
         if not has_rows(tensor):
             return tensor
-        begin, size = _bounds(count_of(tensor), rank, num_replicas)
+        total = count_of(tensor) if part is None else part.total
+        begin, size = _bounds(total, rank, num_replicas)
+        if part is not None:
+            begin -= _bounds(total, part.first_rank, num_replicas)[0]
         rows = take_rows(tensor, begin, size)
-        if isinstance(tensor, tf.RaggedTensor):
+        if isinstance(tensor, tf.RaggedTensor) or tensor.shape.rank is None:
             return rows
-        shape = [_static_num_rows(tensor, num_replicas), *tensor.shape[1:]]
+        static = tensor.shape[0] if part is None else part.static_total
+        shape = [_static_num_rows(static, num_replicas), *tensor.shape[1:]]
         rows.set_shape(shape)
         if isinstance(tensor, tf.SparseTensor):
             return rows
@@ -251,9 +284,31 @@ def _bounds(num_rows: Any, rank: int, num_replicas: int) -> tuple[Any, Any]:
     return begin, least + tf.cast(rank < extra, tf.int64)
 
 
-def _static_num_rows(tensor: tf.Tensor, num_replicas: int) -> int | None:
+def bounds_of_ranks(
+    num_rows: Any, ranks: Sequence[int], num_replicas: int
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Compute which rows of a batch consecutive replicas have.
+
+    Args:
+        num_rows: Int or scalar tensor, rows of the global batch.
+        ranks: Sequence of ints.
+        num_replicas: Int, on all workers.
+
+    Returns:
+        Pair of scalar int64 tensors, the first row and the one after the last.
+
+    Example:
+
+    >>> [int(bound) for bound in bounds_of_ranks(5, [1, 2], 3)]
+    [2, 5]
+    """
+    begin, _ = _bounds(num_rows, ranks[0], num_replicas)
+    last, size = _bounds(num_rows, ranks[-1], num_replicas)
+    return begin, last + size
+
+
+def _static_num_rows(rows: int | None, num_replicas: int) -> int | None:
     """Return the rows of a replica where they are known and equal for all."""
-    rows = tensor.shape[0]
     return None if rows is None or rows % num_replicas else rows // num_replicas
 
 
