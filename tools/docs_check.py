@@ -36,7 +36,9 @@ WALK = ROOT / "docs" / "step.md"
 WALK_LINE = re.compile(
     r"^\d+\. \[`(?P<path>[\w/.]+)`\]\(\.\./(?P=path)\)\s+(?P<names>`[^:]+`):\s", re.M
 )
-LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+# The end of a link or a picture: either may stand in the other.
+LINK = re.compile(r"\]\((?P<target>[^)\s]+)(?: \"[^\"\n]*\")?\)")
+INLINE_CODE = re.compile(r"(`+)[^`]+\1")
 FENCE = re.compile(r"^( *)```(?P<lang>\w*)[^\n]*\n(?P<code>.*?)^\1```", re.M | re.S)
 
 
@@ -104,6 +106,7 @@ def names_in(file: Path) -> set[str]:
 def check_links() -> Iterator[str]:
     for page in markdown_pages():
         text = FENCE.sub("", (ROOT / page).read_text("utf-8"))
+        text = INLINE_CODE.sub("", text)
         for match in LINK.finditer(text):
             target, _, anchor = match["target"].partition("#")
             if re.match(r"[a-z]+:", target):

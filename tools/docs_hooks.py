@@ -3,11 +3,13 @@
 `mkdocs.yml` names this file as a hook of MkDocs and as an extension of Griffe,
 which reads the docstrings. Pages link to files of the repository as they do on
 GitHub (`../tfdp/step/path.py`); each such file becomes a page under `source/`, so that
-the site is whole by itself and a dead link ends the build.
+the site is whole by itself and a dead link ends the build. Of these pages only
+CONTRIBUTING and the changelog are searched.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from collections.abc import Iterator
@@ -26,6 +28,33 @@ LINK = re.compile(
     r"(?ms)^ *```.*?^ *```"
     r"|(?<!!)\[(?P<text>[^\]]*)\]\((?P<to>[^)#\s]+)(?P<at>#[^)\s]*)?\)"
 )
+# Searched with the pages of docs/: these are prose, and in the navigation.
+PROSE = (
+    *("source/CONTRIBUTING.md", "source/CHANGELOG.md"),
+    "source/examples/tfdp_in_a_notebook.ipynb.md",
+)
+# What people search for; one of the pages has each.
+SEARCHED = (
+    *("ssh", "jupyter", "docker", "multi-node", "multi-gpu", "horovod", "ddp", "slurm"),
+    *("kubernetes", "nccl", "zero", "windows", "tpu"),
+)
+# The members of public classes that users call or read; the rest is for tfdp and Keras.
+STRATEGY_MEMBERS = (
+    *("scope", "num_replicas_in_sync", "run", "experimental_distribute_dataset"),
+    "communication_plan",
+)
+MEMBERS = {
+    "tfdp.MirroredStrategy": STRATEGY_MEMBERS,
+    "tfdp.MultiWorkerMirroredStrategy": STRATEGY_MEMBERS,
+    "tfdp.DistributedOptimizer": (
+        *("accumulation_steps", "loss_scale", "skipped_steps", "accumulated_steps"),
+        *("gradient_noise_scale", "iterations", "learning_rate", "is_sharded"),
+        *("build", "scale_loss", "apply", "flush", "check_progress"),
+        *("exclude_from_weight_decay", "memory_report"),
+    ),
+    "tfdp.optimizers.LARS": ("exclude_from_layer_adaptation",),
+    "tfdp.callbacks.CommunicationMonitor": ("recent",),
+}
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".cfg": "ini"}
 SECTION = re.compile(r"^[A-Z][a-z]+:")
 # What a browser fetches by itself. Links to other sites are none, nor is a page's own
@@ -67,6 +96,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Point links to pages of the site, and public names to their definitions."""
     uri = page.file.src_uri
+    if uri.startswith("source/") and uri not in PROSE:
+        page.meta["search"] = {"exclude": True}
     known = {file.src_uri for file in files}
     markdown = LINK.sub(lambda match: _relink(match, uri, known), markdown)
     return docs_names.ENTRY.sub(lambda match: _reference(match[1]), markdown)
@@ -116,10 +147,22 @@ def _relink(match: re.Match[str], uri: str, known: set[str]) -> str:
 
 
 def _as_page(path: str, text: str) -> str:
+    if path.endswith(".ipynb"):
+        return _notebook_page(path, text)
     language = LANGUAGES.get(Path(path).suffix, "")
     if not language and text.startswith("#!"):
         language = "python" if "python" in text.partition("\n")[0] else "bash"
     return f"# {path}\n\n`````{language}\n{text}\n`````\n"
+
+
+def _notebook_page(path: str, text: str) -> str:
+    """Show the cells of a notebook, which is kept without outputs."""
+    parts = []
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        is_code = cell["cell_type"] == "code"
+        parts.append(f"```python\n{source}\n```" if is_code else source)
+    return "\n\n".join([*parts, f"(This is `{path}`.)"]) + "\n"
 
 
 # Public names.
@@ -133,10 +176,16 @@ def _reference(name: str) -> str:
     for public, home in found.items():
         if not docs_names.docstring_of(public, home):
             raise PluginError(f"{public}: no docstring")
-    return "\n".join(
+    return "\n".join(_block(public, home) for public, home in found.items())
+
+
+def _block(public: str, home: str) -> str:
+    # Without a list mkdocstrings shows what is inherited, whatever `members` says.
+    members = json.dumps(MEMBERS.get(public, False))
+    return (
         f"::: {home}.{public.rpartition('.')[2]}\n    options:\n"
         f"      heading: {public}\n      toc_label: {public}\n"
-        for public, home in found.items()
+        f"      members: {members}\n      inherited_members: {members}\n"
     )
 
 
@@ -174,17 +223,48 @@ def with_sections(docstring: str) -> str:
     return "\n".join(lines)
 
 
-# Nothing is fetched from another host.
+# The finished site.
 
 
 def on_post_build(config: Any) -> None:
-    """End the build if a page would make a browser ask another host."""
+    """End the build where a page or the search is not as it must be."""
     site = Path(config.site_dir)
-    found = [
-        f"{path.relative_to(site)}: fetches {' '.join(filter(None, match.groups()))}"
-        for path in sorted(site.rglob("*"))
-        if path.suffix in (".html", ".css")
-        for match in FETCHED.finditer(path.read_text("utf-8"))
-    ]
+    found = [*_fetched(site), *_wrong_members(site), *_search_problems(site)]
     if found:
         raise PluginError("\n".join(found))
+
+
+def _fetched(site: Path) -> Iterator[str]:
+    """Find what a browser would ask another host for."""
+    for path in sorted(site.rglob("*")):
+        if path.suffix in (".html", ".css"):
+            for match in FETCHED.finditer(path.read_text("utf-8")):
+                addresses = " ".join(filter(None, match.groups()))
+                yield f"{path.relative_to(site)}: fetches {addresses}"
+
+
+def _wrong_members(site: Path) -> Iterator[str]:
+    """Compare the entries of the API reference with the public names and MEMBERS."""
+    wanted = set()
+    for public, module in docs_names.public_names().items():
+        home = f"{module}.{public.rpartition('.')[2]}"
+        wanted |= {home, *(f"{home}.{name}" for name in MEMBERS.get(public, ()))}
+    page = (site / "api.html").read_text("utf-8")
+    shown = set(re.findall(r'<h\d id="(tfdp\.[^"]+)"', page))
+    for name in sorted(wanted - shown):
+        yield f"tools/docs_hooks.py: the API reference has no {name}"
+    for name in sorted(shown - wanted):
+        yield f"tools/docs_hooks.py: the API reference shows {name}, which is internal"
+
+
+def _search_problems(site: Path) -> Iterator[str]:
+    """Look for source files in the search, and for words that nobody would find."""
+    index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))
+    for entry in index["docs"]:
+        page = entry["location"].partition("#")[0].replace(".html", ".md")
+        if page.startswith("source/") and page not in PROSE:
+            yield f"{page}: is found by the search"
+    text = " ".join(f"{entry['title']} {entry['text']}" for entry in index["docs"])
+    for word in SEARCHED:
+        if not re.search(rf"\b{word}", text, re.IGNORECASE):
+            yield f"the search finds no {word}"

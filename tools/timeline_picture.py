@@ -60,10 +60,19 @@ def draw(trace: dict[str, Any], path: Path, steps: tuple[str, ...]) -> None:
 
 def lane_names(trace: dict[str, Any]) -> dict[tuple[int, int], str]:
     """Names of the lanes of each worker."""
+    names = [event for event in trace["traceEvents"] if event["ph"] == "M"]
+    workers = {
+        event["pid"]: event["args"]["name"].partition(" (")[0]
+        for event in names
+        if event["name"] == "process_name"
+    }
     return {
-        (event["pid"], event["tid"]): f"worker {event['pid']}, {event['args']['name']}"
-        for event in trace["traceEvents"]
-        if event["ph"] == "M" and event["name"] == "thread_name"
+        (
+            event["pid"],
+            event["tid"],
+        ): f"{workers[event['pid']]}, {event['args']['name']}"
+        for event in names
+        if event["name"] == "thread_name"
     }
 
 

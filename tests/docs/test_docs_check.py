@@ -23,3 +23,27 @@ def test_a_walk_that_names_what_is_not_there_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(docs_check, "WALK", page)
     (found,) = docs_check.check_walk()
     assert found.endswith("tfdp/checkpoint/api.py defines no save_all")
+
+
+def test_a_dead_link_on_a_page_of_a_subfolder_is_found(tmp_path, monkeypatch):
+    folder = tmp_path / "docs" / "howto"
+    folder.mkdir(parents=True)
+    (tmp_path / "docs" / "index.md").write_text("# Start\n", "utf-8")
+    (folder / "ssh.md").write_text(
+        "[`start`](../index.md#start) [gone](index.md) ![picture](none.png)\n"
+        '[no heading](../index.md#end "title") `table["a"](x)`\n',
+        "utf-8",
+    )
+    monkeypatch.setattr(docs_check, "ROOT", tmp_path)
+    monkeypatch.setattr(docs_check, "markdown_pages", lambda: ["docs/howto/ssh.md"])
+    assert list(docs_check.check_links()) == [
+        "docs/howto/ssh.md: link to index.md, which is not there",
+        "docs/howto/ssh.md: link to none.png, which is not there",
+        "docs/howto/ssh.md: link to ../index.md#end: no such heading",
+    ]
+
+
+def test_pages_of_subfolders_are_walked(monkeypatch):
+    listed = ["docs/howto/ssh.md", "docs/index.md", "tfdp/options.py"]
+    monkeypatch.setattr(docs_check, "tracked_files", lambda: listed)
+    assert docs_check.markdown_pages() == listed[:2]

@@ -86,7 +86,7 @@ def modules_with_examples() -> list[str]:
 
 
 def pages_with_examples() -> list[str]:
-    pages = sorted((ROOT / "docs").glob("*.md"))
+    pages = sorted((ROOT / "docs").rglob("*.md"))
     blocks = re.compile(BLOCKS, re.M | re.S)
     return [
         str(page.relative_to(ROOT))
@@ -123,6 +123,8 @@ def test_examples_in_docs_run_and_print_what_they_say(page, reports):
     assert tries > 0
 
 
-@pytest.mark.parametrize("name", ["index", "options", "callbacks", "migrating"])
+@pytest.mark.parametrize(
+    "name", ["index", "quick_start", "options", "callbacks", "migrating"]
+)
 def test_pages_that_show_how_to_begin_have_examples_that_run(name):
     assert f"docs/{name}.md" in pages_with_examples()

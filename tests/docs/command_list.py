@@ -1,0 +1,92 @@
+"""The page of the commands that tests do not execute: docs/commands.md.
+
+    python -m tests.docs.command_list
+
+writes it anew.
+"""
+
+from __future__ import annotations
+
+import html
+
+from tests.docs.command_accounts import (
+    LIST,
+    Account,
+    account_of,
+    commands_to_account,
+)
+from tests.docs.page_commands import Command
+from tests.harness.commands import ROOT
+
+# ruff: noqa: E501 a row of a table is one line
+_OPENING = """\
+# Commands on these pages
+
+Every command of a block on these pages, in `README.md`, in `CONTRIBUTING.md` and in
+the first lines of the examples is executed in the standard or the full tier of the
+tests, by `tests/docs/test_commands_run.py` or, with the files of its page, by
+`test_stories_run.py`; but for the ones below. Of these, and of commands in the text, the
+options are checked. `python -m tests.docs.command_list` writes this page.
+
+A comment in front of a block says what its commands are:
+
+| comment | what it says |
+| --- | --- |
+| `<!-- file: train.py -->` | the block is a file that the commands of the page use; a page with files runs from top to bottom in one folder |
+| `<!-- needs: a Slurm cluster -->` | the commands are not executed, but listed here |
+| `<!-- takes: minutes -->` | they run in the full tier only |
+| `<!-- exits: 1 -->` | they end with this code, and not with 0 |
+
+A script that a page does not give is a small one, which trains for a second.
+"""
+
+
+def page() -> str:
+    """The text of the page, of the commands that there are."""
+    accounts = [(command, account_of(command)) for command in commands_to_account()]
+    needs = [pair for pair in accounts if pair[1].how == "needs"]
+    elsewhere = [pair for pair in accounts if pair[1].how == "elsewhere"]
+    return "\n".join(
+        [
+            _OPENING,
+            "## Commands that need what is not everywhere\n",
+            _table("needs", needs),
+            "## Commands that other tests and tools execute\n",
+            "The examples run with `--short`, where they have it; `tools/lint` runs "
+            "without `--fix`, and `tools/test` over all rooms.\n",
+            _table("executed by", elsewhere),
+        ]
+    )
+
+
+def _table(title: str, pairs: list[tuple[Command, Account]]) -> str:
+    rows: dict[tuple[str, str], list[str]] = {}
+    for command, account in pairs:
+        where = rows.setdefault((account.text, as_code(command.text)), [])
+        if command.page not in where:
+            where.append(command.page)
+    lines = [f"| {title} | command | where |", "| --- | --- | --- |"]
+    for (text, code), where in sorted(rows.items()):
+        cell = as_code(text) if (ROOT / text).is_file() else text
+        lines.append(f"| {cell} | {code} | {', '.join(map(_link, where))} |")
+    return "\n".join(lines) + "\n"
+
+
+def as_code(text: str) -> str:
+    """Code in a cell of a table: a command, or its first line."""
+    first, _, more = text.partition("\n")
+    text = " ".join([*first.split(), *(["..."] if more else [])])
+    if not set(text) & set("`|"):
+        return f"`{text}`"
+    # GitHub and MkDocs do not agree on how to write a bar in a cell's code.
+    text = html.escape(text, quote=False).replace("|", "&#124;")
+    return f"<code>{text.replace('`', '&#96;')}</code>"
+
+
+def _link(path: str) -> str:
+    inside = path.removeprefix("docs/")
+    return f"[{path}]({inside if inside != path else '../' + path})"
+
+
+if __name__ == "__main__":
+    (ROOT / LIST).write_text(page(), "utf-8")
