@@ -33,7 +33,14 @@ pytestmark = [
 
 
 def rise_mb(action: Callable[[], object]) -> float:
-    """By how much the memory of this process rises above what it is now."""
+    """By how much the memory of this process rises above what it is now.
+
+    The least of three times: what else happens in the process only adds to it.
+    """
+    return min(_rise_once(action) for _ in range(3))
+
+
+def _rise_once(action: Callable[[], object]) -> float:
     gc.collect()
     # What is free but not given back would hide what the action takes.
     ctypes.CDLL(None).malloc_trim(0)

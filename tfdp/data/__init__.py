@@ -2,6 +2,7 @@
 
 Reading order:
     distribute: a dataset as one that gives every replica its rows
+    same_datasets: comparison of the workers' datasets
     batch_sizes: rows of all batches, as far as known before they are read
     early_rows, raw_elements: rows that are taken before they are prepared
     rows, weighted_rows: rows of a batch for each replica, equal or by weight

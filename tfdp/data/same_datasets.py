@@ -1,0 +1,125 @@
+"""Comparison of the workers' datasets: order, shards, length and rows of batches."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat, user_code
+from tfdp.base import loops
+from tfdp.data.batch_sizes import describe_sizes, sizes_of_batches
+from tfdp.data.per_replica_dataset import ReadOptions
+
+
+def compare(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
+    """Compare a dataset with those of the other workers.
+
+    Returns:
+        `ReadOptions`: whether some workers may run out of data before others, and
+        whether their batches have equally many rows.
+
+    Raises:
+        ValueError: If workers would shuffle differently.
+    """
+    worker_group = strategy.extended.worker_group
+    if worker_group.num_workers == 1:
+        return ReadOptions(asks_workers=False)
+    own = [
+        _compat.shuffle_seeds(dataset),
+        int(dataset.cardinality().numpy()),
+        sizes_of_batches(dataset),
+        _compat.shards_of(dataset),
+    ]
+    texts = worker_group.all_gather("a dataset's order and length", json.dumps(own))
+    seeds, lengths, sizes, shards = zip(*map(json.loads, texts), strict=True)
+    _check_same_shuffle(list(seeds))
+    check_not_sharded(shards)
+    if _lengths_differ(strategy, list(lengths)):
+        return ReadOptions(asks_workers=True, same_rows=False)
+    return ReadOptions(asks_workers=False, same_rows=_same_rows(sizes))
+
+
+def _check_same_shuffle(seeds: list) -> None:
+    """Raise if workers would shuffle a dataset differently."""
+    unseeded = any([0, 0] in own for own in seeds)
+    if unseeded or any(own != seeds[0] for own in seeds):
+        raise ValueError(
+            "Workers would shuffle this dataset differently, so that samples are "
+            "read twice or not at all. Give `shuffle` the same `seed` on every "
+            "worker, or make the dataset after the strategy, which agrees on "
+            f"one. Received: the seeds {seeds[0]} on worker 0, {seeds[-1]} on "
+            f"worker {len(seeds) - 1}"
+        )
+
+
+def check_not_sharded(shards: Sequence[list]) -> None:
+    """Warn if each worker has a shard of the data, of which it would train on a part.
+
+    Args:
+        shards: Sequence, for each worker the number of shards and the index of each
+            `Dataset.shard` in its dataset.
+    """
+    if all(own == shards[0] for own in shards):
+        return
+    calls = ", ".join(
+        f"{_shard_calls(own)} on worker {rank}" for rank, own in enumerate(shards)
+    )
+    user_code.warn(
+        "This dataset is divided twice, so that some of its elements are never read: "
+        "each worker has a shard of its own, and takes its rows of each batch of that. "
+        "Leave `shard` out, and batch by the global batch size on every worker; or "
+        f"keep it and set `AutoShardPolicy.OFF`. Received: {calls}"
+    )
+
+
+def _shard_calls(shards: list) -> str:
+    calls = [f"`shard({count}, {index})`" for count, index in shards]
+    return ", ".join(calls) or "no `shard`"
+
+
+def stops_at_shortest(strategy: Any) -> bool:
+    """Return whether the data ends for all workers with the shortest.
+
+    Only that which a `fit` trains on: all other samples count, each by itself.
+    """
+    loop = loops.current()
+    is_for_training = loop is not None and loop.awaits_training_data
+    return is_for_training and strategy.extended.options.uneven == "stop"
+
+
+def _lengths_differ(strategy: Any, lengths: list[int]) -> bool:
+    """Return whether some workers may run out of data before others."""
+    same = len(set(lengths)) == 1
+    # `epochs` warns of batches that are dropped, where their number is known.
+    if not same and not stops_at_shortest(strategy):
+        listed = ", ".join(f"{n} on worker {r}" for r, n in enumerate(lengths))
+        warnings.warn(
+            "Workers have datasets of different length; each should read the same "
+            "global batches. All go on until the longest ends, those without data "
+            f"with empty batches. Received: {listed} batches",
+            stacklevel=3,
+        )
+    return not same or lengths[0] == tf.data.UNKNOWN_CARDINALITY
+
+
+def _same_rows(sizes: Sequence[dict[str, Any] | None]) -> bool:
+    """Return whether batches are known to have equally many rows on all workers."""
+    known = [each for each in sizes if each is not None]
+    if len(known) < len(sizes):
+        return False
+    same = all(each == known[0] for each in known)
+    if not same:
+        listed = ", ".join(
+            f"{describe_sizes(each)} on worker {r}" for r, each in enumerate(known)
+        )
+        warnings.warn(
+            "Workers have datasets with batches of different sizes; each should read "
+            "the same global batches, of which it takes its rows, or data of its own "
+            f"with `AutoShardPolicy.OFF`. Received: {listed}",
+            stacklevel=3,
+        )
+    return same
