@@ -74,21 +74,6 @@ def iterations_on_unknown_cardinality(env: Env) -> dict:
     return {"history": history, "weights": env.weights(model)}
 
 
-@case("`jit_compile=True` on CPU: goes on, with one warning")
-def jit_compile(env: Env) -> dict:
-    with env.scope():
-        model = common.compiled(common.mlp())
-        # The model's attribute is what `compile(jit_compile=True)` sets.
-        model.jit_compile = True
-    history = common.fit(model, *common.regression_data())
-    x, _ = common.regression_data()
-    return {
-        "history": history,
-        "weights": env.weights(model),
-        "predict": model.predict(x, batch_size=8, verbose=0),
-    }
-
-
 @case("`run_eagerly`")
 def run_eagerly(env: Env) -> dict:
     with env.scope():

@@ -16,6 +16,7 @@ rooms write `_compat.name`: all names are gathered below. Read in this order:
     keras_optimizer  Keras's optimizers: what they train, the parts of an update
     optimizer_state  their variables: slots, accumulators, tracking
     optimizer_views  stand-ins that show other state to Keras's own update
+    xla              lowering of traced functions
 
 Checked on TensorFlow 2.21.0 with Keras 3.15.1; `tools/test_matrix` runs the tests on
 the other supported versions, TensorFlow 2.19 to 2.21 with Keras 3.12 to 3.15.
@@ -236,3 +237,4 @@ from tfdp._compat.seeds import (
     temporary_seed,
     tensorflow_random_state,
 )
+from tfdp._compat.xla import all_operations, lower, outermost, supports_jit

@@ -99,8 +99,8 @@ _TRAINER = (
             _compat.TensorFlowTrainer,
             call,
             function,
-            "XLA cannot compile the collectives of a step on all devices; the watchdog "
-            "has to know when a step computes.",
+            "XLA cannot compile collectives, but all else of a step, see "
+            "`tfdp.strategy.compiled_step`; the watchdog has to know when it computes.",
             f"{_KERAS_ISSUE}/19005",
         )
         for call, function in (
@@ -108,6 +108,12 @@ _TRAINER = (
             ("make_test_function(self, force)", trainer_hooks.make_test_function),
             ("make_predict_function(self, force)", trainer_hooks.make_predict_function),
         )
+    ),
+    Replacement(
+        _compat.BaseTrainer,
+        "_resolve_auto_jit_compile(self)",
+        trainer_hooks.chosen_xla,
+        "Keras compiles nothing under a strategy unless it is told to.",
     ),
     Replacement(
         _compat.TensorFlowTrainer,
@@ -321,6 +327,12 @@ _OPTIMIZERS = (
         "Each replica clips, accumulates and checks its own gradients before they are "
         "added up.",
         f"{_KERAS_ISSUE}/20582",
+    ),
+    Replacement(
+        keras.optimizers.LossScaleOptimizer,
+        "apply(self, grads, trainable_variables)",
+        optimizer_hooks.apply_or_defer,
+        "An update waits for the end of the part of a step that XLA compiles.",
     ),
     Replacement(
         keras.optimizers.LossScaleOptimizer,

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base import batch_weight
 from tfdp.base.context import replica_context
+from tfdp.base.deferred_updates import defer
 from tfdp.base.param_groups import innermost
 from tfdp.reduction.reducer import replica_reducer
 from tfdp.step.path import take_step
@@ -30,6 +31,8 @@ def apply(
     """Take a step by the path, as `DistributedOptimizer` does."""
     if replica_context() is None:
         return original(optimizer, grads, trainable_variables)
+    if defer(optimizer, grads, trainable_variables):
+        return None
     if len(grads) == 0:
         return None
     gradients, variables = checked_gradients(optimizer, grads, trainable_variables)
@@ -40,6 +43,14 @@ def apply(
         step = keras_step(optimizer, list(variables), replica_reducer())
         take_step(step, list(gradients))
     return None
+
+
+def apply_or_defer(
+    original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
+) -> None:
+    """Defer an update of an optimizer that hands it on to others, see `apply`."""
+    if not defer(optimizer, grads, trainable_variables):
+        original(optimizer, grads, trainable_variables)
 
 
 def scale_loss(original: Callable, optimizer: Any, loss: Any) -> Any:

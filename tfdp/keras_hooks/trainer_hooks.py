@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -204,10 +203,9 @@ def _make_function(
     name: str, original: Callable, model: Any, force: bool = False
 ) -> Any:
     """Make the function of a step, which tells the watchdog when it computes."""
-    if strategy_of(model) is not None:
-        _leave_out_xla(model)
     before = getattr(model, name)
-    result = original(model, force)
+    with _without_xla(model):
+        result = original(model, force)
     function = getattr(model, name)
     if strategy_of(model) is None or function is before:
         return result
@@ -226,15 +224,24 @@ make_test_function = functools.partial(_make_function, "test_function")
 make_predict_function = functools.partial(_make_function, "predict_function")
 
 
-def _leave_out_xla(model: Any) -> None:
-    """Warn where XLA was asked for, in `compile` or by the model's attribute."""
-    if model.jit_compile and not model.run_eagerly:
-        warnings.warn(
-            "`jit_compile=True` is left out: XLA cannot compile the collectives of "
-            "a step on all devices. Training goes on without it.",
-            stacklevel=3,
-        )
+@contextlib.contextmanager
+def _without_xla(model: Any) -> Iterator[None]:
+    """Keep Keras from compiling collectives: `tfdp.strategy.compiled_step` compiles."""
+    compiles = strategy_of(model) is not None and model.jit_compile
+    if compiles:
         model.jit_compile = False
+    try:
+        yield
+    finally:
+        if compiles:
+            model.jit_compile = True
+
+
+def chosen_xla(original: Callable, model: Any) -> bool:
+    """Whether `jit_compile="auto"` compiles: as plain Keras would on these devices."""
+    if strategy_of(model) is None or not tf.config.list_physical_devices("GPU"):
+        return original(model)
+    return _compat.supports_jit(model)
 
 
 def save(

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base import batch_weight
 from tfdp.base.context import replica_context
+from tfdp.base.deferred_updates import defer
 from tfdp.base.param_groups import (
     ParamGroup,
     innermost,
@@ -167,6 +168,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
                 "Call `apply` and `apply_gradients` in the function that is given to "
                 "`strategy.run`."
             )
+        if defer(self, grads, trainable_variables):
+            return
         if trainable_variables is not None and not self.built:
             self.build(list(trainable_variables))
         gradients, variables = checked_gradients(self, grads, trainable_variables)

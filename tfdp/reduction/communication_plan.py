@@ -50,6 +50,9 @@ class CommunicationPlan:
             parameters are all-gathered.
         memory: `MemoryReport` of the training state, or `None` where it is not
             known.
+        is_compiled: Bool, whether XLA compiles the forward and backward pass of each
+            replica, so that no bucket is reduced before that has ended. Defaults to
+            `False`.
     """
 
     buckets: tuple[Bucket, ...]
@@ -61,6 +64,7 @@ class CommunicationPlan:
     traced: bool
     sharding: str = "none"
     memory: MemoryReport | None = None
+    is_compiled: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -107,9 +111,10 @@ class CommunicationPlan:
             what = (
                 f"{counted(count, 'reduce-scatter')} and {counted(count, 'all-gather')}"
             )
+        after = ", after one XLA cluster" if self.is_compiled else ""
         return (
             f"{what} of {counted(self.num_bytes, 'byte')} over "
-            f"{counted(self.num_replicas, 'replica')} ({self.backend})"
+            f"{counted(self.num_replicas, 'replica')} ({self.backend}){after}"
         )
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
@@ -167,6 +172,12 @@ def _cell(tag: str, text: str, side: str) -> str:
 
 def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
     """Make the plan of a model's step, see `strategy.communication_plan`."""
+    plan = _plan_of(strategy, model)
+    is_compiled = model in strategy.extended.compiled_models
+    return dataclasses.replace(plan, is_compiled=is_compiled)
+
+
+def _plan_of(strategy: Any, model: Any) -> CommunicationPlan:
     if not model.built:
         raise ValueError(
             "The model has no variables yet. Call `model.build(input_shape)` or "

@@ -53,6 +53,7 @@ class ReplicaExtended:
     # Which sentences about the losses of a model a user has read, and whether the
     # script has asked for the number of replicas.
     told_of_losses: weakref.WeakKeyDictionary[Any, set[str]]
+    compiled_models: weakref.WeakSet[Any]
     user_counts_replicas = False
     # By which rows follow the workers' speed, see `tfdp run --rebalance`.
     balance: LoadBalancer | None = None
@@ -78,6 +79,7 @@ class ReplicaExtended:
         devices = self.worker_devices  # type: ignore[attr-defined]
         first_rank = rank * len(devices)
         self.told_of_losses = weakref.WeakKeyDictionary()
+        self.compiled_models = weakref.WeakSet()
         topology = agreed_topology(self.worker_group, hosts, len(devices), self.options)
         positions = device_positions(all_devices)
         backend = _backend(self.options, devices)

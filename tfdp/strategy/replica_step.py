@@ -22,6 +22,7 @@ from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT
 from tfdp.losses.row_forms.forms import Forms
 from tfdp.replicas import drift_probe
+from tfdp.strategy.compiled_step import CompiledStep
 
 _LIBRARIES = ("keras", "tensorflow", "tfdp")
 
@@ -56,14 +57,17 @@ def prepare_run(
     )
     drift_probe.begin_step(loop.model, local)
     step_events.record_batch(parts[0].num_samples if parts else _own_samples(local[0]))
-    if parts is None:
+    if parts is None and not _compiles(loop.model):
         return _after_its_data(fn), args, None
+    told = strategy.extended.told_of_losses.setdefault(loop.model, set())
+    step = _step_of_replica(strategy, loop.model, _after_its_data(fn), parts, told)
+    if parts is None:
+        return step, args, None
     weights = [part.weight for part in parts]
     loop.batch_weights = weights
-    told = strategy.extended.told_of_losses.setdefault(loop.model, set())
     if tf.executing_eagerly():
         _tell_of_eager_steps(told, loop.model)
-    return _weighted_step(strategy, _after_its_data(fn), parts, told), args, weights
+    return step, args, weights
 
 
 def _none_for_optional(part: Any) -> Any:
@@ -72,31 +76,61 @@ def _none_for_optional(part: Any) -> Any:
     return None if isinstance(first, tf.experimental.Optional) else part
 
 
-def _weighted_step(
-    strategy: Any, fn: Callable, parts: list[BatchWeight], told: set[str]
+def _step_of_replica(
+    strategy: Any,
+    model: Any,
+    fn: Callable,
+    parts: list[BatchWeight] | None,
+    told: set[str],
 ) -> Callable:
-    """Weight each replica's gradients and logs by its part of the batch."""
+    """The step of a replica, whose gradients and logs count by its part of the batch.
+
+    Args:
+        strategy: A tfdp strategy.
+        model: The Keras model.
+        fn: Callable, the step that Keras gives.
+        parts: List of `BatchWeight`, one for each local replica, or `None`.
+        told: Set of strings, subjects of which the user has been warned.
+    """
+
+    def weigh(args: tuple, part: BatchWeight | None) -> Any:
+        if part is None:
+            return fn(*args)
+        if not tf.executing_eagerly():
+            part = dataclasses.replace(part, forms=_forms(strategy, args, part, told))
+        with batch_weight.use(part):
+            return keras.tree.map_structure(loss_terms.scale_to_row_mean, fn(*args))
+
+    compiles = _compiles(model)
+    run = CompiledStep(weigh, strategy, model, told) if compiles else weigh
 
     @functools.wraps(fn)
     def step(*args: Any) -> Any:
+        if parts is None:
+            return run(args, None)
         replica = _compat.local_replica_id(tf.distribute.get_replica_context())
-        share = parts[replica]
-        if not tf.executing_eagerly():
-            batch = [x for x in tf.nest.flatten(args) if _is_traced(x)]
-            forms = Forms(
-                batch,
-                strategy.num_replicas_in_sync,
-                told,
-                may_divide=strategy.extended.user_counts_replicas,
-            )
-            if tf.is_symbolic_tensor(share.weight):
-                # A factor of the loss that keeps its form.
-                forms.set(share.weight, CONSTANT)
-            share = dataclasses.replace(share, forms=forms)
-        with batch_weight.use(dataclasses.replace(share, weighted=set())):
-            return keras.tree.map_structure(loss_terms.scale_to_row_mean, fn(*args))
+        return run(args, dataclasses.replace(parts[replica], weighted=set()))
 
     return step
+
+
+def _compiles(model: Any) -> bool:
+    return bool(model.jit_compile) and not tf.executing_eagerly()
+
+
+def _forms(strategy: Any, args: tuple, part: BatchWeight, told: set[str]) -> Forms:
+    """The forms of a step that is traced: those of its batch and of its weight."""
+    batch = [x for x in tf.nest.flatten(args) if _is_traced(x)]
+    forms = Forms(
+        batch,
+        strategy.num_replicas_in_sync,
+        told,
+        may_divide=strategy.extended.user_counts_replicas,
+    )
+    if tf.is_symbolic_tensor(part.weight):
+        # A factor of the loss that keeps its form.
+        forms.set(part.weight, CONSTANT)
+    return forms
 
 
 def _tell_of_eager_steps(told: set[str], model: Any) -> None:

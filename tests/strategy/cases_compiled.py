@@ -1,0 +1,192 @@
+"""`jit_compile=True`: XLA compiles each replica's part of a step, with equal results.
+
+One device runs without XLA, so that what is compared is both.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdp
+from tests.harness import common, registry
+from tests.harness.env import Env
+
+case = registry.case
+layers, optimizers = keras.layers, keras.optimizers
+LEFT_OUT = "`jit_compile=True` is left out"
+
+
+def _compiled(env: Env, build: Callable[[], keras.Model], **options: Any) -> Any:
+    """A model that several replicas compile with XLA, and one device does not."""
+    with env.scope():
+        model = build()
+        options = {"optimizer": None, "loss": "mse"} | options
+        return common.compiled(model, jit_compile=not env.is_reference, **options)
+
+
+def _trained(env: Env, model: keras.Model, *data: Any, **options: Any) -> dict:
+    history = common.fit(model, *data, **options)
+    if not env.is_reference:
+        assert env.distribution.communication_plan(model).is_compiled
+    return {"history": history, "weights": env.weights(model)}
+
+
+def _without(env: Env, model: keras.Model, reason: str, *data: Any) -> dict:
+    """Train a model that XLA cannot compile, which one sentence says."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        history = common.fit(model, *data)
+    sentences = [str(w.message) for w in told if LEFT_OUT in str(w.message)]
+    if not env.is_reference:
+        assert len(sentences) == 1, sentences
+        assert reason in sentences[0]
+        assert not env.distribution.communication_plan(model).is_compiled
+    return {"history": history, "weights": env.weights(model)}
+
+
+@case("`jit_compile=True`: fit with metrics, evaluate, predict, train_on_batch")
+def xla_in_all_loops(env: Env) -> dict:
+    x, y = common.regression_data(92)  # the last batch has four rows
+    model = _compiled(env, common.mlp, metrics=["mae"], optimizer=optimizers.Adam(0.01))
+    found = _trained(env, model, x, y, validation_data=(x[:30], y[:30]), epochs=2)
+    return found | {
+        "evaluate": model.evaluate(x, y, batch_size=8, verbose=0),
+        "predict": model.predict(x, batch_size=8, verbose=0),
+        "on batch": model.train_on_batch(x[:7], y[:7]),
+        "weights": env.weights(model),
+    }
+
+
+def _cnn() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((8, 8, 3)),
+            layers.Conv2D(4, 3, padding="same"),
+            layers.LayerNormalization(),
+            layers.Activation("relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(3),
+        ]
+    )
+
+
+@case("`jit_compile=True`: a CNN with accumulation, loss scaling, sharded gradients")
+def xla_with_accumulation_scaling_and_shards(env: Env) -> dict:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(96, 8, 8, 3)).astype("float32")
+    y = common.labels(x.reshape(96, -1))
+    optimizer = optimizers.SGD(
+        0.05,
+        momentum=0.9,
+        clipnorm=1.0,
+        gradient_accumulation_steps=2 if env.is_reference else None,
+    )
+    with env.scope():
+        if not env.is_reference:
+            optimizer = tfdp.DistributedOptimizer(
+                optimizer, accumulation_steps=2, loss_scale=8.0, sharding="gradients"
+            )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model = _compiled(env, _cnn, optimizer=optimizer, loss=loss, metrics=["accuracy"])
+    return _trained(env, model, x, y)
+
+
+@case("`jit_compile=True`: sharded optimizer, several steps in one execution")
+def xla_with_a_sharded_optimizer_and_steps_per_execution(env: Env) -> dict:
+    optimizer: Any = optimizers.AdamW(0.01)
+    with env.scope():
+        if not env.is_reference:
+            optimizer = tfdp.DistributedOptimizer(optimizer, sharding="optimizer")
+    model = _compiled(env, common.mlp, optimizer=optimizer, steps_per_execution=3)
+    return _trained(env, model, *common.regression_data(60), epochs=2)
+
+
+@case("`jit_compile=True`: gradients of an Embedding, a masked LSTM")
+def xla_with_rows_and_a_mask(env: Env) -> dict:
+    def build() -> keras.Model:
+        return keras.Sequential(
+            [
+                keras.Input((common.LENGTH,), dtype="int32"),
+                layers.Embedding(common.NUM_TOKENS, 4, mask_zero=True),
+                layers.LSTM(4),
+                layers.Dense(1),
+            ]
+        )
+
+    model = _compiled(env, build, optimizer=optimizers.Adam(0.01))
+    return _trained(env, model, *common.token_data())
+
+
+class OwnStep(keras.Model):
+    """A step of the user's own, which splits into gradients and `apply`."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+            loss += 1e-3 * tf.add_n([tf.nn.l2_loss(w) for w in self.trainable_weights])
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"loss": loss}
+
+
+def _own_step(kind: type[keras.Model]) -> keras.Model:
+    plain = common.mlp()
+    return kind(plain.inputs, plain.outputs)
+
+
+@case("`jit_compile=True`: a `train_step` of the user's own")
+def xla_with_a_step_of_the_users_own(env: Env) -> dict:
+    model = _compiled(env, lambda: _own_step(OwnStep))
+    return _trained(env, model, *common.regression_data(92))
+
+
+class UsesUpdated(OwnStep):
+    def train_step(self, data):
+        logs = super().train_step(data)
+        return logs | {"kernel": tf.reduce_sum(self.trainable_weights[0])}
+
+
+@case("`jit_compile=True`: a step that uses what its update has changed is left alone")
+def xla_not_where_a_step_uses_updated_weights(env: Env) -> dict:
+    model = _compiled(env, lambda: _own_step(UsesUpdated))
+    reason = "its `train_step` uses a variable after the update that changes it"
+    return _without(env, model, reason, *common.regression_data(24))
+
+
+class _Words(layers.Layer):
+    def call(self, x):
+        return tf.strings.to_number(tf.strings.as_string(tf.stop_gradient(x))) + x
+
+
+@case("`jit_compile=True`: an operation that XLA lacks is named")
+def xla_not_where_it_lacks_an_operation(env: Env) -> dict:
+    def build() -> keras.Model:
+        inputs = keras.Input((common.NUM_FEATURES,))
+        return keras.Model(inputs, layers.Dense(1)(_Words()(inputs)))
+
+    model = _compiled(env, build)
+    reason = "XLA lacks the operation `AsString`"
+    return _without(env, model, reason, *common.regression_data(24))
+
+
+@case("`jit_compile=True`: synchronized BatchNormalization has collectives of its own")
+def xla_not_with_collectives_in_the_model(env: Env) -> dict:
+    def build() -> keras.Model:
+        return keras.Sequential(
+            [
+                keras.Input((common.NUM_FEATURES,)),
+                layers.BatchNormalization(synchronized=True),
+                layers.Dense(1),
+            ]
+        )
+
+    reason = "a collective beside those of the gradients"
+    return _without(env, _compiled(env, build), reason, *common.regression_data(24))

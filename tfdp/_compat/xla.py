@@ -1,0 +1,71 @@
+"""XLA: lowering of a traced function, and what it captures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+from keras.src.trainers import trainer
+from tensorflow.python.eager import context
+
+
+def supports_jit(model: Any) -> bool:
+    """Whether Keras would compile a model on a device for which it compiles."""
+    return trainer.model_supports_jit(model)
+
+
+def outermost(tensor: Any) -> Any:
+    """The value that a tensor of a function captures, or itself if it is none."""
+    while tf.is_symbolic_tensor(tensor):
+        captures = getattr(tensor.graph, "captures", ())
+        outer = next((out for out, inside in captures if inside is tensor), None)
+        if outer is None:
+            break
+        tensor = outer
+    return tensor
+
+
+def all_operations(graph: Any) -> Iterator[tf.Operation]:
+    """The operations of a graph and of the functions in it."""
+    yield from graph.get_operations()
+    for function in graph._functions.values():
+        inner = getattr(function, "graph", None)
+        if inner is not None:
+            yield from inner.get_operations()
+
+
+def lower(concrete: Any, arguments: Sequence[tf.TensorSpec], device: str) -> None:
+    """Lower a traced function to XLA's own operations; compiles nothing.
+
+    TensorFlow's public function of that, `experimental_get_compiler_ir`, needs
+    values for all that is captured.
+
+    Args:
+        concrete: Concrete function.
+        arguments: Sequence of `tf.TensorSpec`, static, for its flat arguments.
+        device: String, name of the device that it is for.
+
+    Raises:
+        ValueError: If XLA lacks an operation, or a shape depends on values.
+    """
+    # In init_scope a tensor made is a value, as all that is captured has to be.
+    with tf.init_scope():
+        captured = [_value_of(tensor) for tensor in concrete.captured_inputs]
+        context.context().get_compiler_ir(
+            device_name=device,
+            platform_name=None,
+            function_name=concrete.name,
+            flat_args=list(arguments),
+            captured_inputs=captured,
+            stage="hlo",
+        )
+
+
+def _value_of(tensor: Any) -> Any:
+    """What a function captures as a value: zeros where only a step knows it."""
+    value = outermost(tensor)
+    if not tf.is_symbolic_tensor(value):
+        return value
+    sizes = [1 if size is None else size for size in value.shape.as_list()]
+    return tf.zeros(sizes, value.dtype)

@@ -1,0 +1,234 @@
+"""The part of a replica's step that XLA compiles: all but collectives and updates.
+
+    compiled:  forward pass, losses, metrics, backward pass
+    then:      gradients -> the path of a step (`tfdp.step.path`)
+
+Plain Keras compiles a step on one device as a whole. XLA cannot compile collectives
+over the devices of other processes, so that a step is cut where it gives its gradients
+to the optimizer: what comes before and what comes after it, the logs, are one function;
+the updates follow. A step that cannot be cut or compiled runs without XLA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.base import batch_weight, deferred_updates
+from tfdp.base.batch_weight import BatchWeight
+from tfdp.base.deferred_updates import Update
+
+# Rows and lengths that are not known before a step, in the check for what XLA lacks.
+_ANY_SIZE = 16
+# An operation and its name in the graph.
+_LACKS = re.compile(r": (\w+) \(No registered .*?\{\{node ([^}]*)\}\}", re.DOTALL)
+
+
+class _CannotCompileError(Exception):
+    """XLA cannot compile a step, with the reason."""
+
+
+@dataclasses.dataclass
+class _Traced:
+    """The compiled part of a step."""
+
+    function: Any
+    updates: list[Update]
+    weighted: set[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """The step of a replica, compiled as far as it can be.
+
+    Args:
+        step: Function of a tuple of arguments and a `BatchWeight` or `None`, which
+            returns logs.
+        strategy: A tfdp strategy.
+        model: The Keras model.
+        told: Set of strings, subjects of which the user has been warned.
+    """
+
+    step: Callable
+    strategy: Any
+    model: Any
+    told: set[str]
+
+    def __call__(self, args: tuple, part: BatchWeight | None) -> Any:
+        """Run the step of this thread's replica.
+
+        Args:
+            args: Tuple of nested structures of tensors.
+            part: `BatchWeight` of the replica, or `None`.
+
+        Returns:
+            What `step` returns.
+        """
+        numbers = [] if part is None else [part.weight, part.num_samples]
+        compiled_models = self.strategy.extended.compiled_models
+        try:
+            traced = self._trace(args, part, numbers)
+        except (_CannotCompileError, deferred_updates.CannotDeferError) as error:
+            self._warn(str(error))
+            compiled_models.discard(self.model)
+            return self.step(args, part)
+        outputs, gradients = traced.function(args, numbers)
+        if not traced.updates:
+            return outputs
+        compiled_models.add(self.model)
+        if part is not None:
+            part = dataclasses.replace(part, weighted=traced.weighted)
+        with batch_weight.use(part):
+            for update, own in zip(traced.updates, gradients, strict=True):
+                update.optimizer.apply(_in_order(update, own), update.variables)
+        return outputs
+
+    def _device(self) -> str:
+        """The device of this thread's replica."""
+        replica = _compat.local_replica_id(tf.distribute.get_replica_context())
+        return self.strategy.extended.worker_devices[replica]
+
+    def _warn(self, reason: str) -> None:
+        if "XLA" not in self.told:
+            self.told.add("XLA")
+            warnings.warn(
+                f"`jit_compile=True` is left out for this model: {reason}. Training "
+                "goes on without XLA.",
+                stacklevel=2,
+            )
+
+    def _trace(self, args: tuple, part: BatchWeight | None, numbers: list) -> _Traced:
+        """Trace the compiled part of a step.
+
+        Raises:
+            _CannotCompileError: If it cannot be compiled.
+            CannotDeferError: If its updates cannot wait for its end.
+        """
+        _check_inputs(args)
+        updates: list[Update] = []
+        weighted: set[int] = set()
+        is_alone = self.strategy.num_replicas_in_sync == 1
+
+        @tf.autograph.experimental.do_not_convert
+        def compiled(args: tuple, numbers: list) -> Any:
+            own = None
+            if part is not None:
+                weight, num_samples = numbers
+                own = dataclasses.replace(
+                    part, weight=weight, num_samples=num_samples, weighted=weighted
+                )
+            if is_alone:  # the update too, as in plain Keras
+                return self.step(args, own), []
+            with deferred_updates.deferring() as found:
+                outputs = self.step(args, own)
+            updates.extend(found)
+            return outputs, [update.gradients for update in found]
+
+        function = tf.function(compiled, jit_compile=True, autograph=False)
+        concrete = function.get_concrete_function(args, numbers)
+        _check_collectives(concrete.graph)
+        _check_order(concrete.graph, updates)
+        _check_operations(concrete, self._device())
+        return _Traced(concrete, updates, weighted)
+
+
+def _in_order(update: Update, gradients: list) -> list:
+    """Make gradients known to the graph in the order of the backward pass.
+
+    Buckets are filled in this order, with XLA and without: sharded state lies by it.
+    """
+    given = [index for index, own in enumerate(gradients) if own is not None]
+
+    def position(index: int) -> tuple[int, int]:
+        traced = update.gradients[index]
+        parts = tf.nest.flatten(traced, expand_composites=True)
+        return max(map(_compat.op_position, parts)), -index
+
+    ordered = list(gradients)
+    for index in sorted(given, key=position):
+        ordered[index] = tf.nest.map_structure(
+            tf.identity, gradients[index], expand_composites=True
+        )
+    return ordered
+
+
+def _warn(told: set[str], reason: str) -> None:
+    if "XLA" not in told:
+        told.add("XLA")
+        warnings.warn(
+            f"This model runs without XLA (`jit_compile=True`): {reason}.",
+            stacklevel=2,
+        )
+
+
+def _check_inputs(args: tuple) -> None:
+    for tensor in tf.nest.flatten(args):
+        if isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor)):
+            kind = type(tensor).__name__
+            raise _CannotCompileError(f"a batch has a `{kind}`, which XLA lacks")
+        if tf.is_tensor(tensor) and tensor.dtype == tf.string:
+            raise _CannotCompileError("a batch has strings, which XLA lacks")
+
+
+def _check_collectives(graph: Any) -> None:
+    for op in _compat.all_operations(graph):
+        if op.type.startswith("Collective"):
+            raise _CannotCompileError(
+                "its step has a collective beside those of the gradients (a "
+                "synchronized BatchNormalization, `tfdp.all_gather`, or a loss or log "
+                f"of the rows of all replicas: operation {op.name!r})"
+            )
+
+
+def _check_order(graph: Any, updates: list[Update]) -> None:
+    """Raise if something that follows an update uses a variable which it changes."""
+    changed: set[int] = set()
+    for update in updates:
+        optimizer = update.optimizer
+        variables = [*(update.variables or ()), *optimizer.variables]
+        changed |= {
+            id(_compat.local_part(variable).handle)
+            for variable in variables
+            if variable is not _compat.rate_variable(optimizer)
+        }
+    if not updates:
+        return
+    for op in graph.get_operations()[updates[0].num_operations :]:
+        used = [_compat.outermost(x) for x in op.inputs if x.dtype == tf.resource]
+        if changed.intersection(map(id, used)):
+            raise _CannotCompileError(
+                "its `train_step` uses a variable after the update that changes it "
+                f"(operation {op.name!r})"
+            )
+
+
+def _check_operations(concrete: Any, device: str) -> None:
+    """Raise if XLA lacks an operation, or cannot know a shape."""
+    specs = [_static(tensor) for tensor in concrete.inputs[: _num_arguments(concrete)]]
+    try:
+        _compat.lower(concrete, specs, device)
+    except (ValueError, tf.errors.OpError) as error:
+        raise _CannotCompileError(_reason(str(error))) from None
+
+
+def _num_arguments(concrete: Any) -> int:
+    return len(concrete.inputs) - len(concrete.captured_inputs)
+
+
+def _static(tensor: Any) -> tf.TensorSpec:
+    sizes = [_ANY_SIZE if size is None else size for size in tensor.shape.as_list()]
+    return tf.TensorSpec(sizes, tensor.dtype)
+
+
+def _reason(text: str) -> str:
+    """The sentence of an error of XLA's that says what it lacks."""
+    lacks = _LACKS.search(text)
+    if lacks:
+        return f"XLA lacks the operation `{lacks[1]}` ({lacks[2]!r})"
+    return "XLA cannot compile it: " + text.partition("\n")[0].strip(" .")
