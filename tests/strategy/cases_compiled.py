@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -16,6 +17,7 @@ import tensorflow as tf
 import tfdp
 from tests.harness import common, registry
 from tests.harness.env import Env
+from tfdp.base import xla
 
 case = registry.case
 layers, optimizers = keras.layers, keras.optimizers
@@ -122,6 +124,33 @@ def xla_with_rows_and_a_mask(env: Env) -> dict:
 
     model = _compiled(env, build, optimizer=optimizers.Adam(0.01))
     return _trained(env, model, *common.token_data())
+
+
+def _wide() -> keras.Model:
+    return common.mlp(units=6000)  # 12,000 weights on each of four replicas
+
+
+@case("`jit_compile=True`: the update of large variables, whole and sharded")
+def xla_for_the_update(env: Env) -> dict:
+    found, calls = {}, []
+    original = xla.run
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return original(*args)
+
+    for sharding in ("none", "optimizer"):
+        optimizer: Any = optimizers.AdamW(0.01, epsilon=0.1, clipnorm=1.0)
+        with env.scope():
+            if not env.is_reference:
+                optimizer = tfdp.DistributedOptimizer(optimizer, sharding=sharding)
+        keras.utils.set_random_seed(1)
+        model = _compiled(env, _wide, optimizer=optimizer)
+        with mock.patch.object(xla, "run", counted):
+            found[sharding] = _trained(env, model, *common.regression_data(40))
+        assert env.is_reference or calls
+        calls.clear()
+    return found
 
 
 class OwnStep(keras.Model):

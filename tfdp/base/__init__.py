@@ -5,6 +5,8 @@ Reading order:
     loops: the loop of Keras that is running
     batch_weight: weight of a replica's rows in the sums over a global batch
     param_groups: variables by optimizer, and properties of Keras's optimizers
+    xla, deferred_updates: what XLA compiles of a step, and what waits for its end
     active_hooks: hooks that are active while steps are traced
-    private_folder: folders that only their owner can read
+    stand_in_seed: seeds of those who give none
+    files: files that appear whole, and folders that only their owner can read
 """

@@ -14,11 +14,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.base import xla
 from tfdp.plans.shards import Segment, ShardPlan
 from tfdp.reduction.fusion import pack
 from tfdp.sharding.packing import elements_of
 from tfdp.sharding.sharded_gradients import ShardedGradients
 from tfdp.step.flat_params import FlatParameterRange, TensorView
+from tfdp.step.grouped_update import gains_from_xla
 
 
 class ElementShards:
@@ -139,19 +141,25 @@ class ElementShards:
         rate: Any,
     ) -> tf.Tensor:
         """Apply the optimizer's own update to elements `start` to `stop` of a shard."""
-        view = TensorView(values)
-        slots = {
-            name: self._slot_range(items[self.buckets.index(number)], start, stop)
-            for name, items in self.slots.items()
-        }
-        flat = _compat.with_slots(
-            optimizer, view, {name: [slot] for name, slot in slots.items()}
-        )
-        flat.update_step(gradient, view, rate)
-        for slot in slots.values():
-            if isinstance(slot, FlatParameterRange):
-                slot.write_back()
-        return view.read_value()
+
+        def update(values: tf.Tensor, gradient: Any, rate: Any) -> tf.Tensor:
+            view = TensorView(values)
+            slots = {
+                name: self._slot_range(items[self.buckets.index(number)], start, stop)
+                for name, items in self.slots.items()
+            }
+            flat = _compat.with_slots(
+                optimizer, view, {name: [slot] for name, slot in slots.items()}
+            )
+            flat.update_step(gradient, view, rate)
+            for slot in slots.values():
+                if isinstance(slot, FlatParameterRange):
+                    slot.write_back()
+            return view.read_value()
+
+        if xla.is_wanted() and gains_from_xla([gradient]):
+            return xla.run(update, (values, gradient, rate), self.device)
+        return update(values, gradient, rate)
 
     def _slot_range(self, slot: Any, start: int, stop: int) -> Any:
         is_whole = slot is None or (start, stop) == (0, slot.shape[0])

@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.base import xla
 from tfdp.base.param_groups import gains_from_groups, is_elementwise
 from tfdp.step.flat_params import FlatParameter, pack
 
@@ -22,6 +23,9 @@ LARGEST_ELEMENTS = 2**11
 # Elements of a group: 128 KB of float32, so that a dozen of them stay in the cache of
 # a core. Twice as many took longer.
 LARGEST_GROUP = 2**15
+# Elements of a variable, on average, from which on one loop over them that XLA compiles
+# takes less than the optimizer's kernels, each with its own pass through the memory.
+LEAST_FOR_XLA = 2**13
 
 
 def decay_and_update(
@@ -44,13 +48,38 @@ def decay_and_update(
         optimizer = _compat.with_rate(optimizer, rate)
     if is_elementwise(optimizer):
         optimizer = _compat.with_counter_read(optimizer)
-    _compat.apply_weight_decay(optimizer, [variables[i] for i in single])
-    _compat.update_variables(
+    _update(
         optimizer, [gradients[i] for i in single], [variables[i] for i in single], rate
     )
     for group in groups:
         members = [variables[index] for index in group]
         _update_group(optimizer, [gradients[i] for i in group], members, rate)
+
+
+def _update(optimizer: Any, gradients: list, variables: list, rate: Any) -> None:
+    """Update variables, each by kernels of its own or all by one that XLA compiles."""
+
+    def update(gradients: list, rate: Any) -> None:
+        _compat.apply_weight_decay(optimizer, variables)
+        _compat.update_variables(optimizer, gradients, variables, rate)
+
+    if xla.is_wanted() and gains_from_xla(gradients):
+        device = _compat.local_part(variables[0]).device
+        xla.run(update, (gradients, rate), device)
+    else:
+        update(gradients, rate)
+
+
+def gains_from_xla(gradients: Sequence[Any]) -> bool:
+    """Return whether gradients are dense, and large enough to gain from XLA.
+
+    Args:
+        gradients: Sequence of tensors and `tf.IndexedSlices`.
+    """
+    if not gradients or any(isinstance(g, tf.IndexedSlices) for g in gradients):
+        return False
+    sizes = [gradient.shape.num_elements() or 0 for gradient in gradients]
+    return sum(sizes) >= LEAST_FOR_XLA * len(sizes)
 
 
 def plan_groups(

@@ -12,7 +12,6 @@ the updates follow. A step that cannot be cut or compiled runs without XLA.
 from __future__ import annotations
 
 import dataclasses
-import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,18 +19,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import batch_weight, deferred_updates
+from tfdp.base import batch_weight, deferred_updates, xla
 from tfdp.base.batch_weight import BatchWeight
 from tfdp.base.deferred_updates import Update
-
-# Rows and lengths that are not known before a step, in the check for what XLA lacks.
-_ANY_SIZE = 16
-# An operation and its name in the graph.
-_LACKS = re.compile(r": (\w+) \(No registered .*?\{\{node ([^}]*)\}\}", re.DOTALL)
-
-
-class _CannotCompileError(Exception):
-    """XLA cannot compile a step, with the reason."""
+from tfdp.base.xla import CannotCompileError
 
 
 @dataclasses.dataclass
@@ -74,7 +65,7 @@ class CompiledStep:
         compiled_models = self.strategy.extended.compiled_models
         try:
             traced = self._trace(args, part, numbers)
-        except (_CannotCompileError, deferred_updates.CannotDeferError) as error:
+        except (CannotCompileError, deferred_updates.CannotDeferError) as error:
             self._warn(str(error))
             compiled_models.discard(self.model)
             return self.step(args, part)
@@ -107,7 +98,7 @@ class CompiledStep:
         """Trace the compiled part of a step.
 
         Raises:
-            _CannotCompileError: If it cannot be compiled.
+            CannotCompileError: If it cannot be compiled.
             CannotDeferError: If its updates cannot wait for its end.
         """
         _check_inputs(args)
@@ -115,7 +106,6 @@ class CompiledStep:
         weighted: set[int] = set()
         is_alone = self.strategy.num_replicas_in_sync == 1
 
-        @tf.autograph.experimental.do_not_convert
         def compiled(args: tuple, numbers: list) -> Any:
             own = None
             if part is not None:
@@ -130,11 +120,10 @@ class CompiledStep:
             updates.extend(found)
             return outputs, [update.gradients for update in found]
 
-        function = tf.function(compiled, jit_compile=True, autograph=False)
-        concrete = function.get_concrete_function(args, numbers)
+        concrete = xla.trace(compiled, (args, numbers))
         _check_collectives(concrete.graph)
         _check_order(concrete.graph, updates)
-        _check_operations(concrete, self._device())
+        xla.check(concrete, self._device())
         return _Traced(concrete, updates, weighted)
 
 
@@ -171,15 +160,15 @@ def _check_inputs(args: tuple) -> None:
     for tensor in tf.nest.flatten(args):
         if isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor)):
             kind = type(tensor).__name__
-            raise _CannotCompileError(f"a batch has a `{kind}`, which XLA lacks")
+            raise CannotCompileError(f"a batch has a `{kind}`, which XLA lacks")
         if tf.is_tensor(tensor) and tensor.dtype == tf.string:
-            raise _CannotCompileError("a batch has strings, which XLA lacks")
+            raise CannotCompileError("a batch has strings, which XLA lacks")
 
 
 def _check_collectives(graph: Any) -> None:
     for op in _compat.all_operations(graph):
         if op.type.startswith("Collective"):
-            raise _CannotCompileError(
+            raise CannotCompileError(
                 "its step has a collective beside those of the gradients (a "
                 "synchronized BatchNormalization, `tfdp.all_gather`, or a loss or log "
                 f"of the rows of all replicas: operation {op.name!r})"
@@ -202,33 +191,7 @@ def _check_order(graph: Any, updates: list[Update]) -> None:
     for op in graph.get_operations()[updates[0].num_operations :]:
         used = [_compat.outermost(x) for x in op.inputs if x.dtype == tf.resource]
         if changed.intersection(map(id, used)):
-            raise _CannotCompileError(
+            raise CannotCompileError(
                 "its `train_step` uses a variable after the update that changes it "
                 f"(operation {op.name!r})"
             )
-
-
-def _check_operations(concrete: Any, device: str) -> None:
-    """Raise if XLA lacks an operation, or cannot know a shape."""
-    specs = [_static(tensor) for tensor in concrete.inputs[: _num_arguments(concrete)]]
-    try:
-        _compat.lower(concrete, specs, device)
-    except (ValueError, tf.errors.OpError) as error:
-        raise _CannotCompileError(_reason(str(error))) from None
-
-
-def _num_arguments(concrete: Any) -> int:
-    return len(concrete.inputs) - len(concrete.captured_inputs)
-
-
-def _static(tensor: Any) -> tf.TensorSpec:
-    sizes = [_ANY_SIZE if size is None else size for size in tensor.shape.as_list()]
-    return tf.TensorSpec(sizes, tensor.dtype)
-
-
-def _reason(text: str) -> str:
-    """The sentence of an error of XLA's that says what it lacks."""
-    lacks = _LACKS.search(text)
-    if lacks:
-        return f"XLA lacks the operation `{lacks[1]}` ({lacks[2]!r})"
-    return "XLA cannot compile it: " + text.partition("\n")[0].strip(" .")

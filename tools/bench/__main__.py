@@ -34,6 +34,7 @@ from tools.bench import (
     step,
     update,
     wrapping,
+    xla,
 )
 from tools.bench.buckets_command import buckets
 from tools.bench.hosts_bed import bits_per_second, missing
@@ -156,6 +157,7 @@ BENCHMARKS = [
     benchmark("consistency", consistency.run, MODELS_TO_TRAIN),
     benchmark("rebalance", rebalance.run),
     benchmark("input-rows", input_rows.run),
+    benchmark("xla", xla.run),
     benchmark("hosts", hosts.run, RATES_OF_LINK, WORKERS_PER_HOST, MEGABYTES),
     benchmark("hosts-step", hosts_step.run, RATES_OF_LINK, BATCH, TORCH),
     benchmark("hosts-plan", algorithms.run_on_hosts, RATES_OF_LINK),

@@ -1,0 +1,116 @@
+"""XLA: functions of a replica's step that are compiled, as far as XLA can.
+
+What XLA lacks is found while a step is traced, and not by an error of its first run,
+which would have read its batch already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.base import loops
+
+# Sizes that are not known before a step, in the check for what XLA lacks.
+_ANY_SIZE = 16
+# An operation and its name in the graph.
+_LACKS = re.compile(r": (\w+) \(No registered .*?\{\{node ([^}]*)\}\}", re.DOTALL)
+
+_thread = threading.local()
+
+
+class CannotCompileError(Exception):
+    """XLA cannot compile a function, with the reason."""
+
+
+def is_wanted() -> bool:
+    """Return whether XLA is to compile the running step, and does not yet."""
+    loop = loops.current()
+    return (
+        loop is not None
+        and bool(loop.model.jit_compile)
+        and not tf.executing_eagerly()
+        and not getattr(_thread, "is_tracing", False)
+    )
+
+
+def trace(function: Callable, args: tuple) -> Any:
+    """Trace a function that XLA compiles when it is called.
+
+    Args:
+        function: Callable of nested structures of tensors.
+        args: Tuple of its arguments.
+
+    Returns:
+        Concrete function.
+    """
+    plain = tf.autograph.experimental.do_not_convert(function)
+    with _tracing():
+        return tf.function(plain, jit_compile=True).get_concrete_function(*args)
+
+
+def check(concrete: Any, device: str) -> None:
+    """Raise what XLA cannot compile of a traced function.
+
+    Args:
+        concrete: Concrete function.
+        device: String, where it is to run.
+
+    Raises:
+        CannotCompileError: If XLA lacks an operation, or cannot know a shape.
+    """
+    num_arguments = len(concrete.inputs) - len(concrete.captured_inputs)
+    specs = [_static(tensor) for tensor in concrete.inputs[:num_arguments]]
+    try:
+        _compat.lower(concrete, specs, device)
+    except (ValueError, tf.errors.OpError) as error:
+        raise CannotCompileError(_reason(str(error))) from None
+
+
+def run(function: Callable, args: tuple, device: str) -> Any:
+    """Run a function, compiled if XLA can.
+
+    Args:
+        function: Callable of nested structures of tensors.
+        args: Tuple of its arguments.
+        device: String, where it runs.
+
+    Returns:
+        What it returns.
+    """
+    try:
+        concrete = trace(function, args)
+        check(concrete, device)
+    except CannotCompileError:
+        return function(*args)
+    return concrete(*args)
+
+
+@contextlib.contextmanager
+def _tracing() -> Iterator[None]:
+    _thread.is_tracing = True
+    try:
+        yield
+    finally:
+        _thread.is_tracing = False
+
+
+def _static(tensor: Any) -> tf.TensorSpec:
+    if tensor.shape.rank is None:
+        raise CannotCompileError("a batch has a tensor of unknown rank")
+    sizes = [_ANY_SIZE if size is None else size for size in tensor.shape.as_list()]
+    return tf.TensorSpec(sizes, tensor.dtype)
+
+
+def _reason(text: str) -> str:
+    """The sentence of an error of XLA's that says what it lacks."""
+    lacks = _LACKS.search(text)
+    if lacks:
+        return f"XLA lacks the operation `{lacks[1]}` ({lacks[2]!r})"
+    return "XLA cannot compile it: " + text.partition("\n")[0].strip(" .")

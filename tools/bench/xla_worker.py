@@ -1,0 +1,111 @@
+"""Keras `fit` with and without XLA, on one device and under tfdp."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from tfdp.bench.channel import Arm, Arms, OnDemand, work
+from tools.bench.xla import BATCH_SIZES
+
+
+def build(name: str) -> Any:
+    """Make a model of ten classes."""
+    import keras
+
+    layers = keras.layers
+    if name == "mlp":
+        parts = [
+            keras.Input((784,)),
+            layers.Dense(1024, activation="relu"),
+            layers.BatchNormalization(),
+            layers.Dense(1024, activation="relu"),
+        ]
+    elif name == "cnn":
+        parts = [keras.Input((32, 32, 3))]
+        for filters in (32, 32, 64, 64):
+            parts += [
+                layers.Conv2D(filters, 3, padding="same", use_bias=False),
+                layers.BatchNormalization(),
+                layers.Activation("relu"),
+            ]
+            if len(parts) in (7, 13):
+                parts.append(layers.MaxPooling2D())
+        parts.append(layers.GlobalAveragePooling2D())
+    else:
+        return _transformer()
+    return keras.Sequential([*parts, layers.Dense(10)])
+
+
+def _transformer() -> Any:
+    import keras
+
+    layers = keras.layers
+    inputs = keras.Input((64,), dtype="int32")
+    x = layers.Embedding(128, 128)(inputs)
+    for _ in range(2):
+        norm = layers.LayerNormalization()(x)
+        x = x + layers.MultiHeadAttention(4, 32)(norm, norm, use_causal_mask=True)
+        norm = layers.LayerNormalization()(x)
+        x = x + layers.Dense(128)(layers.Dense(512, activation="gelu")(norm))
+    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
+
+
+def _batch(model: Any, size: int) -> tuple:
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    shape = (size, *model.input_shape[1:])
+    y = rng.integers(0, 10, size)
+    if model.input_dtype == "int32":
+        return rng.integers(0, 128, shape).astype("int32"), y
+    return rng.normal(size=shape).astype("float32"), y
+
+
+def fit_arm(strategy: Any, name: str, *, compiles: bool) -> Arm:
+    """Seconds per step of `fit`, from the end of the first step on."""
+    import keras
+    import numpy as np
+
+    from tools.bench.fit_blocks import Clock
+
+    keras.utils.set_random_seed(0)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = build(name)
+        model.compile(
+            keras.optimizers.Adam(1e-3),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            jit_compile=compiles,
+        )
+    num_replicas = strategy.num_replicas_in_sync if strategy else 1
+    size = BATCH_SIZES[name] * num_replicas
+    x, y = _batch(model, size)
+
+    def run(steps: int) -> float:
+        clock = Clock(skipped=0)
+        data = [np.concatenate([part] * (steps + 1)) for part in (x, y)]
+        model.fit(*data, batch_size=size, shuffle=False, verbose=0, callbacks=[clock])
+        return clock.seconds
+
+    return run
+
+
+def make_arms(setup: dict[str, Any]) -> Arms:
+    import tfdp
+
+    devices = tfdp.testing.logical_cpus(2)
+    strategies = {
+        "plain": None,
+        "one": tfdp.MirroredStrategy(devices[:1]),
+        "two": tfdp.MirroredStrategy(devices),
+    }
+
+    def make(arm: str) -> Arm:
+        name, who, how = arm.split("/")
+        return fit_arm(strategies[who], name, compiles=how == "jit")
+
+    return OnDemand(make, lambda arm: arm.partition("/")[0])
+
+
+if __name__ == "__main__":
+    work(make_arms)
