@@ -251,6 +251,10 @@ LEFT_OUT = {
     "stop_training_within_an_epoch_on_one_worker": "stop_training_on_one_worker",
     "stateful_rnn": "masked_lstm",
     "iterations_on_unknown_cardinality": "generator_loses_no_batch",
+    "xla_with_a_sharded_optimizer_*": "xla_for_the_update",
+    "xla_with_accumulation_*": "xla_for_the_update",
+    "xla_with_rows_and_a_mask": "xla_in_all_loops",
+    "xla_not_with_collectives_*": "xla_not_where_it_lacks_an_operation",
     "two_strategies_train_by_turns": "two_strategies_reduce_in_one_function",
     "padded_lengths_hold_the_length_and_waste_little": "collectives_in_inner_functions",
 }

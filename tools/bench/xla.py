@@ -9,6 +9,7 @@ from tools.bench.report import Arguments, Figure, Report
 MODELS = ("mlp", "cnn", "transformer")
 # Samples of a replica.
 BATCH_SIZES = {"mlp": 32, "cnn": 16, "transformer": 8}
+MODULE = "tools.bench.xla_worker"
 # Of a block, of the slowest arm.
 SECONDS = 1.0
 
@@ -25,21 +26,42 @@ def run(args: Arguments) -> None:
     }
     report = Report(args, setting)
     for model in MODELS:
-        side = Side("fit", "tools.bench.xla_worker", {})
-        arms = [
-            (side, f"{model}/{who}/{how}")
-            for who in ("plain", "one", "two")
-            for how in ("jit", "no jit")
-        ]
-        with started(side):
-            times = alternate_for(SECONDS, arms, blocks=args.blocks)
-        report.add_times(times)
-        jit = {who: times[f"fit/{model}/{who}/jit"] for who in ("plain", "one", "two")}
-        ratio = paired_ratio(jit["one"], jit["plain"])
-        name = f"{model}, one replica, compiled: step time relative to plain Keras's"
-        report.add(Figure(f"{name} compiled one", ratio, at_most=1.03))
-        for who, what in (("plain", "plain Keras"), ("one", "one"), ("two", "two")):
-            ratio = paired_ratio(jit[who], times[f"fit/{model}/{who}/no jit"])
-            name = what if who == "plain" else f"{what} replica{'s' * (who == 'two')}"
-            report.add(Figure(f"{model}, {name}: compiled relative to not", ratio))
+        _measure_devices(report, model, args.blocks)
+        _measure_workers(report, model, args.blocks)
     report.finish()
+
+
+def _measure_devices(report: Report, model: str, blocks: int) -> None:
+    who = ("plain", "one", "two")
+    side = Side("fit", MODULE, {})
+    times = _times(report, side, model, who, blocks)
+    one, plain = times["one", "jit"], times["plain", "jit"]
+    name = f"{model}, one replica, compiled: step time relative to plain Keras's"
+    report.add(Figure(f"{name} compiled one", paired_ratio(one, plain), at_most=1.03))
+    named = zip(who, ("plain Keras", "one replica", "two replicas"), strict=True)
+    for each, what in named:
+        ratio = paired_ratio(times[each, "jit"], times[each, "no jit"])
+        report.add(Figure(f"{model}, {what}: compiled relative to not", ratio))
+
+
+def _measure_workers(report: Report, model: str, blocks: int) -> None:
+    """Measure two processes: also what is lost where no reduction overlaps."""
+    side = Side("fit", MODULE, {"strategy": "tfdp"}, num_workers=2)
+    times = _times(report, side, model, ("workers", "one bucket"), blocks)
+    overlapped = times["workers", "no jit"]
+    ratio = paired_ratio(times["workers", "jit"], overlapped)
+    report.add(Figure(f"{model}, two workers: compiled relative to not", ratio))
+    ratio = paired_ratio(times["one bucket", "no jit"], overlapped)
+    name = f"{model}, two workers, not compiled: all reduced after the backward pass"
+    report.add(Figure(f"{name}, relative to during it", ratio))
+
+
+def _times(
+    report: Report, side: Side, model: str, who: tuple[str, ...], blocks: int
+) -> dict[tuple[str, str], list[float]]:
+    keys = [(each, how) for each in who for how in ("jit", "no jit")]
+    arms = [(side, f"{model}/{each}/{how}") for each, how in keys]
+    with started(side):
+        times = alternate_for(SECONDS, arms, blocks=blocks)
+    report.add_times(times)
+    return {key: times[f"fit/{model}/{'/'.join(key)}"] for key in keys}

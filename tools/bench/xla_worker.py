@@ -91,20 +91,36 @@ def fit_arm(strategy: Any, name: str, *, compiles: bool) -> Arm:
 
 
 def make_arms(setup: dict[str, Any]) -> Arms:
-    import tfdp
-
-    devices = tfdp.testing.logical_cpus(2)
-    strategies = {
-        "plain": None,
-        "one": tfdp.MirroredStrategy(devices[:1]),
-        "two": tfdp.MirroredStrategy(devices),
-    }
+    strategies = _workers(setup) if len(setup["addresses"]) > 1 else _devices()
 
     def make(arm: str) -> Arm:
         name, who, how = arm.split("/")
         return fit_arm(strategies[who], name, compiles=how == "jit")
 
     return OnDemand(make, lambda arm: arm.partition("/")[0])
+
+
+def _devices() -> dict[str, Any]:
+    import tfdp
+
+    devices = tfdp.testing.logical_cpus(2)
+    return {
+        "plain": None,
+        "one": tfdp.MirroredStrategy(devices[:1]),
+        "two": tfdp.MirroredStrategy(devices),
+    }
+
+
+def _workers(setup: dict[str, Any]) -> dict[str, Any]:
+    """Reduces as gradients come, and all of them after the backward pass."""
+    import tfdp
+    from tfdp.bench.training import make_strategy
+
+    last = tfdp.CommunicationOptions(bucket_mb=1000.0, first_bucket_mb=1000.0)
+    return {
+        "workers": make_strategy(setup),
+        "one bucket": tfdp.MultiWorkerMirroredStrategy(communication=last),
+    }
 
 
 if __name__ == "__main__":
