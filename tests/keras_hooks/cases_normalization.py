@@ -138,7 +138,7 @@ def spectral_normalization(env: Env) -> dict:
     return common.train(env, build, *common.regression_data())
 
 
-@case("Convolutions on replicas without samples", setups=registry.ALL)
+@case("Convolutions and pooling on replicas without samples", setups=registry.ALL)
 def convolutions_on_replicas_without_samples(env: Env) -> dict:
     def build():
         model = keras.Sequential(
@@ -150,6 +150,9 @@ def convolutions_on_replicas_without_samples(env: Env) -> dict:
                 layers.DepthwiseConv2D(2, activation="tanh"),
                 layers.Reshape((4, 4)),
                 layers.Conv1D(3, 2),
+                layers.Reshape((3, 3, 1)),
+                layers.MaxPooling2D(2, strides=1, padding="same"),
+                layers.AveragePooling2D(2, strides=1),
                 layers.Flatten(),
                 layers.Dense(1),
             ]

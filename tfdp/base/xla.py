@@ -36,8 +36,13 @@ def is_wanted() -> bool:
         loop is not None
         and bool(loop.model.jit_compile)
         and not tf.executing_eagerly()
-        and not getattr(_thread, "is_tracing", False)
+        and not is_tracing()
     )
+
+
+def is_tracing() -> bool:
+    """Return whether this thread traces what XLA compiles."""
+    return getattr(_thread, "is_tracing", False)
 
 
 def trace(function: Callable, args: tuple) -> Any:

@@ -296,8 +296,9 @@ _LAYERS = (
         Replacement(
             _compat.keras_nn,
             call,
-            layer_hooks.convolve,
-            "Convolutions by oneDNN return a wrong shape where there are no rows.",
+            layer_hooks.give_a_row,
+            "Convolutions by oneDNN return a wrong shape where there are no rows, and "
+            "the gradients of pooling end the process.",
         )
         for call in (
             "conv(inputs, kernel, strides, padding, data_format, dilation_rate)",
@@ -305,6 +306,8 @@ _LAYERS = (
             "dilation_rate)",
             "separable_conv(inputs, depthwise_kernel, pointwise_kernel, strides, "
             "padding, data_format, dilation_rate)",
+            "max_pool(inputs, pool_size, strides, padding, data_format)",
+            "average_pool(inputs, pool_size, strides, padding, data_format)",
         )
     ),
     *(

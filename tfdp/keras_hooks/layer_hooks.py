@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.base import xla
 from tfdp.base.context import replica_context
 from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT
@@ -43,12 +44,13 @@ def moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) ->
     return synchronized_masked_moments(context, inputs, mask, axes)
 
 
-def convolve(original: Callable, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give a replica without samples a row to convolve, and no row back.
+def give_a_row(original: Callable, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Give a replica without samples a row to convolve or pool, and no row back.
 
     TensorFlow's convolutions by oneDNN, in float32 on CPUs, return the shape of
-    their input where that has no rows, and the layers behind them fail. Seen with
-    TensorFlow 2.19 to 2.21; tests/keras_hooks/cases_normalization.py guards it.
+    their input where that has no rows, and the layers behind them fail; the gradient
+    of its pooling ends the process. Seen with TensorFlow 2.19 to 2.21;
+    tests/keras_hooks/cases_normalization.py guards it.
     """
     if not _may_be_empty(inputs):
         return original(inputs, *args, **kwargs)
@@ -66,7 +68,7 @@ def convolve(original: Callable, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _may_be_empty(inputs: Any) -> bool:
     context = replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
+    if context is None or context.num_replicas_in_sync == 1 or xla.is_tracing():
         return False
     rows = tf.convert_to_tensor(inputs).shape[0]
     device = tf.distribute.get_strategy().extended.group.devices[0]
