@@ -90,6 +90,7 @@ from tfdp._compat.graphs import (
     root_graph,
 )
 from tfdp._compat.keras_data import (
+    RowsOfPyDatasetAdapter,
     dataset_maker,
     distributed_dataset,
     epoch_progress,

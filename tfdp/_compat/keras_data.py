@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from keras.src.trainers.data_adapters import py_dataset_adapter
+
 
 def distributed_dataset(epoch_iterator: Any) -> Any:
     """The distributed dataset behind one of Keras's epoch iterators."""
@@ -60,8 +62,19 @@ def shuffles_arrays(adapter: Any) -> bool:
 
 def source_of(adapter: Any) -> Any:
     """Source of a data adapter of Keras: arrays, a dataset, or the user's object."""
-    for name in ("_inputs", "_dataset", "py_dataset", "generator"):
+    for name in ("user_data", "_inputs", "_dataset", "py_dataset", "generator"):
         found = getattr(adapter, name, None)
         if found is not None:
             return found
     return adapter
+
+
+class RowsOfPyDatasetAdapter(py_dataset_adapter.PyDatasetAdapter):
+    """Keras's adapter of a `PyDataset`, for one whose items are `{"rows", "total"}`.
+
+    Keras standardizes the rows of an item as it does a batch, and adds class weights.
+    """
+
+    def _standardize_batch(self, item: dict[str, Any]) -> dict[str, Any]:
+        rows = super()._standardize_batch(item["rows"])
+        return {"rows": rows, "total": item["total"]}

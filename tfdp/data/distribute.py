@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdp import _compat, user_code
 from tfdp.data.batch_sizes import batch_size_of
-from tfdp.data.early_rows import divide_early
+from tfdp.data.early_rows import Division, divide_early
 from tfdp.data.per_replica_dataset import (
     PREFETCHED_STEPS,
     PerReplicaDataset,
@@ -28,6 +28,9 @@ from tfdp.data.per_replica_dataset import (
 from tfdp.data.rows import divide_batches, in_turn, rows_of_ranks
 from tfdp.data.same_datasets import check_not_sharded, compare
 
+OF_BALANCE = (
+    "with `--rebalance` it changes which rows these are, while they are read ahead"
+)
 _POLICY = tf.data.experimental.AutoShardPolicy
 
 
@@ -70,17 +73,36 @@ def _distribute_rows(
 ) -> Any:
     """Return the distributed dataset of the local replicas' rows."""
     num_replicas = strategy.num_replicas_in_sync
-    extended = strategy.extended
     divided = _divide_early(strategy, dataset, ranks)
-    on_cpus = extended.group.backend != "nccl" and not _has_gpus(strategy)
-    if (on_cpus or extended.balance is not None) and options is None:
+    if _reads_on_cpus(strategy) and options is None:
         if divided is None:
             divided = divide_and_prefetch(dataset, ranks, num_replicas)
         else:
             divided = divided.prefetch(PREFETCHED_STEPS)
-        return PerReplicaDataset(divided, strategy, read_options, batches=dataset)
-    if divided is None:
+    elif divided is None:
         divided = divide_batches(dataset, ranks, num_replicas)
+    return distribute_divided(strategy, divided, options, read_options, dataset)
+
+
+def distribute_divided(
+    strategy: Any,
+    divided: tf.data.Dataset,
+    options: Any,
+    read_options: ReadOptions,
+    batches: tf.data.Dataset | None = None,
+) -> Any:
+    """Return the distributed dataset of rows that are divided among local replicas.
+
+    Args:
+        strategy: A tfdp strategy.
+        divided: `tf.data.Dataset` as `divide_batches` returns it.
+        options: `tf.distribute.InputOptions` or `None`.
+        read_options: `ReadOptions`.
+        batches: `tf.data.Dataset` of the global batches, or `None`, see
+            `PerReplicaDataset`. Defaults to `None`.
+    """
+    if _reads_on_cpus(strategy) and options is None:
+        return PerReplicaDataset(divided, strategy, read_options, batches=batches)
     local = in_turn(divided)
     distributed = strategy.distribute_datasets_from_function(lambda _: local, options)
     if read_options.asks_workers:
@@ -88,23 +110,42 @@ def _distribute_rows(
     return _compat.without_partial_batches(distributed)
 
 
+def _reads_on_cpus(strategy: Any) -> bool:
+    """Return whether a step takes its rows from host memory, or from a GPU's."""
+    extended = strategy.extended
+    on_cpus = extended.group.backend != "nccl" and not _has_gpus(strategy)
+    return on_cpus or extended.balance is not None
+
+
 def _divide_early(
     strategy: Any, dataset: tf.data.Dataset, ranks: list[int]
 ) -> tf.data.Dataset | None:
     """Divide a dataset before its rows are prepared, where other workers have some."""
     extended = strategy.extended
-    num_workers = extended.worker_group.num_workers
-    if num_workers == 1 or extended.balance is not None:
+    if extended.worker_group.num_workers == 1:
         return None
     division = divide_early(dataset, ranks, strategy.num_replicas_in_sync)
-    is_first = extended.worker_group.rank == 0  # the others have the same
-    if division.obstacle and is_first and division.obstacle not in extended.told:
-        extended.told.add(division.obstacle)
-        user_code.warn(
-            f"Each of the {num_workers} workers prepares all rows of this dataset, and "
-            f"not only its own: {division.obstacle}."
-        )
+    if division.dataset is not None and extended.balance is not None:
+        division = Division(obstacle=OF_BALANCE)
+    tell_of_obstacle(strategy, division.obstacle)
     return division.dataset
+
+
+def tell_of_obstacle(strategy: Any, obstacle: str) -> None:
+    """Warn of what makes each worker prepare all rows, once, on the first worker.
+
+    Args:
+        strategy: A tfdp strategy.
+        obstacle: String, or an empty one if there is none.
+    """
+    extended = strategy.extended
+    is_first = extended.worker_group.rank == 0  # the others have the same
+    if obstacle and is_first and obstacle not in extended.told:
+        extended.told.add(obstacle)
+        user_code.warn(
+            f"Each of the {extended.worker_group.num_workers} workers prepares all rows "
+            f"of this dataset, and not only its own: {obstacle}."
+        )
 
 
 def _has_gpus(strategy: Any) -> bool:

@@ -87,7 +87,7 @@ def divide_early(
         return Division(obstacle=obstacle)
     for each in after:
         own = each(own)
-    own = _divided(own, ranks, num_replicas, static)
+    own = divide_rows(own, ranks, num_replicas, static)
     length = int(batches.cardinality())
     if length != tf.data.UNKNOWN_CARDINALITY:
         own = own.apply(tf.data.experimental.assert_cardinality(length))
@@ -183,10 +183,25 @@ def _own_elements(
     return raw.window(size, drop_remainder=drops).flat_map(take)
 
 
-def _divided(
-    batches: tf.data.Dataset, ranks: list[int], num_replicas: int, static: int | None
+def divide_rows(
+    batches: tf.data.Dataset,
+    ranks: list[int],
+    num_replicas: int,
+    static: int | None = None,
 ) -> tf.data.Dataset:
-    """Divide this worker's rows of each batch among its replicas."""
+    """Divide this worker's rows of each batch among its replicas.
+
+    Args:
+        batches: `tf.data.Dataset` of pairs: a nest of this worker's rows, of which
+            there is one even where it has none, and the number of all, int64.
+        ranks: List of ints, consecutive.
+        num_replicas: Int, on all workers.
+        static: Int, the number of all rows if each batch has as many, or `None`.
+            Defaults to `None`.
+
+    Returns:
+        `tf.data.Dataset` as `rows.divide_batches` returns it.
+    """
 
     @no_autograph
     def divide(rows: Any, total: tf.Tensor) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 import warnings
 from collections.abc import Callable
 from typing import Any
+
+import keras
 
 from tfdp import _compat
 from tfdp.base import loops, stand_in_seed
@@ -16,6 +19,7 @@ from tfdp.data import position as data_position
 from tfdp.data.determinism import SeededShuffle
 from tfdp.data.distribute import is_endless, steps_per_batch
 from tfdp.data.lengths import ENDLESS, Length, agreed_steps, dropped_batches
+from tfdp.data.own_rows import with_own_rows
 from tfdp.data.per_replica_dataset import PerReplicaDataset, ReadOptions
 from tfdp.data.same_datasets import stops_at_shortest
 from tfdp.data.uneven_inputs import ShortestDataset
@@ -24,8 +28,12 @@ from tfdp.data.uneven_inputs import ShortestDataset
 def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) -> None:
     """Create Keras's epoch iterator, alike on all workers."""
     strategy: Any = kwargs.get("distribute_strategy", args[0] if args else None)
+    has_workers = is_tfdp(strategy) and strategy.extended.worker_group.num_workers > 1
+    if has_workers:
+        _agree_on_order(strategy, kwargs)
+        kwargs = with_own_rows(strategy, kwargs)
     original(iterator, *args, **kwargs)
-    if is_tfdp(strategy) and strategy.extended.worker_group.num_workers > 1:
+    if has_workers:
         _agree(
             strategy,
             iterator,
@@ -108,18 +116,39 @@ def _agree_on_shuffling(strategy: Any, iterator: Any, of_loop: Callable) -> None
     if same and _compat.global_seed() != stand_in_seed.seed():
         return  # the user's own seed, as on one device
     if not same:
-        warnings.warn(
-            "Workers have different random seeds. They shuffle in the first "
-            "worker's order; call `keras.utils.set_random_seed` with one seed on "
-            "all of them.",
-            stacklevel=2,
-        )
+        _warn_of_seeds()
     first = int(extended.worker_group.all_gather("a seed", str(_new_seed()))[0])
 
     def of_epoch() -> Any:
         return of_loop(_dataset(strategy, iterator))
 
     _compat.set_dataset_of_epoch(iterator, SeededShuffle(first, of_epoch))
+
+
+def _agree_on_order(strategy: Any, arguments: dict[str, Any]) -> None:
+    """Have Keras shuffle the batches of a `PyDataset` alike on all workers.
+
+    It draws their order from Python's generator, which the strategy has seeded; since
+    then a worker may have drawn more than another.
+    """
+    is_py_dataset = isinstance(arguments.get("x"), keras.utils.PyDataset)
+    if not is_py_dataset or not arguments.get("shuffle"):
+        return
+    worker_group = strategy.extended.worker_group
+    state = hashlib.sha256(repr(random.getstate()).encode()).hexdigest()
+    same, _ = worker_group.all_equal("Python's random state", state)
+    if not same:
+        _warn_of_seeds()
+        random.seed(int(worker_group.all_gather("a seed", str(_new_seed()))[0]))
+
+
+def _warn_of_seeds() -> None:
+    warnings.warn(
+        "Workers have different random seeds. They shuffle in the first "
+        "worker's order; call `keras.utils.set_random_seed` with one seed on "
+        "all of them.",
+        stacklevel=2,
+    )
 
 
 def _has_order(iterator: Any) -> bool:

@@ -307,6 +307,26 @@ def bounds_of_ranks(
     return begin, last + size
 
 
+def rows_of_worker(num_rows: int, ranks: Sequence[int], num_replicas: int) -> range:
+    """Compute which rows of a batch a worker's replicas have, without TensorFlow.
+
+    Args:
+        num_rows: Int, rows of the global batch.
+        ranks: Sequence of ints, consecutive.
+        num_replicas: Int, on all workers.
+
+    Example:
+
+    >>> rows_of_worker(5, [1, 2], 3)
+    range(2, 5)
+    """
+    least, extra = divmod(num_rows, num_replicas)
+    begin, end = ranks[0], ranks[-1] + 1
+    return range(
+        begin * least + min(begin, extra), end * least + min(end, extra)
+    )
+
+
 def _static_num_rows(rows: int | None, num_replicas: int) -> int | None:
     """Return the rows of a replica where they are known and equal for all."""
     return None if rows is None or rows % num_replicas else rows // num_replicas

@@ -1,0 +1,159 @@
+"""Data of which each worker reads its own rows only: the results of one device."""
+
+from __future__ import annotations
+
+import typing
+import warnings
+
+import keras
+import numpy as np
+
+from tests.harness import common
+from tests.harness.env import Env
+from tests.harness.registry import case
+from tfdp.data.rows import rows_of_worker
+
+BATCH = common.BATCH_SIZE
+# Three full batches and one of five rows, which four replicas share as two, one, one
+# and one.
+NUM_ROWS = 3 * BATCH + 5
+MULTI = ("two_workers", "two_by_two")
+
+
+class Rows(keras.utils.PyDataset):
+    """Batches of arrays, of which some rows can be read.
+
+    Keeps what was asked for: the batch, and the rows of it.
+    """
+
+    def __init__(self, *arrays: np.ndarray, **options: typing.Any) -> None:
+        super().__init__(**options)
+        self.arrays = arrays
+        self.shift = 0
+        self.read: list[tuple[int, int, int]] = []
+
+    def __len__(self) -> int:
+        return -(-len(self.arrays[0]) // BATCH)
+
+    def num_rows(self, index: int) -> int:
+        return min(BATCH, len(self.arrays[0]) - index * BATCH)
+
+    def rows(self, index: int, start: int, stop: int) -> tuple:
+        self.read.append((index, start, stop))
+        first = index * BATCH
+        rows = tuple(a[first + start : first + stop] for a in self.arrays)
+        return (rows[0] + np.float32(self.shift), *rows[1:])
+
+    def __getitem__(self, index: int) -> tuple:
+        return self.rows(index, 0, self.num_rows(index))
+
+
+class Changing(Rows):
+    """The same, with other batches after each epoch."""
+
+    def on_epoch_end(self) -> None:
+        self.shift += 1
+
+
+def build() -> keras.Model:
+    return common.compiled(common.mlp(), metrics=["mae"])
+
+
+def assert_own_rows(env: Env, data: Rows) -> None:
+    """Assert that this worker has asked for its rows of each batch, and no other."""
+    workers = range(env.setup.num_workers) if env.setup.is_multi_worker else [0]
+    if env.is_reference or len(workers) == 1:
+        return
+    num_local = env.num_replicas // len(workers)
+    ranks = range(env.rank * num_local, (env.rank + 1) * num_local)
+    assert data.read
+    for index, start, stop in data.read:
+        own = rows_of_worker(data.num_rows(index), ranks, env.num_replicas)
+        assert range(start, stop) == own, (index, start, stop)
+
+
+@case(
+    "A `PyDataset` that gives rows: all workers read all (fit, evaluate, predict)",
+    setups=MULTI,
+)
+def py_dataset_of_rows(env: Env) -> dict:
+    x, y = common.regression_data(NUM_ROWS)
+    data, weighted = Rows(x, y), Rows(x, y, np.linspace(0, 2, NUM_ROWS, dtype="f4"))
+    model = common.build_in_scope(env, build)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = {
+            "history": common.fit(model, data, epochs=2, validation_data=Rows(x, y)),
+            "weighted": common.fit(model, weighted),
+            "evaluate": model.evaluate(data, verbose=0, return_dict=True),
+            "predict": model.predict(Rows(x), verbose=0),
+            "weights": env.weights(model),
+        }
+    assert_own_rows(env, data)
+    assert_own_rows(env, weighted)
+    return found
+
+
+@case(
+    "The same, shuffled: workers draw other orders; `on_epoch_end`, `steps_per_epoch`",
+    setups=MULTI,
+)
+def shuffled_py_dataset_of_rows(env: Env) -> dict:
+    keras.utils.set_random_seed(7)
+    data = Rows(*common.regression_data(NUM_ROWS))
+    found = common.train(env, build, data, shuffle=True, epochs=2)
+    assert_own_rows(env, data)
+    # An epoch of two of the four batches: the third begins where the second ended.
+    data = Rows(*common.regression_data(NUM_ROWS))
+    steps = common.train(env, build, data, steps_per_epoch=2, epochs=2)
+    assert_own_rows(env, data)
+    data = Changing(*common.regression_data(NUM_ROWS))
+    changing = common.train(env, build, data, epochs=3)
+    assert data.shift >= 3
+    return {"shuffled": found, "steps": steps, "changing": changing}
+
+
+@case("The same, by threads; weights of classes", setups=MULTI)
+def py_dataset_of_rows_by_threads(env: Env) -> dict:
+    x, y = common.regression_data(NUM_ROWS)
+    y = (y > 0).astype("float32")
+    weight = {0: 1.0, 1: 3.0}
+    data = Rows(x, y, workers=2)
+    found = common.train(env, build, data, class_weight=weight, epochs=2)
+    assert_own_rows(env, data)
+    return found
+
+
+class Miscounted(Rows):
+    """Counts no rows."""
+
+    def num_rows(self, index: int) -> float:
+        return BATCH / 2
+
+
+def sentence_of(env: Env, data: typing.Any, **options: typing.Any) -> str:
+    model = common.build_in_scope(env, build)
+    try:
+        common.fit(model, data, **options)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("no error was raised")
+
+
+@case(
+    "`PyDataset`s of rows that differ between workers: a hang",
+    compare=False,
+    setups=("two_workers",),
+)
+def different_py_datasets_of_rows(env: Env) -> dict:
+    x, y = common.regression_data(NUM_ROWS)
+    own = NUM_ROWS - env.rank
+    told = sentence_of(env, Rows(x[:own], y[:own]))
+    assert "Workers have different PyDatasets" in told, told
+    assert "29 on worker 0, 28 on worker 1" in told, told
+    data = Rows(x.astype("float64") if env.rank else x, y)
+    told = sentence_of(env, data)
+    assert "spec: " in told, told
+    told = sentence_of(env, Miscounted(x, y) if env.rank else Rows(x, y))
+    assert "Received: num_rows(0)=4.0 on worker 1" in told, told
+    return {}
