@@ -12,6 +12,7 @@ CASE_MODULES = (
     "data.cases_uneven",
     "data.cases_distribute",
     "data.cases_own_rows",
+    "data.cases_wrong_data",
 )
 
 

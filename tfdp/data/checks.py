@@ -24,7 +24,8 @@ _PARTS = ("x", "y", "sample_weight")
 # TensorFlow's messages for an error in a data graph, and for one in Python.
 _IN_GRAPH = re.compile(re.escape(UNEQUAL_ROWS) + r" Received: (.*) with\] \[([\d ]+)\]")
 _IN_PYTHON = re.compile(
-    r"All batches of a generator must have the same structure\. Received: .*"
+    r"(All batches of a generator must have the same structure\. |"
+    r"`rows\([\d, ]+\)` of \w+ must return |`num_rows` of \w+ must return ).*"
 )
 
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdp import _compat, user_code
 from tfdp.data.batch_sizes import batch_size_of
+from tfdp.data.element_specs import describe_spec
 from tfdp.data.early_rows import Division, divide_early
 from tfdp.data.per_replica_dataset import (
     PREFETCHED_STEPS,
@@ -26,7 +27,11 @@ from tfdp.data.per_replica_dataset import (
     divide_and_prefetch,
 )
 from tfdp.data.rows import divide_batches, in_turn, rows_of_ranks
-from tfdp.data.same_datasets import check_not_sharded, compare
+from tfdp.data.same_datasets import (
+    check_not_sharded,
+    check_same_elements,
+    compare,
+)
 
 OF_BALANCE = (
     "with `--rebalance` it changes which rows these are, while they are read ahead"
@@ -214,13 +219,14 @@ def _distribute_by_policy(
     many rows of one as a worker has of a global batch, so that a batch lasts for as
     many steps as there are workers, as TensorFlow defines it.
     """
+    worker_group = strategy.extended.worker_group
+    own = [_compat.shards_of(dataset), describe_spec(dataset.element_spec)]
+    texts = worker_group.all_gather("a dataset's shards", json.dumps(own))
+    shards, specs = zip(*map(json.loads, texts), strict=True)
+    check_same_elements(worker_group, specs)
     if policy == _POLICY.OFF:
         return _of_own_batches(strategy, dataset, options)
-    worker_group = strategy.extended.worker_group
-    own = json.dumps(_compat.shards_of(dataset))
-    check_not_sharded(
-        [json.loads(text) for text in worker_group.all_gather("shards", own)]
-    )
+    check_not_sharded(shards)
     by_file = stock.experimental_distribute_dataset(dataset, options)
     if not worker_group.any("sharding by file", not _can_read(by_file)):
         return by_file

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdp import _compat
@@ -57,3 +59,68 @@ def empty_of(spec: Any) -> Any:
         return empty[:0]
     shape = [0, *(size or 0 for size in spec.shape[1:])] if spec.shape.rank else []
     return tf.zeros(shape, spec.dtype)
+
+
+def describe_spec(spec: Any) -> dict[str, Any]:
+    """Describe the spec of an element, to be compared between workers.
+
+    Args:
+        spec: Nest of type specs.
+
+    Returns:
+        Dict by the path of each part, which can be sent as JSON. The number of rows is
+        left out.
+
+    Example:
+
+    >>> describe_spec({"a": tf.TensorSpec([8, 3])})
+    {"['a']": {'kind': 'TensorSpec', 'dtype': 'float32', 'shape': [None, 3]}}
+    """
+    return {
+        "".join(f"[{step!r}]" for step in path): _described(leaf)
+        for path, leaf in keras.tree.flatten_with_path(spec)
+    }
+
+
+def _described(spec: Any) -> dict[str, Any]:
+    shape = getattr(spec, "shape", None)
+    sizes = None
+    if isinstance(shape, tf.TensorShape) and shape.rank is not None:
+        sizes = [None, *shape.as_list()[1:]] if shape.rank else []
+    dtype = getattr(getattr(spec, "dtype", None), "name", None)
+    return {"kind": type(spec).__name__, "dtype": dtype, "shape": sizes}
+
+
+def without_unknown_sizes(described: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave the sizes out of descriptions that are not known on all workers.
+
+    Args:
+        described: Sequence, what `describe_spec` returned on each worker.
+
+    Example:
+
+    >>> parts = [{"": {"shape": [None, 3, 4]}}, {"": {"shape": [None, 3, None]}}]
+    >>> without_unknown_sizes(parts)[0]
+    {'': {'shape': [None, 3, None]}}
+    """
+    return [
+        {
+            name: leaf | {"shape": _known_sizes(leaf["shape"], name, described)}
+            for name, leaf in own.items()
+        }
+        for own in described
+    ]
+
+
+def _known_sizes(
+    own: list | None, name: str, described: Sequence[dict[str, Any]]
+) -> list | None:
+    others = [each[name]["shape"] for each in described if name in each]
+    if own is None or None in others:
+        return None
+    if any(len(other) != len(own) for other in others):
+        return own
+    return [
+        None if None in found else size
+        for size, *found in zip(own, *others, strict=True)
+    ]

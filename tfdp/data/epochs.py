@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from tfdp import _compat
+from tfdp import _compat, user_code
 from tfdp.base import loops, stand_in_seed
 from tfdp.base.context import is_tfdp
 from tfdp.coordination.progress import progress
@@ -40,6 +40,8 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
             stops=stops_at_shortest(strategy),
             by_weight=_is_divided_by_weight(strategy, iterator),
         )
+    if is_tfdp(strategy):
+        _warn_of_no_end(strategy, iterator)
     loops.data_is_read()
     position = data_position.current()
     if position is not None and position.iterator is None:
@@ -199,6 +201,19 @@ def _warn_of_dropped_batches(extended: Any, lengths: list[Length]) -> None:
         f"Left out are {dropped}.",
         stacklevel=2,
     )
+
+
+def _warn_of_no_end(strategy: Any, iterator: Any) -> None:
+    """Warn of an epoch that never ends, as Keras's documentation does."""
+    has_end = iterator.steps_per_epoch or iterator.num_batches
+    if has_end or not is_endless(_compat.source_of(iterator.data_adapter)):
+        return
+    if strategy.extended.worker_group.rank == 0:
+        user_code.warn(
+            "The dataset never ends, and this pass over it has no number of steps: it "
+            "runs until a callback stops it. Give `steps_per_epoch` to `fit`, `steps` "
+            "to `evaluate` and `predict`, or leave out `repeat()`."
+        )
 
 
 def _agree_on_steps(iterator: Any, steps: int | None) -> None:

@@ -18,6 +18,7 @@ from tfdp import _compat
 from tfdp.coordination.differences import describe_difference
 from tfdp.data.distribute import OF_BALANCE, distribute_divided, tell_of_obstacle
 from tfdp.data.early_rows import divide_rows
+from tfdp.data.element_specs import describe_spec
 from tfdp.data.per_replica_dataset import ReadOptions
 from tfdp.data.py_dataset_rows import (
     RowsAdapter,
@@ -56,7 +57,9 @@ def _rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) -
         def describe() -> tuple:
             told = describe_batches(dataset)
             found = make()
-            return found, told | {"spec": str(found.element_spec["rows"])}
+            return found, told | {
+                "batch": describe_spec(found.element_spec["rows"])
+            }
 
         return _distributed(strategy, "PyDatasets", describe)
 

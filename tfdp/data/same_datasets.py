@@ -11,7 +11,10 @@ import tensorflow as tf
 
 from tfdp import _compat, user_code
 from tfdp.base import loops
+from tfdp.coordination.differences import describe_difference
+from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.data.batch_sizes import describe_sizes, sizes_of_batches
+from tfdp.data.element_specs import describe_spec, without_unknown_sizes
 from tfdp.data.per_replica_dataset import ReadOptions
 
 
@@ -23,7 +26,7 @@ def compare(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
         whether their batches have equally many rows.
 
     Raises:
-        ValueError: If workers would shuffle differently.
+        ValueError: If workers would shuffle differently, or have other elements.
     """
     worker_group = strategy.extended.worker_group
     if worker_group.num_workers == 1:
@@ -33,14 +36,35 @@ def compare(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
         int(dataset.cardinality().numpy()),
         sizes_of_batches(dataset),
         _compat.shards_of(dataset),
+        describe_spec(dataset.element_spec),
     ]
     texts = worker_group.all_gather("a dataset's order and length", json.dumps(own))
-    seeds, lengths, sizes, shards = zip(*map(json.loads, texts), strict=True)
+    seeds, lengths, sizes, shards, specs = zip(*map(json.loads, texts), strict=True)
+    check_same_elements(worker_group, specs)
     _check_same_shuffle(list(seeds))
     check_not_sharded(shards)
     if _lengths_differ(strategy, list(lengths)):
         return ReadOptions(asks_workers=True, same_rows=False)
     return ReadOptions(asks_workers=False, same_rows=_same_rows(sizes))
+
+
+def check_same_elements(worker_group: WorkerGroup, specs: Sequence[dict]) -> None:
+    """Raise if elements have another structure, dtype or shape on some worker.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        specs: Sequence, for each worker the description of its elements.
+
+    Raises:
+        ValueError: If so: steps would differ, of which some wait for ever.
+    """
+    found = describe_difference(dict(enumerate(without_unknown_sizes(specs))))
+    if found:
+        worker_group.leave()
+        raise ValueError(
+            "Workers have datasets of different elements. Every worker has to make the "
+            f"same pipeline. Received: batch{found}"
+        )
 
 
 def _check_same_shuffle(seeds: list) -> None:
