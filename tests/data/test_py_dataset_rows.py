@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 
+import tfdp
 from tests.data.cases_own_rows import BATCH, NUM_ROWS, Rows
 from tests.harness import common
+from tests.harness.interrupted import Layout, run
 from tfdp.data.py_dataset_rows import RowsAdapter, RowsOfBatches, gives_rows
 
 
@@ -120,3 +123,36 @@ def test_a_wrong_count_of_rows_is_an_error(count: Any):
     source.num_rows = lambda index: count
     with pytest.raises(ValueError, match=r"Received: num_rows\(0\)="):
         RowsOfBatches(source, [0], 2)[0]
+
+
+class ShortOnLastWorker(Rows):
+    """Gives a row too few of the third batch's last rows, to the last worker alone."""
+
+    def rows(self, index: int, start: int, stop: int) -> tuple:
+        is_wrong = index == 2 and stop == BATCH
+        return super().rows(index, start, stop - is_wrong)
+
+
+def fit_wrong_rows(layout: Layout, rank: int) -> dict:
+    """Train on rows of which one worker finds only in the third step that they lack."""
+    strategy = tfdp.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = common.compiled(common.mlp())
+    wrong = ShortOnLastWorker(*common.regression_data(NUM_ROWS))
+    common.fit(model, wrong)
+    return {}
+
+
+@pytest.mark.standard
+@pytest.mark.processes
+def test_rows_that_lack_on_one_worker_end_all_with_one_sentence(tmp_path):
+    begin = time.monotonic()
+    found = run(Layout(2, 1), fit_wrong_rows, tmp_path, {})
+    assert time.monotonic() - begin < 60
+    assert 0 not in found.codes
+    other, wrong = (answer["text"] for answer in found.answers)
+    assert wrong == (
+        "`rows(2, 4, 8)` of ShortOnLastWorker must return 4 rows in each part of the "
+        "batch. Received: parts of [3, 3] rows"
+    )
+    assert "worker 1" in other.lower(), other
