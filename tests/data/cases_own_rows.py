@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import pathlib
+import shutil
+import tempfile
 import typing
 import warnings
 
+import h5py
 import keras
 import numpy as np
 
@@ -12,6 +17,7 @@ from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case
 from tfdp.data.rows import rows_of_worker
+from tfdp.data.stored_rows import StoredRows
 
 BATCH = common.BATCH_SIZE
 # Three full batches and one of five rows, which four replicas share as two, one, one
@@ -157,3 +163,61 @@ def different_py_datasets_of_rows(env: Env) -> dict:
     told = sentence_of(env, Miscounted(x, y) if env.rank else Rows(x, y))
     assert "Received: num_rows(0)=4.0 on worker 1" in told, told
     return {}
+
+
+@case("Memory maps and HDF5 datasets: every worker copies all of them", setups=MULTI)
+def arrays_in_files(env: Env) -> dict:
+    x, y = common.regression_data(NUM_ROWS)
+    folder = pathlib.Path(tempfile.mkdtemp())
+    np.save(folder / "x.npy", x)
+    mapped = np.load(folder / "x.npy", mmap_mode="r")
+    seen: list[int] = []
+    with h5py.File(folder / "y.h5", "w") as file, _recording(seen):
+        kept = file.create_dataset("y", data=y, chunks=(4, 1))
+        model = common.build_in_scope(env, build)
+        history = [
+            common.fit(model, mapped, kept, shuffle=shuffle, epochs=2, **options)
+            for shuffle, options in (
+                (False, {"validation_data": (mapped, kept)}),
+                ("batch", {}),
+                (True, {"sample_weight": np.linspace(0, 2, NUM_ROWS)}),
+            )
+        ]
+        split = common.fit(model, mapped, y, validation_split=0.3, shuffle=True)
+        _assert_part_is_read(env, seen)
+        found = {
+            **{f"fit {i}": each for i, each in enumerate(history)},
+            "split": split,
+            "evaluate": model.evaluate(mapped, kept, verbose=0, return_dict=True),
+            "predict": model.predict(mapped, verbose=0, batch_size=BATCH),
+            "weights": env.weights(model),
+        }
+    shutil.rmtree(folder)
+    return found
+
+
+@contextlib.contextmanager
+def _recording(seen: list[int]) -> typing.Iterator[None]:
+    """Keeps the numbers of the rows that are read from files."""
+    original = StoredRows.read
+
+    def read(stored: StoredRows, numbers: np.ndarray) -> np.ndarray:
+        seen.append(len(numbers))
+        return original(stored, numbers)
+
+    StoredRows.read = read  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        StoredRows.read = original  # type: ignore[method-assign]
+
+
+def _assert_part_is_read(env: Env, seen: list[int]) -> None:
+    """Of two workers each reads half of the rows, of whole batches exactly."""
+    if env.is_reference or not env.setup.is_multi_worker:
+        assert not seen
+        return
+    # Two passes over `x` and `y`, and two over the validation data; two more over
+    # both; two over `x`, since `y` is in memory; one over the parts of the split.
+    rows = 2 * 2 * 2 * NUM_ROWS + 2 * 2 * NUM_ROWS + 2 * NUM_ROWS + NUM_ROWS
+    assert abs(sum(seen) - rows / 2) <= 12, (sum(seen), rows / 2)

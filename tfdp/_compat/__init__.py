@@ -90,11 +90,14 @@ from tfdp._compat.graphs import (
     root_graph,
 )
 from tfdp._compat.keras_data import (
+    ArrayDataAdapter,
     RowsOfPyDatasetAdapter,
+    can_convert_arrays,
     dataset_maker,
     distributed_dataset,
     epoch_progress,
     holds_arrays,
+    inputs_of,
     set_dataset_of_epoch,
     set_distributed_dataset,
     set_epoch_progress,

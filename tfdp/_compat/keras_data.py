@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keras.src.trainers.data_adapters import py_dataset_adapter
+from keras.src.trainers.data_adapters import array_data_adapter, py_dataset_adapter
+
+ArrayDataAdapter = array_data_adapter.ArrayDataAdapter
+can_convert_arrays = array_data_adapter.can_convert_arrays
+
+
+def inputs_of(adapter: Any) -> Any:
+    """The nest of arrays that Keras's adapter holds: `x`, or a tuple of `x`, `y`, ..."""
+    return adapter._inputs
 
 
 def distributed_dataset(epoch_iterator: Any) -> Any:

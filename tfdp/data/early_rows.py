@@ -39,6 +39,9 @@ _BATCHES = ("BatchDataset", "ParallelBatchDataset")
 _OF_CLASS_WEIGHT = (
     "keras.src.trainers.data_adapters.tf_dataset_adapter.make_class_weight_map_fn."
 )
+# And that which reads the rows of arrays in files.
+_OF_FILES = "tfdp.data.stored_rows."
+_ROW_BY_ROW = (_OF_CLASS_WEIGHT, _OF_FILES)
 # That which gathers the rows of a batch from arrays.
 _OF_ARRAYS = "keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter."
 
@@ -114,9 +117,17 @@ def _divided_arrays(
 
     (source,) = _compat.dataset_sources(stage)
     divided = source.map(divide, num_parallel_calls=_compat.parallelism_of(stage))
-    for each in after:  # none of which looks into batches
-        divided = each(divided)
+    for each in after:
+        divided = _of_each_part(each)(divided)
     return divided.with_options(stage.options())
+
+
+def _of_each_part(stage: Stage) -> Stage:
+    """A stage that treats the rows of each replica, if it looks into batches."""
+    call = stage.call
+    if call is None:
+        return stage
+    return Stage(stage.apply, lambda parts: tuple(map(call, parts)))
 
 
 def _own_batches(
@@ -218,7 +229,7 @@ def _stage_of_batches(dataset: tf.data.Dataset) -> Stage | None:
     kind = _compat.kind_of_part(dataset)
     if kind in (*PASS_ON, *CHOOSE):
         return stage_again(dataset)
-    if kind in MAPS and _compat.name_of_map(dataset).startswith(_OF_CLASS_WEIGHT):
+    if kind in MAPS and _compat.name_of_map(dataset).startswith(_ROW_BY_ROW):
         # The function as it was traced may be for batches of a fixed size.
         return map_again(dataset, _compat.python_function_of_map(dataset))
     return None

@@ -4,6 +4,7 @@ Keras makes a data adapter of what `fit`, `evaluate` and `predict` are given. Of
 kinds of data tfdp makes the adapter, which reads the rows of this worker's replicas:
 
     py_dataset_rows   a `PyDataset` with the methods `rows` and `num_rows`
+    stored_rows       memory maps and HDF5 datasets
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tfdp.data.py_dataset_rows import (
     describe_batches,
     gives_rows,
 )
+from tfdp.data.stored_rows import StoredArraysAdapter, has_stored_arrays
 
 
 def with_own_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -39,6 +41,8 @@ def with_own_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         The same dict, or one with an adapter as `x`.
     """
     source = arguments.get("x")
+    if has_stored_arrays(arguments):
+        return arguments | {"x": StoredArraysAdapter(arguments)}
     if not gives_rows(source):
         return arguments
     if strategy.extended.balance is not None:
