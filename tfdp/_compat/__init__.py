@@ -92,17 +92,20 @@ from tfdp._compat.graphs import (
 from tfdp._compat.keras_data import (
     ArrayDataAdapter,
     RowsOfPyDatasetAdapter,
+    TorchDataLoaderAdapter,
     can_convert_arrays,
     dataset_maker,
     distributed_dataset,
     epoch_progress,
     holds_arrays,
     inputs_of,
+    is_torch_dataloader,
     set_dataset_of_epoch,
     set_distributed_dataset,
     set_epoch_progress,
     shuffles_arrays,
     source_of,
+    spec_of_batches,
 )
 from tfdp._compat.keras_model import (
     OWN_STEPS,

@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from keras.src.trainers.data_adapters import array_data_adapter, py_dataset_adapter
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters import (
+    array_data_adapter,
+    data_adapter_utils,
+    py_dataset_adapter,
+    torch_data_loader_adapter,
+)
 
 ArrayDataAdapter = array_data_adapter.ArrayDataAdapter
+TorchDataLoaderAdapter = torch_data_loader_adapter.TorchDataLoaderAdapter
+is_torch_dataloader = data_adapters.is_torch_dataloader
+# The spec of some batches of arrays, of any number of rows.
+spec_of_batches = data_adapter_utils.get_tensor_spec
 can_convert_arrays = array_data_adapter.can_convert_arrays
 
 
@@ -70,7 +80,8 @@ def shuffles_arrays(adapter: Any) -> bool:
 
 def source_of(adapter: Any) -> Any:
     """Source of a data adapter of Keras: arrays, a dataset, or the user's object."""
-    for name in ("user_data", "_inputs", "_dataset", "py_dataset", "generator"):
+    own = ("user_data", "_inputs", "_dataset")
+    for name in (*own, "py_dataset", "_dataloader", "generator"):
         found = getattr(adapter, name, None)
         if found is not None:
             return found

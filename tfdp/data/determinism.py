@@ -51,6 +51,9 @@ def nondeterminism_of(
         return _nondeterminism_of_py_dataset(source, is_ordered)
     if callable(source):
         return "a Python generator begins anew"
+    if _compat.is_torch_dataloader(source):
+        is_plain = type(source.sampler).__name__ == "SequentialSampler"
+        return None if is_plain else "a torch `DataLoader` is shuffled"
     return None if is_ordered else "arrays are shuffled without a seed"
 
 

@@ -5,18 +5,22 @@ kinds of data tfdp makes the adapter, which reads the rows of this worker's repl
 
     py_dataset_rows   a `PyDataset` with the methods `rows` and `num_rows`
     stored_rows       memory maps and HDF5 datasets
+    loader_rows       a torch `DataLoader`
 """
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp import _compat
+from tfdp import _compat, user_code
 from tfdp.coordination.differences import describe_difference
+from tfdp.coordination.worker_group import WorkerGroup
+from tfdp.data import loader_rows
 from tfdp.data.distribute import OF_BALANCE, distribute_divided, tell_of_obstacle
 from tfdp.data.early_rows import divide_rows
 from tfdp.data.element_specs import describe_spec
@@ -28,6 +32,12 @@ from tfdp.data.py_dataset_rows import (
     gives_rows,
 )
 from tfdp.data.stored_rows import StoredArraysAdapter, has_stored_arrays
+
+_OF_RANDOM_ITEMS = (
+    "its dataset draws random numbers, which each worker would draw for its rows only; "
+    "seed them by the index of the item in a generator of their own, or augment in "
+    "layers of the model"
+)
 
 
 def with_own_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -43,6 +53,8 @@ def with_own_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     source = arguments.get("x")
     if has_stored_arrays(arguments):
         return arguments | {"x": StoredArraysAdapter(arguments)}
+    if _compat.is_torch_dataloader(source):
+        return arguments | {"x": _rows_of_loader(strategy, source)}
     if not gives_rows(source):
         return arguments
     if strategy.extended.balance is not None:
@@ -73,6 +85,57 @@ def _rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) -
         arguments.get("class_weight"),
         shuffle=bool(arguments.get("shuffle")),
     )
+
+
+def _rows_of_loader(strategy: Any, loader: Any) -> Any:
+    """Return an adapter for a `DataLoader`, or the loader where all read all rows."""
+    worker_group = strategy.extended.worker_group
+    _agree_on_order(worker_group, loader)
+    ranks, num_replicas = _local_ranks(strategy), strategy.num_replicas_in_sync
+    obstacle = loader_rows.obstacle_of_loader(loader)
+    if not obstacle and strategy.extended.balance is not None:
+        obstacle = OF_BALANCE
+    items: list = []
+    if not worker_group.any("a DataLoader", bool(obstacle)):
+        items, is_random = loader_rows.first_items(loader, ranks, num_replicas)
+        obstacle = _OF_RANDOM_ITEMS if is_random else ""
+        if not worker_group.any("random numbers of a DataLoader", is_random):
+            return _adapter_of_loader(strategy, loader, items)
+    tell_of_obstacle(strategy, obstacle)
+    return loader
+
+
+def _adapter_of_loader(strategy: Any, loader: Any, items: list) -> Any:
+    ranks, num_replicas = _local_ranks(strategy), strategy.num_replicas_in_sync
+    told = {
+        "number of batches": len(loader),
+        "rows": len(loader.dataset),
+        "batch_size": loader.batch_size,
+        "batch": describe_spec(_compat.spec_of_batches(items)["rows"]),
+    }
+    return loader_rows.LoaderRowsAdapter(
+        loader,
+        loader_rows.loader_of_rows(loader, loader.dataset, ranks, num_replicas),
+        lambda make: _distributed(strategy, "DataLoaders", lambda: (make(), told)),
+        _compat.spec_of_batches(items),
+    )
+
+
+def _agree_on_order(worker_group: WorkerGroup, loader: Any) -> None:
+    """Have torch shuffle alike on all workers, which nobody has seeded before."""
+    if worker_group.any("shards of a DataLoader", loader_rows.is_sharded(loader)):
+        user_code.warn(
+            "This DataLoader is divided twice, so that some of its rows are never "
+            "read: each worker has a shard of its own, and takes its rows of each "
+            "batch of that. Leave `DistributedSampler` out, and batch by the global "
+            "batch size on every worker."
+        )
+    states = json.dumps(loader_rows.generator_states(loader))
+    same, _ = worker_group.all_equal("torch's random state", states)
+    if not same:
+        seed = str(random.SystemRandom().getrandbits(30))
+        first = worker_group.all_gather("a seed for torch", seed)[0]
+        loader_rows.seed_generators(loader, int(first))
 
 
 def _distributed(strategy: Any, kind: str, describe: Callable[[], tuple]) -> Any:
