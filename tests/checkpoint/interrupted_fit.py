@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import pathlib
+import shutil
 import signal
+import tempfile
 import time
 from typing import Any
 
@@ -48,7 +51,8 @@ def fit(
         crash_in_save: Int, the save in which the first worker is killed after the
             parts are written and before the index is, or `None`.
         data: String: `"dataset"` with a seed, `"arrays"` that are shuffled, or the
-            dataset again and again, `"endless"`.
+            dataset again and again, `"endless"`. Of the others workers read their own
+            rows only: a dataset with a `"map"`, a `PyDataset` of `"rows"`, `"files"`.
         everything: Bool, whether everything is switched on that has a state, or only
             what is exact on any number of replicas.
         learning_rate: Float.
@@ -99,6 +103,16 @@ def fit(
     options: dict[str, Any] = {"x": x, "y": y, "batch_size": batch_size}
     if data == "dataset":
         options = {"x": samples(tf).batch(batch_size)}
+    if data == "map":
+        prepared = samples(tf).map(lambda x, y: (tf.identity(x), y))
+        options = {"x": prepared.batch(batch_size).prefetch(tf.data.AUTOTUNE)}
+    if data == "rows":
+        options = {"x": _py_dataset(keras, batch_size), "shuffle": False}
+    if data == "files":
+        folder = pathlib.Path(tempfile.mkdtemp())
+        np.save(folder / "x.npy", x)
+        options["x"] = np.load(folder / "x.npy", mmap_mode="r")
+        atexit.register(shutil.rmtree, folder)
     if data == "endless":
         options["x"] = samples(tf).repeat().batch(batch_size)
         del options["y"], options["batch_size"]
@@ -214,6 +228,28 @@ def samples(tf: Any) -> Any:
     """Shuffled samples, in an order that can be repeated."""
     dataset = tf.data.Dataset.from_tensor_slices(arrays())
     return dataset.shuffle(NUM_SAMPLES, seed=3)
+
+
+def _py_dataset(keras: Any, batch_size: int) -> Any:
+    """Batches in order, of which some rows can be read."""
+    arrays_of_all = arrays()
+
+    class Rows(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return NUM_SAMPLES // batch_size
+
+        def num_rows(self, index: int) -> int:
+            return batch_size
+
+        def rows(self, index: int, start: int, stop: int) -> tuple:
+            assert stop - start < batch_size, "whole batches are read"
+            first = index * batch_size
+            return tuple(a[first + start : first + stop] for a in arrays_of_all)
+
+        def __getitem__(self, index: int) -> tuple:
+            raise AssertionError("whole batches are read")
+
+    return Rows()
 
 
 def _strategy(layout: Layout, tfdp: Any) -> Any:

@@ -83,6 +83,14 @@ def test_a_killed_run_goes_on_exactly_wherever_it_was_killed(
     assert_same(found, undisturbed(layout, data=data))
 
 
+@pytest.mark.parametrize("data", [standard("map"), full("rows"), full("files")])
+def test_a_killed_run_goes_on_exactly_where_workers_read_their_own_rows(
+    data, undisturbed, tmp_path
+):
+    found = killed_and_resumed(TWO_WORKERS, tmp_path, 3, save_freq=3, data=data)
+    assert_same(found, undisturbed(TWO_WORKERS, data=data))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [ONE_PROCESS, TWO_WORKERS], ids=lambda x: x.name)
 def test_accumulated_gradients_that_are_sharded_go_on_too(
