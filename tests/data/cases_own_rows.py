@@ -12,7 +12,9 @@ import warnings
 import h5py
 import keras
 import numpy as np
+import tensorflow as tf
 
+from tests.data.cases_balance import Shift, rebalanced
 from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case
@@ -163,6 +165,62 @@ def different_py_datasets_of_rows(env: Env) -> dict:
     told = sentence_of(env, Miscounted(x, y) if env.rank else Rows(x, y))
     assert "Received: num_rows(0)=4.0 on worker 1" in told, told
     return {}
+
+
+def _prepared(*arrays: np.ndarray) -> tf.data.Dataset:
+    dataset = tf.data.Dataset.from_tensor_slices(arrays)
+    return dataset.map(lambda x, *rest: (2 * x, *rest))
+
+
+@case("Datasets with `map`: every worker prepares all rows", setups=MULTI)
+def datasets_with_map(env: Env) -> dict:
+    x, y = common.regression_data(NUM_ROWS)
+    weight = np.linspace(0, 2, NUM_ROWS, dtype="float32")
+    assert NUM_ROWS % BATCH  # the last batch is a partial one
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # An epoch ends within a pass, and the next one goes on there.
+        endless = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(NUM_ROWS, seed=3)
+        endless = endless.repeat().map(lambda x, y: (2 * x, y)).batch(BATCH)
+        found = {
+            "steps": common.train(env, build, endless, steps_per_epoch=3, epochs=2),
+            "weighted": common.train(env, build, _prepared(x, y, weight).batch(BATCH)),
+            "whole": common.train(
+                env, build, _prepared(x, y).batch(BATCH, drop_remainder=True), epochs=2
+            ),
+            "classes": common.train(
+                env,
+                build,
+                _prepared(x, (y > 0).astype("float32")).batch(BATCH),
+                class_weight={0: 1.0, 1: 3.0},
+            ),
+        }
+        model = common.build_in_scope(env, build)
+        data = _prepared(x, y).batch(BATCH)
+        found["evaluate"] = model.evaluate(data, verbose=0, return_dict=True)
+        found["predict"] = model.predict(data, verbose=0)
+    return found
+
+
+@case(
+    "`--rebalance` with rows of their own: no word",
+    setups=("two_workers",),
+    full_setups=("two_by_two",),
+)
+def own_rows_with_rebalance(env: Env) -> dict:
+    x, y = common.regression_data(NUM_ROWS)
+    data = {"dataset": _prepared(x, y).batch(BATCH), "rows": Rows(x, y)}
+    found = {}
+    for name, each in data.items():
+        with rebalanced(env) as balance, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            shift = Shift(balance)
+            found[name] = common.train(env, build, each, callbacks=[shift], epochs=2)
+        told = [str(w.message) for w in caught if "prepares all rows" in str(w.message)]
+        assert len(told) == (not env.is_reference and env.is_chief), (name, told)
+        if not env.is_reference:
+            env.strategy.extended.told.clear()
+    return found
 
 
 @case("Memory maps and HDF5 datasets: every worker copies all of them", setups=MULTI)
