@@ -100,23 +100,7 @@ def fit(
     batch_size = micro_batch
     if per_replica is not None:
         batch_size = per_replica * strategy.num_replicas_in_sync
-    options: dict[str, Any] = {"x": x, "y": y, "batch_size": batch_size}
-    if data == "dataset":
-        options = {"x": samples(tf).batch(batch_size)}
-    if data == "map":
-        prepared = samples(tf).map(lambda x, y: (tf.identity(x), y))
-        options = {"x": prepared.batch(batch_size).prefetch(tf.data.AUTOTUNE)}
-    if data == "rows":
-        options = {"x": _py_dataset(keras, batch_size), "shuffle": False}
-    if data == "files":
-        folder = pathlib.Path(tempfile.mkdtemp())
-        np.save(folder / "x.npy", x)
-        options["x"] = np.load(folder / "x.npy", mmap_mode="r")
-        atexit.register(shutil.rmtree, folder)
-    if data == "endless":
-        options["x"] = samples(tf).repeat().batch(batch_size)
-        del options["y"], options["batch_size"]
-        options["steps_per_epoch"] = NUM_SAMPLES // batch_size
+    options = _data_of_kind(data, x, y, batch_size)
     history = model.fit(
         **options,
         epochs=epochs,
@@ -228,6 +212,29 @@ def samples(tf: Any) -> Any:
     """Shuffled samples, in an order that can be repeated."""
     dataset = tf.data.Dataset.from_tensor_slices(arrays())
     return dataset.shuffle(NUM_SAMPLES, seed=3)
+
+
+def _data_of_kind(data: str, x: Any, y: Any, batch_size: int) -> dict[str, Any]:
+    """Arguments of `fit`, see there."""
+    import keras
+    import tensorflow as tf
+
+    if data == "dataset":
+        return {"x": samples(tf).batch(batch_size)}
+    if data == "map":
+        prepared = samples(tf).map(lambda x, y: (tf.identity(x), y))
+        return {"x": prepared.batch(batch_size).prefetch(tf.data.AUTOTUNE)}
+    if data == "rows":
+        return {"x": _py_dataset(keras, batch_size), "shuffle": False}
+    if data == "endless":
+        endless = samples(tf).repeat().batch(batch_size)
+        return {"x": endless, "steps_per_epoch": NUM_SAMPLES // batch_size}
+    if data == "files":
+        folder = pathlib.Path(tempfile.mkdtemp())
+        np.save(folder / "x.npy", x)
+        x = np.load(folder / "x.npy", mmap_mode="r")
+        atexit.register(shutil.rmtree, folder)
+    return {"x": x, "y": y, "batch_size": batch_size}
 
 
 def _py_dataset(keras: Any, batch_size: int) -> Any:

@@ -59,9 +59,7 @@ def datasets_of_different_elements(env: Env) -> dict:
     data = _of(x, y).batch(BATCH)
     if env.rank == 1:
         spec = (tf.TensorSpec([None, None]), tf.TensorSpec([None, 1]))
-        data = tf.data.Dataset.from_generator(
-            lambda: data_again, output_signature=spec
-        )
+        data = tf.data.Dataset.from_generator(lambda: data_again, output_signature=spec)
         data_again = _of(x, y).batch(BATCH)
         data = data.apply(tf.data.experimental.assert_cardinality(4))
     with warnings.catch_warnings():

@@ -78,7 +78,7 @@ def test_batches_are_shuffled_as_keras_shuffles_them():
 class Unrelated(Rows):
     """Has rows of another kind, as a class of the user's may."""
 
-    rows: Any = ["a", "b"]
+    rows: Any = ("a", "b")
 
 
 class OneArgument(Rows):
@@ -113,7 +113,7 @@ class Short(Rows):
 
 def test_another_number_of_rows_than_asked_for_is_an_error():
     source = Short(*common.regression_data(NUM_ROWS))
-    with pytest.raises(ValueError, match=r"parts of \[3, 3\] rows"):
+    with pytest.raises(ValueError, match=r"parts with these numbers of rows: \[3, 3\]"):
         RowsOfBatches(source, [1], 2)[0]
 
 
@@ -153,6 +153,6 @@ def test_rows_that_lack_on_one_worker_end_all_with_one_sentence(tmp_path):
     other, wrong = (answer["text"] for answer in found.answers)
     assert wrong == (
         "`rows(2, 4, 8)` of ShortOnLastWorker must return 4 rows in each part of the "
-        "batch. Received: parts of [3, 3] rows"
+        "batch. Received: parts with these numbers of rows: [3, 3]"
     )
     assert "worker 1" in other.lower(), other

@@ -22,7 +22,7 @@ can_convert_arrays = array_data_adapter.can_convert_arrays
 
 
 def inputs_of(adapter: Any) -> Any:
-    """The nest of arrays that Keras's adapter holds: `x`, or a tuple of `x`, `y`, ..."""
+    """The nest of arrays that Keras's adapter holds: `x`, or a tuple with `y`, too."""
     return adapter._inputs
 
 

@@ -18,8 +18,8 @@ import tensorflow as tf
 
 from tfdp import _compat, user_code
 from tfdp.data.batch_sizes import batch_size_of
-from tfdp.data.element_specs import describe_spec
 from tfdp.data.early_rows import Division, divide_early
+from tfdp.data.element_specs import describe_spec
 from tfdp.data.per_replica_dataset import (
     PREFETCHED_STEPS,
     PerReplicaDataset,
@@ -144,12 +144,13 @@ def tell_of_obstacle(strategy: Any, obstacle: str) -> None:
         obstacle: String, or an empty one if there is none.
     """
     extended = strategy.extended
+    num_workers = extended.worker_group.num_workers
     is_first = extended.worker_group.rank == 0  # the others have the same
     if obstacle and is_first and obstacle not in extended.told:
         extended.told.add(obstacle)
         user_code.warn(
-            f"Each of the {extended.worker_group.num_workers} workers prepares all rows "
-            f"of this dataset, and not only its own: {obstacle}."
+            f"Each of the {num_workers} workers prepares all rows of this dataset, and "
+            f"not only its own: {obstacle}."
         )
 
 

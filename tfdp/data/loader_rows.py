@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -191,8 +192,8 @@ def first_items(loader: Any, ranks: Sequence[int], num_replicas: int) -> tuple:
     """Read this worker's rows of the first batches, as Keras does for the spec.
 
     Returns:
-        Tuple: list of dicts as those of `items_of`, and whether the dataset draws random
-        numbers. If so, all generators are as before, for Keras to read them again.
+        Tuple: list of dicts as those of `items_of`, and whether the dataset draws
+        random numbers. If so, all generators are as before: Keras reads them again.
     """
     import torch
 
@@ -205,7 +206,11 @@ def first_items(loader: Any, ranks: Sequence[int], num_replicas: int) -> tuple:
     of_python, of_numpy = random.getstate(), np.random.get_state()
     watched = Watched(loader.dataset)
     own = loader_of_rows(
-        loader, watched, ranks, num_replicas, collate_fn=collate,
+        loader,
+        watched,
+        ranks,
+        num_replicas,
+        collate_fn=collate,
         persistent_workers=False,
     )
     items, draws = [], False
@@ -259,9 +264,8 @@ def _item(batch: Any, total: int) -> dict[str, Any]:
 def _random_states() -> list:
     import torch
 
-    kind, keys, *rest = np.random.get_state()
     return [
         random.getstate(),
-        (kind, keys.tobytes(), *rest),
+        pickle.dumps(np.random.get_state()),
         torch.get_rng_state().numpy().tobytes(),
     ]

@@ -73,9 +73,7 @@ def _rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) -
         def describe() -> tuple:
             told = describe_batches(dataset)
             found = make()
-            return found, told | {
-                "batch": describe_spec(found.element_spec["rows"])
-            }
+            return found, told | {"batch": describe_spec(found.element_spec["rows"])}
 
         return _distributed(strategy, "PyDatasets", describe)
 
@@ -178,8 +176,8 @@ def _agreed(strategy: Any, kind: str, describe: Callable[[], tuple]) -> Any:
     if difference:
         worker_group.leave()
         raise ValueError(
-            f"Workers have different {kind}. Each reads its own rows of every batch, so "
-            f"that all need the same batches. Received: {difference}"
+            f"Workers have different {kind}. Each reads its own rows of every batch, "
+            f"so that all need the same batches. Received: {difference}"
         )
     return found
 

@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat, user_code
+from tfdp.cluster import counted
 from tfdp.data.rows import rows_of_worker
 
 # So many batches have their rows compared between workers before the first step.
@@ -144,7 +145,7 @@ def describe_batches(dataset: RowsOfBatches) -> dict[str, Any]:
     digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     return {
         "number of batches": num_batches,
-        f"rows in the first {known} batches": sum(rows),
+        "number of rows": sum(rows),
         "digest of the rows of each batch": digest,
     }
 
@@ -163,13 +164,11 @@ def _takes(source: Any, name: str, *positions: int) -> bool:
 
 def _check_rows(source: Any, index: int, start: int, stop: int, rows: Any) -> None:
     """Raise if the user's class returned another number of rows than was asked for."""
-    parts = [
-        part for part in keras.tree.flatten(rows) if getattr(part, "shape", None)
-    ]
+    parts = [part for part in keras.tree.flatten(rows) if getattr(part, "shape", None)]
     counts = [int(part.shape[0]) for part in parts]
     if not counts or any(count != stop - start for count in counts):
         raise ValueError(
             f"`rows({index}, {start}, {stop})` of {type(source).__name__} must return "
-            f"{stop - start} rows in each part of the batch. Received: parts of "
-            f"{counts} rows"
+            f"{counted(stop - start, 'row')} in each part of the batch. Received: "
+            f"parts with these numbers of rows: {counts}"
         )

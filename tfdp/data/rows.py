@@ -322,9 +322,7 @@ def rows_of_worker(num_rows: int, ranks: Sequence[int], num_replicas: int) -> ra
     """
     least, extra = divmod(num_rows, num_replicas)
     begin, end = ranks[0], ranks[-1] + 1
-    return range(
-        begin * least + min(begin, extra), end * least + min(end, extra)
-    )
+    return range(begin * least + min(begin, extra), end * least + min(end, extra))
 
 
 def _static_num_rows(rows: int | None, num_replicas: int) -> int | None:

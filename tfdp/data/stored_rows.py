@@ -104,7 +104,9 @@ class StoredArraysAdapter(_compat.ArrayDataAdapter):
     def get_tf_dataset(self) -> tf.data.Dataset:
         """Make a dataset of batches; the rows are read by its last stage."""
         inputs = keras.tree.lists_to_tuples(_compat.inputs_of(self))
-        stored = keras.tree.map_structure(lambda leaf: self._stored.get(id(leaf)), inputs)
+        stored = keras.tree.map_structure(
+            lambda leaf: self._stored.get(id(leaf)), inputs
+        )
 
         def read(leaf: Any, rows: StoredRows | None) -> Any:
             return leaf if rows is None else rows.gather(leaf)
