@@ -171,7 +171,7 @@ def _agreed(strategy: Any, kind: str, describe: Callable[[], tuple]) -> Any:
     for rank, fact in enumerate(facts):
         if "problem" in fact:
             worker_group.leave()
-            raise ValueError(f"{fact['problem']} on worker {rank}")
+            raise ValueError(f"Worker {rank} cannot read its rows: {fact['problem']}")
     difference = describe_difference({r: fact["told"] for r, fact in enumerate(facts)})
     if difference:
         worker_group.leave()
