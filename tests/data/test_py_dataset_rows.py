@@ -13,7 +13,12 @@ import tfdp
 from tests.data.cases_own_rows import BATCH, NUM_ROWS, Rows
 from tests.harness import common
 from tests.harness.interrupted import Layout, run
-from tfdp.data.py_dataset_rows import RowsAdapter, RowsOfBatches, gives_rows
+from tfdp.data.py_dataset_rows import (
+    RowsAdapter,
+    RowsOfBatches,
+    describe_batches,
+    gives_rows,
+)
 
 
 def data(**options: Any) -> Rows:
@@ -73,6 +78,28 @@ def test_batches_are_shuffled_as_keras_shuffles_them():
         found = rows_of(adapter(data(), [rank], 2, shuffle=True))
         orders.append([total for _, _, total in found])
     assert orders[0] == orders[1] != [BATCH, BATCH, BATCH, 5]
+
+
+class Endless(Rows):
+    """The same batches again and again."""
+
+    __len__ = None  # type: ignore[assignment]
+    num_batches = None  # type: ignore[assignment]
+
+    def num_rows(self, index: int) -> int:
+        return BATCH
+
+    def rows(self, index: int, start: int, stop: int) -> tuple:
+        return super().rows(index % 3, start, stop)
+
+
+def test_of_batches_without_an_end_rows_are_read_too():
+    source = Endless(*common.regression_data(NUM_ROWS))
+    endless = adapter(source, [1], 2)
+    assert describe_batches(endless.py_dataset)["number of batches"] is None
+    items = [int(item["total"][0]) for item in endless.get_tf_dataset().take(7)]
+    assert items == 7 * [BATCH]
+    assert all((start, stop) == (4, 8) for _, start, stop in source.read)
 
 
 class Unrelated(Rows):
