@@ -152,6 +152,7 @@ def sentence_of(env: Env, data: typing.Any, **options: typing.Any) -> str:
     "`PyDataset`s of rows that differ between workers: a hang",
     compare=False,
     setups=("two_workers",),
+    full_setups=("two_by_two",),  # in one process there is nothing to compare
 )
 def different_py_datasets_of_rows(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
