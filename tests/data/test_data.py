@@ -11,6 +11,7 @@ CASE_MODULES = (
     "data.cases_batches",
     "data.cases_uneven",
     "data.cases_distribute",
+    "data.cases_files",
 )
 
 

@@ -22,6 +22,8 @@ _EAGER_DATASETS = (
     *("ParallelMapDataset", "PrefetchDataset", "TakeDataset", "SkipDataset"),
     *("FilterDataset", "ShuffleDataset", "OptionsDataset", "ZipDataset"),
     *("TensorDataset", "TensorSliceDataset", "RangeDataset", "RebatchDataset"),
+    *("InterleaveDataset", "ParallelInterleaveDataset", "FlatMapDataset"),
+    *("TFRecordDatasetV2", "AssertCardinalityDataset"),
 )
 # Datasets that keep the order of samples after they are batched.
 _ORDER_KEEPING_DATASETS = (
@@ -61,7 +63,9 @@ def seeds_at_creation(dataset: Any) -> bool:
     on the batches that were read in those before.
     """
     kinds = _compat.kinds_of_parts(dataset)
-    return all(kind in _EAGER_DATASETS for kind in kinds)
+    # Of a dataset that a function captures, an iterator begins when it is called.
+    is_eager = all(kind in _EAGER_DATASETS for kind in kinds)
+    return is_eager and not _compat.captures_dataset(dataset)
 
 
 def batch_dependence_of(source: Any, *, shuffles_batches: bool) -> str | None:

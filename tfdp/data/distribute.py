@@ -19,6 +19,8 @@ import tensorflow as tf
 from tfdp import _compat, user_code
 from tfdp.data.batch_sizes import batch_size_of
 from tfdp.data.early_rows import divide_early
+from tfdp.data.file_shards import FileShard
+from tfdp.data.own_batches import own_batches
 from tfdp.data.per_replica_dataset import (
     PREFETCHED_STEPS,
     PerReplicaDataset,
@@ -53,6 +55,9 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
     extended = strategy.extended
     policy = dataset.options().experimental_distribute.auto_shard_policy
     is_alone = extended.worker_group.num_workers == 1
+    shard = FileShard.of_dataset(dataset)
+    if shard is not None and shard.num_workers > 1:
+        return _distribute_own_files(strategy, dataset, shard, options)
     if not is_alone and policy in (_POLICY.FILE, _POLICY.OFF):
         return _distribute_by_policy(strategy, dataset, options, policy, stock)
     first = extended.first_rank
@@ -72,8 +77,7 @@ def _distribute_rows(
     num_replicas = strategy.num_replicas_in_sync
     extended = strategy.extended
     divided = _divide_early(strategy, dataset, ranks)
-    on_cpus = extended.group.backend != "nccl" and not _has_gpus(strategy)
-    if (on_cpus or extended.balance is not None) and options is None:
+    if (_is_on_cpus(strategy) or extended.balance is not None) and options is None:
         if divided is None:
             divided = divide_and_prefetch(dataset, ranks, num_replicas)
         else:
@@ -105,6 +109,10 @@ def _divide_early(
             f"not only its own: {division.obstacle}."
         )
     return division.dataset
+
+
+def _is_on_cpus(strategy: Any) -> bool:
+    return strategy.extended.group.backend != "nccl" and not _has_gpus(strategy)
 
 
 def _has_gpus(strategy: Any) -> bool:
@@ -148,8 +156,9 @@ def steps_per_batch(strategy: Any, source: Any) -> float:
     """
     if isinstance(source, tf.data.Dataset):
         policy = source.options().experimental_distribute.auto_shard_policy
-        num_workers = strategy.extended.worker_group.num_workers
-        return num_workers if policy == _POLICY.OFF else 1
+        shard = FileShard.of_dataset(source)
+        has_own = policy == _POLICY.OFF or (shard and shard.num_workers > 1)
+        return strategy.extended.worker_group.num_workers if has_own else 1
     by_replica = isinstance(source, _compat.DistributedDatasetsFromFunction)
     if by_replica and not isinstance(source, PerReplicaDataset):
         return 1 / strategy.extended.num_local
@@ -193,6 +202,79 @@ def _distribute_by_policy(
     return strategy.experimental_distribute_dataset(
         dataset.with_options(changed), options
     )
+
+
+def _distribute_own_files(
+    strategy: Any, dataset: Any, shard: FileShard, options: Any
+) -> Any:
+    """Return the distributed dataset of the files that are this worker's alone."""
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy not in (_POLICY.AUTO, _POLICY.OFF):
+        raise ValueError(
+            "`shard_files` has divided the files among workers, and a policy would "
+            "divide them again. Leave `auto_shard_policy` out. "
+            f"Received: {policy}"
+        )
+    own = _own_batches(strategy, dataset)
+    asks_workers = _check_shards(strategy, shard, own)
+    if own is None:
+        return _of_own_batches(strategy, dataset, options)
+    local = list(range(strategy.extended.num_local))
+    if _is_on_cpus(strategy) and options is None:
+        divided = divide_and_prefetch(own, local, len(local))
+        read_options = ReadOptions(asks_workers, same_rows=False)
+        return PerReplicaDataset(divided, strategy, read_options)
+    rows = rows_of_ranks(own, local, len(local))
+    distributed = strategy.distribute_datasets_from_function(lambda _: rows, options)
+    if asks_workers:
+        return distributed
+    return _compat.without_partial_batches(distributed)
+
+
+def _own_batches(strategy: Any, dataset: Any) -> tf.data.Dataset | None:
+    """Return this worker's part of global batches of its own files."""
+    first, num_local = strategy.extended.first_rank, strategy.extended.num_local
+    ranks = list(range(first, first + num_local))
+    return own_batches(dataset, ranks, strategy.num_replicas_in_sync)
+
+
+def _check_shards(strategy: Any, shard: FileShard, own: tf.data.Dataset | None) -> bool:
+    """Raise on all workers unless each has its own part of the same files.
+
+    Returns:
+        Bool, whether some workers may run out of data before others.
+    """
+    group = strategy.extended.worker_group
+    length = tf.data.UNKNOWN_CARDINALITY if own is None else int(own.cardinality())
+    texts = group.all_gather("own files", json.dumps([shard.name, length]))
+    names, lengths = zip(*map(json.loads, texts), strict=True)
+    expected = [
+        FileShard(group.num_workers, rank, shard.digest).name
+        for rank in range(group.num_workers)
+    ]
+    if list(names) != expected:
+        group.leave()
+        raise ValueError(
+            "These are not the parts of one set of files. Call `shard_files` alike on "
+            "every worker, for the strategy that trains. Received: "
+            + ", ".join(f"{name} on worker {r}" for r, name in enumerate(names))
+        )
+    return len(set(lengths)) > 1 or lengths[0] == tf.data.UNKNOWN_CARDINALITY
+
+
+def num_own_steps(strategy: Any, source: Any) -> int | None:
+    """Return the number of steps for which a worker's own files last.
+
+    Returns:
+        Int as `tf.data.Dataset.cardinality` gives it, or `None` for other data.
+    """
+    if not isinstance(source, tf.data.Dataset):
+        return None
+    shard = FileShard.of_dataset(source)
+    if shard is None or shard.num_workers == 1:
+        return None
+    own = _own_batches(strategy, source)
+    return None if own is None else int(own.cardinality())
 
 
 def _of_own_batches(strategy: Any, dataset: Any, options: Any) -> Any:

@@ -26,6 +26,7 @@ from tfdp.data.determinism import (
     nondeterminism_of,
     seeds_at_creation,
 )
+from tfdp.data.file_shards import FileShard
 
 _tracked: list[DataPosition | None] = []
 _NUM_BATCHES = "the number of batches"
@@ -245,6 +246,7 @@ class DataPosition:
             _NUM_BATCHES: adapter.num_batches,
             "the seeds of `Dataset.shuffle`": [list(pair) for pair in seeds],
             "the global seed": _compat.global_seed() if uses_global else None,
+            **(_describe_files(source) if is_dataset else {}),
         }
 
 
@@ -272,6 +274,17 @@ def enumerate_batches(original: Callable, iterator: Any) -> Iterator:
     if position is None or position.iterator is not iterator:
         return batches
     return position.enumerate(batches)
+
+
+def _describe_files(dataset: tf.data.Dataset) -> dict[str, Any]:
+    """Return the properties of the files that workers share, if they do."""
+    shard = FileShard.of_dataset(dataset)
+    if shard is None:
+        return {}
+    return {
+        "the set of files": shard.digest,
+        "the number of workers that share files": shard.num_workers,
+    }
 
 
 def _one_if_alike(descriptions: list[dict]) -> Any:
