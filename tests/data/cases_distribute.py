@@ -195,10 +195,18 @@ def one_file_for_all_workers(env: Env) -> dict:
 
 @case("FILE sharding with a file per worker", compare=False)
 def a_file_per_worker(env: Env) -> dict:
-    dataset = tf.data.TFRecordDataset(files_of(env, 2)).map(parse)
-    dataset = with_policy(dataset.batch(common.BATCH_SIZE), Policy.FILE)
-    history = common.fit(counted_model(env), dataset)
+    prepared = tf.Variable(0)
+
+    def note(*rows: tf.Tensor) -> tuple:
+        prepared.assign_add(1)
+        return rows
+
+    dataset = tf.data.TFRecordDataset(files_of(env, 2)).shuffle(9, seed=1)
+    dataset = dataset.map(parse).map(note).batch(common.BATCH_SIZE)
+    history = common.fit(counted_model(env), with_policy(dataset, Policy.FILE))
     _assert_each_once(history)
+    # None twice, to see whether there are files enough.
+    assert int(prepared) == NUM // env.setup.num_workers
     return history
 
 

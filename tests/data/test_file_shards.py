@@ -12,9 +12,10 @@ import tensorflow as tf
 
 import tfdp
 from tests.harness.tf_config import cluster_configs
+from tfdp import _compat
 from tfdp.coordination import worker_group
 from tfdp.data import file_shards
-from tfdp.data.determinism import nondeterminism_of, seeds_at_creation
+from tfdp.data.determinism import draws_seeds_once, nondeterminism_of
 from tfdp.data.file_shards import FileShard
 from tfdp.data.own_batches import own_batches
 from tfdp.plans.file_owners import balance_files, bytes_of_workers
@@ -74,7 +75,7 @@ def test_each_epoch_has_one_order_of_which_each_worker_reads_its_part(
     first = None
     for _ in range(3):
         order, parts = names(whole), [names(each) for each in workers]
-        assert sorted(sum(parts, [])) == ALL
+        assert sorted(name for part in parts for name in part) == ALL
         for part in parts:
             assert part == [name for name in order if name in part]
         assert [len(part) for part in parts] == [len(each) for each in workers]
@@ -84,7 +85,20 @@ def test_each_epoch_has_one_order_of_which_each_worker_reads_its_part(
 
 def test_the_order_is_the_same_on_any_machine(folder, monkeypatch):
     order = names(of_worker(monkeypatch, 0, 1, str(folder / "*")))
-    assert order == "05 10 02 08 04 00 07 06 11 03 09 01".split()
+    assert order == [
+        "10",
+        "11",
+        "03",
+        "00",
+        "05",
+        "08",
+        "07",
+        "02",
+        "06",
+        "04",
+        "01",
+        "09",
+    ]
     by_name = of_worker(monkeypatch, 0, 1, str(folder / "*"), seed=None)
     assert [names(by_name), names(by_name)] == [ALL, ALL]
 
@@ -93,9 +107,7 @@ def test_owners_have_about_as_many_bytes_and_one_file_at_least():
     rng = np.random.default_rng(1)
     for num_workers in (1, 2, 7, 64):
         sizes = rng.lognormal(10, 0.5, 40 * num_workers).astype(int).tolist()
-        totals = bytes_of_workers(
-            sizes, balance_files(sizes, num_workers), num_workers
-        )
+        totals = bytes_of_workers(sizes, balance_files(sizes, num_workers), num_workers)
         assert max(totals) <= 1.02 * sum(totals) / num_workers
     assert sorted(balance_files([0, 0, 9], 3)) == [0, 1, 2]
 
@@ -114,7 +126,10 @@ def test_patterns_are_listed_together_and_files_read_with_their_own_sizes(
 @pytest.mark.parametrize(
     ("pattern", "text"),
     [
-        ("none-*", r"`pattern` of `shard_files` matches no file; .* pattern='.*none-\*'"),
+        (
+            "none-*",
+            r"`pattern` of `shard_files` matches no file; .* pattern='.*none-\*'",
+        ),
         (["0*", "*5"], "matches a file 2 times, '.*05'; it has to match each file"),
         ("99*", "matches no file"),
         ([], r"must be a string or a path, or a list of them. Received: pattern=\[\]"),
@@ -129,14 +144,14 @@ def test_wrong_patterns_are_refused(folder, monkeypatch, pattern, text):
     with pytest.raises(ValueError, match=text):
         tfdp.data.shard_files(pattern)
     for seed in (True, "1", 0.5):
-        with pytest.raises(ValueError, match="`seed` must be an integer or None. Rec"):
+        with pytest.raises(ValueError, match="`seed` must be an integer or None"):
             tfdp.data.shard_files(str(folder / "*"), seed=seed)
 
 
 def test_a_strategy_has_to_be_there_before_its_files(folder, monkeypatch):
     monkeypatch.setattr(worker_group, "_latest", {})
     monkeypatch.setenv("TF_CONFIG", cluster_configs(2)[0])
-    with pytest.raises(ValueError, match="make the strategy first. Received: 2 workers"):
+    with pytest.raises(ValueError, match="make the strategy first"):
         tfdp.data.shard_files(str(folder / "*"))
 
 
@@ -180,9 +195,9 @@ def test_the_order_of_an_epoch_does_not_depend_on_what_was_read_before(
     epochs = [[each.tolist() for each in whole.as_numpy_iterator()] for _ in range(3)]
     assert epochs[0] != epochs[1] != epochs[2]
     assert nondeterminism_of(resumed, is_ordered=True) is None
-    assert seeds_at_creation(resumed)
-    iter(resumed)
-    next(iter(resumed))
+    assert draws_seeds_once(resumed)
+    for _ in range(2):
+        _compat.begin_shuffles(resumed)
     assert [each.tolist() for each in resumed.as_numpy_iterator()] == epochs[2]
 
 
@@ -236,5 +251,5 @@ def test_of_batches_that_a_stage_looks_into_no_others_are_made():
 def test_the_room_shows_its_one_public_name():
     assert tfdp.data.__all__ == ["shard_files"]
     assert [name for name in dir(tfdp.data) if name[0] != "_"] == ["shard_files"]
-    with pytest.raises(AttributeError, match="'tfdp.data' has no attribute 'shards'"):
+    with pytest.raises(AttributeError, match="has no attribute 'shards'"):
         tfdp.data.shards  # noqa: B018

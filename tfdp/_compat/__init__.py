@@ -32,6 +32,7 @@ from tfdp._compat.datasets import (
     PerReplicaSpec,
     any_has_value,
     asks_for_more,
+    begin_shuffles,
     captures_dataset,
     dataset_batch_size,
     dataset_inputs,

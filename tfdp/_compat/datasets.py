@@ -150,10 +150,24 @@ def shards_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
 
 def reshuffles(dataset: tf.data.Dataset) -> bool:
     """Whether a dataset has another order each time that it is iterated over."""
-    return any(
-        type(part).__name__ == "_ShuffleDataset" and part._reshuffle_each_iteration
-        for part in dataset_inputs(dataset)
-    )
+    return any(reshuffles_itself(part) for part in dataset_inputs(dataset))
+
+
+def begin_shuffles(dataset: tf.data.Dataset) -> None:
+    """Draw the seeds of an epoch for each `Dataset.shuffle` that has others in each.
+
+    One draws them as its iterator is created, which creates that of its source only
+    when it is read: each has one of its own here.
+    """
+    for part in dataset_inputs(dataset):
+        if reshuffles_itself(part):
+            iter(part)
+
+
+def reshuffles_itself(part: tf.data.Dataset) -> bool:
+    """Whether the last stage of a dataset is a shuffle with another order each time."""
+    is_shuffle = type(part).__name__ == "_ShuffleDataset"
+    return is_shuffle and bool(part._reshuffle_each_iteration)
 
 
 def unseeded_parts(dataset: tf.data.Dataset) -> list[str]:

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdp import _compat, user_code
 from tfdp.data.batch_sizes import batch_size_of
-from tfdp.data.early_rows import divide_early
+from tfdp.data.early_rows import BATCHES, divide_early
 from tfdp.data.file_shards import FileShard
 from tfdp.data.own_batches import own_batches
 from tfdp.data.per_replica_dataset import (
@@ -27,10 +27,17 @@ from tfdp.data.per_replica_dataset import (
     ReadOptions,
     divide_and_prefetch,
 )
+from tfdp.data.raw_elements import CHOOSE, MAPS, PASS_ON
 from tfdp.data.rows import divide_batches, in_turn, rows_of_ranks
 from tfdp.data.same_datasets import check_not_sharded, compare
 
 _POLICY = tf.data.experimental.AutoShardPolicy
+# Stages that read no files themselves. With them an element would be read and prepared
+# twice, to fill the buffer of a shuffle as many as that holds.
+_AFTER_READING = {
+    *(*BATCHES, *MAPS, *PASS_ON, *CHOOSE, "PaddedBatchDataset", "ShuffleDataset"),
+    *("AssertCardinalityDataset", "CacheDataset", "FilterDataset"),
+}
 
 
 def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
@@ -189,9 +196,9 @@ def _distribute_by_policy(
     check_not_sharded(
         [json.loads(text) for text in worker_group.all_gather("shards", own)]
     )
-    by_file = stock.experimental_distribute_dataset(dataset, options)
-    if not worker_group.any("sharding by file", not _can_read(by_file)):
-        return by_file
+    probe = stock.experimental_distribute_dataset(_records_of(dataset), options)
+    if not worker_group.any("sharding by file", not _can_read(probe)):
+        return stock.experimental_distribute_dataset(dataset, options)
     warnings.warn(
         "This dataset cannot be sharded by file: it needs at least one file for "
         "each worker. It is sharded by rows.",
@@ -282,6 +289,13 @@ def _of_own_batches(strategy: Any, dataset: Any, options: Any) -> Any:
     num_replicas = strategy.num_replicas_in_sync
     local = rows_of_ranks(dataset, list(range(num_replicas)), num_replicas)
     return strategy.distribute_datasets_from_function(lambda _: local, options)
+
+
+def _records_of(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Return the part of a pipeline that reads files, without what is made of them."""
+    while _compat.kind_of_part(dataset) in _AFTER_READING:
+        (dataset,) = _compat.dataset_sources(dataset)
+    return dataset
 
 
 def _can_read(distributed: Any) -> bool:

@@ -23,8 +23,8 @@ from tfdp.data.batch_change import BatchChange, convert_position
 from tfdp.data.determinism import (
     SeededShuffle,
     batch_dependence_of,
+    draws_seeds_once,
     nondeterminism_of,
-    seeds_at_creation,
 )
 from tfdp.data.file_shards import FileShard
 
@@ -216,19 +216,20 @@ class DataPosition:
         source = _compat.source_of(self.iterator.data_adapter)
         is_dataset = isinstance(source, tf.data.Dataset)
         matters = is_dataset and _compat.reshuffles(source)
-        reads = matters and not seeds_at_creation(source)
+        reads = matters and not draws_seeds_once(source)
         last = len(taken) - 1
         for number in range(len(self._taken), len(taken)):
             is_kept = keeps_one and number == last
-            if matters or is_kept:
+            if reads or is_kept:
                 if self._order is not None:
                     self._order.epoch = number
                 current = iter(self._make())
-                if reads or is_kept:
-                    _skip(current, taken[number])
+                _skip(current, taken[number])
                 if is_kept:
                     self._taken = list(taken)
                     return current
+            elif matters:
+                _compat.begin_shuffles(source)
         self._taken = list(taken)
         if self._order is not None:
             self._order.epoch = len(taken)
