@@ -196,7 +196,9 @@ def _distribute_by_policy(
     check_not_sharded(
         [json.loads(text) for text in worker_group.all_gather("shards", own)]
     )
-    probe = stock.experimental_distribute_dataset(_records_of(dataset), options)
+    # One record in a batch: any two may have different shapes.
+    records = _records_of(dataset).batch(1)
+    probe = stock.experimental_distribute_dataset(records, options)
     if not worker_group.any("sharding by file", not _can_read(probe)):
         return stock.experimental_distribute_dataset(dataset, options)
     warnings.warn(
