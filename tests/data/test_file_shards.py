@@ -246,10 +246,3 @@ def test_of_batches_that_a_stage_looks_into_no_others_are_made():
     assert own_batches(rows.batch(9).map(lambda x: x + 1), [0], 2) is None
     assert own_batches(rows.batch(9).shuffle(2, seed=1), [0], 2) is None
     assert own_batches(rows.map(lambda x: [x]).padded_batch(9), [0], 2) is None
-
-
-def test_the_room_shows_its_one_public_name():
-    assert tfdp.data.__all__ == ["shard_files"]
-    assert [name for name in dir(tfdp.data) if name[0] != "_"] == ["shard_files"]
-    with pytest.raises(AttributeError, match="has no attribute 'shards'"):
-        tfdp.data.shards  # noqa: B018

@@ -10,8 +10,9 @@ import tensorflow as tf
 
 from tfdp import _compat
 
-# Operations that call Python functions, which may have state.
-_PYTHON_OPS = ("GeneratorDataset", "PyFunc", "EagerPyFunc", "PyFuncStateless")
+# Operations that call Python functions, which may have state; of a `PyFuncStateless`
+# the user says that it has none.
+_PYTHON_OPS = ("GeneratorDataset", "PyFunc", "EagerPyFunc")
 RANDOM_OPS = (
     *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal"),
     *("RandomShuffle", "Multinomial", "RandomGamma", "RandomPoissonV2"),
