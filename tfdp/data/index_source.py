@@ -15,7 +15,7 @@ from tfdp.data.raw_elements import no_autograph
 
 @_compat.filter_traceback
 def from_source(source: Any, *, seed: int | None = None) -> tf.data.Dataset:
-    """Elements of a random-access source, of which a worker loads its own rows only.
+    """Elements of a random-access source, each loaded where it is trained on.
 
     Anything with `len(source)` and `source[index]` will do: a `grain.MapDataset` before
     `batch`, an `ArrayRecordDataSource`, `tfds.data_source(...)`, a dataset of PyTorch's,
@@ -53,8 +53,9 @@ def from_source(source: Any, *, seed: int | None = None) -> tf.data.Dataset:
     if num_elements == 0:
         raise ValueError(f"`source` has no element. Received: source={source!r}")
     first = keras.tree.lists_to_tuples(source[0])
-    specs = [_spec_of(part) for part in tf.nest.flatten(first)]
-    if any(spec is None for spec in specs):
+    parts = [_spec_of(part) for part in tf.nest.flatten(first)]
+    specs = [spec for spec in parts if spec is not None]
+    if len(specs) < len(parts):
         raise ValueError(
             "Elements of `source` must be arrays, numbers or strings, or nests of them."
             f" Received: source[0]={first!r}"
@@ -104,6 +105,10 @@ def _spec_of(part: Any) -> tf.TensorSpec | None:
         return tf.TensorSpec(array.shape, tf.as_dtype(array.dtype))
     except TypeError:
         return None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, (str, bytes))
 
 
 def _parts(
