@@ -17,13 +17,13 @@ from tfdp.data.raw_elements import no_autograph
 def from_source(source: Any, *, seed: int | None = None) -> tf.data.Dataset:
     """Elements of a random-access source, each loaded where it is trained on.
 
-    Anything with `len(source)` and `source[index]` will do: a `grain.MapDataset` before
-    `batch`, an `ArrayRecordDataSource`, `tfds.data_source(...)`, a dataset of PyTorch's,
-    a list. Go on as with any `tf.data.Dataset`: `map`, then `batch` by the global size.
-    Of N workers each then loads an N-th of every batch, as `map` does.
+    Anything with `len(source)` and `source[index]` will do: a `grain.MapDataset`
+    before `batch`, an `ArrayRecordDataSource`, `tfds.data_source(...)`, a dataset of
+    PyTorch's, a list. Go on as with any `tf.data.Dataset`: `map`, then `batch` by the
+    global size. Of N workers each then loads an N-th of every batch, as `map` does.
 
     `source[index]` runs in threads of this process. It has to give the same for an
-    index whenever it is called, such as Grain's `random_map` with a seed does.
+    index whenever it is called, as Grain's `random_map` with a seed does.
 
     Args:
         source: The source. Its elements are arrays, numbers or strings, or nests of
