@@ -172,8 +172,8 @@ def _worker_group() -> WorkerGroup:
     if cluster is not None and cluster.num_workers > 1 and not cluster.is_evaluator:
         raise ValueError(
             "`shard_files` divides files among the workers of a strategy: make the "
-            f"strategy first. Received: {cluster.num_workers} workers in TF_CONFIG, "
-            "and no strategy"
+            f"strategy first. Received: {counted(cluster.num_workers, 'worker')} in "
+            "TF_CONFIG, and no strategy"
         )
     return WorkerGroup(rank=0, num_workers=1)
 
@@ -274,7 +274,8 @@ def _shown(patterns: list[str]) -> str:
 def _warn_of_few(group: WorkerGroup, num_files: int) -> None:
     if group.rank == 0:
         user_code.warn(
-            f"There are {counted(num_files, 'file')} for {group.num_workers} workers: "
+            f"There are {counted(num_files, 'file')} for "
+            f"{counted(group.num_workers, 'worker')}: "
             "all read all of it, and each takes its rows of every batch. For data that "
             "is too large for that write at least as many files as workers."
         )
@@ -287,11 +288,11 @@ def _warn_of_uneven_sizes(
     most = max(totals)
     if group.rank == 0 and most > _UNEVEN * sum(totals) / num_workers:
         user_code.warn(
-            f"Files do not divide evenly: worker {totals.index(most)} reads {most} of "
-            f"{sum(totals)} bytes, and the others have no rows at the end of each "
-            "epoch. Write more files, of more equal sizes. "
-            f"Received: {counted(len(sizes), 'file')}, the largest of {max(sizes)} "
-            "bytes"
+            f"Files do not divide evenly: worker {totals.index(most)} reads "
+            f"{most:,} of {counted(sum(totals), 'byte')}, and the others have no rows at "
+            "the end of each epoch. Write more files, of more equal sizes. "
+            f"Received: {counted(len(sizes), 'file')}, the largest of "
+            f"{counted(max(sizes), 'byte')}"
         )
 
 
