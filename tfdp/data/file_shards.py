@@ -289,8 +289,8 @@ def _warn_of_uneven_sizes(
     if group.rank == 0 and most > _UNEVEN * sum(totals) / num_workers:
         user_code.warn(
             f"Files do not divide evenly: worker {totals.index(most)} reads "
-            f"{most:,} of {counted(sum(totals), 'byte')}, and the others have no rows at "
-            "the end of each epoch. Write more files, of more equal sizes. "
+            f"{most:,} of {counted(sum(totals), 'byte')}, and the others have no rows "
+            "at the end of each epoch. Write more files, of more equal sizes. "
             f"Received: {counted(len(sizes), 'file')}, the largest of "
             f"{counted(max(sizes), 'byte')}"
         )
