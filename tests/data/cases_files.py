@@ -238,6 +238,10 @@ def each_row_of_own_files_once(env: Env) -> dict:
         "lines": _pairs(_lines(tfdp.data.shard_files(_write_lines(env, 5)))).batch(8),
         "with options": with_policy(_pairs(ids).batch(8), Policy.OFF),
     }
+    # As on GPUs: read by TensorFlow's own iterators.
+    pipelines["with input options"] = env.distribution.experimental_distribute_dataset(
+        _pairs(_ids(files())).batch(8), tf.distribute.InputOptions()
+    )
     for name, dataset in pipelines.items():
         history = common.fit(counted_model(env), dataset, epochs=2)
         for seen in history["seen"]:
