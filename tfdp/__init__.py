@@ -13,7 +13,7 @@ from tfdp import user_code
 
 if TYPE_CHECKING:
     # Type checkers and editors see the names that `__getattr__` loads.
-    from tfdp import callbacks, checkpoint, optimizers, testing
+    from tfdp import callbacks, checkpoint, data, optimizers, testing
     from tfdp.links import Link, Links
     from tfdp.losses.all_gather import all_gather
     from tfdp.optimizer.distributed import DistributedOptimizer
@@ -38,6 +38,7 @@ _HOMES = {
     "auto_strategy": "tfdp.strategy.strategy",
     "callbacks": "tfdp.callbacks",
     "checkpoint": "tfdp.checkpoint",
+    "data": "tfdp.data",
     "optimizers": "tfdp.optimizers",
     "scale_learning_rate": "tfdp.plans.schedules",
     "testing": "tfdp.testing",
@@ -53,6 +54,7 @@ __all__ = [
     "auto_strategy",
     "callbacks",
     "checkpoint",
+    "data",
     "optimizers",
     "scale_learning_rate",
     "testing",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.harness import common
+from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.harness.registry import case
 from tfdp import _compat
@@ -195,10 +196,18 @@ def one_file_for_all_workers(env: Env) -> dict:
 
 @case("FILE sharding with a file per worker", compare=False)
 def a_file_per_worker(env: Env) -> dict:
-    dataset = tf.data.TFRecordDataset(files_of(env, 2)).map(parse)
-    dataset = with_policy(dataset.batch(common.BATCH_SIZE), Policy.FILE)
-    history = common.fit(counted_model(env), dataset)
+    prepared = tf.Variable(0)
+
+    def note(*rows: tf.Tensor) -> tuple:
+        prepared.assign_add(1)
+        return rows
+
+    dataset = tf.data.TFRecordDataset(files_of(env, 2)).shuffle(9, seed=1)
+    dataset = dataset.map(parse).map(note).batch(common.BATCH_SIZE)
+    history = common.fit(counted_model(env), with_policy(dataset, Policy.FILE))
     _assert_each_once(history)
+    # None twice, to see whether there are files enough.
+    assert int(prepared) == NUM // env.setup.num_workers
     return history
 
 
@@ -258,6 +267,44 @@ def each_worker_prepares_its_own_rows(env: Env) -> dict:
         "history": history,
         "weights": env.weights(model),
         "predict": model.predict(data, verbose=0),
+    }
+
+
+def _augment(index: tf.Tensor, epoch: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    """Turns a sample and drops a part of it at random, in each epoch otherwise."""
+    for_turn, for_part = tf.unstack(tf.random.split(tf.stack([index, epoch]), 2))
+    turn = tf.random.stateless_uniform([], for_turn, maxval=len(x), dtype=tf.int32)
+    kept = tf.random.stateless_uniform(tf.shape(x), for_part) < 0.8
+    return tf.where(kept, tf.roll(x, turn, 0), 0.0)
+
+
+@case(
+    "Augmentation seeded by index and epoch: on each step the samples of one device",
+    setups=registry.ALL,
+)
+def augmented_samples_are_those_of_one_device(env: Env) -> dict:
+    num, epochs = 21, 2
+
+    def prepare(place: tf.Tensor, row: tuple) -> tuple:
+        index, (x, y) = row
+        return _augment(index, place // num, x), y
+
+    rows = tf.data.Dataset.from_tensor_slices(common.regression_data(num)).enumerate()
+    rows = rows.shuffle(num, seed=1).repeat(epochs).enumerate()
+    data = rows.map(prepare).batch(common.BATCH_SIZE)
+    with env.scope():
+        inputs = keras.Input((common.NUM_FEATURES,))
+        identity = keras.Model(inputs, keras.layers.Identity()(inputs))
+    samples = identity.predict(data, verbose=0)
+    assert len(samples) == epochs * num
+    model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
+    history = common.fit(model, data)
+    # Bit by bit: the same samples, in the same steps.
+    digest = hashlib.sha256(np.ascontiguousarray(samples).tobytes()).digest()
+    return {
+        "samples": np.frombuffer(digest, "uint8").astype("float32"),
+        "history": history,
+        "weights": env.weights(model),
     }
 
 

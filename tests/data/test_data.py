@@ -13,6 +13,7 @@ CASE_MODULES = (
     "data.cases_distribute",
     "data.cases_own_rows",
     "data.cases_wrong_data",
+    "data.cases_files",
 )
 
 

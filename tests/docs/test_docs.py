@@ -22,6 +22,7 @@ QUOTE = re.compile(r"^\| (?P<ticks>`+)(?P<text>.+?)(?P=ticks) \|", re.M)
 # which option or argument is wrong.
 NOT_ON_THE_PAGE = (
     "tfdp/__init__.py",
+    "tfdp/data/__init__.py",
     "tfdp/checkpoint/__init__.py",
     "tfdp/bench/",
     "tfdp/checkpoint/__init__.py",

@@ -15,6 +15,7 @@ WORKERS = 2
 DEADLINE_SECONDS = 180
 EXAMPLES = {
     "digits": "examples/digits_cnn.py",
+    "augmented": "examples/digits_augmented.py",
     "characters": "examples/char_transformer.py",
     "tutorial": "examples/multi_worker_with_keras/main.py",
 }
@@ -58,6 +59,19 @@ def test_digits_example_learns_and_only_the_chief_tells(run_on_two_workers, tmp_
     assert 0 < share < 100
     (accuracy,) = numbers(r"test accuracy: ([\d.]+) %", output)
     assert accuracy >= 95
+
+
+@pytest.mark.standard
+def test_augmented_images_of_two_workers_are_those_of_one_process(run_on_two_workers):
+    told = r"images of all epochs: (\w+)"
+    output = run_on_two_workers(EXAMPLES["augmented"], "--short")
+    (accuracy,) = numbers(r"test accuracy: ([\d.]+) %", output)
+    assert accuracy >= 80
+    done = run_python(
+        EXAMPLES["augmented"], "--short", deadline_seconds=DEADLINE_SECONDS
+    )
+    assert done.code == 0, done.output[-5000:]
+    assert re.findall(told, done.output) == re.findall(told, output) != []
 
 
 @pytest.mark.full

@@ -66,6 +66,9 @@ LEFT_OUT = {
     "stop_at_the_shortest_of_unknown_lengths": "... of_known_lengths",
     "uneven_data_that_is_not_sharded": "files_of_different_sizes",
     "backup_within_an_epoch_that_stops": "checkpoints_at_one_path",
+    "backup_within_an_epoch_of_own_files": "checkpoints_at_one_path",
+    "own_files_in_other_loops": "own_files_train_as_one_device_on_the_same_rows",
+    "fewer_files_than_workers": "a_file_per_worker",
     # Losses.
     "loss_that_returns_a_number_with_sample_weights": (
         "losses_of_several_outputs_with_sample_weights"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 from keras.src import tree as keras_tree
+from tensorflow.core.framework import dataset_metadata_pb2
 from tensorflow.python.data.experimental.ops import distribute as data_distribute
 from tensorflow.python.distribute import (
     input_lib,
@@ -18,6 +20,7 @@ from tensorflow.python.framework import (
     none_tensor,
     ops,
 )
+from tensorflow.python.ops import gen_dataset_ops
 from tensorflow.python.types import distribute as distribute_types
 
 # What stands for a None in the spec of a dataset's element.
@@ -67,6 +70,52 @@ def kinds_of_parts(dataset: tf.data.Dataset) -> list[str]:
     return [kind_of_part(part) for part in dataset_inputs(dataset)]
 
 
+def names_of_parts(dataset: tf.data.Dataset) -> Iterator[str]:
+    """The names that were given to a dataset and all that it is made of.
+
+    Those of datasets that a function makes or captures, too, as that of a `flat_map`
+    may. `TextLineDataset` and `FixedLengthRecordDataset` do not list their source.
+    """
+    for part in dataset_inputs(dataset):
+        yield getattr(part, "_name", None) or ""
+        if hasattr(part, "_impl"):
+            yield from names_of_parts(part._impl)
+        for function in part._functions():
+            graph = function.function.graph.as_graph_def()
+            yield from _names_in_graph(graph)
+        for captured in _captured_variants(part):
+            yield from _names_in_variant(captured)
+
+
+def captures_dataset(dataset: tf.data.Dataset) -> bool:
+    """Whether a function in a dataset captures another dataset."""
+    return any(_captured_variants(part) for part in dataset_inputs(dataset))
+
+
+def _captured_variants(part: tf.data.Dataset) -> list[tf.Tensor]:
+    return [
+        captured
+        for function in part._functions()
+        for captured in function.function.captured_inputs
+        if captured.dtype == tf.variant
+    ]
+
+
+def _names_in_variant(variant: tf.Tensor) -> Iterator[str]:
+    # A variant that is no dataset, or one too large for a graph, tells no names.
+    with contextlib.suppress(tf.errors.OpError):
+        text = gen_dataset_ops.dataset_to_graph_v2(variant).numpy()
+        yield from _names_in_graph(tf.compat.v1.GraphDef.FromString(text))
+
+
+def _names_in_graph(graph: Any) -> Iterator[str]:
+    functions = (nested.node_def for nested in graph.library.function)
+    for node in itertools.chain(graph.node, *functions):
+        if "metadata" in node.attr:
+            text = node.attr["metadata"].s
+            yield dataset_metadata_pb2.Metadata.FromString(text).name.decode()
+
+
 def operations_in(dataset: tf.data.Dataset) -> Iterator[tuple[str, Any]]:
     """The operations in the functions that a dataset calls, such as those of `map`.
 
@@ -101,10 +150,24 @@ def shards_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
 
 def reshuffles(dataset: tf.data.Dataset) -> bool:
     """Whether a dataset has another order each time that it is iterated over."""
-    return any(
-        type(part).__name__ == "_ShuffleDataset" and part._reshuffle_each_iteration
-        for part in dataset_inputs(dataset)
-    )
+    return any(reshuffles_itself(part) for part in dataset_inputs(dataset))
+
+
+def begin_shuffles(dataset: tf.data.Dataset) -> None:
+    """Draw the seeds of an epoch for each `Dataset.shuffle` that has others in each.
+
+    One draws them as its iterator is created, which creates that of its source only
+    when it is read: each has one of its own here.
+    """
+    for part in dataset_inputs(dataset):
+        if reshuffles_itself(part):
+            iter(part)
+
+
+def reshuffles_itself(part: tf.data.Dataset) -> bool:
+    """Whether the last stage of a dataset is a shuffle with another order each time."""
+    is_shuffle = type(part).__name__ == "_ShuffleDataset"
+    return is_shuffle and bool(part._reshuffle_each_iteration)
 
 
 def unseeded_parts(dataset: tf.data.Dataset) -> list[str]:

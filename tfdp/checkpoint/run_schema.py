@@ -59,7 +59,10 @@ _DESCRIPTION = record(
         "the number of batches": optional(_COUNT),
         "the seeds of `Dataset.shuffle`": list_of(list_of(optional(_SEED), most=2)),
         "the global seed": optional(_SEED),
-    }
+        "the set of files": name,
+        "the number of workers that share files": _COUNT,
+    },
+    may_miss=("the set of files", "the number of workers that share files"),
 )
 _WARMUP = record(
     {

@@ -32,6 +32,9 @@ _READING_SECONDS = 30.0
 # first worker for the missing one.
 _ANSWER_SECONDS = 5.0
 _instances = itertools.count()
+# The group of the strategy made last, and of the last one of several workers. They are
+# kept: which ones there are must not depend on when a worker collects its garbage.
+_latest: dict[bool, WorkerGroup] = {}
 
 
 class WorkerGroup:
@@ -189,6 +192,21 @@ class WorkerGroup:
                 f"same calls of Keras and tfdp. Received: {at}"
             )
         return [entry["text"] for entry in parsed]
+
+
+def remember_group(group: WorkerGroup) -> WorkerGroup:
+    """Make a group the latest, and return it."""
+    _latest[group.num_workers > 1] = group
+    return group
+
+
+def latest_group() -> WorkerGroup | None:
+    """Return the group of the strategy made last, of several workers if there is one.
+
+    Returns:
+        `WorkerGroup`, or `None` before there is a strategy.
+    """
+    return _latest.get(True) or _latest.get(False)
 
 
 def _missing(topic: str, ranks: list[int], limit: float | None) -> str:

@@ -1,12 +1,15 @@
 """Input data: division among replicas, epochs on all workers, position, checks.
 
-Reading order:
+Public are `tfdp.data.from_source` and `tfdp.data.shard_files`; the rest is for tfdp
+itself. Reading order:
     distribute: a dataset as one that gives every replica its rows
     same_datasets: comparison of the workers' datasets
     batch_sizes: rows of all batches, as far as known before they are read
     early_rows, raw_elements: rows that are taken before they are prepared
     own_rows: data of Keras's loops of which each worker reads its rows only, by
         py_dataset_rows, stored_rows, loader_rows
+    index_source: elements that are loaded by their index
+    file_shards, own_batches: files of which each worker reads its own
     rows, weighted_rows: rows of a batch for each replica, equal or by weight
     per_replica_dataset, element_specs: the distributed dataset on CPUs
     uneven_inputs: the end of the data for all workers
@@ -17,3 +20,31 @@ Reading order:
     determinism: pipelines that give the same batches again
     position, batch_change: the position of a run that is resumed
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfdp.data.file_shards import shard_files
+    from tfdp.data.index_source import from_source
+
+_HOMES = {
+    "from_source": "tfdp.data.index_source",
+    "shard_files": "tfdp.data.file_shards",
+}
+__all__ = ["from_source", "shard_files"]
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of this package
+
+    def __getattr__(name: str) -> Any:
+        # Loaded late: the command line uses files of this room without TensorFlow.
+        if name not in _HOMES:
+            raise AttributeError(f"module 'tfdp.data' has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

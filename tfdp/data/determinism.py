@@ -10,18 +10,21 @@ import tensorflow as tf
 
 from tfdp import _compat
 
-# Operations that call Python functions, which may have state.
-_PYTHON_OPS = ("GeneratorDataset", "PyFunc", "EagerPyFunc", "PyFuncStateless")
+# Operations that call Python functions, which may have state; of a `PyFuncStateless`
+# the user says that it has none.
+_PYTHON_OPS = ("GeneratorDataset", "PyFunc", "EagerPyFunc")
 RANDOM_OPS = (
     *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal"),
     *("RandomShuffle", "Multinomial", "RandomGamma", "RandomPoissonV2"),
 )
-# Datasets whose iterator creates the iterators of its inputs at once.
-_EAGER_DATASETS = (
+# Datasets that create one iterator of each input in a pass.
+_ONE_PASS_DATASETS = (
     *("BatchDataset", "ParallelBatchDataset", "PaddedBatchDataset", "MapDataset"),
     *("ParallelMapDataset", "PrefetchDataset", "TakeDataset", "SkipDataset"),
     *("FilterDataset", "ShuffleDataset", "OptionsDataset", "ZipDataset"),
     *("TensorDataset", "TensorSliceDataset", "RangeDataset", "RebatchDataset"),
+    *("InterleaveDataset", "ParallelInterleaveDataset", "FlatMapDataset"),
+    *("TFRecordDatasetV2", "AssertCardinalityDataset"),
 )
 # Datasets that keep the order of samples after they are batched.
 _ORDER_KEEPING_DATASETS = (
@@ -57,14 +60,16 @@ def nondeterminism_of(
     return None if is_ordered else "arrays are shuffled without a seed"
 
 
-def seeds_at_creation(dataset: Any) -> bool:
-    """Return whether an iterator draws the seeds of its shuffles when it is created.
+def draws_seeds_once(dataset: Any) -> bool:
+    """Return whether each shuffle draws its seeds once in an epoch.
 
-    Otherwise it draws them when it reaches them, so that the order of an epoch depends
-    on the batches that were read in those before.
+    Otherwise it draws them as often as it is reached, so that the order of an epoch
+    depends on the batches that were read in those before.
     """
     kinds = _compat.kinds_of_parts(dataset)
-    return all(kind in _EAGER_DATASETS for kind in kinds)
+    # Of a dataset that a function captures, an iterator begins whenever it is called.
+    is_once = all(kind in _ONE_PASS_DATASETS for kind in kinds)
+    return is_once and not _compat.captures_dataset(dataset)
 
 
 def batch_dependence_of(source: Any, *, shuffles_batches: bool) -> str | None:

@@ -18,14 +18,17 @@ import tensorflow as tf
 
 from tfdp import _compat, user_code
 from tfdp.data.batch_sizes import batch_size_of
-from tfdp.data.early_rows import Division, divide_early
+from tfdp.data.early_rows import BATCHES, Division, divide_early
 from tfdp.data.element_specs import describe_spec
+from tfdp.data.file_shards import FileShard
+from tfdp.data.own_batches import own_batches
 from tfdp.data.per_replica_dataset import (
     PREFETCHED_STEPS,
     PerReplicaDataset,
     ReadOptions,
     divide_and_prefetch,
 )
+from tfdp.data.raw_elements import CHOOSE, MAPS, PASS_ON
 from tfdp.data.rows import divide_batches, in_turn, rows_of_ranks
 from tfdp.data.same_datasets import (
     check_not_sharded,
@@ -37,6 +40,12 @@ OF_BALANCE = (
     "with `--rebalance` it changes which rows these are, while they are read ahead"
 )
 _POLICY = tf.data.experimental.AutoShardPolicy
+# Stages that read no files themselves. With them an element would be read and prepared
+# twice, to fill the buffer of a shuffle as many as that holds.
+_AFTER_READING = {
+    *(*BATCHES, *MAPS, *PASS_ON, *CHOOSE, "PaddedBatchDataset", "ShuffleDataset"),
+    *("AssertCardinalityDataset", "CacheDataset", "FilterDataset"),
+}
 
 
 def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
@@ -61,6 +70,9 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
     extended = strategy.extended
     policy = dataset.options().experimental_distribute.auto_shard_policy
     is_alone = extended.worker_group.num_workers == 1
+    shard = FileShard.of_dataset(dataset)
+    if shard is not None and shard.num_workers > 1:
+        return _distribute_own_files(strategy, dataset, shard, options)
     if not is_alone and policy in (_POLICY.FILE, _POLICY.OFF):
         return _distribute_by_policy(strategy, dataset, options, policy, stock)
     first = extended.first_rank
@@ -117,9 +129,7 @@ def distribute_divided(
 
 def _reads_on_cpus(strategy: Any) -> bool:
     """Return whether a step takes its rows from host memory, or from a GPU's."""
-    extended = strategy.extended
-    on_cpus = extended.group.backend != "nccl" and not _has_gpus(strategy)
-    return on_cpus or extended.balance is not None
+    return _is_on_cpus(strategy) or strategy.extended.balance is not None
 
 
 def _divide_early(
@@ -152,6 +162,10 @@ def tell_of_obstacle(strategy: Any, obstacle: str) -> None:
             f"Each of the {num_workers} workers prepares all rows of this dataset, and "
             f"not only its own: {obstacle}."
         )
+
+
+def _is_on_cpus(strategy: Any) -> bool:
+    return strategy.extended.group.backend != "nccl" and not _has_gpus(strategy)
 
 
 def _has_gpus(strategy: Any) -> bool:
@@ -195,8 +209,9 @@ def steps_per_batch(strategy: Any, source: Any) -> float:
     """
     if isinstance(source, tf.data.Dataset):
         policy = source.options().experimental_distribute.auto_shard_policy
-        num_workers = strategy.extended.worker_group.num_workers
-        return num_workers if policy == _POLICY.OFF else 1
+        shard = FileShard.of_dataset(source)
+        has_own = policy == _POLICY.OFF or (shard and shard.num_workers > 1)
+        return strategy.extended.worker_group.num_workers if has_own else 1
     by_replica = isinstance(source, _compat.DistributedDatasetsFromFunction)
     if by_replica and not isinstance(source, PerReplicaDataset):
         return 1 / strategy.extended.num_local
@@ -228,9 +243,11 @@ def _distribute_by_policy(
     if policy == _POLICY.OFF:
         return _of_own_batches(strategy, dataset, options)
     check_not_sharded(shards)
-    by_file = stock.experimental_distribute_dataset(dataset, options)
-    if not worker_group.any("sharding by file", not _can_read(by_file)):
-        return by_file
+    # One record in a batch: any two may have different shapes.
+    records = _records_of(dataset).batch(1)
+    probe = stock.experimental_distribute_dataset(records, options)
+    if not worker_group.any("sharding by file", not _can_read(probe)):
+        return stock.experimental_distribute_dataset(dataset, options)
     warnings.warn(
         "This dataset cannot be sharded by file: it needs at least one file for "
         "each worker. It is sharded by rows.",
@@ -243,11 +260,91 @@ def _distribute_by_policy(
     )
 
 
+def _distribute_own_files(
+    strategy: Any, dataset: Any, shard: FileShard, options: Any
+) -> Any:
+    """Return the distributed dataset of the files that are this worker's alone."""
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    if policy not in (_POLICY.AUTO, _POLICY.OFF):
+        raise ValueError(
+            "`shard_files` has divided the files among workers, and a policy would "
+            "divide them again. Leave `auto_shard_policy` out. "
+            f"Received: {policy}"
+        )
+    own = _own_batches(strategy, dataset)
+    asks_workers = _check_shards(strategy, shard, own)
+    if own is None:
+        return _of_own_batches(strategy, dataset, options)
+    local = list(range(strategy.extended.num_local))
+    if _is_on_cpus(strategy) and options is None:
+        divided = divide_and_prefetch(own, local, len(local))
+        read_options = ReadOptions(asks_workers, same_rows=False)
+        return PerReplicaDataset(divided, strategy, read_options)
+    rows = rows_of_ranks(own, local, len(local))
+    distributed = strategy.distribute_datasets_from_function(lambda _: rows, options)
+    if asks_workers:
+        return distributed
+    return _compat.without_partial_batches(distributed)
+
+
+def _own_batches(strategy: Any, dataset: Any) -> tf.data.Dataset | None:
+    """Return this worker's part of global batches of its own files."""
+    first, num_local = strategy.extended.first_rank, strategy.extended.num_local
+    ranks = list(range(first, first + num_local))
+    return own_batches(dataset, ranks, strategy.num_replicas_in_sync)
+
+
+def _check_shards(strategy: Any, shard: FileShard, own: tf.data.Dataset | None) -> bool:
+    """Raise on all workers unless each has its own part of the same files.
+
+    Returns:
+        Bool, whether some workers may run out of data before others.
+    """
+    group = strategy.extended.worker_group
+    length = tf.data.UNKNOWN_CARDINALITY if own is None else int(own.cardinality())
+    texts = group.all_gather("own files", json.dumps([shard.name, length]))
+    names, lengths = zip(*map(json.loads, texts), strict=True)
+    expected = [
+        FileShard(group.num_workers, rank, shard.digest).name
+        for rank in range(group.num_workers)
+    ]
+    if list(names) != expected:
+        group.leave()
+        raise ValueError(
+            "These are not the parts of one set of files. Call `shard_files` alike on "
+            "every worker, for the strategy that trains. Received: "
+            + ", ".join(f"{name} on worker {r}" for r, name in enumerate(names))
+        )
+    return len(set(lengths)) > 1 or lengths[0] == tf.data.UNKNOWN_CARDINALITY
+
+
+def num_own_steps(strategy: Any, source: Any) -> int | None:
+    """Return the number of steps for which a worker's own files last.
+
+    Returns:
+        Int as `tf.data.Dataset.cardinality` gives it, or `None` for other data.
+    """
+    if not isinstance(source, tf.data.Dataset):
+        return None
+    shard = FileShard.of_dataset(source)
+    if shard is None or shard.num_workers == 1:
+        return None
+    own = _own_batches(strategy, source)
+    return None if own is None else int(own.cardinality())
+
+
 def _of_own_batches(strategy: Any, dataset: Any, options: Any) -> Any:
     """Divide the batches that a worker reads among as many steps as workers."""
     num_replicas = strategy.num_replicas_in_sync
     local = rows_of_ranks(dataset, list(range(num_replicas)), num_replicas)
     return strategy.distribute_datasets_from_function(lambda _: local, options)
+
+
+def _records_of(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Return the part of a pipeline that reads files, without what is made of them."""
+    while _compat.kind_of_part(dataset) in _AFTER_READING:
+        (dataset,) = _compat.dataset_sources(dataset)
+    return dataset
 
 
 def _can_read(distributed: Any) -> bool:

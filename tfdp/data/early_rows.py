@@ -34,7 +34,7 @@ from tfdp.data.raw_elements import (
 )
 from tfdp.data.rows import Part, bounds_of_ranks, num_rows, rows_of_rank
 
-_BATCHES = ("BatchDataset", "ParallelBatchDataset")
+BATCHES = ("BatchDataset", "ParallelBatchDataset")
 # The function of Keras's `class_weight`, which treats each row of a batch by itself.
 _OF_CLASS_WEIGHT = (
     "keras.src.trainers.data_adapters.tf_dataset_adapter.make_class_weight_map_fn."
@@ -75,10 +75,10 @@ def divide_early(
         return Division(obstacle=obstacle_of_order(batches))
     after: list[Stage] = []
     stage = batches
-    while _compat.kind_of_part(stage) not in _BATCHES:
+    while _compat.kind_of_part(stage) not in BATCHES:
         if _is_of_arrays(stage):
             return Division(_divided_arrays(stage, after, ranks, num_replicas))
-        again = _stage_of_batches(stage)
+        again = stage_of_batches(stage)
         if again is None:
             return Division(obstacle=obstacle_of(stage))
         after.insert(0, again)
@@ -224,7 +224,7 @@ def divide_rows(
     return batches.map(divide)
 
 
-def _stage_of_batches(dataset: tf.data.Dataset) -> Stage | None:
+def stage_of_batches(dataset: tf.data.Dataset) -> Stage | None:
     """A stage after `batch` that does not look into batches, or only row by row."""
     kind = _compat.kind_of_part(dataset)
     if kind in (*PASS_ON, *CHOOSE):

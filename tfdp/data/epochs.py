@@ -17,7 +17,7 @@ from tfdp.base.context import is_tfdp
 from tfdp.coordination.progress import progress
 from tfdp.data import position as data_position
 from tfdp.data.determinism import SeededShuffle
-from tfdp.data.distribute import is_endless, steps_per_batch
+from tfdp.data.distribute import is_endless, num_own_steps, steps_per_batch
 from tfdp.data.lengths import ENDLESS, Length, agreed_steps, dropped_batches
 from tfdp.data.own_rows import with_own_rows
 from tfdp.data.per_replica_dataset import PerReplicaDataset, ReadOptions
@@ -177,9 +177,12 @@ def _gather_lengths(strategy: Any, adapter: Any) -> list[Length]:
         rows = int(adapter.batch_size), int(adapter.partial_batch_size or 0)
     source = _compat.source_of(adapter)
     steps, each = adapter.num_batches, steps_per_batch(strategy, source)
-    if steps is not None:
+    own_steps = num_own_steps(strategy, source)
+    if own_steps is not None:
+        steps, each = (own_steps if own_steps >= 0 else None), 1
+    elif steps is not None:
         steps = math.ceil(steps * each)
-    elif is_endless(source):
+    if steps is None and is_endless(source):
         steps = ENDLESS
     own = Length(steps, each, rows).to_json()
     texts = strategy.extended.worker_group.all_gather("the number of batches", own)

@@ -23,9 +23,10 @@ from tfdp.data.batch_change import BatchChange, convert_position
 from tfdp.data.determinism import (
     SeededShuffle,
     batch_dependence_of,
+    draws_seeds_once,
     nondeterminism_of,
-    seeds_at_creation,
 )
+from tfdp.data.file_shards import FileShard
 
 _tracked: list[DataPosition | None] = []
 _NUM_BATCHES = "the number of batches"
@@ -215,19 +216,20 @@ class DataPosition:
         source = _compat.source_of(self.iterator.data_adapter)
         is_dataset = isinstance(source, tf.data.Dataset)
         matters = is_dataset and _compat.reshuffles(source)
-        reads = matters and not seeds_at_creation(source)
+        reads = matters and not draws_seeds_once(source)
         last = len(taken) - 1
         for number in range(len(self._taken), len(taken)):
             is_kept = keeps_one and number == last
-            if matters or is_kept:
+            if reads or is_kept:
                 if self._order is not None:
                     self._order.epoch = number
                 current = iter(self._make())
-                if reads or is_kept:
-                    _skip(current, taken[number])
+                _skip(current, taken[number])
                 if is_kept:
                     self._taken = list(taken)
                     return current
+            elif matters:
+                _compat.begin_shuffles(source)
         self._taken = list(taken)
         if self._order is not None:
             self._order.epoch = len(taken)
@@ -245,6 +247,7 @@ class DataPosition:
             _NUM_BATCHES: adapter.num_batches,
             "the seeds of `Dataset.shuffle`": [list(pair) for pair in seeds],
             "the global seed": _compat.global_seed() if uses_global else None,
+            **(_describe_files(source) if is_dataset else {}),
         }
 
 
@@ -272,6 +275,17 @@ def enumerate_batches(original: Callable, iterator: Any) -> Iterator:
     if position is None or position.iterator is not iterator:
         return batches
     return position.enumerate(batches)
+
+
+def _describe_files(dataset: tf.data.Dataset) -> dict[str, Any]:
+    """Return the properties of the files that workers share, if they do."""
+    shard = FileShard.of_dataset(dataset)
+    if shard is None:
+        return {}
+    return {
+        "the set of files": shard.digest,
+        "the number of workers that share files": shard.num_workers,
+    }
 
 
 def _one_if_alike(descriptions: list[dict]) -> Any:

@@ -3,6 +3,7 @@
 Reading order:
     buckets: gradients of each collective
     shards: owners of the elements of the optimizer state
+    file_owners: files of each worker, balanced by size
     memory: bytes of training state on a replica
     traffic: messages of all-reduce algorithms
     cost_model: seconds of an all-reduce, and the fastest algorithm

@@ -20,7 +20,7 @@ from tfdp.collectives import LaunchOrder, ProcessGroup, device_positions, timing
 from tfdp.coordination.join import Worker, has_joined, joining, worker_devices
 from tfdp.coordination.same_setup import agreed_topology, check_same_setup
 from tfdp.coordination.watch import Watchdog, watch
-from tfdp.coordination.worker_group import WorkerGroup
+from tfdp.coordination.worker_group import WorkerGroup, remember_group
 from tfdp.data.load_balancer import LoadBalancer
 from tfdp.options import CommunicationOptions
 from tfdp.reduction.algorithm_selector import AlgorithmSelector
@@ -199,7 +199,7 @@ class SingleWorkerReplicaExtended(ReplicaExtended, _compat.MirroredExtended):
         options: CommunicationOptions,
     ) -> None:
         self.options = options
-        self.worker_group = WorkerGroup(rank=0, num_workers=1)
+        self.worker_group = remember_group(WorkerGroup(rank=0, num_workers=1))
         with _compat.without_tf_config():
             super().__init__(container_strategy, devices=devices)
         self._set_up_communication(0, ["localhost"], self.worker_devices)
@@ -229,8 +229,8 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
                 cluster_resolver=worker.resolver,
                 communication_options=_compat.StockOptions(),
             )
-        self.worker_group = WorkerGroup(
-            worker.rank, worker.num_workers, worker.timeout_seconds
+        self.worker_group = remember_group(
+            WorkerGroup(worker.rank, worker.num_workers, worker.timeout_seconds)
         )
         self._watchdog: Watchdog | None = None
         if worker.cluster is not None:
