@@ -71,8 +71,8 @@ def work(make_arms: Callable[[dict[str, Any]], Arms]) -> None:
     os.dup2(2, 1)
     orders: queue.Queue[dict[str, Any]] = queue.Queue()
     pipe = sys.stdin
-    # A forked process, such as a loader of PyTorch's, closes `sys.stdin`, and would wait
-    # for the thread that reads it.
+    # A forked process, such as a loader of PyTorch's, closes `sys.stdin`, and would
+    # wait for the thread that reads it.
     sys.stdin = open(os.devnull)  # noqa: SIM115
     threading.Thread(target=_read_orders, args=(pipe, orders), daemon=True).start()
     arms = make_arms(json.loads(sys.argv[1]))

@@ -40,7 +40,8 @@ class Side:
         setup: Dict, what the workers are told.
         num_workers: Int. Defaults to `1`.
         python: String or `None`, an interpreter for a module of tfdp, or of a package
-            beside it, that needs nothing but Python and what that one has. Defaults to this one.
+            beside it, that needs nothing but Python and what that one has. Defaults to
+            this one.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ from tools.bench.pictures import HEIGHT, WIDTH, write_pictures
 from tools.bench.report import Arguments, Figure, Report
 
 # Steps of a block that are timed.
-STEPS = 8
-GLOBAL_BATCH = 64
+STEPS = 6
+GLOBAL_BATCH = 128
 WORKERS = (1, 2, 4)
 _NUM_PICTURES = 128
 _LOADERS = ("no loader", "a loader")
@@ -30,9 +30,9 @@ def run(args: Arguments) -> None:
         mean_kb = sum(Path(path).stat().st_size for path in paths) / len(paths) / 1e3
         setting = {
             "benchmark": "Keras fit of a small model, workers of one core; JPEGs of "
-            f"{WIDTH} x {HEIGHT} pixels and {mean_kb:.0f} KB are read, decoded, cropped "
-            "and resized to 224 x 224, flipped, and changed in brightness, contrast "
-            f"and colour; {STEPS} steps a block",
+            f"{WIDTH} x {HEIGHT} pixels and {mean_kb:.0f} KB are read, decoded, "
+            "cropped and resized to 224 x 224, flipped, and changed in brightness, "
+            f"contrast and colour; {STEPS} steps a block",
             "batch": f"{GLOBAL_BATCH} for all workers",
             "torch": torch or "not installed: no comparison with DDP",
         }

@@ -13,7 +13,7 @@ from typing import Any
 from tfdp.bench.channel import Arms, work
 from tools.bench.cores import pin_to_core
 
-SIZE, SKIPPED = 224, 4
+SIZE, SKIPPED = 224, 3
 # Passes over the files in one of the loader, which starts anew for each.
 _PASSES = 100
 
