@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdp.callbacks.input_probe import pipeline_of
 from tfdp.monitor.input_wait import (
+    ARRAYS,
     GENERATOR,
     PY_DATASET,
     InputWait,
@@ -26,7 +27,7 @@ def wait(share: float) -> InputWait:
 @pytest.mark.parametrize(
     ("shares", "pipeline", "expected"),
     [
-        ([0.05, 0.09], {"has_serial_map": True}, "little is to gain"),
+        ([0.05, 0.19], {"has_serial_map": True}, "little is to gain"),
         ([0.4], {}, "Training waits for its data for 40% of a step: give each worker"),
         ([0.4, 0.5], {}, "Worker 1 waits for its data for 50% of a step: give each"),
         (
@@ -41,6 +42,7 @@ def wait(share: float) -> InputWait:
             "make a `tf.data` pipeline",
         ),
         ([0.5], {"kind": PY_DATASET}, "more `workers`"),
+        ([0.5], {"kind": ARRAYS}, "Python between two steps"),
         ([0.5], {"has_serial_map": True, "has_map": True}, "`num_parallel_calls="),
         ([0.5], {"has_map": True}, "`cache()`"),
         ([0.5], {"has_map": True, "is_cached": True}, "a faster disk"),
@@ -70,4 +72,4 @@ def test_properties_of_the_data_are_seen():
     assert found == Pipeline(has_map=True)
     assert pipeline_of(drawn.batch(2), None).kind == GENERATOR
     assert pipeline_of((x for x in "ab"), None).kind == GENERATOR
-    assert pipeline_of(np.zeros(3), None) == Pipeline()
+    assert pipeline_of(np.zeros(3), None) == Pipeline(ARRAYS)

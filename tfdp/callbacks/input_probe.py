@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
@@ -23,6 +24,7 @@ from tfdp.data.early_rows import divide_early
 from tfdp.data.raw_elements import MAPS
 from tfdp.keras_hooks.worker_callbacks import callback_list
 from tfdp.monitor.input_wait import (
+    ARRAYS,
     GENERATOR,
     PY_DATASET,
     TORCH,
@@ -159,7 +161,9 @@ def pipeline_of(data: Any, strategy: Any) -> Pipeline:
     if type(data).__module__.startswith("torch."):
         return Pipeline(TORCH)
     if not isinstance(data, tf.data.Dataset):
-        return Pipeline()
+        leaves = keras.tree.flatten(data)
+        is_array = all(isinstance(leaf, (np.ndarray, tf.Tensor)) for leaf in leaves)
+        return Pipeline(ARRAYS if is_array else "")
     parts = list(_compat.dataset_inputs(data))
     maps = [each for each in parts if _compat.kind_of_part(each) in MAPS]
     is_drawn = any(

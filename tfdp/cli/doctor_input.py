@@ -142,8 +142,8 @@ def _check(
         return
     if is_over:
         raise click.ClickException(
-            f"Its time was over {taken}, which tells too little; give it more with "
-            f"--timeout. Received: {script}"
+            f"Its time was over {taken}; give it more with --timeout. "
+            f"Received: {script}"
         )
     if not found:
         raise click.ClickException(
@@ -151,8 +151,8 @@ def _check(
             f"measured. Received: {script}"
         )
     raise click.ClickException(
-        f"`fit` has ended {taken} that counts, and {_FEWEST_STEPS} are needed; give it "
-        f"more data or epochs. Received: {script}"
+        f"`fit` has ended too soon: {counted(steps, 'step')} could be measured, and "
+        f"{_FEWEST_STEPS} are needed; give it more data or epochs. Received: {script}"
     )
 
 

@@ -7,13 +7,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Below the first part of a step there is little to gain. From the second on it matters
-# if a worker waits and the others do not.
-_LITTLE, _MUCH = 0.1, 0.2
+# From this part of a step on waiting matters, and below the second there is none: Keras
+# itself takes a few milliseconds between two steps.
+_MUCH, _LITTLE = 0.2, 0.1
 # Buffers are full when training begins.
 _SETTLING_STEPS = 10
 
 GENERATOR, PY_DATASET, TORCH = "a generator", "a PyDataset", "a DataLoader"
+ARRAYS = "arrays"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +106,10 @@ def advise(waits: Mapping[int, InputWait], pipeline: Pipeline) -> str:
     """
     rank = max(waits, key=lambda key: waits[key].share)
     share = waits[rank].share
-    if share < _LITTLE:
+    if share < _MUCH:
         return "Data is there in time: little is to gain in the input pipeline."
     others = [wait.share for key, wait in waits.items() if key != rank]
-    is_apart = bool(others) and statistics.median(others) < _LITTLE and share > _MUCH
+    is_apart = bool(others) and statistics.median(others) < _LITTLE
     who = f"Worker {rank} waits" if others else "Training waits"
     remedy = _remedy_of_one() if is_apart else _remedy(pipeline)
     return f"{who} for its data for {share:.0%} of a step: {remedy}."
@@ -134,6 +135,11 @@ def _remedy(pipeline: Pipeline) -> str:
         return "give the `PyDataset` more `workers`, or less to do for each batch"
     if pipeline.kind == TORCH:
         return "give the `DataLoader` more `num_workers`, or less to do for each batch"
+    if pipeline.kind == ARRAYS:
+        return (
+            "its arrays are in memory, so that this is Python between two steps; take "
+            "larger batches, or `steps_per_execution` in `compile`"
+        )
     if pipeline.has_serial_map:
         return "give each `map` `num_parallel_calls=tf.data.AUTOTUNE`"
     if pipeline.has_map and not pipeline.is_cached:

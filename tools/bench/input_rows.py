@@ -9,6 +9,7 @@ from pathlib import Path
 from tfdp.bench.machine import torch_version
 from tfdp.bench.sides import Side, alternate, started
 from tfdp.bench.stats import Ratio, paired_ratio, ratio_to_best
+from tools.bench.input_rows_worker import NUM_COUNTED
 from tools.bench.pictures import HEIGHT, WIDTH, write_pictures
 from tools.bench.report import Arguments, Figure, Report
 
@@ -37,15 +38,17 @@ def run(args: Arguments) -> None:
             "torch": torch or "not installed: no comparison with DDP",
         }
         report = Report(args, setting)
-        found = _measure(args, paths, with_torch=torch is not None)
+        found, calls = _measure(args, paths, with_torch=torch is not None)
     for name, blocks in found.items():
         report.add_times({name: [block["seconds"] for block in blocks]})
-    for figure in _figures(found):
+    for figure in [*calls, *_figures(found)]:
         report.add(figure)
     report.finish()
 
 
-def _measure(args: Arguments, paths: list[str], *, with_torch: bool) -> Blocks:
+def _measure(
+    args: Arguments, paths: list[str], *, with_torch: bool
+) -> tuple[Blocks, list[Figure]]:
     setup = {"paths": paths, "batch": GLOBAL_BATCH}
     module = "tools.bench.input_rows_worker"
     sides = [Side(f"{count}", module, setup, num_workers=count) for count in WORKERS]
@@ -58,9 +61,19 @@ def _measure(args: Arguments, paths: list[str], *, with_torch: bool) -> Blocks:
         arms[1:1] = [(ddp, arm) for arm in _LOADERS]
         sides.append(ddp)
     with started(*sides):
-        return alternate(
+        calls = [
+            _calls(side, count) for side, count in zip(sides, WORKERS, strict=False)
+        ]
+        found = alternate(
             arms, blocks=args.blocks, steps=STEPS, warm_up=0, slowest=_of_all
         )
+    return found, calls[1:]
+
+
+def _calls(side: Side, num_workers: int) -> Figure:
+    calls = sum(side.run("calls", 1)) / NUM_COUNTED
+    name = f"{num_workers} workers: calls of `map` on all of them for an element"
+    return Figure(name, calls, at_most=1.02)
 
 
 def _figures(found: Blocks) -> list[Figure]:

@@ -9,6 +9,9 @@ from typing import Any
 from tfdp.bench.channel import Arms, work
 
 SIZE = 224
+# Elements of a dataset of which the calls of `map` are counted: the last batch is not
+# whole.
+NUM_COUNTED = 5000
 # Steps at the begin that are not timed: traced, or of a pipeline that is still empty.
 SKIPPED = 3
 
@@ -88,6 +91,39 @@ def build() -> Any:
     )
 
 
+def num_calls(strategy: Any, batch: int) -> int:
+    """Train on a few numbers, and count the calls of `map` on this worker.
+
+    Args:
+        strategy: A tfdp strategy.
+        batch: Int, rows of a global batch.
+
+    Returns:
+        Int, for `NUM_COUNTED` elements on all workers.
+    """
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    calls = []
+
+    def count(x: np.ndarray) -> np.ndarray:
+        calls.append(x)
+        return x
+
+    def prepare(x: tf.Tensor) -> tuple:
+        counted = tf.numpy_function(count, [x], tf.float32, stateful=False)
+        return tf.ensure_shape(counted, x.shape), x
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    numbers = np.arange(NUM_COUNTED, dtype="float32")[:, None] / NUM_COUNTED
+    data = tf.data.Dataset.from_tensor_slices(numbers).shuffle(NUM_COUNTED, seed=1)
+    model.fit(data.map(prepare).batch(batch), verbose=0)
+    return len(calls)
+
+
 def make_arms(setup: dict[str, Any]) -> Arms:
     """Make a model that trains with rows taken early, and one with rows taken late."""
     from tools.bench.cores import pin_to_core
@@ -132,6 +168,7 @@ def make_arms(setup: dict[str, Any]) -> Arms:
     return {
         "early": lambda steps: block(divide_early, steps),
         "late": lambda steps: block(lambda *_: Division(), steps),
+        "calls": lambda _: num_calls(strategy, setup["batch"]),
     }
 
 
