@@ -12,8 +12,10 @@ SIZE = 224
 # Elements of a dataset of which the calls of `map` are counted: the last batch is not
 # whole.
 NUM_COUNTED = 5000
-# Steps at the begin that are not timed: traced, or of a pipeline that is still empty.
-SKIPPED = 3
+# The first step of a block is not timed: it may be traced.
+SKIPPED = 1
+# A process that takes less than this of each of so many moments has nothing to do.
+_QUIET_SECONDS, _MOMENT_SECONDS, _NUM_MOMENTS = 0.003, 0.05, 6
 
 
 def prepare(number: Any, element: tuple) -> tuple:
@@ -124,6 +126,22 @@ def num_calls(strategy: Any, batch: int) -> int:
     return len(calls)
 
 
+def wait_until_quiet() -> tuple[float, float]:
+    """Wait until this process has read ahead as far as it does.
+
+    Returns:
+        Tuple of floats: when it last was busy, and its CPU time.
+    """
+    busy_at, cpu, num_quiet = time.time(), time.process_time(), 0
+    while num_quiet < _NUM_MOMENTS:
+        time.sleep(_MOMENT_SECONDS)
+        before, cpu = cpu, time.process_time()
+        num_quiet = num_quiet + 1 if cpu - before < _QUIET_SECONDS else 0
+        if num_quiet == 0:
+            busy_at = time.time()
+    return busy_at, cpu
+
+
 def make_arms(setup: dict[str, Any]) -> Arms:
     """Make a model that trains with rows taken early, and one with rows taken late."""
     from tools.bench.cores import pin_to_core
@@ -139,12 +157,14 @@ def make_arms(setup: dict[str, Any]) -> Arms:
     from tfdp.data.early_rows import Division, divide_early
 
     class Clock(keras.callbacks.Callback):
-        """Clock of the wall and of this process's CPU time."""
+        """Clock of a block, from a full pipeline to a full one: of as many batches."""
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == SKIPPED - 1:
-                self.begin = time.perf_counter(), time.process_time()
-            self.end = time.perf_counter(), time.process_time()
+                _, cpu = wait_until_quiet()
+                self.begin = time.time(), cpu
+            if batch == self.params["steps"] - 1:
+                self.end = wait_until_quiet()
 
     dataset = pipeline(setup["paths"], setup["batch"])
     with strategy.scope():
@@ -159,11 +179,8 @@ def make_arms(setup: dict[str, Any]) -> Arms:
             dataset, steps_per_epoch=SKIPPED + steps, verbose=0, callbacks=[clock]
         )
         gc.collect()  # an iterator would read ahead in the turn of the others
-        (wall, cpu), (wall_end, cpu_end) = clock.begin, clock.end
-        return {
-            "seconds": (wall_end - wall) / steps,
-            "cpu_seconds": (cpu_end - cpu) / steps,
-        }
+        (begin, cpu), (end, cpu_at_end) = clock.begin, clock.end
+        return {"begin": begin, "end": end, "cpu_seconds": (cpu_at_end - cpu) / steps}
 
     return {
         "early": lambda steps: block(divide_early, steps),
