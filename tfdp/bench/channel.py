@@ -9,7 +9,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TextIO, TypeVar
 
 Arm = Callable[[int], Any]
 
@@ -70,7 +70,11 @@ def work(make_arms: Callable[[dict[str, Any]], Arms]) -> None:
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     orders: queue.Queue[dict[str, Any]] = queue.Queue()
-    threading.Thread(target=_read_orders, args=(orders,), daemon=True).start()
+    pipe = sys.stdin
+    # A forked process, such as a loader of PyTorch's, closes `sys.stdin`, and would
+    # wait for the thread that reads it.
+    sys.stdin = open(os.devnull)  # noqa: SIM115
+    threading.Thread(target=_read_orders, args=(pipe, orders), daemon=True).start()
     arms = make_arms(json.loads(sys.argv[1]))
     print(json.dumps({"ready": True}), file=replies)
     while True:
@@ -79,8 +83,8 @@ def work(make_arms: Callable[[dict[str, Any]], Arms]) -> None:
         print(json.dumps({"result": result}), file=replies)
 
 
-def _read_orders(orders: queue.Queue[dict[str, Any]]) -> None:
-    for line in sys.stdin:
+def _read_orders(pipe: TextIO, orders: queue.Queue[dict[str, Any]]) -> None:
+    for line in pipe:
         orders.put(json.loads(line))
     # The driver is gone. A collective that waits for a dead peer never ends.
     os._exit(0)

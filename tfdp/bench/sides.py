@@ -18,13 +18,15 @@ from tfdp.cluster import free_ports
 from tfdp.cluster.process_tree import kill_processes
 
 DEADLINE_SECONDS = 300.0
-# Another interpreter has its own packages, and of ours gets this one only: what else
-# lies beside it was built for this interpreter.
+# Another interpreter has its own packages, and of ours gets this one and that of the
+# module only: what else lies beside them was built for this interpreter.
 _FOREIGN = """
 import runpy, sys, types
-package = types.ModuleType("tfdp")
-package.__path__ = [sys.argv.pop(1)]
-sys.modules["tfdp"] = package
+folder = sys.argv.pop(1)
+for name in {"tfdp", sys.argv[1].partition(".")[0]}:
+    package = types.ModuleType(name)
+    package.__path__ = [f"{folder}/{name}"]
+    sys.modules[name] = package
 runpy.run_module(sys.argv.pop(1), run_name="__main__")
 """
 
@@ -37,8 +39,9 @@ class Side:
         module: String, the module that each worker runs.
         setup: Dict, what the workers are told.
         num_workers: Int. Defaults to `1`.
-        python: String or `None`, an interpreter for a module of tfdp that needs
-            nothing but Python and what that one has. Defaults to this one.
+        python: String or `None`, an interpreter for a module of tfdp, or of a package
+            beside it, that needs nothing but Python and what that one has. Defaults to
+            this one.
     """
 
     def __init__(
@@ -135,8 +138,8 @@ def worker_commands(
     """
     start = [sys.executable, "-m", module]
     if python is not None:
-        package = str(Path(__file__).resolve().parents[1])
-        start = [python, "-c", _FOREIGN, package, module]
+        folder = str(Path(__file__).resolve().parents[2])
+        start = [python, "-c", _FOREIGN, folder, module]
     told = [
         {**setup, "rank": rank, "addresses": list(addresses)}
         for rank in range(len(addresses))

@@ -8,6 +8,7 @@
   resumption of a run on any number of replicas.
 - `measuring_callback`: base of those that time steps: `communication_monitor`,
   `timeline`.
+- `input_probe`: how long the `fit` of a script waits for data, for `tfdp doctor`.
 - `consistency_check`: a checksum of all replicas' weights.
 - `arguments`: checks of arguments that several take.
 """

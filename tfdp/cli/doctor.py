@@ -15,6 +15,8 @@ from rich.text import Text
 from rich.tree import Tree
 
 from tfdp.bench.machine import version_of
+from tfdp.cli import parameter_types as types
+from tfdp.cli.doctor_input import check_input
 from tfdp.cli.noise import quiet_stderr
 from tfdp.cluster import (
     Cluster,
@@ -25,6 +27,8 @@ from tfdp.cluster import (
     unreachable_workers,
 )
 
+# With `--input`: steps that are taken, and how long they may take.
+_STEPS, _TIMEOUT_SECONDS = 60, 120.0
 _PACKAGES = ("tfdp", "tensorflow", "keras", "numpy")
 _TRUST = (
     "TensorFlow's server listens on all interfaces, also when the cluster names "
@@ -36,19 +40,95 @@ _TRUST = (
 
 _EXAMPLES = """\b
 Examples:
-  tfdp doctor         on this machine
-  srun tfdp doctor    in each task of a Slurm step
+  tfdp doctor                          on this machine
+  srun tfdp doctor                     in each task of a Slurm step
+  tfdp doctor --input train.py         does training wait for its data?
+  tfdp doctor -n 2 --input train.py    the same with two workers
+
+Options stand before SCRIPT; all that follows it is the script's own.
 """
 
 
-@click.command(epilog=_EXAMPLES)
-def doctor() -> None:
+# What follows the script's name is the script's own, options too.
+@click.command(epilog=_EXAMPLES, context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--input",
+    "is_of_input",
+    is_flag=True,
+    help="Run SCRIPT for a few steps of `fit`, and show how long each worker waits for "
+    "its data, and what to do about it.",
+)
+@click.option(
+    "-n",
+    "--num-workers",
+    metavar="N",
+    type=types.COUNT,
+    help="With --input: local workers. Default: 1.",
+)
+@click.option(
+    "--steps",
+    metavar="S",
+    type=types.COUNT,
+    help="With --input: steps after which the script is ended. Default: 60.",
+)
+@click.option(
+    "--timeout",
+    metavar="S",
+    type=types.SECONDS,
+    help="With --input: seconds after which it is ended in any case. Default: 120.",
+)
+@click.argument("script", required=False, shell_complete=types.complete_files)
+@click.argument(
+    "args", nargs=-1, type=click.UNPROCESSED, shell_complete=types.complete_files
+)
+def doctor(
+    is_of_input: bool = False,
+    num_workers: int | None = None,
+    steps: int | None = None,
+    timeout: float | None = None,
+    script: str | None = None,
+    args: tuple[str, ...] = (),
+) -> None:
     """Print versions, devices, NCCL, the cluster and its ports.
 
     It shows what a script would see that runs in its place: the replicas of
     `tfdp.auto_strategy()`, the cluster of TF_CONFIG or Slurm as a tree, and which
     workers answer.
+
+    With --input it runs SCRIPT on this machine instead. What the script does before its
+    `fit` is done; after a few steps it ends, as by `sys.exit()`. Callbacks that write
+    files are left out.
     """
+    if is_of_input and script is not None:
+        check_input(
+            script,
+            args,
+            num_workers=num_workers or 1,
+            num_steps=steps or _STEPS,
+            timeout_seconds=_TIMEOUT_SECONDS if timeout is None else timeout,
+        )
+        return
+    if is_of_input:
+        raise click.UsageError("Give the script that is to be run. Received: --input")
+    if script is not None:
+        raise click.UsageError(
+            "A script is run with --input only, which shows how long it waits for its "
+            f"data. Received: {script}"
+        )
+    _refuse_without_input({"-n": num_workers, "--steps": steps, "--timeout": timeout})
+    _show_set_up()
+
+
+def _refuse_without_input(options: dict[str, float | None]) -> None:
+    given = [f"{name} {value:g}" for name, value in options.items() if value]
+    if given:
+        raise click.UsageError(
+            "This is an option of --input, which was not given. "
+            f"Received: {', '.join(given)}"
+        )
+
+
+def _show_set_up() -> None:
     try:
         cluster = Cluster.from_environment()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Checks of the script that `tfdp run` is given, before any worker starts."""
+"""Checks of the script that a command is given, before any worker starts."""
 
 from __future__ import annotations
 
@@ -50,6 +50,22 @@ def check_program(script: str, is_module: bool) -> None:
     if fault := _fault_of(script):
         raise click.UsageError(
             f"The script to run is not valid Python: {fault}. Received: {script}"
+        )
+
+
+def check_platform(command: str) -> None:
+    """Refuse to start local workers where processes are not those of Linux.
+
+    Args:
+        command: String, what would start them.
+
+    Raises:
+        click.UsageError: If this is another system.
+    """
+    if sys.platform != "linux":
+        raise click.UsageError(
+            f"`{command}` needs Linux; elsewhere set TF_CONFIG for each worker and "
+            f"start it yourself. Received: {sys.platform}"
         )
 
 

@@ -25,7 +25,7 @@ from tfdp.cli.launch import (
     visible_gpus,
 )
 from tfdp.cli.log_file import LogFile
-from tfdp.cli.program import check_program
+from tfdp.cli.program import check_platform, check_program
 from tfdp.cli.restarts import RestartOptions, Restarts
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
@@ -194,7 +194,7 @@ def run(
     output, and stops all when one fails. With --max-restarts it then starts all again:
     let the script save as it goes, by `tfdp.callbacks.BackupAndRestore`.
     """
-    _check_platform()
+    check_platform("tfdp run")
     check_program(script, is_module)
     again = _restart_options(num_workers, max_restarts, min_workers, grow_after)
     try:
@@ -294,12 +294,4 @@ def _announce(
             f"tfdp: warning: there are {num_workers} workers but "
             f"{counted(num_gpus, 'GPU')}, and NCCL wants one for each; set "
             "CUDA_VISIBLE_DEVICES= to train on the CPU"
-        )
-
-
-def _check_platform() -> None:
-    if sys.platform != "linux":
-        raise click.UsageError(
-            "`tfdp run` needs Linux; elsewhere set TF_CONFIG for each worker and start "
-            f"it yourself. Received: {sys.platform}"
         )

@@ -156,8 +156,10 @@ def rows_of_rank(
             # which only some have a collective.
             rows = tf.compat.v1.placeholder_with_default(rows, shape)
         # A slice shares the memory of the batch, which may be the user's own
-        # array; operations that work in place would overwrite it.
-        return tf.raw_ops.DeepCopy(x=rows) if _can_copy(rows) else rows
+        # array; operations that work in place would overwrite it. Rows that were
+        # taken early are in memory that `batch` has just made.
+        is_shared = part is None and _can_copy(rows)
+        return tf.raw_ops.DeepCopy(x=rows) if is_shared else rows
 
     return tf.nest.map_structure(take, batch)
 

@@ -7,6 +7,7 @@ Read in the order of the data:
 - `readings`: the times of a step, computed from what was read.
 - `windows`: means over several steps, of a worker and of all workers.
 - `stragglers`, `advice`: which worker the others wait for; what to change first.
+- `input_wait`: waiting for data, by worker, for `tfdp doctor --input`.
 - `report`: the thread that brings the windows of all workers together, and the files
   of a run, which `sinks` writes.
 - `trace`: steps as a timeline for Chrome and Perfetto.

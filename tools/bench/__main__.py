@@ -156,7 +156,7 @@ BENCHMARKS = [
     benchmark("monitor", monitor.run, MODELS_TO_TRAIN),
     benchmark("consistency", consistency.run, MODELS_TO_TRAIN),
     benchmark("rebalance", rebalance.run),
-    benchmark("input-rows", input_rows.run),
+    benchmark("input-rows", input_rows.run, TORCH),
     benchmark("xla", xla.run),
     benchmark("hosts", hosts.run, RATES_OF_LINK, WORKERS_PER_HOST, MEGABYTES),
     benchmark("hosts-step", hosts_step.run, RATES_OF_LINK, BATCH, TORCH),

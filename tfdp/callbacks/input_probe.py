@@ -1,0 +1,186 @@
+"""Measurement of how long `fit` waits for data, for `tfdp doctor --input`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.base.context import strategy_of
+from tfdp.callbacks.backup_and_restore import BackupAndRestore
+from tfdp.callbacks.communication_monitor import CommunicationMonitor
+from tfdp.callbacks.measuring_callback import MeasuringCallback
+from tfdp.callbacks.timeline import Timeline
+from tfdp.data.early_rows import divide_early
+from tfdp.data.raw_elements import MAPS
+from tfdp.keras_hooks.worker_callbacks import callback_list
+from tfdp.monitor.input_wait import (
+    ARRAYS,
+    GENERATOR,
+    PY_DATASET,
+    TORCH,
+    Pipeline,
+    mean_wait,
+)
+from tfdp.monitor.meter import Meter
+from tfdp.monitor.readings import Reading
+
+_WRITE_EVERY_SECONDS = 0.5
+# Whose files would be of a training that was broken off.
+_WRITERS = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.BackupAndRestore,
+    BackupAndRestore,
+    CommunicationMonitor,
+    Timeline,
+)
+
+
+class EnoughSteps(SystemExit):
+    """End of a script that was measured."""
+
+
+class InputProbe(MeasuringCallback):
+    """Measure steps, write the means to a file, and end the script after enough.
+
+    Args:
+        path: `Path` of a JSON file, replaced as training goes on.
+        num_steps: Int, after which the script ends; the same on all workers.
+    """
+
+    def __init__(self, path: Path, num_steps: int) -> None:
+        super().__init__()
+        self.pipeline = Pipeline()
+        self.left_out: list[str] = []
+        self._path = path
+        self._num_steps = num_steps
+        self._times: list[tuple[float, float]] = []
+        self._problem = ""
+        self._written_at = 0.0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Trace steps with time stamps."""
+        strategy = strategy_of(self.model)
+        self._problem = _problem_of(self.model, strategy)
+        # On GPUs too: their data is awaited by the host.
+        self.meter = Meter()
+        if strategy is not None:
+            self.meter.start()
+        self._write()
+
+    def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
+        """Take in a step."""
+        if reading is None or self.meter is None:
+            return
+        sample = self.meter.sample(reading)
+        self._times.append((sample.step_seconds, sample.input_seconds))
+        if len(self._times) >= self._num_steps or self._problem:
+            self._write()
+            raise EnoughSteps(0)
+        if time.monotonic() - self._written_at > _WRITE_EVERY_SECONDS:
+            self._write()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Write what there is; another `fit` may follow."""
+        self._write()
+
+    def _write(self) -> None:
+        self._written_at = time.monotonic()
+        content = {
+            "problem": self._problem,
+            "num_steps": len(self._times),
+            "wait": mean_wait(self._times).to_json() if self._times else None,
+            "pipeline": dataclasses.asdict(self.pipeline),
+            "left_out": self.left_out,
+        }
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(content), "utf-8")
+        new.replace(self._path)  # who reads meanwhile finds a whole file
+
+
+def _problem_of(model: Any, strategy: Any) -> str:
+    """Say why the steps of a model cannot be measured, or `""`."""
+    if strategy is None:
+        return (
+            "the model has no strategy of tfdp; make it in the scope of "
+            "`tfdp.auto_strategy()`"
+        )
+    if model.run_eagerly:
+        return "the model runs eagerly; leave out `run_eagerly=True`"
+    if model.steps_per_execution != 1:
+        return "only one step at a time shows it; leave out `steps_per_execution`"
+    return ""
+
+
+def measure_fits(probe: InputProbe) -> None:
+    """Have each `fit` of this process measured, and write no files.
+
+    Args:
+        probe: `InputProbe`.
+    """
+
+    def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
+        stock: Callable = super(keras.Model, model).fit
+        bound = inspect.signature(stock).bind(*args, **kwargs)
+        probe.pipeline = pipeline_of(bound.arguments.get("x"), strategy_of(model))
+        given = callback_list(bound.arguments.get("callbacks"))
+        kept = [each for each in given if not isinstance(each, _WRITERS)]
+        names = [type(each).__name__ for each in given if each not in kept]
+        probe.left_out = list(dict.fromkeys([*probe.left_out, *names]))
+        bound.arguments["callbacks"] = [*kept, probe]
+        return stock(*bound.args, **bound.kwargs)
+
+    keras.Model.fit = fit
+
+
+def pipeline_of(data: Any, strategy: Any) -> Pipeline:
+    """Properties of what `fit` is given.
+
+    Args:
+        data: The argument `x`.
+        strategy: The model's tfdp strategy, or `None`.
+
+    Returns:
+        `Pipeline`.
+    """
+    if inspect.isgenerator(data):
+        return Pipeline(GENERATOR)
+    if isinstance(data, keras.utils.PyDataset):
+        return Pipeline(PY_DATASET)
+    if type(data).__module__.startswith("torch."):
+        return Pipeline(TORCH)
+    if not isinstance(data, tf.data.Dataset):
+        leaves = keras.tree.flatten(data)
+        is_array = all(isinstance(leaf, (np.ndarray, tf.Tensor)) for leaf in leaves)
+        return Pipeline(ARRAYS if is_array else "")
+    parts = list(_compat.dataset_inputs(data))
+    maps = [each for each in parts if _compat.kind_of_part(each) in MAPS]
+    is_drawn = any(
+        name == "GeneratorDataset" for name, _ in _compat.operations_in(data)
+    )
+    return Pipeline(
+        GENERATOR if is_drawn else "",
+        has_serial_map=any(_compat.parallelism_of(each) is None for each in maps),
+        has_map=bool(maps),
+        is_cached="CacheDataset" in map(_compat.kind_of_part, parts),
+        obstacle=_obstacle_of(data, strategy),
+    )
+
+
+def _obstacle_of(dataset: tf.data.Dataset, strategy: Any) -> str:
+    if strategy is None or strategy.extended.worker_group.num_workers == 1:
+        return ""
+    first = strategy.extended.first_rank
+    ranks = list(range(first, first + strategy.extended.num_local))
+    return divide_early(dataset, ranks, strategy.num_replicas_in_sync).obstacle
