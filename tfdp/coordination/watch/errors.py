@@ -54,8 +54,9 @@ def failure_message(
         )
     where = f" at {place}" if place else ""
     what = f", while {bucket} was reduced" if bucket else ""
+    cause = failure.cause.rstrip(".")  # it may end with another worker's sentence
     return (
-        f"Worker {failure.rank} ({address}) was lost{where}{what}: {failure.cause}. "
+        f"Worker {failure.rank} ({address}) was lost{where}{what}: {cause}. "
         "The others cannot go on without it: see the end of its output, and start "
         "all workers again."
     )
