@@ -9,7 +9,8 @@ itself. Reading order:
     own_rows: data of Keras's loops of which each worker reads its rows only, by
         py_dataset_rows, stored_rows, loader_rows
     index_source: elements that are loaded by their index
-    file_shards, own_batches: files of which each worker reads its own
+    own_data, own_batches: data that a worker has for itself
+    file_shards: files of which each worker reads its own
     rows, weighted_rows: rows of a batch for each replica, equal or by weight
     per_replica_dataset, element_specs: the distributed dataset on CPUs
     uneven_inputs: the end of the data for all workers

@@ -17,8 +17,9 @@ from tfdp.base.context import is_tfdp
 from tfdp.coordination.progress import progress
 from tfdp.data import position as data_position
 from tfdp.data.determinism import SeededShuffle
-from tfdp.data.distribute import is_endless, num_own_steps, steps_per_batch
+from tfdp.data.distribute import is_endless, steps_per_batch
 from tfdp.data.lengths import ENDLESS, Length, agreed_steps, dropped_batches
+from tfdp.data.own_data import num_own_steps
 from tfdp.data.own_rows import with_own_rows
 from tfdp.data.per_replica_dataset import PerReplicaDataset, ReadOptions
 from tfdp.data.same_datasets import stops_at_shortest

@@ -276,3 +276,13 @@ def _spec_of(kind: type, value: Any) -> Any:
     _strategies[id(value.strategy)] = value.strategy
     inner = _compat.type_spec_of(value.components)
     return kind(inner, id(value.strategy), value.read_options)
+
+
+def is_on_cpus(strategy: Any) -> bool:
+    """Return whether a strategy has no GPU, whose memory data would be copied to."""
+    return strategy.extended.group.backend != "nccl" and not _has_gpus(strategy)
+
+
+def _has_gpus(strategy: Any) -> bool:
+    devices = strategy.extended.worker_devices
+    return any(_compat.device_type(device) == "GPU" for device in devices)

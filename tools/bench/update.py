@@ -19,6 +19,7 @@ GOALS = {
     (SMALL, "Adam, weight decay, global_clipnorm"): None,
     (LARGE, "Adam"): 1.0,
 }
+KINDS = ("keras", "tfdp", "xla", "nothing")
 STEPS = {LAYERS: 50, SMALL: 50, LARGE: 5}
 
 
@@ -38,16 +39,18 @@ def run(args: Arguments) -> None:
     with started(side):
         for (variables, optimizer), goal in GOALS.items():
             what = f"{optimizer}, {variables}"
-            kinds = {kind: f"{kind}: {what}" for kind in ("keras", "tfdp", "nothing")}
+            kinds = {kind: f"{kind}: {what}" for kind in KINDS}
             times = alternate(
                 [(side, arm) for arm in kinds.values()],
                 blocks=args.blocks,
                 steps=STEPS[variables],
             )
             report.add_times(times)
-            keras, tfdp, nothing = (times[f"update/{arm}"] for arm in kinds.values())
+            keras, tfdp, xla, nothing = (times[f"update/{a}"] for a in kinds.values())
             ratio = paired_ratio(keras, tfdp)
             report.add(Figure(f"{what}: speed relative to Keras", ratio, at_least=goal))
+            name = f"{what}: time of Keras's compiled by XLA relative to tfdp's"
+            report.add(Figure(name, paired_ratio(xla, tfdp)))
             ratio = paired_ratio(without(nothing, keras), without(nothing, tfdp))
             name = f"{what}: the same without the call"
             report.add(Figure(name, ratio, at_least=goal))

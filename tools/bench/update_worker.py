@@ -36,7 +36,11 @@ OPTIONS: dict[str, dict[str, float]] = {
 
 
 def update_step(
-    shapes: Sequence[tuple[int, ...]], options: dict[str, Any], *, wrapped: bool
+    shapes: Sequence[tuple[int, ...]],
+    options: dict[str, Any],
+    *,
+    wrapped: bool,
+    compiles: bool = False,
 ) -> Callable[[], Any]:
     """A traced update of variables of these shapes by fixed gradients."""
     import keras
@@ -52,9 +56,13 @@ def update_step(
         optimizer = DistributedOptimizer(optimizer)
     optimizer.build(variables)
 
+    @tf.function(jit_compile=compiles or None)
+    def update() -> None:
+        optimizer.apply(gradients, variables)
+
     @tf.function
     def step() -> Any:
-        optimizer.apply(gradients, variables)
+        update()
         return optimizer.iterations.value.read_value()
 
     return step
@@ -86,6 +94,7 @@ def make_arms(setup: dict[str, Any]) -> Arms:
         steps = {
             "keras": update_step(shapes, options, wrapped=False),
             "tfdp": update_step(shapes, options, wrapped=True),
+            "xla": update_step(shapes, options, wrapped=False, compiles=True),
             "nothing": call_step(shapes),
         }
         for kind, step in steps.items():
