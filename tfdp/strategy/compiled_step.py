@@ -147,15 +147,6 @@ def _in_order(update: Update, gradients: list) -> list:
     return ordered
 
 
-def _warn(told: set[str], reason: str) -> None:
-    if "XLA" not in told:
-        told.add("XLA")
-        warnings.warn(
-            f"This model runs without XLA (`jit_compile=True`): {reason}.",
-            stacklevel=2,
-        )
-
-
 def _check_inputs(args: tuple) -> None:
     for tensor in tf.nest.flatten(args):
         if isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor)):
