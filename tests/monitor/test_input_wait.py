@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import types
+
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -73,3 +76,24 @@ def test_properties_of_the_data_are_seen():
     assert pipeline_of(drawn.batch(2), None).kind == GENERATOR
     assert pipeline_of((x for x in "ab"), None).kind == GENERATOR
     assert pipeline_of(np.zeros(3), None) == Pipeline(ARRAYS)
+
+
+class Whole(keras.utils.PyDataset):
+    def __getitem__(self, index):
+        return np.zeros([4, 1])
+
+
+class Divided(Whole):
+    def num_rows(self, index):
+        return 4
+
+    def rows(self, index, start, stop):
+        return self[index][start:stop]
+
+
+def test_who_makes_whole_batches_is_told_of_rows():
+    extended = types.SimpleNamespace(worker_group=types.SimpleNamespace(num_workers=2))
+    of_two = types.SimpleNamespace(extended=extended)
+    assert "`rows` and `num_rows`" in pipeline_of(Whole(), of_two).obstacle
+    assert pipeline_of(Divided(), of_two).obstacle == ""
+    assert pipeline_of(Whole(), None).obstacle == ""

@@ -21,6 +21,7 @@ from tfdp.callbacks.communication_monitor import CommunicationMonitor
 from tfdp.callbacks.measuring_callback import MeasuringCallback
 from tfdp.callbacks.timeline import Timeline
 from tfdp.data.early_rows import divide_early
+from tfdp.data.py_dataset_rows import gives_rows
 from tfdp.data.raw_elements import MAPS
 from tfdp.keras_hooks.worker_callbacks import callback_list
 from tfdp.monitor.input_wait import (
@@ -157,7 +158,7 @@ def pipeline_of(data: Any, strategy: Any) -> Pipeline:
     if inspect.isgenerator(data):
         return Pipeline(GENERATOR)
     if isinstance(data, keras.utils.PyDataset):
-        return Pipeline(PY_DATASET)
+        return Pipeline(PY_DATASET, obstacle=_obstacle_of_py_dataset(data, strategy))
     if type(data).__module__.startswith("torch."):
         return Pipeline(TORCH)
     if not isinstance(data, tf.data.Dataset):
@@ -178,8 +179,21 @@ def pipeline_of(data: Any, strategy: Any) -> Pipeline:
     )
 
 
+def _obstacle_of_py_dataset(dataset: Any, strategy: Any) -> str:
+    if not _has_other_workers(strategy) or gives_rows(dataset):
+        return ""
+    return (
+        "give the `PyDataset` the methods `rows` and `num_rows`, by which a worker "
+        "makes its own"
+    )
+
+
+def _has_other_workers(strategy: Any) -> bool:
+    return strategy is not None and strategy.extended.worker_group.num_workers > 1
+
+
 def _obstacle_of(dataset: tf.data.Dataset, strategy: Any) -> str:
-    if strategy is None or strategy.extended.worker_group.num_workers == 1:
+    if not _has_other_workers(strategy):
         return ""
     first = strategy.extended.first_rank
     ranks = list(range(first, first + strategy.extended.num_local))
