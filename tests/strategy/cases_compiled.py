@@ -123,7 +123,10 @@ def xla_with_rows_and_a_mask(env: Env) -> dict:
         )
 
     model = _compiled(env, build, optimizer=optimizers.Adam(0.01))
-    return _trained(env, model, *common.token_data())
+    callbacks: list = []
+    if not env.is_reference:  # it adds what XLA lacks to a step, outside of this part
+        callbacks = [tfdp.callbacks.CommunicationMonitor(env.tmp / "logs", every=2)]
+    return _trained(env, model, *common.token_data(), callbacks=callbacks)
 
 
 def _wide() -> keras.Model:

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.base import xla
 from tfdp.base.context import in_replica_thread
 from tfdp.collectives import timing
 
@@ -37,7 +38,12 @@ def record_step_begin(data: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def record_loss(loss: tf.Tensor) -> None:
-    """Record the time at which the forward pass of a replica ends."""
+    """Record the time at which the forward pass of a replica ends.
+
+    XLA has no clock: of a step that it compiles, the backward pass ends as well.
+    """
+    if xla.is_tracing():
+        return
     if timing.is_timing() and in_replica_thread():
         values = timing.values_of(TIMES, _compat.local_replica_id_in_force())
         with tf.control_dependencies([tf.convert_to_tensor(loss)]):

@@ -3,9 +3,9 @@
 Keras has no hooks for what is done here. Each entry says why, and `install` puts it in
 its place, once for a process, when the first strategy, callback or optimizer of tfdp is
 made. Nothing else replaces a function of Keras or TensorFlow, but for `tfdp.user_code`,
-which sees TensorFlow start, and `tfdp doctor --input`, which measures `fit` in processes
-of its own. The test of the table fails where a release changes the
-signature of one of them.
+which sees TensorFlow start, and `tfdp doctor --input`, which measures `fit` in a
+process of its own. The test of the table fails where a release changes the signature of
+one of them.
 """
 
 from __future__ import annotations

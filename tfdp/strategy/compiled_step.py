@@ -23,6 +23,7 @@ from tfdp.base import batch_weight, deferred_updates, xla
 from tfdp.base.batch_weight import BatchWeight
 from tfdp.base.deferred_updates import Update
 from tfdp.base.xla import CannotCompileError
+from tfdp.collectives import step_events
 
 
 @dataclasses.dataclass
@@ -63,16 +64,16 @@ class CompiledStep:
         """
         numbers = [] if part is None else [part.weight, part.num_samples]
         compiled_models = self.strategy.extended.compiled_models
-        try:
-            traced = self._trace(args, part, numbers)
-        except (CannotCompileError, deferred_updates.CannotDeferError) as error:
-            self._warn(str(error))
+        traced = self._trace_what_can_be(args, part, numbers)
+        if traced is None:
             compiled_models.discard(self.model)
             return self.step(args, part)
         outputs, gradients = traced.function(args, numbers)
         if not traced.updates:
             return outputs
         compiled_models.add(self.model)
+        ready = tf.nest.flatten(gradients, expand_composites=True)
+        step_events.record_loss(next(own for own in ready if own is not None))
         if part is not None:
             part = dataclasses.replace(part, weighted=traced.weighted)
         with batch_weight.use(part):
@@ -94,7 +95,24 @@ class CompiledStep:
                 stacklevel=2,
             )
 
-    def _trace(self, args: tuple, part: BatchWeight | None, numbers: list) -> _Traced:
+    def _trace_what_can_be(
+        self, args: tuple, part: BatchWeight | None, numbers: list
+    ) -> _Traced | None:
+        """Trace the compiled part of a step, or return `None` if there can be none."""
+        reason = ""
+        # On one replica the update too, as in plain Keras.
+        is_alone = self.strategy.num_replicas_in_sync == 1
+        for is_whole in (True, False) if is_alone else (False,):
+            try:
+                return self._trace(args, part, numbers, is_whole=is_whole)
+            except (CannotCompileError, deferred_updates.CannotDeferError) as error:
+                reason = str(error)
+        self._warn(reason)
+        return None
+
+    def _trace(
+        self, args: tuple, part: BatchWeight | None, numbers: list, *, is_whole: bool
+    ) -> _Traced:
         """Trace the compiled part of a step.
 
         Raises:
@@ -104,7 +122,6 @@ class CompiledStep:
         _check_inputs(args)
         updates: list[Update] = []
         weighted: set[int] = set()
-        is_alone = self.strategy.num_replicas_in_sync == 1
 
         def compiled(args: tuple, numbers: list) -> Any:
             own = None
@@ -113,7 +130,7 @@ class CompiledStep:
                 own = dataclasses.replace(
                     part, weight=weight, num_samples=num_samples, weighted=weighted
                 )
-            if is_alone:  # the update too, as in plain Keras
+            if is_whole:
                 return self.step(args, own), []
             with deferred_updates.deferring() as found:
                 outputs = self.step(args, own)

@@ -60,7 +60,7 @@ def prepare_run(
     if parts is None and not _compiles(loop.model):
         return _after_its_data(fn), args, None
     told = strategy.extended.told_of_losses.setdefault(loop.model, set())
-    step = _step_of_replica(strategy, loop.model, _after_its_data(fn), parts, told)
+    step = _after_its_data(_step_of_replica(strategy, loop.model, fn, parts, told))
     if parts is None:
         return step, args, None
     weights = [part.weight for part in parts]
