@@ -73,7 +73,9 @@ class CompiledStep:
             return outputs
         compiled_models.add(self.model)
         ready = tf.nest.flatten(gradients, expand_composites=True)
-        step_events.record_loss(next(own for own in ready if own is not None))
+        first = next((own for own in ready if own is not None), None)
+        if first is not None:
+            step_events.record_loss(first)
         if part is not None:
             part = dataclasses.replace(part, weighted=traced.weighted)
         with batch_weight.use(part):
