@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import hashlib
-import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -264,8 +263,9 @@ def _item(batch: Any, total: int) -> dict[str, Any]:
 def _random_states() -> list:
     import torch
 
+    _, of_numpy, *rest = np.random.get_state()
     return [
         random.getstate(),
-        pickle.dumps(np.random.get_state()),
+        (of_numpy.tobytes(), *rest),
         torch.get_rng_state().numpy().tobytes(),
     ]
