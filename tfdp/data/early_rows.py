@@ -90,7 +90,8 @@ def divide_early(
         return Division(obstacle=obstacle)
     for each in after:
         own = each(own)
-    own = divide_rows(own, ranks, num_replicas, static)
+    # `batch` has made their memory.
+    own = divide_rows(own, ranks, num_replicas, static, is_shared=False)
     length = int(batches.cardinality())
     if length != tf.data.UNKNOWN_CARDINALITY:
         own = own.apply(tf.data.experimental.assert_cardinality(length))
@@ -199,6 +200,8 @@ def divide_rows(
     ranks: list[int],
     num_replicas: int,
     static: int | None = None,
+    *,
+    is_shared: bool = True,
 ) -> tf.data.Dataset:
     """Divide this worker's rows of each batch among its replicas.
 
@@ -209,6 +212,7 @@ def divide_rows(
         num_replicas: Int, on all workers.
         static: Int, the number of all rows if each batch has as many, or `None`.
             Defaults to `None`.
+        is_shared: Bool, see `Part`. Defaults to `True`.
 
     Returns:
         `tf.data.Dataset` as `rows.divide_batches` returns it.
@@ -216,7 +220,7 @@ def divide_rows(
 
     @no_autograph
     def divide(rows: Any, total: tf.Tensor) -> Any:
-        part = Part(total, static, ranks[0])
+        part = Part(total, static, ranks[0], is_shared)
         parts = tuple(rows_of_rank(rows, rank, num_replicas, part) for rank in ranks)
         # As in `divide_batches`.
         return parts, tf.raw_ops.DeepCopy(x=tf.cast(total, tf.float32))

@@ -263,9 +263,9 @@ def _item(batch: Any, total: int) -> dict[str, Any]:
 def _random_states() -> list:
     import torch
 
-    _, of_numpy, *rest = np.random.get_state()
+    of_numpy: Any = np.random.get_state()
     return [
         random.getstate(),
-        (of_numpy.tobytes(), *rest),
+        [np.asarray(part).tolist() for part in of_numpy],
         torch.get_rng_state().numpy().tobytes(),
     ]

@@ -26,11 +26,14 @@ class Part(NamedTuple):
         total: Scalar int64 tensor, rows of the global batch.
         static_total: Int, where all batches have as many rows, or `None`.
         first_rank: Int, the replica that has the first of the worker's rows.
+        is_shared: Bool, whether the memory of the rows may be the user's own array,
+            and not that of a batch which has just been made.
     """
 
     total: tf.Tensor
     static_total: int | None
     first_rank: int
+    is_shared: bool
 
 
 def divide_batches(
@@ -156,10 +159,9 @@ def rows_of_rank(
             # which only some have a collective.
             rows = tf.compat.v1.placeholder_with_default(rows, shape)
         # A slice shares the memory of the batch, which may be the user's own
-        # array; operations that work in place would overwrite it. Rows that were
-        # taken early are in memory that `batch` has just made.
-        is_shared = part is None and _can_copy(rows)
-        return tf.raw_ops.DeepCopy(x=rows) if is_shared else rows
+        # array; operations that work in place would overwrite it.
+        is_shared = part is None or part.is_shared
+        return tf.raw_ops.DeepCopy(x=rows) if is_shared and _can_copy(rows) else rows
 
     return tf.nest.map_structure(take, batch)
 
