@@ -167,6 +167,17 @@ class Batches(keras.utils.PyDataset):
         return self.x[rows], self.y[rows]
 
 
+class BatchesOfRows(Batches):
+    """The same, of which each worker asks for its rows."""
+
+    def num_rows(self, index):
+        return BATCH
+
+    def rows(self, index, start, stop):
+        x, y = self[index]
+        return x[start:stop], y[start:stop]
+
+
 @case("PyDataset input")
 def py_dataset(env: Env) -> dict:
     def build():
@@ -227,6 +238,7 @@ def label_array_is_not_overwritten(env: Env) -> dict:
     results = common.train(env, build, dataset, epochs=2)
     model = common.build_in_scope(env, build)
     common.fit(model, Batches(x, y), epochs=1)
+    common.fit(model, BatchesOfRows(x, y), epochs=1)
     common.fit(model, generate(), epochs=1)
     np.testing.assert_array_equal(x, before[0])
     np.testing.assert_array_equal(y, before[1])
