@@ -143,6 +143,7 @@ def test_what_cannot_be_measured_gets_one_sentence(tmp_path, script, options, se
         assert os.listdir(tmp_path) == ["train.py"]
 
 
+@pytest.mark.standard
 @pytest.mark.processes
 def test_a_script_that_takes_too_long_is_ended(tmp_path):
     found = doctor(

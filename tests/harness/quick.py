@@ -258,6 +258,12 @@ LEFT_OUT = {
     "xla_with_accumulation_*": "xla_for_the_update",
     "xla_with_rows_and_a_mask": "xla_in_all_loops",
     "xla_not_with_collectives_*": "xla_not_where_it_lacks_an_operation",
+    "xla_not_where_a_step_uses_*": "xla_not_where_it_lacks_an_operation",
+    "shuffled_py_dataset_of_rows": "py_dataset_of_rows",
+    "py_dataset_of_rows_by_threads": "py_dataset_of_rows",
+    "own_rows_with_rebalance": "py_dataset_of_rows",
+    "a_dataset_without_an_end": "datasets_of_different_elements",
+    "files_of_one_process": "own_files_train_as_one_device_on_the_same_rows",
     "two_strategies_train_by_turns": "two_strategies_reduce_in_one_function",
     "padded_lengths_hold_the_length_and_waste_little": "collectives_in_inner_functions",
 }
