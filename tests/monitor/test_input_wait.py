@@ -39,6 +39,7 @@ def wait(share: float) -> InputWait:
             "the others do not, so look at the disk",
         ),
         ([0.5, 0.4], {"obstacle": "it has `filter`"}, "its own: it has `filter`."),
+        ([0.5, 0.02], {"obstacle": "it has `filter`"}, "its own: it has `filter`."),
         (
             [0.5],
             {"kind": GENERATOR, "has_serial_map": True},

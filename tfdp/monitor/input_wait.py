@@ -111,7 +111,10 @@ def advise(waits: Mapping[int, InputWait], pipeline: Pipeline) -> str:
     others = [wait.share for key, wait in waits.items() if key != rank]
     is_apart = bool(others) and statistics.median(others) < _LITTLE
     who = f"Worker {rank} waits" if others else "Training waits"
-    remedy = _remedy_of_one() if is_apart else _remedy(pipeline)
+    # An obstacle costs every worker the same. Which of them is seen to wait for it
+    # is chance: one that is a little faster has its data while it waits for the rest.
+    is_of_one = is_apart and not pipeline.obstacle
+    remedy = _remedy_of_one() if is_of_one else _remedy(pipeline)
     return f"{who} for its data for {share:.0%} of a step: {remedy}."
 
 
