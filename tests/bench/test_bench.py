@@ -198,6 +198,7 @@ def test_only_the_all_reduce_has_algorithms_and_all_results_are_checked():
     assert checked == [f"check {name}" for name in times]
 
 
+@pytest.mark.standard
 def test_what_is_made_on_demand_is_kept_while_its_group_takes_turns():
     made = []
     arms = OnDemand(lambda name: made.append(name) or name, lambda name: name[0])

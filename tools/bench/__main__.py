@@ -35,6 +35,7 @@ from tools.bench import (
     update,
     wrapping,
     xla,
+    xla_clusters,
 )
 from tools.bench.buckets_command import buckets
 from tools.bench.hosts_bed import bits_per_second, missing
@@ -61,6 +62,15 @@ MODELS_TO_TRAIN = click.option(
     multiple=True,
     type=click.Choice(tuple(MODELS)),
     default=tuple(MODELS),
+    show_default=True,
+    help="Models to train.",
+)
+MODELS_TO_COMPILE = click.option(
+    "--models",
+    metavar="NAME...",
+    multiple=True,
+    type=click.Choice(xla.MODELS),
+    default=xla.MODELS,
     show_default=True,
     help="Models to train.",
 )
@@ -157,7 +167,8 @@ BENCHMARKS = [
     benchmark("consistency", consistency.run, MODELS_TO_TRAIN),
     benchmark("rebalance", rebalance.run),
     benchmark("input-rows", input_rows.run, TORCH),
-    benchmark("xla", xla.run),
+    benchmark("xla", xla.run, MODELS_TO_COMPILE),
+    benchmark("xla-clusters", xla_clusters.run, RATES_OF_LINK),
     benchmark("hosts", hosts.run, RATES_OF_LINK, WORKERS_PER_HOST, MEGABYTES),
     benchmark("hosts-step", hosts_step.run, RATES_OF_LINK, BATCH, TORCH),
     benchmark("hosts-plan", algorithms.run_on_hosts, RATES_OF_LINK),

@@ -8,10 +8,18 @@ from tools.bench.report import Arguments, Figure, Report
 
 MODELS = ("mlp", "cnn", "transformer")
 # Samples of a replica.
-BATCH_SIZES = {"mlp": 32, "cnn": 16, "transformer": 8}
+BATCH_SIZES = {
+    "mlp": 32,
+    "deep mlp": 32,
+    "deep mlp, large batches": 512,
+    "cnn": 16,
+    "transformer": 8,
+}
 MODULE = "tools.bench.xla_worker"
 # Of a block, of the slowest arm.
 SECONDS = 1.0
+# One replica and plain Keras are nearly as fast: more pairs tell them apart.
+PAIRS_FOR_A_BLOCK = 5
 
 
 def run(args: Arguments) -> None:
@@ -21,23 +29,35 @@ def run(args: Arguments) -> None:
         "process, Adam",
         "models": "MLP of 1.9 million parameters with BatchNormalization; CNN of four "
         "convolutions on 32 x 32 images; transformer of two blocks of width 128",
-        "batch": ", ".join(f"{n} samples of {name}" for name, n in BATCH_SIZES.items())
+        "batch": ", ".join(
+            f"{BATCH_SIZES[name]} samples of {name}" for name in args.models
+        )
         + " for each replica",
     }
     report = Report(args, setting)
-    for model in MODELS:
+    for model in args.models:
+        _measure_one(report, model, PAIRS_FOR_A_BLOCK * args.blocks)
         _measure_devices(report, model, args.blocks)
         _measure_workers(report, model, args.blocks)
     report.finish()
+
+
+def _measure_one(report: Report, model: str, blocks: int) -> None:
+    """Measure what tfdp costs one replica, whose step is compiled as a whole."""
+    side = Side("fit", MODULE, {})
+    arms = [(side, f"{model}/{who}/jit") for who in ("one", "plain")]
+    with started(side):
+        times = alternate_for(SECONDS, arms, blocks=blocks)
+    report.add_times({f"alone, {name}": found for name, found in times.items()})
+    ratio = paired_ratio(*(times[f"fit/{arm}"] for _, arm in arms))
+    name = f"{model}, one replica, compiled: step time relative to plain Keras compiled"
+    report.add(Figure(name, ratio, at_most=1.03))
 
 
 def _measure_devices(report: Report, model: str, blocks: int) -> None:
     who = ("plain", "one", "two")
     side = Side("fit", MODULE, {})
     times = _times(report, side, model, who, blocks)
-    one, plain = times["one", "jit"], times["plain", "jit"]
-    name = f"{model}, one replica, compiled: step time relative to plain Keras's"
-    report.add(Figure(f"{name} compiled one", paired_ratio(one, plain), at_most=1.03))
     named = zip(who, ("plain Keras", "one replica", "two replicas"), strict=True)
     for each, what in named:
         ratio = paired_ratio(times[each, "jit"], times[each, "no jit"])

@@ -7,6 +7,7 @@ from typing import Any
 
 from tfdp.bench.channel import Arm, Arms, OnDemand, work
 from tools.bench.xla import BATCH_SIZES
+from tools.bench.xla_clusters import CLUSTERS
 
 
 def build(name: str) -> Any:
@@ -21,6 +22,9 @@ def build(name: str) -> Any:
             layers.BatchNormalization(),
             layers.Dense(1024, activation="relu"),
         ]
+    elif name.startswith("deep mlp"):
+        hidden = [layers.Dense(1024, activation="relu") for _ in range(5)]
+        parts = [keras.Input((784,)), *hidden]
     elif name == "cnn":
         parts = [keras.Input((32, 32, 3))]
         for filters in (32, 32, 64, 64):
@@ -62,12 +66,20 @@ def _batch(model: Any, size: int) -> tuple:
     return rng.normal(size=shape).astype("float32"), y
 
 
-def fit_arm(strategy: Any, name: str, *, compiles: bool) -> Arm:
-    """Seconds per step of `fit`, from the end of the first step on."""
+def fit_arm(strategy: Any, name: str, how: str) -> Arm:
+    """Seconds per step of `fit`, from the end of the first step on.
+
+    Args:
+        strategy: Strategy or `None`.
+        name: String, the model.
+        how: String, `"no jit"`, `"jit"`, or how many clusters to cut the compiled part
+            into, such as `"2 clusters"`.
+    """
     import keras
     import numpy as np
 
     from tools.bench.fit_blocks import Clock
+    from tools.bench.xla_cut import cutting
 
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
@@ -75,16 +87,21 @@ def fit_arm(strategy: Any, name: str, *, compiles: bool) -> Arm:
         model.compile(
             keras.optimizers.Adam(1e-3),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            jit_compile=compiles,
+            jit_compile=how != "no jit",
         )
     num_replicas = strategy.num_replicas_in_sync if strategy else 1
     size = BATCH_SIZES[name] * num_replicas
     x, y = _batch(model, size)
+    count = how.removesuffix(CLUSTERS)
+    wanted = {model: int(count)} if count != how else {}
 
     def run(steps: int) -> float:
         clock = Clock(skipped=0)
         data = [np.concatenate([part] * (steps + 1)) for part in (x, y)]
-        model.fit(*data, batch_size=size, shuffle=False, verbose=0, callbacks=[clock])
+        with cutting(wanted):
+            model.fit(
+                *data, batch_size=size, shuffle=False, verbose=0, callbacks=[clock]
+            )
         return clock.seconds
 
     return run
@@ -95,7 +112,7 @@ def make_arms(setup: dict[str, Any]) -> Arms:
 
     def make(arm: str) -> Arm:
         name, who, how = arm.split("/")
-        return fit_arm(strategies[who], name, compiles=how == "jit")
+        return fit_arm(strategies[who], name, how)
 
     return OnDemand(make, lambda arm: arm.partition("/")[0])
 
