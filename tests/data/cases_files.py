@@ -218,6 +218,7 @@ def _pairs(rows: tf.data.Dataset) -> tf.data.Dataset:
     compare=False,
     setups=("two_workers",),
     full_setups=("two_by_two",),
+    deadline_seconds=240.0,  # 15 s of processors, and many waits
 )
 def each_row_of_own_files_once(env: Env) -> dict:
     results = {}
@@ -341,5 +342,9 @@ def wrong_files_are_refused_by_all(env: Env) -> dict:
     distribute = env.strategy.experimental_distribute_dataset
     for policy in Policy.FILE, Policy.DATA:
         refused("Leave `auto_shard_policy` out", distribute, with_policy(first, policy))
+        only_one = [with_policy(first, policy), first][env.rank]
+        refused("Leave `auto_shard_policy` out", distribute, only_one)
     refused("not the parts of one set", distribute, [first, other][env.rank])
+    shorter = rows_of(shard(pattern)).map(lambda *row: row[:1]).batch(BATCH)
+    refused("of different elements", distribute, [first, shorter][env.rank])
     return {}

@@ -27,9 +27,7 @@ from tfdp.data.per_replica_dataset import (
     is_on_cpus,
 )
 from tfdp.data.rows import divide_batches, in_turn
-from tfdp.data.same_datasets import (
-    compare,
-)
+from tfdp.data.same_datasets import compare
 
 OF_BALANCE = (
     "with `--rebalance` it changes which rows these are, while they are read ahead"

@@ -70,17 +70,11 @@ def distribute_own_files(
     strategy: Any, dataset: Any, shard: FileShard, options: Any
 ) -> Any:
     """Return the distributed dataset of the files that are this worker's alone."""
-    policy = dataset.options().experimental_distribute.auto_shard_policy
-    if policy not in (_POLICY.AUTO, _POLICY.OFF):
-        raise ValueError(
-            "`shard_files` has divided the files among workers, and a policy would "
-            "divide them again. Leave `auto_shard_policy` out. "
-            f"Received: {policy}"
-        )
     own = _own_batches(strategy, dataset)
-    asks_workers = _check_shards(strategy, shard, own)
-    if own is None:
+    lengths = _check_shards(strategy, shard, dataset, own)
+    if own is None or None in lengths:  # all alike: their steps have collectives
         return _of_own_batches(strategy, dataset, options)
+    asks_workers = len(set(lengths)) > 1 or lengths[0] == tf.data.UNKNOWN_CARDINALITY
     local = list(range(strategy.extended.num_local))
     if is_on_cpus(strategy) and options is None:
         divided = divide_and_prefetch(own, local, len(local))
@@ -100,16 +94,30 @@ def _own_batches(strategy: Any, dataset: Any) -> tf.data.Dataset | None:
     return own_batches(dataset, ranks, strategy.num_replicas_in_sync)
 
 
-def _check_shards(strategy: Any, shard: FileShard, own: tf.data.Dataset | None) -> bool:
+def _check_shards(
+    strategy: Any, shard: FileShard, dataset: Any, own: tf.data.Dataset | None
+) -> list[int | None]:
     """Raise on all workers unless each has its own part of the same files.
 
     Returns:
-        Bool, whether some workers may run out of data before others.
+        List of the batches of each worker, as `tf.data.Dataset.cardinality` gives them,
+        or `None` where there are none of its own.
     """
     group = strategy.extended.worker_group
-    length = tf.data.UNKNOWN_CARDINALITY if own is None else int(own.cardinality())
-    texts = group.all_gather("own files", json.dumps([shard.name, length]))
-    names, lengths = zip(*map(json.loads, texts), strict=True)
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    # What divides the files again.
+    wrong = "" if policy in (_POLICY.AUTO, _POLICY.OFF) else str(policy)
+    length = None if own is None else int(own.cardinality())
+    facts = [shard.name, wrong, describe_spec(dataset.element_spec), length]
+    texts = group.all_gather("own files", json.dumps(facts))
+    names, policies, specs, lengths = zip(*map(json.loads, texts), strict=True)
+    if any(policies):
+        group.leave()
+        raise ValueError(
+            "`shard_files` has divided the files among workers, and a policy would "
+            "divide them again. Leave `auto_shard_policy` out. "
+            f"Received: {next(filter(None, policies))}"
+        )
     expected = [
         FileShard(group.num_workers, rank, shard.digest).name
         for rank in range(group.num_workers)
@@ -121,7 +129,8 @@ def _check_shards(strategy: Any, shard: FileShard, own: tf.data.Dataset | None) 
             "every worker, for the strategy that trains. Received: "
             + ", ".join(f"{name} on worker {r}" for r, name in enumerate(names))
         )
-    return len(set(lengths)) > 1 or lengths[0] == tf.data.UNKNOWN_CARDINALITY
+    check_same_elements(group, specs)
+    return list(lengths)
 
 
 def num_own_steps(strategy: Any, source: Any) -> int | None:
