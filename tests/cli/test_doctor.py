@@ -18,8 +18,8 @@ from rich.console import Console
 
 from tests.harness import forks
 from tfdp.cli import doctor
-from tfdp.cli.doctor import describe_unevenness, draw_topology, port_states
 from tfdp.cli.screen import without_escapes
+from tfdp.cli.topology_tree import describe_unevenness, draw_topology, port_states
 from tfdp.cluster import Cluster, topology_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -51,12 +51,13 @@ def shares(output: str) -> dict[int, int]:
 
 
 @pytest.mark.processes
+@pytest.mark.standard
 def test_each_worker_is_shown_with_its_share_and_one_sentence_of_advice(tmp_path):
     found = doctor(
         tmp_path,
         """
         def slow(x):
-            time.sleep(0.01)
+            time.sleep(0.03)
             return x
         def load(x):
             x = tf.numpy_function(slow, [x], tf.float32, stateful=False)
@@ -71,7 +72,7 @@ def test_each_worker_is_shown_with_its_share_and_one_sentence_of_advice(tmp_path
     assert "Waiting for data: train.py, 30 steps" in found.output
     told = shares(found.output)
     assert set(told) == {0, 1}
-    # A worker has two rows of a batch, which take 20 ms.
+    # A worker has two rows of a batch, which take 60 ms.
     assert max(told.values()) > 50, found.output
     # The last `map` stands behind `batch`.
     assert "each worker prepares all rows, not only its own" in found.output

@@ -5,27 +5,18 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import click
 from rich.console import Console
-from rich.text import Text
-from rich.tree import Tree
 
 from tfdp.bench.machine import version_of
 from tfdp.cli import parameter_types as types
 from tfdp.cli.doctor_input import check_input
 from tfdp.cli.noise import quiet_stderr
-from tfdp.cluster import (
-    Cluster,
-    Topology,
-    check_port_free,
-    counted,
-    topology_of,
-    unreachable_workers,
-)
+from tfdp.cli.topology_tree import describe_unevenness, draw_topology, port_states
+from tfdp.cluster import Cluster, counted, topology_of
 
 # With `--input`: steps that are taken, and how long they may take.
 _STEPS, _TIMEOUT_SECONDS = 60, 120.0
@@ -260,104 +251,3 @@ def _describe_task(cluster: Cluster) -> str:
         return "the evaluator, which takes no part in training"
     chief = ", the chief" if cluster.is_chief else ""
     return f"worker {cluster.rank} of {cluster.num_workers}{chief}"
-
-
-def port_states(cluster: Cluster, timeout_seconds: float = 1.0) -> list[str]:
-    """Say of each worker's port whether it answers, of this one's if it is free.
-
-    Args:
-        cluster: The `Cluster`.
-        timeout_seconds: Float, how long to wait for answers. Defaults to
-            `1.0`.
-
-    Returns:
-        List of strings, in the order of ranks.
-    """
-    silent = unreachable_workers(cluster, timeout_seconds)
-    states = [
-        "does not answer" if rank in silent else "answers"
-        for rank in range(cluster.num_workers)
-    ]
-    if not cluster.is_evaluator:
-        states[cluster.rank] = f"this task, {_own_port_state(cluster)}"
-    return states
-
-
-def _own_port_state(cluster: Cluster) -> str:
-    assert cluster.address is not None
-    try:
-        check_port_free(cluster.address)
-    except ValueError:
-        return "port taken: by its own training if that runs, else by another process"
-    return "port free"
-
-
-def draw_topology(
-    cluster: Cluster,
-    devices: Sequence[str],
-    states: Sequence[str],
-    topology: Topology,
-) -> Tree:
-    """Draw the tree of nodes, workers and replicas.
-
-    Args:
-        cluster: The `Cluster`.
-        devices: Sequence of strings, the devices that each worker trains on.
-            All workers have the same number of them.
-        states: Sequence of strings, what to say of each worker's port.
-        topology: The `Topology` of the cluster's replicas.
-
-    Returns:
-        A `rich.tree.Tree`.
-    """
-    # `Text`, for in a plain string an IPv6 address would be taken for markup.
-    tree = Tree(
-        Text(
-            f"{counted(topology.num_nodes, 'node')}, "
-            f"{counted(cluster.num_workers, 'worker')}, "
-            f"{counted(topology.num_replicas, 'replica')}, numbered by global rank"
-        )
-    )
-    for node_rank, ranks in enumerate(topology.nodes):
-        on_node: dict[int, list[int]] = {}
-        for rank in ranks:
-            on_node.setdefault(rank // len(devices), []).append(rank)
-        hosts = dict.fromkeys(cluster.hosts[worker] for worker in on_node)
-        node = tree.add(Text(f"node {node_rank}  {', '.join(hosts)}"))
-        for worker, replicas in on_node.items():
-            chief = " (chief)" if worker == 0 else ""
-            address = cluster.workers[worker]
-            branch = node.add(
-                Text(f"worker {worker}{chief}  {address}  {states[worker]}")
-            )
-            _add_replicas(branch, replicas, devices, topology)
-    for address in cluster.evaluators:
-        tree.add(Text(f"evaluator  {address}  takes no part in training"))
-    return tree
-
-
-def _add_replicas(
-    branch: Tree, ranks: Sequence[int], devices: Sequence[str], topology: Topology
-) -> None:
-    for rank in ranks:
-        device = devices[rank % len(devices)]
-        local_rank = topology.local_rank(rank)
-        branch.add(Text(f"replica {rank}  {device}  local rank {local_rank}"))
-
-
-def describe_unevenness(topology: Topology) -> str | None:
-    """Say what follows from nodes that have unequally many replicas.
-
-    Args:
-        topology: The `Topology` of the cluster's replicas.
-
-    Returns:
-        String, or `None` if the nodes are even.
-    """
-    if topology.is_even:
-        return None
-    sizes = ", ".join(str(len(node)) for node in topology.nodes)
-    return (
-        f"The nodes are uneven, with {sizes} replicas: hierarchical algorithms fall "
-        "back to flat ones."
-    )
