@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import pathlib
-import re
 import resource
 import time
 from collections.abc import Mapping
@@ -16,12 +14,11 @@ from collections.abc import Mapping
 from tfdp.base.files import make_private_folder
 from tfdp.bench.machine import num_cores
 from tfdp.cluster import Cluster, counted, free_ports
+from tfdp.cluster.gpus import own_gpus, visible_gpus
 
 _WORKERS_PER_CORE = 64
 # Of the launcher: a pipe and a log for each, and what it opens meanwhile.
 _FILES_PER_WORKER, _OTHER_FILES = 2, 64
-# An index or a UUID.
-_GPU_NAME = re.compile(r"\d|GPU-|MIG-")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,44 +118,10 @@ def worker_environment(
     return {
         **defaults,
         **environ,
-        **_own_gpus(slot, environ),
+        **own_gpus(slot.index, slot.count, visible_gpus(environ)),
         "TF_CONFIG": json.dumps(config),
         "PYTHONUNBUFFERED": "1",
     }
-
-
-def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """List the GPUs as `CUDA_VISIBLE_DEVICES` names them, without CUDA.
-
-    Args:
-        environ: Environment variables. Defaults to `os.environ`.
-
-    Returns:
-        List of strings: the user's choice, or else the index of each NVIDIA
-        device file.
-    """
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        names = [name.strip() for name in chosen.split(",") if name.strip()]
-        # CUDA leaves out what follows a name that is none, such as -1.
-        return list(itertools.takewhile(_GPU_NAME.match, names))
-    with contextlib.suppress(OSError):
-        files = [f for f in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", f)]
-        return [str(index) for index in range(len(files))]
-    return []
-
-
-def _own_gpus(slot: Slot, environ: Mapping[str, str]) -> dict[str, str]:
-    """Divide the GPUs: NCCL refuses two workers on one.
-
-    GPUs belong to the slot, so that who is left out takes them along.
-    """
-    gpus = visible_gpus(environ)
-    count = len(gpus) // slot.count
-    if count == 0 or slot.count == 1:
-        return {}
-    own = gpus[slot.index * count : (slot.index + 1) * count]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
 
 
 def make_log_dir(path: str | None) -> pathlib.Path:

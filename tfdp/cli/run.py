@@ -22,7 +22,6 @@ from tfdp.cli.launch import (
     check_num_workers,
     make_clusters,
     make_log_dir,
-    visible_gpus,
 )
 from tfdp.cli.log_file import LogFile
 from tfdp.cli.program import check_platform, check_program
@@ -30,6 +29,7 @@ from tfdp.cli.restarts import RestartOptions, Restarts
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
 from tfdp.cluster import counted
+from tfdp.cluster.gpus import visible_gpus
 
 # For who reads the output, once the job was told to end.
 _LAST_LINES_SECONDS = 2.0

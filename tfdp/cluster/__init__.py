@@ -1,12 +1,15 @@
-"""Cluster of `TF_CONFIG` or of a Slurm step: addresses, ports, nodes, devices.
+"""Cluster of `TF_CONFIG`, a Slurm step or an MPI job: addresses, ports, devices.
 
 Only `devices` imports TensorFlow, so that the command line reads a cluster in
 milliseconds. Reading order:
     spec: the cluster and this task's rank
     tf_config, slurm: read it from the environment
+    mpi_launcher, mpi_start, mpi_job, mpi_cluster: a job of MPI, which agrees by MPI
+    own_addresses, gpus: what the host of a worker has
     other_launchers: processes that nothing there tells of each other
     address, ports, local_ports: check, probe and find ports; rendezvous of workers
     join_guard: deadline of a worker that joins
+    backoff: pauses of those who wait without a signal
     topology, nodes: replicas of each node, and how they are found
     devices: local devices that hold a replica
     words: numbers with their nouns, for messages
@@ -17,6 +20,7 @@ from __future__ import annotations
 from tfdp.cluster.address import split_address
 from tfdp.cluster.join_guard import join_deadline
 from tfdp.cluster.local_ports import free_ports
+from tfdp.cluster.mpi_cluster import find_cluster
 from tfdp.cluster.nodes import topology_of
 from tfdp.cluster.other_launchers import processes_apart
 from tfdp.cluster.ports import (
@@ -40,6 +44,7 @@ __all__ = [
     "check_port_free",
     "counted",
     "describe_workers",
+    "find_cluster",
     "free_ports",
     "join_deadline",
     "probe_port",

@@ -27,10 +27,28 @@ def join_deadline(others: Sequence[str], limit_seconds: float) -> Iterator[None]
         others: Sequence of strings, `"rank=host:port"` of the other workers.
         limit_seconds: Float.
     """
+    with _guard(limit_seconds, "--others", *others):
+        yield
+
+
+@contextlib.contextmanager
+def start_deadline(sentence: str, limit_seconds: float) -> Iterator[None]:
+    """Kill this process, with a sentence, if the block does not end in time.
+
+    Args:
+        sentence: String, what is then said.
+        limit_seconds: Float.
+    """
+    with _guard(limit_seconds, "--say", sentence):
+        yield
+
+
+@contextlib.contextmanager
+def _guard(limit_seconds: float, *arguments: str) -> Iterator[None]:
     # Nothing of the user's is imported, so that it starts in a moment.
     script = [sys.executable, "-I", "-S", __file__]
-    arguments = [str(os.getpid()), str(limit_seconds), *others]
-    guard = subprocess.Popen([*script, *arguments], stdin=subprocess.PIPE)
+    own = [str(os.getpid()), str(limit_seconds)]
+    guard = subprocess.Popen([*script, *own, *arguments], stdin=subprocess.PIPE)
     try:
         yield
     finally:
@@ -78,11 +96,13 @@ def main() -> None:
     """Wait until the worker has joined, and kill it at the limit."""
     # Ctrl-C is for the worker; while that one cannot hear it, this one stays.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    worker, limit, others = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    worker, limit = int(sys.argv[1]), float(sys.argv[2])
+    mode, *words = sys.argv[3:]
     has_joined, _, _ = select.select([sys.stdin], [], [], limit)
     if has_joined or os.getppid() != worker:
         return  # it has ended
-    print(f"tfdp: {explain(others, limit)}", file=sys.stderr, flush=True)
+    said = explain(words, limit) if mode == "--others" else words[0]
+    print(f"tfdp: {said}", file=sys.stderr, flush=True)
     with contextlib.suppress(ProcessLookupError):
         os.kill(worker, signal.SIGKILL)
 

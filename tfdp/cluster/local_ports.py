@@ -6,6 +6,7 @@ import contextlib
 import pathlib
 import random
 import socket
+from collections.abc import Iterator
 
 _LOWEST_PORT = 10000
 _PORT_RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
@@ -27,8 +28,26 @@ def free_ports(count: int) -> list[int]:
     Raises:
         ValueError: If there are not that many.
     """
+    with reserved_ports(count) as (ports, _):
+        return ports
+
+
+@contextlib.contextmanager
+def reserved_ports(count: int) -> Iterator[tuple[list[int], list[socket.socket]]]:
+    """Hold ports as `free_ports` finds them, so that no other process gets them.
+
+    Args:
+        count: Int, how many.
+
+    Yields:
+        List of int, and the sockets that are bound to them, which listen to nobody.
+
+    Raises:
+        ValueError: If there are not that many.
+    """
     candidates = range(_LOWEST_PORT, _first_ephemeral_port())
     ports: list[int] = []
+    sockets: list[socket.socket] = []
     # Every socket stays bound until all are chosen, so that no two are equal.
     with contextlib.ExitStack() as stack:
         for port in random.sample(candidates, len(candidates)):
@@ -38,12 +57,13 @@ def free_ports(count: int) -> list[int]:
                 probe = stack.enter_context(socket.socket())
                 probe.bind(("", port))  # TensorFlow listens on all interfaces
                 ports.append(port)
-    if len(ports) < count:
-        raise ValueError(
-            f"There are not enough free ports for the workers. Received: -n {count}, "
-            f"with {len(ports)} free"
-        )
-    return ports
+                sockets.append(probe)
+        if len(ports) < count:
+            raise ValueError(
+                f"There are not enough free ports for the workers. Received: -n {count}"
+                f", with {len(ports)} free"
+            )
+        yield ports, sockets
 
 
 def _first_ephemeral_port() -> int:

@@ -6,10 +6,10 @@ import json
 import os
 from collections.abc import Mapping
 
+from tfdp.cluster.mpi_launcher import mpi_rank
+
 # What launchers set to the number of processes, and which of them it is.
 _SIZES = {
-    "MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    "MPICH": ("PMI_SIZE", "PMI_RANK"),
     "torchrun": ("WORLD_SIZE", "RANK"),
     "horovodrun": ("HOROVOD_SIZE", "HOROVOD_RANK"),
 }
@@ -32,6 +32,10 @@ def processes_apart(environ: Mapping[str, str] = os.environ) -> str | None:
     >>> processes_apart({}) is None
     True
     """
+    own = mpi_rank(environ)
+    if own is not None:
+        count = str(own.size)
+        return f"{own.launcher} has started {count} processes ({own.variable})"
     for name, (size, rank) in _SIZES.items():
         count = environ.get(size, "")
         if rank in environ and count.isdecimal() and int(count) > 1:

@@ -15,6 +15,7 @@ from tfdp import _compat, user_code
 from tfdp.cluster import (
     Cluster,
     describe_workers,
+    find_cluster,
     join_deadline,
     rendezvous,
     unreachable_workers,
@@ -83,7 +84,9 @@ def start_worker(
             TensorFlow has already started.
         TimeoutError: If another worker does not start in time.
     """
-    cluster = _cluster_of(resolver) if resolver else Cluster.from_environment()
+    cluster = (
+        _cluster_of(resolver) if resolver else find_cluster(options.timeout_seconds)
+    )
     if cluster is None or cluster.num_workers == 1 or cluster.is_evaluator:
         # An evaluator works by itself, as TensorFlow says.
         if cluster is not None and cluster.devices_per_worker:

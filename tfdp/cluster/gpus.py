@@ -1,0 +1,55 @@
+"""GPUs of this machine, divided between its workers without a call of CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+# An index or a UUID.
+_GPU_NAME = re.compile(r"\d|GPU-|MIG-")
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """List the GPUs as `CUDA_VISIBLE_DEVICES` names them, without CUDA.
+
+    Args:
+        environ: Environment variables. Defaults to `os.environ`.
+
+    Returns:
+        List of strings: the user's choice, or else the index of each NVIDIA
+        device file.
+    """
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        names = [name.strip() for name in chosen.split(",") if name.strip()]
+        # CUDA leaves out what follows a name that is none, such as -1.
+        return list(itertools.takewhile(_GPU_NAME.match, names))
+    with contextlib.suppress(OSError):
+        files = [f for f in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", f)]
+        return [str(index) for index in range(len(files))]
+    return []
+
+
+def own_gpus(index: int, count: int, gpus: Sequence[str]) -> dict[str, str]:
+    """Divide GPUs: NCCL refuses two workers on one.
+
+    Args:
+        index: Int, of the worker among those of this machine.
+        count: Int, number of workers of this machine.
+        gpus: Sequence of strings, from `visible_gpus`.
+
+    Returns:
+        Dict of environment variables, empty where there is nothing to divide.
+
+    Example:
+
+    >>> own_gpus(1, 2, ["0", "1", "2", "3"])
+    {'CUDA_VISIBLE_DEVICES': '2,3'}
+    """
+    each = len(gpus) // count
+    if each == 0 or count == 1:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index * each : (index + 1) * each])}

@@ -1,0 +1,195 @@
+"""Addresses under which other hosts may reach this one, and which of them they do."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import pathlib
+import secrets
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+_BOOT_ID_FILE = "/proc/sys/kernel/random/boot_id"
+_NETWORK_FILE = "/proc/self/ns/net"
+# More, as of a host of many containers, say nothing new.
+_MOST_ADDRESSES = 16
+_TOKEN_BYTES = 16
+_PROBE_SECONDS = 3.0
+
+
+def network_of_host() -> str | None:
+    """Name this boot of the host and its network, alike for processes that share both.
+
+    Returns:
+        String, or `None` where the system does not tell.
+    """
+    with contextlib.suppress(OSError):
+        boot = pathlib.Path(_BOOT_ID_FILE).read_text("ascii").strip()
+        return f"{boot} {os.readlink(_NETWORK_FILE)}"
+    return None
+
+
+def host_key() -> str:
+    """Name this host and its network, alike for all processes that share both.
+
+    Returns:
+        String: the name of the host alone does not tell two containers apart.
+    """
+    return network_of_host() or socket.gethostname()
+
+
+def own_addresses() -> list[str]:
+    """List the IP addresses of this host, that of its name first, then IPv4.
+
+    Returns:
+        List of strings, without those that only this host understands.
+    """
+    found = [*_addresses_of_name(), *sorted(_addresses_of_interfaces(), key=_is_ipv6)]
+    usable = [text for text in dict.fromkeys(found) if _is_usable(text)]
+    return usable[:_MOST_ADDRESSES]
+
+
+def _addresses_of_name() -> list[str]:
+    with contextlib.suppress(OSError):
+        infos = socket.getaddrinfo(socket.gethostname(), None)
+        return [str(info[4][0]) for info in infos]
+    return []
+
+
+def _addresses_of_interfaces() -> Iterator[str]:
+    # Those that are down, too: a link that is coming up says so late, and those that
+    # carry nothing are found out.
+    # Late: an interpreter of another environment reads plans of a benchmark without it.
+    import psutil
+
+    for addresses in psutil.net_if_addrs().values():
+        for each in addresses:
+            if each.family in (socket.AF_INET, socket.AF_INET6):
+                yield each.address
+
+
+def _is_ipv6(text: str) -> bool:
+    return ":" in text
+
+
+def _is_usable(text: str) -> bool:
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    return not (
+        address.is_loopback
+        or address.is_link_local
+        or address.is_multicast
+        or address.is_unspecified
+    )
+
+
+@contextlib.contextmanager
+def answering(bound: socket.socket) -> Iterator[str]:
+    """Answer all who connect to a port with a token, which tells whom they reached.
+
+    Hosts of containers have bridges of the same address: a connection alone shows
+    nothing.
+
+    Args:
+        bound: Socket that is bound to the port, on IPv4.
+
+    Yields:
+        String, the token.
+    """
+    token = secrets.token_hex(_TOKEN_BYTES)
+    twin = _bound_on_ipv6(bound.getsockname()[1])
+    sockets = [bound] if twin is None else [bound, twin]
+    for each in sockets:
+        each.listen(128)
+    is_over = threading.Event()
+    threads = [
+        threading.Thread(target=_answer, args=(each, token, is_over), daemon=True)
+        for each in sockets
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        yield token
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        if twin is not None:
+            twin.close()
+
+
+def _bound_on_ipv6(port: int) -> socket.socket | None:
+    """The socket of the same port on IPv6, where there is such a thing."""
+    with contextlib.suppress(OSError):
+        twin = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+        twin.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            twin.bind(("::", port))
+        except OSError:
+            twin.close()
+            raise
+        return twin
+    return None
+
+
+def _answer(listener: socket.socket, token: str, is_over: threading.Event) -> None:
+    listener.settimeout(0.1)
+    while not is_over.is_set():
+        with contextlib.suppress(OSError):
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(1.0)
+                connection.sendall(token.encode())
+                connection.recv(1)  # who asked closes first: the port stays free
+
+
+def reached(
+    candidates: Mapping[int, tuple[Sequence[str], int, str]],
+) -> dict[int, list[str]]:
+    """Find under which of their addresses other hosts are reached from here.
+
+    Args:
+        candidates: Mapping from a rank to its addresses, its port and its token.
+
+    Returns:
+        Dict from the rank to those of its addresses that answered as it does.
+    """
+    pairs = [
+        (rank, address)
+        for rank, (addresses, _, _) in candidates.items()
+        for address in addresses
+    ]
+    answered: set[tuple[int, str]] = set()
+
+    def try_one(rank: int, address: str) -> None:
+        _, port, token = candidates[rank]
+        if _answers(address, port, token):
+            answered.add((rank, address))
+
+    threads = [threading.Thread(target=try_one, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return {
+        rank: [address for address in addresses if (rank, address) in answered]
+        for rank, (addresses, _, _) in candidates.items()
+    }
+
+
+def _answers(address: str, port: int, token: str) -> bool:
+    try:
+        with socket.create_connection((address, port), _PROBE_SECONDS) as connection:
+            got = b""
+            while len(got) < len(token):
+                part = connection.recv(len(token) - len(got))
+                if not part:
+                    break
+                got += part
+            return got == token.encode()
+    except OSError:
+        return False
