@@ -1,0 +1,185 @@
+"""Whoever has not the job's secret harms nothing, and is logged."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+
+import pytest
+
+from tests.transport.workers import FileStore, Worker, by_sockets, run
+from tfdp.transport import TransportError, handshake, listener
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def logged() -> Lines:
+    handler = Lines()
+    logging.getLogger("tfdp.transport").addHandler(handler)
+    return handler
+
+
+def dialled(mesh, use_unix: bool) -> socket.socket:
+    there = mesh.addresses
+    if use_unix:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(f"\0{there.unix_name}")
+    else:
+        sock = socket.create_connection((there.ip, there.port))
+    sock.settimeout(5.0)
+    return sock
+
+
+def wrong_claim(sock: socket.socket) -> None:
+    greeting = sock.recv(handshake.GREETING_BYTES)
+    claim = handshake.new_claim(1, 0, "lane")
+    sock.sendall(handshake.signed(claim, greeting, b"guessed"))
+
+
+def replayed_claim(sock: socket.socket) -> None:
+    """Signed for another greeting."""
+    sock.sendall(bytes(handshake.CLAIM_BYTES))
+
+
+ACTS = {
+    "garbage": lambda sock: sock.sendall(b"GET / HTTP/1.1\r\n\r\n" * 1000),
+    "nothing": lambda sock: None,
+    "half": lambda sock: sock.sendall(b"1" * 10),
+    "a wrong claim": wrong_claim,
+    "a claim without a proof": replayed_claim,
+    "the end": lambda sock: sock.close(),
+}
+REASONS = {
+    "garbage": "it has not the secret of this job",
+    "nothing": "it says nothing",
+    "half": "it says nothing",
+    "a wrong claim": "it has not the secret of this job",
+    "a claim without a proof": "it has not the secret of this job",
+    "the end": "it ended the connection",
+}
+
+
+def meet_stranger(worker: Worker, act: str) -> list[str]:
+    listener._STRANGER_SECONDS = 0.2
+    handler = logged()
+    mesh = worker.mesh()
+    stranger = dialled(mesh, worker.wire == "unix") if worker.rank == 0 else None
+    if stranger is not None:
+        ACTS[act](stranger)
+        worker.say("strange")
+    worker.wait_for("strange")
+    # The workers do not wait for the stranger.
+    connection = mesh.connect(1 - worker.rank, "lane")
+    connection.send(b"own")
+    received = bytearray(3)
+    connection.receive_into(received)
+    assert received == b"own"
+    if stranger is not None:
+        deadline = time.monotonic() + 5.0
+        while not handler.lines and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if stranger.fileno() >= 0:
+            with_end = b""
+            try:
+                while part := stranger.recv(4096):
+                    with_end += part
+            except ConnectionResetError:
+                pass
+            assert len(with_end) <= handshake.GREETING_BYTES
+            stranger.close()
+    mesh.close()
+    return handler.lines
+
+
+@by_sockets
+@pytest.mark.parametrize("act", ACTS)
+def test_a_stranger_is_refused_and_logged(act, wire):
+    (line,), others = run(2, meet_stranger, act, wire=wire)
+    assert line.startswith("Refused a connection from ")
+    assert REASONS[act] in line
+    assert others == []
+
+
+def meet_crowd(worker: Worker) -> tuple[int, str]:
+    """More strangers than there is room for; a worker still comes through."""
+    listener._STRANGER_SECONDS = 0.3
+    listener._MOST_STRANGERS = 8
+    handler = logged()
+    mesh = worker.mesh(timeout_seconds=5.0)
+    crowd = [dialled(mesh, False) for _ in range(40)] if worker.rank == 0 else []
+    worker.say(f"here {worker.rank}")
+    worker.wait_for("here 0")
+    mesh.connect(1 - worker.rank, "lane")
+    for stranger in crowd:
+        stranger.close()
+    mesh.close()
+    return len(handler.lines), "".join(handler.lines)
+
+
+def test_a_crowd_of_strangers_is_logged_a_few_times_only():
+    (count, text), _ = run(2, meet_crowd)
+    assert listener._FULL_LOG <= count < 20
+    assert "too many others" in text
+
+
+class OtherSecret(FileStore):
+    def get(self, key: str, timeout_seconds: float) -> str:
+        text = super().get(key, timeout_seconds)
+        return "00" * 32 if key.endswith("secret") else text
+
+
+def wrong_secret(worker: Worker) -> str:
+    store = worker.store
+    if worker.rank == 1:
+        store = OtherSecret(store._directory)
+    worker = Worker(worker.rank, 2, store, worker.wire)
+    mesh = worker.mesh(timeout_seconds=0.5)
+    with pytest.raises(TransportError) as caught:
+        mesh.connect(1 - worker.rank, "lane")
+    worker.say(f"done {worker.rank}")
+    worker.wait_for(f"done {1 - worker.rank}")
+    mesh.close()
+    return str(caught.value)
+
+
+def test_workers_with_other_secrets_do_not_connect():
+    waiting, dialling = run(2, wrong_secret, wire="tcp")
+    assert "Worker 1 has not connected to worker 0" in waiting
+    assert "as to one that has not its secret" in dialling
+
+
+def impostor(worker: Worker) -> str:
+    """What listens where worker 0 said it does is something else."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    if worker.rank == 0:
+        store = worker.store
+        mesh = worker.mesh()
+        text = store.get("transport/address/0", 1.0)
+        port = listening.getsockname()[1]
+        store.put(
+            "transport/address/0",
+            text.replace(f'"port": {mesh.addresses.port}', f'"port": {port}'),
+        )
+        worker.say("moved")
+        accepted, _ = listening.accept()
+        accepted.sendall(b"SSH-2.0-OpenSSH_9.2" * 10)
+        worker.wait_for("done")
+        return ""
+    worker.wait_for("moved")
+    mesh = worker.mesh()
+    with pytest.raises(TransportError, match="has not the secret") as caught:
+        mesh.connect(0, "lane")
+    worker.say("done")
+    return str(caught.value)
+
+
+def test_a_worker_does_not_trust_what_it_dials():
+    assert "where worker 0 said" in run(2, impostor, wire="tcp")[1]

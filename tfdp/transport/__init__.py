@@ -1,0 +1,59 @@
+"""Collectives of NumPy arrays between worker processes, without TensorFlow.
+
+Reading order:
+    communicator: the interface of a group's collectives, and its errors
+    store: the interface of the key-value store over which workers find each other
+    arithmetic: sums in a fixed order; half precision is added in float32
+    addresses: which interface a worker listens on, and which host it is on
+    handshake: proof that both ends of a connection belong to the job
+    flows: data over several connections at once, in both directions
+    connections: a connection to another worker
+    control: messages that say why a connection is closed
+    listener: the thread that accepts connections and refuses strangers
+    dialling: the end of a handshake that dials
+    sockets: sockets as a mesh opens them
+    mesh: the connections of a worker to all others
+    calls: what a member calls, compared with what its peers do
+    schedules: the order in which segments travel
+    ordered_sums: sums of what all members send at once
+    socket_communicator: collectives over the connections of a mesh
+    shared_memory: collectives of the processes of one host
+    direct: the best of these for a group
+    mpi_messages: messages over MPI that can be ended
+    mpi_communicator: the collectives over MPI
+"""
+
+from tfdp.transport.addresses import listening_address
+from tfdp.transport.arithmetic import add_into, sum_into
+from tfdp.transport.communicator import (
+    Communicator,
+    PeerLost,
+    TransportClosed,
+    TransportError,
+)
+from tfdp.transport.connections import Connection
+from tfdp.transport.direct import new_communicator
+from tfdp.transport.mesh import Mesh
+from tfdp.transport.mpi_communicator import MpiCommunicator, check_job, is_mpi_job
+from tfdp.transport.shared_memory import SharedMemoryCommunicator
+from tfdp.transport.socket_communicator import SocketCommunicator
+from tfdp.transport.store import Store
+
+__all__ = [
+    "Communicator",
+    "Connection",
+    "Mesh",
+    "MpiCommunicator",
+    "PeerLost",
+    "SharedMemoryCommunicator",
+    "SocketCommunicator",
+    "Store",
+    "TransportClosed",
+    "TransportError",
+    "add_into",
+    "check_job",
+    "is_mpi_job",
+    "listening_address",
+    "new_communicator",
+    "sum_into",
+]

@@ -1,0 +1,104 @@
+"""What a member of a group calls, sent ahead of the data and compared by its peers."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from tfdp.cluster.words import counted
+from tfdp.transport.communicator import Array, TransportError
+
+_HEADER = struct.Struct("!16s12sIQQ")
+HEADER_BYTES = _HEADER.size
+_MASK = (1 << 64) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A collective as one member calls it.
+
+    Args:
+        kind: String, such as `"all-reduce"`.
+        tag: Int of 64 bits, which collective it is.
+        num_bytes: Int, the length of the array; in an all-to-all what goes to the peer.
+        dtype: String, the name of its dtype.
+        bounds: Int, a checksum of the bounds of the parts.
+    """
+
+    kind: str
+    tag: int
+    num_bytes: int = 0
+    dtype: str = ""
+    bounds: int = 0
+
+    def packed(self) -> bytes:
+        """Pack all fields into `HEADER_BYTES`."""
+        return _HEADER.pack(
+            self.kind.encode(),
+            self.dtype.encode()[:12],
+            self.bounds,
+            self.tag & _MASK,
+            self.num_bytes,
+        )
+
+    def __str__(self) -> str:
+        what = ""
+        if self.dtype:
+            what = f" of {counted(self.num_bytes, 'byte')} of {self.dtype}"
+        return f"{self.kind}{what} (tag {self.tag & _MASK:#x})"
+
+
+def call_of(
+    kind: str, array: Array, tag: int, bounds: Sequence[int] | None = None
+) -> Call:
+    """Describe a collective of an array.
+
+    Args:
+        kind: String.
+        array: Flat array.
+        tag: Int.
+        bounds: Sequence of int or `None`, those of the parts.
+
+    Returns:
+        `Call`.
+
+    Example:
+    >>> str(call_of("all-reduce", np.zeros(2, "float32"), tag=7))
+    'all-reduce of 8 bytes of float32 (tag 0x7)'
+    """
+    checksum = 0 if bounds is None else zlib.crc32(np.asarray(bounds, "<i8").tobytes())
+    return Call(kind, tag, array.nbytes, array.dtype.name, checksum)
+
+
+def check(received: bytes | memoryview, expected: Call, own: int, peer: int) -> None:
+    """Compare a peer's call with the own one.
+
+    Args:
+        received: Buffer, what the peer has sent.
+        expected: `Call` that it should have sent.
+        own: Int, the rank of this worker.
+        peer: Int, that of the other one.
+
+    Raises:
+        TransportError: If it calls another collective.
+    """
+    if received == expected.packed():
+        return
+    kind, dtype, bounds, tag, num_bytes = _HEADER.unpack(received)
+    other = Call(
+        kind.rstrip(b"\0").decode(errors="replace"),
+        tag,
+        num_bytes,
+        dtype.rstrip(b"\0").decode(errors="replace"),
+        bounds,
+    )
+    differ = " with other bounds" if str(other) == str(expected) else ""
+    raise TransportError(
+        f"The workers run other collectives: worker {peer} is at {other}{differ}, and "
+        f"worker {own} at {expected}. Every worker has to run the same steps of the "
+        "same program."
+    )
