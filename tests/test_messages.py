@@ -31,7 +31,7 @@ MANY = {
     ("checkpoint/index_file.py", "{INDEX_BYTES} bytes"),
     ("checkpoint/index_file.py", "{_VALUES} values"),
     ("cli/bench.py", "{num_wrong} elements"),
-    ("cli/doctor.py", "{sizes} replicas"),
+    ("cli/topology_tree.py", "{sizes} replicas"),
     ("cli/forecast.py", "{each} replicas"),
     ("cli/forecast.py", "{forecast.num_bytes} bytes"),
     ("cli/plan.py", "{_MOST_REPLICAS} replicas"),
@@ -48,6 +48,8 @@ MANY = {
         "reduction/link_fit.py",
         "{sorted({sample.num_bytes for sample in samples})} bytes",
     ),
+    ("transport/shared_memory.py", "{found} bytes"),
+    ("transport/shared_memory.py", "{num_bytes} bytes"),
 }
 ROOMS = sorted({path.parent.name for path in PACKAGE.glob("*/*.py")})
 

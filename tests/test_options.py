@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -98,6 +99,7 @@ def test_defaults_are_those_that_are_documented():
         "first_bucket_mb": 1.0,
         "algorithm": "auto",
         "backend": "auto",
+        "interface": None,
         "compression": None,
         "node_size": None,
         "nodes": None,
@@ -107,6 +109,12 @@ def test_defaults_are_those_that_are_documented():
     }
 
 
-@pytest.mark.parametrize("name", ["auto", "nccl", "ring"])
+@pytest.mark.parametrize("name", ["auto", "nccl", "ring", "direct", "mpi"])
 def test_every_backend_that_is_documented_is_taken(name: str):
     assert CommunicationOptions(backend=name).backend == name
+
+
+@pytest.mark.parametrize("interface", ["", 3, ["eth0"]])
+def test_wrong_interface(interface):
+    with pytest.raises(ValueError, match=re.escape(f"interface={interface!r}")):
+        CommunicationOptions(interface=interface)

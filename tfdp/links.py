@@ -93,5 +93,9 @@ def _check_not_negative(name: str, value: float) -> None:
 # see it, and one 100 Gbit/s adapter for each node.
 DEFAULT_LINKS = {
     "ring": Links(Link(300e-6, 1e-9), Link(500e-6, 0.8e-9), 100e-6, True),
+    # Shared memory, and 10 Gbit/s Ethernet.
+    "direct": Links(Link(100e-6, 0.3e-9), Link(200e-6, 0.8e-9), 50e-6, True),
+    # The same, by the MPI library.
+    "mpi": Links(Link(300e-6, 0.5e-9), Link(500e-6, 0.8e-9), 50e-6, True),
     "nccl": Links(Link(2e-6, 5e-12), Link(10e-6, 80e-12), 10e-6, False),
 }

@@ -10,7 +10,7 @@ from tfdp.links import Links
 
 FLAT_ALGORITHMS = ("ring", "tree", "halving_doubling")
 ALGORITHMS = ("auto", *FLAT_ALGORITHMS, "hierarchical")
-BACKENDS = ("auto", "nccl", "ring")
+BACKENDS = ("auto", "nccl", "ring", "direct", "mpi")
 UNEVEN = ("join", "stop")
 COMMUNICATION_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 _LEVELS = ("inner", "outer")
@@ -39,9 +39,15 @@ class CommunicationOptions:
             an algorithm inside nodes and one across them. Defaults to
             `"auto"`.
         backend: String, the library that moves the bytes: `"nccl"` (GPUs),
-            `"ring"` (TensorFlow's own, over memory and gRPC), or `"auto"`,
-            NCCL where every replica has a physical GPU of its own. Defaults
-            to `"auto"`.
+            `"ring"` (TensorFlow's own, over memory and gRPC), `"direct"` (between
+            CPU processes: shared memory on one host, TCP between hosts), `"mpi"`
+            (between CPU processes that MPI has started, with mpi4py), or `"auto"`:
+            NCCL where every replica has a physical GPU of its own, and between workers
+            without GPUs `"mpi"` in a job of MPI and else `"direct"`. Defaults to
+            `"auto"`.
+        interface: String, name or address of the network interface that `"direct"`
+            uses, or `None`: the one that this worker's host name in the cluster
+            resolves to. Defaults to `None`.
         compression: `"fp16"` or `"bf16"`, the type in which gradients travel, or
             `None`, their own. They are added up in their own. A dict such as
             `{"outer": "bf16"}` compresses only across nodes, or only inside
@@ -83,6 +89,7 @@ class CommunicationOptions:
     first_bucket_mb: float = 1.0
     algorithm: str | Mapping[str, str] = "auto"
     backend: str = "auto"
+    interface: str | None = None
     compression: str | Mapping[str, str] | None = None
     node_size: int | None = None
     nodes: Sequence[str] | None = None
@@ -99,6 +106,13 @@ class CommunicationOptions:
             )
         _check_levels("algorithm", self.algorithm, ALGORITHMS, FLAT_ALGORITHMS)
         _check_one_of("backend", self.backend, BACKENDS)
+        if self.interface is not None and (
+            not isinstance(self.interface, str) or not self.interface
+        ):
+            raise ValueError(
+                "`interface` must be the name or an address of a network interface, "
+                f"or None. Received: interface={self.interface!r}"
+            )
         _check_one_of("uneven", self.uneven, UNEVEN)
         if self.compression is not None:
             _check_levels("compression", self.compression, tuple(COMMUNICATION_DTYPES))

@@ -97,7 +97,7 @@ def saved(directory: str, name: str, sharding: str) -> dict:
     ("name", "sharding", "more_mb"),
     [
         standard("Adam", "optimizer", 2 * LARGEST_MB),
-        ("Lamb", "gradients", 0),
+        standard("Lamb", "gradients", 0),
     ],
 )
 def test_saving_takes_less_memory_than_one_bucket(tmp_path, name, sharding, more_mb):

@@ -34,6 +34,7 @@ from tfdp.cli.program import check_program
 from tfdp.cli.screen import LineReader, Screen
 from tfdp.cli.signals import SignalPipe
 from tfdp.cluster import Cluster, local_ports
+from tfdp.cluster.gpus import visible_gpus
 from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 
 pytestmark = pytest.mark.processes
@@ -250,7 +251,7 @@ def test_gpus_are_shared_out_among_workers():
 )
 def test_gpus_are_counted_up_to_the_first_name_that_is_none(chosen, gpus):
     environ = {"CUDA_VISIBLE_DEVICES": chosen}
-    assert launch.visible_gpus(environ) == gpus
+    assert visible_gpus(environ) == gpus
     if not gpus:
         assert gpus_of(0, environ) == chosen
 

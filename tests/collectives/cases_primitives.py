@@ -7,7 +7,9 @@ the others hold.
 from __future__ import annotations
 
 import collections.abc
+import contextvars
 import functools
+import gc
 import itertools
 import threading
 import typing
@@ -21,6 +23,9 @@ from tests.harness.registry import case
 from tfdp.collectives import (
     LaunchOrder,
     ProcessGroup,
+    ProcessTransport,
+    TensorFlowTransport,
+    Transport,
     all_gather,
     all_reduce,
     all_to_all,
@@ -36,15 +41,52 @@ GATHERED = ("float16", "float32", "float64", "int32", "int64")
 # Empty, one, fewer than a ring has pieces, prime, round, and larger than a message.
 LENGTHS = (0, 1, 2, 7, 16, 1009, 4096, 300_007)
 ROWS = (1, 3, 5, 257)
+BETWEEN = ("two_workers",)
 
 Fn = collections.abc.Callable[[int, int], typing.Any]
-collective_case = functools.partial(case, setups=SETUPS, compare=False)
+# Whether the groups of a case are TensorFlow's, and not those of the strategy.
+_by_tensorflow = contextvars.ContextVar("by_tensorflow", default=False)
+
+
+def collective_case(covers: str) -> collections.abc.Callable:
+    """Registers a case over the strategy's transport, and over TensorFlow's."""
+
+    def add(function: typing.Callable) -> typing.Callable:
+        @functools.wraps(function)
+        def by_tensorflow(env: Env) -> dict:
+            token = _by_tensorflow.set(True)
+            try:
+                return function(env)
+            finally:
+                _by_tensorflow.reset(token)
+
+        case(covers, setups=SETUPS, compare=False)(function)
+        by_tensorflow.__name__ += "_by_tensorflow"
+        case(covers, setups=("two_workers",), compare=False)(by_tensorflow)
+        return function
+
+    return add
 
 
 def new_group(env: Env, num_channels: int = 4) -> ProcessGroup:
     """A group of all replicas, with a launch order of its own."""
-    order = LaunchOrder(env.strategy.extended.worker_devices, num_channels)
-    return ProcessGroup(order, env.num_replicas)
+    extended = env.strategy.extended
+    order = LaunchOrder(extended.worker_devices, num_channels)
+    transport = TensorFlowTransport() if _by_tensorflow.get() else _transport(env)
+    return ProcessGroup(
+        order,
+        env.num_replicas,
+        transport,
+        positions=extended.group.local_positions,
+        workers=extended.group.workers,
+    )
+
+
+def _transport(env: Env) -> Transport:
+    """The strategy's transport, and between devices the one between processes, too."""
+    if env.setup.is_multi_worker:
+        return env.strategy.extended.group.transport
+    return ProcessTransport("direct", 0, None)
 
 
 def rank_of(env: Env, replica: int) -> int:
@@ -199,7 +241,6 @@ def broadcast_gives_the_tensor_of_any_source(env: Env) -> dict:
                         tf.constant(data(k, s, d)),
                         group,
                         r,
-                        is_source=k == src,
                         source=src,
                     ),
                 )
@@ -442,17 +483,22 @@ def eager_collectives(env: Env) -> dict:
         results = run_eagerly(
             env,
             lambda r, k, h=held: broadcast(
-                tf.constant(h[k]), group, r, is_source=k == size - 1
+                tf.constant(h[k]), group, r, source=size - 1
             ),
         )
         check(results, held[-1])
     return {}
 
 
-@collective_case("channels are chains, in the same order on every replica")
+@case(
+    "channels are chains, in the same order on every replica",
+    setups=SETUPS,
+    compare=False,
+)
 def launch_order_is_the_same_on_every_replica(env: Env) -> dict:
     num_channels, num_collectives = 3, 10
-    group = new_group(env, num_channels)
+    order = LaunchOrder(env.strategy.extended.worker_devices, num_channels)
+    group = ProcessGroup(order, env.num_replicas)
 
     def work(replica, rank):
         values = [tf.constant(data(rank, (4 + i,))) for i in range(num_collectives)]
@@ -516,6 +562,26 @@ def padded_lengths_hold_the_length_and_waste_little(env: Env) -> dict:
     return {}
 
 
+@case("the threads of a group end with it", setups=SETUPS[:1] + BETWEEN, compare=False)
+def threads_end_with_their_group(env: Env) -> dict:
+    threads = _threads_of_a_group(env)
+    assert threads
+    gc.collect()
+    for thread in threads:
+        thread.join(10.0)
+        assert not thread.is_alive(), thread.name
+    return {}
+
+
+def _threads_of_a_group(env: Env) -> list[threading.Thread]:
+    """Those of a group that nothing refers to any more."""
+    group = new_group(env)
+    results = run(env, lambda r, k: all_reduce(tf.constant([float(k)]), group, r))
+    assert results == [[sum(range(env.num_replicas))]] * len(results)
+    name = f"tfdp {group.key}/"
+    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+
+
 @case("a group of one replica", setups=("mirrored",), compare=False)
 def group_of_one_replica_communicates_nothing(env: Env) -> dict:
     order = LaunchOrder(env.strategy.extended.worker_devices[:1])
@@ -529,7 +595,7 @@ def group_of_one_replica_communicates_nothing(env: Env) -> dict:
             all_gather(value, group, 0),
             all_to_all(value, group, 0),
             reduce_scatter(value, group, 0),
-            broadcast(value, group, 0, is_source=True),
+            broadcast(value, group, 0),
         ]
 
     operations = step.get_concrete_function().graph.get_operations()

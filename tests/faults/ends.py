@@ -6,7 +6,11 @@ from tests.faults.job import End, Life
 
 EXIT_LOST, EXIT_KILLED = 69, -9
 DEATH_SECONDS = 10.0
-_BEGINNINGS = ("tfdp: Worker ", "tfdp: The other workers ")
+_BEGINNINGS = (
+    "tfdp: Worker ",
+    "tfdp: The other workers ",
+    "tfdp: The workers run other collectives",
+)
 
 
 def sentence_of(life: Life, rank: int) -> str:

@@ -147,7 +147,7 @@ def test_in_a_loop_of_the_users_own_the_last_line_names_the_lost_worker(kind: st
         "stop": "stands still",
         "raise": "its script has ended, after ArithmeticError: the script's own error",
     }[kind] in said[0]
-    assert end.error.startswith("UnavailableError: ")
+    assert end.error.startswith("InvalidArgumentError: ")
     assert seconds_of(life, 0) <= DEATH_SECONDS + (timeout or 0.0)
 
 
@@ -245,7 +245,7 @@ def test_workers_that_make_different_calls_end_after_the_timeout(calls: tuple):
     plan = JobPlan(2, fault, timeout_seconds=4.0, script="calls", calls=calls)
     outcome = check(plan)
     # `evaluate` meets the other workers before its first step, and says so itself.
-    said = "run the same calls" if "evaluate" in calls else "reduces other"
+    said = "run the same calls" if "evaluate" in calls else "run other collectives"
     assert all(said in end.log + end.error for end in outcome.first.ends)
 
 

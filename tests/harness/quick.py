@@ -19,6 +19,7 @@ LEFT_OUT = {
     "lars_with_a_partial_batch_in_float32": "sgd_with_a_partial_batch_in_float64",
     "nadam_with_accumulation_in_float32": "sgd_momentum_with_accumulation_in_*",
     "muon_with_an_overflow_on_one_replica_in_float64": "muon, sharded",
+    "sgd_nesterov_with_an_overflow_*": "overflow_on_last_replica_*",
     "schedule_free_adamw_with_clipvalue_in_float32": "adagrad_with_clipvalue_*",
     "multi_optimizer_with_everything_in_float32": "sharded_multi_optimizer",
     "adafactor_with_no_option_in_float32_and_sharded_gradients": "muon, sharded",
@@ -49,6 +50,7 @@ LEFT_OUT = {
     "cnn_with_sgd": "mlp_with_sgd",
     "embedding_lstm_with_adamw": "masked_lstm",
     "multi_output_with_adamw": "losses_of_several_outputs_with_sample_weights",
+    "*_by_tensorflow": "the same ... by the transport of the strategy",
     # Data.
     "bool_input": "string_input",
     "int64_input": "string_input",
@@ -69,6 +71,10 @@ LEFT_OUT = {
     "backup_within_an_epoch_of_own_files": "checkpoints_at_one_path",
     "own_files_in_other_loops": "own_files_train_as_one_device_on_the_same_rows",
     "fewer_files_than_workers": "a_file_per_worker",
+    "datasets_with_map": "the grid of pipelines, in one process",
+    "a_dataset_shorter_than_a_batch_on_one_worker": "files_of_different_sizes",
+    "each_row_of_own_files_once": "own_files_train_as_one_device_on_the_same_rows",
+    "arrays_in_files": "the grid of arrays in files, in one process",
     # Losses.
     "loss_that_returns_a_number_with_sample_weights": (
         "losses_of_several_outputs_with_sample_weights"

@@ -101,7 +101,7 @@ def collectives_begin_in_the_order_of_the_plan(env: Env) -> dict:
         plan = env.strategy.communication_plan(model)
     assert len(plan.buckets) >= 8
     reduces = _all_reduces(step, env.strategy.extended.group)
-    assert [op.inputs[0].shape.num_elements() * 4 for op in reduces] == [
+    assert [_num_bytes(op) for op in reduces] == [
         bucket.num_bytes for bucket in plan.buckets
     ]
     for position, op in enumerate(reduces):
@@ -127,11 +127,22 @@ def _all_reduces(step, group) -> list[tf.Operation]:
     return [
         op
         for op in inner.get_operations()
-        if op.type == "CollectiveReduceV2"
-        and tensor_util.constant_value(op.inputs[2]) == group.key
-        and op.inputs[0].shape.num_elements() > 1
+        if _is_all_reduce(op, group.key)
+        and _num_bytes(op) > tf.float32.size
         and _index(op.device) == _index(group.devices[0])
     ]
+
+
+def _is_all_reduce(op: tf.Operation, group_key: int) -> bool:
+    if op.type == "CollectiveReduceV2":
+        return tensor_util.constant_value(op.inputs[2]) == group_key
+    return f"Collective_all_reduce_float32_{group_key}" in op.name and (
+        op.type == "StatefulPartitionedCall"
+    )
+
+
+def _num_bytes(op: tf.Operation) -> int:
+    return op.inputs[0].shape.num_elements() * op.inputs[0].dtype.size
 
 
 def _index(device: str) -> int | None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import collections.abc
 import contextlib
 import inspect
-import re
 import typing
 
 import keras
 import pytest
 import tensorflow as tf
-from tensorflow.python.framework import tensor_util
 
 import tfdp
 from tests.harness import common
 from tests.harness.env import Env
+from tests.harness.launches import launches
 from tests.harness.registry import case
 
 layers = keras.layers
@@ -82,23 +81,8 @@ def collectives(
     function: tf.types.experimental.ConcreteFunction, kind: str, group_key: int
 ) -> int:
     """How often one call launches a kind of collective, in all inner functions."""
-    graph = function.graph.as_graph_def()
-    library = {f.signature.name: f.node_def for f in graph.library.function}
-
-    def count(nodes) -> int:
-        found = 0
-        by_name = {node.name: node for node in nodes}
-        for node in nodes:
-            if node.op == kind:
-                source = by_name[re.split(r":", node.input[2])[0]]
-                key = tensor_util.MakeNdarray(source.attr["value"].tensor)
-                found += int(key) == group_key
-            for attribute in node.attr.values():
-                if attribute.WhichOneof("value") == "func":
-                    found += count(library[attribute.func.name])
-        return found
-
-    return count(graph.node)
+    found = launches(function)
+    return sum(one.kind == kind and one.group_key == group_key for one in found)
 
 
 def traced_step(model: keras.Model, data: tuple):
@@ -230,10 +214,10 @@ def step_has_one_all_reduce_for_each_bucket(env: Env) -> dict:
             step = traced_step(model, DATA[build]())
             plan = env.strategy.communication_plan(model)
         assert plan.traced
-        reduces = collectives(step, "CollectiveReduceV2", key)
+        reduces = collectives(step, "all_reduce", key)
         assert reduces == local * len(plan.buckets), (reduces, shown(plan))
         # For rows: how many there are, their indices and their values.
-        gathers = collectives(step, "CollectiveGatherV2", key)
+        gathers = collectives(step, "all_gather", key)
         assert gathers == 3 * local * len(plan.sparse)
         counts.append(len(plan.buckets))
     assert counts[0] >= 2
@@ -257,7 +241,7 @@ def counts_of_uneven_batches_need_no_collective(env: Env) -> dict:
         model = compiled_in_scope(env, perceptron)
         common.fit(model, *data)
         step = step_of(model.train_function)
-        found = collectives(step, "CollectiveReduceV2", host)
+        found = collectives(step, "all_reduce", host)
         assert found == merged_logs, found
     return {}
 
@@ -271,10 +255,10 @@ def batch_normalization_reduces_once_a_layer_and_direction(env: Env) -> dict:
         lambda: env.strategy.run(lambda: model(tf.constant(x[:4]), training=True))
     )
     function = forward.get_concrete_function()
-    assert collectives(function, "CollectiveReduceV2", key) == 2 * local
+    assert collectives(function, "all_reduce", key) == 2 * local
     step = traced_step(model, (x, y))
     buckets = len(env.strategy.communication_plan(model).buckets)
-    reduces = collectives(step, "CollectiveReduceV2", key)
+    reduces = collectives(step, "all_reduce", key)
     assert reduces == local * (buckets + 2 + 2), (reduces, buckets)
     return {}
 

@@ -18,6 +18,7 @@ import tfdp
 import tfdp.reduction.link_measure as link_measure
 from tests.harness import common, registry
 from tests.harness.env import Env
+from tests.harness.launches import launches
 from tests.harness.registry import case
 from tests.reduction.cases_plans import traced_step
 from tfdp.cluster import Topology
@@ -142,16 +143,11 @@ def overflow_on_the_wire_is_skipped_like_any_other(env: Env) -> dict:
 
 def _dtypes_sent(model: keras.Model) -> dict[str, int]:
     """Bytes of all collectives in a traced step, by dtype, on all local replicas."""
-    graph = traced_step(model, common.regression_data()).graph
+    step = traced_step(model, common.regression_data())
     found: dict[str, int] = {}
-    graphs = [graph.as_graph_def().node] + [
-        function.node_def for function in graph.as_graph_def().library.function
-    ]
-    for nodes in graphs:
-        for node in nodes:
-            if node.op in ("CollectiveReduceV2", "CollectiveAllToAllV2"):
-                name = tf.as_dtype(node.attr["T"].type).name
-                found[name] = found.get(name, 0) + 1
+    for launch in launches(step):
+        if launch.kind in ("all_reduce", "scatter"):
+            found[launch.dtype] = found.get(launch.dtype, 0) + 1
     return found
 
 

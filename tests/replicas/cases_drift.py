@@ -17,7 +17,7 @@ from tests.reduction.cases_plans import collectives, step_of, traced_step
 from tfdp.replicas import drift_probe
 
 layers = keras.layers
-KINDS = ("CollectiveReduceV2", "CollectiveGatherV2", "CollectiveAllToAllV2")
+KINDS = ("all_reduce", "all_gather", "scatter")
 PLANTED_AFTER, EVERY, FOUND_AT = 4, 3, 6
 
 
@@ -229,8 +229,7 @@ def a_check_costs_no_collective_and_changes_no_weight(env: Env) -> dict:
     (counts, nodes, weights), (checked_counts, checked_nodes, checked_weights) = found
     assert counts == checked_counts
     assert sum(counts) > 0
-    assert "Bitcast" in checked_nodes
-    assert "Bitcast" not in nodes
+    assert checked_nodes["Bitcast"] > nodes["Bitcast"]
     for value, other in zip(weights.values(), checked_weights.values(), strict=True):
         np.testing.assert_array_equal(other, value)
     # Nothing is left of it: the last model, trained without a check.

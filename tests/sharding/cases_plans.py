@@ -15,18 +15,17 @@ import numpy as np
 import tfdp
 from tests.harness import common, registry
 from tests.harness.env import Env
+from tests.harness.launches import launches
 from tests.reduction import cases_plans as plans
 from tests.reduction import cases_selection as routes
 from tests.sharding import cases_optimizers as own
 from tests.sharding.cases_sharded import make
-from tests.step import cases_accumulation as accumulation
 from tfdp.collectives.timing import Recorder
 
 case = registry.case
 layers, optimizers = keras.layers, keras.optimizers
 # What a reduce-scatter is on CPUs, which have no such collective.
-SCATTER, GATHER = "CollectiveAllToAllV2", "CollectiveGatherV2"
-REDUCE = "CollectiveReduceV2"
+SCATTER, GATHER, REDUCE = "scatter", "all_gather", "all_reduce"
 Launches = collections.Counter
 
 
@@ -43,25 +42,13 @@ def small_buckets(env: Env) -> Iterator[None]:
             extended.options = before
 
 
-def launches(function: Any, group_key: int) -> dict[str, Launches]:
+def launches_in(function: Any, group_key: int) -> dict[str, Launches]:
     """How often each kind is launched in a group: always, or in which branch."""
-    graph = function.graph.as_graph_def()
-    library = {f.signature.name: f.node_def for f in graph.library.function}
     found = {"always": Launches(), "at_boundary": Launches(), "off": Launches()}
     names = {"then_branch": "at_boundary", "else_branch": "off"}
-
-    def visit(nodes: Any, where: str) -> None:
-        for node in nodes:
-            is_one = node.op.startswith("Collective")
-            if is_one and accumulation._group_key(node, nodes) == group_key:
-                found[where][node.op] += 1
-            for name, attribute in node.attr.items():
-                if attribute.WhichOneof("value") == "func":
-                    # A condition within a branch belongs to that branch.
-                    inner = names.get(name, where) if where == "always" else where
-                    visit(library[attribute.func.name], inner)
-
-    visit(graph.node, "always")
+    for launch in launches(function):
+        if launch.group_key == group_key:
+            found[names.get(launch.branch, "always")][launch.kind] += 1
     return found
 
 
@@ -103,7 +90,7 @@ def sharded_step_has_two_collectives_for_each_bucket(env: Env) -> dict:
             model, step = _step(env, optimizer)
         buckets = _num_buckets(model)
         assert buckets >= 2
-        found = sum(launches(step, key).values(), Launches())
+        found = sum(launches_in(step, key).values(), Launches())
         expected = {SCATTER: buckets, GATHER: buckets, REDUCE: num_small}
         expected = {kind: n * local for kind, n in expected.items() if n}
         assert found == expected, (name, found, expected)
@@ -129,7 +116,7 @@ def micro_batches_of_sharded_state_communicate_as_little_as_can_be(env: Env) -> 
         with small_buckets(env):
             model, step = _step(env, optimizer)
         each = _num_buckets(model) * local
-        found = launches(step, key)
+        found = launches_in(step, key)
         scattered = {SCATTER: each}
         is_stage_1 = sharding == "optimizer"
         assert found["always"] == ({} if is_stage_1 else scattered), (sharding, found)
@@ -144,7 +131,8 @@ def _bytes_sent(env: Env, optimizer: Any) -> float:
     with small_buckets(env), Recorder() as recorder:
         _step(env, optimizer)
     n = env.num_replicas
-    factors = {"all_reduce": 2 * (n - 1) / n, "all_to_all": (n - 1) / n}
+    factors = dict.fromkeys(("all_to_all", "reduce_scatter"), (n - 1) / n)
+    factors["all_reduce"] = 2 * (n - 1) / n
     factors["all_gather"] = n - 1
     traced = [c for c in recorder.collectives if c.replica == 0]
     # Merged logs and counts of samples are a few bytes.
@@ -181,13 +169,19 @@ def slices_that_nodes_share_travel_in_two_levels(env: Env) -> dict:
         (part,) = shards.parts.values()
         (bucket,) = part.plan.buckets
         traced = [c for c in recorder.collectives if c.replica == 0]
-        large = [(c.kind, c.num_bytes) for c in traced if c.num_bytes >= 64]
+        # Where a transport has no reduce-scatter, an all-to-all stands for it.
+        scatters = {"reduce_scatter": "scatter", "all_to_all": "scatter"}
+        large = [
+            (scatters.get(c.kind, c.kind), c.num_bytes)
+            for c in traced
+            if c.num_bytes >= 64
+        ]
         whole, slice_ = 4 * len(bucket.rows) * bucket.slice_size, 4 * bucket.slice_size
         if scope == "node":
-            expected = [("all_to_all", whole), ("all_reduce", slice_)]
+            expected = [("scatter", whole), ("all_reduce", slice_)]
             expected += [("all_gather", slice_)]
         else:
-            expected = [("all_to_all", whole), ("all_to_all", 2 * slice_)]
+            expected = [("scatter", whole), ("scatter", 2 * slice_)]
             expected += [("all_gather", slice_), ("all_gather", 2 * slice_)]
         assert large == expected, (scope, large)
         found[scope] = [num_bytes for _, num_bytes in large]

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import re
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import tensor_util
 
 import tfdp
 from tests.harness import common, registry
 from tests.harness.env import Env
+from tests.harness.launches import launches
 from tests.reduction import cases_plans as plans
 
 case = registry.case
@@ -177,31 +176,13 @@ class Launches:
 BRANCHES = {"then_branch": "at_boundary", "else_branch": "off_boundary"}
 
 
-def launches(function: tf.types.experimental.ConcreteFunction) -> Launches:
+def launches_of(function: tf.types.experimental.ConcreteFunction) -> Launches:
     """Which collectives a traced step launches, in branches and outside of them."""
-    graph = function.graph.as_graph_def()
-    library = {f.signature.name: f.node_def for f in graph.library.function}
     found = Launches()
-
-    def visit(nodes, where: str) -> None:
-        for node in nodes:
-            if node.op.startswith("Collective"):
-                getattr(found, where).append(_group_key(node, nodes))
-            for name, attribute in node.attr.items():
-                if attribute.WhichOneof("value") == "func":
-                    inner = BRANCHES.get(name, where)
-                    # A condition within a branch belongs to that branch.
-                    inner = inner if where == "always" else where
-                    visit(library[attribute.func.name], inner)
-
-    visit(graph.node, "always")
+    for launch in launches(function):
+        where = BRANCHES.get(launch.branch, "always")
+        getattr(found, where).append(launch.group_key)
     return found
-
-
-def _group_key(node: Any, nodes: Any) -> int:
-    name = re.split(r":", node.input[2])[0]
-    (source,) = [other for other in nodes if other.name == name]
-    return int(tensor_util.MakeNdarray(source.attr["value"].tensor))
 
 
 @case("Nothing is communicated off the boundary", compare=False)
@@ -215,14 +196,14 @@ def micro_batches_before_the_last_launch_no_collective(env: Env) -> dict:
     data = common.regression_data()
     key, local = env.strategy.extended.group.key, env.setup.devices_per_worker
     with plans.bucket_mb(env, plans.SMALL_MB):
-        found = launches(plans.traced_step(model, data))
+        found = launches_of(plans.traced_step(model, data))
     assert found.off_boundary == []
     assert key not in found.always
     buckets = len(env.strategy.communication_plan(model).buckets)
     assert buckets >= 2
     assert found.at_boundary == [key] * (buckets * local)
     # What is left has no part in the gradient: counts of samples, and logs.
-    others = [k for k in launches(plans.traced_step(plain, data)).always if k != key]
+    others = [k for k in launches_of(plans.traced_step(plain, data)).always if k != key]
     assert sorted(found.always) == sorted(others), (found.always, others)
     return {"buckets": buckets}
 

@@ -122,7 +122,7 @@ def _call(collective: str, algorithm: str) -> Callable[..., tf.Tensor]:
 def _broadcast_from_first(
     tensor: tf.Tensor, group: ProcessGroup, replica: int
 ) -> tf.Tensor:
-    return broadcast(tensor, group, replica, is_source=group.position(replica) == 0)
+    return broadcast(tensor, group, replica)
 
 
 def make_arms(setup: dict[str, Any]) -> Arms:

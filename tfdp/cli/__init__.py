@@ -6,7 +6,8 @@ their options. `run` checks a `program` and starts a `job` of local workers: `la
 `tracebacks` (lines that are not shown, or once), `screen` (the output of all) on an
 `outlet` (which never blocks), `signals`, `restarts` (what follows a failure) and
 `attempts` (one job after the other).
-`doctor --input` runs a script in such a job, by `doctor_input`; each worker is an
-`input_worker`. `plan` prints a `forecast` with its `memory`; `bench` has options of its
-own in `bench_options`. TensorFlow is imported late, by `importing`.
+`doctor` draws a `topology_tree`; its `--input` runs a script in such a job, by
+`doctor_input`, where each worker is an `input_worker`. `plan` prints a `forecast` with
+its `memory`; `bench` has options of its own in `bench_options`. TensorFlow is imported
+late, by `importing`.
 """

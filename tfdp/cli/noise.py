@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 
-from tfdp.cli.launch import visible_gpus
+from tfdp.cluster.gpus import visible_gpus
 
 # Before it has read its level, TensorFlow writes whatever that says.
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"

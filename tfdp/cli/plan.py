@@ -73,7 +73,8 @@ Examples:
     default="nccl",
     show_default=True,
     help="What moves the bytes, and --alpha and --beta where they are not given: nccl "
-    "over NVLink and 100 Gbit/s; ring, TensorFlow's own, over loopback and 10 Gbit/s.",
+    "over NVLink and 100 Gbit/s; ring, TensorFlow's own, over loopback and 10 Gbit/s; "
+    "direct and mpi, shared memory and 10 Gbit/s.",
 )
 @click.option(
     "--step-ms",

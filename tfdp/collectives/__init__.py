@@ -3,6 +3,11 @@
 Reading order:
     groups: process groups, their keys, and the launch order on each device
     instance_keys: keys that tell the collectives of a group apart
+    transport: the interface of what carries the bytes
+    tensorflow_transport: TensorFlow's collectives: NCCL, and a ring over gRPC
+    process_transport: between CPU processes, by `tfdp.transport`
+    process_collectives: the replicas of a process, and those of the others
+    bridge: tensors out of a graph to a thread, and back
     primitives: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast
     phases: the reduce-scatter and all-gather phases of all-reduce algorithms
     algorithms: all-reduce by ring, tree, halving-doubling, hierarchical
@@ -28,12 +33,18 @@ from tfdp.collectives.primitives import (
     padded_length,
     reduce_scatter,
 )
+from tfdp.collectives.process_transport import ProcessTransport
+from tfdp.collectives.tensorflow_transport import TensorFlowTransport
+from tfdp.collectives.transport import Transport, is_collective
 
 __all__ = [
     "FLAT",
     "LaunchOrder",
     "Level",
     "ProcessGroup",
+    "ProcessTransport",
+    "TensorFlowTransport",
+    "Transport",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -41,6 +52,7 @@ __all__ = [
     "device_positions",
     "halving_doubling",
     "hierarchical",
+    "is_collective",
     "padded_length",
     "reduce_scatter",
     "ring",

@@ -19,6 +19,8 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.cluster.words import counted
 from tfdp.collectives.instance_keys import InstanceKeys
+from tfdp.collectives.tensorflow_transport import TensorFlowTransport
+from tfdp.collectives.transport import Transport
 
 # TensorFlow's group keys start at 1 and grow by one per set of devices.
 _FIRST_GROUP_KEY = 1 << 24
@@ -151,12 +153,15 @@ class ProcessGroup:
     Args:
         launch_order: A `LaunchOrder`, shared by all groups of these devices.
         size: Int, the number of replicas in the group, on all workers.
-        backend: String, `"ring"` or `"nccl"`. Defaults to `"ring"`.
+        transport: `Transport` that carries its bytes. Defaults to
+            `TensorFlowTransport("ring")`.
         positions: Sequence with the position of each local replica, or `None`
             for a replica that is in another group. Defaults to `None`: one
             process has them all.
         nodes: Tuple of tuples, the positions on each node, for hierarchical
             algorithms. Defaults to `()`.
+        workers: Sequence of ints, the rank of the worker of each position, or `None`
+            where the transport does not ask for it. Defaults to `None`.
         split_id: `SplitId` of a group that `split` creates. Defaults to `None`.
 
     Example:
@@ -170,16 +175,18 @@ class ProcessGroup:
         self,
         launch_order: LaunchOrder,
         size: int,
-        backend: str = "ring",
+        transport: Transport | None = None,
         *,
         positions: Sequence[int | None] | None = None,
         nodes: Partition = (),
+        workers: Sequence[int] | None = None,
         split_id: SplitId | None = None,
     ) -> None:
         self.launch_order = launch_order
         self.size = size
-        self.backend = backend
+        self.transport = transport or TensorFlowTransport()
         self.nodes = nodes
+        self.workers = workers
         if split_id is None:
             self.key = launch_order.new_group_key()
             split_id = SplitId((self.key,), 0, 1)
@@ -195,9 +202,19 @@ class ProcessGroup:
         self._split_lock = threading.Lock()
 
     @property
+    def backend(self) -> str:
+        """String, the name of the transport."""
+        return self.transport.name
+
+    @property
     def devices(self) -> tuple[str, ...]:
         """Tuple of strings, the device of each local replica."""
         return self.launch_order.devices
+
+    @property
+    def local_positions(self) -> Sequence[int | None]:
+        """Position of each local replica, `None` for one that is in another group."""
+        return self._positions or [None] * len(self.devices)
 
     def position(self, replica: int) -> int:
         """Return the position of a local replica in the group.
@@ -266,8 +283,9 @@ class ProcessGroup:
             group = ProcessGroup(
                 self.launch_order,
                 len(part),
-                self.backend,
+                self.transport,
                 positions=positions,
+                workers=self.workers and [self.workers[p] for p in part],
                 split_id=split_id,
             )
             for replica, position in enumerate(positions):

@@ -127,13 +127,11 @@ def _send(
     """Broadcast within each pair, `upwards` from the lower to the higher position."""
     pair = pairs[args.replica]
     assert pair is not None
-    source = 0 if upwards else 1
     return broadcast(
         flat,
         pair,
         args.replica,
-        is_source=pair.position(args.replica) == source,
-        source=source,
+        source=0 if upwards else 1,
         channel=args.channel,
         reduce_dtype=args.reduce_dtype,
     )

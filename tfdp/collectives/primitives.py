@@ -13,15 +13,10 @@ from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 
-from tfdp import _compat
 from tfdp.collectives import timing
 from tfdp.collectives.groups import ProcessGroup
 from tfdp.collectives.instance_keys import SIZES
-
-# Subdivisions of a ring's chunks. TensorFlow's default, one, costs the least
-# CPU time, and leaves the pipe idle between pieces when nothing else is under way.
-# Measured in docs/performance.md.
-_SUBDIVISIONS, _SUBDIVISIONS_ALONE = 1, 2
+from tfdp.collectives.transport import Call
 
 
 def all_reduce(
@@ -47,24 +42,12 @@ def all_reduce(
 
     Returns:
         A tensor like `tensor`, identical on every replica.
-
-    Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms
-    for clusters of workstations", for the ring.
     """
     if group.size == 1 or _is_empty(tensor):
         return tf.identity(tensor)
-    subdivisions = _SUBDIVISIONS_ALONE if is_alone else _SUBDIVISIONS
-    kind = f"reduce in {subdivisions}"  # one key must not stand for both
-    with _measured("all_reduce", tensor, group, replica, channel) as done:
-        return done(
-            tf.raw_ops.CollectiveReduceV2(
-                input=tensor,
-                merge_op="Add",
-                final_op="Id",
-                max_subdivs_per_device=subdivisions,
-                **_arguments(kind, tensor, group, replica, channel, size),
-            )
-        )
+    call = Call(group, replica, channel, size, is_alone)
+    with _measured("all_reduce", tensor, call) as done:
+        return done(group.transport.all_reduce(tensor, call))
 
 
 def all_gather(
@@ -97,13 +80,9 @@ def all_gather(
     if _is_empty(tensor):
         return tf.concat([tensor] * group.size, axis=0)
     sent, back = _to_sent_dtype(tensor, reduce_dtype)
-    with _measured("all_gather", sent, group, replica, channel) as done:
-        gathered = done(
-            tf.raw_ops.CollectiveGatherV2(
-                input=sent,
-                **_arguments("gather", sent, group, replica, channel, size),
-            )
-        )
+    call = Call(group, replica, channel, size)
+    with _measured("all_gather", sent, call) as done:
+        gathered = done(group.transport.all_gather(sent, call))
         return tf.ensure_shape(back(gathered), _joined_shape(tensor, group.size))
 
 
@@ -123,12 +102,9 @@ def all_to_all(
     """
     if group.size == 1 or _is_empty(tensor):
         return tf.identity(tensor)
-    with _measured("all_to_all", tensor, group, replica, channel) as done:
-        return done(
-            tf.raw_ops.CollectiveAllToAllV2(
-                input=tensor, **_arguments("to_all", tensor, group, replica, channel)
-            )
-        )
+    call = Call(group, replica, channel)
+    with _measured("all_to_all", tensor, call) as done:
+        return done(group.transport.all_to_all(tensor, call))
 
 
 def reduce_scatter(
@@ -156,18 +132,12 @@ def reduce_scatter(
         return tf.identity(tensor)
     if _is_empty(tensor):
         return tf.split(tensor, group.size)[0]
-    if group.backend == "nccl" and reduce_dtype is None:
-        with _measured("reduce_scatter", tensor, group, replica, channel) as done:
-            return done(
-                tf.raw_ops.CollectiveReduceScatterV2(
-                    input=tensor,
-                    merge_op="Add",
-                    final_op="Id",
-                    **_arguments("scatter", tensor, group, replica, channel),
-                )
-            )
-    # TensorFlow has no reduce-scatter for CPUs, and NCCL's would add up what was
-    # rounded for the wire. An all-to-all and a local sum move the same bytes.
+    if group.transport.has_reduce_scatter and reduce_dtype is None:
+        call = Call(group, replica, channel)
+        with _measured("reduce_scatter", tensor, call) as done:
+            return done(group.transport.reduce_scatter(tensor, call))
+    # An all-to-all and a local sum move the same bytes, and add up what was rounded
+    # for the wire in its own dtype.
     sent = tf.reshape(tensor, _split_shape(tensor, group.size))  # [group.size, n, ...]
     if reduce_dtype is not None:
         sent = tf.cast(sent, reduce_dtype)
@@ -180,7 +150,6 @@ def broadcast(
     group: ProcessGroup,
     replica: int,
     *,
-    is_source: bool,
     source: int = 0,
     channel: int = 0,
     reduce_dtype: tf.DType | None = None,
@@ -191,11 +160,7 @@ def broadcast(
         tensor: Tensor; on the others only its shape and dtype count.
         group: A `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
-        is_source: Bool, whether the calling replica is the source. Exactly
-            one of the group is.
-        source: Int, a number for the source, such as its rank, the same on
-            every replica. Sources of one group need different ones, since
-            TensorFlow remembers the source of a key. Defaults to `0`.
+        source: Int, the position of the source in the group. Defaults to `0`.
         channel: Int, the chain of the launch order. Defaults to `0`.
         reduce_dtype: `tf.DType` that the elements are rounded to, or `None`, their
             own. Defaults to `None`.
@@ -206,25 +171,9 @@ def broadcast(
     if group.size == 1 or _is_empty(tensor):
         return tf.identity(tensor)
     sent, back = _to_sent_dtype(tensor, reduce_dtype)
-    arguments = _arguments(f"broadcast from {source}", sent, group, replica, channel)
-    token = arguments.pop("ordering_token")[0]
-
-    def launch() -> tf.Tensor:
-        if is_source:
-            return tf.raw_ops.CollectiveBcastSendV2(input=sent, **arguments)
-        return tf.raw_ops.CollectiveBcastRecvV2(
-            T=sent.dtype, shape=tf.shape(sent), **arguments
-        )
-
-    with _measured("broadcast", sent, group, replica, channel) as done:
-        # These two operations take no token, and have to keep the launch order:
-        # the operations around them take it instead.
-        before = tf.raw_ops.AssignVariableOp(resource=token, value=0.0)
-        with tf.control_dependencies([before] if before is not None else []):
-            result = launch()
-        with tf.control_dependencies([result]):
-            tf.raw_ops.AssignVariableOp(resource=token, value=0.0)
-        return back(done(result))
+    call = Call(group, replica, channel)
+    with _measured("broadcast", sent, call) as done:
+        return back(done(group.transport.broadcast(sent, call, source)))
 
 
 def padded_length(length: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -288,46 +237,13 @@ def _is_empty(tensor: tf.Tensor) -> bool:
     return tensor.shape.num_elements() == 0
 
 
-def _arguments(
-    kind: str,
-    tensor: tf.Tensor,
-    group: ProcessGroup,
-    replica: int,
-    channel: int,
-    size: tf.Tensor | None = None,
-) -> dict:
-    _check_loop(group)
-    # No `timeout_seconds`: where a collective ends by it, TensorFlow may crash (seen
-    # with 2.21.0). `tfdp.coordination.watch` detects lost workers.
-    return {
-        "group_size": group.size,
-        "group_key": group.key,
-        "instance_key": group.instance_keys.next_key(kind, tensor, replica, size),
-        "ordering_token": [group.launch_order.token(replica, channel)],
-        "communication_hint": group.backend,
-    }
-
-
-def _check_loop(group: ProcessGroup) -> None:
-    """Refuse a collective that would wait for ever.
-
-    TensorFlow matches collectives by the name of the loop they are in, and each
-    replica of a process has loops of its own name.
-    """
-    if len(group.devices) > 1 and _compat.in_loop_of_replica():
-        raise ValueError(
-            "An update or an all-reduce inside a loop inside `strategy.run` waits for "
-            "ever where a process has several replicas. Put the loop around "
-            "`strategy.run` instead."
-        )
-
-
 @contextlib.contextmanager
 def _measured(
-    kind: str, tensor: tf.Tensor, group: ProcessGroup, replica: int, channel: int
+    kind: str, tensor: tf.Tensor, call: Call
 ) -> Iterator[Callable[[tf.Tensor], tf.Tensor]]:
     """Run on the replica's device, with timestamps around it if they are recorded."""
-    chain = hash((id(group.launch_order), replica, channel))
+    group, replica = call.group, call.replica
+    chain = hash((id(group.launch_order), replica, call.channel))
     with (
         timing.measured(kind, tensor, replica, group.size, chain) as done,
         tf.device(group.devices[replica]),

@@ -48,8 +48,8 @@ def check_same_setup(
         "settings of `rebalance`": str(rebalances).lower(),
     }
     for field in dataclasses.fields(options):
-        # Each may wait as long as it likes.
-        if field.name != "timeout_seconds":
+        # Each may wait as long as it likes, and has interfaces of its own.
+        if field.name not in ("timeout_seconds", "interface"):
             facts[f"`{field.name}` options"] = repr(getattr(options, field.name))
     own = json.dumps({"devices": list(devices), "facts": facts})
     messages = [json.loads(text) for text in worker_group.all_gather("start-up", own)]

@@ -97,7 +97,6 @@ def _broadcast_chunk(strategy: Any, variables: list[Any]) -> None:
             tf.constant(words[first : first + _MESSAGE_WORDS]),
             extended.host_group,
             0,
-            is_source=extended.worker_group.rank == 0,
         )
         for first in range(0, len(words), _MESSAGE_WORDS)
     ]

@@ -23,7 +23,7 @@ from tfdp.base import batch_weight, deferred_updates, xla
 from tfdp.base.batch_weight import BatchWeight
 from tfdp.base.deferred_updates import Update
 from tfdp.base.xla import CannotCompileError
-from tfdp.collectives import step_events
+from tfdp.collectives import is_collective, step_events
 
 
 @dataclasses.dataclass
@@ -177,7 +177,7 @@ def _check_inputs(args: tuple) -> None:
 
 def _check_collectives(graph: Any) -> None:
     for op in _compat.all_operations(graph):
-        if op.type.startswith("Collective"):
+        if is_collective(op):
             raise CannotCompileError(
                 "its step has a collective beside those of the gradients (a "
                 "synchronized BatchNormalization, `tfdp.all_gather`, or a loss or log "

@@ -33,9 +33,13 @@ from tfdp.replicas.variables import (
     class_mapping,
 )
 from tfdp.strategy.cross_device_ops import CrossDeviceOps
+from tfdp.strategy.transports import (
+    explaining,
+    host_transport,
+    new_transport,
+    watch_transports,
+)
 
-# Channels let buckets overlap each other on CPUs. NCCL wants one order.
-_CPU_CHANNELS = 4
 _STOCK_KEYS_PER_STRATEGY = 1000
 _strategy_counter = itertools.count()
 
@@ -82,21 +86,28 @@ class ReplicaExtended:
         self.compiled_models = weakref.WeakSet()
         topology = agreed_topology(self.worker_group, hosts, len(devices), self.options)
         positions = device_positions(all_devices)
-        backend = _backend(self.options, devices)
-        channels = 1 if backend == "nccl" else _CPU_CHANNELS
-        order = LaunchOrder(devices, channels)
+        transport = new_transport(self.options, devices, self.worker_group, hosts[rank])
+        order = LaunchOrder(devices, transport.num_channels)
         self.group = ProcessGroup(
             order,
             len(all_devices),
-            backend,
+            transport,
             positions=positions[first_rank : first_rank + len(devices)],
             nodes=_nodes(topology, positions),
+            workers=_by_position(positions, len(devices)),
         )
-        host = LaunchOrder([_host(devices[0])])
         # Metric states, statistics and the like are small and live on hosts.
-        self.host_group = ProcessGroup(host, len(hosts), "ring")
+        all_hosts = [_host(device) for device in all_devices[:: len(devices)]]
+        places = device_positions(all_hosts)
+        self.host_group = ProcessGroup(
+            LaunchOrder([_host(devices[0])]),
+            len(hosts),
+            host_transport(transport),
+            positions=[places[rank]],
+            workers=_by_position(places, 1),
+        )
         self.algorithm_selector = AlgorithmSelector(
-            self.options, topology, backend, warn=rank == 0
+            self.options, topology, transport.name, warn=rank == 0
         )
         self.hosts = tuple(hosts)
         self.first_rank = first_rank
@@ -236,6 +247,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         if worker.cluster is not None:
             addresses = worker.cluster.workers
             self._watchdog = watch(self.worker_group, addresses, worker.timeout_seconds)
+            watch_transports(self._watchdog)
         all_devices = check_same_setup(
             self.worker_group,
             self.worker_devices,
@@ -249,8 +261,12 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
 
     def explaining(self) -> contextlib.AbstractContextManager:
         """Name the worker that is lost where TensorFlow only says that one is."""
-        dog = self._watchdog
-        return contextlib.nullcontext() if dog is None else dog.translate_errors()
+        if self._watchdog is None:
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        stack.enter_context(self._watchdog.translate_errors())
+        stack.enter_context(explaining(self.group.transport))
+        return stack
 
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str
@@ -293,25 +309,15 @@ def next_stock_key_base() -> int:
     return next(_strategy_counter) * _STOCK_KEYS_PER_STRATEGY
 
 
-def _backend(options: CommunicationOptions, devices: tuple[str, ...]) -> str:
-    """The library that moves the bytes, see `CommunicationOptions.backend`."""
-    on_gpus = all(_compat.device_type(device) == "GPU" for device in devices)
-    if options.backend == "nccl" and not on_gpus:
-        raise ValueError(
-            '`backend="nccl"` needs a GPU for every replica. Use "auto" or "ring". '
-            f"Received: devices={list(devices)}"
-        )
-    if options.backend != "auto":
-        return options.backend
-    physical = tf.config.list_physical_devices("GPU")
-    # NCCL cannot run two ranks on one physical GPU.
-    one_each = _compat.num_local_devices("GPU") == len(physical)
-    return "nccl" if on_gpus and one_each else "ring"
-
-
 def _nodes(topology: Topology, positions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """The positions in the group of the replicas of each node."""
     return tuple(tuple(positions[rank] for rank in node) for node in topology.nodes)
+
+
+def _by_position(positions: Sequence[int], num_local: int) -> list[int]:
+    """The rank of the worker of each position."""
+    ranks = sorted(range(len(positions)), key=positions.__getitem__)
+    return [rank // num_local for rank in ranks]
 
 
 def _host(device: str) -> str:

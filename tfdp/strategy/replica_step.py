@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import batch_weight, loops
+from tfdp.base import batch_weight, loops, xla
 from tfdp.base.batch_weight import BatchWeight
 from tfdp.base.context import strategy_of
 from tfdp.collectives import step_events
@@ -57,7 +57,7 @@ def prepare_run(
     )
     drift_probe.begin_step(loop.model, local)
     step_events.record_batch(parts[0].num_samples if parts else _own_samples(local[0]))
-    if parts is None and not _compiles(loop.model):
+    if parts is None and not xla.is_wanted():
         return _after_its_data(fn), args, None
     told = strategy.extended.told_of_losses.setdefault(loop.model, set())
     step = _after_its_data(_step_of_replica(strategy, loop.model, fn, parts, told))
@@ -101,8 +101,7 @@ def _step_of_replica(
         with batch_weight.use(part):
             return keras.tree.map_structure(loss_terms.scale_to_row_mean, fn(*args))
 
-    compiles = _compiles(model)
-    run = CompiledStep(weigh, strategy, model, told) if compiles else weigh
+    run = CompiledStep(weigh, strategy, model, told) if xla.is_wanted() else weigh
 
     @functools.wraps(fn)
     def step(*args: Any) -> Any:
@@ -112,10 +111,6 @@ def _step_of_replica(
         return run(args, dataclasses.replace(parts[replica], weighted=set()))
 
     return step
-
-
-def _compiles(model: Any) -> bool:
-    return bool(model.jit_compile) and not tf.executing_eagerly()
 
 
 def _forms(strategy: Any, args: tuple, part: BatchWeight, told: set[str]) -> Forms:

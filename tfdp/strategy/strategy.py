@@ -9,8 +9,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat, user_code
-from tfdp.cluster import Cluster, processes_apart
+from tfdp.cluster import Cluster, find_cluster, processes_apart
 from tfdp.cluster.devices import default_cpus, local_devices, resolve_devices
+from tfdp.cluster.mpi_launcher import mpi_rank
 from tfdp.coordination.join import start_worker
 from tfdp.data import distribute
 from tfdp.keras_hooks import install
@@ -151,7 +152,7 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
 
     Args:
         cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver` or
-            `None`. Defaults to `None`: `TF_CONFIG`, or a Slurm step.
+            `None`. Defaults to `None`: `TF_CONFIG`, a Slurm step, or an MPI job.
         devices: List of local device strings or `None`. Defaults to `None`:
             all GPUs, or else all logical CPU devices of the worker.
         communication: `CommunicationOptions` or `None`, the defaults.
@@ -175,7 +176,7 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
         options = communication or CommunicationOptions()
         worker = start_worker(cluster_resolver, devices, options)
         if cluster_resolver is None:
-            _warn_of_processes_apart(worker.cluster or Cluster.from_environment())
+            _warn_of_processes_apart(worker.cluster or find_cluster())
         extended = MultiWorkerReplicaExtended(self, worker=worker, options=options)
         tf.distribute.Strategy.__init__(self, extended)
         random_seed.agree_on_seed(self)
@@ -187,9 +188,20 @@ def _warn_of_processes_apart(cluster: Cluster | None) -> None:
     if apart:
         user_code.warn(
             f"{apart}, and no TF_CONFIG tells them of each other: each trains a model "
-            "of its own. Set TF_CONFIG before the strategy is made, as the guides for "
-            "MPI, SageMaker and PyTorch show, or start the script with `tfdp run`."
+            f"of its own. {_remedy()}, or start the script with `tfdp run`."
         )
+
+
+def _remedy() -> str:
+    if mpi_rank() is not None:
+        return (
+            "Install mpi4py, through which tfdp finds the others (pip install "
+            "tfdp[mpi]), or set TF_CONFIG before the strategy is made"
+        )
+    return (
+        "Set TF_CONFIG before the strategy is made, as the guides for SageMaker and "
+        "PyTorch show"
+    )
 
 
 @_compat.filter_traceback
@@ -198,9 +210,10 @@ def auto_strategy(
 ) -> MirroredStrategy | MultiWorkerMirroredStrategy:
     """The strategy that fits where the program runs.
 
-    Two or more workers in `TF_CONFIG`, or a Slurm step of several tasks: all
-    of them. Otherwise all GPUs of the machine, or else its CPUs as several
-    logical devices of one process, which is faster than several processes.
+    Two or more workers in `TF_CONFIG`, a Slurm step of several tasks, or an MPI job
+    of several processes that have mpi4py: all of them. Otherwise all GPUs of the
+    machine, or else its CPUs as several logical devices of one process, which is
+    faster than several processes.
 
     Args:
         communication: `CommunicationOptions` or `None`, the defaults.
@@ -217,7 +230,8 @@ def auto_strategy(
     2
     """
     install.install()
-    cluster = Cluster.from_environment()
+    timeout_seconds = communication.timeout_seconds if communication else None
+    cluster = find_cluster(timeout_seconds)
     _warn_of_processes_apart(cluster)
     if cluster is not None and cluster.num_workers > 1 and not cluster.is_evaluator:
         return MultiWorkerMirroredStrategy(communication=communication)

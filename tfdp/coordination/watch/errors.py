@@ -7,6 +7,8 @@ import re
 
 # The exit code of a worker that had to end itself: EX_UNAVAILABLE of sysexits.h.
 EXIT_CODE = 69
+# What TensorFlow's error says where a collective between processes has failed.
+COLLECTIVE_FAILED = "a collective between workers failed"
 # Why a worker is lost that has met no error.
 SCRIPT_ENDED = "its script has ended"
 

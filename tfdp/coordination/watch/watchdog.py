@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 # Not when it is first used: the interpreter may be shutting down then.
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +21,7 @@ from tfdp.coordination.clock import clock
 from tfdp.coordination.preemption import PREEMPTED
 from tfdp.coordination.progress import WorkerProgress, progress
 from tfdp.coordination.watch.errors import (
+    COLLECTIVE_FAILED,
     EXIT_CODE,
     WorkerFailure,
     WorkerLost,
@@ -87,6 +88,10 @@ class Watchdog(threading.Thread):
         self._has_failed = threading.Event()
         # Set when the main thread has raised the error.
         self._is_raised = threading.Event()
+        # What closes connections beside TensorFlow's, with a reason.
+        self.closers: list[Callable[[str], None]] = []
+        # Why a collective over these has failed, or `""`.
+        self.reason_of_failure: Callable[[], str] = str
         self._warned_at = -1
         self._is_deadlock_told = False
 
@@ -140,11 +145,17 @@ class Watchdog(threading.Thread):
         text = _describe(error)
         if not is_own or text == self._heartbeat.last_error:
             return  # `translate_errors` has reported it already
-        if isinstance(error, _ERRORS_OF_OTHERS) and self._await_failure():
-            lost = self._error(progress.current.name, bucket_of_error(str(error)))
+        is_collective = COLLECTIVE_FAILED in str(error)
+        may_be_lost = isinstance(error, _ERRORS_OF_OTHERS) or is_collective
+        if may_be_lost and self._await_failure():
+            bucket = bucket_of_error(f"{error} {self.reason_of_failure()}")
+            lost = self._error(progress.current.name, bucket)
             print(f"tfdp: {lost}", file=sys.stderr, flush=True)
-        else:
-            self._heartbeat.last_error = text
+            return
+        if is_collective and (reason := self.reason_of_failure()):
+            print(f"tfdp: {reason}", file=sys.stderr, flush=True)
+            text = reason
+        self._heartbeat.last_error = text
 
     def check(self, rank: int, is_over: bool, call: str) -> None:
         """Raise if another worker is lost.
@@ -241,7 +252,10 @@ class Watchdog(threading.Thread):
         """Publish the failure, abort collectives, end the process if it hangs."""
         if self._rank == 0:
             self._heartbeat.beat_now(_GRACE_SECONDS / 2)
-        _compat.abort_collectives(f"worker {failure.rank} is lost")
+        reason = f"worker {failure.rank} is lost"
+        for close in self.closers:
+            close(reason)
+        _compat.abort_collectives(reason)
         # A loop of the user's own gets TensorFlow's error in its next collective, and
         # a script that has none may come to its end.
         while not (place := progress.current.name):

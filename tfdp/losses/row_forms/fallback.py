@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 from tfdp.losses.row_forms.form import (
-    CONSTANT,
     PAIRS,
     ROWS_SOMEWHERE,
     STATISTIC,
@@ -28,8 +27,6 @@ def opaque(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> list[
 def fallback(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Any:
     """Rule of any other operation: rows stay rows where the first axis is as long."""
     del replica_power_of
-    if op.type.startswith("Collective"):
-        return CONSTANT  # the result of a collective is the same on each replica
     kinds = {form.kind for form in inputs}
     if Kind.PAIRS in kinds:
         return PAIRS

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.collectives import is_collective
 from tfdp.losses.row_forms.fallback import fallback
 from tfdp.losses.row_forms.form import (
     CONSTANT,
@@ -138,6 +139,8 @@ class Forms:
         inputs = [self._found[_key(tensor)] for tensor in op.inputs]
         if op.type == "Placeholder":
             forms: Any = self._of_captured(op)
+        elif is_collective(op):
+            forms = CONSTANT  # the result is the same on each replica
         elif op.type in CALLS and not are_constant(inputs):
             forms = self._of_call(op, inputs)
         elif not are_constant(inputs):

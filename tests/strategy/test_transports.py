@@ -1,0 +1,113 @@
+"""All workers take the same transport, and learn together what one of them lacks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tfdp.coordination.same_setup import check_same_setup
+from tfdp.coordination.worker_group import WorkerGroup
+from tfdp.options import CommunicationOptions
+from tfdp.strategy import transports
+
+
+@dataclasses.dataclass
+class Pair(WorkerGroup):
+    """This worker, and another one that says what it is told to."""
+
+    other: list
+    rank: int = 0
+    num_workers: int = 2
+    has_left: bool = False
+    said: str = ""
+
+    def all_gather(self, topic, text="", timeout_seconds=None):
+        self.said = text
+        texts = [text, json.dumps(self.other)]
+        return texts if self.rank == 0 else texts[::-1]
+
+    def leave(self):
+        self.has_left = True
+
+
+def agreed(name: str, other: list, rank: int = 0, **options) -> tuple:
+    group = Pair(other, rank)
+    chosen = CommunicationOptions(**options)
+    return transports._agreed(name, chosen, group, "localhost")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("own", "other", "expected"),
+    [
+        ("direct", "direct", "direct"),
+        ("mpi", "mpi", "mpi"),
+        ("mpi", "direct", "direct"),
+        ("direct", "mpi", "direct"),
+        ("nccl", "ring", "ring"),
+        ("ring", "nccl", "ring"),
+    ],
+)
+def test_workers_that_see_other_things_take_what_all_can(own, other, expected, rank):
+    name, interfaces = agreed(own, [other, None, ""], rank)
+    assert name == expected
+    assert interfaces == (None, None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_without_an_address_is_an_error_of_all(rank):
+    group = Pair(["direct", None, "it resolves elsewhere"], rank)
+    with pytest.raises(ValueError, match="cannot be reached: it resolves") as caught:
+        transports._agreed("direct", CommunicationOptions(), group, "localhost")
+    assert str(caught.value).startswith(f"Worker {1 - rank} ")
+    assert group.has_left
+
+
+def test_an_interface_that_is_not_here_is_told_to_the_others():
+    group = Pair(["direct", None, ""])
+    options = CommunicationOptions(interface="eth77")
+    with pytest.raises(ValueError, match="Worker 0 cannot be reached: `interface`"):
+        transports._agreed("direct", options, group, "localhost")
+
+
+def test_each_worker_has_an_interface_of_its_own():
+    _, interfaces = agreed("direct", ["direct", "eth1", ""], interface="127.0.0.1")
+    assert interfaces == ("127.0.0.1", "eth1")
+    group = Pair([])
+    with pytest.raises(TypeError):  # of what the other one says
+        check_same_setup(group, ["/device:CPU:0"], CommunicationOptions(interface="a"))
+    assert "`backend` options" in group.said
+    assert "interface" not in group.said
+
+
+def test_an_interface_that_nothing_uses_is_warned_of():
+    with pytest.warns(UserWarning, match="`interface` is for"):
+        agreed("ring", ["ring", None, ""], interface="eth0")
+
+
+def test_elsewhere_than_on_linux_tensorflow_carries_the_bytes(monkeypatch):
+    monkeypatch.setattr(transports, "_HAS_DIRECT", False)
+    devices = ["/device:CPU:0"]
+    assert transports._backend(CommunicationOptions(), devices, 2) == "ring"
+    with pytest.raises(ValueError, match="needs Linux"):
+        transports._backend(CommunicationOptions(backend="direct"), devices, 2)
+
+
+def test_the_transport_is_imported_where_its_sockets_are_not():
+    script = """
+import select, socket, sys, types
+del select.POLLRDHUP, socket.MSG_NOSIGNAL
+package = types.ModuleType("tfdp")
+package.__path__ = [sys.argv[1]]
+sys.modules["tfdp"] = package
+import tfdp.transport
+"""
+    folder = Path(transports.__file__).parents[1]
+    command = [sys.executable, "-c", script, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

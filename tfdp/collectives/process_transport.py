@@ -1,0 +1,259 @@
+"""Collectives by a communicator between processes: shared memory, TCP or MPI.
+
+    replicas' tensors -> bridge -> [sum of the local ones] -> communicator -> bridge
+
+The replicas of one process meet in its memory, so that the communicator sees one
+member for each process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.collectives.bridge import Bridge
+from tfdp.collectives.process_collectives import COLLECTIVES, Members
+from tfdp.collectives.transport import SCOPE, Call, Group
+from tfdp.coordination.watch import COLLECTIVE_FAILED
+from tfdp.transport import Communicator
+
+# Chains of a device: buckets of different ones are under way at the same time.
+_CHANNELS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Operation:
+    """What one traced collective is."""
+
+    kind: str
+    dtype: np.dtype
+    key: int  # the same on all workers
+    source: int  # position of the source of a broadcast
+    # Where it is in the graph, which differs between replicas.
+    scope: str = dataclasses.field(compare=False)
+
+
+class ProcessTransport:
+    """Transport over a communicator for each group and channel, see `Transport`.
+
+    Args:
+        name: String, `"direct"` or `"mpi"`.
+        rank: Int, this worker's.
+        new_communicator: Callable of the ranks of a group's workers and a name of the
+            group, the same on all, which returns a `Communicator`; or `None` in a
+            process that has all replicas.
+    """
+
+    has_reduce_scatter = True
+    num_channels = _CHANNELS
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        new_communicator: Callable[[Sequence[int], str], Communicator] | None,
+    ) -> None:
+        self.name = name
+        self._rank = rank
+        self._new_communicator = new_communicator
+        self._lanes: weakref.WeakKeyDictionary[Group, dict[int, _Lane]]
+        self._lanes = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def all_reduce(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
+        """See `Transport`."""
+        result = self._exchange("all_reduce", tensor, call)
+        return tf.reshape(result, _shape(tensor))
+
+    def all_gather(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
+        """See `Transport`."""
+        result = self._exchange("all_gather", tensor, call)
+        return tf.reshape(result, _shape_of_rows(tensor, times=call.group.size))
+
+    def all_to_all(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
+        """See `Transport`."""
+        result = self._exchange("all_to_all", tensor, call)
+        return tf.reshape(result, _shape(tensor))
+
+    def reduce_scatter(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
+        """See `Transport`."""
+        result = self._exchange("reduce_scatter", tensor, call)
+        return tf.reshape(result, _shape_of_rows(tensor, parts=call.group.size))
+
+    def broadcast(self, tensor: tf.Tensor, call: Call, source: int) -> tf.Tensor:
+        """See `Transport`."""
+        result = self._exchange("broadcast", tensor, call, source)
+        return tf.reshape(result, _shape(tensor))
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Say why a collective has failed, where TensorFlow only says that one has.
+
+        Raises:
+            tf.errors.UnavailableError: As if it were one of TensorFlow's.
+        """
+        try:
+            yield
+        except tf.errors.InvalidArgumentError as error:
+            reason = self.failure
+            if COLLECTIVE_FAILED not in str(error) or not reason:
+                raise
+            # With its text, which names the operation.
+            text = f"{reason}\n\n{error}"
+            raise tf.errors.UnavailableError(None, None, text) from None
+
+    def abort(self, reason: str) -> None:
+        """End what waits for other workers, with a reason that they are told."""
+        for lane in self._all_lanes():
+            lane.abort(reason)
+
+    def close(self) -> None:
+        """End all threads, and what waits for them with an error."""
+        for lane in self._all_lanes():
+            lane.end()
+
+    @property
+    def failure(self) -> str:
+        """String, why a collective has failed, or `""`."""
+        return next((lane.failure for lane in self._all_lanes() if lane.failure), "")
+
+    def _all_lanes(self) -> list[_Lane]:
+        with self._lock:
+            return [lane for own in self._lanes.values() for lane in own.values()]
+
+    def _exchange(
+        self, kind: str, tensor: tf.Tensor, call: Call, source: int = 0
+    ) -> tf.Tensor:
+        lane = self._lane(call.group, call.channel % self.num_channels)
+        named = f"{kind} from {source}" if kind == "broadcast" else kind
+        key = dataclasses.replace(call, size=None).key(named, tensor)
+        dtype = np.dtype(tensor.dtype.as_numpy_dtype)
+        # Names the operation in errors, and for who counts them.
+        name = f"{SCOPE}_{kind}_{dtype.name}_{call.group.key}"
+        with tf.name_scope(name) as scope:
+            operation = _Operation(kind, dtype, int(key), source, scope)
+            flat = tf.reshape(_to_bytes(tensor), [-1])
+            result = lane.exchange(flat, call.replica, operation)
+            return _from_bytes(result, tensor.dtype)
+
+    def _lane(self, group: Group, channel: int) -> _Lane:
+        with self._lock:
+            lanes = self._lanes.setdefault(group, {})
+            if channel not in lanes:
+                name = f"{group.key}/{channel}"
+                lane = _Lane(name, group, self._rank, self._new_communicator)
+                lanes[channel] = lane
+                # Its thread would keep it for ever.
+                weakref.finalize(group, lane.end, waits=False).atexit = False
+            return lanes[channel]
+
+
+class _Lane:
+    """The collectives of one group on one channel, in the order of their launch."""
+
+    def __init__(
+        self,
+        name: str,
+        group: Group,
+        rank: int,
+        new_communicator: Callable[[Sequence[int], str], Communicator] | None,
+    ) -> None:
+        assert group.workers is not None
+        self._members = Members(group.workers, rank)
+        positions = enumerate(group.local_positions)
+        # In the order of positions, as the parts of a tensor are.
+        local = sorted((p, replica) for replica, p in positions if p is not None)
+        self._index = {replica: index for index, (_, replica) in enumerate(local)}
+        self._name = name
+        self._new_communicator = new_communicator
+        self._communicator: Communicator | None = None
+        self._operations: list[_Operation] = []
+        self._tickets: dict[_Operation, int] = {}
+        self._lock = threading.Lock()
+        self.failure = ""
+        devices = [_host(group.devices[replica]) for _, replica in local]
+        self._bridge = Bridge(f"tfdp {name}", devices, self._run, self._fail)
+
+    def exchange(
+        self, data: tf.Tensor, replica: int, operation: _Operation
+    ) -> tf.Tensor:
+        """Run an operation on the data of a local replica, in the graph."""
+        with self._lock:
+            ticket = self._tickets.setdefault(operation, len(self._operations))
+            if ticket == len(self._operations):
+                self._operations.append(operation)
+        return self._bridge.exchange(self._index[replica], data, ticket)
+
+    def end(self, *, waits: bool = True) -> None:
+        """End the thread, and wait until it has if `waits`."""
+        if self._communicator is not None:
+            self._communicator.close()
+        self._bridge.close(waits=waits)
+
+    def abort(self, reason: str) -> None:
+        """End what waits for other workers, with a reason that they are told."""
+        if self._communicator is not None:
+            self._communicator.close(reason)
+
+    def _fail(self, reason: str) -> None:
+        self.failure = reason
+        self.abort(reason)
+
+    def _run(self, ticket: int, number: int, data: list[np.ndarray]) -> list[tf.Tensor]:
+        if self._communicator is None and len(self._members.ranks) > 1:
+            ranks = self._members.ranks
+            assert self._new_communicator is not None
+            self._communicator = self._new_communicator(ranks, self._name)
+        operation = self._operations[ticket]
+        digest = hashlib.sha256(f"{operation.key} {number}".encode()).digest()
+        tag = int.from_bytes(digest[:8], "big")
+        arrays = [array.view(operation.dtype) for array in data]
+        collective = COLLECTIVES[operation.kind](self._members, self._communicator, tag)
+        try:
+            return collective(arrays, operation.source)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error} (operation {operation.scope})") from error
+
+
+def _shape(tensor: tf.Tensor) -> Any:
+    """The shape as a list of ints, or as a tensor where it is not known."""
+    known = tensor.shape.is_fully_defined()
+    return tensor.shape.as_list() if known else tf.shape(tensor)
+
+
+def _shape_of_rows(tensor: tf.Tensor, times: int = 1, parts: int = 1) -> Any:
+    """The shape with `times` as many rows, or with one of `parts` equal parts."""
+    if tensor.shape.is_fully_defined():
+        rows, *rest = tensor.shape.as_list()
+        return [rows * times // parts, *rest]
+    return tf.concat([[-1], tf.shape(tensor)[1:]], axis=0)
+
+
+def _to_bytes(tensor: tf.Tensor) -> tf.Tensor:
+    if tensor.dtype == tf.bool:
+        return tf.cast(tensor, tf.uint8)
+    return tf.bitcast(tensor, tf.uint8)
+
+
+def _from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    if dtype == tf.bool:
+        return tf.cast(data, tf.bool)
+    if dtype.size == 1:
+        return tf.bitcast(data, dtype)
+    return tf.bitcast(tf.reshape(data, [-1, dtype.size]), dtype)
+
+
+def _host(device: str) -> str:
+    """The CPU that holds the queues of a device: its own, or that of its host."""
+    spec = tf.DeviceSpec.from_string(device)
+    if spec.device_type == "CPU":
+        return device
+    return spec.replace(device_type="CPU", device_index=0).to_string()
