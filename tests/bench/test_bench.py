@@ -346,10 +346,20 @@ def test_comparisons_and_scaling_are_drawn_from_their_tables(tmp_path):
         f"stock/1M, packs of {mb} MB": [1.5, 1.5] for mb in compare_report.PACKS_MB
     }
     times["ddp/1M, tuned"] = [0.5, 0.5]
+    for arm in ("tfdp/1M", "ddp/1M"):
+        times[f"{arm}, {compare_report.ALONE}"] = [0.75, 0.75]
     rows = compare_report.rows_of("1M", times, global_batch_size=64)
     ratios = [row.speed_of_tfdp.median for row in rows if row.speed_of_tfdp]
     assert ratios == [2.0, 1.5, 3.0, 0.5]
     assert rows[0].samples_per_second == 64.0
+    assert [row.efficiency for row in rows] == [0.75, None, None, 0.25, None]
+    ratios = [row.efficiency_of_tfdp.median for row in rows if row.efficiency_of_tfdp]
+    assert ratios == [3.0]
+    assert compare_report.efficiency_notes(rows) == [
+        "1M, tfdp: efficiency 0.750.",
+        "1M, DDP, defaults: efficiency 0.250; "
+        "that of tfdp is 3.000 [3.000, 3.000] times it.",
+    ]
     compare_report.plot(rows, "title", "caption", tmp_path / "compare.png")
     ratio = Ratio(0.5, 0.4, 0.6, 9)
     scaled = [

@@ -9,12 +9,14 @@ from typing import Any
 
 from tfdp.bench import output
 from tfdp.bench.compare_report import (
+    ALONE,
     COLUMNS,
     DDP,
     PACKS_MB,
     Row,
     Times,
     cells,
+    efficiency_notes,
     plot,
     rows_of,
 )
@@ -96,22 +98,32 @@ def _sides(settings: Settings, *, has_torch: bool) -> dict[str, Side]:
         for mb in PACKS_MB
     }
     tuned = {f"{name}, tuned": {**arm, "tuned": True} for name, arm in told.items()}
+    alone = {
+        f"{name}, {ALONE}": {**arm, "alone": True}
+        for name, arm in {**told, **tuned}.items()
+    }
     ours, count = "tfdp.bench.training", settings.num_workers
     sides = {
         name: Side(name, ours, {"strategy": name, "arms": arms}, count)
-        for name, arms in (("tfdp", told), ("stock", {**told, **packs}))
+        for name, arms in (("tfdp", {**told, **alone}), ("stock", {**told, **packs}))
     }
     if has_torch:
-        setup, python = {"arms": {**told, **tuned}}, settings.torch_python
+        setup, python = {"arms": {**told, **tuned, **alone}}, settings.torch_python
         sides["ddp"] = Side("ddp", "tfdp.bench.torch_worker", setup, count, python)
     return sides
 
 
 def _arms(sides: dict[str, Side], model: str) -> list[tuple[Side, str]]:
-    arms = [(sides["tfdp"], model), (sides["stock"], model)]
+    alone = f"{model}, {ALONE}"
+    arms = [(sides["tfdp"], model), (sides["tfdp"], alone), (sides["stock"], model)]
     arms += [(sides["stock"], f"{model}, packs of {mb} MB") for mb in PACKS_MB]
     if "ddp" in sides:
-        arms += [(sides["ddp"], model), (sides["ddp"], f"{model}, tuned")]
+        settings = (model, f"{model}, tuned")
+        arms += [
+            (sides["ddp"], arm)
+            for each in settings
+            for arm in (each, f"{each}, {ALONE}")
+        ]
     return arms
 
 
@@ -154,6 +166,9 @@ def _notes(settings: Settings, rows: Sequence[Row]) -> list[str]:
         f"{counted(settings.blocks, 'alternating block')}.",
         f"Best pack size: of {', '.join(map(str, PACKS_MB))} MB, chosen in every other "
         "block and compared in the rest.",
+        *efficiency_notes(rows),
+        "Efficiency: the time of the side's own step without communication, on all "
+        "workers at once, relative to its step.",
     ]
     if any(row.side == DDP for row in rows):
         notes.append(

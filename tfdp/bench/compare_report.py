@@ -17,6 +17,14 @@ if TYPE_CHECKING:  # it is an extra
 PACKS_MB = (1, 4, 25)
 OURS, STOCK, STOCK_BEST = "tfdp", "stock, defaults", "stock, best pack size"
 DDP, DDP_TUNED = "DDP, defaults", "DDP, tuned"
+# Of the arm of a side in which its workers know nothing of each other.
+ALONE = "no communication"
+_ARMS = {
+    OURS: "tfdp/{}",
+    STOCK: "stock/{}",
+    DDP: "ddp/{}",
+    DDP_TUNED: "ddp/{}, tuned",
+}
 COLUMNS = (
     *("model", "side", "step\n(ms)", "samples/s", "speed of tfdp\n/ its speed"),
     "95 %\ninterval",
@@ -36,6 +44,9 @@ class Row:
         speed_of_tfdp: `Ratio` of this side's time to that of tfdp, or `None` for
             tfdp itself.
         note: String, what else to know.
+        efficiency: Float, the median of the side's step without communication
+            relative to its step, or `None` where that was not measured.
+        efficiency_of_tfdp: `Ratio` of tfdp's efficiency to this one, or `None`.
     """
 
     model: str
@@ -44,6 +55,8 @@ class Row:
     samples_per_second: float
     speed_of_tfdp: Ratio | None
     note: str = ""
+    efficiency: float | None = None
+    efficiency_of_tfdp: Ratio | None = None
 
 
 def rows_of(model: str, times: Times, global_batch_size: int) -> list[Row]:
@@ -57,25 +70,59 @@ def rows_of(model: str, times: Times, global_batch_size: int) -> list[Row]:
     Returns:
         List of `Row`, tfdp first.
     """
-    ours = times[f"tfdp/{model}"]
+    arms = {side: arm.format(model) for side, arm in _ARMS.items()}
+    arms = {side: arm for side, arm in arms.items() if arm in times}
+    ours = times[arms[OURS]]
+    rows = [
+        _row(model, side, times[arm], ours, global_batch_size)
+        for side, arm in arms.items()
+    ]
+    rows.insert(2, _row_of_best_packs(model, times, global_batch_size))
+    return _with_efficiencies(rows, _efficiencies(arms, times))
+
+
+def _row(
+    model: str, side: str, seconds: list[float], ours: list[float], batch_size: int
+) -> Row:
+    middle = statistics.median(seconds)
+    ratio = None if side == OURS else paired_ratio(seconds, ours)
+    return Row(model, side, middle, batch_size / middle, ratio)
+
+
+def _row_of_best_packs(model: str, times: Times, batch_size: int) -> Row:
     packs = {f"packs of {mb} MB": f"stock/{model}, packs of {mb} MB" for mb in PACKS_MB}
     best = min(packs, key=lambda name: statistics.median(times[packs[name]]))
-    rivals = [times[arm] for arm in packs.values()]
-    found: list[tuple[str, list[float], Ratio | None, str]] = [
-        (OURS, ours, None, ""),
-        (STOCK, times[f"stock/{model}"], None, ""),
-        (STOCK_BEST, times[packs[best]], ratio_to_best(rivals, ours), best),
-    ]
-    if f"ddp/{model}" in times:
-        found.append((DDP, times[f"ddp/{model}"], None, ""))
-        found.append((DDP_TUNED, times[f"ddp/{model}, tuned"], None, ""))
-    rows = []
-    for side, seconds, ratio, note in found:
-        if side != OURS and ratio is None:
-            ratio = paired_ratio(seconds, ours)
-        middle = statistics.median(seconds)
-        rows.append(Row(model, side, middle, global_batch_size / middle, ratio, note))
-    return rows
+    ours = times[f"tfdp/{model}"]
+    row = _row(model, STOCK_BEST, times[packs[best]], ours, batch_size)
+    ratio = ratio_to_best([times[arm] for arm in packs.values()], ours)
+    return dataclasses.replace(row, speed_of_tfdp=ratio, note=best)
+
+
+def _efficiencies(arms: dict[str, str], times: Times) -> Times:
+    """What each side keeps of the speed of its step without communication."""
+    return {
+        side: [
+            alone / step
+            for alone, step in zip(times[f"{arm}, {ALONE}"], times[arm], strict=True)
+        ]
+        for side, arm in arms.items()
+        if f"{arm}, {ALONE}" in times
+    }
+
+
+def _with_efficiencies(rows: list[Row], kept: Times) -> list[Row]:
+    found = []
+    for row in rows:
+        if own := kept.get(row.side):
+            row = dataclasses.replace(
+                row,
+                efficiency=statistics.median(own),
+                efficiency_of_tfdp=paired_ratio(kept[OURS], own)
+                if row.side != OURS
+                else None,
+            )
+        found.append(row)
+    return found
 
 
 def cells(row: Row) -> list[str]:
@@ -96,6 +143,26 @@ def cells(row: Row) -> list[str]:
         f"{ratio.median:.3f}" if ratio else "",
         ratio.interval if ratio else "",
     ]
+
+
+def efficiency_notes(rows: Sequence[Row]) -> list[str]:
+    """What the sides keep of their own speed, a sentence for each.
+
+    Args:
+        rows: Sequence of `Row`.
+
+    Returns:
+        List of strings.
+    """
+    notes = []
+    for row in rows:
+        if row.efficiency is None:
+            continue
+        note = f"{row.model}, {row.side}: efficiency {row.efficiency:.3f}"
+        if ratio := row.efficiency_of_tfdp:
+            note += f"; that of tfdp is {ratio.median:.3f} {ratio.interval} times it"
+        notes.append(f"{note}.")
+    return notes
 
 
 def plot(rows: Sequence[Row], title: str, caption: str, path: Path) -> None:

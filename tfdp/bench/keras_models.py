@@ -7,9 +7,18 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdp.bench.models import CONTEXT, NUM_CLASSES, NUM_INPUTS, VOCABULARY, Model
+from tfdp.bench.models import (
+    CONTEXT,
+    IMAGE_CHANNELS,
+    IMAGE_SIDE,
+    NUM_CLASSES,
+    NUM_INPUTS,
+    VOCABULARY,
+    Model,
+)
 
 Batch = tuple[np.ndarray, np.ndarray]
+_INPUTS = {"mlp": (NUM_INPUTS,), "cnn": (IMAGE_SIDE, IMAGE_SIDE, IMAGE_CHANNELS)}
 
 
 def make_batch(model: Model, size: int) -> Batch:
@@ -20,12 +29,12 @@ def make_batch(model: Model, size: int) -> Batch:
         size: Int, number of samples.
 
     Returns:
-        Tuple of two arrays: `[size, 784]` and `[size]` for an MLP, twice
-        `[size, 64]` for a transformer.
+        Tuple of two arrays: `[size, 784]` and `[size]` for an MLP, `[size, 32, 32,
+        3]` and `[size]` for a CNN, twice `[size, 64]` for a transformer.
     """
     generator = np.random.default_rng(0)
-    if model.family == "mlp":
-        x = generator.normal(size=(size, NUM_INPUTS)).astype("float32")
+    if model.family in _INPUTS:
+        x = generator.normal(size=(size, *_INPUTS[model.family])).astype("float32")
         return x, generator.integers(0, NUM_CLASSES, size)
     ids = generator.integers(0, VOCABULARY, (size, CONTEXT + 1)).astype("int32")
     return ids[:, :-1], ids[:, 1:]
@@ -45,7 +54,8 @@ def build(model: Model) -> Any:
     >>> build(Model("mlp", 8)).count_params()
     6442
     """
-    return _mlp(model) if model.family == "mlp" else _transformer(model)
+    families = {"mlp": _mlp, "cnn": _cnn, "transformer": _transformer}
+    return families[model.family](model)
 
 
 class TokenAndPosition(keras.layers.Layer):
@@ -73,6 +83,18 @@ def _mlp(model: Model) -> Any:
     hidden = [keras.layers.Dense(model.width, activation="relu") for _ in range(2)]
     head = keras.layers.Dense(NUM_CLASSES)
     return keras.Sequential([keras.Input((NUM_INPUTS,)), *hidden, head])
+
+
+def _cnn(model: Model) -> Any:
+    layers = keras.layers
+    network = keras.Sequential([keras.Input(_INPUTS["cnn"])])
+    for channels in model.channels:
+        for _ in range(2):
+            network.add(layers.Conv2D(channels, 3, padding="same", activation="relu"))
+        network.add(layers.MaxPooling2D())
+    network.add(layers.GlobalAveragePooling2D())
+    network.add(layers.Dense(NUM_CLASSES))
+    return network
 
 
 def _transformer(model: Model) -> Any:

@@ -1,16 +1,19 @@
-"""The models that are timed: two families, each of any size."""
+"""The models that are timed: three families, each of any size."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
 from tfdp.cluster.words import counted
 
-FAMILIES = ("mlp", "transformer")
+FAMILIES = ("mlp", "cnn", "transformer")
 # Inputs and classes of the MLP: those of handwritten digits.
 NUM_INPUTS, NUM_CLASSES = 784, 10
+# Side and channels of the images that the CNN sees, and its stages.
+IMAGE_SIDE, IMAGE_CHANNELS, NUM_STAGES = 32, 3, 3
 # The transformer reads characters.
 VOCABULARY, CONTEXT = 128, 64
 _BLOCKS, _HEADS = 4, 4
@@ -21,9 +24,11 @@ class Model:
     """Shape of a model, for Keras and for PyTorch to build it.
 
     Args:
-        family: String, `"mlp"` (two hidden layers) or `"transformer"` (pre-norm
-            blocks that read characters).
-        width: Int, units of a hidden layer, or of the embeddings.
+        family: String, `"mlp"` (two hidden layers), `"cnn"` (three stages of two
+            3 x 3 convolutions, each with twice the channels of the one before) or
+            `"transformer"` (pre-norm blocks that read characters).
+        width: Int, units of a hidden layer, channels of the first stage, or size of
+            the embeddings.
         num_blocks: Int, of a transformer. Defaults to `4`.
         num_heads: Int, of a transformer. Defaults to `4`.
 
@@ -39,12 +44,24 @@ class Model:
     num_heads: int = _HEADS
 
     @property
+    def channels(self) -> tuple[int, ...]:
+        """Tuple of ints, those of each stage of a CNN."""
+        return tuple(self.width * 2**stage for stage in range(NUM_STAGES))
+
+    @property
     def num_parameters(self) -> int:
         """Int, all of them are trained."""
         width = self.width
         if self.family == "mlp":
             hidden = (NUM_INPUTS + 1) * width + (width + 1) * width
             return hidden + (width + 1) * NUM_CLASSES
+        if self.family == "cnn":
+            inputs = (IMAGE_CHANNELS, *self.channels)
+            stages = itertools.pairwise(inputs)
+            convolutions = sum(
+                (9 * given + 1) * made + (9 * made + 1) * made for given, made in stages
+            )
+            return convolutions + (inputs[-1] + 1) * NUM_CLASSES
         # Two norms, attention (query, key, value, output), and two dense layers.
         block = 4 * width + 4 * (width + 1) * width + 8 * width * width + 5 * width
         ends = (VOCABULARY + CONTEXT) * width + 2 * width + (width + 1) * VOCABULARY
@@ -55,6 +72,12 @@ class Model:
         if self.family == "mlp":
             layers = (NUM_INPUTS, self.width, self.width, NUM_CLASSES)
             return f"MLP {'-'.join(map(str, layers))}, {size}"
+        if self.family == "cnn":
+            channels = "-".join(map(str, self.channels))
+            return (
+                f"CNN, 2 convolutions of {channels} channels each, "
+                f"images of {IMAGE_SIDE} x {IMAGE_SIDE}, {size}"
+            )
         return (
             f"transformer, {counted(self.num_blocks, 'block')} of width {self.width}, "
             f"sequence length {CONTEXT}, {size}"
@@ -83,8 +106,9 @@ def model_of_size(family: str, millions: float) -> Model:
         raise ValueError(
             f"The family of models must be one of {FAMILIES}. Received: {family!r}"
         )
-    # The number is a quadratic function of the width, rounded to full vectors.
-    unit = 8
+    # The number is a quadratic function of the width, rounded to full vectors. A CNN
+    # has few channels, of which its later stages have multiples.
+    unit = 4 if family == "cnn" else 8
     one, two = (Model(family, w).num_parameters for w in (unit, 2 * unit))
     zero = Model(family, 0).num_parameters
     square = (two - 2 * one + zero) / (2 * unit**2)

@@ -7,7 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdp.bench.channel import Arm, Arms, OnDemand, work
-from tfdp.bench.models import CONTEXT, NUM_CLASSES, NUM_INPUTS, VOCABULARY, Model
+from tfdp.bench.models import (
+    CONTEXT,
+    IMAGE_CHANNELS,
+    IMAGE_SIDE,
+    NUM_CLASSES,
+    NUM_INPUTS,
+    VOCABULARY,
+    Model,
+)
 
 
 def build(model: Model) -> Any:
@@ -20,16 +28,33 @@ def build(model: Model) -> Any:
         A `torch.nn.Module` whose outputs are logits.
     """
     import torch
-    from torch import nn
 
     torch.manual_seed(0)
-    if model.family == "transformer":
-        return _transformer(model)
+    families = {"mlp": _mlp, "cnn": _cnn, "transformer": _transformer}
+    return families[model.family](model)
+
+
+def _mlp(model: Model) -> Any:
+    from torch import nn
+
     width = model.width
     return nn.Sequential(
         *(nn.Linear(NUM_INPUTS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()),
         nn.Linear(width, NUM_CLASSES),
     )
+
+
+def _cnn(model: Model) -> Any:
+    from torch import nn
+
+    given, layers = IMAGE_CHANNELS, []
+    for channels in model.channels:
+        for inputs in (given, channels):
+            layers += [nn.Conv2d(inputs, channels, 3, padding="same"), nn.ReLU()]
+        layers.append(nn.MaxPool2d(2))
+        given = channels
+    pooled = (nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(*layers, *pooled, nn.Linear(given, NUM_CLASSES))
 
 
 def _transformer(model: Model) -> Any:
@@ -63,7 +88,12 @@ def _transformer(model: Model) -> Any:
 
 
 def training_step(
-    model: Model, batch_size: int, *, tuned: bool = False, bf16: bool = False
+    model: Model,
+    batch_size: int,
+    *,
+    tuned: bool = False,
+    bf16: bool = False,
+    alone: bool = False,
 ) -> Callable[[], Any]:
     """A training step on a fixed batch with SGD.
 
@@ -73,21 +103,17 @@ def training_step(
         tuned: Bool, whether with the settings that serve DDP best. Defaults to
             `False`: with its own.
         bf16: Bool, whether gradients travel as bfloat16. Defaults to `False`.
+        alone: Bool, whether without DDP: nothing is communicated. Defaults to `False`.
 
     Returns:
         Callable that takes the step and returns the loss.
     """
     import torch
     from torch import nn
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-    from torch.nn.parallel import DistributedDataParallel
 
-    network = DistributedDataParallel(build(model), gradient_as_bucket_view=tuned)
-    if bf16:
-        # DDP refuses the hook itself, by its name, without a GPU. Gloo can do it.
-        network.register_comm_hook(
-            None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)
-        )
+    network = build(model)
+    if not alone:
+        network = _data_parallel(network, tuned=tuned, bf16=bf16)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, foreach=tuned)
     x, y = _batch(model, batch_size)
     loss_function = nn.CrossEntropyLoss()
@@ -102,11 +128,26 @@ def training_step(
     return step
 
 
+def _data_parallel(network: Any, *, tuned: bool, bf16: bool) -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+    from torch.nn.parallel import DistributedDataParallel
+
+    network = DistributedDataParallel(network, gradient_as_bucket_view=tuned)
+    if bf16:
+        # DDP refuses the hook itself, by its name, without a GPU. Gloo can do it.
+        network.register_comm_hook(
+            None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)
+        )
+    return network
+
+
 def _batch(model: Model, size: int) -> tuple[Any, Any]:
     import torch
 
-    if model.family == "mlp":
-        return torch.randn(size, NUM_INPUTS), torch.randint(0, NUM_CLASSES, (size,))
+    if model.family != "transformer":
+        images = (IMAGE_CHANNELS, IMAGE_SIDE, IMAGE_SIDE)
+        shape = (NUM_INPUTS,) if model.family == "mlp" else images
+        return torch.randn(size, *shape), torch.randint(0, NUM_CLASSES, (size,))
     ids = torch.randint(0, VOCABULARY, (size, CONTEXT + 1))
     return ids[:, :-1], ids[:, 1:].flatten()
 

@@ -226,7 +226,7 @@ def make_arms(setup: dict[str, Any]) -> Arms:
     def make(name: str) -> Arm:
         arm = told[name]
         step = training_step(
-            strategy,
+            None if arm.get("alone") else strategy,
             Model(**arm["model"]),
             batch_size=arm["batch_size"],
             pack_bytes=arm.get("pack_bytes", 0),

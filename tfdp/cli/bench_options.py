@@ -36,7 +36,8 @@ def models(function: _Function) -> _Function:
         type=click.Choice(FAMILIES),
         default="mlp",
         show_default=True,
-        help="An MLP with two hidden layers, or a transformer of 4 blocks.",
+        help="An MLP with two hidden layers, a CNN of 6 convolutions, or a "
+        "transformer of 4 blocks.",
     )(function)
     return click.option(
         "--models",
