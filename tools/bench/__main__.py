@@ -38,7 +38,7 @@ from tools.bench import (
     xla_clusters,
 )
 from tools.bench.buckets_command import buckets
-from tools.bench.hosts_bed import bits_per_second, missing
+from tools.bench.hosts_bed import UNLIMITED, bits_per_second, missing
 from tools.bench.hosts_sides import RATES
 from tools.bench.models import MODELS
 from tools.bench.report import PROGRAM, Arguments
@@ -86,7 +86,10 @@ def _rate(text: str) -> str:
     try:
         bits_per_second(text)
     except ValueError:
-        what = "it must be a positive number of kbit, mbit or gbit, such as 200mbit"
+        what = (
+            "it must be a positive number of kbit, mbit or gbit, such as 200mbit, or "
+            f"{UNLIMITED}"
+        )
         raise ValueError(what) from None
     return text
 
@@ -99,15 +102,6 @@ RATES_OF_LINK = click.option(
     default=RATES,
     show_default=True,
     help="Rates of the link between the hosts.",
-)
-WORKERS_PER_HOST = click.option(
-    "--workers-per-host",
-    metavar="N...",
-    multiple=True,
-    type=types.COUNT,
-    default=(2, 4),
-    show_default=True,
-    help="Workers on each host.",
 )
 MEGABYTES = click.option(
     "--megabytes",
@@ -125,6 +119,19 @@ BATCH = click.option(
     show_default=True,
     help="Samples of each worker.",
 )
+
+
+def workers_per_host(*default: int) -> Option:
+    """The option that says how many workers run on each host."""
+    return click.option(
+        "--workers-per-host",
+        metavar="N...",
+        multiple=True,
+        type=types.COUNT,
+        default=default,
+        show_default=True,
+        help="Workers on each host.",
+    )
 
 
 def benchmark(
@@ -169,8 +176,15 @@ BENCHMARKS = [
     benchmark("input-rows", input_rows.run, TORCH),
     benchmark("xla", xla.run, MODELS_TO_COMPILE),
     benchmark("xla-clusters", xla_clusters.run, RATES_OF_LINK),
-    benchmark("hosts", hosts.run, RATES_OF_LINK, WORKERS_PER_HOST, MEGABYTES),
-    benchmark("hosts-step", hosts_step.run, RATES_OF_LINK, BATCH, TORCH),
+    benchmark("hosts", hosts.run, RATES_OF_LINK, workers_per_host(2, 4), MEGABYTES),
+    benchmark(
+        "hosts-step",
+        hosts_step.run,
+        RATES_OF_LINK,
+        workers_per_host(1, 2),
+        BATCH,
+        TORCH,
+    ),
     benchmark("hosts-plan", algorithms.run_on_hosts, RATES_OF_LINK),
 ]
 

@@ -11,11 +11,11 @@ from tools.bench.hosts_sides import (
     RATE_OF_GOALS,
     RATE_OF_START,
     STOCK_ARMS,
-    TFDP_ARMS,
     HostsSide,
     idle_bytes_per_second,
     in_megabytes,
     make_sides,
+    tfdp_arms,
     utilisations,
 )
 from tools.bench.report import Arguments, Figure, Report
@@ -87,7 +87,7 @@ class Table:
     def measure(self) -> None:
         """Run the blocks of all arms in turn."""
         ours, stock = self._sides
-        arms = [(ours, name) for name in TFDP_ARMS]
+        arms = [(ours, name) for name in tfdp_arms(self._workers_per_host)]
         arms += [(stock, name) for name in STOCK_ARMS]
         blocks = self._args.blocks
         self._times = alternate(arms, blocks=blocks, steps=1, warm_up=1)
@@ -102,7 +102,7 @@ class Table:
         report.add_times({f"{self._title}: {k}": v for k, v in self._times.items()})
         for name in self._times:
             self._add_link(report, name)
-        for name in SHARES_OF_BOUND:
+        for name in SHARES_OF_BOUND.keys() & self._times.keys():
             self._add_ratios(report, name)
 
     def _add_link(self, report: Report, name: str) -> None:

@@ -18,6 +18,7 @@ _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 # Below the range from which the kernel takes source ports. The namespaces are new,
 # so nobody but us listens in them.
 _FIRST_PORT = 20000
+UNLIMITED = "unlimited"
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 # Packets leave TCP in pieces of up to 64 KB, which the card of a host would cut. A
 # bucket that does not hold them would have the kernel cut each, on our cores.
@@ -60,10 +61,10 @@ def bits_per_second(rate: str) -> float:
     """Read a rate as `tc` writes it.
 
     Args:
-        rate: String, such as `"200mbit"` or `"1gbit"`.
+        rate: String, such as `"200mbit"` or `"1gbit"`, or `"unlimited"`.
 
     Returns:
-        Float, bits per second.
+        Float, bits per second; infinity if it is unlimited.
 
     Raises:
         ValueError: If it is not a positive number of kbit, mbit or gbit.
@@ -73,12 +74,14 @@ def bits_per_second(rate: str) -> float:
     >>> bits_per_second("200mbit")
     200000000.0
     """
+    if rate == UNLIMITED:
+        return math.inf
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
     bits = float(match[1]) * _BITS[match[2]] if match else 0.0
     if not 0 < bits < math.inf:
         raise ValueError(
-            "A rate must be a positive number of kbit, mbit or gbit, such as 200mbit. "
-            f"Received: rate={rate!r}"
+            "A rate must be a positive number of kbit, mbit or gbit, such as 200mbit, "
+            f"or {UNLIMITED!r}. Received: rate={rate!r}"
         )
     return bits
 
@@ -90,8 +93,8 @@ class TwoHosts:
     so does the end of this process, whatever ends it.
 
     Args:
-        rate: String, of the link in each direction, as `tc` writes it. Defaults to
-            `"200mbit"`.
+        rate: String, of the link in each direction, as `tc` writes it, or
+            `"unlimited"`. Defaults to `"200mbit"`.
 
     Raises:
         BedError: On entering, if this is not root, or iproute2 or the kernel lack
@@ -156,16 +159,13 @@ class TwoHosts:
 
     def set_rate(self, rate: str) -> None:
         """Change the rate of the link in both directions."""
-        burst = max(_LEAST_BURST_BYTES, round(bits_per_second(rate) / 8 / 1000))
-        limit = f"rate {rate} burst {burst} latency {_LATENCY}".split()
+        queue = "noqueue"
+        if rate != UNLIMITED:
+            burst = max(_LEAST_BURST_BYTES, round(bits_per_second(rate) / 8 / 1000))
+            queue = f"tbf rate {rate} burst {burst} latency {_LATENCY}"
+        replace = f"qdisc replace dev {INTERFACE} root".split()
         for name in self.names:
-            _call(
-                "tc",
-                "-n",
-                name,
-                *f"qdisc replace dev {INTERFACE} root tbf".split(),
-                *limit,
-            )
+            _call("tc", "-n", name, *replace, *queue.split())
         self.rate = rate
 
     def bytes_sent(self) -> tuple[int, int]:

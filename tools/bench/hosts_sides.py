@@ -23,10 +23,20 @@ TFDP_ARMS: dict[str, dict[str, Any]] = {
     "hierarchical": {"algorithm": "hierarchical"},
     "hierarchical bf16": {"algorithm": "hierarchical", "compression": "bf16"},
 }
+# With one worker on each host there is nothing to reduce inside of it.
+TFDP_ARMS_OF_SINGLES: dict[str, dict[str, Any]] = {
+    "ring": {"algorithm": "ring"},
+    "ring bf16": {"algorithm": "ring", "compression": "bf16"},
+}
 STOCK_ARMS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "packs of 8 MB": {"pack_bytes": 8 * 2**20},
 }
+
+
+def tfdp_arms(workers_per_host: int) -> dict[str, dict[str, Any]]:
+    """Options of tfdp's arms, by name."""
+    return TFDP_ARMS if workers_per_host > 1 else TFDP_ARMS_OF_SINGLES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +149,7 @@ def make_sides(
     """The workers of tfdp and those of the stock strategy."""
     module = "tools.bench.hosts_worker"
     sides = []
-    for name, arms in (("tfdp", TFDP_ARMS), ("stock", STOCK_ARMS)):
+    for name, arms in (("tfdp", tfdp_arms(workers_per_host)), ("stock", STOCK_ARMS)):
         told = {**setup, "strategy": name, "arms": arms}
         sides.append(HostsSide(bed, name, module, told, workers_per_host))
     ours, stock = sides
