@@ -6,6 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +54,12 @@ class FolderStore:
 
 
 def all_reduce_step(
-    communicator: Communicator, lengths: Sequence[int]
+    lanes: Sequence[Communicator], lengths: Sequence[int]
 ) -> Callable[[], None]:
-    """Sums of float32 arrays, one after the other, into others, as the graph asks.
+    """Sums of float32 arrays into others, each on a lane of its own, as in the graph.
 
     Args:
-        communicator: `Communicator`.
+        lanes: Sequence of `Communicator`s, at least as many as arrays.
         lengths: Sequence of ints, elements of each array.
 
     Returns:
@@ -66,10 +67,18 @@ def all_reduce_step(
     """
     arrays = [np.ones(length, np.float32) for length in lengths]
     sums = [np.empty_like(array) for array in arrays]
+    threads = futures.ThreadPoolExecutor(len(arrays))
 
     def step() -> None:
-        for tag, (array, into) in enumerate(zip(arrays, sums, strict=True)):
-            communicator.all_reduce(array, tag, into)
+        if len(arrays) == 1:
+            lanes[0].all_reduce(arrays[0], 0, sums[0])
+            return
+        started = [
+            threads.submit(lane.all_reduce, array, 0, into)
+            for lane, array, into in zip(lanes, arrays, sums, strict=False)
+        ]
+        for each in started:
+            each.result()
 
     return step
 
@@ -108,11 +117,12 @@ def communicators(setup: dict[str, Any]) -> dict[str, Callable[[str], Communicat
 
 def make_arms(setup: dict[str, Any]) -> Arms:
     """Make an arm `wire/size` for each communicator and each size of `arms`."""
+    num_lanes = max(map(len, setup["arms"].values()))
     arms: dict[str, Arm] = {}
     for wire, new_communicator in communicators(setup).items():
-        communicator = new_communicator(wire)
+        lanes = [new_communicator(f"{wire}/{lane}") for lane in range(num_lanes)]
         for name, lengths in setup["arms"].items():
-            arms[f"{wire}/{name}"] = metered(all_reduce_step(communicator, lengths))
+            arms[f"{wire}/{name}"] = metered(all_reduce_step(lanes, lengths))
     return arms
 
 
