@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tfdp.transport.arithmetic import add_into, sum_into
+from tfdp.transport.arithmetic import sum_into
 from tfdp.transport.schedules import equal_bounds, pipeline, segment_of
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -27,7 +27,7 @@ def test_sums_of_all_halves_are_rounded_to_nearest_even(dtype, shift):
     with np.errstate(all="ignore"):
         expected = (one.astype(np.float32) + other.astype(np.float32)).astype(dtype)
     found = one.copy()
-    add_into(found, other)
+    sum_into(found, [found, other])
     is_nan = np.isnan(expected.astype(np.float32))
     np.testing.assert_array_equal(np.isnan(found.astype(np.float32)), is_nan)
     np.testing.assert_array_equal(
@@ -52,7 +52,7 @@ def test_an_overflow_is_infinity_and_no_warning(dtype):
     most = np.array([ml_dtypes.finfo(dtype).max], dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        add_into(most, most.copy())
+        sum_into(most, [most, most.copy()])
     assert np.isposinf(most.astype(np.float32)[0])
 
 

@@ -58,6 +58,10 @@ def all_reduces(worker: Worker, dtypes, lengths) -> list[bytes]:
         again = values(worker.rank, length, dtype)
         communicator.all_reduce(again, -tag)
         assert again.tobytes() == array.tobytes()
+        source, total = values(worker.rank, length, dtype), np.empty_like(array)
+        communicator.all_reduce(source, tag, total)
+        assert total.tobytes() == array.tobytes()
+        assert source.tobytes() == values(worker.rank, length, dtype).tobytes()
         found.append(array.tobytes())
     return found
 

@@ -24,7 +24,7 @@ Reading order:
 """
 
 from tfdp.transport.addresses import listening_address
-from tfdp.transport.arithmetic import add_into, sum_into
+from tfdp.transport.arithmetic import sum_into
 from tfdp.transport.communicator import (
     Communicator,
     PeerLost,
@@ -50,7 +50,6 @@ __all__ = [
     "Store",
     "TransportClosed",
     "TransportError",
-    "add_into",
     "check_job",
     "is_mpi_job",
     "listening_address",

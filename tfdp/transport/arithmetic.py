@@ -27,22 +27,6 @@ def is_half(dtype: np.dtype) -> bool:
     return dtype.name in _HALVES
 
 
-def add_into(target: Array, *others: Array) -> None:
-    """Add arrays to one, in their order.
-
-    Args:
-        target: Flat array, which becomes the sum.
-        others: Arrays of the same length and dtype.
-
-    Example:
-    >>> total = np.array([1.0, 2.0])
-    >>> add_into(total, np.array([10.0, 20.0]))
-    >>> total
-    array([11., 22.])
-    """
-    sum_into(target, (target, *others))
-
-
 def sum_into(target: Array, addends: Sequence[Array]) -> None:
     """Set an array to the sum of others, added from the first to the last.
 

@@ -20,17 +20,24 @@ class OrderedSums:
     those of the other peers.
 
     Args:
-        array: Flat array, whose own part becomes the sum.
+        array: Flat array.
         limits: Sequence of int, where the parts begin and end, in bytes.
         index: Int, the own place among the members.
         segment: Int, bytes that travel as one.
+        total: Flat array whose own part becomes the sum; it may be `array`.
     """
 
     def __init__(
-        self, array: Array, limits: Sequence[int], index: int, segment: int
+        self,
+        array: Array,
+        limits: Sequence[int],
+        index: int,
+        segment: int,
+        total: Array,
     ) -> None:
         self.done = Gate()
         self._array = array
+        self._total = total
         self._limits = limits
         self._index = index
         self._segment = segment
@@ -57,10 +64,11 @@ class OrderedSums:
             self._missing[number] = missing
             return
         where = segment_of(self._limits, self._index, number, self._segment)
-        target = elements(self._array, where)
+        target = elements(self._total, where)
+        own = target if self._total is self._array else elements(self._array, where)
         length = where.stop - where.start
         addends = [
-            target
+            own
             if index == self._index
             else buffers[number % LAG][:length].view(target.dtype)
             for index, buffers in enumerate(self._buffers)

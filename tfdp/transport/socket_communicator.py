@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from tfdp.transport.arithmetic import add_into, is_half, sum_into
+from tfdp.transport.arithmetic import is_half, sum_into
 from tfdp.transport.calls import HEADER_BYTES, Call, call_of, check
 from tfdp.transport.communicator import (
     Array,
@@ -91,16 +91,14 @@ class SocketCommunicator:
 
     def all_reduce(self, array: Array, tag: int, into: Array | None = None) -> None:
         """Sum over all members, into another array or in place."""
-        if into is not None:
-            into[:] = array
-            array = into
+        total = array if into is None else into
         call = call_of("all-reduce", array, tag)
         with self._collective():
             if array.nbytes * (self._size - 1) <= self._small_bytes:
-                self._exchange_whole(call, array)
+                self._exchange_whole(call, array, total)
             else:
                 bounds = equal_bounds(len(array), self._size)
-                self._reduce(call, array, bounds, gather=True)
+                self._reduce(call, array, bounds, total, gather=True)
 
     def reduce_scatter(
         self, array: Array, bounds: Sequence[int], tag: int, into: Array | None = None
@@ -110,7 +108,7 @@ class SocketCommunicator:
             array = array.copy()
         call = call_of("reduce-scatter", array, tag, bounds)
         with self._collective():
-            self._reduce(call, array, bounds, gather=False)
+            self._reduce(call, array, bounds, array, gather=False)
         if into is not None:
             into[:] = array[bounds[self.index] : bounds[self.index + 1]]
 
@@ -119,7 +117,7 @@ class SocketCommunicator:
         call = call_of("all-gather", array, tag, bounds)
         with self._collective():
             steps = range(self._size - 1, 2 * self._size - 2)
-            self._ring(call, array, bounds, steps)
+            self._ring(call, array, bounds, array, steps)
 
     def all_to_all(
         self, sent: Sequence[Array], received: Sequence[Array], tag: int
@@ -148,7 +146,8 @@ class SocketCommunicator:
     def barrier(self, tag: int) -> None:
         """Return when all members have called it."""
         with self._collective():
-            self._exchange_whole(Call("barrier", tag), np.empty(0, np.uint8))
+            nothing = np.empty(0, np.uint8)
+            self._exchange_whole(Call("barrier", tag), nothing, nothing)
 
     def close(self, reason: str = "") -> None:
         """Close the connections; members that wait get `PeerLost` with the reason."""
@@ -181,7 +180,7 @@ class SocketCommunicator:
 
     # Whole arrays between all pairs.
 
-    def _exchange_whole(self, call: Call, array: Array) -> None:
+    def _exchange_whole(self, call: Call, array: Array, total: Array) -> None:
         """Exchange small arrays, and add them in the order of the members."""
         num_bytes = HEADER_BYTES + array.nbytes
         self._need_scratch(num_bytes * self._size)
@@ -208,7 +207,7 @@ class SocketCommunicator:
                 np.frombuffer(place, np.uint8, offset=HEADER_BYTES).view(array.dtype)
                 for place in places
             ]
-            sum_into(array, addends)
+            sum_into(total, addends)
 
     def _swap(self, own: memoryview, other: memoryview) -> None:
         """Exchange small messages of one length with the only peer."""
@@ -227,29 +226,43 @@ class SocketCommunicator:
     # Rings.
 
     def _reduce(
-        self, call: Call, array: Array, bounds: Sequence[int], *, gather: bool
+        self,
+        call: Call,
+        array: Array,
+        bounds: Sequence[int],
+        total: Array,
+        *,
+        gather: bool,
     ) -> None:
-        """Reduce-scatter, and all-gather of the sums."""
+        """Reduce-scatter, and all-gather of the sums, which `total` gets."""
         if self._size > 2 and is_half(array.dtype):
-            self._reduce_direct(call, array, bounds, gather=gather)
+            self._reduce_direct(call, array, bounds, total, gather=gather)
         else:
-            num_steps = self._size - 1
-            self._ring(call, array, bounds, range(num_steps * (2 if gather else 1)))
+            steps = range((self._size - 1) * (2 if gather else 1))
+            self._ring(call, array, bounds, total, steps)
 
     def _ring(
-        self, call: Call, array: Array, bounds: Sequence[int], steps: range
+        self,
+        call: Call,
+        array: Array,
+        bounds: Sequence[int],
+        total: Array,
+        steps: range,
     ) -> None:
         """Run steps of the ring: the first `size - 1` add, the others only copy.
 
         In step `s` member `i` sends its segments of part `i - s - 1`, which it has
         received in the step before, and receives those of part `i - s - 2`. So the
-        own part is complete after `size - 1` steps.
+        own part is complete after `size - 1` steps. Only step 0 sends what is in
+        `array` and not a sum, and each part is added once: so no copy is needed where
+        `total` is another array.
         """
         if self._size == 1:
             return
         limits = [bound * array.itemsize for bound in bounds]
         count = num_segments(limits, self._segment)
-        view = _bytes_of(array)
+        view = _bytes_of(total)
+        first = _bytes_of(array)
         scratch = self._need_scratch(self._segment)
         arrived = {step: Gate() for step in steps}
 
@@ -257,7 +270,8 @@ class SocketCommunicator:
             for number, step in pipeline(count, steps):
                 part = (self.index - step - 1) % self._size
                 where = segment_of(limits, part, number, self._segment)
-                yield Piece(view[where], arrived.get(step - 1), number + 1)
+                sent = view if step else first
+                yield Piece(sent[where], arrived.get(step - 1), number + 1)
 
         def incoming() -> Iterator[Piece]:
             for number, step in pipeline(count, steps):
@@ -267,7 +281,7 @@ class SocketCommunicator:
                 if step < self._size - 1:
                     into = scratch.data[:length]
                     then = functools.partial(
-                        _add_segment, array, where, scratch, arrived[step]
+                        _add_segment, total, array, where, scratch, arrived[step]
                     )
                 else:
                     into = view[where]
@@ -298,20 +312,30 @@ class SocketCommunicator:
     # All members with all others.
 
     def _reduce_direct(
-        self, call: Call, array: Array, bounds: Sequence[int], *, gather: bool
+        self,
+        call: Call,
+        array: Array,
+        bounds: Sequence[int],
+        total: Array,
+        *,
+        gather: bool,
     ) -> None:
         """Send each member its part, add the own one in order, and send the sum."""
         limits = [bound * array.itemsize for bound in bounds]
         steps = range(2 if gather else 1)
         order = list(pipeline(num_segments(limits, self._segment), steps))
-        view = _bytes_of(array)
-        sums = OrderedSums(array, limits, self.index, self._segment)
+        view = _bytes_of(total)
+        first = _bytes_of(array)
+        sums = OrderedSums(array, limits, self.index, self._segment, total)
 
         def outgoing(index: int) -> Iterator[Piece]:
             for number, step in order:
                 part = self.index if step else index
                 where = segment_of(limits, part, number, self._segment)
-                yield Piece(view[where], sums.done if step else None, number + 1)
+                if step:
+                    yield Piece(view[where], sums.done, number + 1)
+                else:
+                    yield Piece(first[where])
 
         def incoming(index: int) -> Iterator[Piece]:
             for number, step in order:
@@ -400,9 +424,12 @@ class SocketCommunicator:
         return self._scratch
 
 
-def _add_segment(array: Array, where: slice, scratch: Array, gate: Gate) -> None:
-    target = elements(array, where)
-    add_into(target, scratch[: target.nbytes].view(target.dtype))
+def _add_segment(
+    total: Array, array: Array, where: slice, scratch: Array, gate: Gate
+) -> None:
+    target = elements(total, where)
+    received = scratch[: target.nbytes].view(target.dtype)
+    sum_into(target, (elements(array, where), received))
     gate.count += 1
 
 

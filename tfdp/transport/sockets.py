@@ -11,6 +11,10 @@ from tfdp.transport.connections import own
 
 _BACKLOG = 512
 _UNIX_BUFFER_BYTES = 1 << 20
+# Between processes of one host a buffer that grows to megabytes is read when the cache
+# has lost it: with this one all-reduces took four fifths of the processor's time. The
+# kernel takes twice of it, or what `net.core.wmem_max` grants, which served as well.
+_LOCAL_TCP_BUFFER_BYTES = 512 << 10
 
 
 def listen_tcp(address: str) -> socket.socket:
@@ -30,16 +34,25 @@ def listen_unix() -> socket.socket:
 
 
 def tune(sock: socket.socket) -> None:
-    """Set what pays: large buffers of Unix sockets; those of TCP grow by themselves."""
+    """Set what pays: the size of buffers on one host; between hosts they grow."""
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
         return
+    if _is_within_host(sock):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_TCP_BUFFER_BYTES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # A host that has gone without a word is noticed after half a minute of silence.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def _is_within_host(sock: socket.socket) -> bool:
+    try:
+        return bool(sock.getsockname()[0] == sock.getpeername()[0])
+    except OSError:  # it has ended already; whoever uses it will see
+        return False
 
 
 def shut_down(sock: socket.socket) -> None:

@@ -32,6 +32,7 @@ from tools.bench import (
     sharding,
     single,
     step,
+    transport,
     update,
     wrapping,
     xla,
@@ -162,6 +163,7 @@ def benchmark(
 BENCHMARKS = [
     benchmark("single", single.run),
     benchmark("all-reduce", all_reduce.run),
+    benchmark("transport", transport.run, TORCH),
     benchmark("algorithms", algorithms.run),
     benchmark("step", step.run, MODELS_TO_TRAIN),
     benchmark("ddp", ddp.run, TORCH),

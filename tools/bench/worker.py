@@ -7,6 +7,7 @@ from typing import Any
 
 from tfdp.bench.channel import Arm, Arms, work
 from tfdp.bench.training import make_strategy, sums_in_packs, timed, training_step
+from tools.bench.metered import metered
 from tools.bench.models import MODELS
 
 
@@ -14,7 +15,11 @@ def all_reduce_arms(strategy: Any, setup: dict[str, Any]) -> dict[str, Arm]:
     """Sums of plain tensors, by the public API of tf.distribute."""
     arms = {}
     for name, (lengths, pack_bytes) in setup["arms"].items():
-        arms[name] = timed(_all_reduce_step(strategy, lengths, pack_bytes))
+        step = _all_reduce_step(strategy, lengths, pack_bytes)
+        if setup.get("meters"):
+            arms[name] = metered(step, lambda result: result.numpy())
+        else:
+            arms[name] = timed(step)
     return arms
 
 

@@ -1,0 +1,52 @@
+"""One process of PyTorch's Gloo; needs no TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfdp.bench.channel import Arms, work
+from tools.bench.metered import metered
+
+
+def all_reduce_step(lengths: Sequence[int]) -> Callable[[], None]:
+    """Sums of float32 tensors in place, all under way at once, as DDP asks for them.
+
+    Args:
+        lengths: Sequence of ints, elements of each tensor.
+
+    Returns:
+        Callable.
+    """
+    import torch
+    from torch import distributed
+
+    tensors = [torch.ones(length) for length in lengths]
+
+    def step() -> None:
+        started = [distributed.all_reduce(each, async_op=True) for each in tensors]
+        for each in started:
+            each.wait()
+
+    return step
+
+
+def make_arms(setup: dict[str, Any]) -> Arms:
+    """Make an arm for each size."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"tcp://{setup['addresses'][0]}",
+        rank=setup["rank"],
+        world_size=len(setup["addresses"]),
+    )
+    return {
+        name: metered(all_reduce_step(lengths))
+        for name, lengths in setup["arms"].items()
+    }
+
+
+if __name__ == "__main__":
+    work(make_arms)
