@@ -187,7 +187,7 @@ def test_worker_that_never_starts_ends_the_script_of_the_others():
     ]
     try:
         for process in processes:
-            output, _ = process.communicate(timeout=60)
+            output, _ = process.communicate(timeout=150)
             assert process.returncode == 1, output
             last = output.strip().splitlines()[-1]
             assert last.startswith("TimeoutError: ")
