@@ -266,7 +266,8 @@ class Watchdog(threading.Thread):
         # A loop of the user's own gets TensorFlow's error in its next collective, and
         # a script that has none may come to its end.
         while not (place := progress.current.name):
-            time.sleep(_POLL_SECONDS)
+            if self._is_raised.wait(_POLL_SECONDS):
+                return
         if not self._is_raised.wait(_GRACE_SECONDS):
             sys.stdout.flush()
             text = self._message(failure, place)
