@@ -23,6 +23,7 @@ from tfdp.coordination.progress import WorkerProgress, progress
 from tfdp.coordination.watch.errors import (
     COLLECTIVE_FAILED,
     EXIT_CODE,
+    NotConnected,
     WorkerFailure,
     WorkerLost,
     bucket_of_error,
@@ -38,6 +39,9 @@ _CHECK_SECONDS, _URGENT_CHECK_SECONDS, _PROBE_SECONDS = 1.0, 0.1, 2.0
 _BEAT_SECONDS = _POLL_SECONDS = 0.2
 # How long an error of TensorFlow waits for the name of the worker that caused it.
 _DIAGNOSIS_SECONDS = 8.0
+# The same where workers have tried to connect for so long that one that is dead or
+# stands still is known by now.
+_SHORT_DIAGNOSIS_SECONDS = 2.0
 # How long the main thread has to come out of what it does.
 _GRACE_SECONDS = 4.0
 # Detection and shutdown: what is left of a limit when a worker is given up.
@@ -127,7 +131,9 @@ class Watchdog(threading.Thread):
             yield
         except _ERRORS_OF_OTHERS as error:
             place = progress.current.name
-            if self._await_failure():
+            has_tried = isinstance(error, NotConnected)
+            seconds = _SHORT_DIAGNOSIS_SECONDS if has_tried else _DIAGNOSIS_SECONDS
+            if self._await_failure(seconds):
                 raise self._error(place, bucket_of_error(str(error))) from error
             self._heartbeat.last_error = _describe(error)
             raise
@@ -194,10 +200,10 @@ class Watchdog(threading.Thread):
                 # The store ends with this process: the others read it every second.
                 time.sleep(_LEAVE_SECONDS)
 
-    def _await_failure(self) -> bool:
+    def _await_failure(self, seconds: float = _DIAGNOSIS_SECONDS) -> bool:
         """Wait for the failure behind an error, which arrives before it."""
         self._is_urgent.set()
-        has_failed = self._has_failed.wait(_DIAGNOSIS_SECONDS)
+        has_failed = self._has_failed.wait(seconds)
         self._is_urgent.clear()
         return has_failed
 
