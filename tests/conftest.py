@@ -74,7 +74,8 @@ def clusters(
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Makes one test of each case of `CASE_MODULES` on each of its set-ups."""
-    if not {"case", "setup_name"} <= set(metafunc.fixturenames):
+    modules = getattr(metafunc.module, "CASE_MODULES", None)
+    if modules is None or not {"case", "setup_name"} <= set(metafunc.fixturenames):
         return
     stock = metafunc.config.getoption("stock")
     parameters = [
@@ -87,7 +88,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 *_expected_failure(case, setup_name, stock),
             ],
         )
-        for case in load_cases(tuple(metafunc.module.CASE_MODULES)).values()
+        for case in load_cases(tuple(modules)).values()
         for setup_name in case.setups + case.full_setups
     ]
     metafunc.parametrize("case, setup_name", parameters)

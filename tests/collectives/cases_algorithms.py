@@ -11,21 +11,33 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.collectives.cases_primitives import all_data, check, data, run
+from tests.collectives.cases_primitives import (
+    all_data,
+    by_tensorflow,
+    check,
+    data,
+    is_by_tensorflow,
+    run,
+)
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import BOTH, case
 from tfdp.collectives import (
     LaunchOrder,
     Level,
     ProcessGroup,
+    TensorFlowTransport,
     halving_doubling,
     hierarchical,
     ring,
     tree,
 )
 
-# 2, 3, 4, 6 and 8 replicas; 4 of them in two processes.
-SETUPS = ("mirrored", "three_devices", "two_by_two", "six_devices", "eight_devices")
+# 2, 3, 4, 6 and 8 replicas; in one process by TensorFlow, in two also by the transport
+# of the strategy.
+SETUPS = (
+    *("mirrored", "three_devices", "six_devices", "eight_devices"),
+    *("two_workers", "two_by_two"),
+)
 DTYPES = ("float32", "float16", "bfloat16", "int32")
 # Empty, one, fewer than replicas, not divisible by a group, prime, and large.
 LENGTHS = (0, 1, 3, 10, 1009, 100_003)
@@ -41,23 +53,39 @@ LEVELS = (
     ("halving_doubling", "tree"),
     ("ring", "tree"),
 )
-# Eight replicas on two cores that others use are slow to trace.
-algorithm_case = functools.partial(
-    case, setups=SETUPS, compare=False, deadline_seconds=240.0
-)
+
+
+def algorithm_case(covers: str) -> collections.abc.Callable:
+    """Registers a case on all set-ups, and on one with TensorFlow's groups only."""
+    # Eight replicas on two cores that others use are slow to trace.
+    options = {"compare": False, "full_setups": (), "deadline_seconds": 240.0}
+
+    def add(function: typing.Callable) -> typing.Callable:
+        case(covers, setups=SETUPS, **options)(function)
+        case(covers, setups=BOTH, **options)(by_tensorflow(function))
+        return function
+
+    return add
 
 
 def new_group(env: Env, node_size: int = 1, num_channels: int = 4) -> ProcessGroup:
     """All replicas, as nodes of some neighbours each, in a launch order of its own."""
     extended = env.strategy.extended
     order = LaunchOrder(extended.worker_devices, num_channels)
-    positions = [extended.group.position(r) for r in range(extended.num_local)]
     ranks = range(env.num_replicas)
     nodes = tuple(
         tuple(ranks[first : first + node_size])
         for first in range(0, env.num_replicas if node_size > 1 else 0, node_size)
     )
-    return ProcessGroup(order, env.num_replicas, positions=positions, nodes=nodes)
+    is_own = env.setup.is_multi_worker and not is_by_tensorflow()
+    return ProcessGroup(
+        order,
+        env.num_replicas,
+        extended.group.transport if is_own else TensorFlowTransport(),
+        positions=extended.group.local_positions,
+        nodes=nodes,
+        workers=extended.group.workers,
+    )
 
 
 def in_nodes(**levels: Level) -> collections.abc.Callable:

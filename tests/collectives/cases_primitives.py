@@ -48,31 +48,42 @@ Fn = collections.abc.Callable[[int, int], typing.Any]
 _by_tensorflow = contextvars.ContextVar("by_tensorflow", default=False)
 
 
+def by_tensorflow(function: typing.Callable) -> typing.Callable:
+    """The same case with groups of TensorFlow's, under a name of its own."""
+
+    @functools.wraps(function)
+    def run_by_tensorflow(env: Env) -> dict:
+        token = _by_tensorflow.set(True)
+        try:
+            return function(env)
+        finally:
+            _by_tensorflow.reset(token)
+
+    run_by_tensorflow.__name__ += "_by_tensorflow"
+    return run_by_tensorflow
+
+
 def collective_case(covers: str) -> collections.abc.Callable:
     """Registers a case over the strategy's transport, and over TensorFlow's."""
 
     def add(function: typing.Callable) -> typing.Callable:
-        @functools.wraps(function)
-        def by_tensorflow(env: Env) -> dict:
-            token = _by_tensorflow.set(True)
-            try:
-                return function(env)
-            finally:
-                _by_tensorflow.reset(token)
-
         case(covers, setups=SETUPS, compare=False)(function)
-        by_tensorflow.__name__ += "_by_tensorflow"
-        case(covers, setups=("two_workers",), compare=False)(by_tensorflow)
+        case(covers, setups=BETWEEN, compare=False)(by_tensorflow(function))
         return function
 
     return add
+
+
+def is_by_tensorflow() -> bool:
+    """Whether the groups of this case are TensorFlow's."""
+    return _by_tensorflow.get()
 
 
 def new_group(env: Env, num_channels: int = 4) -> ProcessGroup:
     """A group of all replicas, with a launch order of its own."""
     extended = env.strategy.extended
     order = LaunchOrder(extended.worker_devices, num_channels)
-    transport = TensorFlowTransport() if _by_tensorflow.get() else _transport(env)
+    transport = TensorFlowTransport() if is_by_tensorflow() else _transport(env)
     return ProcessGroup(
         order,
         env.num_replicas,

@@ -459,7 +459,9 @@ def test_an_error_that_has_waited_for_a_name_once_does_not_wait_again_at_the_end
 ):
     watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"])
     waits = []
-    monkeypatch.setattr(watchdog, "_await_failure", lambda: bool(waits.append(1)))
+    monkeypatch.setattr(
+        watchdog, "_await_failure", lambda *seconds: bool(waits.append(1))
+    )
     error = tf.errors.InternalError(None, None, "of this worker")
     with pytest.raises(tf.errors.InternalError), watchdog.translate_errors():
         raise error

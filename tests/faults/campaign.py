@@ -28,6 +28,7 @@ PAIRS = [
     *[("kill", phase) for phase in ("start", *_WHERE)],
     *[("stop", phase) for phase in ("start", *_WHERE)],
     *[("cut", phase) for phase in ("start", *_WHERE)],
+    *[(kind, "collective") for kind in ("kill", "stop", "cut")],
     *[("raise", phase) for phase in _WHERE],
     *[("exit", phase) for phase in _WHERE],
     *[("sleep", phase) for phase in ("start", "training", "evaluation")],
@@ -56,6 +57,8 @@ _TIMES = {
     "tracing": 1,
     "any": 1,
     "training": _NUM_STEPS,
+    # Of the pieces of data: header, reduce-scatter and all-gather of some steps.
+    "collective": 60,
     "evaluation": 4 * EPOCHS,
     "saving": EPOCHS,
     "backup": _NUM_STEPS // SAVE_FREQ,
@@ -85,6 +88,8 @@ def _plan(number: int, seed: int, pairs: Sequence[tuple[str, str]]) -> JobPlan:
     if kind in _OF_NEW_KINDS:
         return _OF_NEW_KINDS[kind](kind, phase, turn, draw)
     num_workers = draw.choice([2, 2, 3])
+    if phase == "collective":
+        num_workers = 2  # the order of a sum is that of the pieces
     fault = _fault(kind, phase, draw.randrange(num_workers), turn, draw)
     waits = kind in ("stop", "cut") or (kind, phase) == ("kill", "start")
     return JobPlan(
@@ -92,7 +97,7 @@ def _plan(number: int, seed: int, pairs: Sequence[tuple[str, str]]) -> JobPlan:
         fault,
         timeout_seconds=TIMEOUT_SECONDS if waits else None,
         epochs=EPOCHS,
-        hosts=_hosts(num_workers, draw) if kind == "cut" else (),
+        hosts=_hosts(num_workers, draw) if _is_on_hosts(kind, phase, turn) else (),
     )
 
 
@@ -118,6 +123,11 @@ def _fault(kind: str, phase: str, rank: int, turn: int, draw: random.Random) -> 
         way=CUTS[turn % 2] if kind == "cut" else "",
         num_pages=draw.randint(0, 2) if kind == "full" and phase != "start" else 0,
     )
+
+
+def _is_on_hosts(kind: str, phase: str, turn: int) -> bool:
+    """A collective is one by shared memory and one by TCP in turn."""
+    return kind == "cut" or (phase == "collective" and turn % 2 == 1)
 
 
 def _hosts(num_workers: int, draw: random.Random) -> tuple[int, ...]:

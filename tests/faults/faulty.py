@@ -46,6 +46,10 @@ class Trigger:
         elif self._rank == self._plan.busy_rank:
             time.sleep(BUSY_SECONDS)
 
+    def count(self, phase: str) -> int:
+        """How often it has been called for a phase."""
+        return self._counts.get((phase, ""), 0)
+
     def _meet(self, fault: Fault) -> None:
         def happen() -> None:
             self._note("fault", fault.kind)

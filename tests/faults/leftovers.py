@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import psutil
@@ -42,6 +44,21 @@ def processes_of(sessions: set[int]) -> list[int]:
             if is_there and os.getsid(process.pid) in sessions:
                 found.append(process.pid)
     return found
+
+
+def of_this_process() -> str:
+    """Threads, sockets and memory files of tfdp that outlive the end of a script."""
+    threads = [t.name for t in threading.enumerate() if t.name.startswith("tfdp")]
+    # TensorFlow's own are none of Python's.
+    sockets = [
+        str(each)
+        for each in gc.get_objects()
+        if isinstance(each, socket.socket) and each.fileno() >= 0
+    ]
+    links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    files = [str(link.readlink()) for link in links if link.is_symlink()]
+    memory = [name for name in files if name.startswith("/memfd:")]
+    return ", ".join(threads + sockets + memory)
 
 
 def kill_all(sessions: set[int]) -> None:

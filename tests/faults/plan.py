@@ -19,9 +19,10 @@ KINDS = (
     "differ",
     "arrays",
 )
-# Where a worker meets its fault; `newest` and `every` say what is damaged between two
-# lives of a job, whose first one is killed while it trains; `any` is some time after
-# `start`. Of what `differ`s and of `arrays` it is what the workers call.
+# Where a worker meets its fault; `collective` is within one of a step of `fit`; of
+# what is damaged between two lives of a job, whose first one is killed while it trains,
+# it is the `newest` or `every` backup; `any` is some time after `start`. Of what
+# `differ`s and of `arrays` it is what the workers call.
 PHASES = (
     "start",
     "made",
@@ -30,6 +31,7 @@ PHASES = (
     "begin",
     "tracing",
     "training",
+    "collective",
     "evaluation",
     "saving",
     "backup",
@@ -70,7 +72,7 @@ class Fault:
         phase: String of `PHASES`.
         rank: Int.
         step: Int, step of training, counted from 1, at which it happens; or which
-            evaluation or save.
+            evaluation or save; or which piece of data that moves in collectives.
         seconds: Float, how long a `sleep` or a `pause` lasts.
         point: String of `POINTS`, where in a save it happens.
         way: String, how a file is damaged (`faults.damage.WAYS`) or the network is

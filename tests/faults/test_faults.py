@@ -28,6 +28,9 @@ from tfdp.coordination.preemption import PREEMPTED
 PROCESS_GROUP = "hosts"
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
+# A few tenths, and a busy machine.
+CLOSED_SECONDS = 5.0
+
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict:
@@ -71,6 +74,10 @@ def test_the_death_of_a_worker_in_training_is_named_on_all_others(rank: int):
     for other in {0, 1, 2} - {rank}:
         said = sentence_of(outcome.first, other)
         assert "its process has ended" in said
+        # By the connections that close, not by heartbeats that fail to come.
+        seconds = seconds_of(outcome.first, other)
+        print(f"worker {other} knew after {seconds:.2f} s")
+        assert seconds < CLOSED_SECONDS
         # Those who saw it may have been at the agreement that ends the step before.
         assert re.search("step [45] of epoch 1 of fit", said)
 
@@ -121,6 +128,33 @@ def test_a_first_worker_that_stands_still_is_named_within_the_timeout():
 @pytest.mark.full
 def test_another_worker_that_stands_still_is_named_within_the_timeout():
     check_standing_still(1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("piece", [1, 6, 18])
+@pytest.mark.parametrize("hosts", [(), (0, 1)], ids=["shared memory", "TCP"])
+@pytest.mark.parametrize("kind", ["kill", "stop", "cut"])
+def test_what_happens_within_a_collective_is_named_and_leaves_nothing(
+    kind: str, hosts: tuple, piece: int
+):
+    if kind == "cut" and not hosts:
+        pytest.skip("there is no network to be cut")
+    if hosts:
+        needs("cut")
+    way = "silent" if kind == "cut" else ""
+    fault = Fault(kind, "collective", 1, step=piece, way=way)
+    timeout = None if kind == "kill" else 6.0
+    outcome = check(JobPlan(2, fault, timeout_seconds=timeout, hosts=hosts))
+    for rank in range(1 if kind != "cut" else 2):
+        end = outcome.first.ends[rank]
+        print(f"{kind} at piece {piece}: {seconds_of(outcome.first, rank):.2f} s")
+        # A process that had to be ended took everything with it; a heartbeat to a
+        # host that is cut off waits in TensorFlow.
+        left = [text for _, event, text in end.events if event == "left"]
+        waits = ["tfdp heartbeat"] if kind == "cut" else [""]
+        assert left in ([[]] if end.code == EXIT_LOST else [[""], waits])
+    if kind == "kill":
+        assert seconds_of(outcome.first, 0) < CLOSED_SECONDS
 
 
 @pytest.mark.standard

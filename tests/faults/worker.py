@@ -14,6 +14,7 @@ import tempfile
 import time
 from typing import Any
 
+from tests.faults import leftovers, pieces
 from tests.faults.faulty import Saves, Trigger
 from tests.faults.plan import STEPS_PER_EPOCH, JobPlan, Setting
 
@@ -46,6 +47,7 @@ def run(plan: JobPlan, rank: int, setting: Setting) -> None:
     finally:
         # At the end of a script, but not of a process that was forked.
         atexit._run_exitfuncs()
+        note("left", leftovers.of_this_process())
 
 
 def _settle(rank: int, setting: Setting) -> None:
@@ -87,6 +89,8 @@ def _train(plan: JobPlan, rank: int, setting: Setting, note: Any) -> str:
     trigger = Trigger(plan, rank, setting, note)
     saves = Saves(trigger, note, setting.state)
     saves.install()
+    if plan.fault is not None and plan.fault.phase == "collective":
+        pieces.install(trigger)
     trigger.reach("start")
     options = tfdp.CommunicationOptions(timeout_seconds=plan.timeout_seconds)
     strategy = tfdp.MultiWorkerMirroredStrategy(communication=options)

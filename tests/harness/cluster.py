@@ -14,6 +14,7 @@ import typing
 import psutil
 
 from tests.harness.fork_server import fork_server
+from tests.harness.ranks import start_ranks
 from tests.harness.results import Outcome
 from tests.harness.setups import Setup
 from tests.harness.tf_config import cluster_configs
@@ -28,29 +29,34 @@ class ClusterError(Exception):
     """Workers that died or missed a deadline, with all that they last said."""
 
 
+class Process(typing.Protocol):
+    """A process of a worker, as `multiprocessing` has them."""
+
+    pid: typing.Any
+
+    @property
+    def exitcode(self) -> int | None:
+        """Its exit code, or `None` while it runs."""
+
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+
+    def join(self) -> None:
+        """Waits for its end, after it has been killed."""
+
+
 class Worker:
     """One worker process, the pipe to it and the files it writes."""
 
     def __init__(
         self,
-        setup: Setup,
         rank: int,
-        flavor: str,
-        tf_config: str | None,
+        process: Process,
+        connection: multiprocessing.connection.Connection,
         folder: pathlib.Path,
     ):
-        self.rank = rank
-        self.log = folder / f"worker{rank}.log"
-        self.stacks = folder / f"worker{rank}.stacks"
-        context = fork_server()
-        self.connection, child = context.Pipe()
-        self.process = context.Process(
-            target=serve,
-            args=(setup.name, rank, flavor, child, tf_config, self.log, self.stacks),
-            daemon=True,
-        )
-        self.process.start()
-        child.close()
+        self.rank, self.process, self.connection = rank, process, connection
+        self.log, self.stacks = files_of(folder, rank)
 
     def kill(self) -> None:
         """Kills the process and all that it started."""
@@ -84,6 +90,26 @@ class Worker:
         return "\n".join(parts)
 
 
+def files_of(folder: pathlib.Path, rank: int) -> tuple[pathlib.Path, pathlib.Path]:
+    """Paths of the output and of the Python stacks of a worker."""
+    return folder / f"worker{rank}.log", folder / f"worker{rank}.stacks"
+
+
+def _fork_worker(
+    setup: Setup, rank: int, flavor: str, tf_config: str | None, folder: pathlib.Path
+) -> Worker:
+    context = fork_server()
+    connection, child = context.Pipe()
+    process = context.Process(
+        target=serve,
+        args=(setup.name, rank, flavor, child, tf_config, *files_of(folder, rank)),
+        daemon=True,
+    )
+    process.start()
+    child.close()
+    return Worker(rank, process, connection, folder)
+
+
 class Cluster:
     """The workers of one set-up, kept for many cases."""
 
@@ -91,13 +117,20 @@ class Cluster:
         self.setup = setup
         self.healthy = True
         self._folder = tempfile.TemporaryDirectory(prefix=f"{setup.name}-")
-        folder = pathlib.Path(self._folder.name)
-        configs = self._configs()
-        self.workers = [
-            Worker(setup, rank, flavor, configs[rank], folder)
-            for rank in range(setup.num_workers)
-        ]
+        self.workers = self._start(flavor, pathlib.Path(self._folder.name))
         self._started = False
+
+    def _start(self, flavor: str, folder: pathlib.Path) -> list[Worker]:
+        if self.setup.is_mpi:
+            found = start_ranks(self.setup, flavor, folder)
+            return [
+                Worker(rank, process, connection, folder)
+                for rank, (process, connection) in enumerate(found)
+            ]
+        return [
+            _fork_worker(self.setup, rank, flavor, config, folder)
+            for rank, config in enumerate(self._configs())
+        ]
 
     def _configs(self) -> list[str | None]:
         """The text of `TF_CONFIG` of each worker."""

@@ -41,6 +41,14 @@ def is_open_mpi() -> bool:
     return "Open MPI" in subprocess.run(command, capture_output=True, text=True).stdout
 
 
+# Of the ranks, beside what they inherit.
+ENVIRONMENT = {
+    # The tests' machine may be a container, where Open MPI wants this.
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "PYTHONPATH": str(ROOT),
+}
 needs_mpi = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
@@ -64,14 +72,7 @@ def run_ranks(
         sys.executable,
         *command,
         deadline_seconds=deadline_seconds,
-        environment={
-            # The tests' machine may be a container, where Open MPI wants this.
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "CUDA_VISIBLE_DEVICES": "-1",
-            "PYTHONPATH": str(ROOT),
-            **environment,
-        },
+        environment=ENVIRONMENT | environment,
     )
 
 

@@ -14,12 +14,14 @@ class Setup:
         num_workers: Number of worker processes.
         devices_per_worker: Number of logical CPU devices in each worker.
         distributed: Whether the case runs under a strategy.
+        is_mpi: Whether MPI starts the workers, and carries their bytes.
     """
 
     name: str
     num_workers: int
     devices_per_worker: int
     distributed: bool = True
+    is_mpi: bool = False
 
     @property
     def num_replicas(self) -> int:
@@ -39,7 +41,12 @@ SIX_DEVICES = Setup("six_devices", 1, 6)
 EIGHT_DEVICES = Setup("eight_devices", 1, 8)
 TWO_WORKERS = Setup("two_workers", 2, 1)
 TWO_BY_TWO = Setup("two_by_two", 2, 2)
+TWO_RANKS = Setup("two_ranks", 2, 1, is_mpi=True)
+TWO_RANKS_BY_TWO = Setup("two_ranks_by_two", 2, 2, is_mpi=True)
 
 DISTRIBUTED = (MIRRORED, TWO_WORKERS, TWO_BY_TWO)
 _MORE_DEVICES = (THREE_DEVICES, SIX_DEVICES, EIGHT_DEVICES)
-BY_NAME = {setup.name: setup for setup in (REFERENCE, *_MORE_DEVICES, *DISTRIBUTED)}
+OF_MPI = (TWO_RANKS, TWO_RANKS_BY_TWO)
+BY_NAME = {
+    setup.name: setup for setup in (REFERENCE, *_MORE_DEVICES, *DISTRIBUTED, *OF_MPI)
+}

@@ -12,7 +12,8 @@ def configure_devices(setup: Setup, flavor: str) -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     if setup.devices_per_worker == 1 or not setup.distributed:
         return
-    if flavor == "tfdp" and not setup.is_multi_worker:
+    # A cluster of TF_CONFIG says it there.
+    if flavor == "tfdp" and (setup.is_mpi or not setup.is_multi_worker):
         import tfdp.testing
 
         tfdp.testing.logical_cpus(setup.devices_per_worker)
@@ -38,7 +39,10 @@ def make_strategy(setup: Setup, flavor: str) -> tf.distribute.Strategy | None:
     else:
         import tfdp as module
     if setup.is_multi_worker:
-        return module.MultiWorkerMirroredStrategy()
+        strategy = module.MultiWorkerMirroredStrategy()
+        if setup.is_mpi:
+            assert strategy.extended.group.transport.name == "mpi"
+        return strategy
     return module.MirroredStrategy(cpu_devices(setup))
 
 

@@ -14,7 +14,7 @@ from tfdp.bench.nccl_tests import COLLECTIVES
 from tfdp.bench.stats import SCALINGS
 from tfdp.cli import bench_options as options
 from tfdp.cli import parameter_types as types
-from tfdp.cluster import Cluster
+from tfdp.cluster import Cluster, find_cluster
 from tfdp.options import FLAT_ALGORITHMS
 
 _EXAMPLES = """\b
@@ -124,8 +124,9 @@ def compare(**given: Any) -> None:
     "--workers",
     metavar="N",
     type=types.COUNT,
-    help="Local worker processes, on the CPU. Default: all workers of TF_CONFIG or of "
-    "the Slurm step, each of which runs this command; else this machine's devices.",
+    help="Local worker processes, on the CPU. Default: all workers of TF_CONFIG, of "
+    "the Slurm step or of the MPI job, each of which runs this command; else this "
+    "machine's devices.",
 )
 @click.option(
     "-D",
@@ -228,9 +229,10 @@ def collectives(min_bytes: int, max_bytes: int, factor: int, **given: Any) -> No
 def _num_workers(given: int | None, devices: int | None) -> int | None:
     """The number of local processes, or `None` for the cluster of this process."""
     with options.errors_in_one_sentence():
-        in_cluster = Cluster.from_environment() is not None
-    if given is not None or not devices:
-        return given
+        Cluster.from_environment()  # what is wrong there is said at once
+        if given is not None or not devices:
+            return given
+        in_cluster = find_cluster() is not None
     if in_cluster:
         raise click.UsageError(
             "In a cluster TF_CONFIG says how many devices a worker has. "

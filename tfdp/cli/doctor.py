@@ -16,10 +16,19 @@ from tfdp.cli import parameter_types as types
 from tfdp.cli.doctor_input import check_input
 from tfdp.cli.noise import quiet_stderr
 from tfdp.cli.topology_tree import describe_unevenness, draw_topology, port_states
-from tfdp.cluster import Cluster, counted, topology_of
+from tfdp.cluster import (
+    Cluster,
+    counted,
+    find_cluster,
+    processes_apart,
+    topology_of,
+)
+from tfdp.cluster.mpi_start import current_job
 
 # With `--input`: steps that are taken, and how long they may take.
 _STEPS, _TIMEOUT_SECONDS = 60, 120.0
+# Of an MPI job: how long to wait for the other processes.
+_MPI_SECONDS = 60.0
 _PACKAGES = ("tfdp", "tensorflow", "keras", "numpy")
 _TRUST = (
     "TensorFlow's server listens on all interfaces, also when the cluster names "
@@ -33,6 +42,7 @@ _EXAMPLES = """\b
 Examples:
   tfdp doctor                          on this machine
   srun tfdp doctor                     in each task of a Slurm step
+  mpiexec -n 2 tfdp doctor             in each process of an MPI job
   tfdp doctor --input train.py         does training wait for its data?
   tfdp doctor -n 2 --input train.py    the same with two workers
 
@@ -83,8 +93,8 @@ def doctor(
     """Print versions, devices, NCCL, the cluster and its ports.
 
     It shows what a script would see that runs in its place: the replicas of
-    `tfdp.auto_strategy()`, the cluster of TF_CONFIG or Slurm as a tree, and which
-    workers answer.
+    `tfdp.auto_strategy()`, the cluster of TF_CONFIG, Slurm or MPI as a tree, and
+    which workers answer.
 
     With --input it runs SCRIPT on this machine instead. What the script does before its
     `fit` is done; after a few steps it ends, as by `sys.exit()`. Callbacks that write
@@ -121,8 +131,8 @@ def _refuse_without_input(options: dict[str, float | None]) -> None:
 
 def _show_set_up() -> None:
     try:
-        cluster = Cluster.from_environment()
-    except ValueError as error:
+        cluster = find_cluster(_MPI_SECONDS)
+    except (ValueError, TimeoutError) as error:
         raise click.UsageError(str(error)) from error
     # A terminal gets lines that are broken between words; a file gets them whole.
     is_whole = sys.stdout is None or not sys.stdout.isatty()
@@ -226,24 +236,40 @@ def _show_cluster(
             "  none: neither TF_CONFIG nor a Slurm step of several tasks is set, so "
             "this is a single machine"
         )
+        if apart := processes_apart():
+            console.print(
+                f"  {apart}, which do not know of each other: set TF_CONFIG or, for "
+                "MPI, install mpi4py (pip install tfdp[mpi])"
+            )
         if devices:
             replicas = counted(len(devices), "replica")
             console.print(f"  1 worker, {replicas}: {', '.join(devices)}")
         return
-    source = "TF_CONFIG" if _is_from_tf_config() else "Slurm"
+    source = _source()
     console.print(f"  from {source}; this process is {_describe_task(cluster)}")
     # Without TensorFlow: what the cluster says.
     devices = devices or [f"CPU:{i}" for i in range(cluster.devices_per_worker or 1)]
     _title(console, "Topology")
     topology = topology_of(cluster.hosts, len(devices))
-    console.print(draw_topology(cluster, devices, port_states(cluster), topology))
+    states = _states_in_mpi if current_job() else port_states
+    console.print(draw_topology(cluster, devices, states(cluster), topology))
     if (warning := describe_unevenness(topology)) is not None:
         console.print(f"  {warning}")
 
 
-def _is_from_tf_config() -> bool:
-    """Tell whether `TF_CONFIG` names a cluster; Slurm is asked only if not."""
-    return Cluster.from_tf_config(os.environ.get("TF_CONFIG", "")) is not None
+def _source() -> str:
+    """Tell where the cluster is from."""
+    if job := current_job():
+        return job.library
+    is_set = Cluster.from_tf_config(os.environ.get("TF_CONFIG", "")) is not None
+    return "TF_CONFIG" if is_set else "Slurm"
+
+
+def _states_in_mpi(cluster: Cluster) -> list[str]:
+    """Say of the ports what is known: each strategy's job finds free ones anew."""
+    states = ["a free port"] * cluster.num_workers
+    states[cluster.rank] = "this task, a free port"
+    return states
 
 
 def _describe_task(cluster: Cluster) -> str:

@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfdp.collectives.bridge import Bridge
 from tfdp.collectives.process_collectives import COLLECTIVES, Members
 from tfdp.collectives.transport import SCOPE, Call, Group
-from tfdp.coordination.watch import COLLECTIVE_FAILED
+from tfdp.coordination.watch import COLLECTIVE_FAILED, NotConnected
 from tfdp.transport import Communicator
 
 # Chains of a device: buckets of different ones are under way at the same time.
@@ -98,14 +98,18 @@ class ProcessTransport:
         """Say why a collective has failed, where TensorFlow only says that one has.
 
         Raises:
-            tf.errors.UnavailableError: As if it were one of TensorFlow's.
+            NotConnected: If another worker could not be reached.
+            tf.errors.UnavailableError: If not, as if it were one of TensorFlow's.
         """
         try:
             yield
         except tf.errors.InvalidArgumentError as error:
-            reason = self.failure
-            if COLLECTIVE_FAILED not in str(error) or not reason:
+            lane = self._failed_lane()
+            if COLLECTIVE_FAILED not in str(error) or lane is None:
                 raise
+            reason = lane.failure
+            if lane.has_not_connected:
+                raise NotConnected(None, None, reason) from None
             # With its text, which names the operation.
             text = f"{reason}\n\n{error}"
             raise tf.errors.UnavailableError(None, None, text) from None
@@ -123,7 +127,11 @@ class ProcessTransport:
     @property
     def failure(self) -> str:
         """String, why a collective has failed, or `""`."""
-        return next((lane.failure for lane in self._all_lanes() if lane.failure), "")
+        lane = self._failed_lane()
+        return lane.failure if lane is not None else ""
+
+    def _failed_lane(self) -> _Lane | None:
+        return next((lane for lane in self._all_lanes() if lane.failure), None)
 
     def _all_lanes(self) -> list[_Lane]:
         with self._lock:
@@ -202,6 +210,11 @@ class _Lane:
         """End what waits for other workers, with a reason that they are told."""
         if self._communicator is not None:
             self._communicator.close(reason)
+
+    @property
+    def has_not_connected(self) -> bool:
+        """Bool, whether it has failed before it had a communicator."""
+        return bool(self.failure) and self._communicator is None
 
     def _fail(self, reason: str) -> None:
         self.failure = reason

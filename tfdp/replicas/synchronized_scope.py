@@ -37,7 +37,9 @@ class SynchronizedScope:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
         result = self._stock.__exit__(kind, error, trace)
         if kind is None:
-            synchronize_new_variables(self._strategy)
+            # Its collectives are the first of a script: a firewall shows here.
+            with self._strategy.extended.explaining():
+                synchronize_new_variables(self._strategy)
         return result
 
 

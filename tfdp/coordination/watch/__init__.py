@@ -17,11 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from tfdp.coordination.watch.errors import COLLECTIVE_FAILED, WorkerLost
+from tfdp.coordination.watch.errors import (
+    COLLECTIVE_FAILED,
+    NotConnected,
+    WorkerLost,
+)
 from tfdp.coordination.watch.watchdog import Watchdog
 from tfdp.coordination.worker_group import WorkerGroup
 
-__all__ = ["COLLECTIVE_FAILED", "Watchdog", "WorkerLost", "watch"]
+__all__ = ["COLLECTIVE_FAILED", "NotConnected", "Watchdog", "WorkerLost", "watch"]
 
 # A process is a worker of one cluster only.
 _watchdogs: list[Watchdog] = []

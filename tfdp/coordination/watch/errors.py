@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import tensorflow as tf
+
 # The exit code of a worker that had to end itself: EX_UNAVAILABLE of sysexits.h.
 EXIT_CODE = 69
 # What TensorFlow's error says where a collective between processes has failed.
@@ -15,6 +17,10 @@ SCRIPT_ENDED = "its script has ended"
 
 class WorkerLost(RuntimeError):
     """Another worker has died, hangs or cannot be reached."""
+
+
+class NotConnected(tf.errors.UnavailableError):
+    """The first collective with another worker found no way to it in time."""
 
 
 @dataclasses.dataclass(frozen=True)

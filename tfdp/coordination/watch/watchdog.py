@@ -23,6 +23,7 @@ from tfdp.coordination.progress import WorkerProgress, progress
 from tfdp.coordination.watch.errors import (
     COLLECTIVE_FAILED,
     EXIT_CODE,
+    NotConnected,
     WorkerFailure,
     WorkerLost,
     bucket_of_error,
@@ -33,9 +34,14 @@ from tfdp.coordination.watch.heartbeat import Heartbeat
 from tfdp.coordination.worker_group import WorkerGroup
 
 DEFAULT_LIMIT_SECONDS = 60.0
-_CHECK_SECONDS, _URGENT_CHECK_SECONDS, _PROBE_SECONDS = 1.0, 0.2, 2.0
+_CHECK_SECONDS, _URGENT_CHECK_SECONDS, _PROBE_SECONDS = 1.0, 0.1, 2.0
+# The longest wait for a heartbeat to be out, and for the main thread to be in a loop.
+_BEAT_SECONDS = _POLL_SECONDS = 0.2
 # How long an error of TensorFlow waits for the name of the worker that caused it.
 _DIAGNOSIS_SECONDS = 8.0
+# The same where workers have tried to connect for so long that one that is dead or
+# stands still is known by now.
+_SHORT_DIAGNOSIS_SECONDS = 2.0
 # How long the main thread has to come out of what it does.
 _GRACE_SECONDS = 4.0
 # Detection and shutdown: what is left of a limit when a worker is given up.
@@ -104,10 +110,14 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         """Check the other workers every second until one is lost."""
         while self._failure is None:
-            if self._is_urgent.wait(_CHECK_SECONDS):
-                time.sleep(_URGENT_CHECK_SECONDS)
+            is_urgent = self._is_urgent.wait(_CHECK_SECONDS)
+            if is_urgent:
+                # Who ends its script says so before its port refuses connections.
+                self._heartbeat.beat_now(_BEAT_SECONDS)
             self._check_workers()
             self._check_stragglers()
+            if is_urgent and self._failure is None:
+                time.sleep(_URGENT_CHECK_SECONDS)
         self._abort(self._failure)
 
     @contextlib.contextmanager
@@ -121,7 +131,9 @@ class Watchdog(threading.Thread):
             yield
         except _ERRORS_OF_OTHERS as error:
             place = progress.current.name
-            if self._await_failure():
+            has_tried = isinstance(error, NotConnected)
+            seconds = _SHORT_DIAGNOSIS_SECONDS if has_tried else _DIAGNOSIS_SECONDS
+            if self._await_failure(seconds):
                 raise self._error(place, bucket_of_error(str(error))) from error
             self._heartbeat.last_error = _describe(error)
             raise
@@ -132,7 +144,7 @@ class Watchdog(threading.Thread):
                 raise  # as all do
             # If it ends the script, the others have its text.
             self._heartbeat.last_error = _describe(error)
-            self._heartbeat.beat_now(_URGENT_CHECK_SECONDS)
+            self._heartbeat.beat_now(_BEAT_SECONDS)
             raise
 
     def explain_uncaught(self, error: BaseException) -> None:
@@ -183,14 +195,15 @@ class Watchdog(threading.Thread):
         self._heartbeat.has_left = True
         self._heartbeat.beat_now(_LEAVE_SECONDS)
         if self._rank == 0 and (self._heartbeat.last_error or self._failure):
-            # The store ends with this process: the others read it every second.
-            time.sleep(_LEAVE_SECONDS)
+            lost = self._failure.rank if self._failure is not None else None
+            if any(rank != lost for rank in self._detector.ranks()):
+                # The store ends with this process: the others read it every second.
+                time.sleep(_LEAVE_SECONDS)
 
-    def _await_failure(self) -> bool:
+    def _await_failure(self, seconds: float = _DIAGNOSIS_SECONDS) -> bool:
         """Wait for the failure behind an error, which arrives before it."""
         self._is_urgent.set()
-        self._heartbeat.beat_now(_URGENT_CHECK_SECONDS)
-        has_failed = self._has_failed.wait(_DIAGNOSIS_SECONDS)
+        has_failed = self._has_failed.wait(seconds)
         self._is_urgent.clear()
         return has_failed
 
@@ -259,7 +272,8 @@ class Watchdog(threading.Thread):
         # A loop of the user's own gets TensorFlow's error in its next collective, and
         # a script that has none may come to its end.
         while not (place := progress.current.name):
-            time.sleep(_URGENT_CHECK_SECONDS)
+            if self._is_raised.wait(_POLL_SECONDS):
+                return
         if not self._is_raised.wait(_GRACE_SECONDS):
             sys.stdout.flush()
             text = self._message(failure, place)

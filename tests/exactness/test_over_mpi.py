@@ -1,0 +1,66 @@
+"""Workers that communicate by MPI give the result of one device, as others do.
+
+Of each feature that has a way of its own over the wire there is a case; the full tier
+has all cells of the matrix that two workers have over the direct transport.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.exactness.cases_exactness import COVERING
+from tests.harness import mpi
+from tests.harness.pool import ClusterPool
+from tests.harness.registry import Case, load_cases
+from tests.harness.setups import TWO_BY_TWO, TWO_RANKS, TWO_RANKS_BY_TWO, TWO_WORKERS
+
+if mpi.why_not():
+    pytest.skip(mpi.why_not(), allow_module_level=True)
+
+CASES = load_cases()
+MATRIX = load_cases(("exactness.cases_exactness", "exactness.cases_equality"))
+# Each launch costs as much as some cases: all of a set-up share one.
+STANDARD = {
+    TWO_RANKS.name: (
+        "multi_optimizer_with_everything_in_float64_and_sharded_gradients",
+        "sgd_nesterov_with_an_overflow_on_one_replica_in_float32",
+        "training_with_bfloat16_on_the_wire",
+        "embedding_with_adam",
+        "stop_at_the_shortest_of_known_lengths",
+    ),
+    TWO_RANKS_BY_TWO.name: (
+        "lamb_in_stage_2_shared_by_node",
+        "training_by_levels",
+        "training_with_float16_between_nodes",
+        "sparse_gradients_of_sharded_adam_clipnorm",
+    ),
+}
+# What is a worker there is a rank here.
+RANKS = {TWO_WORKERS.name: TWO_RANKS.name, TWO_BY_TWO.name: TWO_RANKS_BY_TWO.name}
+
+
+def runs() -> list:
+    """Cases and set-ups, those of the standard tier first."""
+    first = [(name, ranks) for ranks, names in STANDARD.items() for name in names]
+    covering = [(name, ranks) for name in COVERING for ranks in RANKS.values()]
+    matrix = [
+        (name, RANKS[setup_name])
+        for name, case in MATRIX.items()
+        for setup_name in case.setups + case.full_setups
+        if setup_name == TWO_WORKERS.name
+    ]
+    return [
+        pytest.param(
+            CASES[name],
+            setup_name,
+            id=f"{name}-{setup_name}",
+            marks=[pytest.mark.standard if run in first else pytest.mark.full],
+        )
+        for run in dict.fromkeys([*first, *covering, *matrix])
+        for name, setup_name in [run]
+    ]
+
+
+@pytest.mark.parametrize(("case", "setup_name"), runs())
+def test_ranks_match_one_device(clusters: ClusterPool, case: Case, setup_name: str):
+    clusters.check(case, setup_name)
