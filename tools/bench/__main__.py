@@ -25,6 +25,7 @@ from tools.bench import (
     ddp,
     growth,
     hosts,
+    hosts_models,
     hosts_step,
     input_rows,
     monitor,
@@ -38,7 +39,7 @@ from tools.bench import (
     xla_clusters,
 )
 from tools.bench.buckets_command import buckets
-from tools.bench.hosts_bed import bits_per_second, missing
+from tools.bench.hosts_bed import missing
 from tools.bench.hosts_sides import RATES
 from tools.bench.models import MODELS
 from tools.bench.report import PROGRAM, Arguments
@@ -82,33 +83,40 @@ TORCH = click.option(
 )
 
 
-def _rate(text: str) -> str:
-    try:
-        bits_per_second(text)
-    except ValueError:
-        what = "it must be a positive number of kbit, mbit or gbit, such as 200mbit"
-        raise ValueError(what) from None
-    return text
-
-
 RATES_OF_LINK = click.option(
     "--rates",
     metavar="RATE...",
     multiple=True,
-    type=types.Checked("rate", _rate),
+    type=types.LINK_RATE,
     default=RATES,
     show_default=True,
     help="Rates of the link between the hosts.",
 )
-WORKERS_PER_HOST = click.option(
-    "--workers-per-host",
-    metavar="N...",
+
+
+def _workers_per_host(*default: int) -> Option:
+    return click.option(
+        "--workers-per-host",
+        metavar="N...",
+        multiple=True,
+        type=types.COUNT,
+        default=default,
+        show_default=True,
+        help="Workers on each host.",
+    )
+
+
+WORKERS_PER_HOST = _workers_per_host(2, 4)
+MODELS_TO_REDUCE = click.option(
+    "--models",
+    metavar="NAME...",
     multiple=True,
-    type=types.COUNT,
-    default=(2, 4),
+    type=click.Choice(hosts_models.MODELS),
+    default=hosts_models.MODELS,
     show_default=True,
-    help="Workers on each host.",
+    help="Models whose gradients are reduced.",
 )
+FEW_WORKERS_PER_HOST = _workers_per_host(1, 2)
 MEGABYTES = click.option(
     "--megabytes",
     metavar="MB",
@@ -170,6 +178,11 @@ BENCHMARKS = [
     benchmark("xla", xla.run, MODELS_TO_COMPILE),
     benchmark("xla-clusters", xla_clusters.run, RATES_OF_LINK),
     benchmark("hosts", hosts.run, RATES_OF_LINK, WORKERS_PER_HOST, MEGABYTES),
+    benchmark(
+        "hosts-models",
+        hosts_models.run,
+        *(RATES_OF_LINK, FEW_WORKERS_PER_HOST, MODELS_TO_REDUCE),
+    ),
     benchmark("hosts-step", hosts_step.run, RATES_OF_LINK, BATCH, TORCH),
     benchmark("hosts-plan", algorithms.run_on_hosts, RATES_OF_LINK),
 ]
