@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfdp.bench.channel import Arm, Arms, OnDemand, work
@@ -55,6 +54,7 @@ class GradientArms:
                 made = make_strategy({**setup, "communication": options})
                 check(made.extended.algorithm_selector.topology)
             self._strategies[route] = made
+        self._meet = barrier(self.strategy)
         # All routes of a model take turns, and share its gradients.
         self._gradients = OnDemand(self._make_gradients, lambda model: model)
         self._cases = OnDemand(self._make, lambda name: name.partition("/")[0])
@@ -68,9 +68,10 @@ class GradientArms:
         case = self._cases[name.removeprefix(COUNT)]
         return case.counts if name.startswith(COUNT) else case.seconds
 
-    def _make(self, name: str) -> _Case:
+    def _make(self, name: str) -> GradientReduction:
         model, _, route = name.partition("/")
-        return _Case(self._strategies[route], self._gradients[model])
+        gradients = self._gradients[model]
+        return GradientReduction(self._strategies[route], gradients, self._meet)
 
     def _make_gradients(self, model: str) -> Gradients:
         return make_gradients(self.strategy.extended.group, self._models[model])
@@ -100,29 +101,38 @@ def make_gradients(group: ProcessGroup, shapes: Mapping[str, Shape]) -> Gradient
     return gradients
 
 
-class _Case:
-    """The gradients of one model, reduced by one strategy."""
+class GradientReduction:
+    """Gradients of one model, reduced by one strategy.
 
-    def __init__(self, strategy: Any, gradients: Gradients) -> None:
+    Args:
+        strategy: A strategy of tfdp.
+        gradients: List of lists of variables, of `make_gradients`.
+        meet: Callable that returns a tensor when all workers have called it.
+    """
+
+    def __init__(
+        self, strategy: Any, gradients: Gradients, meet: Callable[[], Any]
+    ) -> None:
         self._extended = strategy.extended
         self._gradients = gradients
-        self._meet = barrier(strategy)
-        step = reduction_step(strategy, gradients)
-        self._step = step
-        self.seconds = timed(lambda: step()[0], self._meet)
+        self._meet = meet
+        # One element of each sum tells that it is there.
+        step = reduction_step(strategy, gradients, lambda total: total[0])
+        self.seconds = timed(step, self._meet)
+        self._num_wrong = reduction_step(strategy, gradients, self._count_wrong)
 
     def counts(self, steps: int) -> dict[str, Any]:
         """What one step sends, and the wrong elements of its sums."""
         del steps
         before = self._bytes_sent()
-        wrong = self._num_wrong()
+        wrong = self._num_wrong().numpy()
         sent = self._bytes_sent() - before
         plan = self._plan()
         return {
             "bucket_bytes": [bucket.num_bytes for bucket in plan.buckets],
             "payload_bytes": plan.wire_bytes,
             "tcp_bytes": sent,
-            "num_wrong": wrong,
+            "num_wrong": int(wrong.sum()),
         }
 
     def _bytes_sent(self) -> int:
@@ -130,11 +140,10 @@ class _Case:
         time.sleep(_CONFIRMED_SECONDS)
         return tcp_bytes_sent()
 
-    def _num_wrong(self) -> int:
+    def _count_wrong(self, total: tf.Tensor) -> tf.Tensor:
         num_replicas = self._extended.group.size
-        total = num_replicas * (num_replicas + 1) / 2  # exact in float32
-        sums = [flat.numpy() for flats in self._step()[1] for flat in flats]
-        return sum(int(np.count_nonzero(flat != total)) for flat in sums)
+        wanted = num_replicas * (num_replicas + 1) / 2  # exact in float32
+        return tf.math.count_nonzero(total != wanted, dtype=tf.int32)
 
     def _plan(self) -> CommunicationPlan:
         reducer = self._extended.reducer
@@ -151,8 +160,8 @@ class _Case:
 
 
 def reduction_step(
-    strategy: Any, gradients: Gradients
-) -> Callable[[], tuple[tf.Tensor, list[list[tf.Tensor]]]]:
+    strategy: Any, gradients: Gradients, read: Callable[[tf.Tensor], tf.Tensor]
+) -> Callable[[], tf.Tensor]:
     """A traced reduction of gradients, in the buckets in which training reduces them.
 
     They are ready in the order of the backward pass, the last variable's first.
@@ -160,16 +169,17 @@ def reduction_step(
     Args:
         strategy: A strategy of tfdp.
         gradients: List of lists of variables, one for each local replica.
+        read: Callable from the sum of a bucket, `[bucket_size]`, to a scalar. A sum is
+            dropped when it has been read: those of all buckets would fill the memory.
 
     Returns:
-        Callable that returns a small tensor, which is there when all sums are, and
-        the flat sums of the buckets of each local replica.
+        Callable that returns what was read, of each replica and bucket, in a row.
     """
     extended = strategy.extended
 
     @tf.function(autograph=False)
-    def step() -> tuple[tf.Tensor, list[list[tf.Tensor]]]:
-        sums = []
+    def step() -> tf.Tensor:
+        found = []
         for replica, device in enumerate(extended.group.devices):
             own = gradients[replica]
             with tf.device(device):
@@ -178,11 +188,11 @@ def reduction_step(
                 reduced = extended.reducer.reduce_gradients(
                     ready[::-1], own, replica, may_sum=False, weight=None
                 )
-            sums.append(reduced.flats)
-        # One element of each tells that all are there, and is cheap to read.
-        return tf.stack([flat[0] for flats in sums for flat in flats]), sums
+                found += [read(total) for total in reduced.flats]
+        return tf.stack(found)  # [num_local_replicas * num_buckets]
 
-    return step
+    # Or TensorFlow would take the functions of all routes for one, and warn of it.
+    return step.get_concrete_function()
 
 
 def make_arms(setup: dict[str, Any]) -> Arms:

@@ -67,8 +67,8 @@ def models(**given: Any) -> None:
 
     Gradients of the shapes of each model are all-reduced in the buckets of a training
     step, by each algorithm on each backend, which take turns: time, payload against
-    2 (N - 1) / N times the model, and bandwidth. Every sum is checked. Gradients,
-    buckets and sums of BERT-large take 4 GB in each worker.
+    2 (N - 1) / N times the model, and bandwidth. Every sum is checked. BERT-large
+    takes 4 GB of memory in each worker.
     """
     files = options.checked_files("models", given)
     settings = gradients.Settings(
