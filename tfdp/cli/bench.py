@@ -21,6 +21,7 @@ from tfdp.plans.traffic import NAMES
 _EXAMPLES = """\b
 Examples:
   tfdp bench collectives -n 2 --sizes 1MB 16MB
+  tfdp bench models -n 2 --models resnet50
   tfdp bench train --replicas 1 2
 """
 
