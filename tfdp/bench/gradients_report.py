@@ -10,7 +10,7 @@ from typing import Any
 
 from tfdp.bench.link_rate import bits_per_second
 from tfdp.bench.nccl_tests import algorithm_bandwidth, bus_factor
-from tfdp.bench.output import new_figure, save
+from tfdp.bench.output import COLOURS, new_figure, save
 from tfdp.bench.published_models import PublishedModel
 from tfdp.bench.stats import median_interval
 from tfdp.cluster import Topology
@@ -22,6 +22,7 @@ COLUMNS = (
     *("of link", "#wrong"),
 )
 _MB = 2**20
+_HATCHES = ("", "///", "...")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,15 +224,21 @@ def plot(rows: Sequence[Row], num_replicas: int, caption: str, path: Path) -> No
     figure, axes = new_figure(title, caption)
     models = list(dict.fromkeys(row.model for row in rows))
     routes = list(dict.fromkeys((row.algorithm, row.backend) for row in rows))
+    algorithms = list(dict.fromkeys(row.algorithm for row in rows))
+    backends = list(dict.fromkeys(row.backend for row in rows))
     width = 0.8 / len(routes)
     for index, route in enumerate(routes):
+        algorithm, backend = route
         own = [row for row in rows if (row.algorithm, row.backend) == route]
         shift = (index - (len(routes) - 1) / 2) * width
         axes.bar(
             [models.index(row.model) + shift for row in own],
             [row.busbw_gb_per_second for row in own],
             0.9 * width,
-            label=", ".join(route),
+            color=COLOURS[algorithms.index(algorithm)],
+            hatch=_HATCHES[backends.index(backend)],
+            edgecolor="white",
+            label=f"{algorithm}, {backend}",
         )
     axes.set_xticks(range(len(models)), models)
     axes.grid(visible=False, axis="x")
