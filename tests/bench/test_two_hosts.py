@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.harness.commands import run_python
+from tfdp.bench.published_models import resnet50
 from tools.bench import hosts_bed
 from tools.bench.hosts_bed import BedError, TwoHosts
 
@@ -213,3 +215,35 @@ def test_who_is_not_root_or_lacks_iproute2_is_told_so(monkeypatch):
     )
     with pytest.raises(BedError, match="need root and iproute2"), TwoHosts():
         pass
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_gradients_of_a_model_cross_the_link_once_for_each_direction(
+    possible, tmp_path
+):
+    before = hosts_in_use()
+    file = tmp_path / "found.json"
+    done = run_python(
+        *("-m", "tools.bench", "hosts-models", "--models", "resnet50", "--blocks", "1"),
+        *("--rates", "1gbit", "--workers-per-host", "1", "--out", str(file)),
+        deadline_seconds=300,
+    )
+    assert done.code == 0, done.output
+    assert hosts_in_use() == before
+    content = json.loads(file.read_text("utf-8"))
+    figures = {figure["name"]: figure for figure in content["figures"]}
+    title = "2 x 1, 1gbit, resnet50"
+    model_bytes = resnet50().num_bytes
+    for backend in ("direct", "ring"):
+        for algorithm in ("ring", "tree", "halving_doubling"):
+            name = f"{title}, {algorithm}, {backend}"
+            assert sum(content["bucket_bytes"][name]) == model_bytes
+            share = figures[
+                f"{name}: bytes over the link per direction, as a share of the model"
+            ]
+            assert 0.9 <= share["value"] <= 1.1
+            bound = figures[f"{name}: throughput as a share of the link's bound"]
+            assert 0 < bound["value"]["median"] < 1.1
+    assert all(figure["met"] is not False for figure in content["figures"])
+    assert done.output.count("; 0 elements wrong") == 6

@@ -9,8 +9,11 @@ The engine, in the order in which to read it, which `tools/bench` uses too:
 - `machine`, `output`: what it ran on; table, JSON and plot.
 
 What is measured: `models` (sizes), `keras_models` (built by Keras), `training` (the
-worker that trains), `torch_worker` (its rival, which needs no TensorFlow).
+worker that trains), `torch_worker` (its rival, which needs no TensorFlow),
+`published_models` (shapes of gradients). Beside it: `local_replicas` (which are on one
+node), `link_rate`, `tcp_bytes` (what connections have sent).
 
 The benchmarks, each with a file for its table and plot: `collectives` (with
-`collectives_worker` and `nccl_tests`), `train`, `compare`.
+`collectives_worker` and `nccl_tests`), `gradients` (`tfdp bench models`, with
+`gradients_worker`), `train`, `compare`.
 """

@@ -11,6 +11,7 @@ from typing import Any
 
 from tfdp.bench import output
 from tfdp.bench.collectives_report import COLUMNS, cells, plot
+from tfdp.bench.local_replicas import check_topology, local_topology
 from tfdp.bench.nccl_tests import (
     MOST_REPLICAS_OF,
     NO_ALGORITHM,
@@ -68,10 +69,7 @@ class Settings:
     @property
     def topology(self) -> Topology:
         """The replicas of the local processes, by node."""
-        count = (self.num_workers or 1) * (self.devices_per_worker or 1)
-        size = self.node_size or count
-        starts = range(0, count, size)
-        return Topology(tuple(tuple(range(s, min(s + size, count))) for s in starts))
+        return local_topology(self.num_workers, self.devices_per_worker, self.node_size)
 
     def check(self, topology: Topology) -> None:
         """Check that all that is asked for can be run.
@@ -82,26 +80,12 @@ class Settings:
         Raises:
             ValueError: If not.
         """
+        check_topology(topology, self.algorithms)
         count = topology.num_replicas
-        if count < 2:
-            raise ValueError(
-                "A collective needs at least 2 replicas; give -n, or "
-                f"--devices-per-worker, or run it in a cluster. Received: {count}"
-            )
         if count > MOST_REPLICAS_OF.get(self.dtype, count):
             raise ValueError(
                 f"The sums of so many replicas are not exact in {self.dtype}. "
                 f"Received: {count} replicas"
-            )
-        if "hierarchical" in self.algorithms and not (
-            topology.num_nodes > 1
-            and topology.is_even
-            and topology.replicas_per_node > 1
-        ):
-            raise ValueError(
-                "The hierarchical algorithm needs several nodes with equally many, "
-                "at least 2, replicas; --node-size says how many count as one. "
-                f"Received: nodes of {[len(node) for node in topology.nodes]}"
             )
 
 

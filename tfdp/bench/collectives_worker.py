@@ -94,12 +94,12 @@ class ClusterRunner:
 
     Args:
         strategy: The strategy of tfdp.
-        arms: `CollectiveArms`.
+        arms: The arms of this process, by name.
     """
 
     name = "here"
 
-    def __init__(self, strategy: Any, arms: CollectiveArms) -> None:
+    def __init__(self, strategy: Any, arms: Arms) -> None:
         self._worker_group, self._arms = strategy.extended.worker_group, arms
 
     def run(self, arm: str, steps: int) -> list[float]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # it is an extra
     from matplotlib.figure import Figure
 
 # A table that is cut off says nothing: better that a narrow terminal breaks lines.
-_LEAST_WIDTH = 120
+_LEAST_WIDTH, _MOST_WIDTH = 120, 1000
 # Okabe and Ito's: told apart by those who do not see red and green alike.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -140,7 +140,10 @@ def report(
         f"load average of a minute: {content['load_average_1_min']} at the start, "
         f"{load()} at the end"
     )
-    console.print(_drawn(table))
+    drawn = _drawn(table)
+    wide = console.options.update(width=_MOST_WIDTH)
+    console.width = max(console.width, console.measure(drawn, options=wide).maximum)
+    console.print(drawn)
     for line in notes:
         console.print(line, soft_wrap=True)
     if files.plot:

@@ -14,16 +14,16 @@ from tfdp.bench.nccl_tests import COLLECTIVES
 from tfdp.bench.stats import SCALINGS
 from tfdp.cli import bench_options as options
 from tfdp.cli import parameter_types as types
-from tfdp.cluster import Cluster, find_cluster
+from tfdp.cli.bench_models import models
 from tfdp.options import FLAT_ALGORITHMS
+from tfdp.plans.traffic import NAMES
 
 _EXAMPLES = """\b
 Examples:
   tfdp bench collectives -n 2 --sizes 1MB 16MB
+  tfdp bench models -n 2 --models resnet50
   tfdp bench train --replicas 1 2
 """
-
-_ALGORITHMS = (*FLAT_ALGORITHMS, "hierarchical")
 
 
 @click.command(cls=types.ManyValues)
@@ -119,22 +119,7 @@ def compare(**given: Any) -> None:
 
 
 @click.command(cls=types.ManyValues)
-@click.option(
-    "-n",
-    "--workers",
-    metavar="N",
-    type=types.COUNT,
-    help="Local worker processes, on the CPU. Default: all workers of TF_CONFIG, of "
-    "the Slurm step or of the MPI job, each of which runs this command; else this "
-    "machine's devices.",
-)
-@click.option(
-    "-D",
-    "--devices-per-worker",
-    metavar="D",
-    type=types.COUNT,
-    help="Logical CPU devices in each local worker. Default: 1.",
-)
+@options.workers
 @click.option(
     "--collectives",
     metavar="NAME...",
@@ -148,7 +133,7 @@ def compare(**given: Any) -> None:
     "--algorithms",
     metavar="NAME...",
     multiple=True,
-    type=click.Choice(_ALGORITHMS),
+    type=click.Choice(NAMES),
     default=FLAT_ALGORITHMS,
     show_default=True,
     help="Of the all-reduce: ring, tree, halving_doubling, hierarchical.",
@@ -191,12 +176,7 @@ def compare(**given: Any) -> None:
     show_default=True,
     help="Type of the elements.",
 )
-@click.option(
-    "--node-size",
-    metavar="L",
-    type=types.COUNT,
-    help="Replicas of consecutive ranks that count as one node.",
-)
+@options.node_size
 @options.blocks(10)
 @options.files
 def collectives(min_bytes: int, max_bytes: int, factor: int, **given: Any) -> None:
@@ -208,7 +188,7 @@ def collectives(min_bytes: int, max_bytes: int, factor: int, **given: Any) -> No
     """
     sizes = given["sizes"] or options.geometric(min_bytes, max_bytes, factor)
     files = options.checked_files("collectives", given)
-    num_workers = _num_workers(given["workers"], given["devices_per_worker"])
+    num_workers = options.num_workers(given["workers"], given["devices_per_worker"])
     settings = of_collectives.Settings(
         collectives=given["collectives"],
         algorithms=given["algorithms"],
@@ -226,23 +206,8 @@ def collectives(min_bytes: int, max_bytes: int, factor: int, **given: Any) -> No
         sys.exit(1)
 
 
-def _num_workers(given: int | None, devices: int | None) -> int | None:
-    """The number of local processes, or `None` for the cluster of this process."""
-    with options.errors_in_one_sentence():
-        Cluster.from_environment()  # what is wrong there is said at once
-        if given is not None or not devices:
-            return given
-        in_cluster = find_cluster() is not None
-    if in_cluster:
-        raise click.UsageError(
-            "In a cluster TF_CONFIG says how many devices a worker has. "
-            f"Received: --devices-per-worker {devices}"
-        )
-    return 1
-
-
 @click.group(
-    commands=[collectives, train, compare],
+    commands=[collectives, models, train, compare],
     no_args_is_help=False,
     invoke_without_command=True,
     epilog=_EXAMPLES,

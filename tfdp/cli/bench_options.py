@@ -1,4 +1,4 @@
-"""Options that benchmarks share: models, batch, blocks, sizes and output files."""
+"""Options that benchmarks share: workers, models, batch, blocks and output files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import click
 from tfdp.bench.models import FAMILIES
 from tfdp.bench.output import LEFT_OUT, Files, check_available, has_matplotlib
 from tfdp.cli import parameter_types as types
+from tfdp.cluster import Cluster, find_cluster
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -27,6 +28,62 @@ def blocks(default: int) -> Callable[[_Function], _Function]:
         type=types.AT_LEAST_TWO,
         help="Turns of each side, at least 2: more make the intervals narrower.",
     )
+
+
+def workers(function: _Function) -> _Function:
+    """The options that say how many local workers there are; see `num_workers`."""
+    function = click.option(
+        "-D",
+        "--devices-per-worker",
+        metavar="D",
+        type=types.COUNT,
+        help="Logical CPU devices in each local worker. Default: 1.",
+    )(function)
+    return click.option(
+        "-n",
+        "--workers",
+        metavar="N",
+        type=types.COUNT,
+        help="Local worker processes, on the CPU. Default: all workers of TF_CONFIG, "
+        "of the Slurm step or of the MPI job, each of which runs this command; else "
+        "this machine's devices.",
+    )(function)
+
+
+def num_workers(given: int | None, devices: int | None) -> int | None:
+    """The number of local processes, or `None` for the cluster of this process.
+
+    Args:
+        given: Int or `None`, of the option.
+        devices: Int or `None`, logical CPU devices of each.
+
+    Returns:
+        Int or `None`.
+
+    Raises:
+        click.UsageError: If the devices are those of a cluster.
+    """
+    with errors_in_one_sentence():
+        Cluster.from_environment()  # what is wrong there is said at once
+        if given is not None or not devices:
+            return given
+        in_cluster = find_cluster() is not None
+    if in_cluster:
+        raise click.UsageError(
+            "In a cluster TF_CONFIG says how many devices a worker has. "
+            f"Received: --devices-per-worker {devices}"
+        )
+    return 1
+
+
+def node_size(function: _Function) -> _Function:
+    """The option that says which replicas count as one node."""
+    return click.option(
+        "--node-size",
+        metavar="L",
+        type=types.COUNT,
+        help="Replicas of consecutive ranks that count as one node.",
+    )(function)
 
 
 def models(function: _Function) -> _Function:

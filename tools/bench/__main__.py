@@ -25,6 +25,7 @@ from tools.bench import (
     ddp,
     growth,
     hosts,
+    hosts_models,
     hosts_step,
     input_rows,
     monitor,
@@ -39,7 +40,7 @@ from tools.bench import (
     xla_clusters,
 )
 from tools.bench.buckets_command import buckets
-from tools.bench.hosts_bed import UNLIMITED, bits_per_second, missing
+from tools.bench.hosts_bed import missing
 from tools.bench.hosts_sides import RATES
 from tools.bench.models import MODELS
 from tools.bench.report import PROGRAM, Arguments
@@ -83,26 +84,38 @@ TORCH = click.option(
 )
 
 
-def _rate(text: str) -> str:
-    try:
-        bits_per_second(text)
-    except ValueError:
-        what = (
-            "it must be a positive number of kbit, mbit or gbit, such as 200mbit, or "
-            f"{UNLIMITED}"
-        )
-        raise ValueError(what) from None
-    return text
-
-
 RATES_OF_LINK = click.option(
     "--rates",
     metavar="RATE...",
     multiple=True,
-    type=types.Checked("rate", _rate),
+    type=types.LINK_RATE,
     default=RATES,
     show_default=True,
     help="Rates of the link between the hosts.",
+)
+
+
+def workers_per_host(*default: int) -> Option:
+    """The option that says how many workers run on each host."""
+    return click.option(
+        "--workers-per-host",
+        metavar="N...",
+        multiple=True,
+        type=types.COUNT,
+        default=default,
+        show_default=True,
+        help="Workers on each host.",
+    )
+
+
+MODELS_TO_REDUCE = click.option(
+    "--models",
+    metavar="NAME...",
+    multiple=True,
+    type=click.Choice(hosts_models.MODELS),
+    default=hosts_models.MODELS,
+    show_default=True,
+    help="Models whose gradients are reduced.",
 )
 MEGABYTES = click.option(
     "--megabytes",
@@ -120,19 +133,6 @@ BATCH = click.option(
     show_default=True,
     help="Samples of each worker.",
 )
-
-
-def workers_per_host(*default: int) -> Option:
-    """The option that says how many workers run on each host."""
-    return click.option(
-        "--workers-per-host",
-        metavar="N...",
-        multiple=True,
-        type=types.COUNT,
-        default=default,
-        show_default=True,
-        help="Workers on each host.",
-    )
 
 
 def benchmark(
@@ -180,12 +180,14 @@ BENCHMARKS = [
     benchmark("xla-clusters", xla_clusters.run, RATES_OF_LINK),
     benchmark("hosts", hosts.run, RATES_OF_LINK, workers_per_host(2, 4), MEGABYTES),
     benchmark(
+        "hosts-models",
+        hosts_models.run,
+        *(RATES_OF_LINK, workers_per_host(1, 2), MODELS_TO_REDUCE),
+    ),
+    benchmark(
         "hosts-step",
         hosts_step.run,
-        RATES_OF_LINK,
-        workers_per_host(1, 2),
-        BATCH,
-        TORCH,
+        *(RATES_OF_LINK, workers_per_host(1, 2), BATCH, TORCH),
     ),
     benchmark("hosts-plan", algorithms.run_on_hosts, RATES_OF_LINK),
 ]

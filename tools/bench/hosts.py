@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 
+from tfdp.bench.link_rate import bits_per_second
 from tfdp.bench.sides import alternate, started
 from tfdp.bench.stats import paired_ratio, ratio_to_best
-from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts, bits_per_second
+from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
 from tools.bench.hosts_sides import (
     RATE_OF_GOALS,
     RATE_OF_START,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import os
-import re
 import shutil
 import subprocess
 from types import TracebackType
+
+from tfdp.bench.link_rate import UNLIMITED, bits_per_second
 
 NUM_HOSTS = 2
 INTERFACE = "eth0"  # in each namespace, which has no other but loopback
@@ -18,8 +18,6 @@ _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 # Below the range from which the kernel takes source ports. The namespaces are new,
 # so nobody but us listens in them.
 _FIRST_PORT = 20000
-UNLIMITED = "unlimited"
-_BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 # Packets leave TCP in pieces of up to 64 KB, which the card of a host would cut. A
 # bucket that does not hold them would have the kernel cut each, on our cores.
 _LEAST_BURST_BYTES = 128 * 1024
@@ -55,35 +53,6 @@ def missing() -> str:
         "Two hosts on one machine need root and iproute2 (the commands ip and tc). "
         f"Received: {user}, {' and '.join(lacks) or 'nothing'} missing"
     )
-
-
-def bits_per_second(rate: str) -> float:
-    """Read a rate as `tc` writes it.
-
-    Args:
-        rate: String, such as `"200mbit"` or `"1gbit"`, or `"unlimited"`.
-
-    Returns:
-        Float, bits per second; infinity if it is unlimited.
-
-    Raises:
-        ValueError: If it is not a positive number of kbit, mbit or gbit.
-
-    Example:
-
-    >>> bits_per_second("200mbit")
-    200000000.0
-    """
-    if rate == UNLIMITED:
-        return math.inf
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
-    bits = float(match[1]) * _BITS[match[2]] if match else 0.0
-    if not 0 < bits < math.inf:
-        raise ValueError(
-            "A rate must be a positive number of kbit, mbit or gbit, such as 200mbit, "
-            f"or {UNLIMITED!r}. Received: rate={rate!r}"
-        )
-    return bits
 
 
 class TwoHosts:

@@ -60,6 +60,8 @@ class Figure:
     @property
     def goal(self) -> str:
         """The goal in words."""
+        if None not in (self.at_least, self.at_most):
+            return f"goal {self.at_least:g} to {self.at_most:g}"
         if self.at_least is not None:
             return f"goal >= {self.at_least:g}"
         return "" if self.at_most is None else f"goal <= {self.at_most:g}"
@@ -67,10 +69,11 @@ class Figure:
     @property
     def met(self) -> bool | None:
         """Bool, true if the median meets the goal; `None` without a goal."""
+        if self.at_least is None and self.at_most is None:
+            return None
         median = self.value.median if isinstance(self.value, Ratio) else self.value
-        if self.at_least is not None:
-            return median >= self.at_least
-        return None if self.at_most is None else median <= self.at_most
+        is_enough = self.at_least is None or median >= self.at_least
+        return is_enough and (self.at_most is None or median <= self.at_most)
 
     def __str__(self) -> str:
         verdict = {None: "", True: "met", False: "MISSED"}[self.met]
@@ -101,6 +104,16 @@ class Report:
         print(figure, flush=True)
         kept = dataclasses.asdict(figure)
         self._content["figures"].append({**kept, "met": figure.met})
+
+    def keep(self, name: str, key: str, value: Any) -> None:
+        """Keep a value beside others of its kind, without printing it.
+
+        Args:
+            name: String, of the kind.
+            key: String, of the value.
+            value: What JSON can hold.
+        """
+        self._content.setdefault(name, {})[key] = value
 
     def add_times(self, times: Mapping[str, Sequence[float]]) -> None:
         """Keep the raw times, in seconds, and print their medians."""

@@ -1,0 +1,89 @@
+"""`tfdp bench models`: reductions of the gradients of published models."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from tfdp.bench import gradients
+from tfdp.bench.published_models import PUBLISHED_MODELS
+from tfdp.cli import bench_options as options
+from tfdp.cli import parameter_types as types
+from tfdp.options import FLAT_ALGORITHMS
+from tfdp.plans.traffic import NAMES
+
+
+@click.command(cls=types.ManyValues)
+@options.workers
+@click.option(
+    "--models",
+    metavar="NAME...",
+    multiple=True,
+    type=click.Choice(tuple(PUBLISHED_MODELS)),
+    default=tuple(PUBLISHED_MODELS),
+    show_default=True,
+    help=f"Of {', '.join(PUBLISHED_MODELS)}.",
+)
+@click.option(
+    "--algorithms",
+    metavar="NAME...",
+    multiple=True,
+    type=click.Choice(NAMES),
+    default=FLAT_ALGORITHMS,
+    show_default=True,
+    help=f"Of {', '.join(NAMES)}.",
+)
+@click.option(
+    "--backends",
+    metavar="NAME...",
+    multiple=True,
+    type=click.Choice(gradients.BACKENDS),
+    default=("direct", "ring"),
+    show_default=True,
+    help="What carries the bytes: direct (shared memory and TCP), ring (TensorFlow's "
+    "own, over gRPC), or mpi, in a job of MPI.",
+)
+@click.option(
+    "--bucket-mb",
+    metavar="MB",
+    type=types.POSITIVE,
+    help="Largest size of a bucket. Default: as in training, 25 MB or an eighth of "
+    "the gradients.",
+)
+@options.node_size
+@click.option(
+    "--link-rate",
+    metavar="RATE",
+    type=types.LINK_RATE,
+    help="Rate of each node's link in each direction, such as 10gbit: the share of "
+    "its bound is shown.",
+)
+@options.blocks(10)
+@options.files
+def models(**given: Any) -> None:
+    """Reduce the gradients of ResNet-50, VGG-16 and BERT-large.
+
+    Gradients of the shapes of each model are all-reduced in the buckets of a training
+    step, by each algorithm on each backend, which take turns: time, payload against
+    2 (N - 1) / N times the model, and bandwidth. Every sum is checked. BERT-large
+    takes 4 GB of memory in each worker.
+    """
+    files = options.checked_files("models", given)
+    settings = gradients.Settings(
+        models=[PUBLISHED_MODELS[name]() for name in given["models"]],
+        algorithms=given["algorithms"],
+        backends=given["backends"],
+        blocks=given["blocks"],
+        bucket_mb=given["bucket_mb"],
+        num_workers=options.num_workers(given["workers"], given["devices_per_worker"]),
+        devices_per_worker=given["devices_per_worker"],
+        node_size=given["node_size"],
+        link_rate=given["link_rate"],
+    )
+    with options.errors_in_one_sentence():
+        num_wrong = gradients.run(settings, files)
+    if num_wrong:
+        click.echo(f"tfdp: {num_wrong} elements are wrong", err=True)
+        sys.exit(1)
