@@ -14,8 +14,8 @@ Reading order:
     sockets: sockets as a mesh opens them
     mesh: the connections of a worker to all others
     calls: what a member calls, compared with what its peers do
-    schedules: the order in which segments travel
-    ordered_sums: sums of what all members send at once
+    schedules: the segments of an array, and the order in which they travel
+    ring, ordered_sums: what a member sends and receives, and adds
     socket_communicator: collectives over the connections of a mesh
     shared_memory: collectives of the processes of one host
     direct: the best of these for a group

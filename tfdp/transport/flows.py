@@ -41,6 +41,10 @@ class Gate:
     def __init__(self) -> None:
         self.count = 0
 
+    def pass_one(self) -> None:
+        """Count one more."""
+        self.count += 1
+
 
 @dataclasses.dataclass(slots=True)
 class Piece:

@@ -1,9 +1,13 @@
-"""The order in which the segments of an array travel: pure plans."""
+"""The segments of an array, and the order in which they travel: pure plans."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from tfdp.transport.communicator import Array
 
 # A segment that is received, added and sent on stays in the second-level cache. With
 # 64 KB a third more of the processor's time went into Python; from 256 KB to 1 MB there
@@ -60,6 +64,16 @@ def segment_of(bounds: Sequence[int], part: int, number: int, segment: int) -> s
     """
     begin = min(bounds[part] + number * segment, bounds[part + 1])
     return slice(begin, min(begin + segment, bounds[part + 1]))
+
+
+def elements(array: Array, where: slice) -> Array:
+    """Return the elements at a slice in bytes."""
+    return array[where.start // array.itemsize : where.stop // array.itemsize]
+
+
+def bytes_of(array: Array) -> memoryview:
+    """Return the memory of a flat array, as bytes."""
+    return array.view(np.uint8).data
 
 
 def pipeline(num_segments: int, steps: range, lag: int = LAG) -> Iterator[tuple]:

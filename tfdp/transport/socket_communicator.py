@@ -20,14 +20,9 @@ from tfdp.transport.communicator import (
 from tfdp.transport.connections import Connection, Ending
 from tfdp.transport.flows import Flow, Gate, Piece, run
 from tfdp.transport.mesh import Mesh
-from tfdp.transport.ordered_sums import OrderedSums, elements
-from tfdp.transport.schedules import (
-    SEGMENT_BYTES,
-    equal_bounds,
-    num_segments,
-    pipeline,
-    segment_of,
-)
+from tfdp.transport.ordered_sums import OrderedSums
+from tfdp.transport.ring import Ring
+from tfdp.transport.schedules import SEGMENT_BYTES, bytes_of, equal_bounds
 
 # Up to here one exchange of whole arrays is faster than reduce-scatter and all-gather:
 # by a third between two members of one host, by half between three.
@@ -129,8 +124,8 @@ class SocketCommunicator:
             for index, link in self._links.items():
                 own = call_of("all-to-all", sent[index], tag)
                 expected = call_of("all-to-all", received[index], tag)
-                outgoing = [Piece(_bytes_of(sent[index]))]
-                incoming = [Piece(_bytes_of(received[index]))]
+                outgoing = [Piece(bytes_of(sent[index]))]
+                incoming = [Piece(bytes_of(received[index]))]
                 flows.append(self._flow(link, own, outgoing, expected, incoming))
             self._run(flows)
 
@@ -190,7 +185,7 @@ class SocketCommunicator:
         ]
         own = places[self.index]
         own[:HEADER_BYTES] = call.packed()
-        own[HEADER_BYTES:] = _bytes_of(array)
+        own[HEADER_BYTES:] = bytes_of(array)
         if self._size == 2:
             self._swap(own, places[1 - self.index])
         else:
@@ -249,48 +244,22 @@ class SocketCommunicator:
         total: Array,
         steps: range,
     ) -> None:
-        """Run steps of the ring: the first `size - 1` add, the others only copy.
-
-        In step `s` member `i` sends its segments of part `i - s - 1`, which it has
-        received in the step before, and receives those of part `i - s - 2`. So the
-        own part is complete after `size - 1` steps. Only step 0 sends what is in
-        `array` and not a sum, and each part is added once: so no copy is needed where
-        `total` is another array.
-        """
+        """Run steps of the ring, see `Ring`."""
         if self._size == 1:
             return
-        limits = [bound * array.itemsize for bound in bounds]
-        count = num_segments(limits, self._segment)
-        view = _bytes_of(total)
-        first = _bytes_of(array)
-        scratch = self._need_scratch(self._segment)
-        arrived = {step: Gate() for step in steps}
-
-        def outgoing() -> Iterator[Piece]:
-            for number, step in pipeline(count, steps):
-                part = (self.index - step - 1) % self._size
-                where = segment_of(limits, part, number, self._segment)
-                sent = view if step else first
-                yield Piece(sent[where], arrived.get(step - 1), number + 1)
-
-        def incoming() -> Iterator[Piece]:
-            for number, step in pipeline(count, steps):
-                part = (self.index - step - 2) % self._size
-                where = segment_of(limits, part, number, self._segment)
-                length = where.stop - where.start
-                if step < self._size - 1:
-                    into = scratch.data[:length]
-                    then = functools.partial(
-                        _add_segment, total, array, where, scratch, arrived[step]
-                    )
-                else:
-                    into = view[where]
-                    then = functools.partial(_count, arrived[step])
-                yield Piece(into, then=then)
-
+        ring = Ring(
+            array,
+            total,
+            bounds,
+            index=self.index,
+            steps=steps,
+            segment=self._segment,
+            scratch=self._need_scratch(self._segment),
+        )
         following = (self.index + 1) % self._size
         preceding = (self.index - 1) % self._size
-        self._run(self._between(call, preceding, incoming(), following, outgoing()))
+        incoming, outgoing = ring.incoming(), ring.outgoing()
+        self._run(self._between(call, preceding, incoming, following, outgoing))
 
     def _between(
         self,
@@ -321,38 +290,23 @@ class SocketCommunicator:
         gather: bool,
     ) -> None:
         """Send each member its part, add the own one in order, and send the sum."""
-        limits = [bound * array.itemsize for bound in bounds]
-        steps = range(2 if gather else 1)
-        order = list(pipeline(num_segments(limits, self._segment), steps))
-        view = _bytes_of(total)
-        first = _bytes_of(array)
-        sums = OrderedSums(array, limits, self.index, self._segment, total)
-
-        def outgoing(index: int) -> Iterator[Piece]:
-            for number, step in order:
-                part = self.index if step else index
-                where = segment_of(limits, part, number, self._segment)
-                if step:
-                    yield Piece(view[where], sums.done, number + 1)
-                else:
-                    yield Piece(first[where])
-
-        def incoming(index: int) -> Iterator[Piece]:
-            for number, step in order:
-                if step:
-                    yield Piece(view[segment_of(limits, index, number, self._segment)])
-                else:
-                    yield sums.piece(index, number)
-
+        sums = OrderedSums(
+            array,
+            total,
+            bounds,
+            index=self.index,
+            steps=range(2 if gather else 1),
+            segment=self._segment,
+        )
         self._run(
             [
-                self._flow(link, call, outgoing(index), call, incoming(index))
+                self._flow(link, call, sums.outgoing(index), call, sums.incoming(index))
                 for index, link in self._links.items()
             ]
         )
 
     def _broadcast_flat(self, call: Call, array: Array, source: int) -> None:
-        data = [Piece(_bytes_of(array))]
+        data = [Piece(bytes_of(array))]
         if self.index != source:
             self._run([self._flow(self._links[source], None, (), call, data)])
             return
@@ -362,7 +316,7 @@ class SocketCommunicator:
 
     def _broadcast_chain(self, call: Call, array: Array, source: int) -> None:
         """Pass segments on from member to member; the last one keeps them."""
-        view = _bytes_of(array)
+        view = bytes_of(array)
         arrived = Gate()
         segments = [
             view[begin : begin + self._segment]
@@ -371,8 +325,7 @@ class SocketCommunicator:
         following = (self.index + 1) % self._size
         flows = []
         if self.index != source:
-            then = functools.partial(_count, arrived)
-            incoming = [Piece(segment, then=then) for segment in segments]
+            incoming = [Piece(segment, then=arrived.pass_one) for segment in segments]
             before = self._links[(self.index - 1) % self._size]
             flows.append(self._flow(before, None, (), call, incoming))
         if following != source:
@@ -422,23 +375,6 @@ class SocketCommunicator:
         if self._scratch.nbytes < num_bytes:
             self._scratch = np.empty(num_bytes, np.uint8)
         return self._scratch
-
-
-def _add_segment(
-    total: Array, array: Array, where: slice, scratch: Array, gate: Gate
-) -> None:
-    target = elements(total, where)
-    received = scratch[: target.nbytes].view(target.dtype)
-    sum_into(target, (elements(array, where), received))
-    gate.count += 1
-
-
-def _count(gate: Gate) -> None:
-    gate.count += 1
-
-
-def _bytes_of(array: Array) -> memoryview:
-    return array.view(np.uint8).data
 
 
 def _chain(first: list[Piece], rest: Iterable[Piece]) -> Iterator[Piece]:
