@@ -201,9 +201,7 @@ def collectives(min_bytes: int, max_bytes: int, factor: int, **given: Any) -> No
     )
     with options.errors_in_one_sentence():
         num_wrong = of_collectives.run(settings, files)
-    if num_wrong:
-        click.echo(f"tfdp: {num_wrong} elements are wrong", err=True)
-        sys.exit(1)
+    options.exit_if_wrong(num_wrong)
 
 
 @click.group(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import click
@@ -84,6 +83,4 @@ def models(**given: Any) -> None:
     )
     with options.errors_in_one_sentence():
         num_wrong = gradients.run(settings, files)
-    if num_wrong:
-        click.echo(f"tfdp: {num_wrong} elements are wrong", err=True)
-        sys.exit(1)
+    options.exit_if_wrong(num_wrong)

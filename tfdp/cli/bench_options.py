@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,6 +75,13 @@ def num_workers(given: int | None, devices: int | None) -> int | None:
             f"Received: --devices-per-worker {devices}"
         )
     return 1
+
+
+def exit_if_wrong(num_wrong: int) -> None:
+    """End with an error where elements of the results are wrong."""
+    if num_wrong:
+        click.echo(f"tfdp: wrong elements: {num_wrong}", err=True)
+        sys.exit(1)
 
 
 def node_size(function: _Function) -> _Function:
