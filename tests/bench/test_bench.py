@@ -410,6 +410,7 @@ def test_collectives_between_two_workers_are_right_and_all_is_written(tmp_path):
         bandwidth = row["size_bytes"] / row["seconds"] / 1e9
         assert row["algbw_gb_per_second"] == pytest.approx(bandwidth)
     assert content["num_replicas"] == 2
+    assert content["backend"] == "direct"
     assert all(len(times) == 2 for times in content["seconds"].values())
     assert content["settings"]["algorithms"] == ["ring", "tree"]
     assert "#wrong" in output
@@ -454,6 +455,7 @@ def test_in_a_cluster_every_worker_measures_and_the_first_one_reports(tmp_path):
     assert done.code == 0, done.output
     content = json.loads(file.read_text("utf-8"))
     assert content["num_replicas"] == 2
+    assert content["backend"] == "direct"
     assert [row["num_wrong"] for row in content["rows"]] == [0]
     assert "[worker 0] collectives between 2 replicas" in done.output
     assert "[worker 1] collectives" not in done.output

@@ -34,6 +34,6 @@ def test_the_collectives_between_ranks_are_measured_and_reported_once(tmp_path):
         *("bench", "collectives", "--sizes", "4KB", "--algorithms", "ring"),
         *("--blocks", "2", "--json", str(path), "--no-plot"),
     )
-    assert output.count("collectives between 2 replicas") == 1, output
+    assert output.count("collectives between 2 replicas, by mpi") == 1, output
     (row,) = json.loads(path.read_text("utf-8"))["rows"]
     assert row["num_wrong"] == 0

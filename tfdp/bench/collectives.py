@@ -7,7 +7,7 @@ import functools
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tfdp.bench import output
 from tfdp.bench.collectives_report import COLUMNS, cells, plot
@@ -26,7 +26,26 @@ from tfdp.cluster import Topology
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4}
 _BLOCK_SECONDS = 0.1
 _WORKER = "tfdp.bench.collectives_worker"
-Found = tuple[list[Row], dict[str, list[float]], int, bool]
+# The arm of a worker that names what carries its bytes.
+BACKEND = "backend"
+
+
+class Found(NamedTuple):
+    """What was measured, and on what.
+
+    Args:
+        rows: List of `Row`.
+        seconds: Dict from names to the seconds of each block.
+        num_replicas: Int.
+        backend: String, what carried the bytes.
+        is_chief: Bool, whether this process reports.
+    """
+
+    rows: list[Row]
+    seconds: dict[str, list[float]]
+    num_replicas: int
+    backend: str
+    is_chief: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,12 +208,17 @@ def run(settings: Settings, files: output.Files) -> int:
     """
     content = output.about("collectives", dataclasses.asdict(settings))
     measured = _measure_here if settings.num_workers is None else _measure_on_workers
-    rows, times, count, is_chief = measured(settings)
-    if is_chief:
+    found = measured(settings)
+    rows, count = found.rows, found.num_replicas
+    if found.is_chief:
         console = output.new_console()
-        console.print(f"collectives between {count} replicas")
-        found = [dataclasses.asdict(row) for row in rows]
-        content |= {"num_replicas": count, "rows": found, "seconds": times}
+        console.print(f"collectives between {count} replicas, by {found.backend}")
+        content |= {
+            "num_replicas": count,
+            "backend": found.backend,
+            "rows": [dataclasses.asdict(row) for row in rows],
+            "seconds": found.seconds,
+        }
         output.report(
             console,
             content,
@@ -215,7 +239,8 @@ def _measure_on_workers(settings: Settings) -> Found:
         started(side),
     ):
         rows, times = measure(settings, side, count, on_turn)
-    return rows, times, count, True
+        (backend, *_) = side.run(BACKEND, 1)
+    return Found(rows, times, count, backend, is_chief=True)
 
 
 def _measure_here(settings: Settings) -> Found:
@@ -234,4 +259,4 @@ def _measure_here(settings: Settings) -> Found:
     count = extended.group.size
     with output.progress_bar("collectives", num_turns(settings)) as on_turn:
         rows, times = measure(settings, runner, count, on_turn)
-    return rows, times, count, is_chief
+    return Found(rows, times, count, extended.group.backend, is_chief)

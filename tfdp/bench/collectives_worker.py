@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.bench.channel import Arm, Arms, OnDemand, work
+from tfdp.bench.collectives import BACKEND
 from tfdp.bench.nccl_tests import NO_ALGORITHM, expected, input_of, num_wrong
 from tfdp.bench.training import make_strategy, timed
 from tfdp.collectives import ProcessGroup, all_gather, broadcast, reduce_scatter
@@ -22,7 +23,8 @@ class CollectiveArms:
     """Collectives by name, made when they are first run.
 
     The arm `all_reduce/ring/4096` takes a number of steps and returns the seconds
-    of one; `check all_reduce/ring/4096` returns how many elements are wrong here.
+    of one; `check all_reduce/ring/4096` returns how many elements are wrong here, and
+    `backend` what carries the bytes.
 
     Args:
         strategy: A strategy of tfdp.
@@ -35,6 +37,8 @@ class CollectiveArms:
         self._cases = OnDemand(self._make, lambda n: (n.split("/")[0], n.split("/")[2]))
 
     def __getitem__(self, name: str) -> Arm:
+        if name == BACKEND:
+            return lambda _: self._group.backend
         case = self._cases[name.removeprefix(_CHECK)]
         return case.num_wrong if name.startswith(_CHECK) else case.seconds
 
