@@ -65,6 +65,22 @@ def xla_in_all_loops(env: Env) -> dict:
     }
 
 
+@case("`jit_compile=True`: predict before the model is built")
+def xla_of_a_model_that_is_not_built(env: Env) -> dict:
+    """Its variables are made in the first trace; the next one is compiled."""
+    x, _ = common.regression_data(16)
+
+    def build() -> keras.Model:
+        ones = {"kernel_initializer": keras.initializers.Constant(0.1)}
+        return keras.Sequential([layers.Dense(4, **ones), layers.Dense(1, **ones)])
+
+    model = _compiled(env, build, optimizer="sgd")
+    with mock.patch.object(xla, "trace", wraps=xla.trace) as trace:
+        found = [model.predict(x, verbose=0) for _ in range(2)]
+        assert trace.called != env.is_reference
+    return {"predictions": found}
+
+
 def _cnn() -> keras.Model:
     return keras.Sequential(
         [

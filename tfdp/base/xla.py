@@ -30,11 +30,16 @@ class CannotCompileError(Exception):
 
 
 def is_wanted() -> bool:
-    """Return whether XLA is to compile the running step, and does not yet."""
+    """Return whether XLA is to compile the running step, and does not yet.
+
+    A model that is not built, as in `predict` without `fit`, makes its variables in
+    the first trace, which XLA cannot; the next one is compiled.
+    """
     loop = loops.current()
     return (
         loop is not None
         and bool(loop.model.jit_compile)
+        and bool(loop.model.built)
         and not tf.executing_eagerly()
         and not is_tracing()
     )
