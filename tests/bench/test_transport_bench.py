@@ -36,6 +36,7 @@ def test_figures_are_of_the_arms_that_they_name():
     seconds = {"gloo": 2.0, "direct": 1.0, "ring": 8.0, "bytes/memory": 0.5}
     seconds |= {"bytes/tcp": 4.0, "bytes/unix": 4.0}
     arms = {f"{n}/{size}": s for n, s in seconds.items() for size in transport.SIZES}
+    arms["direct/4 KB, in a row"] = 10.0
     arms |= {transport._with_chunks(size): size / 2**21 for size in transport.CHUNKS}
     blocks = {n: [{"seconds": s, "cpu_seconds": s / 2}] * 4 for n, s in arms.items()}
     found = {figure.name: figure for figure in transport._figures(blocks)}
@@ -48,7 +49,8 @@ def test_figures_are_of_the_arms_that_they_name():
     assert of("100 MB in the graph, speed") == (2.0, True)
     assert of("100 MB by shared memory, speed") == (4.0, True)
     assert of("100 MB by TCP") == (0.5, False)
-    assert of("4 KB in the graph") == (2.0, True)
+    assert of("4 KB in the graph, speed") == (2.0, True)
+    assert of("4 KB in the graph, 20 in a row") == (4.0, True)
     assert of("4 KB by TCP") == (0.5, False)
     assert of("100 MB, CPU time of a process: that of the ring") == (8.0, True)
     assert of("100 MB by shared memory, chunks of 4096 kB") == (0.052, None)

@@ -21,6 +21,9 @@ from tools.bench.report import Arguments, Figure, Report
 
 LARGE, LATENCY = "100 MB", "4 KB"
 SIZES = {LARGE: BUCKETS, LATENCY: SMALL}
+# Small ones of which each waits for the one before, in one step of the graph: what a
+# step pays for one, without the call of the step.
+ROW, NUM_IN_ROW = "4 KB, in a row", 20
 CHUNKS = tuple(kb << 10 for kb in (256, 512, 1024, 2048, 4096))
 WIRES = ("memory", "tcp", "unix")
 CPU = "cpu_seconds"
@@ -65,6 +68,7 @@ def _measure(args: Arguments, folder: str, *, with_torch: bool) -> Blocks:
         found = alternate(large, blocks=args.blocks, steps=2, slowest=of_all)
         found |= alternate(chunks, blocks=args.blocks, steps=2, slowest=of_all)
         small = [(side, f"{wire}{LATENCY}") for side, wire in rivals]
+        small.append((sides["direct"], ROW))
         found |= alternate(small, blocks=args.blocks, steps=100, slowest=of_all)
     return found
 
@@ -75,7 +79,10 @@ def _tensorflow(backend: str) -> Side:
         "strategy": "tfdp",
         "communication": {"backend": backend},
         "meters": True,
-        "arms": {name: (lengths, 0) for name, lengths in SIZES.items()},
+        "arms": {
+            name: (lengths, 0) for name, lengths in (SIZES | {ROW: SMALL}).items()
+        },
+        "in_a_row": {ROW: NUM_IN_ROW},
     }
     return Side(backend, "tools.bench.worker", setup, num_workers=2)
 
@@ -101,6 +108,11 @@ def _beside_gloo(blocks: Blocks) -> list[Figure]:
             ratio = _ratio(blocks, f"gloo/{size}", f"{arm}/{size}")
             goal = goal if size == LARGE else {"at_least": 1.0}
             figures.append(Figure(name, ratio, **goal))
+    name = (
+        f"4 KB in the graph, {NUM_IN_ROW} in a row in one step, speed relative to Gloo"
+    )
+    ratio = _ratio(blocks, f"gloo/{LATENCY}", f"direct/{ROW}").times(NUM_IN_ROW)
+    figures.append(Figure(name, ratio, at_least=1.0))
     name = "100 MB in the graph, CPU time of a process: that of Gloo relative to direct"
     ratio = _ratio(blocks, f"gloo/{LARGE}", f"direct/{LARGE}", CPU)
     return [*figures, Figure(name, ratio)]

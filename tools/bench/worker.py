@@ -14,8 +14,9 @@ from tools.bench.models import MODELS
 def all_reduce_arms(strategy: Any, setup: dict[str, Any]) -> dict[str, Arm]:
     """Sums of plain tensors, by the public API of tf.distribute."""
     arms = {}
+    in_a_row = setup.get("in_a_row", {})
     for name, (lengths, pack_bytes) in setup["arms"].items():
-        step = _all_reduce_step(strategy, lengths, pack_bytes)
+        step = _all_reduce_step(strategy, lengths, pack_bytes, in_a_row.get(name, 1))
         if setup.get("meters"):
             arms[name] = metered(step, lambda result: result.numpy())
         else:
@@ -24,14 +25,16 @@ def all_reduce_arms(strategy: Any, setup: dict[str, Any]) -> dict[str, Arm]:
 
 
 def _all_reduce_step(
-    strategy: Any, lengths: Sequence[int], pack_bytes: int
+    strategy: Any, lengths: Sequence[int], pack_bytes: int, times: int
 ) -> Callable[[], Any]:
     import tensorflow as tf
 
     values = [tf.Variable(tf.ones([length])) for length in lengths]
 
     def replica() -> Any:
-        sums = sums_in_packs([v.read_value() for v in values], pack_bytes)
+        sums = [v.read_value() for v in values]
+        for _ in range(times):
+            sums = sums_in_packs(sums, pack_bytes)
         return tf.add_n([total[0] for total in sums])
 
     @tf.function
