@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tests.harness.env import Env
-from tests.harness.registry import BOTH, case
+from tests.harness.registry import case
 from tfdp.bench.gradients_worker import GradientReduction, make_gradients
 from tfdp.bench.training import barrier
 
@@ -14,7 +14,8 @@ SHAPES = {"first/kernel": (300_000,), "last/kernel": (1000, 1000), "last/bias": 
 
 @case(
     "sums of gradients are right, and what is wrong is counted",
-    setups=BOTH,
+    setups=("mirrored",),
+    full_setups=("two_by_two",),
     compare=False,
 )
 def a_wrong_gradient_on_one_replica_is_counted_on_all(env: Env) -> dict:

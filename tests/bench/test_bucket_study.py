@@ -417,6 +417,7 @@ def test_the_example_trains_on_two_workers_and_plain_keras_serves_what_it_saved(
     assert served.output.count("ms per image (p95") == 2
 
 
+@pytest.mark.standard
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_worker_without_cifar_says_so_and_does_not_wait_for_the_others(

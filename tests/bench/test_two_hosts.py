@@ -115,6 +115,7 @@ def test_each_worker_finds_itself_on_its_host_by_its_tf_config(run):
     assert "exit codes of the workers: 0, 0, 0, 0" in done.stderr
 
 
+@pytest.mark.standard
 def test_the_counters_count_a_transfer_and_the_link_holds_its_rate(run):
     num_bytes = 4 * MB
     send = ["--", sys.executable, "-c", SEND, str(num_bytes)]
