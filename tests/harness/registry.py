@@ -67,13 +67,16 @@ class Case:
     def tier_on(self, setup_name: str) -> str:
         """The lowest tier that runs it on a set-up.
 
-        In the standard tier a case of the quick one runs on its other set-ups as
-        well, unless that is another pair of replicas, and the others run on one.
+        In the standard tier a case of the quick one runs on one set-up more, unless
+        that is another pair of replicas: that of both kinds, if it has not been on
+        it. The others run on one.
         """
         if setup_name == self.quick_setup:
             return "quick"
         if self.quick_setup:
-            is_standard = setup_name in self.setups and self.setups != PAIR
+            others = [name for name in self.setups if name != self.quick_setup]
+            further = [*(name for name in others if name in BOTH), *others][:1]
+            is_standard = setup_name in further and self.setups != PAIR
         else:
             is_standard = setup_name in self.setups[:1]
         return "standard" if is_standard else "full"
