@@ -53,19 +53,19 @@ def sum_into(target: Array, addends: Sequence[Array]) -> None:
 
 
 def _sum_into(target: Array, addends: Sequence[Array]) -> None:
-    if is_half(target.dtype) and len(addends) > 2:
-        target[:] = _sum(*(addend.astype(np.float32) for addend in addends))
+    if is_half(target.dtype):
+        # NumPy rounds the sum of two to the same values, but one by one: bfloat16 takes
+        # two to three times as long.
+        first, *others = (addend.astype(np.float32) for addend in addends)
+        target[:] = _add_to(first, others)
     elif any(addend is target for addend in addends[2:]):
-        target[:] = _sum(*addends)
+        target[:] = _add_to(addends[0] + addends[1], addends[2:])
     else:
-        # Of two halves, too: NumPy adds them in float32, and rounds.
         np.add(addends[0], addends[1], out=target)
-        for addend in addends[2:]:
-            np.add(target, addend, out=target)
+        _add_to(target, addends[2:])
 
 
-def _sum(first: Array, second: Array, *rest: Array) -> Array:
-    total = first + second
-    for addend in rest:
+def _add_to(total: Array, addends: Sequence[Array]) -> Array:
+    for addend in addends:
         np.add(total, addend, out=total)
     return total
