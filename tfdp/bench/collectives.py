@@ -13,6 +13,7 @@ from tfdp.bench import output
 from tfdp.bench.collectives_report import COLUMNS, cells, plot
 from tfdp.bench.local_replicas import check_topology, local_topology
 from tfdp.bench.nccl_tests import (
+    BACKEND,
     MOST_REPLICAS_OF,
     NO_ALGORITHM,
     Row,
@@ -26,8 +27,6 @@ from tfdp.cluster import Topology
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4}
 _BLOCK_SECONDS = 0.1
 _WORKER = "tfdp.bench.collectives_worker"
-# The arm of a worker that names what carries its bytes.
-BACKEND = "backend"
 
 
 class Found(NamedTuple):

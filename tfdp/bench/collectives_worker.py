@@ -9,8 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.bench.channel import Arm, Arms, OnDemand, work
-from tfdp.bench.collectives import BACKEND
-from tfdp.bench.nccl_tests import NO_ALGORITHM, expected, input_of, num_wrong
+from tfdp.bench.nccl_tests import BACKEND, NO_ALGORITHM, expected, input_of, num_wrong
 from tfdp.bench.training import make_strategy, timed
 from tfdp.collectives import ProcessGroup, all_gather, broadcast, reduce_scatter
 from tfdp.plans.traffic import Algorithm

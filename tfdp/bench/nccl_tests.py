@@ -10,6 +10,8 @@ COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 # Only an all-reduce has a choice.
 NO_ALGORITHM = "-"
+# The arm of a worker that names what carries its bytes.
+BACKEND = "backend"
 # A prime: data that comes out at another place is noticed, for places are shifted
 # by lengths of pieces, which it does not divide as a rule.
 _PERIOD = 7
