@@ -927,7 +927,11 @@ def test_ctrl_c_while_the_workers_start_leaves_no_process(launcher):
         process = launcher.start("-n", "3", "script.py")
         time.sleep(delay)
         process.send_signal(signal.SIGINT)
-        assert process.wait(STOPS_WITHIN_SECONDS) in (130, -signal.SIGINT)
+        output, _ = process.communicate(timeout=STOPS_WITHIN_SECONDS)
+        if "Fatal Python error: init_" in output:  # on a busy machine: not ours yet
+            assert process.returncode == 1
+        else:
+            assert process.returncode in (130, -signal.SIGINT)
         launcher.assert_nothing_is_left(within_seconds=2)
 
 
