@@ -12,7 +12,13 @@ import pytest
 
 from tests.harness.commands import run_command
 from tests.harness.mpi import answers, is_open_mpi, needs_mpi, run_ranks, why_not
-from tfdp.cluster import Cluster, find_cluster, mpi_cluster, mpi_start
+from tfdp.cluster import (
+    Cluster,
+    count_workers,
+    find_cluster,
+    mpi_cluster,
+    mpi_start,
+)
 from tfdp.cluster.gpus import own_gpus
 from tfdp.cluster.local_ports import reserved_ports
 from tfdp.cluster.mpi_cluster import Place, choose_hosts
@@ -24,6 +30,7 @@ TF_CONFIG = (
     '{"cluster": {"worker": ["a:1", "b:1", "c:1"]},'
     ' "task": {"type": "worker", "index": 2}}'
 )
+EVALUATOR = TF_CONFIG.replace('"worker", "index": 2', '"evaluator", "index": 0')
 PMI = {"PMI_SIZE": "2", "PMI_RANK": "1"}
 
 
@@ -110,6 +117,32 @@ def test_mpi_is_not_started_where_the_cluster_is_known_without_it(
         environ.setenv(name, value)
     cluster = find_cluster()
     assert (None if cluster is None else cluster.num_workers) == workers
+
+
+@pytest.mark.parametrize(
+    ("variables", "workers"),
+    [
+        ({}, 1),
+        (PMI, 2),
+        ({"TF_CONFIG": TF_CONFIG}, 3),
+        ({"TF_CONFIG": EVALUATOR}, 1),
+        ({**PMI, "TF_CONFIG": TF_CONFIG}, 3),
+        ({"PMI_SIZE": "4", "PMI_RANK": "3", **slurm()}, 4),
+    ],
+)
+def test_workers_are_counted_without_waiting_for_any(variables, workers, environ):
+    environ.setattr(mpi_cluster, "start_job", fail)
+    environ.setattr(mpi_cluster, "has_mpi4py", lambda: True)
+    for name, value in variables.items():
+        environ.setenv(name, value)
+    assert count_workers() == workers
+
+
+def test_without_mpi4py_a_rank_counts_itself_alone(environ):
+    environ.setitem(sys.modules, "mpi4py", None)
+    for name, value in PMI.items():
+        environ.setenv(name, value)
+    assert count_workers() == 1
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import tensorflow as tf
 import tfdp
 from tests.harness.tf_config import cluster_configs
 from tfdp import _compat
+from tfdp.cluster import mpi_cluster
 from tfdp.coordination import worker_group
 from tfdp.data import file_shards
 from tfdp.data.determinism import draws_seeds_once, nondeterminism_of
@@ -148,9 +149,16 @@ def test_wrong_patterns_are_refused(folder, monkeypatch, pattern, text):
             tfdp.data.shard_files(str(folder / "*"), seed=seed)
 
 
-def test_a_strategy_has_to_be_there_before_its_files(folder, monkeypatch):
+@pytest.mark.parametrize(
+    "variables",
+    [{"TF_CONFIG": cluster_configs(2)[0]}, {"PMI_SIZE": "2", "PMI_RANK": "0"}],
+    ids=["TF_CONFIG", "MPI"],
+)
+def test_a_strategy_has_to_be_there_before_its_files(folder, monkeypatch, variables):
     monkeypatch.setattr(worker_group, "_latest", {})
-    monkeypatch.setenv("TF_CONFIG", cluster_configs(2)[0])
+    monkeypatch.setattr(mpi_cluster, "has_mpi4py", lambda: True)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match="strategy first"):
         tfdp.data.shard_files(str(folder / "*"))
 

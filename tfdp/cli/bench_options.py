@@ -14,7 +14,9 @@ import click
 from tfdp.bench.models import FAMILIES
 from tfdp.bench.output import LEFT_OUT, Files, check_available, has_matplotlib
 from tfdp.cli import parameter_types as types
-from tfdp.cluster import Cluster, find_cluster
+from tfdp.cluster import Cluster, count_workers
+from tfdp.options import FLAT_ALGORITHMS
+from tfdp.plans.traffic import NAMES
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -65,10 +67,9 @@ def num_workers(given: int | None, devices: int | None) -> int | None:
         click.UsageError: If the devices are those of a cluster.
     """
     with errors_in_one_sentence():
-        Cluster.from_environment()  # what is wrong there is said at once
-        if given is not None or not devices:
-            return given
-        in_cluster = find_cluster() is not None
+        in_cluster = Cluster.from_environment() is not None or count_workers() > 1
+    if given is not None or not devices:
+        return given
     if in_cluster:
         raise click.UsageError(
             "In a cluster TF_CONFIG says how many devices a worker has. "
@@ -82,6 +83,19 @@ def exit_if_wrong(num_wrong: int) -> None:
     if num_wrong:
         click.echo(f"tfdp: wrong elements: {num_wrong}", err=True)
         sys.exit(1)
+
+
+def algorithms(function: _Function) -> _Function:
+    """The option that says which algorithms of the all-reduce take turns."""
+    return click.option(
+        "--algorithms",
+        metavar="NAME...",
+        multiple=True,
+        type=click.Choice(NAMES),
+        default=FLAT_ALGORITHMS,
+        show_default=True,
+        help=f"Of the all-reduce: {', '.join(NAMES)}.",
+    )(function)
 
 
 def node_size(function: _Function) -> _Function:

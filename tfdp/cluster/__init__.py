@@ -20,7 +20,7 @@ from __future__ import annotations
 from tfdp.cluster.address import split_address
 from tfdp.cluster.join_guard import join_deadline
 from tfdp.cluster.local_ports import free_ports
-from tfdp.cluster.mpi_cluster import find_cluster
+from tfdp.cluster.mpi_cluster import count_workers, find_cluster
 from tfdp.cluster.nodes import topology_of
 from tfdp.cluster.other_launchers import processes_apart
 from tfdp.cluster.ports import (
@@ -42,6 +42,7 @@ __all__ = [
     "Topology",
     "accepts_connections",
     "check_port_free",
+    "count_workers",
     "counted",
     "describe_workers",
     "find_cluster",

@@ -60,7 +60,7 @@ def find_cluster(timeout_seconds: float | None = None) -> Cluster | None:
         TimeoutError: If a process of the MPI job does not come in time.
     """
     own = mpi_rank()
-    if own is None or _is_set() or is_of_slurm(own):
+    if own is None or _says_more(own):
         return Cluster.from_environment()
     if not has_mpi4py():
         return None  # Slurm's variables, where they are set, are those of a launcher
@@ -70,9 +70,26 @@ def find_cluster(timeout_seconds: float | None = None) -> Cluster | None:
     return _agreed[0]
 
 
-def _is_set() -> bool:
-    """Whether `TF_CONFIG` names a cluster."""
-    return Cluster.from_tf_config(os.environ.get("TF_CONFIG", "")) is not None
+def count_workers() -> int:
+    """Count the workers that a strategy would have, and wait for none of them.
+
+    Returns:
+        Int; 1 on a single machine, and for an evaluator, which works by itself.
+
+    Raises:
+        ValueError: If the variables do not fit together.
+    """
+    own = mpi_rank()
+    if own is not None and not _says_more(own):
+        return own.size if has_mpi4py() else 1
+    cluster = Cluster.from_environment()
+    return 1 if cluster is None or cluster.is_evaluator else cluster.num_workers
+
+
+def _says_more(own: MpiRank) -> bool:
+    """Whether `TF_CONFIG` names a cluster, or `srun` has started the ranks."""
+    is_set = Cluster.from_tf_config(os.environ.get("TF_CONFIG", "")) is not None
+    return is_set or is_of_slurm(own)
 
 
 def is_of_slurm(own: MpiRank) -> bool:

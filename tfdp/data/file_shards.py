@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdp import _compat, user_code
 from tfdp.base.context import in_tfdp_scope
-from tfdp.cluster import counted, find_cluster
+from tfdp.cluster import count_workers, counted
 from tfdp.coordination.worker_group import WorkerGroup, latest_group
 from tfdp.data.raw_elements import no_autograph
 from tfdp.plans.file_owners import balance_files, bytes_of_workers
@@ -168,11 +168,11 @@ def _worker_group() -> WorkerGroup:
     group = latest_group()
     if group is not None:
         return group
-    cluster = find_cluster()
-    if cluster is not None and cluster.num_workers > 1 and not cluster.is_evaluator:
+    num_workers = count_workers()
+    if num_workers > 1:
         raise ValueError(
             "`shard_files` divides files among the workers of a strategy: make the "
-            f"strategy first. Received: {counted(cluster.num_workers, 'worker')} and "
+            f"strategy first. Received: {counted(num_workers, 'worker')} and "
             "no strategy"
         )
     return WorkerGroup(rank=0, num_workers=1)
