@@ -91,7 +91,7 @@ def watch_transports(watchdog: Watchdog) -> None:
 
 def reason_of_failure() -> str:
     """Return why a collective between processes has failed, or `""`."""
-    reasons = (transport.failure for transport in _transports)
+    reasons = (transport.failure for transport in list(_transports))
     return next(filter(None, reasons), "")
 
 
@@ -103,7 +103,7 @@ def close_transports(reason: str = "") -> None:
     """
     for transport in list(_transports):
         transport.abort(reason)
-    for mesh in _meshes.values():
+    for mesh in list(_meshes.values()):
         mesh.close(reason)
 
 
