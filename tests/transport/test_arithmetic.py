@@ -47,6 +47,13 @@ def test_the_order_does_not_depend_on_which_addend_is_the_target(dtype, own):
     assert target.tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("own", range(3))
+def test_an_addend_may_be_another_view_of_the_targets_memory(own):
+    addends = [np.full(5, 10.0**power, np.float32) for power in range(3)]
+    sum_into(addends[own][:], addends)
+    assert addends[own].tolist() == 5 * [111.0]
+
+
 @pytest.mark.parametrize("dtype", ["float16", BFLOAT16, "float32"])
 def test_an_overflow_is_infinity_and_no_warning(dtype):
     most = np.array([ml_dtypes.finfo(dtype).max], dtype)

@@ -34,7 +34,7 @@ def sum_into(target: Array, addends: Sequence[Array]) -> None:
     float32 and rounded once, to nearest even.
 
     Args:
-        target: Flat array; it may be one of `addends`.
+        target: Flat array; it may be one of `addends`, or have its memory.
         addends: Arrays of the same length and dtype, at least one.
 
     Example:
@@ -58,7 +58,7 @@ def _sum_into(target: Array, addends: Sequence[Array]) -> None:
         # two to three times as long.
         first, *others = (addend.astype(np.float32) for addend in addends)
         target[:] = _add_to(first, others)
-    elif any(addend is target for addend in addends[2:]):
+    elif any(np.may_share_memory(addend, target) for addend in addends[2:]):
         target[:] = _add_to(addends[0] + addends[1], addends[2:])
     else:
         np.add(addends[0], addends[1], out=target)

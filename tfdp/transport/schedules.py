@@ -66,8 +66,52 @@ def segment_of(bounds: Sequence[int], part: int, number: int, segment: int) -> s
     return slice(begin, min(begin + segment, bounds[part + 1]))
 
 
-def elements(array: Array, where: slice) -> Array:
-    """Return the elements at a slice in bytes."""
+class Segments:
+    """An array, cut into a part for each member, and each part into segments.
+
+    Args:
+        array: Flat array.
+        total: Flat array of its length, which becomes the sum; it may be `array`.
+        bounds: Sequence of int, where the parts begin and end.
+        steps: Range of int, the steps that each segment makes.
+        num_bytes: Int, bytes of a segment; the last one of a part may have fewer.
+
+    Attributes:
+        size: Int, number of members.
+        order: List of segments and steps, in the order of `pipeline`.
+        sent, summed: `memoryview`s of the bytes of both arrays.
+    """
+
+    def __init__(
+        self,
+        array: Array,
+        total: Array,
+        bounds: Sequence[int],
+        *,
+        steps: range,
+        num_bytes: int,
+    ) -> None:
+        self._array, self._total = array, total
+        self._limits = [bound * array.itemsize for bound in bounds]
+        self.num_bytes = num_bytes
+        self.size = len(bounds) - 1
+        self.order = list(pipeline(num_segments(self._limits, num_bytes), steps))
+        self.sent, self.summed = bytes_of(array), bytes_of(total)
+
+    def where(self, part: int, number: int) -> slice:
+        """Return the bytes of a segment; parts are counted round."""
+        return segment_of(self._limits, part % self.size, number, self.num_bytes)
+
+    def addend(self, where: slice) -> Array:
+        """Return the elements at a slice in bytes of the array."""
+        return _elements(self._array, where)
+
+    def target(self, where: slice) -> Array:
+        """Return the elements at a slice in bytes of the sum."""
+        return _elements(self._total, where)
+
+
+def _elements(array: Array, where: slice) -> Array:
     return array[where.start // array.itemsize : where.stop // array.itemsize]
 
 

@@ -22,7 +22,7 @@ from tfdp.transport.flows import Flow, Gate, Piece, run
 from tfdp.transport.mesh import Mesh
 from tfdp.transport.ordered_sums import OrderedSums
 from tfdp.transport.ring import Ring
-from tfdp.transport.schedules import SEGMENT_BYTES, bytes_of, equal_bounds
+from tfdp.transport.schedules import SEGMENT_BYTES, Segments, bytes_of, equal_bounds
 
 # Up to here one exchange of whole arrays is faster than reduce-scatter and all-gather:
 # by a third between two members of one host, by half between three.
@@ -247,15 +247,8 @@ class SocketCommunicator:
         """Run steps of the ring, see `Ring`."""
         if self._size == 1:
             return
-        ring = Ring(
-            array,
-            total,
-            bounds,
-            index=self.index,
-            steps=steps,
-            segment=self._segment,
-            scratch=self._need_scratch(self._segment),
-        )
+        segments = Segments(array, total, bounds, steps=steps, num_bytes=self._segment)
+        ring = Ring(segments, self.index, self._need_scratch(self._segment))
         following = (self.index + 1) % self._size
         preceding = (self.index - 1) % self._size
         incoming, outgoing = ring.incoming(), ring.outgoing()
@@ -290,14 +283,9 @@ class SocketCommunicator:
         gather: bool,
     ) -> None:
         """Send each member its part, add the own one in order, and send the sum."""
-        sums = OrderedSums(
-            array,
-            total,
-            bounds,
-            index=self.index,
-            steps=range(2 if gather else 1),
-            segment=self._segment,
-        )
+        steps = range(2 if gather else 1)
+        segments = Segments(array, total, bounds, steps=steps, num_bytes=self._segment)
+        sums = OrderedSums(segments, self.index)
         self._run(
             [
                 self._flow(link, call, sums.outgoing(index), call, sums.incoming(index))
