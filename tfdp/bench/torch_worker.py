@@ -179,8 +179,12 @@ def timed(step: Callable[[], Any], *, meets: bool) -> Arm:
     return run
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
-    """Make the training steps that the driver asks for."""
+def join(setup: dict[str, Any]) -> None:
+    """Make this process a member of the workers' group, with one thread.
+
+    Args:
+        setup: Dict, its `rank` and all `addresses`.
+    """
     import torch
 
     torch.set_num_threads(1)
@@ -190,6 +194,11 @@ def make_arms(setup: dict[str, Any]) -> Arms:
         rank=setup["rank"],
         world_size=len(setup["addresses"]),
     )
+
+
+def make_arms(setup: dict[str, Any]) -> Arms:
+    """Make the training steps that the driver asks for."""
+    join(setup)
     told = setup["arms"]
 
     def make(name: str) -> Arm:

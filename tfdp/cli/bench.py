@@ -15,8 +15,6 @@ from tfdp.bench.stats import SCALINGS
 from tfdp.cli import bench_options as options
 from tfdp.cli import parameter_types as types
 from tfdp.cli.bench_models import models
-from tfdp.options import FLAT_ALGORITHMS
-from tfdp.plans.traffic import NAMES
 
 _EXAMPLES = """\b
 Examples:
@@ -129,15 +127,7 @@ def compare(**given: Any) -> None:
     show_default=True,
     help=f"Of {', '.join(COLLECTIVES)}.",
 )
-@click.option(
-    "--algorithms",
-    metavar="NAME...",
-    multiple=True,
-    type=click.Choice(NAMES),
-    default=FLAT_ALGORITHMS,
-    show_default=True,
-    help="Of the all-reduce: ring, tree, halving_doubling, hierarchical.",
-)
+@options.algorithms
 @click.option(
     "--sizes",
     metavar="SIZE...",

@@ -10,8 +10,6 @@ from tfdp.bench import gradients
 from tfdp.bench.published_models import PUBLISHED_MODELS
 from tfdp.cli import bench_options as options
 from tfdp.cli import parameter_types as types
-from tfdp.options import FLAT_ALGORITHMS
-from tfdp.plans.traffic import NAMES
 
 
 @click.command(cls=types.ManyValues)
@@ -25,15 +23,7 @@ from tfdp.plans.traffic import NAMES
     show_default=True,
     help=f"Of {', '.join(PUBLISHED_MODELS)}.",
 )
-@click.option(
-    "--algorithms",
-    metavar="NAME...",
-    multiple=True,
-    type=click.Choice(NAMES),
-    default=FLAT_ALGORITHMS,
-    show_default=True,
-    help=f"Of {', '.join(NAMES)}.",
-)
+@options.algorithms
 @click.option(
     "--backends",
     metavar="NAME...",

@@ -10,7 +10,7 @@ several bucket sizes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
@@ -58,24 +58,24 @@ BLOCKS = click.option(
     show_default=True,
     help="Turns of each side.",
 )
-MODELS_TO_TRAIN = click.option(
-    "--models",
-    metavar="NAME...",
-    multiple=True,
-    type=click.Choice(tuple(MODELS)),
-    default=tuple(MODELS),
-    show_default=True,
-    help="Models to train.",
-)
-MODELS_TO_COMPILE = click.option(
-    "--models",
-    metavar="NAME...",
-    multiple=True,
-    type=click.Choice(xla.MODELS),
-    default=xla.MODELS,
-    show_default=True,
-    help="Models to train.",
-)
+
+
+def models_of(names: Iterable[str], text: str) -> Option:
+    """The option that says of which models the figures are; all of them by default."""
+    return click.option(
+        "--models",
+        metavar="NAME...",
+        multiple=True,
+        type=click.Choice(tuple(names)),
+        default=tuple(names),
+        show_default=True,
+        help=text,
+    )
+
+
+MODELS_TO_TRAIN = models_of(MODELS, "Models to train.")
+MODELS_TO_COMPILE = models_of(xla.MODELS, "Models to train.")
+MODELS_TO_REDUCE = models_of(hosts_models.MODELS, "Models whose gradients are reduced.")
 TORCH = click.option(
     "--torch-python",
     metavar="PATH",
@@ -108,15 +108,6 @@ def workers_per_host(*default: int) -> Option:
     )
 
 
-MODELS_TO_REDUCE = click.option(
-    "--models",
-    metavar="NAME...",
-    multiple=True,
-    type=click.Choice(hosts_models.MODELS),
-    default=hosts_models.MODELS,
-    show_default=True,
-    help="Models whose gradients are reduced.",
-)
 MEGABYTES = click.option(
     "--megabytes",
     metavar="MB",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdp.bench.channel import Arms, work
+from tfdp.bench.torch_worker import join
 from tools.bench.metered import metered
 
 
@@ -33,15 +34,7 @@ def all_reduce_step(lengths: Sequence[int]) -> Callable[[], None]:
 
 def make_arms(setup: dict[str, Any]) -> Arms:
     """Make an arm for each size."""
-    import torch
-
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"tcp://{setup['addresses'][0]}",
-        rank=setup["rank"],
-        world_size=len(setup["addresses"]),
-    )
+    join(setup)
     return {
         name: metered(all_reduce_step(lengths))
         for name, lengths in setup["arms"].items()
