@@ -160,7 +160,7 @@ def clips_before_it_unscales(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def updates_with_the_slice_of_another_owner(env: Env, column: Any) -> Iterator[None]:
     """Slices of summed gradients go to the neighbours of their owners."""
-    from tfdp.sharding.shard_groups import ShardGroups
+    from tfdp.parameters.shard_groups import ShardGroups
 
     scatter = ShardGroups.reduce_scatter
 
@@ -188,7 +188,7 @@ def takes_norms_of_its_own_slices(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def does_not_gather_averages(env: Env, column: Any) -> Iterator[None]:
     """Each replica takes the averages that it owns for those of all owners."""
-    from tfdp.sharding.packing import unpack_rows
+    from tfdp.parameters.packing import unpack_rows
     from tfdp.sharding.shard_collectives import GraphShardCollectives
     from tfdp.sharding.sharded_layout import ShardedLayout
 

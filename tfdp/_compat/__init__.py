@@ -247,4 +247,17 @@ from tfdp._compat.seeds import (
     temporary_seed,
     tensorflow_random_state,
 )
+from tfdp._compat.tensor_reads import (
+    all_attached,
+    attached,
+    autocast_dtype,
+    is_cast_when_read,
+    newest_age,
+    operations,
+    record_read,
+    set_input,
+    set_value_of,
+    step_graph,
+    variable_like,
+)
 from tfdp._compat.xla import all_operations, lower, outermost, supports_jit

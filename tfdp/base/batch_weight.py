@@ -111,6 +111,13 @@ def forms() -> Any:
     return None if found is None else found.forms
 
 
+def set_constant(tensor: tf.Tensor) -> None:
+    """Note that a tensor of this thread's step has nothing of the batch in it."""
+    found = forms()
+    if found is not None:
+        found.set_constant(tensor)
+
+
 def num_samples() -> tf.Tensor | None:
     """Return the samples of all replicas in this step, or `None` where unknown."""
     found = _active()

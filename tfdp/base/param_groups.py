@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.plans.buckets import Entry
 
 # Element-wise optimizers: each element of a variable is updated from that of the
 # gradient alone. Any other class, a user's own and a subclass too, is taken to need
@@ -75,6 +77,12 @@ def param_groups_of(optimizer: Any, variables: Sequence[Any]) -> list[ParamGroup
 def path_of(variable: Any) -> str:
     """Return the path of a Keras variable, or the name of a `tf.Variable`."""
     return str(getattr(variable, "path", None) or variable.name)
+
+
+def entry_of(variable: Any) -> Entry:
+    """A Keras variable, or a `tf.Variable`, as planners see it."""
+    dtype = tf.as_dtype(variable.dtype)
+    return Entry(path_of(variable), tuple(variable.shape), dtype.name, dtype.size)
 
 
 def is_multi(optimizer: Any) -> bool:

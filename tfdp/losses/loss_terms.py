@@ -21,6 +21,7 @@ from tfdp.losses.global_statistics import global_statistic
 from tfdp.losses.row_forms.form import MEAN, PAIRS, Form, Kind
 from tfdp.losses.row_forms.forms import Forms
 from tfdp.losses.row_forms.rules import CALLS, LOOPS
+from tfdp.parameters.gathers import backward_pass
 
 # A log is worth less communication than a loss.
 _MOST_ELEMENTS_OF_LOG = 1024
@@ -37,6 +38,20 @@ def gradient(
     unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
 ) -> Any:
     """Replace `tf.GradientTape.gradient`: gradients of a loss as a mean over rows."""
+    with backward_pass():
+        return _gradient(
+            original, tape, target, sources, output_gradients, unconnected_gradients
+        )
+
+
+def _gradient(
+    original: Callable,
+    tape: Any,
+    target: Any,
+    sources: Any,
+    output_gradients: Any,
+    unconnected_gradients: Any,
+) -> Any:
     forms = batch_weight.forms()
     if forms is None or not _has_variables(sources):
         return original(tape, target, sources, output_gradients, unconnected_gradients)

@@ -14,7 +14,7 @@ from tfdp.base.param_groups import innermost
 from tfdp.step.loss_scale import LossScaling
 
 _SCOPES = ("all", "node")
-_SHARDINGS = ("none", "optimizer", "gradients")
+_SHARDINGS = ("none", "optimizer", "gradients", "parameters")
 
 
 def check_optimizer(optimizer: Any) -> None:

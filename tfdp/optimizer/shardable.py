@@ -43,7 +43,8 @@ class ShardableOptimizer(OptimizerSettings):
     @property
     def accumulates_sums(self) -> bool:
         """Whether slices of the sum over replicas are accumulated (ZeRO-2)."""
-        return self._shards is not None and self.sharding == "gradients"
+        shards_gradients = self.sharding in ("gradients", "parameters")
+        return self._shards is not None and shards_gradients
 
     @property
     def own_by_replica(self) -> list:

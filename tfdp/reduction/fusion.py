@@ -9,7 +9,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base.param_groups import path_of
 from tfdp.collectives import ProcessGroup, all_reduce, padded_length, timing
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import BucketPlan, Entry, effective_bucket_bytes, plan_buckets
@@ -57,12 +56,6 @@ def bucket_bytes_of(entries: Sequence[Entry], options: CommunicationOptions) -> 
         return options.bucket_bytes
     total_bytes = sum(entry.num_bytes for entry in entries)
     return effective_bucket_bytes(total_bytes, options.bucket_bytes)
-
-
-def entry_of(variable: Any) -> Entry:
-    """A Keras variable, or a `tf.Variable`, as planners see it."""
-    dtype = tf.as_dtype(variable.dtype)
-    return Entry(path_of(variable), tuple(variable.shape), dtype.name, dtype.size)
 
 
 def ready_order(tensors: Sequence[tf.Tensor]) -> list[int]:

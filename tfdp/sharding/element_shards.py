@@ -17,7 +17,7 @@ from tfdp import _compat
 from tfdp.base import xla
 from tfdp.plans.shards import Segment, ShardPlan
 from tfdp.reduction.fusion import pack
-from tfdp.sharding.packing import elements_of
+from tfdp.parameters.sharded_parameter import own_elements
 from tfdp.sharding.sharded_gradients import ShardedGradients
 from tfdp.step.flat_params import FlatParameterRange, TensorView
 from tfdp.step.grouped_update import gains_from_xla
@@ -50,9 +50,10 @@ class ElementShards:
         rows = [bucket.rows[owner] for bucket in plan.buckets]
         self.buckets = [number for number, row in enumerate(rows) if row]
         with tf.init_scope(), _compat.outside_strategies(), tf.device(device):
-            locals_ = [_compat.local_value(v, replica) for v in variables]
             flats = [
-                _variable(pack([elements_of(locals_[s.index], s) for s in rows[k]]))
+                _variable(
+                    pack([own_elements(variables[s.index], s, replica) for s in rows[k]])
+                )
                 for k in self.buckets
             ]
             clone = _compat.plain_clone(optimizer)
@@ -207,8 +208,8 @@ def _variable(value: tf.Tensor) -> Any:
 
 
 def _value(segment: Segment, variables: Sequence[Any]) -> tf.Tensor:
-    part = _compat.local_part(variables[segment.index])
-    return elements_of(part.read_value(), segment)
+    replica = _compat.local_replica_id_in_force()
+    return own_elements(variables[segment.index], segment, replica)
 
 
 def _decayed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfdp import _compat
-from tfdp.base.param_groups import innermost
+from tfdp.base.param_groups import entry_of, innermost
 from tfdp.plans.memory import (
     NOTHING,
     MemoryReport,
@@ -14,7 +14,6 @@ from tfdp.plans.memory import (
     unsharded_memory,
 )
 from tfdp.plans.shards import ShardPlan
-from tfdp.reduction.fusion import entry_of
 from tfdp.sharding.state_names import slot_names
 
 

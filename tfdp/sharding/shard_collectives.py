@@ -7,11 +7,12 @@ from typing import Protocol
 
 import tensorflow as tf
 
+from tfdp import _compat
 from tfdp.collectives import timing
 from tfdp.plans.shards import Segment, ShardPlan
 from tfdp.reduction.fusion import weighted
-from tfdp.sharding.packing import pack_row, pack_rows, unpack_rows
-from tfdp.sharding.shard_groups import ReduceDtypes, ShardGroups
+from tfdp.parameters.packing import pack_row, pack_rows, unpack_rows
+from tfdp.parameters.shard_groups import ReduceDtypes, ShardGroups
 
 Slices = list[tf.Tensor | None]
 
@@ -64,6 +65,8 @@ class GraphShardCollectives:
         replica: Int, index of the calling replica among the local ones.
         reduce_dtypes_of: Callable from what is sent to the dtypes that it travels in,
             see `ShardGroups.reduce_scatter`.
+        before_bucket: Callable, called before each reduce-scatter with the age of the
+            last operation that it waits for, or `None`. Defaults to `None`.
     """
 
     def __init__(
@@ -71,12 +74,14 @@ class GraphShardCollectives:
         groups: ShardGroups,
         replica: int,
         reduce_dtypes_of: Callable[[tf.Tensor], ReduceDtypes],
+        before_bucket: Callable[[int], None] | None = None,
     ) -> None:
         self.owner = groups.owner(replica)
         self.num_copies = groups.num_copies
         self._groups = groups
         self._replica = replica
         self._reduce_dtypes_of = reduce_dtypes_of
+        self._before_bucket = before_bucket
 
     def reduce_scatter(
         self,
@@ -91,6 +96,8 @@ class GraphShardCollectives:
             if not given:
                 slices.append(None)
                 continue
+            if self._before_bucket is not None:
+                self._before_bucket(max(_compat.op_position(tensors[i]) for i in given))
             flat = pack_rows(bucket, tensors, tensors[given[0]].dtype)
             if weight is not None:
                 flat = weighted(flat, weight)

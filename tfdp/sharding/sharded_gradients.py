@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdp.plans.shards import ShardPlan
 from tfdp.reduction.fusion import divided
-from tfdp.sharding.packing import pack_row
+from tfdp.parameters.packing import pack_row
 
 
 @dataclasses.dataclass(frozen=True)

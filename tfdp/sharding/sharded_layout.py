@@ -9,6 +9,8 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base.param_groups import ParamGroup, is_elementwise
+from tfdp.parameters.backward_gathers import BackwardGathers
+from tfdp.parameters.sharded_parameter import sharded_parameter
 from tfdp.reduction.fusion import weighted
 from tfdp.sharding.gradient_statistics import ShardedGradientStatistics, own_squares
 from tfdp.sharding.shard_collectives import ShardCollectives
@@ -24,6 +26,8 @@ class ShardedLayout:
         replica: Int, index of the calling replica among the local ones.
         collectives_of: Callable from a `ShardedParamGroup` to its `ShardCollectives`.
         reducer: `GradientReducer`, for rows of sparse gradients.
+        backward: `BackwardGathers` of sharded parameters, or `None`. Defaults to
+            `None`.
     """
 
     def __init__(
@@ -32,7 +36,9 @@ class ShardedLayout:
         replica: int,
         collectives_of: Callable[[ShardedParamGroup], ShardCollectives],
         reducer: Any,
+        backward: BackwardGathers | None = None,
     ) -> None:
+        self._backward = backward
         self._groups = groups
         self._replica = replica
         self._collectives_of = collectives_of
@@ -65,6 +71,8 @@ class ShardedLayout:
             if position not in sparse
         }
         slices = self._collectives_of(own).reduce_scatter(own.plan, dense, weight)
+        if self._backward is not None:
+            self._backward.all()
         rows = self._reducer.gather_rows(
             [
                 gradient if weight is None else weighted(gradient, weight)
@@ -235,17 +243,44 @@ class ShardedLayout:
     def _spread(
         self, own: ShardedParamGroup, slices: list, present: frozenset[int]
     ) -> None:
+        """Give the variables new values, of which the replica has its slices."""
+        if sharded_parameter(own.variables[0]) is not None:
+            self._keep(own, slices, present)
+            return
         gathered = self._collectives_of(own).all_gather(own.plan, slices)
         for index in sorted(present & gathered.keys()):
             variable = _compat.local_part(own.variables[index])
             value = tf.reshape(gathered[index], variable.shape)
             variable.assign(tf.cast(value, variable.dtype), read_value=False)
 
+    def _keep(
+        self, own: ShardedParamGroup, slices: list, present: frozenset[int]
+    ) -> None:
+        """Give sharded parameters new values: each replica keeps its own."""
+        owner = self._state(own).owner
+        for bucket, piece in zip(own.plan.buckets, slices, strict=True):
+            begin = 0
+            for segment in bucket.rows[owner] if piece is not None else ():
+                parameter = sharded_parameter(own.variables[segment.index])
+                assert parameter is not None
+                if segment.index in present:
+                    parameter.assign_part(piece[begin : begin + segment.size])
+                begin += segment.size
+        for index in present:
+            # What is gathered next has the new values of other replicas, too.
+            _forget(own.variables[index])
+
     def _sharded(self, group: ParamGroup) -> ShardedParamGroup:
         return self._groups[id(group.optimizer)]
 
     def _state(self, own: ShardedParamGroup) -> Any:
         return own.replicas[self._replica]
+
+
+def _forget(variable: Any) -> None:
+    parameter = sharded_parameter(variable)
+    if parameter is not None:
+        parameter.reader.forget(parameter)
 
 
 def _clips_by_norm(optimizer: Any) -> bool:

@@ -11,9 +11,11 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base.context import replica_context
-from tfdp.base.param_groups import innermost, is_elementwise
+from tfdp.base.param_groups import entry_of, innermost, is_elementwise
 from tfdp.coordination.checks import check_same_variables
 from tfdp.options import CommunicationOptions
+from tfdp.parameters.conversion import shard_variables
+from tfdp.parameters.gathers import Gathers, gathers_of
 from tfdp.plans.buckets import Bucket
 from tfdp.plans.shards import (
     ShardBucket,
@@ -21,8 +23,9 @@ from tfdp.plans.shards import (
     plan_element_shards,
     plan_variable_shards,
 )
-from tfdp.reduction.fusion import bucket_bytes_of, entry_of
+from tfdp.reduction.fusion import bucket_bytes_of
 from tfdp.reduction.reducer import ReplicaReducer
+from tfdp.sharding.parameter_plan import plan_of_parameters
 from tfdp.sharding.optimizer_state import (
     accumulator_state,
     param_group_state,
@@ -33,7 +36,7 @@ from tfdp.sharding.shard_collectives import (
     GraphShardCollectives,
     ShardCollectives,
 )
-from tfdp.sharding.shard_groups import ReduceDtypes, ShardGroups
+from tfdp.parameters.shard_groups import ReduceDtypes, ShardGroups
 from tfdp.sharding.sharded_layout import ShardedLayout
 from tfdp.sharding.sharded_param_group import ShardedParamGroup, owned_state
 from tfdp.sharding.state_names import slot_names
@@ -89,6 +92,16 @@ class ShardedState:
         self._devices = tuple(
             device if offload is None else host for device in self.groups.group.devices
         )
+        self._gathers: Gathers | None = None
+        if sharding == "parameters":
+            self._gathers = gathers_of(extended, self.groups, scope)
+            shard_variables(
+                variables,
+                strategy,
+                self._gathers,
+                self._devices,
+                bucket_bytes_of(list(map(entry_of, variables)), extended.options),
+            )
         was_built = optimizer.built
         if not was_built:
             _compat.build_without_state(optimizer, variables)
@@ -201,19 +214,25 @@ class ShardedState:
         context = replica_context()
         replica = _compat.local_replica_id(context)
         reducer = ReplicaReducer(self._extended.reducer, context)
+        backward = None if self._gathers is None else self._gathers.backward()
+        before_bucket = None if backward is None else backward.up_to
 
         def collectives_of(part: ShardedParamGroup) -> ShardCollectives:
             if tf.executing_eagerly() or _is_lopsided(part.plan, part.variables):
                 return EagerShardCollectives(self.groups, replica, reducer.sum)
-            return GraphShardCollectives(self.groups, replica, self._reduce_dtypes_of)
+            return GraphShardCollectives(
+                self.groups, replica, self._reduce_dtypes_of, before_bucket
+            )
 
-        return ShardedLayout(self.parts, replica, collectives_of, reducer)
+        return ShardedLayout(self.parts, replica, collectives_of, reducer, backward)
 
     def _sharded(self, optimizer: Any) -> ShardedParamGroup:
         variables = _compat.trained_by(optimizer)
         plan = shard_plan(
             optimizer, variables, self.groups.num_owners, self._extended.options
         )
+        if self._gathers is not None:
+            plan = plan_of_parameters(plan, variables, self._gathers)
         states = [
             owned_state(
                 optimizer, variables, plan, self.groups.owner(replica), replica, device

@@ -12,7 +12,8 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.plans.shards import ShardBucket, ShardPlan
 from tfdp.reduction.fusion import pack
-from tfdp.sharding.packing import pack_row
+from tfdp.parameters.packing import pack_row
+from tfdp.parameters.sharded_parameter import sharded_parameter
 from tfdp.sharding.sharded_gradients import ShardedGradients
 
 
@@ -37,9 +38,13 @@ class VariableShards:
         self.owned = plan.owned(owner)
         # Kept beside the replica's own where the update is made elsewhere.
         self._copies: dict[int, Any] = {}
+        # What the replica holds of sharded parameters: those that it owns, whole.
+        self._parts: dict[int, Any] = {}
         with tf.init_scope(), _compat.outside_strategies(), tf.device(device):
             mine = [_compat.with_local_value(variables[i], replica) for i in self.owned]
-            if mine and not _compat.is_on(mine[0], device):
+            if any(sharded_parameter(variables[i]) for i in self.owned):
+                self._parts = dict(zip(self.owned, mine, strict=True))
+            elif mine and not _compat.is_on(mine[0], device):
                 mine = [_compat.copy_of(variable) for variable in mine]
                 self._copies = dict(zip(self.owned, mine, strict=True))
             self.clone = _compat.plain_clone(optimizer)
@@ -68,7 +73,7 @@ class VariableShards:
         whole = self.gradients(gradients, variables)
         clone = self._clone_with_settings(optimizer, variables)
         self._refresh(variables)
-        updated = [self._copies.get(index, variables[index]) for index in mine]
+        updated = [self._updated(index, variables) for index in mine]
         if self.owned:
             # Also without gradients: what belongs to no variable moves on.
             with tf.device(self.device):
@@ -76,7 +81,7 @@ class VariableShards:
                 given = [whole[index] for index in mine]
                 _compat.update_variables(clone, given, updated, rate)
         values = {
-            index: _compat.local_part(self._copies.get(index, variables[index]))
+            index: _compat.local_part(self._updated(index, variables))
             for index in self.owned
         }
         return [
@@ -135,6 +140,11 @@ class VariableShards:
             for index, average in zip(self.owned, averages, strict=True)
         }
         return [self._pack(bucket, values) for bucket in self._plan.buckets]
+
+    def _updated(self, index: int, variables: list[Any]) -> Any:
+        """The Keras variable that the update changes in the place of one."""
+        found = self._parts.get(index, self._copies.get(index))
+        return variables[index] if found is None else found
 
     def _pack(self, bucket: ShardBucket, values: dict[int, Any]) -> tf.Tensor:
         row, padding = bucket.rows[self.owner], bucket.padding(self.owner)

@@ -75,6 +75,10 @@ class Forms:
         """Set the form of a tensor, whatever its operation is."""
         self._found[_key(tensor)] = form
 
+    def set_constant(self, tensor: Any) -> None:
+        """Set the form of a tensor that does not depend on the batch."""
+        self.set(tensor, CONSTANT)
+
     def of(self, tensor: Any) -> Form:
         """Return the form of a symbolic tensor; of anything else a constant's.
 

@@ -1,0 +1,86 @@
+"""Variables of a model made sharded, one at a time, and divided in another way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.base.param_groups import entry_of, path_of
+from tfdp.parameters.gathers import Gathers
+from tfdp.parameters.sharded_parameter import ShardedParameter, sharded_parameter
+from tfdp.plans.units import Ranges, equal_ranges, plan_units
+
+
+def shard_variables(
+    variables: Sequence[Any],
+    strategy: Any,
+    gathers: Gathers,
+    devices: Sequence[str],
+    unit_bytes: int,
+) -> None:
+    """Let each replica keep its part of some variables, and free the rest.
+
+    Variables are converted one at a time, so that never more than one is there
+    beside its parts.
+
+    Args:
+        variables: Sequence of Keras variables, in the order in which a forward pass
+            reads them. Those that are sharded stay as they are.
+        strategy: The tfdp strategy that made them.
+        gathers: `Gathers`.
+        devices: Sequence of strings, where each local replica keeps its parts.
+        unit_bytes: Int, largest size of a unit of several layers.
+    """
+    new = [v for v in variables if sharded_parameter(v) is None]
+    for variable in new:
+        _shard(variable, strategy, gathers, devices)
+    entries = [entry_of(variable) for variable in new]
+    layers = [path_of(variable).rpartition("/")[0] for variable in new]
+    for unit in plan_units(entries, layers, unit_bytes):
+        gathers.add_unit([new[index]._value for index in unit])
+
+
+def divide_again(
+    parameter: ShardedParameter, ranges: Ranges, *, keeps_shape: bool = False
+) -> None:
+    """Divide the elements of a parameter in another way. All workers call it.
+
+    Args:
+        parameter: `ShardedParameter`.
+        ranges: `Ranges`, which elements each owner holds from now on.
+        keeps_shape: Bool, whether the part of an owner of all elements has the shape
+            of the whole. Defaults to `False`.
+    """
+    whole = parameter.reader.gather_on_hosts(parameter)
+    parts = []
+    for replica, old in enumerate(parameter.values):
+        own = ranges[parameter.reader.owner(replica)]
+        is_whole = keeps_shape and own == (0, parameter.num_elements)
+        value = whole if is_whole else _elements(whole, own)
+        parts.append(_compat.variable_like(old, value, old.device))
+    parameter.replace_parts(parts, ranges)
+
+
+def _shard(
+    variable: Any, strategy: Any, gathers: Gathers, devices: Sequence[str]
+) -> None:
+    shape = tf.TensorShape(variable.shape)
+    ranges = equal_ranges(shape.num_elements(), gathers.groups.num_owners)
+    parts = [
+        _compat.variable_like(
+            old, _elements(old.read_value(), ranges[gathers.owner(replica)]), device
+        )
+        for replica, (old, device) in enumerate(
+            zip(variable.value.values, devices, strict=True)
+        )
+    ]
+    casts = _compat.is_cast_when_read(variable)
+    parameter = ShardedParameter(strategy, parts, shape, ranges, gathers, casts=casts)
+    _compat.set_value_of(variable, parameter)
+
+
+def _elements(whole: tf.Tensor, part: tuple[int, int]) -> tf.Tensor:
+    return tf.reshape(whole, [-1])[part[0] : part[1]]

@@ -1,0 +1,186 @@
+"""Reads of sharded parameters: in a step that is traced, in an eager one, outside."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.collectives import all_gather
+from tfdp.parameters.backward_gathers import BackwardGathers
+from tfdp.parameters.packing import unpack_rows
+from tfdp.parameters.shard_groups import ShardGroups
+from tfdp.parameters.sharded_parameter import ShardedParameter
+from tfdp.parameters.step_gathers import StepGathers, Unit
+from tfdp.plans.shards import ShardPlan
+from tfdp.plans.units import unit_bucket
+
+
+class Gathers:
+    """Reads of the parameters that share the same owners.
+
+    All workers make it at the same time.
+
+    Args:
+        extended: Extended class of a tfdp strategy.
+        groups: `ShardGroups`, the owners of parts.
+        prefetch: Int, units that are gathered before they are needed. Defaults to 1.
+        gathers_again: Bool, whether units are gathered again for the backward pass,
+            and not kept from the forward pass. Defaults to `True`.
+    """
+
+    def __init__(
+        self,
+        extended: Any,
+        groups: ShardGroups,
+        *,
+        prefetch: int = 1,
+        gathers_again: bool = True,
+    ) -> None:
+        self.groups = groups
+        self.prefetch = prefetch
+        self.gathers_again = gathers_again
+        self.units: list[Unit] = []
+        self._unit_of: dict[int, Unit] = {}
+        self._host_group = extended.host_group
+        self._owners = self._owners_of_all(extended.num_local)
+        # Of eager steps and reads outside of steps, until the next assignment.
+        self._eager_values: dict[int, tf.Tensor] = {}
+        self._eager_sources: dict[int, tf.Tensor] = {}
+
+    def owner(self, replica: int) -> int:
+        """Index of the part that a local replica holds."""
+        return self.groups.owner(replica)
+
+    def add_unit(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Let parameters be gathered together."""
+        unit = Unit(len(self.units), tuple(parameters))
+        self.units.append(unit)
+        self._unit_of.update((id(parameter), unit) for parameter in parameters)
+
+    def unit_of(self, parameter: ShardedParameter) -> Unit:
+        """The unit that a parameter is gathered with."""
+        return self._unit_of[id(parameter)]
+
+    def source(self, parameter: ShardedParameter) -> tf.Tensor:
+        """The tensor whose gradient is that of the parameter, for gradient tapes."""
+        step = self.step()
+        if step is not None:
+            return step.source(parameter)
+        key = id(parameter)
+        if key not in self._eager_sources:
+            self._eager_sources[key] = tf.zeros([], parameter.dtype)
+        return self._eager_sources[key]
+
+    def read(self, parameter: ShardedParameter) -> tf.Tensor:
+        """Gather the whole, or take what was gathered."""
+        step = self.step()
+        if step is not None:
+            return step.read(parameter, self.unit_of(parameter))
+        if not tf.executing_eagerly():
+            return self.gather_on_hosts(parameter)
+        value = tf.identity(self._eager_value(parameter))
+        _compat.record_read(parameter, value)
+        return value
+
+    def forget(self, parameter: ShardedParameter) -> None:
+        """Gather again when the parameter is read next: it has been assigned to."""
+        self._eager_values.pop(id(parameter), None)
+        step = self.step()
+        if step is not None:
+            step.forget(self.unit_of(parameter))
+
+    def step(self) -> StepGathers | None:
+        """What the running replica's step has gathered, or `None` outside of one.
+
+        Raises:
+            ValueError: In a `tf.function` that the step calls.
+        """
+        context = tf.distribute.get_replica_context()
+        if context is None or tf.executing_eagerly() or not tf.distribute.has_strategy():
+            return None
+        graph = _compat.step_graph()
+        if graph is None:
+            raise ValueError(
+                "A `tf.function` inside a training step reads sharded parameters, "
+                "which would be gathered for one call of it only. Call the function "
+                "without the decorator, or train with `sharding=\"gradients\"`."
+            )
+        replica = _compat.local_replica_id(context)
+        return _compat.attached(
+            graph,
+            (id(self), replica),
+            lambda: StepGathers(graph, self.groups, replica, self.prefetch),
+        )
+
+    def backward(self) -> BackwardGathers | None:
+        """Second gathers for what the running step has differentiated, if it is traced.
+
+        Returns:
+            `BackwardGathers`, or `None` where units are kept from the forward pass.
+        """
+        step = self.step() if self.gathers_again else None
+        return None if step is None else BackwardGathers(step, self.prefetch)
+
+    def gather_on_hosts(self, parameter: ShardedParameter) -> tf.Tensor:
+        """Gather the whole outside of a step. All workers call it.
+
+        Returns:
+            Tensor of the parameter's shape.
+        """
+        bucket = unit_bucket([0], [parameter.ranges], parameter.dtype.name)
+        parts = [tf.reshape(part.read_value(), [-1]) for part in parameter.values]
+        flat = tf.concat(
+            [tf.pad(part, [[0, bucket.slice_size - part.shape[0]]]) for part in parts],
+            axis=0,
+        )
+        if self._host_group.size > 1:
+            flat = all_gather(flat, self._host_group, 0)
+        slices = tf.reshape(flat, [-1, bucket.slice_size])  # [replicas, slice_size]
+        places = [self._owners.index(owner) for owner in range(len(bucket.rows))]
+        flat = tf.reshape(tf.gather(slices, places), [-1])
+        found = unpack_rows(ShardPlan((bucket,), len(bucket.rows)), [flat])
+        whole = found.get(0, tf.zeros([0], parameter.dtype))
+        return tf.reshape(whole, parameter.whole_shape)
+
+    def _eager_value(self, parameter: ShardedParameter) -> tf.Tensor:
+        if not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context():
+            return self.gather_on_hosts(parameter)
+        # The first local replica gathers for all of them.
+        key = id(parameter)
+        if key not in self._eager_values:
+            self._eager_values[key] = self.gather_on_hosts(parameter)
+        return self._eager_values[key]
+
+    def _owners_of_all(self, num_local: int) -> list[int]:
+        """The part of every replica, in the order in which workers gather."""
+        own = tf.constant([self.owner(replica) for replica in range(num_local)])
+        if self._host_group.size > 1:
+            own = all_gather(own, self._host_group, 0)
+        return own.numpy().tolist()
+
+
+@contextlib.contextmanager
+def backward_pass() -> Iterator[None]:
+    """Mark what a gradient tape traces in a replica's step as its backward pass."""
+    context = tf.distribute.get_replica_context()
+    graph = None if tf.executing_eagerly() else _compat.step_graph()
+    steps = []
+    if context is not None and graph is not None:
+        replica = _compat.local_replica_id(context)
+        steps = [s for s in _compat.all_attached(graph) if s.replica == replica]
+    begins = [step.order.newest() for step in steps]
+    yield
+    for step, begin in zip(steps, begins, strict=True):
+        step.note_backward_pass(begin, step.order.newest())
+
+
+def gathers_of(extended: Any, groups: ShardGroups, scope: str) -> Gathers:
+    """The reads of all parameters of a strategy that the same replicas share."""
+    found = vars(extended).setdefault("_parameter_gathers", {})
+    if scope not in found:
+        found[scope] = Gathers(extended, groups)
+    return found[scope]

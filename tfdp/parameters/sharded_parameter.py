@@ -1,0 +1,175 @@
+"""A variable of which each replica holds a part, and that is read as the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.parameters.packing import elements_of
+from tfdp.plans.shards import Segment
+from tfdp.plans.units import Ranges
+from tfdp.replicas.variables import MirroredVariable
+
+
+class Reader(Protocol):
+    """Where a parameter is read from, see `tfdp.parameters.gathers.Gathers`."""
+
+    def read(self, parameter: ShardedParameter) -> tf.Tensor:
+        """Gather the whole for whoever asks."""
+
+    def source(self, parameter: ShardedParameter) -> tf.Tensor:
+        """The tensor whose gradient is that of the parameter."""
+
+    def forget(self, parameter: ShardedParameter) -> None:
+        """Gather again when it is read next."""
+
+    def owner(self, replica: int) -> int:
+        """Index of the part that a local replica holds."""
+
+    def gather_on_hosts(self, parameter: ShardedParameter) -> tf.Tensor:
+        """Gather the whole outside of a step. All workers call it."""
+
+
+class ShardedParameter(MirroredVariable):
+    """Variable of which each replica holds some elements.
+
+    To a model it is the whole: a step that reads it gathers it, with the rest of its
+    unit, and its gradient is that of the whole. Its components, one for each local
+    replica, are the parts.
+
+    Args:
+        strategy: A tfdp strategy.
+        parts: Sequence of `tf.Variable`, what each local replica holds.
+        shape: `tf.TensorShape` of the whole.
+        ranges: `Ranges`, the elements of each owner.
+        reader: `Reader`.
+        casts: Bool, whether Keras reads it in the dtype of an autocast scope.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        parts: Sequence[tf.Variable],
+        shape: Any,
+        ranges: Ranges,
+        reader: Reader,
+        *,
+        casts: bool,
+    ) -> None:
+        self.whole_shape = tf.TensorShape(shape)
+        self.ranges = ranges
+        self.reader = reader
+        self.casts = casts
+        super().__init__(strategy, list(parts), tf.VariableAggregation.NONE)
+
+    @property
+    def num_elements(self) -> int:
+        """Int, elements of the whole."""
+        return self.whole_shape.num_elements()
+
+    def replace_parts(self, parts: Sequence[tf.Variable], ranges: Ranges) -> None:
+        """Hold other elements from now on."""
+        self._values = tuple(parts)
+        self.ranges = ranges
+        self.reader.forget(self)
+
+    # To TensorFlow and Keras it is the whole.
+
+    @property
+    def trainable(self) -> bool:
+        return True
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        return self.whole_shape
+
+    def get_shape(self) -> tf.TensorShape:
+        return self.whole_shape
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """By which gradient tapes know it, see `_compat.record_read`."""
+        return self.reader.source(self)
+
+    def _get(self) -> tf.Tensor:
+        return self.reader.read(self)
+
+    def _get_on_device_or_primary(self) -> tf.Tensor:
+        return self._get()
+
+    def value(self) -> tf.Tensor:
+        return self._get()
+
+    def read_value(self) -> tf.Tensor:
+        return self._get()
+
+    def numpy(self) -> np.ndarray:
+        return np.asarray(self._get().numpy())
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> ShardedParameter:
+        """Set the whole; each replica takes its part of it."""
+        del args, kwargs
+        value = tf.convert_to_tensor(value, self.dtype)
+        value.shape.assert_is_compatible_with(self.whole_shape)
+        return self._update_parts(lambda part, own: part.assign(own), value)
+
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> ShardedParameter:
+        """Add to the whole; each replica takes its part of it."""
+        del args, kwargs
+        delta = tf.convert_to_tensor(delta, self.dtype)
+        return self._update_parts(lambda part, own: part.assign_add(own), delta)
+
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> ShardedParameter:
+        """Subtract from the whole; each replica takes its part of it."""
+        return self.assign_add(-tf.convert_to_tensor(delta, self.dtype))
+
+    def assign_part(self, value: tf.Tensor) -> None:
+        """Set the part of the replica that is running.
+
+        Args:
+            value: Tensor of shape `[size of the part]`.
+        """
+        part = _compat.local_part(self)
+        part.assign(tf.reshape(value, part.shape), read_value=False)
+        self.reader.forget(self)
+
+    def _update_parts(self, update: Callable, value: tf.Tensor) -> ShardedParameter:
+        flat = tf.reshape(value, [-1])
+        context = tf.distribute.get_replica_context()
+        replicas: Sequence[int] = range(len(self.values))
+        if context is not None and tf.distribute.has_strategy():
+            replicas = [_compat.local_replica_id(context)]
+        for replica in replicas:
+            part = self.values[replica]
+            start, stop = self.ranges[self.reader.owner(replica)]
+            with tf.device(part.device):
+                update(part, tf.reshape(flat[start:stop], part.shape))
+        self.reader.forget(self)
+        return self
+
+
+def sharded_parameter(variable: Any) -> ShardedParameter | None:
+    """The sharded parameter behind a Keras variable, or `None` if it is whole."""
+    value = getattr(variable, "_value", variable)
+    return value if isinstance(value, ShardedParameter) else None
+
+
+def own_elements(variable: Any, segment: Segment, replica: int) -> tf.Tensor:
+    """Elements of a variable that a local replica holds.
+
+    Args:
+        variable: Keras variable, whole on every replica or sharded.
+        segment: `Segment`; of a sharded variable, all that the replica holds.
+        replica: Int, index of the replica among the local ones.
+
+    Returns:
+        Tensor of shape `[segment.size]`.
+    """
+    part = _compat.local_value(variable, replica).read_value()
+    if sharded_parameter(variable) is None:
+        return elements_of(part, segment)
+    return tf.reshape(part, [-1])

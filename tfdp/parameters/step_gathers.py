@@ -1,0 +1,206 @@
+"""Units that one replica's step gathers, while the step is traced.
+
+    first read of unit 0: gather 0, 1            (one is prefetched)
+    first read of unit 1:       gather 2, when what unit 0 computes has begun
+    first read of unit 2:             gather 3, when what unit 1 computes has begun
+
+TensorFlow starts every operation as soon as its inputs are there, so it would gather
+all units at once. Here each gather waits for an operation of an earlier unit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.base import batch_weight
+from tfdp.collectives import timing
+from tfdp.parameters.compute_order import ComputeOrder
+from tfdp.parameters.packing import unpack_rows
+from tfdp.parameters.shard_groups import ShardGroups
+from tfdp.parameters.sharded_parameter import ShardedParameter
+from tfdp.plans.shards import ShardPlan
+from tfdp.plans.units import unit_bucket
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Parameters that are gathered together.
+
+    Args:
+        number: Int, its place in the order of the forward pass.
+        parameters: Tuple of `ShardedParameter`.
+    """
+
+    number: int
+    parameters: tuple[ShardedParameter, ...]
+
+
+@dataclasses.dataclass(eq=False)
+class GatheredUnit:
+    """A unit as a step has gathered it.
+
+    Args:
+        unit: `Unit`.
+        dtypes: Tuple of `tf.DType`, in which each parameter travelled.
+        values: Dict from the `id` of a parameter to its whole value.
+        age: Int, age of the last operation before it was first read.
+    """
+
+    unit: Unit
+    dtypes: tuple[tf.DType, ...]
+    values: dict[int, tf.Tensor]
+    age: int
+
+
+class StepGathers:
+    """What the step of one replica has gathered, in one graph.
+
+    Args:
+        graph: The graph of the step, around its loops and branches.
+        groups: `ShardGroups`.
+        replica: Int, index of the replica among the local ones.
+        prefetch: Int, units that are gathered before they are needed.
+    """
+
+    def __init__(
+        self, graph: Any, groups: ShardGroups, replica: int, prefetch: int
+    ) -> None:
+        self.graph = graph
+        self.groups = groups
+        self.replica = replica
+        self.prefetch = prefetch
+        self.order = ComputeOrder(graph)
+        # All that was gathered, in order, and what is up to date.
+        self.gathered: list[GatheredUnit] = []
+        self._current: dict[tuple[int, str], GatheredUnit] = {}
+        self._sources: dict[int, tf.Tensor] = {}
+        self._backward_passes: list[tuple[int, int]] = []
+
+    def source(self, parameter: ShardedParameter) -> tf.Tensor:
+        """The tensor whose gradient is that of the parameter.
+
+        It is never computed.
+        """
+        key = id(parameter)
+        if key not in self._sources:
+            with self.graph.as_default(), tf.control_dependencies(None):
+                self._sources[key] = tf.zeros(parameter.whole_shape, parameter.dtype)
+        return self._sources[key]
+
+    def read(self, parameter: ShardedParameter, unit: Unit) -> tf.Tensor:
+        """Read a parameter, and gather its unit at the first read.
+
+        Returns:
+            Tensor of the parameter's shape, in the dtype that the model computes in.
+        """
+        key = (id(parameter), _read_dtype(parameter).name)
+        with self.graph.as_default():
+            if key not in self._current:
+                self._gather(unit)
+            value = tf.identity(self._current[key].values[id(parameter)])
+            batch_weight.set_constant(value)
+        _compat.record_read(parameter, value)
+        return value
+
+    def forget(self, unit: Unit) -> None:
+        """Gather a unit again when it is read next."""
+        members = {id(parameter) for parameter in unit.parameters}
+        for key in [key for key in self._current if key[0] in members]:
+            del self._current[key]
+
+    def note_backward_pass(self, begin: int, end: int) -> None:
+        """Remember that a backward pass has been traced.
+
+        Args:
+            begin: Int, age of the last operation before it.
+            end: Int, age of its last operation.
+        """
+        self._backward_passes.append((begin, end))
+
+    def take_backward_passes(self) -> list[tuple[int, int]]:
+        """The backward passes since they were taken last."""
+        taken, self._backward_passes = self._backward_passes, []
+        return taken
+
+    def _gather(self, unit: Unit) -> None:
+        dtypes = tuple(map(_read_dtype, unit.parameters))
+        age = self.order.newest()
+        gate = self._gate(len(self.gathered))
+        values = gather_unit(self, unit, dtypes, gate)
+        found = GatheredUnit(unit, dtypes, values, age)
+        self.gathered.append(found)
+        for parameter, dtype in zip(unit.parameters, dtypes, strict=True):
+            self._current[id(parameter), dtype.name] = found
+
+    def _gate(self, number: int) -> list[tf.Operation]:
+        """What the gather of a unit waits for, see the top of this file."""
+        before = number - 1 - self.prefetch
+        if before < 0:
+            return []
+        return self.order.last_until(self.gathered[before].age)
+
+
+def gather_unit(
+    step: StepGathers,
+    unit: Unit,
+    dtypes: Sequence[tf.DType],
+    gate: Sequence[tf.Operation],
+) -> dict[int, tf.Tensor]:
+    """Gather a unit on the calling replica, by one all-gather for each dtype.
+
+    Args:
+        step: `StepGathers`.
+        unit: `Unit`.
+        dtypes: Sequence of `tf.DType`, in which each parameter travels.
+        gate: Sequence of operations that come before.
+
+    Returns:
+        Dict from the `id` of a parameter to its whole value.
+    """
+    values: dict[int, tf.Tensor] = {}
+    device = step.groups.group.devices[step.replica]
+    with tf.control_dependencies(list(gate)), tf.device(device):
+        for dtype in dict.fromkeys(dtypes):
+            members = [
+                parameter
+                for parameter, own in zip(unit.parameters, dtypes, strict=True)
+                if own == dtype
+            ]
+            label = f"{timing.PARAMETERS} {unit.number}"
+            with timing.labelled(label):
+                wholes = _gather_members(step, unit.number, members, dtype)
+            step.order.begin_with(wholes)
+            values.update(zip(map(id, members), wholes, strict=True))
+    return values
+
+
+def _gather_members(
+    step: StepGathers, channel: int, members: list[ShardedParameter], dtype: tf.DType
+) -> list[tf.Tensor]:
+    """Gather parameters that travel in one dtype."""
+    ranges = [parameter.ranges for parameter in members]
+    bucket = unit_bucket(range(len(members)), ranges, dtype.name)
+    parts = [_compat.local_value(parameter, step.replica) for parameter in members]
+    piece = [tf.cast(tf.reshape(part.read_value(), [-1]), dtype) for part in parts]
+    padding = bucket.padding(step.groups.owner(step.replica))
+    own = tf.concat([*piece, tf.zeros([padding], dtype)], axis=0)  # [slice_size]
+    flat = step.groups.all_gather(own, step.replica, channel=channel)
+    found = unpack_rows(ShardPlan((bucket,), len(bucket.rows)), [flat])
+    return [
+        tf.reshape(found[index], parameter.whole_shape)
+        if index in found
+        else tf.zeros(parameter.whole_shape, dtype)
+        for index, parameter in enumerate(members)
+    ]
+
+
+def _read_dtype(parameter: ShardedParameter) -> tf.DType:
+    """The dtype in which Keras reads a parameter where the model is computing."""
+    casts = parameter.casts and parameter.dtype.is_floating
+    scope = _compat.autocast_dtype() if casts else None
+    return parameter.dtype if scope is None else tf.as_dtype(scope)
