@@ -10,7 +10,11 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base.param_groups import entry_of, path_of
 from tfdp.parameters.gathers import Gathers
-from tfdp.parameters.sharded_parameter import ShardedParameter, sharded_parameter
+from tfdp.parameters.sharded_parameter import (
+    ShardedParameter,
+    copy_of_elements,
+    sharded_parameter,
+)
 from tfdp.plans.units import Ranges, equal_ranges, plan_units
 
 
@@ -83,4 +87,4 @@ def _shard(
 
 
 def _elements(whole: tf.Tensor, part: tuple[int, int]) -> tf.Tensor:
-    return tf.reshape(whole, [-1])[part[0] : part[1]]
+    return copy_of_elements(tf.reshape(whole, [-1]), *part)

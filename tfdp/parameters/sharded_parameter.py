@@ -147,7 +147,8 @@ class ShardedParameter(MirroredVariable):
             part = self.values[replica]
             start, stop = self.ranges[self.reader.owner(replica)]
             with tf.device(part.device):
-                update(part, tf.reshape(flat[start:stop], part.shape))
+                own = copy_of_elements(flat, start, stop)
+                update(part, tf.reshape(own, part.shape))
         self.reader.forget(self)
         return self
 
@@ -156,6 +157,15 @@ def sharded_parameter(variable: Any) -> ShardedParameter | None:
     """The sharded parameter behind a Keras variable, or `None` if it is whole."""
     value = getattr(variable, "_value", variable)
     return value if isinstance(value, ShardedParameter) else None
+
+
+def copy_of_elements(flat: tf.Tensor, start: int, stop: int) -> tf.Tensor:
+    """Elements of a flat tensor, in memory of their own.
+
+    A slice shares the memory of the tensor that it is cut out of: a variable that is
+    given one would keep the whole.
+    """
+    return tf.raw_ops.DeepCopy(x=flat[start:stop])
 
 
 def own_elements(variable: Any, segment: Segment, replica: int) -> tf.Tensor:
