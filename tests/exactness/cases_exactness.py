@@ -29,7 +29,7 @@ NUM_UPDATES = 12
 # That of every case, so that the limits are compared with the cells' own gradients.
 SEED = 1234
 DTYPES = ("float32", "float64")
-SHARDINGS = ("none", "optimizer", "gradients")
+SHARDINGS = ("none", "optimizer", "gradients", "parameters")
 # DESIGN section 5, point 10.
 TOLERANCES = {"float32": 1e-5, "float64": 1e-9}
 FTRL_TOLERANCE = 5e-5

@@ -6,7 +6,7 @@ from tfdp.callbacks.optimizer_callback import OptimizerCallback
 from tfdp.optimizer.arguments import check_sharding
 from tfdp.optimizer.distributed import DistributedOptimizer
 
-_STAGES = {1: "optimizer", 2: "gradients"}
+_STAGES = {1: "optimizer", 2: "gradients", 3: "parameters"}
 
 
 class ShardedOptimizer(OptimizerCallback):
@@ -20,8 +20,9 @@ class ShardedOptimizer(OptimizerCallback):
     them. Files are those of plain Keras.
 
     Args:
-        stage: Int: 1, slots are sharded (ZeRO-1); or 2, accumulated gradients too
-            (ZeRO-2). Defaults to 1.
+        stage: Int: 1, slots are sharded (ZeRO-1); 2, accumulated gradients too
+            (ZeRO-2); or 3, the weights too, of which a step gathers what it computes
+            with (ZeRO-3). Defaults to 1.
         shard_scope: String: `"all"`, or `"node"`, where every node has the whole
             state, so that less travels between nodes. Defaults to `"all"`.
         offload: `"cpu"`: what is sharded is kept and updated in the memory of the
@@ -51,8 +52,7 @@ class ShardedOptimizer(OptimizerCallback):
     ) -> None:
         super().__init__()
         if isinstance(stage, bool) or stage not in tuple(_STAGES):
-            more = " Stage 3, sharded weights, is not there yet." if stage == 3 else ""
-            raise ValueError(f"`stage` must be 1 or 2.{more} Received: stage={stage!r}")
+            raise ValueError(f"`stage` must be 1, 2 or 3. Received: stage={stage!r}")
         check_sharding(_STAGES[stage], shard_scope, offload)
         self.sharding = _STAGES[stage]
         self.shard_scope = shard_scope

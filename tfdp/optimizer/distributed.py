@@ -52,8 +52,9 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         accumulation_steps: Int, micro-batches of an update. Defaults to 1.
         loss_scale: `None`, a float, or `"dynamic"`. Defaults to `None`.
         sharding: String: `"none"`; `"optimizer"`, each replica holds and updates
-            a part of the optimizer's state (ZeRO-1); or `"gradients"`, accumulated
-            gradients are sharded too (ZeRO-2). Defaults to `"none"`.
+            a part of the optimizer's state (ZeRO-1); `"gradients"`, accumulated
+            gradients are sharded too (ZeRO-2); or `"parameters"`, the weights too
+            (ZeRO-3). Defaults to `"none"`.
         shard_scope: String, who shares one state: `"all"` replicas, or those of a
             `"node"`. Defaults to `"all"`.
         offload: `"cpu"`: sharded state is kept and updated in the memory of the
