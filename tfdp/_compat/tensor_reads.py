@@ -38,9 +38,7 @@ def record_read(variable: Any, value: tf.Tensor) -> None:
     def gradient(upstream: Any) -> list[Any]:
         if isinstance(upstream, tf.IndexedSlices):
             values = tf.cast(upstream.values, source.dtype)
-            return [
-                tf.IndexedSlices(values, upstream.indices, upstream.dense_shape)
-            ]
+            return [tf.IndexedSlices(values, upstream.indices, upstream.dense_shape)]
         return [tf.cast(upstream, source.dtype)]
 
     pywrap_tfe.TFE_Py_TapeVariableAccessed(variable)
@@ -113,8 +111,14 @@ def set_value_of(variable: Any, value: Any) -> None:
 
 
 def variable_like(variable: tf.Variable, value: Any, device: str) -> tf.Variable:
-    """A `tf.Variable` of one device with another's name, which no tape watches."""
+    """A `tf.Variable` of one device that is not watched by tapes, named like another.
+
+    Keras's optimizers know a variable, and whether it decays, by the identity that it
+    shares with the other.
+    """
     with tf.init_scope(), outside_strategies(), tf.device(device):
-        return resource_variable_ops.ResourceVariable(
+        made = resource_variable_ops.ResourceVariable(
             value, trainable=False, name=variable.name.partition(":")[0]
         )
+    made._unique_id = variable._unique_id
+    return made

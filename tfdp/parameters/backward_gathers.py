@@ -59,7 +59,8 @@ class BackwardGathers:
         passes = step.take_backward_passes()
         found = [(unit, list(_uses(unit, passes))) for unit in step.gathered[:-1]]
         self._waiting = sorted(
-            ((unit, uses) for unit, uses in found if uses), key=lambda item: _first(item[1])
+            ((unit, uses) for unit, uses in found if uses),
+            key=lambda item: _first(item[1]),
         )
         begins = [begin for begin, _ in passes[:1]] * (1 + prefetch)
         # The gather of each waits for what was traced until then.

@@ -100,14 +100,18 @@ class Gathers:
             ValueError: In a `tf.function` that the step calls.
         """
         context = tf.distribute.get_replica_context()
-        if context is None or tf.executing_eagerly() or not tf.distribute.has_strategy():
+        if (
+            context is None
+            or tf.executing_eagerly()
+            or not tf.distribute.has_strategy()
+        ):
             return None
         graph = _compat.step_graph()
         if graph is None:
             raise ValueError(
                 "A `tf.function` inside a training step reads sharded parameters, "
                 "which would be gathered for one call of it only. Call the function "
-                "without the decorator, or train with `sharding=\"gradients\"`."
+                'without the decorator, or train with `sharding="gradients"`.'
             )
         replica = _compat.local_replica_id(context)
         return _compat.attached(

@@ -80,7 +80,9 @@ def plan_units(
     return [tuple(unit) for unit in units]
 
 
-def unit_bucket(indices: Sequence[int], ranges: Sequence[Ranges], dtype: str) -> ShardBucket:
+def unit_bucket(
+    indices: Sequence[int], ranges: Sequence[Ranges], dtype: str
+) -> ShardBucket:
     """Lay the parts of some parameters end to end, one row for each owner.
 
     Args:

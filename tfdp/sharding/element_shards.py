@@ -15,9 +15,9 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import xla
+from tfdp.parameters.sharded_parameter import own_elements
 from tfdp.plans.shards import Segment, ShardPlan
 from tfdp.reduction.fusion import pack
-from tfdp.parameters.sharded_parameter import own_elements
 from tfdp.sharding.sharded_gradients import ShardedGradients
 from tfdp.step.flat_params import FlatParameterRange, TensorView
 from tfdp.step.grouped_update import gains_from_xla
@@ -52,7 +52,9 @@ class ElementShards:
         with tf.init_scope(), _compat.outside_strategies(), tf.device(device):
             flats = [
                 _variable(
-                    pack([own_elements(variables[s.index], s, replica) for s in rows[k]])
+                    pack(
+                        [own_elements(variables[s.index], s, replica) for s in rows[k]]
+                    )
                 )
                 for k in self.buckets
             ]

@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.collectives import timing
-from tfdp.plans.shards import Segment, ShardPlan
-from tfdp.reduction.fusion import weighted
 from tfdp.parameters.packing import pack_row, pack_rows, unpack_rows
 from tfdp.parameters.shard_groups import ReduceDtypes, ShardGroups
+from tfdp.plans.shards import Segment, ShardPlan
+from tfdp.reduction.fusion import weighted
 
 Slices = list[tf.Tensor | None]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from tfdp.parameters.packing import pack_row
 from tfdp.plans.shards import ShardPlan
 from tfdp.reduction.fusion import divided
-from tfdp.parameters.packing import pack_row
 
 
 @dataclasses.dataclass(frozen=True)

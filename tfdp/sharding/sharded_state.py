@@ -16,6 +16,7 @@ from tfdp.coordination.checks import check_same_variables
 from tfdp.options import CommunicationOptions
 from tfdp.parameters.conversion import shard_variables
 from tfdp.parameters.gathers import Gathers, gathers_of
+from tfdp.parameters.shard_groups import ReduceDtypes, ShardGroups
 from tfdp.plans.buckets import Bucket
 from tfdp.plans.shards import (
     ShardBucket,
@@ -25,18 +26,17 @@ from tfdp.plans.shards import (
 )
 from tfdp.reduction.fusion import bucket_bytes_of
 from tfdp.reduction.reducer import ReplicaReducer
-from tfdp.sharding.parameter_plan import plan_of_parameters
 from tfdp.sharding.optimizer_state import (
     accumulator_state,
     param_group_state,
     shard_full_slots,
 )
+from tfdp.sharding.parameter_plan import plan_of_parameters
 from tfdp.sharding.shard_collectives import (
     EagerShardCollectives,
     GraphShardCollectives,
     ShardCollectives,
 )
-from tfdp.parameters.shard_groups import ReduceDtypes, ShardGroups
 from tfdp.sharding.sharded_layout import ShardedLayout
 from tfdp.sharding.sharded_param_group import ShardedParamGroup, owned_state
 from tfdp.sharding.state_names import slot_names

@@ -10,10 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.plans.shards import ShardBucket, ShardPlan
-from tfdp.reduction.fusion import pack
 from tfdp.parameters.packing import pack_row
 from tfdp.parameters.sharded_parameter import sharded_parameter
+from tfdp.plans.shards import ShardBucket, ShardPlan
+from tfdp.reduction.fusion import pack
 from tfdp.sharding.sharded_gradients import ShardedGradients
 
 
