@@ -5,8 +5,9 @@ One device runs without XLA, so that what is compared is both.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -39,15 +40,24 @@ def _trained(env: Env, model: keras.Model, *data: Any, **options: Any) -> dict:
     return {"history": history, "weights": env.weights(model)}
 
 
-def _without(env: Env, model: keras.Model, reason: str, *data: Any) -> dict:
-    """Train a model that XLA cannot compile, which one sentence says."""
+@contextlib.contextmanager
+def _told_that_fails(env: Env, loop: str, reason: str) -> Iterator[None]:
+    """One sentence of several replicas says why a loop runs without XLA."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        history = common.fit(model, *data)
+        yield
     sentences = [str(w.message) for w in told if LEFT_OUT in str(w.message)]
+    assert len(sentences) == (not env.is_reference), sentences
+    for sentence in sentences:
+        assert reason in sentence
+        assert f"`{loop}` runs without XLA" in sentence
+
+
+def _without(env: Env, model: keras.Model, reason: str, *data: Any) -> dict:
+    """Train a model that XLA cannot compile, which one sentence says."""
+    with _told_that_fails(env, "fit", reason):
+        history = common.fit(model, *data)
     if not env.is_reference:
-        assert len(sentences) == 1, sentences
-        assert reason in sentences[0]
         assert not env.distribution.communication_plan(model).is_compiled
     return {"history": history, "weights": env.weights(model)}
 
@@ -223,6 +233,32 @@ def xla_not_where_it_lacks_an_operation(env: Env) -> dict:
     model = _compiled(env, build)
     reason = "XLA lacks the operation `AsString`"
     return _without(env, model, reason, *common.regression_data(24))
+
+
+class _WordsOutsideTraining(_Words):
+    def call(self, x, training=None):
+        return x if training else super().call(x)
+
+
+@case("`jit_compile=True`: what XLA lacks in `predict` leaves training compiled")
+def xla_in_fit_where_predict_lacks_an_operation(env: Env) -> dict:
+    def build() -> keras.Model:
+        inputs = keras.Input((common.NUM_FEATURES,))
+        return keras.Model(inputs, layers.Dense(1)(_WordsOutsideTraining()(inputs)))
+
+    x, y = common.regression_data(24)
+    model = _compiled(env, build)
+    found = _trained(env, model, x, y)
+    with _told_that_fails(env, "predict", "`AsString`"):
+        found["predict"] = model.predict(x, verbose=0)
+    with _told_that_fails(env, "evaluate", "`AsString`"):
+        found["evaluate"] = model.evaluate(x, y, verbose=0)
+    assert model.predict(x, verbose=0).shape == (24, 1)  # without a word
+    if not env.is_reference:
+        assert "after one XLA cluster" in str(
+            env.distribution.communication_plan(model)
+        )
+    return found
 
 
 @case("`jit_compile=True`: synchronized BatchNormalization has collectives of its own")
