@@ -265,6 +265,7 @@ LEFT_OUT = {
     "xla_with_accumulation_*": "xla_for_the_update",
     "xla_with_rows_and_a_mask": "xla_in_all_loops",
     "xla_of_a_model_that_is_not_built": "xla_in_all_loops",
+    "xla_for_images_of_unknown_size": "xla_in_all_loops",
     "xla_in_fit_where_predict_*": "xla_not_where_it_lacks_an_operation",
     "xla_not_with_collectives_*": "xla_not_where_it_lacks_an_operation",
     "xla_not_where_a_step_uses_*": "xla_not_where_it_lacks_an_operation",

@@ -105,6 +105,29 @@ def _cnn() -> keras.Model:
     )
 
 
+@case("`jit_compile=True`: images of any size, of which a small one is too small")
+def xla_for_images_of_unknown_size(env: Env) -> dict:
+    """What XLA lacks is looked for at sizes with which the model can do."""
+
+    def batches() -> Iterator[tuple]:
+        rng = np.random.default_rng(0)
+        for width in (24, 32):
+            x = rng.normal(size=(8, 24, width, 3)).astype("float32")
+            yield x, x.mean((1, 2, 3))[:, None]
+
+    def build() -> keras.Model:
+        x = inputs = keras.Input((None, None, 3))
+        for _ in range(3):  # of 16 pixels they leave none
+            x = layers.MaxPooling2D()(layers.Conv2D(2, 3)(x))
+        return keras.Model(inputs, layers.Dense(1)(layers.GlobalMaxPooling2D()(x)))
+
+    shapes = (None, None, None, 3), (None, 1)
+    data = tf.data.Dataset.from_generator(
+        batches, output_signature=tuple(map(tf.TensorSpec, shapes))
+    )
+    return _trained(env, _compiled(env, build), data)
+
+
 @case("`jit_compile=True`: a CNN with accumulation, loss scaling, sharded gradients")
 def xla_with_accumulation_scaling_and_shards(env: Env) -> dict:
     rng = np.random.default_rng(0)
