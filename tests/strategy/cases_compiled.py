@@ -22,6 +22,8 @@ from tfdp.base import xla
 
 case = registry.case
 layers, optimizers = keras.layers, keras.optimizers
+# In the standard tier on two workers, where gradients leave the process.
+WORKERS = ("two_workers", "mirrored")
 LEFT_OUT = "`jit_compile=True` is left out"
 
 
@@ -62,7 +64,11 @@ def _without(env: Env, model: keras.Model, reason: str, *data: Any) -> dict:
     return {"history": history, "weights": env.weights(model)}
 
 
-@case("`jit_compile=True`: fit with metrics, evaluate, predict, train_on_batch")
+@case(
+    "`jit_compile=True`: fit with metrics, evaluate, predict, train_on_batch",
+    setups=WORKERS,
+    quick_setup="mirrored",
+)
 def xla_in_all_loops(env: Env) -> dict:
     x, y = common.regression_data(28)  # the last batch has four rows
     model = _compiled(env, common.mlp, metrics=["mae"], optimizer=optimizers.Adam(0.01))
@@ -128,7 +134,10 @@ def xla_for_images_of_unknown_size(env: Env) -> dict:
     return _trained(env, _compiled(env, build), data)
 
 
-@case("`jit_compile=True`: a CNN with accumulation, loss scaling, sharded gradients")
+@case(
+    "`jit_compile=True`: a CNN with accumulation, loss scaling, sharded gradients",
+    setups=WORKERS,
+)
 def xla_with_accumulation_scaling_and_shards(env: Env) -> dict:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(96, 8, 8, 3)).astype("float32")
@@ -149,7 +158,10 @@ def xla_with_accumulation_scaling_and_shards(env: Env) -> dict:
     return _trained(env, model, x, y)
 
 
-@case("`jit_compile=True`: sharded optimizer, several steps in one execution")
+@case(
+    "`jit_compile=True`: sharded optimizer, several steps in one execution",
+    setups=WORKERS,
+)
 def xla_with_a_sharded_optimizer_and_steps_per_execution(env: Env) -> dict:
     optimizer: Any = optimizers.AdamW(0.01)
     with env.scope():
@@ -284,7 +296,10 @@ def xla_in_fit_where_predict_lacks_an_operation(env: Env) -> dict:
     return found
 
 
-@case("`jit_compile=True`: synchronized BatchNormalization has collectives of its own")
+@case(
+    "`jit_compile=True`: synchronized BatchNormalization has collectives of its own",
+    setups=WORKERS,
+)
 def xla_not_with_collectives_in_the_model(env: Env) -> dict:
     def build() -> keras.Model:
         return keras.Sequential(
