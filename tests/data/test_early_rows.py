@@ -181,6 +181,7 @@ def in_any_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
+BEFORE_CACHE = "`map` stands before `cache`"
 LATE = {
     "shuffled": (lambda: rows().map(double).shuffle(9).batch(8), "`shuffle` after"),
     "chosen": (
@@ -223,9 +224,17 @@ LATE = {
         lambda: in_any_order(rows().map(double, num_parallel_calls=2).batch(8)),
         "`deterministic=False`",
     ),
-    "kept": (lambda: rows().map(double).cache().batch(8), ""),
-    "kept batches": (lambda: rows().map(double).batch(8).cache(), ""),
-    "kept, shuffled": (lambda: rows().map(double).cache().shuffle(9).batch(8), ""),
+    "kept": (lambda: rows().map(double).cache().batch(8), BEFORE_CACHE),
+    "kept batches": (lambda: rows().map(double).batch(8).cache(), BEFORE_CACHE),
+    "kept, shuffled": (
+        lambda: rows().map(double).cache().shuffle(9).batch(8),
+        BEFORE_CACHE,
+    ),
+    "kept, in any order": (
+        lambda: in_any_order(rows().map(double).cache().batch(8)),
+        BEFORE_CACHE,
+    ),
+    "kept, nothing prepared": (lambda: rows().cache().batch(8).cache(), ""),
 }
 
 
