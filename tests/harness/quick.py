@@ -275,6 +275,7 @@ LEFT_OUT = {
     "xla_not_where_a_step_uses_*": "xla_not_where_it_lacks_an_operation",
     "shuffled_py_dataset_of_rows": "py_dataset_of_rows",
     "py_dataset_of_rows_by_threads": "py_dataset_of_rows",
+    "a_late_filter_is_told_once": "py_dataset_of_rows",
     "own_rows_with_rebalance": "py_dataset_of_rows",
     "a_dataset_without_an_end": "datasets_of_different_elements",
     "files_of_one_process": "own_files_train_as_one_device_on_the_same_rows",
