@@ -245,7 +245,10 @@ def sharding_off_with_own_data_on_each_worker(env: Env) -> dict:
     return {"history": history, "predict": predicted}
 
 
-@case("`map` before `batch`: each worker prepares its own rows only")
+@case(
+    "`map` before `batch`: each worker prepares its own rows only",
+    setups=("two_workers", "two_by_two"),  # one worker has all rows
+)
 def each_worker_prepares_its_own_rows(env: Env) -> dict:
     calls = []
 

@@ -205,6 +205,24 @@ def datasets_with_map(env: Env) -> dict:
 
 
 @case(
+    "A `filter` after `map`: every worker prepares all rows, and says so once",
+    setups=("two_workers",),
+    full_setups=("two_by_two",),
+)
+def a_late_filter_is_told_once(env: Env) -> dict:
+    x, y = common.regression_data(NUM_ROWS)
+    data = _prepared(x, y).filter(lambda x, y: y[0] < 1).batch(BATCH)
+    model = common.build_in_scope(env, build)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = {f"fit {i}": common.fit(model, data, epochs=2) for i in range(2)}
+        found["evaluate"] = model.evaluate(data, verbose=0, return_dict=True)
+    told = [str(w.message) for w in caught if "`filter` after `map`" in str(w.message)]
+    assert len(told) == (not env.is_reference and env.is_chief), told
+    return found | {"weights": env.weights(model)}
+
+
+@case(
     "`--rebalance` with rows of their own: no word",
     setups=("two_workers",),
     full_setups=("two_by_two",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from tests.harness.tiers import standard
+from tfdp import _compat
 from tfdp.data.early_rows import divide_early
 from tfdp.data.rows import divide_batches
 
@@ -181,6 +183,7 @@ def in_any_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
+BEFORE_CACHE = "`map` stands before `cache`"
 LATE = {
     "shuffled": (lambda: rows().map(double).shuffle(9).batch(8), "`shuffle` after"),
     "chosen": (
@@ -204,6 +207,10 @@ LATE = {
         lambda: rows().map(double).interleave(tf.data.Dataset.from_tensors).batch(8),
         "`interleave` after",
     ),
+    "flattened": (
+        lambda: rows().map(double).flat_map(tf.data.Dataset.from_tensors).batch(8),
+        "`flat_map` after `map`",
+    ),
     "padded": (
         lambda: rows().map(lambda x: tf.range(x % 4)).padded_batch(8),
         "`padded_batch` after",
@@ -223,9 +230,17 @@ LATE = {
         lambda: in_any_order(rows().map(double, num_parallel_calls=2).batch(8)),
         "`deterministic=False`",
     ),
-    "kept": (lambda: rows().map(double).cache().batch(8), ""),
-    "kept batches": (lambda: rows().map(double).batch(8).cache(), ""),
-    "kept, shuffled": (lambda: rows().map(double).cache().shuffle(9).batch(8), ""),
+    "kept": (lambda: rows().map(double).cache().batch(8), BEFORE_CACHE),
+    "kept batches": (lambda: rows().map(double).batch(8).cache(), BEFORE_CACHE),
+    "kept, shuffled": (
+        lambda: rows().map(double).cache().shuffle(9).batch(8),
+        BEFORE_CACHE,
+    ),
+    "kept, in any order": (
+        lambda: in_any_order(rows().map(double).cache().batch(8)),
+        BEFORE_CACHE,
+    ),
+    "kept, nothing prepared": (lambda: rows().cache().batch(8).cache(), ""),
 }
 
 
@@ -276,3 +291,31 @@ def test_of_arrays_a_workers_rows_are_gathered_only(num_rows, shuffle, workers):
     for found, wanted in zip(early.dataset, late, strict=True):
         for own, other in zip(flat(found), flat(wanted), strict=True):
             np.testing.assert_array_equal(own, other)
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_all_workers_together_gather_each_row_of_arrays_once(num_workers: int):
+    gathered: list[int] = []
+
+    def record(indices: np.ndarray) -> np.ndarray:
+        gathered.extend(indices)
+        return indices
+
+    original = _compat.python_function_of_map
+
+    def recorded(stage: tf.data.Dataset) -> Callable:
+        gather = original(stage)
+
+        def call(pair: tuple) -> Any:
+            indices, arrays = pair
+            seen = tf.numpy_function(record, [indices], indices.dtype)
+            return gather((tf.ensure_shape(seen, indices.shape), arrays))
+
+        return call
+
+    with mock.patch.object(_compat, "python_function_of_map", recorded):
+        for rank in range(num_workers):
+            own = divide_early(of_arrays(21, shuffle=True), [rank], num_workers)
+            for _ in own.dataset:
+                pass
+    assert sorted(gathered) == list(range(21))

@@ -204,8 +204,8 @@ def _mixed(env: Env, policy: str) -> dict:
     with _policy(policy):
         for name in "callback", "constructor":
             keras.utils.set_random_seed(2)
+            optimizer = sgd(gradient_accumulation_steps=2)
             with env.scope():
-                optimizer = sgd(gradient_accumulation_steps=2)
                 if name == "constructor" and not env.is_reference:
                     optimizer = tfdp.DistributedOptimizer(optimizer)
                 model = common.compiled(common.mlp(), optimizer)

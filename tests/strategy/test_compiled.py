@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdp
 from tests.harness import forks
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
+from tfdp import _compat
+from tfdp.base import xla
 
 CASE_MODULES = ("strategy.cases_compiled",)
 DEADLINE_SECONDS = 120
@@ -20,6 +25,38 @@ DEADLINE_SECONDS = 120
 
 def test_compiled_step(clusters: ClusterPool, case: Case, setup_name: str):
     clusters.check(case, setup_name)
+
+
+def convolution(width: int) -> Callable:
+    """A convolution that needs an image of about its width at least."""
+    return lambda x: tf.nn.conv1d(x, tf.zeros((width, 1, 1)), 1, "VALID")
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"), [(3, [16]), (20, [16, 96]), (500, [16, 96, 224, 512])]
+)
+def test_sizes_are_tried_until_a_function_can_do_with_one(width, expected):
+    assert sizes_tried(convolution(width)) == expected
+
+
+def test_for_an_operation_that_xla_lacks_no_other_size_is_tried():
+    with mock.patch.object(_compat, "lower", wraps=_compat.lower) as lower:
+        with pytest.raises(xla.CannotCompileError, match="AsString"):
+            check(tf.strings.as_string)
+        assert lower.call_count == 1
+        with pytest.raises(xla.CannotCompileError, match="negative"):
+            check(convolution(600))
+
+
+def check(function: Callable) -> None:
+    concrete = xla.trace(function, (tf.TensorSpec((1, None, 1)),))
+    xla.check(concrete, "/device:CPU:0")
+
+
+def sizes_tried(function: Callable) -> list[int]:
+    with mock.patch.object(_compat, "lower", wraps=_compat.lower) as lower:
+        check(function)
+    return [call.args[1][0].shape[1] for call in lower.call_args_list]
 
 
 def fit_that_dumps(folder: str) -> None:

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+_TRAINING = ("fit", "train_on_batch")
+
 
 @dataclasses.dataclass
 class Loop:
@@ -14,6 +16,7 @@ class Loop:
 
     Args:
         model: The Keras model.
+        name: String, the method of Keras's: `"fit"`, `"train_on_batch"` and others.
         whole_batches: Bool, whether the loop is given global batches, as
             `train_on_batch` is, and not batches that are divided already.
         awaits_training_data: Bool, whether the next data that it reads is for
@@ -23,9 +26,15 @@ class Loop:
     """
 
     model: Any
-    whole_batches: bool
+    name: str
+    whole_batches: bool = False
     awaits_training_data: bool = False
     batch_weights: list | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether its steps train the model."""
+        return self.name in _TRAINING
 
 
 _loops: list[Loop] = []
@@ -48,17 +57,15 @@ def is_nested() -> bool:
 
 
 @contextlib.contextmanager
-def looping(
-    model: Any, *, whole_batches: bool = False, is_fit: bool = False
-) -> Iterator[None]:
+def looping(model: Any, name: str, *, whole_batches: bool = False) -> Iterator[None]:
     """Record that a loop runs inside.
 
     Args:
         model: The Keras model.
+        name: String, see `Loop`.
         whole_batches: Bool, see `Loop`. Defaults to `False`.
-        is_fit: Bool, whether it is a `fit`. Defaults to `False`.
     """
-    _loops.append(Loop(model, whole_batches, awaits_training_data=is_fit))
+    _loops.append(Loop(model, name, whole_batches, awaits_training_data=name == "fit"))
     try:
         yield
     finally:

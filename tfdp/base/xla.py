@@ -17,8 +17,10 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base import loops
 
-# Sizes that are not known before a step, in the check for what XLA lacks.
-_ANY_SIZE = 16
+# In the check for what XLA lacks these stand for sizes that no one knows before a step,
+# until a model can do with one: with many strides it needs large images, and one that
+# halves and doubles them, or folds axes, needs multiples.
+_TRIED_SIZES = (16, 96, 224, 512)
 # An operation and its name in the graph.
 _LACKS = re.compile(r": (\w+) \(No registered .*?\{\{node ([^}]*)\}\}", re.DOTALL)
 
@@ -76,11 +78,18 @@ def check(concrete: Any, device: str) -> None:
         CannotCompileError: If XLA lacks an operation, or cannot know a shape.
     """
     num_arguments = len(concrete.inputs) - len(concrete.captured_inputs)
-    specs = [_static(tensor) for tensor in concrete.inputs[:num_arguments]]
-    try:
-        _compat.lower(concrete, specs, device)
-    except (ValueError, tf.errors.OpError) as error:
-        raise CannotCompileError(_reason(str(error))) from None
+    arguments = concrete.inputs[:num_arguments]
+    if any(tensor.shape.rank is None for tensor in arguments):
+        raise CannotCompileError("a batch has a tensor of unknown rank")
+    is_static = all(tensor.shape.is_fully_defined() for tensor in arguments)
+    problem = ""
+    for size in _TRIED_SIZES[:1] if is_static else _TRIED_SIZES:
+        specs = [_static(tensor, size) for tensor in arguments]
+        problem = _problem(concrete, specs, device)
+        if not problem or _LACKS.search(problem):
+            break
+    if problem:
+        raise CannotCompileError(_reason(problem))
 
 
 def run(function: Callable, args: tuple, device: str) -> Any:
@@ -111,11 +120,18 @@ def _tracing() -> Iterator[None]:
         _thread.is_tracing = False
 
 
-def _static(tensor: Any) -> tf.TensorSpec:
-    if tensor.shape.rank is None:
-        raise CannotCompileError("a batch has a tensor of unknown rank")
-    sizes = [_ANY_SIZE if size is None else size for size in tensor.shape.as_list()]
+def _static(tensor: Any, any_size: int) -> tf.TensorSpec:
+    sizes = [any_size if size is None else size for size in tensor.shape.as_list()]
     return tf.TensorSpec(sizes, tensor.dtype)
+
+
+def _problem(concrete: Any, specs: list[tf.TensorSpec], device: str) -> str:
+    """The error of lowering a function for arguments of these sizes, or `""`."""
+    try:
+        _compat.lower(concrete, specs, device)
+    except (ValueError, tf.errors.OpError) as error:
+        return str(error)
+    return ""
 
 
 def _reason(text: str) -> str:

@@ -33,6 +33,10 @@ _OF_GENERATOR = (
     "it draws from a Python generator; make a dataset of indices or names instead, and "
     "load in a `map`"
 )
+_OF_CACHE = (
+    "its `map` stands before `cache`, which keeps all of them; put `cache` before "
+    "`map`, or leave it out, if preparing own rows in each pass costs less"
+)
 _CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 
 
@@ -156,8 +160,10 @@ def stage_again(dataset: tf.data.Dataset) -> Stage:
 
 def obstacle_of(dataset: tf.data.Dataset) -> str:
     """Say why all workers run a `map` that is in a dataset, if there is one."""
-    if not _runs_map(dataset):
+    if not _has_map(dataset):
         return ""
+    if not _has_map(dataset, in_each_pass=True):
+        return _OF_CACHE
     kind = _compat.kind_of_part(dataset)
     if kind in MAPS and (operation := _compat.stateful_operation(dataset)):
         return f"its `map` has `{operation}`; {_ADVICE.get(operation, _PURE)}"
@@ -169,21 +175,25 @@ def obstacle_of(dataset: tf.data.Dataset) -> str:
 
 def obstacle_of_order(dataset: tf.data.Dataset) -> str:
     """Say so if elements may come in any order."""
-    return _OF_ORDER if _runs_map(dataset) else ""
+    return _OF_ORDER if _has_map(dataset, in_each_pass=True) else obstacle_of(dataset)
 
 
 def obstacle_of_generator(dataset: tf.data.Dataset) -> str:
     """Say so if a `map` follows a Python generator."""
-    return _OF_GENERATOR if _runs_map(dataset) else ""
+    return (
+        _OF_GENERATOR if _has_map(dataset, in_each_pass=True) else obstacle_of(dataset)
+    )
 
 
-def _runs_map(dataset: tf.data.Dataset) -> bool:
-    """Return whether a user's `map` runs in each pass, and is not kept by a `cache`."""
+def _has_map(dataset: tf.data.Dataset, *, in_each_pass: bool = False) -> bool:
+    """Return whether a user's `map` runs at all, or in each pass: without a `cache`."""
     kind = _compat.kind_of_part(dataset)
+    if kind == "CacheDataset" and in_each_pass:
+        return False
     if kind in MAPS and not _compat.name_of_map(dataset).startswith("keras.src."):
         return True
-    sources = [] if kind == "CacheDataset" else _compat.dataset_sources(dataset)
-    return any(map(_runs_map, sources))
+    sources = _compat.dataset_sources(dataset)
+    return any(_has_map(source, in_each_pass=in_each_pass) for source in sources)
 
 
 def no_autograph(function: Callable) -> Callable:

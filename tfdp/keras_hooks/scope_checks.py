@@ -59,7 +59,12 @@ def move_optimizer_into_scope(strategy: Any, optimizer: Any) -> None:
     Raises:
         ValueError: If it has been built outside already.
     """
-    if optimizer is None or _compat.is_optimizer_of(optimizer, strategy):
+    if optimizer is None:
+        return
+    if _compat.is_optimizer_of(optimizer, strategy):
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            # That of a float16 policy is made by `compile`, around what it is given.
+            move_optimizer_into_scope(strategy, optimizer.inner_optimizer)
         return
     if optimizer.built:
         raise ValueError(

@@ -103,7 +103,7 @@ def _run_loop(
             steps,
         )
     is_fit = name == "fit"
-    with loops.looping(model, is_fit=is_fit), _recording(model, is_fit=is_fit):
+    with loops.looping(model, name), _recording(model, is_fit=is_fit):
         result = original(*bound.args, **bound.kwargs)
     if name == "fit":
         # The first worker's files are complete when the others go on.
@@ -195,7 +195,7 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
         worker_group = strategy.extended.worker_group
         loop_agreement.agree_on_batch(worker_group, name, model, given)
         checks.check_batch(strategy, model, given)
-        with loops.looping(model, whole_batches=True), _unrecorded():
+        with loops.looping(model, name, whole_batches=True), _unrecorded():
             return original(model, *args, **kwargs)
 
 

@@ -22,6 +22,7 @@ from tfdp import _compat
 from tfdp.base import batch_weight, deferred_updates, xla
 from tfdp.base.batch_weight import BatchWeight
 from tfdp.base.deferred_updates import Update
+from tfdp.base.loops import Loop
 from tfdp.base.xla import CannotCompileError
 from tfdp.collectives import is_collective, step_events
 
@@ -43,13 +44,13 @@ class CompiledStep:
         step: Function of a tuple of arguments and a `BatchWeight` or `None`, which
             returns logs.
         strategy: A tfdp strategy.
-        model: The Keras model.
+        loop: `Loop` of Keras, whose step it is.
         told: Set of strings, subjects of which the user has been warned.
     """
 
     step: Callable
     strategy: Any
-    model: Any
+    loop: Loop
     told: set[str]
 
     def __call__(self, args: tuple, part: BatchWeight | None) -> Any:
@@ -63,15 +64,14 @@ class CompiledStep:
             What `step` returns.
         """
         numbers = [] if part is None else [part.weight, part.num_samples]
-        compiled_models = self.strategy.extended.compiled_models
         traced = self._trace_what_can_be(args, part, numbers)
+        if self.loop.trains:
+            self._note_compiled(traced)
         if traced is None:
-            compiled_models.discard(self.model)
             return self.step(args, part)
         outputs, gradients = traced.function(args, numbers)
         if not traced.updates:
             return outputs
-        compiled_models.add(self.model)
         ready = tf.nest.flatten(gradients, expand_composites=True)
         first = next((own for own in ready if own is not None), None)
         if first is not None:
@@ -88,12 +88,21 @@ class CompiledStep:
         replica = _compat.local_replica_id(tf.distribute.get_replica_context())
         return self.strategy.extended.worker_devices[replica]
 
+    def _note_compiled(self, traced: _Traced | None) -> None:
+        """Note for `communication_plan` whether XLA compiles what precedes updates."""
+        compiled_models = self.strategy.extended.compiled_models
+        if traced is not None and traced.updates:
+            compiled_models.add(self.loop.model)
+        else:
+            compiled_models.discard(self.loop.model)
+
     def _warn(self, reason: str) -> None:
-        if "XLA" not in self.told:
-            self.told.add("XLA")
+        """Warn, once in each kind of loop, that it runs without XLA."""
+        name = self.loop.name
+        if f"XLA in {name}" not in self.told:
+            self.told.add(f"XLA in {name}")
             warnings.warn(
-                f"`jit_compile=True` is left out for this model: {reason}. Training "
-                "goes on without XLA.",
+                f"`jit_compile=True` is left out: {reason}. `{name}` runs without XLA.",
                 stacklevel=2,
             )
 

@@ -60,7 +60,7 @@ def prepare_run(
     if parts is None and not xla.is_wanted():
         return _after_its_data(fn), args, None
     told = strategy.extended.told_of_losses.setdefault(loop.model, set())
-    step = _after_its_data(_step_of_replica(strategy, loop.model, fn, parts, told))
+    step = _after_its_data(_step_of_replica(strategy, loop, fn, parts, told))
     if parts is None:
         return step, args, None
     weights = [part.weight for part in parts]
@@ -78,7 +78,7 @@ def _none_for_optional(part: Any) -> Any:
 
 def _step_of_replica(
     strategy: Any,
-    model: Any,
+    loop: loops.Loop,
     fn: Callable,
     parts: list[BatchWeight] | None,
     told: set[str],
@@ -87,7 +87,7 @@ def _step_of_replica(
 
     Args:
         strategy: A tfdp strategy.
-        model: The Keras model.
+        loop: `Loop` of Keras, whose step it is.
         fn: Callable, the step that Keras gives.
         parts: List of `BatchWeight`, one for each local replica, or `None`.
         told: Set of strings, subjects of which the user has been warned.
@@ -101,7 +101,7 @@ def _step_of_replica(
         with batch_weight.use(part):
             return keras.tree.map_structure(loss_terms.scale_to_row_mean, fn(*args))
 
-    run = CompiledStep(weigh, strategy, model, told) if xla.is_wanted() else weigh
+    run = CompiledStep(weigh, strategy, loop, told) if xla.is_wanted() else weigh
 
     @functools.wraps(fn)
     def step(*args: Any) -> Any:

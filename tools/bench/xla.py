@@ -62,6 +62,11 @@ def _measure_devices(report: Report, model: str, blocks: int) -> None:
     for each, what in named:
         ratio = paired_ratio(times[each, "jit"], times[each, "no jit"])
         report.add(Figure(f"{model}, {what}: compiled relative to not", ratio))
+    # Two replicas have twice the samples in a step.
+    of_a_sample = [seconds / 2 for seconds in times["two", "jit"]]
+    ratio = paired_ratio(of_a_sample, times["plain", "jit"])
+    name = f"{model}, two replicas, compiled: time of a sample"
+    report.add(Figure(f"{name} relative to plain Keras compiled", ratio))
 
 
 def _measure_workers(report: Report, model: str, blocks: int) -> None:

@@ -43,15 +43,15 @@ def cutting(wanted: dict[Any, int]) -> Iterator[dict[Any, int]]:
     trace = CompiledStep._trace  # noqa: SLF001 tfdp itself has no use for a cut
 
     def cut(self: CompiledStep, *args: Any, **options: Any) -> Any:
-        if self.model not in wanted:
+        if self.loop.model not in wanted:
             return trace(self, *args, **options)
         traced = trace(self, *args, **{**options, "is_whole": False})
         if not traced.updates:
             return traced
         (update,) = traced.updates
         plan, gradients = _plan_of(update, self.strategy.extended.options)
-        ends = cluster_ends(plan, gradients, wanted[self.model])
-        found[self.model] = len(ends) + 1
+        ends = cluster_ends(plan, gradients, wanted[self.loop.model])
+        found[self.loop.model] = len(ends) + 1
         function = _Cut(traced.function, tuple(ends), tuple(update.gradients))
         return dataclasses.replace(traced, function=function)
 
