@@ -258,6 +258,7 @@ from tfdp._compat.tensor_reads import (
     set_input,
     set_value_of,
     step_graph,
+    value_of,
     variable_like,
 )
 from tfdp._compat.xla import all_operations, lower, outermost, supports_jit

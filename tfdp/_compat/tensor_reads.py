@@ -1,4 +1,4 @@
-"""Reads of variables that are put together from tensors, as tapes and graphs see them."""
+"""Variables that are put together from tensors, as tapes and graphs see them."""
 
 from __future__ import annotations
 
@@ -103,6 +103,11 @@ def autocast_dtype() -> str | None:
 def is_cast_when_read(variable: Any) -> bool:
     """Whether Keras reads a variable in the dtype of the layer that computes."""
     return bool(variable._autocast)
+
+
+def value_of(variable: Any) -> Any:
+    """The `tf.Variable` of a Keras variable, whatever scope is in force."""
+    return getattr(variable, "_value", variable)
 
 
 def set_value_of(variable: Any, value: Any) -> None:

@@ -1,11 +1,11 @@
-"""Units gathered again for the backward pass, so that none is kept from the forward one.
+"""Units gathered again for the backward pass, so that none is kept until then.
 
     forward pass:   gather 0, 1, 2, ..., each freed when its layers have run
     backward pass:  the last one is still there; gather ..., 2, 1, 0 again
 
 The backward pass of a traced step has taken its inputs from the gathers of the forward
 pass. Here these inputs are replaced by those of a second gather, which waits for the
-gradients of the layers behind. Nothing is computed again but casts and changes of shape.
+gradients of the layers behind. Only casts and changes of shape are computed again.
 
 Source: Tanaka et al. 2025, https://arxiv.org/abs/2504.09983, for sharding as a pass
 over the graph of a step.

@@ -44,7 +44,7 @@ def shard_variables(
     entries = [entry_of(variable) for variable in new]
     layers = [path_of(variable).rpartition("/")[0] for variable in new]
     for unit in plan_units(entries, layers, unit_bytes):
-        gathers.add_unit([new[index]._value for index in unit])
+        gathers.add_unit([_parameter_of(new[index]) for index in unit])
 
 
 def divide_again(
@@ -66,6 +66,12 @@ def divide_again(
         value = whole if is_whole else _elements(whole, own)
         parts.append(_compat.variable_like(old, value, old.device))
     parameter.replace_parts(parts, ranges)
+
+
+def _parameter_of(variable: Any) -> ShardedParameter:
+    found = sharded_parameter(variable)
+    assert found is not None
+    return found
 
 
 def _shard(

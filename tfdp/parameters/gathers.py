@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.base.context import replica_context
 from tfdp.collectives import all_gather
 from tfdp.parameters.backward_gathers import BackwardGathers
 from tfdp.parameters.packing import unpack_rows
@@ -151,7 +152,7 @@ class Gathers:
         return tf.reshape(whole, parameter.whole_shape)
 
     def _eager_value(self, parameter: ShardedParameter) -> tf.Tensor:
-        if not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context():
+        if replica_context() is None:
             return self.gather_on_hosts(parameter)
         # The first local replica gathers for all of them.
         key = id(parameter)
@@ -170,7 +171,7 @@ class Gathers:
 @contextlib.contextmanager
 def backward_pass() -> Iterator[None]:
     """Mark what a gradient tape traces in a replica's step as its backward pass."""
-    context = tf.distribute.get_replica_context()
+    context = replica_context()
     graph = None if tf.executing_eagerly() else _compat.step_graph()
     steps = []
     if context is not None and graph is not None:

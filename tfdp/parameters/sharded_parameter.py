@@ -155,7 +155,7 @@ class ShardedParameter(MirroredVariable):
 
 def sharded_parameter(variable: Any) -> ShardedParameter | None:
     """The sharded parameter behind a Keras variable, or `None` if it is whole."""
-    value = getattr(variable, "_value", variable)
+    value = _compat.value_of(variable)
     return value if isinstance(value, ShardedParameter) else None
 
 

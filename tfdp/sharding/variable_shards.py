@@ -42,7 +42,7 @@ class VariableShards:
         self._parts: dict[int, Any] = {}
         with tf.init_scope(), _compat.outside_strategies(), tf.device(device):
             mine = [_compat.with_local_value(variables[i], replica) for i in self.owned]
-            if any(sharded_parameter(variables[i]) for i in self.owned):
+            if self.owned and sharded_parameter(variables[0]) is not None:
                 self._parts = dict(zip(self.owned, mine, strict=True))
             elif mine and not _compat.is_on(mine[0], device):
                 mine = [_compat.copy_of(variable) for variable in mine]

@@ -21,6 +21,7 @@ from tfdp import _compat
 from tfdp.base import batch_weight
 from tfdp.base.param_groups import ParamGroup
 from tfdp.collectives import step_events
+from tfdp.parameters.sharded_parameter import sharded_parameter
 from tfdp.reduction.gradient_noise import GradientNoise, squared_norm
 from tfdp.step.accumulation import Totals
 from tfdp.step.state_layout import GradientStatistics, StateLayout, reduce_groups
@@ -170,6 +171,11 @@ def _constrain(step: Step, is_kept: tf.Tensor | bool) -> None:
 
 
 def _constrain_one(variable: Any) -> None:
+    parameter = sharded_parameter(variable)
+    if parameter is not None:
+        # A norm, say, is that of the whole, which is gathered for it.
+        parameter.assign(variable.constraint(parameter.read_value()))
+        return
     part = _compat.local_part(variable)
     part.assign(variable.constraint(part), read_value=False)
 
