@@ -1,11 +1,13 @@
-"""Training of a small model under MPI, or on one device with the argument `alone`.
+"""Training of a small model by workers, or on one device with the argument `alone`.
 
-Prints one line of JSON: the rank, the number of replicas and the weights.
+Prints one line of JSON: the number of replicas and the weights. With the argument
+`tells` it also logs by what the workers communicate.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -35,6 +37,10 @@ class Dies(keras.callbacks.Callback):
 
 def main() -> None:
     name = sys.argv[1]
+    if "tells" in sys.argv:
+        logger = logging.getLogger("tfdp.transport")
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO)
     if name == "alone":
         num_replicas, model = 1, make_model()
     else:
