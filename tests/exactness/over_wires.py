@@ -1,4 +1,4 @@
-"""Cases that show what each wire has to carry: one of each feature with a way of its own."""
+"""Cases for each wire: one of each feature that has a way of its own over it."""
 
 from __future__ import annotations
 
