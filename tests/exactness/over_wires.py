@@ -10,6 +10,15 @@ OF_TWO = (
     "embedding_with_adam",
     "stop_at_the_shortest_of_known_lengths",
 )
+# What does not depend on the wire, and could: the monitor that counts its bytes, a join
+# of workers whose data ends at other times, a run that goes on from a backup.
+MORE_OF_TWO = (
+    "monitor_measures_what_one_device_computes",
+    "monitor_follows_sharding_and_accumulation",
+    "timeline_shows_all_workers",
+    "join_of_known_and_unknown_lengths",
+    "backup_restores_sharded_state",
+)
 # On two workers of two devices each.
 OF_TWO_BY_TWO = (
     "lamb_in_stage_2_shared_by_node",

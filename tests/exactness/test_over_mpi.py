@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.exactness.cases_exactness import COVERING
-from tests.exactness.over_wires import OF_TWO, OF_TWO_BY_TWO
+from tests.exactness.over_wires import MORE_OF_TWO, OF_TWO, OF_TWO_BY_TWO
 from tests.harness import mpi
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case, load_cases
@@ -29,6 +29,7 @@ RANKS = {TWO_WORKERS.name: TWO_RANKS.name, TWO_BY_TWO.name: TWO_RANKS_BY_TWO.nam
 def runs() -> list:
     """Cases and set-ups, those of the standard tier first."""
     first = [(name, ranks) for ranks, names in STANDARD.items() for name in names]
+    more = [(name, TWO_RANKS.name) for name in MORE_OF_TWO]
     covering = [(name, ranks) for name in COVERING for ranks in RANKS.values()]
     matrix = [
         (name, RANKS[setup_name])
@@ -43,7 +44,7 @@ def runs() -> list:
             id=f"{name}-{setup_name}",
             marks=[pytest.mark.standard if run in first else pytest.mark.full],
         )
-        for run in dict.fromkeys([*first, *covering, *matrix])
+        for run in dict.fromkeys([*first, *more, *covering, *matrix])
         for name, setup_name in [run]
     ]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.exactness.over_wires import OF_TWO, OF_TWO_BY_TWO
+from tests.exactness.over_wires import MORE_OF_TWO, OF_TWO, OF_TWO_BY_TWO
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case, load_cases
 from tests.harness.setups import (
@@ -22,6 +22,7 @@ CASES = load_cases()
 # Each set-up is a launch: what one of them shows of TCP in a graph is for each commit.
 STANDARD = {TWO_WORKERS_TCP.name: OF_TWO}
 FULL = {
+    TWO_WORKERS_TCP.name: MORE_OF_TWO,
     TWO_BY_TWO_TCP.name: OF_TWO_BY_TWO,
     TWO_WORKERS_INTERFACE.name: ("training_with_bfloat16_on_the_wire",),
     TWO_WORKERS_IPV6.name: ("training_with_bfloat16_on_the_wire",),
