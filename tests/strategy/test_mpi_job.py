@@ -19,7 +19,7 @@ def test_the_ranks_of_a_job_train_one_model_as_one_device_does(name):
     assert finished.code == 0, finished.output
     found = answers(finished)
     assert len(found) == 2
-    check_answers(found, num_replicas=2)
+    check_answers(found, num_replicas=2, backend="mpi")
 
 
 def test_a_rank_that_is_killed_ends_the_job_and_leaves_no_process():

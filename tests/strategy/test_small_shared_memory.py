@@ -48,4 +48,4 @@ def test_two_workers_with_64_kb_of_dev_shm_share_memory_and_train_as_one_device(
     assert set(told) == {"shared memory"}
     found = [json.loads(text) for text in re.findall(r"\{.*\}", finished.output)]
     assert len(found) == 2, finished.output
-    check_answers(found, num_replicas=2)
+    check_answers(found, num_replicas=2, backend="direct")
