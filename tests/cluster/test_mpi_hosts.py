@@ -1,14 +1,16 @@
-"""Ranks of an MPI job on two hosts find the addresses that join these."""
+"""Ranks of an MPI job on two hosts find the addresses that join these, and train."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from typing import Any
 
 import pytest
 
 from tests.harness.commands import ROOT, run_command
 from tests.harness.mpi import answers, is_open_mpi, needs_mpi, options, why_not
+from tests.strategy.trained import HEAVY_BYTES, SCRIPT, check_answers
 from tools.bench import hosts_bed
 from tools.bench.hosts_bed import TwoHosts
 
@@ -26,24 +28,59 @@ pytestmark = [
 ]
 
 DEADLINE_SECONDS = 60.0
+TRAINING_SECONDS = 180.0
+# Each rank enters the network of the host that it is for.
+ENTER = 'case $PMI_RANK in 0|2) exec {} "$@";; *) exec {} "$@";; esac'
+# The hosts share a kernel, and UCX finds out: only OFI does without its memory.
+OVER_THE_LINK = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi"}
+
+
+def run_on(
+    bed: TwoHosts,
+    num_ranks: int,
+    *module: str,
+    deadline_seconds: float,
+    **environment: str,
+) -> list[dict[str, Any]]:
+    """Runs a module as ranks that are on two hosts in turn, and returns their answers.
+
+    Args:
+        bed: The two hosts.
+        num_ranks: How many ranks.
+        *module: Its name and arguments.
+        deadline_seconds: After so long nothing is left running.
+        **environment: Variables of the ranks.
+    """
+    enter = ENTER.format(*(shlex.join(bed.enter(host)) for host in (0, 1)))
+    finished = run_command(
+        *options(num_ranks),
+        *("sh", "-c", enter, "sh", sys.executable, "-m", *module),
+        deadline_seconds=deadline_seconds,
+        environment={"PYTHONPATH": str(ROOT), **environment},
+    )
+    assert finished.code == 0, finished.output
+    found = answers(finished)
+    assert len(found) == num_ranks, finished.output
+    return found
 
 
 def test_ranks_on_two_hosts_get_the_addresses_of_the_link_between_them():
     with TwoHosts("1gbit") as bed:
-        first, second = (shlex.join(bed.enter(host)) for host in (0, 1))
-        enter = (
-            f'case $PMI_RANK in 0|2) exec {first} "$@";; *) exec {second} "$@";; esac'
-        )
-        finished = run_command(
-            *options(4),
-            *("sh", "-c", enter, "sh", sys.executable),
-            *("-m", "tests.cluster.mpi_agreement", "all"),
-            deadline_seconds=DEADLINE_SECONDS,
-            environment={"PYTHONPATH": str(ROOT)},
-        )
-    found = sorted(answers(finished), key=lambda answer: answer["rank"])
-    assert finished.code == 0, finished.output
+        module = ("tests.cluster.mpi_agreement", "all")
+        found = run_on(bed, 4, *module, deadline_seconds=DEADLINE_SECONDS)
+    found.sort(key=lambda answer: answer["rank"])
     assert [answer["rank"] for answer in found] == [0, 1, 2, 3]
     assert all(answer["workers"] == found[0]["workers"] for answer in found)
     hosts = [worker.rpartition(":")[0] for worker in found[0]["workers"]]
     assert hosts == [*bed.addresses, *bed.addresses]
+
+
+@pytest.mark.full
+def test_ranks_on_two_hosts_train_as_one_device_does():
+    with TwoHosts("1gbit") as bed:
+        module = (SCRIPT, "auto_strategy", "heavy")
+        found = run_on(
+            bed, 2, *module, deadline_seconds=TRAINING_SECONDS, **OVER_THE_LINK
+        )
+        assert min(bed.bytes_sent()) > HEAVY_BYTES
+    check_answers(found, num_replicas=2, backend="mpi")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.exactness.cases_exactness import COVERING
+from tests.exactness.over_wires import MORE_OF_TWO, OF_TWO, OF_TWO_BY_TWO
 from tests.harness import mpi
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case, load_cases
@@ -20,21 +21,7 @@ if mpi.why_not():
 CASES = load_cases()
 MATRIX = load_cases(("exactness.cases_exactness", "exactness.cases_equality"))
 # Each launch costs as much as some cases: all of a set-up share one.
-STANDARD = {
-    TWO_RANKS.name: (
-        "multi_optimizer_with_everything_in_float64_and_sharded_gradients",
-        "sgd_nesterov_with_an_overflow_on_one_replica_in_float32",
-        "training_with_bfloat16_on_the_wire",
-        "embedding_with_adam",
-        "stop_at_the_shortest_of_known_lengths",
-    ),
-    TWO_RANKS_BY_TWO.name: (
-        "lamb_in_stage_2_shared_by_node",
-        "training_by_levels",
-        "training_with_float16_between_nodes",
-        "sparse_gradients_of_sharded_adam_clipnorm",
-    ),
-}
+STANDARD = {TWO_RANKS.name: OF_TWO, TWO_RANKS_BY_TWO.name: OF_TWO_BY_TWO}
 # What is a worker there is a rank here.
 RANKS = {TWO_WORKERS.name: TWO_RANKS.name, TWO_BY_TWO.name: TWO_RANKS_BY_TWO.name}
 
@@ -42,6 +29,7 @@ RANKS = {TWO_WORKERS.name: TWO_RANKS.name, TWO_BY_TWO.name: TWO_RANKS_BY_TWO.nam
 def runs() -> list:
     """Cases and set-ups, those of the standard tier first."""
     first = [(name, ranks) for ranks, names in STANDARD.items() for name in names]
+    more = [(name, TWO_RANKS.name) for name in MORE_OF_TWO]
     covering = [(name, ranks) for name in COVERING for ranks in RANKS.values()]
     matrix = [
         (name, RANKS[setup_name])
@@ -56,7 +44,7 @@ def runs() -> list:
             id=f"{name}-{setup_name}",
             marks=[pytest.mark.standard if run in first else pytest.mark.full],
         )
-        for run in dict.fromkeys([*first, *covering, *matrix])
+        for run in dict.fromkeys([*first, *more, *covering, *matrix])
         for name, setup_name in [run]
     ]
 

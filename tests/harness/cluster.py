@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections.abc
 import contextlib
 import multiprocessing.connection
 import os
@@ -132,11 +133,13 @@ class Cluster:
             for rank, config in enumerate(self._configs())
         ]
 
-    def _configs(self) -> list[str | None]:
+    def _configs(self) -> collections.abc.Sequence[str | None]:
         """The text of `TF_CONFIG` of each worker."""
         if not self.setup.is_multi_worker:
             return [None]
-        return [*cluster_configs(self.setup.num_workers, self.setup.devices_per_worker)]
+        return cluster_configs(
+            self.setup.num_workers, self.setup.devices_per_worker, self.setup.host
+        )
 
     def send(self, case_name: str, tmp: pathlib.Path) -> None:
         """Tells every worker to run a case, without waiting for it."""

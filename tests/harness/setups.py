@@ -15,6 +15,9 @@ class Setup:
         devices_per_worker: Number of logical CPU devices in each worker.
         distributed: Whether the case runs under a strategy.
         is_mpi: Whether MPI starts the workers, and carries their bytes.
+        is_tcp: Whether TCP carries the bytes of workers of one host, too.
+        host: The host of the workers, as their `TF_CONFIG` names it.
+        interface: The interface that they are told to use, or `None`.
     """
 
     name: str
@@ -22,6 +25,9 @@ class Setup:
     devices_per_worker: int
     distributed: bool = True
     is_mpi: bool = False
+    is_tcp: bool = False
+    host: str = "localhost"
+    interface: str | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -43,10 +49,19 @@ TWO_WORKERS = Setup("two_workers", 2, 1)
 TWO_BY_TWO = Setup("two_by_two", 2, 2)
 TWO_RANKS = Setup("two_ranks", 2, 1, is_mpi=True)
 TWO_RANKS_BY_TWO = Setup("two_ranks_by_two", 2, 2, is_mpi=True)
+TWO_WORKERS_TCP = Setup("two_workers_tcp", 2, 1, is_tcp=True)
+TWO_BY_TWO_TCP = Setup("two_by_two_tcp", 2, 2, is_tcp=True)
+# Of all loopback addresses the interface has the first one.
+TWO_WORKERS_INTERFACE = Setup(
+    "two_workers_interface", 2, 1, is_tcp=True, host="127.0.0.2", interface="lo"
+)
+TWO_WORKERS_IPV6 = Setup("two_workers_ipv6", 2, 1, is_tcp=True, host="::1")
 
 DISTRIBUTED = (MIRRORED, TWO_WORKERS, TWO_BY_TWO)
 _MORE_DEVICES = (THREE_DEVICES, SIX_DEVICES, EIGHT_DEVICES)
 OF_MPI = (TWO_RANKS, TWO_RANKS_BY_TWO)
+OF_TCP = (TWO_WORKERS_TCP, TWO_BY_TWO_TCP, TWO_WORKERS_INTERFACE, TWO_WORKERS_IPV6)
 BY_NAME = {
-    setup.name: setup for setup in (REFERENCE, *_MORE_DEVICES, *DISTRIBUTED, *OF_MPI)
+    setup.name: setup
+    for setup in (REFERENCE, *_MORE_DEVICES, *DISTRIBUTED, *OF_MPI, *OF_TCP)
 }

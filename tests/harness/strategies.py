@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import tensorflow as tf
 
 from tests.harness.setups import Setup
@@ -38,12 +40,32 @@ def make_strategy(setup: Setup, flavor: str) -> tf.distribute.Strategy | None:
         import tensorflow.distribute as module
     else:
         import tfdp as module
+    if setup.is_tcp:
+        return _strategy_over_tcp(setup)
     if setup.is_multi_worker:
         strategy = module.MultiWorkerMirroredStrategy()
         if setup.is_mpi:
             assert strategy.extended.group.transport.name == "mpi"
         return strategy
     return module.MirroredStrategy(cpu_devices(setup))
+
+
+def _strategy_over_tcp(setup: Setup) -> tf.distribute.Strategy:
+    """Returns a strategy whose workers share a host, and nothing of it but TCP."""
+    import tfdp
+    from tfdp.strategy import transports
+    from tfdp.transport import Mesh, listening_address
+
+    over_tcp = functools.partial(Mesh, use_unix=False)
+    transports.Mesh = over_tcp  # type: ignore[assignment, misc]
+    communication = tfdp.CommunicationOptions(interface=setup.interface)
+    strategy = tfdp.MultiWorkerMirroredStrategy(communication=communication)
+    assert strategy.extended.group.transport.name == "direct"
+    for mesh in transports._meshes.values():
+        assert not mesh.share_host(range(setup.num_workers))
+        address = listening_address(setup.host, setup.interface)
+        assert mesh.addresses.ip == address
+    return strategy
 
 
 def cpu_devices(setup: Setup) -> list[str]:

@@ -21,10 +21,13 @@ def free_ports(count: int) -> list[int]:
 
 
 def cluster_configs(
-    num_workers: int, devices_per_worker: int | Sequence[int] | None = None
+    num_workers: int,
+    devices_per_worker: int | Sequence[int] | None = None,
+    host: str = "localhost",
 ) -> list[str]:
     """The `TF_CONFIG` of each worker of a cluster on free ports."""
-    addresses = [f"localhost:{port}" for port in free_ports(num_workers)]
+    shown = f"[{host}]" if ":" in host else host
+    addresses = [f"{shown}:{port}" for port in free_ports(num_workers)]
     texts = []
     for rank in range(num_workers):
         config: dict[str, Any] = {

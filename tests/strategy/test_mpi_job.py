@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-
-import numpy as np
 import psutil
 import pytest
 
-from tests.harness.commands import run_python
 from tests.harness.mpi import answers, needs_mpi, run_ranks
+from tests.strategy.trained import SCRIPT, check_answers
 
 pytestmark = [needs_mpi, pytest.mark.processes, pytest.mark.slow, pytest.mark.standard]
 
 DEADLINE_SECONDS = 120.0
-SCRIPT = "tests.strategy.mpi_train"
-
-
-@functools.cache
-def weights_of_one_device() -> list[np.ndarray]:
-    finished = run_python("-m", SCRIPT, "alone", deadline_seconds=DEADLINE_SECONDS)
-    (answer,) = answers(finished)
-    return [np.array(weight) for weight in answer["weights"]]
 
 
 @pytest.mark.parametrize("name", ["auto_strategy", "MultiWorkerMirroredStrategy"])
@@ -29,11 +18,8 @@ def test_the_ranks_of_a_job_train_one_model_as_one_device_does(name):
     finished = run_ranks(2, "-m", SCRIPT, name, deadline_seconds=DEADLINE_SECONDS)
     assert finished.code == 0, finished.output
     found = answers(finished)
-    assert [answer["num_replicas"] for answer in found] == [2, 2]
-    assert found[0]["weights"] == found[1]["weights"]
-    for weight, alone in zip(found[0]["weights"], weights_of_one_device(), strict=True):
-        scale = max(np.abs(alone).max(), 1e-3)
-        assert np.abs(np.array(weight) - alone).max() / scale <= 1e-5
+    assert len(found) == 2
+    check_answers(found, num_replicas=2, backend="mpi")
 
 
 def test_a_rank_that_is_killed_ends_the_job_and_leaves_no_process():

@@ -121,6 +121,8 @@ def lose_one(worker: Worker, victim: int, what: str, num_turns: int) -> float:
         ("unix", 4, 2),
         pytest.param("unix", 2, 0, marks=pytest.mark.standard),
         ("memory", 3, 1),
+        pytest.param("tcp", 3, 1, marks=pytest.mark.standard),
+        pytest.param("tcp", 2, 0, marks=pytest.mark.standard),
         pytest.param("unix", 2, 1, marks=pytest.mark.standard),
         pytest.param("unix", 3, 0, marks=pytest.mark.standard),
         pytest.param("memory", 2, 0, marks=pytest.mark.standard),

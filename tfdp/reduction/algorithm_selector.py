@@ -80,7 +80,7 @@ class AlgorithmSelector:
     Args:
         options: `CommunicationOptions`.
         topology: `Topology` of all replicas.
-        backend: String, `"ring"` or `"nccl"`.
+        backend: String, `"nccl"`, `"ring"`, `"direct"` or `"mpi"`.
         warn: Bool, whether to warn of options that have no effect here.
             Defaults to `True`.
     """

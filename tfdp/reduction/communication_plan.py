@@ -39,7 +39,7 @@ class CommunicationPlan:
             dtype and bytes.
         sparse: Tuple of strings, variables whose gradients travel as rows.
         num_replicas: Int, replicas on all workers.
-        backend: String, `"ring"` or `"nccl"`.
+        backend: String, `"nccl"`, `"ring"`, `"direct"` or `"mpi"`.
         routes: Tuple of `AlgorithmChoice`, one for each bucket:
             algorithm, dtypes that travel, predicted seconds.
         node_size: Int, replicas of a node.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from tfdp.transport.communicator import Communicator
@@ -9,9 +10,11 @@ from tfdp.transport.mesh import Mesh
 from tfdp.transport.shared_memory import SharedMemoryCommunicator
 from tfdp.transport.socket_communicator import SocketCommunicator
 
+_logger = logging.getLogger("tfdp.transport")
+
 
 def new_communicator(mesh: Mesh, ranks: Sequence[int], lane: str) -> Communicator:
-    """Connect the workers of a group.
+    """Connect the workers of a group, and log by what.
 
     Args:
         mesh: `Mesh` of this worker.
@@ -21,6 +24,14 @@ def new_communicator(mesh: Mesh, ranks: Sequence[int], lane: str) -> Communicato
     Returns:
         `Communicator`.
     """
+    kind: type[SocketCommunicator] = SocketCommunicator
     if mesh.share_host(ranks):
-        return SharedMemoryCommunicator(mesh, ranks, lane)
-    return SocketCommunicator(mesh, ranks, lane)
+        kind = SharedMemoryCommunicator
+    communicator = kind(mesh, ranks, lane)
+    _logger.info(
+        "Worker %d communicates with workers %s by %s",
+        mesh.rank,
+        ", ".join(str(rank) for rank in ranks if rank != mesh.rank),
+        communicator.name,
+    )
+    return communicator

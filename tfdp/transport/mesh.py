@@ -59,7 +59,8 @@ class Mesh:
         interface: String or `None`, the name or an address of the interface to
             listen on. Defaults to `None`, the one that `host` resolves to.
         timeout_seconds: Float, the longest wait for another worker.
-        use_unix: Bool, whether workers of one host connect by Unix sockets.
+        use_unix: Bool, alike on all workers, whether those of one host share Unix
+            sockets and memory; without, they use TCP, as those of two hosts do.
 
     Raises:
         TransportError: If this host has no such address or interface, or worker 0
@@ -135,7 +136,7 @@ class Mesh:
         raise self._was_closed()
 
     def share_host(self, ranks: Iterable[int]) -> bool:
-        """Whether workers are on this host, in one network namespace, of one user.
+        """Whether workers share this host: its network namespace, and one user.
 
         Args:
             ranks: Iterable of int.
@@ -143,6 +144,8 @@ class Mesh:
         Returns:
             Bool; where it is true, Unix sockets and memory files work between them.
         """
+        if not self._use_unix:
+            return False
         deadline = time.monotonic() + self._timeout_seconds
         return all(
             self._addresses_of(rank, deadline).machine == self.addresses.machine
@@ -277,7 +280,7 @@ class Mesh:
                 taken = sock.recv(1)
         except TimeoutError:
             sock.close()
-            raise self._did_not_come(peer, lane) from None
+            raise self._did_not_come(peer) from None
         except OSError:
             taken = b""
         if not taken:
@@ -345,7 +348,7 @@ class Mesh:
                 raise self._was_closed()
             if peer in self._gone:
                 raise self._ended(peer)
-            raise self._did_not_come(peer, lane)
+            raise self._did_not_come(peer)
         tune(sock)
         sock.settimeout(None)
         with contextlib.suppress(OSError):  # whoever uses it will see
@@ -372,11 +375,11 @@ class Mesh:
     def _ended(self, peer: int) -> PeerLost:
         return PeerLost(peer, "it ended while the workers connected")
 
-    def _did_not_come(self, peer: int, lane: str) -> TransportError:
+    def _did_not_come(self, peer: int) -> TransportError:
         return TransportError(
             f"Worker {peer} has not connected to worker {self.rank} "
-            f"({self.addresses}) for {lane!r} within {self._timeout_seconds:g} s. It "
-            "has ended, runs other collectives, or a firewall closes the port."
+            f"({self.addresses}) within {self._timeout_seconds:g} s. It has ended, "
+            "runs other collectives, or a firewall closes the port."
         )
 
     def _unreachable(

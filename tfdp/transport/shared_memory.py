@@ -3,7 +3,8 @@
 Each member writes into memory of its own, its outbox, which all others have mapped to
 be read. An outbox has no name: its file descriptor is sent over the Unix connections
 to the other members, so that nobody else can open it, and nothing is left of it when
-the processes have ended, however they end. Nor does it need `/dev/shm`.
+the processes have ended, however they end. Nor does it need `/dev/shm`. Where a member
+gets no memory for it, all members take their sockets instead.
 
 Arrays travel in steps, through the two slots of an outbox in turns:
 
@@ -21,11 +22,14 @@ passes over half of the bytes, in chunks that stay in the cache.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import logging
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -35,6 +39,8 @@ from tfdp.transport.communicator import Array, TransportError
 from tfdp.transport.mesh import Mesh
 from tfdp.transport.schedules import equal_bounds
 from tfdp.transport.socket_communicator import SocketCommunicator
+
+_logger = logging.getLogger("tfdp.transport")
 
 # Bytes of the chunks of all members together: they stay in a core's cache, and are
 # worth the bell. `python -m tools.bench transport` compares 256 kB to 4 MB, see "The
@@ -46,12 +52,15 @@ SMALL_BYTES = 1 << 15
 _STEP = struct.Struct("<Q")
 # The place of sums in an outbox.
 _SUMS = -1
+# Tags of the agreements that all members have made their outboxes, and mapped them.
+_HAVE_MADE, _HAVE_MAPPED = 1, 2
 
 
 class SharedMemoryCommunicator(SocketCommunicator):
     """Communicator of workers on one host, see `Communicator`.
 
-    What is small, and all-to-all, goes over the sockets.
+    What is small, and all-to-all, goes over the sockets; so does everything where a
+    member gets no shared memory, which it logs.
 
     Args:
         mesh: `Mesh` of this worker.
@@ -64,8 +73,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
 
     Raises:
         PeerLost: If a member ends meanwhile.
-        TransportError: If a member does not connect in time, is on another host, or
-            there is not enough memory.
+        TransportError: If a member does not connect in time, or is on another host.
     """
 
     def __init__(
@@ -79,17 +87,18 @@ class SharedMemoryCommunicator(SocketCommunicator):
     ) -> None:
         super().__init__(mesh, ranks, lane)
         self._smallest = small_bytes
-        self.name = "shared memory"
         self._outboxes: list[_Outbox] = []
         # A multiple of the size of every dtype.
         self._chunk_bytes = chunks_bytes // self._size // 64 * 64
         self._step = 0
         with self._collective():
-            self._outboxes = self._share_outboxes()
+            self._outboxes = self._shared_outboxes()
+        if self._outboxes:
+            self.name = "shared memory"
 
     def all_reduce(self, array: Array, tag: int, into: Array | None = None) -> None:
         """See `Communicator`."""
-        if array.nbytes <= self._smallest or self._size == 1:
+        if self._is_for_sockets(array):
             super().all_reduce(array, tag, into)
             return
         bounds = equal_bounds(len(array), self._size)
@@ -105,7 +114,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         into: Array | None = None,
     ) -> None:
         """See `Communicator`."""
-        if array.nbytes <= self._smallest or self._size == 1:
+        if self._is_for_sockets(array):
             super().reduce_scatter(array, bounds, tag, into)
             return
         parts = _parts(array, bounds)
@@ -117,7 +126,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
 
     def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
         """See `Communicator`."""
-        if array.nbytes <= self._smallest or self._size == 1:
+        if self._is_for_sockets(array):
             super().all_gather(array, bounds, tag)
             return
         call = call_of("all-gather", array, tag, bounds)
@@ -125,7 +134,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
 
     def broadcast(self, array: Array, source: int, tag: int) -> None:
         """See `Communicator`."""
-        if array.nbytes <= self._smallest or self._size == 1:
+        if self._is_for_sockets(array):
             super().broadcast(array, source, tag)
             return
         parts = [array if i == source else array[:0] for i in range(self._size)]
@@ -202,23 +211,51 @@ class SharedMemoryCommunicator(SocketCommunicator):
             link.receive_into(answer)
             self._check(memoryview(answer)[:HEADER_BYTES], call, index)
 
-    def _share_outboxes(self) -> list[_Outbox]:
-        """Make the own outbox, and map those of the others."""
-        outboxes = {}
-        descriptor = _new_memory(_num_bytes(self._size, self._chunk_bytes))
-        try:
-            outboxes[self.index] = self._map(descriptor, is_own=True)
+    def _is_for_sockets(self, array: Array) -> bool:
+        return array.nbytes <= self._smallest or self._size == 1 or not self._outboxes
+
+    def _shared_outboxes(self) -> list[_Outbox]:
+        """Make the own outbox, and map those of the others.
+
+        Returns:
+            List of all members' outboxes, empty where a member has no memory for them:
+            either all members share memory or none does.
+        """
+        with contextlib.ExitStack() as stack:
+            own = self._made_outbox(stack)
+            if own is None:
+                return []
             for link in self._links.values():
-                link.send_descriptor(descriptor)
-        finally:
-            os.close(descriptor)
-        for index, link in self._links.items():
-            descriptor = link.receive_descriptor()
-            try:
-                outboxes[index] = self._map(descriptor, is_own=False)
-            finally:
-                os.close(descriptor)
-        return [outboxes[index] for index in range(self._size)]
+                link.send_descriptor(own)
+            descriptors = {self.index: own}
+            for index, link in self._links.items():
+                descriptors[index] = link.receive_descriptor()
+                stack.callback(os.close, descriptors[index])
+            return self._mapped_outboxes(descriptors)
+
+    def _made_outbox(self, stack: contextlib.ExitStack) -> int | None:
+        """Make the own outbox, or `None` where not all members can."""
+        descriptor = None
+        with _logged_lack_of_memory():
+            descriptor = _new_memory(_num_bytes(self._size, self._chunk_bytes))
+            stack.callback(os.close, descriptor)
+        return descriptor if self._all_can(descriptor is not None, _HAVE_MADE) else None
+
+    def _mapped_outboxes(self, descriptors: dict[int, int]) -> list[_Outbox]:
+        """Map the outboxes of all members; none, if a member cannot."""
+        outboxes = []
+        with _logged_lack_of_memory():
+            outboxes = [
+                self._map(descriptors[index], is_own=index == self.index)
+                for index in range(self._size)
+            ]
+        return outboxes if self._all_can(bool(outboxes), _HAVE_MAPPED) else []
+
+    def _all_can(self, can: bool, tag: int) -> bool:
+        """Agree with all other members, over the sockets."""
+        num_members = np.array([can], np.int32)
+        super().all_reduce(num_members, tag)
+        return bool(num_members[0] == self._size)
 
     def _map(self, descriptor: int, *, is_own: bool) -> _Outbox:
         return _Outbox(descriptor, self._size, self._chunk_bytes, is_own=is_own)
@@ -263,14 +300,29 @@ def _new_memory(num_bytes: int) -> int:
     descriptor = os.memfd_create("tfdp", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
-    except OSError as error:
+    except OSError:
         os.close(descriptor)
-        raise TransportError(
-            f"There are no {num_bytes} bytes of shared memory for the workers of this "
-            f"host ({error.strerror}). Give the job more memory, or choose "
-            '`backend="ring"` in `CommunicationOptions`.'
-        ) from error
+        raise
     return descriptor
+
+
+@contextlib.contextmanager
+def _logged_lack_of_memory() -> Iterator[None]:
+    """Log what the system says where it gives no memory, and go on."""
+    try:
+        yield
+    except OSError as error:
+        _log_lack_of_memory(error.strerror or str(error))
+
+
+@functools.cache  # once: each lane of a group asks
+def _log_lack_of_memory(reason: str) -> None:
+    _logger.warning(
+        "This worker gets no shared memory for the other workers of its host (%s): "
+        "they exchange their data over sockets instead, which takes more of the "
+        "processors' time. Give the job more memory to avoid it.",
+        reason,
+    )
 
 
 def _parts(array: Array, bounds: Sequence[int]) -> list[Array]:
