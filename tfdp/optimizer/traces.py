@@ -23,9 +23,13 @@ class Traces:
         self.variables = list(variables)
 
     def drop(self) -> None:
-        """Forget the functions, and with them the variables that they use."""
+        """Forget the functions, and with them the variables that they use.
+
+        A step that was traced is traced again.
+        """
         self._functions.clear()
-        self.features = None
+        if self.features is not None:
+            self.features = ()
 
     def run(self, optimizer: Any, name: str, function: Any) -> None:
         """Run a function on every replica, as a graph that is made once."""
