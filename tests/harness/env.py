@@ -86,7 +86,7 @@ class Env:
         on_read = tf.VariableSynchronization.ON_READ
         if getattr(value, "synchronization", None) == on_read:
             return
-        if hasattr(value, "ranges"):
+        if getattr(value, "has_parts", False):
             return  # a sharded parameter, of which each replica holds a part
         first, *others = self.local_values(value)
         for index, other in enumerate(others, start=1):

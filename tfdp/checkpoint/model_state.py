@@ -18,7 +18,9 @@ from tfdp import _compat
 from tfdp.base.context import strategy_of
 from tfdp.base.param_groups import innermost, is_multi
 from tfdp.keras_hooks.file_view import VariableView
+from tfdp.parameters.sharded_parameter import sharded_parameter
 from tfdp.sharding import slot_names, variable_name
+from tfdp.sharding.parameter_state import parameter_state
 from tfdp.sharding.state_tensors import READ_ELEMENTS, LocalShard, StateTensor
 
 # What names begin with that a checkpoint may have or not.
@@ -76,7 +78,13 @@ class ShardWriter:
         self.count = count
 
     def replicated(self, name: str, variable: Any, dtype: str) -> StateTensor:
-        """State tensor of a variable that has the same value on every worker."""
+        """State tensor of a variable that has the same value on every worker.
+
+        Of a sharded parameter each worker writes what its replicas hold.
+        """
+        parameter = sharded_parameter(variable)
+        if parameter is not None:
+            return parameter_state(name, parameter)
         shape = tuple(variable.shape)
         size = int(np.prod(shape, dtype=np.int64))
         start, stop = (size * r // self.count for r in (self.rank, self.rank + 1))

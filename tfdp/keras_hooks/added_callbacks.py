@@ -103,4 +103,6 @@ class OptimizerProgressCheck(keras.callbacks.Callback):
 
 
 def _is_replicated(variable: Any) -> bool:
-    return isinstance(variable.value, _compat.MirroredVariable)
+    value = variable.value
+    has_parts = getattr(value, "has_parts", False)  # what each worker has restored
+    return isinstance(value, _compat.MirroredVariable) and not has_parts

@@ -157,7 +157,7 @@ class ShardableOptimizer(OptimizerSettings):
         if features.noise and features.accumulation and self.accumulates_sums:
             raise ValueError(
                 "The gradient noise scale needs what each replica accumulates itself, "
-                'which `sharding="gradients"` does not keep. Use '
+                f"which `sharding={self.sharding!r}` does not keep. Use "
                 '`sharding="optimizer"`, stage 1.'
             )
 

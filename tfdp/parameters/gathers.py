@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -44,13 +45,10 @@ class Gathers:
         self.groups = groups
         self.prefetch = prefetch
         self.gathers_again = gathers_again
-        self.units: list[Unit] = []
-        self._unit_of: dict[int, Unit] = {}
+        # The parameters keep their units: those of a model that is gone go with it.
+        self._units: list[weakref.ref[Unit]] = []
         self._host_group = extended.host_group
         self._owners = self._owners_of_all(extended.num_local)
-        # Of eager steps and reads outside of steps, until the next assignment.
-        self._eager_values: dict[int, tf.Tensor] = {}
-        self._eager_sources: dict[int, tf.Tensor] = {}
 
     def owner(self, replica: int) -> int:
         """Index of the part that a local replica holds."""
@@ -58,29 +56,31 @@ class Gathers:
 
     def add_unit(self, parameters: Sequence[ShardedParameter]) -> None:
         """Let parameters be gathered together."""
-        unit = Unit(len(self.units), tuple(parameters))
-        self.units.append(unit)
-        self._unit_of.update((id(parameter), unit) for parameter in parameters)
+        unit = Unit(len(self._units), tuple(parameters))
+        self._units.append(weakref.ref(unit))
+        for parameter in parameters:
+            parameter.unit = unit
 
-    def unit_of(self, parameter: ShardedParameter) -> Unit:
-        """The unit that a parameter is gathered with."""
-        return self._unit_of[id(parameter)]
+    @property
+    def units(self) -> list[Unit]:
+        """The units, in the order in which they were added."""
+        found = [reference() for reference in self._units]
+        return [unit for unit in found if unit is not None]
 
     def source(self, parameter: ShardedParameter) -> tf.Tensor:
         """The tensor whose gradient is that of the parameter, for gradient tapes."""
         step = self.step()
         if step is not None:
             return step.source(parameter)
-        key = id(parameter)
-        if key not in self._eager_sources:
-            self._eager_sources[key] = tf.zeros([], parameter.dtype)
-        return self._eager_sources[key]
+        if parameter.eager_source is None:
+            parameter.eager_source = tf.zeros([], parameter.dtype)
+        return parameter.eager_source
 
     def read(self, parameter: ShardedParameter) -> tf.Tensor:
         """Gather the whole, or take what was gathered."""
         step = self.step()
         if step is not None:
-            return step.read(parameter, self.unit_of(parameter))
+            return step.read(parameter, parameter.unit)
         if not tf.executing_eagerly():
             return self.gather_on_hosts(parameter)
         value = tf.identity(self._eager_value(parameter))
@@ -89,10 +89,10 @@ class Gathers:
 
     def forget(self, parameter: ShardedParameter) -> None:
         """Gather again when the parameter is read next: it has been assigned to."""
-        self._eager_values.pop(id(parameter), None)
+        parameter.eager_value = None
         step = self.step()
         if step is not None:
-            step.forget(self.unit_of(parameter))
+            step.forget(parameter.unit)
 
     def step(self) -> StepGathers | None:
         """What the running replica's step has gathered, or `None` outside of one.
@@ -155,10 +155,9 @@ class Gathers:
         if replica_context() is None:
             return self.gather_on_hosts(parameter)
         # The first local replica gathers for all of them.
-        key = id(parameter)
-        if key not in self._eager_values:
-            self._eager_values[key] = self.gather_on_hosts(parameter)
-        return self._eager_values[key]
+        if parameter.eager_value is None:
+            parameter.eager_value = self.gather_on_hosts(parameter)
+        return parameter.eager_value
 
     def _owners_of_all(self, num_local: int) -> list[int]:
         """The part of every replica, in the order in which workers gather."""

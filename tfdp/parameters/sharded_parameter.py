@@ -50,6 +50,8 @@ class ShardedParameter(MirroredVariable):
         casts: Bool, whether Keras reads it in the dtype of an autocast scope.
     """
 
+    has_parts = True
+
     def __init__(
         self,
         strategy: Any,
@@ -64,6 +66,10 @@ class ShardedParameter(MirroredVariable):
         self.ranges = ranges
         self.reader = reader
         self.casts = casts
+        # What it is gathered with, and what of it was gathered outside of a graph.
+        self.unit: Any = None
+        self.eager_value: tf.Tensor | None = None
+        self.eager_source: tf.Tensor | None = None
         super().__init__(strategy, list(parts), tf.VariableAggregation.NONE)
 
     @property

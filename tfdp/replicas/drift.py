@@ -178,4 +178,6 @@ def _replica_names(strategy: Any) -> list[str]:
 
 def _is_replicated(value: Any) -> bool:
     is_alike = isinstance(value, _compat.MirroredVariable)
+    if getattr(value, "has_parts", False):
+        return False
     return is_alike and value.dtype not in (tf.string, tf.resource, tf.variant)

@@ -33,6 +33,9 @@ class MirroredVariable(_Array, _compat.MirroredVariable):
     since Keras's own tests look for that name.
     """
 
+    # Whether each replica holds other elements, not a copy of all.
+    has_parts = False
+
     def __int__(self) -> int:
         return int(self.numpy())
 
