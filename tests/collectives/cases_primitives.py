@@ -30,6 +30,7 @@ from tfdp.collectives import (
     all_reduce,
     all_to_all,
     broadcast,
+    is_collective,
     padded_length,
     reduce_scatter,
 )
@@ -79,15 +80,16 @@ def is_by_tensorflow() -> bool:
     return _by_tensorflow.get()
 
 
-def new_group(env: Env, num_channels: int = 4) -> ProcessGroup:
-    """A group of all replicas, with a launch order of its own."""
+def new_group(
+    env: Env, order: LaunchOrder | None = None, transport: Transport | None = None
+) -> ProcessGroup:
+    """A group of all replicas, with a launch order of its own unless one is given."""
     extended = env.strategy.extended
-    order = LaunchOrder(extended.worker_devices, num_channels)
-    transport = TensorFlowTransport() if is_by_tensorflow() else _transport(env)
+    own = TensorFlowTransport() if is_by_tensorflow() else _transport(env)
     return ProcessGroup(
-        order,
+        order or LaunchOrder(extended.worker_devices, num_channels=4),
         env.num_replicas,
-        transport,
+        transport or own,
         positions=extended.group.local_positions,
         workers=extended.group.workers,
     )
@@ -96,7 +98,9 @@ def new_group(env: Env, num_channels: int = 4) -> ProcessGroup:
 def _transport(env: Env) -> Transport:
     """The strategy's transport, and between devices the one between processes, too."""
     if env.setup.is_multi_worker:
-        return env.strategy.extended.group.transport
+        transport = env.strategy.extended.group.transport
+        assert transport.name == ("mpi" if env.setup.is_mpi else "direct")
+        return transport
     return ProcessTransport("direct", 0, None)
 
 
@@ -426,8 +430,8 @@ def one_worker_traces_more_often(env: Env) -> dict:
 
 @collective_case("two groups of one launch order, and two launch orders, at once")
 def two_groups_and_two_launch_orders_at_once(env: Env) -> dict:
-    order = LaunchOrder(env.strategy.extended.worker_devices, 2)
-    first, second = (ProcessGroup(order, env.num_replicas) for _ in range(2))
+    order = LaunchOrder(env.strategy.extended.worker_devices, num_channels=2)
+    first, second = (new_group(env, order) for _ in range(2))
     third = new_group(env)
     assert len({first.key, second.key, third.key}) == 3
 
@@ -452,10 +456,9 @@ def two_groups_and_two_launch_orders_at_once(env: Env) -> dict:
 
 @collective_case("two strategies of one process reduce in one function")
 def two_strategies_reduce_in_one_function(env: Env) -> dict:
-    both = [env.strategy]
-    if not env.setup.is_multi_worker:
-        devices = env.strategy.extended.worker_devices
-        both.append(type(env.strategy)(devices))
+    both = [env.strategy, env.new_strategy()]
+    groups = [strategy.extended.group for strategy in both]
+    assert len({group.key for group in groups}) == 2
 
     @tf.function(autograph=False)
     def step():
@@ -507,44 +510,55 @@ def eager_collectives(env: Env) -> dict:
     compare=False,
 )
 def launch_order_is_the_same_on_every_replica(env: Env) -> dict:
+    own = check_launch_order(env, _transport(env))
+    return {"shapes": own + check_launch_order(env, TensorFlowTransport())}
+
+
+def check_launch_order(env: Env, transport: Transport) -> list[int]:
+    """The lengths of the chains, each of which has every third collective."""
     num_channels, num_collectives = 3, 10
     order = LaunchOrder(env.strategy.extended.worker_devices, num_channels)
-    group = ProcessGroup(order, env.num_replicas)
+    group = new_group(env, order, transport)
 
     def work(replica, rank):
         values = [tf.constant(data(rank, (4 + i,))) for i in range(num_collectives)]
         return [
-            all_reduce(value, group, replica, channel=channel)
+            all_reduce(value, group, replica, channel=channel % num_channels)
             for channel, value in enumerate(values)
         ]
 
     traced = tf.function(lambda: each_replica(env, work), autograph=False)
-    graph = traced.get_concrete_function().graph
-    launches = launches_by_token(graph)
-    num_local = env.setup.devices_per_worker
-    assert len(launches) == num_local * num_channels
-    for replica in range(num_local):
-        for channel in range(num_channels):
-            token = group.launch_order.token(replica, channel)
-            chain = launches[graph.capture(token).ref()]
-            shapes = [op.inputs[0].shape[0] - 4 for op in chain]
-            assert shapes == list(range(channel, num_collectives, num_channels))
-            for before, after in itertools.pairwise(chain):
-                assert is_ordered(before, after)
-    first_of_channels = [chain[0] for chain in launches.values()]
-    for one in first_of_channels:
-        for other in first_of_channels:
-            assert one is other or not is_ordered(one, other), "channels overlap"
-    return {"shapes": [len(chain) for chain in launches.values()]}
+    chains = chains_of(traced.get_concrete_function().graph)
+    assert len(chains) == env.setup.devices_per_worker * num_channels
+    for begin, chain in enumerate(chains):
+        lengths = [elements(op) - 4 for op in chain]
+        first = begin % num_channels
+        assert lengths == list(range(first, num_collectives, num_channels))
+        for before, after in itertools.pairwise(chain):
+            assert is_ordered(before, after)
+    heads = [chain[0] for chain in chains]
+    for one, other in itertools.permutations(heads, 2):
+        assert not is_ordered(one, other), "channels overlap"
+    return [len(chain) for chain in chains]
 
 
-def launches_by_token(graph: tf.Graph) -> dict:
-    """The all-reduces of a graph by the token that orders them, as traced."""
-    launches: dict = {}
+def chains_of(graph: tf.Graph) -> list[list[tf.Operation]]:
+    """The all-reduces of a graph by the resource that orders them, as traced.
+
+    It is the last input of all: the ordering token of TensorFlow's, and a queue of
+    those that a thread runs.
+    """
+    chains: dict = {}
     for op in graph.get_operations():
-        if op.type == "CollectiveReduceV2":
-            launches.setdefault(op.inputs[-1].ref(), []).append(op)
-    return launches
+        if is_collective(op):
+            chains.setdefault(op.inputs[-1].ref(), []).append(op)
+    return list(chains.values())
+
+
+def elements(op: tf.Operation) -> int:
+    """How many numbers of four bytes an all-reduce sums."""
+    (length,) = op.inputs[0].shape
+    return length // 4 if op.inputs[0].dtype == tf.uint8 else length
 
 
 def is_ordered(before: tf.Operation, after: tf.Operation) -> bool:

@@ -181,7 +181,7 @@ def test_in_a_loop_of_the_users_own_the_last_line_names_the_lost_worker(kind: st
         "stop": "stands still",
         "raise": "its script has ended, after ArithmeticError: the script's own error",
     }[kind] in said[0]
-    assert end.error.startswith("InvalidArgumentError: ")
+    assert end.error.startswith("UnavailableError: Worker 1 has left its collectives: ")
     assert seconds_of(life, 0) <= DEATH_SECONDS + (timeout or 0.0)
 
 

@@ -24,7 +24,10 @@ _WARNINGS = ("aiting for worker", "tfdp: waiting at ", "tfdp: all workers wait a
 _ALIKE = ({"steps", "sum"}, {"steps that gather", "gather"})
 # The last sign of life may be so old when a pause begins, on a busy machine.
 _BEAT_SECONDS = 2.0
-_OWN_ERRORS = ("ValueError", "RuntimeError", "TimeoutError", "WorkerLost")
+_OWN_ERRORS = (
+    *("ValueError", "RuntimeError", "TimeoutError", "WorkerLost"),
+    "UnavailableError: The workers run other collectives",
+)
 
 
 def of_sigterm(plan: JobPlan, life: Life, undisturbed: dict) -> str:

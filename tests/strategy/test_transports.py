@@ -90,6 +90,12 @@ def test_an_interface_that_nothing_uses_is_warned_of():
         agreed("ring", ["ring", None, ""], interface="eth0")
 
 
+def test_between_workers_on_cpus_auto_is_direct_and_within_one_ring():
+    devices = ["/device:CPU:0", "/device:CPU:1"]
+    assert transports._backend(CommunicationOptions(), devices, 2) == "direct"
+    assert transports._backend(CommunicationOptions(), devices, 1) == "ring"
+
+
 def test_elsewhere_than_on_linux_tensorflow_carries_the_bytes(monkeypatch):
     monkeypatch.setattr(transports, "_HAS_DIRECT", False)
     devices = ["/device:CPU:0"]

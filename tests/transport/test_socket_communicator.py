@@ -10,7 +10,13 @@ import pytest
 
 from tests.harness.tiers import standard
 from tests.transport.workers import Worker, each_wire, run
-from tfdp.transport import Communicator, SocketCommunicator, TransportError
+from tfdp.transport import (
+    Communicator,
+    SocketCommunicator,
+    TransportError,
+    new_tag,
+    steps_ahead,
+)
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 SUMMED = ["float32", "float64", "int32", "int64", "float16", BFLOAT16]
@@ -186,6 +192,24 @@ def disagree(worker: Worker, size: int, how: str) -> str:
 def test_members_that_disagree_all_raise(size, length, how, wire):
     for message in run(size, disagree, length, how, deadline_seconds=5.0, wire=wire):
         assert "all-reduce" in message
+
+
+def be_ahead(worker: Worker, length: int, generation: int) -> int | None:
+    """Worker 1 has seen one error more than the others."""
+    communicator = group(worker)
+    own = generation + (worker.rank == 1)
+    array = np.ones(length, np.float32)
+    with pytest.raises(TransportError, match="error on some workers only") as caught:
+        communicator.all_reduce(array, new_tag(own, "the same"))
+    return steps_ahead(caught.value, own)
+
+
+@pytest.mark.parametrize("wire", ["unix", "memory"])
+@pytest.mark.parametrize("length", [10, 12_000])
+@pytest.mark.parametrize("generation", [0, standard(65_535)])
+def test_all_members_learn_that_one_has_seen_an_error_more(generation, length, wire):
+    found = run(3, be_ahead, length, generation, deadline_seconds=5.0, wire=wire)
+    assert found == [1, 0, 1]
 
 
 def wrong_bounds(worker: Worker) -> None:

@@ -186,6 +186,7 @@ from tfdp._compat.optimizer_views import (
     with_state,
 )
 from tfdp._compat.owners import (
+    AtomicFunction,
     BaseOptimizer,
     BaseTrainer,
     CompileLoss,

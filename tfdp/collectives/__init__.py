@@ -33,7 +33,7 @@ from tfdp.collectives.primitives import (
     padded_length,
     reduce_scatter,
 )
-from tfdp.collectives.process_transport import ProcessTransport
+from tfdp.collectives.process_transport import ProcessTransport, end_failed_call
 from tfdp.collectives.tensorflow_transport import TensorFlowTransport
 from tfdp.collectives.transport import Transport, is_collective
 
@@ -50,6 +50,7 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "device_positions",
+    "end_failed_call",
     "halving_doubling",
     "hierarchical",
     "is_collective",

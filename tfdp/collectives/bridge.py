@@ -6,6 +6,10 @@
 Both operations of the graph are asynchronous: while the thread works, they hold no
 thread of TensorFlow's, and other operations run. Neither copies: the thread reads the
 memory of the tensor, and the result is a tensor whose memory the thread has filled.
+
+A call of a graph that ends with an error leaves requests and results behind, on each
+replica others. After it a new *generation* of numbers begins, the same on all replicas
+that have seen as many errors: no collective takes what an earlier generation has left.
 """
 
 from __future__ import annotations
@@ -15,25 +19,75 @@ import ctypes
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.coordination.watch import COLLECTIVE_FAILED
+from tfdp.coordination.watch import COLLECTIVE_FAILED, NotConnected
 
 _CLOSE_SECONDS = 2.0
 # One collective of a replica is under way at a time; a cancelled step leaves one more.
 _CAPACITY = 4
 # Bytes, and the head: ticket and number.
 _COMPONENTS = [tf.uint8, tf.int64]
+# Above these bits of a number is its generation.
+_COUNT_BITS = 32
+_LEFT_BEHIND = "An earlier step ended with an error on some replicas of a worker only"
 _log = logging.getLogger("tfdp.transport")
+# By the id of a tensor that every function has as an input in which they are.
+_crossings: weakref.WeakValueDictionary[int, _Crossing] = weakref.WeakValueDictionary()
 
 # Runs one collective: its ticket, number and the local replicas' data; returns a
 # result for each.
 Run = Callable[[int, int, list[np.ndarray]], list[tf.Tensor]]
+
+
+class StepEnded(RuntimeError):
+    """What the step that waits for a collective ends with; later steps may go on."""
+
+
+class Failure(NamedTuple):
+    """Why a collective has no result, without the frames that the error has kept."""
+
+    reason: str
+    has_connected: bool = True
+
+
+class _Request(NamedTuple):
+    """What a replica gives to the thread."""
+
+    data: tf.Tensor  # [num_bytes], uint8
+    head: tf.Tensor  # [2], int64
+    ticket: int
+    number: int
+
+    @property
+    def generation(self) -> int:
+        return generation_of(self.number)
+
+
+def generation_of(number: int) -> int:
+    """Return the number of calls that had ended with an error before a request."""
+    return number >> _COUNT_BITS
+
+
+def end_call(inputs: Sequence[Any]) -> Failure | None:
+    """Forget what a call of a graph that ended with an error has left behind.
+
+    Args:
+        inputs: Sequence of the tensors that the function was called with, those that
+            it captures among them.
+
+    Returns:
+        Why a collective in it has failed, or `None` if none has.
+    """
+    found = [_crossings.get(id(tensor)) for tensor in inputs]
+    failures = [crossing.end_call() for crossing in found if crossing is not None]
+    return next(filter(None, failures), None)
 
 
 class Bridge:
@@ -43,7 +97,11 @@ class Bridge:
         name: String, of the thread.
         devices: Sequence of strings, the device of each of these replicas.
         run: Callable, see `Run`, called on the thread.
-        close: Callable of a reason, called as soon as `run` has raised.
+        close: Callable of a reason, called as soon as `run` has raised anything but
+            `StepEnded`. It is not called any more then.
+
+    Attributes:
+        failure: `Failure` of what `run` has raised then, or `None`.
     """
 
     def __init__(
@@ -56,7 +114,8 @@ class Bridge:
         self._run = run
         self._close = close
         self._crossings = [_Crossing(device) for device in devices]
-        self._is_closed = self._has_failed = False
+        self._is_closed = False
+        self.failure: Failure | None = None
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
@@ -85,37 +144,54 @@ class Bridge:
         if waits and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)
 
+    def is_over(self, number: int) -> bool:
+        """Whether nobody waits for the result of a number any more."""
+        generation = generation_of(number)
+        return any(generation < crossing.generation for crossing in self._crossings)
+
     def _serve(self) -> None:
         # The queues are closed: nobody waits any more.
         with contextlib.suppress(tf.errors.CancelledError, tf.errors.OutOfRangeError):
             while not self._is_closed:
-                requests = [crossing.take() for crossing in self._crossings]
+                requests = self._take()
                 results = self._results(requests)
                 for crossing, request, result in zip(
                     self._crossings, requests, results, strict=True
                 ):
-                    crossing.give(result, request[1])
+                    crossing.give(result, request)
 
-    def _results(self, requests: list[tuple[Any, Any]]) -> Sequence[tf.Tensor | None]:
-        """Run a collective, or return `None`s, now and from now on, if it fails."""
-        if not self._has_failed:
+    def _take(self) -> list[_Request]:
+        """Wait for a request of each replica, all of one generation."""
+        requests = [crossing.take() for crossing in self._crossings]
+        while len({request.generation for request in requests}) > 1:
+            newest = max(request.generation for request in requests)
+            for index, crossing in enumerate(self._crossings):
+                if requests[index].generation < newest:
+                    crossing.give(Failure(_LEFT_BEHIND), requests[index])
+                    requests[index] = crossing.take()
+        return requests
+
+    def _results(self, requests: list[_Request]) -> Sequence[tf.Tensor | Failure]:
+        """Run a collective, or return why there are no results."""
+        failure = self.failure
+        if failure is None:
             try:
                 return self._collective(requests)
+            except StepEnded as error:
+                failure = Failure(str(error))
             except Exception as error:  # noqa: BLE001 the step has to end, not the thread
-                self._has_failed = True
+                has_connected = not isinstance(error, NotConnected)
+                self.failure = failure = Failure(str(error), has_connected)
                 _log.info("%s: %s", COLLECTIVE_FAILED, error)
-                self._close(str(error))
-        return [None] * len(requests)
+                self._close(failure.reason)
+        return [failure] * len(requests)
 
-    def _collective(self, requests: list[tuple[Any, Any]]) -> list[tf.Tensor]:
-        heads = {tuple(head.numpy().tolist()) for _, head in requests}
+    def _collective(self, requests: list[_Request]) -> list[tf.Tensor]:
+        heads = {(request.ticket, request.number) for request in requests}
         if len(heads) > 1:
-            raise RuntimeError(
-                "replicas of one process are at different collectives: an earlier step "
-                "ended with an error on some of them"
-            )
+            raise RuntimeError("replicas of one process are at different collectives")
         ((ticket, number),) = heads
-        return self._run(ticket, number, [array_of(data) for data, _ in requests])
+        return self._run(ticket, number, [array_of(r.data) for r in requests])
 
 
 class _Crossing:
@@ -125,8 +201,13 @@ class _Crossing:
         with tf.init_scope(), tf.device(device):
             self._requests = tf.queue.FIFOQueue(_CAPACITY, _COMPONENTS)
             self._results = tf.queue.FIFOQueue(_CAPACITY, _COMPONENTS)
-        # Numbers tell the result of a step from one that a cancelled step has left.
+        # Counts the requests of a generation, on each replica alike.
         self._number = _compat.plain_variable(0, tf.int64, device)
+        self.generation = 0
+        # Why this replica's step ends, until it has.
+        self._failure: Failure | None = None
+        self._lock = threading.Lock()
+        _crossings[id(self._number.handle)] = self
         self.exchange = tf.function(
             self._exchange,
             input_signature=[
@@ -148,21 +229,37 @@ class _Crossing:
         with tf.control_dependencies([checked]):
             return tf.identity(result)
 
-    def take(self) -> tuple[tf.Tensor, tf.Tensor]:
+    def take(self) -> _Request:
         """Wait for the replica's next request."""
         # The raw operations take half of the time, and run where their queue is.
         data, head = tf.raw_ops.QueueDequeueV2(
             handle=self._requests.queue_ref, component_types=_COMPONENTS
         )
-        return data, head
+        return _Request(data, head, *head.numpy().tolist())
 
-    def give(self, result: tf.Tensor | None, head: tf.Tensor) -> None:
+    def give(self, result: tf.Tensor | Failure, request: _Request) -> None:
         """Answer a request, or let its step fail where there is no result."""
-        if result is None:
-            result, head = tf.zeros([0], tf.uint8), tf.zeros_like(head)
-        tf.raw_ops.QueueEnqueueV2(
-            handle=self._results.queue_ref, components=[result, head]
-        )
+        head = request.head
+        with self._lock:
+            if request.generation < self.generation:
+                return
+            if isinstance(result, Failure):
+                self._failure = result
+                result, head = tf.zeros([0], tf.uint8), tf.zeros_like(head)
+            tf.raw_ops.QueueEnqueueV2(
+                handle=self._results.queue_ref, components=[result, head]
+            )
+
+    def end_call(self) -> Failure | None:
+        """Begin a generation; return why a collective of the last one has failed."""
+        with self._lock, tf.init_scope():
+            self.generation += 1
+            self._number.assign(self.generation << _COUNT_BITS)
+            # The call is over: nobody waits for what is there.
+            while self._results.size() > 0:
+                self._results.dequeue()
+            failure, self._failure = self._failure, None
+            return failure
 
     def close(self) -> None:
         """End what waits at the queues with an error."""

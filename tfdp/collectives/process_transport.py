@@ -8,25 +8,45 @@ member for each process.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp.collectives.bridge import Bridge
+from tfdp.collectives.bridge import Bridge, StepEnded, end_call, generation_of
 from tfdp.collectives.process_collectives import COLLECTIVES, Members
 from tfdp.collectives.transport import SCOPE, Call, Group
 from tfdp.coordination.watch import COLLECTIVE_FAILED, NotConnected
-from tfdp.transport import Communicator
+from tfdp.transport import Communicator, TransportClosed, new_tag, steps_ahead
 
 # Chains of a device: buckets of different ones are under way at the same time.
 _CHANNELS = 4
+
+
+def end_failed_call(inputs: Sequence[Any], error: tf.errors.OpError) -> Exception:
+    """Make a call of a graph that ended with an error the end of its collectives.
+
+    Args:
+        inputs: Sequence of the tensors that the function was called with, those that
+            it captures among them.
+        error: The error.
+
+    Returns:
+        The error, or one that says why a collective has failed where TensorFlow only
+        says that one has: `NotConnected` if another worker could not be reached, or
+        `tf.errors.UnavailableError`, as if it were one of TensorFlow's.
+    """
+    failure = end_call(inputs)
+    if failure is None or COLLECTIVE_FAILED not in str(error):
+        return error
+    if not failure.has_connected:
+        return NotConnected(None, None, failure.reason)
+    # With its text, which names the operation.
+    return tf.errors.UnavailableError(None, None, f"{failure.reason}\n\n{error}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,27 +113,6 @@ class ProcessTransport:
         result = self._exchange("broadcast", tensor, call, source)
         return tf.reshape(result, _shape(tensor))
 
-    @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Say why a collective has failed, where TensorFlow only says that one has.
-
-        Raises:
-            NotConnected: If another worker could not be reached.
-            tf.errors.UnavailableError: If not, as if it were one of TensorFlow's.
-        """
-        try:
-            yield
-        except tf.errors.InvalidArgumentError as error:
-            lane = self._failed_lane()
-            if COLLECTIVE_FAILED not in str(error) or lane is None:
-                raise
-            reason = lane.failure
-            if lane.has_not_connected:
-                raise NotConnected(None, None, reason) from None
-            # With its text, which names the operation.
-            text = f"{reason}\n\n{error}"
-            raise tf.errors.UnavailableError(None, None, text) from None
-
     def abort(self, reason: str) -> None:
         """End what waits for other workers, with a reason that they are told."""
         for lane in self._all_lanes():
@@ -126,12 +125,8 @@ class ProcessTransport:
 
     @property
     def failure(self) -> str:
-        """String, why a collective has failed, or `""`."""
-        lane = self._failed_lane()
-        return lane.failure if lane is not None else ""
-
-    def _failed_lane(self) -> _Lane | None:
-        return next((lane for lane in self._all_lanes() if lane.failure), None)
+        """String, why a collective has failed for good, or `""`."""
+        return next((lane.failure for lane in self._all_lanes() if lane.failure), "")
 
     def _all_lanes(self) -> list[_Lane]:
         with self._lock:
@@ -183,12 +178,14 @@ class _Lane:
         self._name = name
         self._new_communicator = new_communicator
         self._communicator: Communicator | None = None
+        # How many others were there before it.
+        self._num_left = 0
+        self._end_reason: str | None = None
         self._operations: list[_Operation] = []
         self._tickets: dict[_Operation, int] = {}
         self._lock = threading.Lock()
-        self.failure = ""
         devices = [_host(group.devices[replica]) for _, replica in local]
-        self._bridge = Bridge(f"tfdp {name}", devices, self._run, self._fail)
+        self._bridge = Bridge(f"tfdp {name}", devices, self._run, self.abort)
 
     def exchange(
         self, data: tf.Tensor, replica: int, operation: _Operation
@@ -202,38 +199,57 @@ class _Lane:
 
     def end(self, *, waits: bool = True) -> None:
         """End the thread, and wait until it has if `waits`."""
-        if self._communicator is not None:
-            self._communicator.close()
+        self.abort("")
         self._bridge.close(waits=waits)
 
     def abort(self, reason: str) -> None:
         """End what waits for other workers, with a reason that they are told."""
+        self._end_reason = reason
         if self._communicator is not None:
             self._communicator.close(reason)
 
     @property
-    def has_not_connected(self) -> bool:
-        """Bool, whether it has failed before it had a communicator."""
-        return bool(self.failure) and self._communicator is None
-
-    def _fail(self, reason: str) -> None:
-        self.failure = reason
-        self.abort(reason)
+    def failure(self) -> str:
+        """String, why a collective has failed for good, or `""`."""
+        return self._bridge.failure.reason if self._bridge.failure else ""
 
     def _run(self, ticket: int, number: int, data: list[np.ndarray]) -> list[tf.Tensor]:
-        if self._communicator is None and len(self._members.ranks) > 1:
-            ranks = self._members.ranks
-            assert self._new_communicator is not None
-            self._communicator = self._new_communicator(ranks, self._name)
-        operation = self._operations[ticket]
-        digest = hashlib.sha256(f"{operation.key} {number}".encode()).digest()
-        tag = int.from_bytes(digest[:8], "big")
+        operation, generation = self._operations[ticket], generation_of(number)
+        tag = new_tag(generation, f"{operation.key} {number}")
         arrays = [array.view(operation.dtype) for array in data]
-        collective = COLLECTIVES[operation.kind](self._members, self._communicator, tag)
-        try:
-            return collective(arrays, operation.source)
-        except RuntimeError as error:
-            raise RuntimeError(f"{error} (operation {operation.scope})") from error
+        while True:
+            communicator = self._connected()
+            collective = COLLECTIVES[operation.kind](self._members, communicator, tag)
+            try:
+                return collective(arrays, operation.source)
+            except RuntimeError as error:
+                ahead = steps_ahead(error, generation)
+                if ahead is None:
+                    text = f"{error} (operation {operation.scope})"
+                    raise RuntimeError(text) from error
+                # Bytes of an earlier step may be under way in this one.
+                self._communicator = None
+                self._num_left += 1
+                if ahead or self._bridge.is_over(number):
+                    raise StepEnded(str(error)) from error
+
+    def _connected(self) -> Communicator | None:
+        """Return the communicator of the group, `None` if it is of one process."""
+        if self._communicator is None and len(self._members.ranks) > 1:
+            assert self._new_communicator is not None
+            name = f"{self._name}+{self._num_left}" if self._num_left else self._name
+            try:
+                if self._end_reason is not None:
+                    raise TransportClosed(self._end_reason)
+                communicator = self._new_communicator(self._members.ranks, name)
+            except Exception as error:
+                if self._num_left:
+                    raise
+                raise NotConnected(None, None, str(error)) from error
+            self._communicator = communicator
+            if self._end_reason is not None:  # meanwhile
+                communicator.close(self._end_reason)
+        return self._communicator
 
 
 def _shape(tensor: tf.Tensor) -> Any:

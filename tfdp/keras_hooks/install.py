@@ -411,6 +411,14 @@ _RUNTIME = (
         checked_on=TENSORFLOW,
     ),
     Replacement(
+        _compat.AtomicFunction,
+        "call_flat(self, *args)",
+        runtime_hooks.call_flat,
+        "Collectives between processes that a failed call has begun would meet those "
+        "of the next call; why one of them has failed, TensorFlow does not know.",
+        checked_on=TENSORFLOW,
+    ),
+    Replacement(
         _compat.random_seed,
         "get_seed(op_seed)",
         runtime_hooks.seeds_of_operation,

@@ -1,4 +1,4 @@
-"""TensorFlow's runtime under tfdp: the hash of a traced function, seeds of operations.
+"""TensorFlow's runtime under tfdp: traced functions, seeds of operations.
 
 Each function takes the place of one of TensorFlow, see `tfdp.keras_hooks.install`.
 """
@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
+
 from tfdp import _compat
 from tfdp.base import stand_in_seed
+from tfdp.collectives import end_failed_call
 
 
 def hash_once(original: Callable, signature: Any) -> int:
@@ -25,6 +28,17 @@ def hash_once(original: Callable, signature: Any) -> int:
         found = original(signature)
         vars(signature)["_tfdp_hash"] = found
     return found
+
+
+def call_flat(original: Callable, function: Any, *args: Any) -> Any:
+    """Call a traced function; if it ends with an error, so do its collectives."""
+    try:
+        return original(function, *args)
+    except tf.errors.OpError as error:
+        explained = end_failed_call(args, error)
+        if explained is error:
+            raise
+        raise explained from None
 
 
 def seeds_of_operation(original: Callable, op_seed: Any) -> Any:

@@ -34,7 +34,6 @@ from tfdp.replicas.variables import (
 )
 from tfdp.strategy.cross_device_ops import CrossDeviceOps
 from tfdp.strategy.transports import (
-    explaining,
     host_transport,
     new_transport,
     watch_transports,
@@ -263,10 +262,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         """Name the worker that is lost where TensorFlow only says that one is."""
         if self._watchdog is None:
             return contextlib.nullcontext()
-        stack = contextlib.ExitStack()
-        stack.enter_context(self._watchdog.translate_errors())
-        stack.enter_context(explaining(self.group.transport))
-        return stack
+        return self._watchdog.translate_errors()
 
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import json
 import sys
@@ -74,13 +73,6 @@ def new_transport(
     atexit.register(_end)  # before whatever its communicators have registered
     _transports.add(transport)
     return transport
-
-
-def explaining(transport: Transport) -> contextlib.AbstractContextManager:
-    """Say why a collective has failed, where TensorFlow only says that one has."""
-    if isinstance(transport, ProcessTransport):
-        return transport.explaining()
-    return contextlib.nullcontext()
 
 
 def watch_transports(watchdog: Watchdog) -> None:

@@ -25,6 +25,7 @@ Reading order:
 
 from tfdp.transport.addresses import listening_address
 from tfdp.transport.arithmetic import sum_into
+from tfdp.transport.calls import new_tag, steps_ahead
 from tfdp.transport.communicator import (
     Communicator,
     PeerLost,
@@ -54,5 +55,7 @@ __all__ = [
     "is_mpi_job",
     "listening_address",
     "new_communicator",
+    "new_tag",
+    "steps_ahead",
     "sum_into",
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import re
 import struct
 import zlib
 from collections.abc import Sequence
@@ -15,6 +17,10 @@ from tfdp.transport.communicator import Array, TransportError
 _HEADER = struct.Struct("!16s12sIQQ")
 HEADER_BYTES = _HEADER.size
 _MASK = (1 << 64) - 1
+# A tag begins with its generation, of 16 bits; the rest tells collectives apart.
+_GENERATIONS, _REST_BITS = 1 << 16, 48
+_STEPS_DIFFER = "An earlier step ended with an error on some workers only"
+_ERRORS = re.compile(rf"{_STEPS_DIFFER}: (\d+) of .*?, (\d+) of ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +80,51 @@ def call_of(
     return Call(kind, tag, array.nbytes, array.dtype.name, checksum)
 
 
+def new_tag(generation: int, text: str) -> int:
+    """Return the tag of a collective.
+
+    Args:
+        generation: Int, the number of steps of this worker that have ended with an
+            error.
+        text: String, the same on all members, which tells it from others.
+
+    Returns:
+        Int of 64 bits.
+    """
+    digest = hashlib.sha256(text.encode()).digest()[: _REST_BITS // 8]
+    rest = int.from_bytes(digest, "big")
+    return generation % _GENERATIONS << _REST_BITS | rest
+
+
+def steps_ahead(error: Exception, generation: int) -> int | None:
+    """Return how far other workers are ahead, by the error of a collective.
+
+    Args:
+        error: Exception, also of a member that has learnt of it from others.
+        generation: Int, that of the own call.
+
+    Returns:
+        Int, by how many failed steps another member is ahead of `generation`, 0 if
+        none is; `None` if the error has another cause.
+
+    Example:
+    >>> calls = [Call("barrier", new_tag(generation, "")) for generation in (1, 2)]
+    >>> try:
+    ...     check(calls[1].packed(), calls[0], own=0, peer=1)
+    ... except TransportError as error:
+    ...     [steps_ahead(error, generation) for generation in (1, 2)]
+    [1, 0]
+    """
+    found = _ERRORS.search(str(error))
+    if found is None:
+        return None
+    half = _GENERATIONS // 2
+    ahead = [
+        (int(text) - generation + half) % _GENERATIONS - half for text in found.groups()
+    ]
+    return max(0, *ahead)
+
+
 def check(received: bytes | memoryview, expected: Call, own: int, peer: int) -> None:
     """Compare a peer's call with the own one.
 
@@ -89,6 +140,7 @@ def check(received: bytes | memoryview, expected: Call, own: int, peer: int) -> 
     if received == expected.packed():
         return
     kind, dtype, bounds, tag, num_bytes = _HEADER.unpack(received)
+    _check_steps(tag, expected.tag, own, peer)
     other = Call(
         kind.rstrip(b"\0").decode(errors="replace"),
         tag,
@@ -102,3 +154,14 @@ def check(received: bytes | memoryview, expected: Call, own: int, peer: int) -> 
         f"worker {own} at {expected}. Every worker has to run the same steps of the "
         "same program."
     )
+
+
+def _check_steps(received: int, expected: int, own: int, peer: int) -> None:
+    """Compare the generations of two tags."""
+    theirs, ours = received >> _REST_BITS, (expected & _MASK) >> _REST_BITS
+    if theirs != ours:
+        raise TransportError(
+            f"{_STEPS_DIFFER}: {ours} of worker {own}'s steps so far, {theirs} of "
+            f"worker {peer}'s. A script that goes on after an error has to do so on "
+            "every worker."
+        )

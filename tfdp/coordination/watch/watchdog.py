@@ -164,7 +164,8 @@ class Watchdog(threading.Thread):
             lost = self._error(progress.current.name, bucket)
             print(f"tfdp: {lost}", file=sys.stderr, flush=True)
             return
-        if is_collective and (reason := self.reason_of_failure()):
+        reason = self.reason_of_failure()
+        if is_collective and reason and reason not in str(error):
             print(f"tfdp: {reason}", file=sys.stderr, flush=True)
             text = reason
         self._heartbeat.last_error = text
