@@ -256,6 +256,7 @@ from tfdp._compat.tensor_reads import (
     newest_age,
     operations,
     record_read,
+    run_of_replicas,
     set_input,
     set_value_of,
     step_graph,

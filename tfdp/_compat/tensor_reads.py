@@ -65,6 +65,11 @@ def operations(graph: Any, first: int = 0) -> list[tf.Operation]:
     return graph.get_operations()[first:]
 
 
+def run_of_replicas() -> Any:
+    """An object that the threads of one `strategy.run` share."""
+    return getattr(threading.current_thread(), "coord", None)
+
+
 def newest_age(graph: Any) -> int:
     """The age of the operation of a graph that was traced last, see `op_age`."""
     traced = graph.get_operations()

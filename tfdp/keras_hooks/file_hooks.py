@@ -20,6 +20,7 @@ from tfdp import _compat
 from tfdp.base.context import num_replicas_of, strategy_of
 from tfdp.keras_hooks.file_view import loss_scaling_of, sharded_tensors
 from tfdp.keras_hooks.saving import is_saving, save_atomically
+from tfdp.parameters.served_reads import parameters_of, reading_alone, serve_reads
 from tfdp.sharding.full_state import FullState, gather_full_state
 
 
@@ -51,11 +52,15 @@ def _save_with_plain_optimizer(
         with plain_optimizer(model):
             return original(model, *args, **kwargs)
     whole, is_writer = _collect(optimizer)
-    worker_group = _compat.strategy_of_optimizer(optimizer).extended.worker_group
+    extended = _compat.strategy_of_optimizer(optimizer).extended
+    worker_group, host_group = extended.worker_group, extended.host_group
+    parameters = parameters_of(model)
     result, error = None, None
-    if is_writer:
+    if not is_writer:
+        serve_reads(parameters, host_group)
+    else:
         try:
-            with plain_optimizer(model, whole):
+            with reading_alone(parameters, host_group), plain_optimizer(model, whole):
                 result = original(model, *args, **kwargs)
         except Exception as caught:  # noqa: BLE001 the others must not wait for it
             error = caught

@@ -35,6 +35,7 @@ from tfdp.keras_hooks.worker_callbacks import (
     other_callbacks,
     select_callbacks,
 )
+from tfdp.parameters.conversion import whole_variables
 from tfdp.reduction import link_measure
 from tfdp.replicas import drift_probe
 
@@ -251,6 +252,9 @@ def save(
     strategy = strategy_of(model)
     if strategy is None:
         return original(model, filepath, *args, **kwargs)
+    if original.__name__ == "export":
+        with whole_variables(model):
+            return save_atomically(strategy, original, model, filepath, *args, **kwargs)
     return save_atomically(strategy, original, model, filepath, *args, **kwargs)
 
 

@@ -5,7 +5,9 @@ Reading order:
     packing: parts of several variables as one flat tensor, and back
     sharded_parameter: the variable: parts on the replicas, the whole to a model
     gathers: reads of it, in a step and outside of one
+    compute_order: what the gathers of a step wait for
     step_gathers: the units that the step of a replica gathers while it is traced
     backward_gathers: the same units gathered again for the backward pass
+    served_reads: reads by the worker that writes a file
     conversion: variables of a model made sharded, and whole again
 """

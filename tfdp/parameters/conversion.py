@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -66,6 +67,30 @@ def divide_again(
         value = whole if is_whole else _elements(whole, own)
         parts.append(_compat.variable_like(old, value, old.device))
     parameter.replace_parts(parts, ranges)
+
+
+@contextlib.contextmanager
+def whole_variables(model: Any) -> Iterator[None]:
+    """Give a model whole variables for a while. All workers call it.
+
+    What is exported has no replicas to gather from.
+
+    Args:
+        model: Keras model.
+    """
+    sharded = [(v, sharded_parameter(v)) for v in model.variables]
+    for variable, parameter in sharded:
+        if parameter is not None:
+            whole = parameter.reader.gather_on_hosts(parameter)
+            first = parameter.values[0]
+            plain = _compat.variable_like(first, whole, first.device)
+            _compat.set_value_of(variable, plain)
+    try:
+        yield
+    finally:
+        for variable, parameter in sharded:
+            if parameter is not None:
+                _compat.set_value_of(variable, parameter)
 
 
 def _parameter_of(variable: Any) -> ShardedParameter:

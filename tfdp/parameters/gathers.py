@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -48,6 +48,7 @@ class Gathers:
         # The parameters keep their units: those of a model that is gone go with it.
         self._units: list[weakref.ref[Unit]] = []
         self._host_group = extended.host_group
+        self.announcements: dict[int, Callable[[], None]] = {}
         self._owners = self._owners_of_all(extended.num_local)
 
     def owner(self, replica: int) -> int:
@@ -153,11 +154,14 @@ class Gathers:
 
     def _eager_value(self, parameter: ShardedParameter) -> tf.Tensor:
         if replica_context() is None:
+            if id(parameter) in self.announcements:
+                self.announcements[id(parameter)]()
             return self.gather_on_hosts(parameter)
-        # The first local replica gathers for all of them.
-        if parameter.eager_value is None:
-            parameter.eager_value = self.gather_on_hosts(parameter)
-        return parameter.eager_value
+        # The first local replica of a step gathers for all of them.
+        run = _compat.run_of_replicas()
+        if parameter.eager_value is None or parameter.eager_value[0] is not run:
+            parameter.eager_value = run, self.gather_on_hosts(parameter)
+        return parameter.eager_value[1]
 
     def _owners_of_all(self, num_local: int) -> list[int]:
         """The part of every replica, in the order in which workers gather."""

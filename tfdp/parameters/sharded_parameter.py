@@ -18,6 +18,9 @@ from tfdp.replicas.variables import MirroredVariable
 class Reader(Protocol):
     """Where a parameter is read from, see `tfdp.parameters.gathers.Gathers`."""
 
+    # By the `id` of a parameter, what to tell other workers before it is gathered.
+    announcements: dict[int, Callable[[], None]]
+
     def read(self, parameter: ShardedParameter) -> tf.Tensor:
         """Gather the whole for whoever asks."""
 
@@ -68,7 +71,7 @@ class ShardedParameter(MirroredVariable):
         self.casts = casts
         # What it is gathered with, and what of it was gathered outside of a graph.
         self.unit: Any = None
-        self.eager_value: tf.Tensor | None = None
+        self.eager_value: tuple[Any, tf.Tensor] | None = None
         self.eager_source: tf.Tensor | None = None
         super().__init__(strategy, list(parts), tf.VariableAggregation.NONE)
 
