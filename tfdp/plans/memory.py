@@ -97,6 +97,7 @@ def sharded_memory(
     *,
     accumulates: bool,
     shards_gradients: bool,
+    shards_parameters: bool = False,
 ) -> ReplicaMemory:
     """Compute the memory of the replica that holds most of a sharded state.
 
@@ -106,6 +107,8 @@ def sharded_memory(
         plan: `ShardPlan` of them.
         accumulates: Bool, whether gradients are accumulated.
         shards_gradients: Bool, whether accumulated gradients are sharded too.
+        shards_parameters: Bool, whether the variables are, too. What a step gathers
+            for a while is not counted. Defaults to `False`.
 
     Returns:
         `ReplicaMemory`.
@@ -129,7 +132,7 @@ def sharded_memory(
     if accumulates and shards_gradients:
         accumulators = sum(size * _wide(itemsize) for size, itemsize in moved)
     return ReplicaMemory(
-        whole.parameters,
+        slices if shards_parameters else whole.parameters,
         slices,
         accumulators,
         max(

@@ -36,6 +36,7 @@ def memory_report(distributed: Any) -> MemoryReport:
                 distributed.shards.parts[id(part)].plan,
                 accumulates=accumulates,
                 shards_gradients=distributed.accumulates_sums,
+                shards_parameters=distributed.sharding == "parameters",
             )
     return MemoryReport(sharded, whole)
 
@@ -47,6 +48,7 @@ def param_group_memory(
     *,
     accumulates: bool = False,
     shards_gradients: bool = False,
+    shards_parameters: bool = False,
 ) -> ReplicaMemory:
     """Compute the memory of an optimizer that is no wrapper, for some variables.
 
@@ -56,6 +58,7 @@ def param_group_memory(
         plan: `ShardPlan` of them, or `None` without sharding. Defaults to `None`.
         accumulates: Bool, whether gradients are accumulated. Defaults to `False`.
         shards_gradients: Bool, see `sharded_memory`. Defaults to `False`.
+        shards_parameters: Bool, see `sharded_memory`. Defaults to `False`.
 
     Returns:
         `ReplicaMemory`.
@@ -70,6 +73,7 @@ def param_group_memory(
         plan,
         accumulates=accumulates,
         shards_gradients=shards_gradients,
+        shards_parameters=shards_parameters,
     )
 
 

@@ -64,7 +64,7 @@ class ShardedLayout:
             if isinstance(gradient, tf.IndexedSlices)
         }
         dense = {
-            position: tf.ensure_shape(gradient, variable.shape)
+            position: _of_shape(gradient, variable.shape)
             for position, gradient, variable in zip(
                 positions, gradients, variables, strict=True
             )
@@ -275,6 +275,11 @@ class ShardedLayout:
 
     def _state(self, own: ShardedParamGroup) -> Any:
         return own.replicas[self._replica]
+
+
+def _of_shape(gradient: Any, shape: Any) -> Any:
+    """A gradient of known shape; the operation that made it, where it has one."""
+    return gradient if gradient.shape == shape else tf.ensure_shape(gradient, shape)
 
 
 def _forget(variable: Any) -> None:
