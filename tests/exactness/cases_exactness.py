@@ -337,9 +337,26 @@ _SHARDED = {
     "sgd": ("a_partial_batch", "float32", "gradients", "two_by_two"),
     "multi_optimizer": ("everything", "float64", "gradients", "two_workers"),
 }
+# And with sharded parameters.
+_SHARDED_PARAMETERS = {
+    "adamw": ("no_option", "float64", "two_by_two"),
+    "adam": ("global_clipnorm", "float32", "two_workers"),
+    "sgd_momentum": ("accumulation", "float32", "mirrored"),
+    "schedule_free_adamw": ("an_overflow_on_one_replica", "float32", "two_by_two"),
+    "muon": ("clipnorm", "float32", "mirrored"),
+    "lamb": ("clipvalue", "float32", "two_by_two"),
+    "adamax": ("ema", "float32", "two_workers"),
+    "lion": ("weight_decay", "float64", "mirrored"),
+    "sgd": ("a_partial_batch", "float32", "two_workers"),
+    "multi_optimizer": ("everything", "float32", "mirrored"),
+}
 COVERING |= {
     cell_name(row, column, dtype, sharding): (setup_name,)
     for row, (column, dtype, sharding, setup_name) in _SHARDED.items()
+}
+COVERING |= {
+    cell_name(row, column, dtype, "parameters"): (setup_name,)
+    for row, (column, dtype, setup_name) in _SHARDED_PARAMETERS.items()
 }
 
 

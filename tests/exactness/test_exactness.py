@@ -47,7 +47,9 @@ def test_every_optimizer_of_keras_is_a_row():
             assert name == "Optimizer" or name in titles
 
 
-@pytest.mark.parametrize("shardings", [("none",), ("optimizer", "gradients")])
+@pytest.mark.parametrize(
+    "shardings", [("none",), ("optimizer", "gradients"), ("parameters",)]
+)
 def test_every_row_and_column_runs_and_on_every_setup(shardings):
     covered = {
         (row, column, sharding, setup_name)

@@ -118,6 +118,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         arguments.bring_into_scope(self)
         arguments.check_variables(list(variables))
         is_new = not self.inner_optimizer.built
+        if is_new:
+            self._warn_of_one_replica()
         if is_new and self._can_shard():
             self._shards = self._sharding(list(variables))
         elif is_new:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdp import _compat
+from tfdp import _compat, user_code
 from tfdp.base.context import is_tfdp
 from tfdp.base.param_groups import ParamGroup, param_groups_of
 from tfdp.keras_hooks.saving import is_saving
@@ -161,6 +161,15 @@ class ShardableOptimizer(OptimizerSettings):
                 '`sharding="optimizer"`, stage 1.'
             )
 
+    def _warn_of_one_replica(self) -> None:
+        strategy = self._distribution_strategy
+        is_alone = is_tfdp(strategy) and strategy.num_replicas_in_sync == 1
+        if is_alone and self.sharding == "parameters":
+            user_code.warn(
+                '`sharding="parameters"` has no effect: there is one replica, which '
+                "holds everything."
+            )
+
     def _can_shard(self) -> bool:
         """Whether there are replicas to spread the state over."""
         strategy = self._distribution_strategy
@@ -175,6 +184,7 @@ class ShardableOptimizer(OptimizerSettings):
 
     def _shard(self) -> None:
         """Shard the state that is there."""
+        self._warn_of_one_replica()
         if not self._can_shard():
             return
         self._shards = self._sharding(_compat.trained_by(self))

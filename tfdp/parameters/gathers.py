@@ -48,6 +48,7 @@ class Gathers:
         # The parameters keep their units: those of a model that is gone go with it.
         self._units: list[weakref.ref[Unit]] = []
         self._host_group = extended.host_group
+        self._worker_group = extended.worker_group
         self.announcements: dict[int, Callable[[], None]] = {}
         self._owners = self._owners_of_all(extended.num_local)
 
@@ -154,14 +155,23 @@ class Gathers:
 
     def _eager_value(self, parameter: ShardedParameter) -> tf.Tensor:
         if replica_context() is None:
-            if id(parameter) in self.announcements:
-                self.announcements[id(parameter)]()
+            self._meet(parameter)
             return self.gather_on_hosts(parameter)
         # The first local replica of a step gathers for all of them.
         run = _compat.run_of_replicas()
         if parameter.eager_value is None or parameter.eager_value[0] is not run:
             parameter.eager_value = run, self.gather_on_hosts(parameter)
         return parameter.eager_value[1]
+
+    def _meet(self, parameter: ShardedParameter) -> None:
+        """Let the others know what is gathered; who waits alone says for what."""
+        if id(parameter) in self.announcements:
+            self.announcements[id(parameter)]()
+        elif self._worker_group.num_workers > 1:
+            self._worker_group.all_gather(
+                f"reading {parameter.name!r}, which is sharded, so that all workers "
+                "have to read it"
+            )
 
     def _owners_of_all(self, num_local: int) -> list[int]:
         """The part of every replica, in the order in which workers gather."""

@@ -47,7 +47,8 @@ class CommunicationPlan:
             or what one of the model's backward pass would be.
         sharding: String: `"none"`, each bucket is all-reduced; or how its
             optimizer's state is sharded: each is reduce-scattered, and the updated
-            parameters are all-gathered.
+            parameters are all-gathered; or `"parameters"`: a step all-gathers them
+            by units, for the forward and again for the backward pass.
         memory: `MemoryReport` of the training state, or `None` where it is not
             known.
         is_compiled: Bool, whether XLA compiles the forward and backward pass of each
@@ -79,14 +80,29 @@ class CommunicationPlan:
         in fewer bytes. Source: Patarasuk and Yuan 2009.
         """
         pairs = zip(self.buckets, self.routes, strict=True)
-        return round(sum(self._wire_bytes(b, route) for b, route in pairs))
+        return round(
+            sum(
+                self._wire_bytes(bucket, route, self._gathers_of(order))
+                for order, (bucket, route) in enumerate(pairs)
+            )
+        )
 
     @property
     def predicted_seconds(self) -> float:
         """Seconds of all buckets, one after the other."""
         return sum(route.seconds for route in self.routes)
 
-    def _wire_bytes(self, bucket: Bucket, route: AlgorithmChoice) -> float:
+    def _gathers_of(self, order: int) -> int:
+        """Times that the parameters of a bucket travel in a step.
+
+        Sharded ones do for the forward and for the backward pass, but for the last
+        unit, whose gradients are there first.
+        """
+        return 2 if self.sharding == "parameters" and order else 1
+
+    def _wire_bytes(
+        self, bucket: Bucket, route: AlgorithmChoice, num_gathers: int
+    ) -> float:
         def fraction(reduce_dtype: str | None) -> float:
             return tf.as_dtype(reduce_dtype or bucket.dtype).size / itemsize
 
@@ -101,15 +117,17 @@ class CommunicationPlan:
         )
         # What comes back is as large; of sharded state it is weights, not rounded.
         back = factor if self.sharding == "none" else inner + outer
-        return (factor + back) * bucket.num_bytes
+        return (factor + num_gathers * back) * bucket.num_bytes
 
     @property
     def _title(self) -> str:
         count = len(self.buckets)
         what = counted(count, "all-reduce")
         if self.sharding != "none":
+            gathers = sum(map(self._gathers_of, range(count)))
             what = (
-                f"{counted(count, 'reduce-scatter')} and {counted(count, 'all-gather')}"
+                f"{counted(count, 'reduce-scatter')} and "
+                f"{'up to ' if gathers > count else ''}{counted(gathers, 'all-gather')}"
             )
         after = ", after one XLA cluster" if self.is_compiled else ""
         return (

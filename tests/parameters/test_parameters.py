@@ -1,0 +1,12 @@
+"""Sharded parameters train, travel and are saved as they should be."""
+
+from __future__ import annotations
+
+from tests.harness.pool import ClusterPool
+from tests.harness.registry import Case
+
+CASE_MODULES = ("parameters.cases_parameters",)
+
+
+def test_parameters(clusters: ClusterPool, case: Case, setup_name: str):
+    clusters.check(case, setup_name)
