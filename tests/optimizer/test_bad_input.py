@@ -99,17 +99,13 @@ def test_shard_scope_that_is_unknown_is_refused(scope):
     refused(lambda: callbacks.ShardedOptimizer(shard_scope=scope), *expected)
 
 
-@pytest.mark.parametrize("stage", [0, 3, -1, 1.5, True, "1", None])
-def test_stage_of_sharding_that_is_not_one_or_two_is_refused(stage):
+@pytest.mark.parametrize("stage", [0, 4, -1, 1.5, True, "1", None])
+def test_stage_of_sharding_that_is_not_one_to_three_is_refused(stage):
     refused(
         lambda: callbacks.ShardedOptimizer(stage),
-        "`stage` must be 1 or 2",
+        "`stage` must be 1, 2 or 3",
         f"Received: stage={stage!r}",
     )
-
-
-def test_stage_of_sharded_weights_is_said_to_be_missing():
-    refused(lambda: callbacks.ShardedOptimizer(3), "is not there yet", "stage=3")
 
 
 def test_sharding_twice_in_different_ways_is_refused():

@@ -125,7 +125,8 @@ def a_step_of_sharded_parameters_sends_three_halves_of_an_all_reduce(env: Env) -
     gathered = [c for c in traced if c.kind == "all_gather" and c.num_bytes >= 64]
     kinds = ("all_to_all", "reduce_scatter")
     scattered = [c for c in traced if c.kind in kinds and c.num_bytes >= 64]
-    units = list(dict.fromkeys(v.value.unit for v in model.trainable_variables))
+    units = [v.value.unit for v in model.trainable_variables]
+    units = list({unit.number: unit for unit in units}.values())
     # Not gathered again: the last unit of the forward pass, which is still there, and
     # the first layer, since nobody asks for the gradient of the inputs.
     assert len(gathered) == 2 * len(units) - 2
