@@ -242,3 +242,24 @@ def parameters_of_one_replica_stay_whole_with_a_warning(env: Env) -> dict:
         common.fit(model, *common.regression_data(), batch_size=8)
     assert not model.optimizer.is_sharded
     return {}
+
+
+@case("Compiled again with another optimizer", setups=("mirrored",), compare=False)
+def sharded_parameters_need_an_optimizer_that_shards_them(env: Env) -> dict:
+    if env.is_reference:
+        return {}
+    data = common.regression_data()
+    with env.scope():
+        model = _deep()
+        model.compile(_optimizer(env, optimizers.SGD(0.01)), loss="mse")
+    common.fit(model, *data, batch_size=8)
+    for sharding in "none", "optimizer":
+        other = tfdp.DistributedOptimizer(optimizers.SGD(0.01), sharding=sharding)
+        with env.scope():
+            model.compile(other, loss="mse")
+        with pytest.raises(ValueError, match="sharded by another optimizer"):
+            common.fit(model, *data, batch_size=8)
+    with env.scope():
+        model.compile(_optimizer(env, optimizers.Adam(0.01)), loss="mse")
+    common.fit(model, *data, batch_size=8)
+    return {}

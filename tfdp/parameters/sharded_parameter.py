@@ -168,6 +168,26 @@ def sharded_parameter(variable: Any) -> ShardedParameter | None:
     return value if isinstance(value, ShardedParameter) else None
 
 
+def check_reader(variables: Sequence[Any], reader: Reader | None) -> None:
+    """Check that an optimizer updates its variables where their parts lie.
+
+    Args:
+        variables: Sequence of Keras variables.
+        reader: `Reader` of those that are sharded, or `None` where all must be whole.
+
+    Raises:
+        ValueError: If one is sharded in another way.
+    """
+    for variable in variables:
+        parameter = sharded_parameter(variable)
+        if parameter is not None and parameter.reader is not reader:
+            raise ValueError(
+                "The model's parameters are sharded by another optimizer, in another "
+                'way. Give it one with `sharding="parameters"` and the same '
+                f"`shard_scope`, or build it anew. Received: {parameter.name!r}"
+            )
+
+
 def copy_of_elements(flat: tf.Tensor, start: int, stop: int) -> tf.Tensor:
     """Elements of a flat tensor, in memory of their own.
 

@@ -17,6 +17,7 @@ from tfdp.options import CommunicationOptions
 from tfdp.parameters.conversion import shard_variables
 from tfdp.parameters.gathers import Gathers, gathers_of
 from tfdp.parameters.shard_groups import ReduceDtypes, ShardGroups
+from tfdp.parameters.sharded_parameter import check_reader
 from tfdp.plans.buckets import Bucket
 from tfdp.plans.shards import (
     ShardBucket,
@@ -102,6 +103,7 @@ class ShardedState:
                 self._devices,
                 bucket_bytes_of(list(map(entry_of, variables)), extended.options),
             )
+        check_reader(variables, self._gathers)
         was_built = optimizer.built
         if not was_built:
             _compat.build_without_state(optimizer, variables)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base.param_groups import ParamGroup, is_linear
+from tfdp.parameters.sharded_parameter import check_reader
 from tfdp.reduction.fusion import ReducedGradients
 from tfdp.reduction.gradient_noise import squared_norm
 from tfdp.step.grouped_update import decay_and_update
@@ -143,6 +144,7 @@ class WholeVariables:
     ) -> ReducedGradients:
         """All-reduce each bucket."""
         del group
+        check_reader(variables, None)
         return self._reducer.reduce_gradients(
             gradients, variables, may_sum=may_sum, weight=weight
         )
