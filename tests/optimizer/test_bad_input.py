@@ -14,6 +14,7 @@ import tfdp
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import load_cases
 from tests.harness.tiers import standard
+from tfdp.sharding.options import ShardingOptions
 
 WITHIN_SECONDS = 10.0
 CASES = load_cases(("optimizer.cases_bad_input",))
@@ -88,14 +89,12 @@ def test_smallest_scale_above_the_first_is_refused():
 def test_sharding_that_is_unknown_is_refused(sharding):
     expected = "`sharding` must be one of", f"Received: sharding={sharding!r}"
     refused(lambda: Optimizer(sgd(), sharding=sharding), *expected)
-    refused(lambda: Optimizer(sgd()).shard(sharding), *expected)
 
 
 @pytest.mark.parametrize("scope", ["host", "ALL", None, 2])
 def test_shard_scope_that_is_unknown_is_refused(scope):
     expected = "`shard_scope` must be one of", f"Received: shard_scope={scope!r}"
     refused(lambda: Optimizer(sgd(), shard_scope=scope), *expected)
-    refused(lambda: Optimizer(sgd()).shard("optimizer", scope), *expected)
     refused(lambda: callbacks.ShardedOptimizer(shard_scope=scope), *expected)
 
 
@@ -110,19 +109,42 @@ def test_stage_of_sharding_that_is_not_one_to_three_is_refused(stage):
 
 def test_sharding_twice_in_different_ways_is_refused():
     optimizer = Optimizer(sgd(), sharding="optimizer")
-    optimizer.shard("optimizer", "all")
-    for sharding, scope in ("gradients", "all"), ("optimizer", "node"), ("none", "all"):
+    optimizer.shard(ShardingOptions("optimizer", "all"))
+    for names in ("gradients", "all"), ("optimizer", "node"), ("none", "all"):
         refused(
-            lambda s=sharding, o=scope: optimizer.shard(s, o),
+            lambda n=names: optimizer.shard(ShardingOptions(*n)),
             "The optimizer is sharded already",
-            "'optimizer', 'all'",
-            f"Received: ({sharding!r}, {scope!r}",
+            'sharding="optimizer", shard_scope="all"',
+            f'Received: sharding="{names[0]}", shard_scope="{names[1]}"',
         )
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile(optimizer, "mse")
     refused(
         lambda: callbacks.ShardedOptimizer(2).set_model(model),
         "The optimizer is sharded already",
+    )
+
+
+def test_options_of_units_are_checked():
+    for options, text in (
+        ({"units": "dense"}, "`units` must be a list of names"),
+        ({"units": [3]}, "`units` must be a list of names"),
+        ({"reshard_after_forward": "all"}, "`reshard_after_forward` must be one of"),
+        ({"prefetch": -1}, "`prefetch` must be an integer of at least 0"),
+        ({"prefetch": True}, "`prefetch` must be an integer of at least 0"),
+    ):
+        ((name, value),) = options.items()
+        received = f"Received: {name}={value!r}"
+        refused(
+            lambda o=options: Optimizer(sgd(), sharding="parameters", **o),
+            text,
+            received,
+        )
+        refused(lambda o=options: callbacks.ShardedOptimizer(3, **o), text, received)
+    refused(
+        lambda: callbacks.ShardedOptimizer(2, prefetch=2),
+        "are for sharded parameters",
+        "prefetch=2",
     )
 
 

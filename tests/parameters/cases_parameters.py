@@ -64,9 +64,12 @@ def _attention() -> keras.Model:
     return keras.Model(inputs, layers.Dense(1)(layers.Flatten()(hidden)))
 
 
-def _deep() -> keras.Model:
-    stack = [layers.Dense(64, activation="relu") for _ in range(4)]
-    return keras.Sequential([keras.Input((_WIDTH,)), *stack, layers.Dense(1)])
+def deep() -> keras.Model:
+    """Five layers, of which a few kilobytes make several units."""
+    names = "first", "second", "third", "fourth"
+    stack = [layers.Dense(64, activation="relu", name=name) for name in names]
+    last = layers.Dense(1, name="last")
+    return keras.Sequential([keras.Input((_WIDTH,)), *stack, last])
 
 
 def _series() -> tuple[np.ndarray, np.ndarray]:
@@ -111,7 +114,7 @@ def _traced(env: Env) -> tuple[keras.Model, list]:
     """A trained model of several units, and the collectives of the first replica."""
     with small_buckets(env), Recorder() as recorder:
         with env.scope():
-            model = _deep()
+            model = deep()
             model.compile(_optimizer(env, optimizers.SGD(0.05)), loss="mse")
         common.fit(model, *common.regression_data(), batch_size=8)
     traced = [c for c in recorder.collectives if c.replica == 0]
@@ -159,7 +162,7 @@ def sharded_parameters_travel_in_the_dtype_of_the_model(env: Env) -> dict:
 def files_of_sharded_parameters_are_those_of_plain_keras(env: Env) -> dict:
     data = common.regression_data()
     with env.scope():
-        model = _deep()
+        model = deep()
         model.compile(_optimizer(env, optimizers.Adam(0.01)), loss="mse")
     common.fit(model, *data, batch_size=8, epochs=1)
     path = str(env.tmp / f"model.{env.rank}.keras")
@@ -187,7 +190,7 @@ def exported_models_have_whole_parameters(env: Env) -> dict:
         return {}
     data = common.regression_data()
     with env.scope():
-        model = _deep()
+        model = deep()
         model.compile(_optimizer(env, optimizers.SGD(0.01)), loss="mse")
     common.fit(model, *data, batch_size=8, epochs=1)
     model.export(str(env.tmp / "exported"), verbose=False)
@@ -236,7 +239,7 @@ def parameters_of_one_replica_stay_whole_with_a_warning(env: Env) -> dict:
         return {}
     strategy = tfdp.MirroredStrategy(["CPU:0"])
     with strategy.scope():
-        model = _deep()
+        model = deep()
         model.compile(_optimizer(env, optimizers.SGD(0.01)), loss="mse")
     with pytest.warns(UserWarning, match="has no effect: there is one replica"):
         common.fit(model, *common.regression_data(), batch_size=8)
@@ -250,7 +253,7 @@ def sharded_parameters_need_an_optimizer_that_shards_them(env: Env) -> dict:
         return {}
     data = common.regression_data()
     with env.scope():
-        model = _deep()
+        model = deep()
         model.compile(_optimizer(env, optimizers.SGD(0.01)), loss="mse")
     common.fit(model, *data, batch_size=8)
     for sharding in "none", "optimizer":

@@ -5,7 +5,11 @@ from __future__ import annotations
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
 
-CASE_MODULES = ("parameters.cases_parameters",)
+CASE_MODULES = (
+    "parameters.cases_parameters",
+    "parameters.cases_deferred",
+    "parameters.cases_units",
+)
 
 
 def test_parameters(clusters: ClusterPool, case: Case, setup_name: str):

@@ -126,6 +126,7 @@ from tfdp._compat.keras_model import (
     replaced_optimizer,
     set_initial_epoch,
     strategy_of,
+    weights_of_layers,
 )
 from tfdp._compat.keras_optimizer import (
     apply_weight_decay,
@@ -252,6 +253,7 @@ from tfdp._compat.tensor_reads import (
     all_attached,
     attached,
     autocast_dtype,
+    component_variable,
     is_cast_when_read,
     newest_age,
     operations,
@@ -260,6 +262,7 @@ from tfdp._compat.tensor_reads import (
     set_input,
     set_value_of,
     step_graph,
+    unique_name,
     value_of,
     variable_like,
 )

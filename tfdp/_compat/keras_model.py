@@ -139,3 +139,16 @@ def backup_that_writes_nothing(callback: Any) -> Any:
         _tfdp_folder=folder,  # lives as long as the callback
     )
     return twin
+
+
+def weights_of_layers(model: Any) -> list:
+    """What the layers of a model were given to train, frozen or not, each once.
+
+    In the order of the layers. Keras's lists of weights sort out what is frozen.
+    """
+    found = [
+        variable
+        for layer in model._flatten_layers(include_self=True, recursive=True)
+        for variable in getattr(layer, "_trainable_variables", ())
+    ]
+    return list({id(variable): variable for variable in found}.values())

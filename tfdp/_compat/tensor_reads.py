@@ -126,9 +126,20 @@ def variable_like(variable: tf.Variable, value: Any, device: str) -> tf.Variable
     Keras's optimizers know a variable, and whether it decays, by the identity that it
     shares with the other.
     """
+    name = variable.name.partition(":")[0]
+    return component_variable(value, device, name, variable._unique_id)
+
+
+def component_variable(
+    value: Any, device: str, name: str, unique_id: str
+) -> tf.Variable:
+    """A `tf.Variable` of one device that is not watched by tapes."""
     with tf.init_scope(), outside_strategies(), tf.device(device):
-        made = resource_variable_ops.ResourceVariable(
-            value, trainable=False, name=variable.name.partition(":")[0]
-        )
-    made._unique_id = variable._unique_id
+        made = resource_variable_ops.ResourceVariable(value, trainable=False, name=name)
+    made._unique_id = unique_id
     return made
+
+
+def unique_name(name: str) -> str:
+    """An identity that no other variable of this process has, as TensorFlow's own."""
+    return f"{name}_{ops.uid()}"

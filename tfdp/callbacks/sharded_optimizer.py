@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tfdp.callbacks.optimizer_callback import OptimizerCallback
-from tfdp.optimizer.arguments import check_sharding
 from tfdp.optimizer.distributed import DistributedOptimizer
+from tfdp.plans.units import UnitOptions
+from tfdp.sharding.options import ShardingOptions
 
 _STAGES = {1: "optimizer", 2: "gradients", 3: "parameters"}
 
@@ -28,13 +31,22 @@ class ShardedOptimizer(OptimizerCallback):
         offload: `"cpu"`: what is sharded is kept and updated in the memory of the
             host, for models whose state does not fit into that of the GPUs; or
             `None`. Defaults to `None`.
+        units: In stage 3, a sequence of strings: names of layers, the parameters of
+            each of which are gathered together. Those of other layers are grouped by
+            size. Defaults to none.
+        reshard_after_forward: In stage 3, `True`: what was gathered is freed when its
+            layers have run, and gathered again for the backward pass; `False`: it is
+            kept until then, for fewer bytes and more memory; or `"node"`: it is
+            gathered again inside of nodes only. Defaults to `True`.
+        prefetch: In stage 3, an int: units that are gathered ahead of the one that
+            computes. Defaults to 1.
 
     Raises:
         ValueError: If an argument is none of these.
 
     Example:
 
-    >>> ShardedOptimizer(stage=2).sharding
+    >>> ShardedOptimizer(stage=2).options.sharding
     'gradients'
 
     Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; Ren et al.
@@ -45,19 +57,28 @@ class ShardedOptimizer(OptimizerCallback):
     shards = True
 
     # Settings that all workers have to share.
-    compared = ("sharding", "shard_scope", "offload")
+    compared = ("settings",)
 
     def __init__(
-        self, stage: int = 1, shard_scope: str = "all", offload: str | None = None
+        self,
+        stage: int = 1,
+        shard_scope: str = "all",
+        offload: str | None = None,
+        *,
+        units: Sequence[str] = (),
+        reshard_after_forward: bool | str = True,
+        prefetch: int = 1,
     ) -> None:
         super().__init__()
         if isinstance(stage, bool) or stage not in tuple(_STAGES):
             raise ValueError(f"`stage` must be 1, 2 or 3. Received: stage={stage!r}")
-        check_sharding(_STAGES[stage], shard_scope, offload)
-        self.sharding = _STAGES[stage]
-        self.shard_scope = shard_scope
-        self.offload = offload
+        unit_options = UnitOptions(units, reshard_after_forward, prefetch)
+        self.options = ShardingOptions(
+            _STAGES[stage], shard_scope, offload, unit_options
+        )
+        self.settings = self.options.config
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
         """Shard the optimizer; one that is sharded like this stays as it is."""
-        optimizer.shard(self.sharding, self.shard_scope, self.offload)
+        optimizer.note_model(self.model)
+        optimizer.shard(self.options)

@@ -48,13 +48,19 @@ def _save_with_plain_optimizer(
     Where state is sharded all workers take part, and the first one writes.
     """
     optimizer: Any = getattr(model, "optimizer", None)
-    if not getattr(optimizer, "is_sharded", False):
+    is_sharded = getattr(optimizer, "is_sharded", False)
+    parameters = parameters_of(model)
+    if not is_sharded and not parameters:
         with plain_optimizer(model):
             return original(model, *args, **kwargs)
-    whole, is_writer = _collect(optimizer)
-    extended = _compat.strategy_of_optimizer(optimizer).extended
+    strategy = _compat.strategy_of_optimizer(optimizer) if is_sharded else None
+    extended = (strategy or strategy_of(model)).extended
     worker_group, host_group = extended.worker_group, extended.host_group
-    parameters = parameters_of(model)
+    worker_group.all_gather(
+        "saving a model of which each worker has a part, which all workers have to do"
+    )
+    is_writer = worker_group.rank == 0
+    whole = _collect(optimizer, extended) if is_sharded else None
     result, error = None, None
     if not is_writer:
         serve_reads(parameters, host_group)
@@ -76,15 +82,11 @@ def _save_with_plain_optimizer(
     return result
 
 
-def _collect(distributed: Any) -> tuple[FullState, bool]:
-    """Gather sharded state on the first worker, and tell whether this is the one."""
-    extended = _compat.strategy_of_optimizer(distributed).extended
+def _collect(distributed: Any, extended: Any) -> FullState:
+    """Gather the optimizer's sharded state on the first worker."""
     is_first = extended.worker_group.rank == 0
-    extended.worker_group.all_gather(
-        "saving a model with a sharded optimizer, which all workers have to do"
-    )
     tensors = sharded_tensors(distributed)
-    return gather_full_state(tensors, extended.host_group, keep=is_first), is_first
+    return gather_full_state(tensors, extended.host_group, keep=is_first)
 
 
 def load_with_plain_optimizer(

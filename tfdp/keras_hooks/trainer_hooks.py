@@ -104,12 +104,21 @@ def _run_loop(
             steps,
         )
     is_fit = name == "fit"
+    if is_fit:
+        _note_model(model)
     with loops.looping(model, name), _recording(model, is_fit=is_fit):
         result = original(*bound.args, **bound.kwargs)
     if name == "fit":
         # The first worker's files are complete when the others go on.
         worker_group.all_gather("the end of fit")
     return result
+
+
+def _note_model(model: Any) -> None:
+    """Tell an optimizer that shards parameters of what else the model has."""
+    optimizer: Any = getattr(model, "optimizer", None)
+    if hasattr(optimizer, "note_model"):
+        optimizer.note_model(model)
 
 
 def _check_data(model: Any, arguments: dict[str, Any]) -> None:
@@ -194,6 +203,7 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
     given = inspect.signature(original).bind(model, *args, **kwargs).arguments
     with progress.looping(name), strategy.extended.explaining():
         worker_group = strategy.extended.worker_group
+        _note_model(model)
         loop_agreement.agree_on_batch(worker_group, name, model, given)
         checks.check_batch(strategy, model, given)
         with loops.looping(model, name, whole_batches=True), _unrecorded():

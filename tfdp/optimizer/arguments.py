@@ -13,9 +13,6 @@ from tfdp.base.context import is_tfdp
 from tfdp.base.param_groups import innermost
 from tfdp.step.loss_scale import LossScaling
 
-_SCOPES = ("all", "node")
-_SHARDINGS = ("none", "optimizer", "gradients", "parameters")
-
 
 def check_optimizer(optimizer: Any) -> None:
     """Check that something is a Keras optimizer that is not wrapped yet.
@@ -70,32 +67,6 @@ def agreed_steps(accumulation_steps: Any, own_steps: int) -> int:
             f"gradient_accumulation_steps={own_steps}"
         )
     return max(steps, own_steps)
-
-
-def check_sharding(sharding: Any, shard_scope: Any, offload: Any = None) -> None:
-    """Check `sharding`, `shard_scope` and `offload`.
-
-    Raises:
-        ValueError: If one is unknown, or would have no effect.
-    """
-    if sharding not in _SHARDINGS:
-        raise ValueError(
-            f"`sharding` must be one of {_SHARDINGS}. Received: sharding={sharding!r}"
-        )
-    if shard_scope not in _SCOPES:
-        raise ValueError(
-            f"`shard_scope` must be one of {_SCOPES}. "
-            f"Received: shard_scope={shard_scope!r}"
-        )
-    if offload not in (None, "cpu"):
-        raise ValueError(
-            f'`offload` must be `None` or "cpu". Received: offload={offload!r}'
-        )
-    if offload and sharding == "none":
-        raise ValueError(
-            "`offload` is for sharded state: give `sharding` too. "
-            f"Received: offload={offload!r}, sharding={sharding!r}"
-        )
 
 
 def checked_loss_scale(loss_scale: Any) -> LossScaling | None:

@@ -23,8 +23,10 @@ from tfdp.base.param_groups import (
 from tfdp.keras_hooks import file_view, install
 from tfdp.optimizer import arguments
 from tfdp.optimizer.shardable import ShardableOptimizer
+from tfdp.plans.units import UnitOptions
 from tfdp.reduction.reducer import GradientReducer, replica_reducer
 from tfdp.sharding.full_state import FullState
+from tfdp.sharding.options import ShardingOptions
 from tfdp.step.accumulation import (
     Accumulator,
     LocalAccumulation,
@@ -59,6 +61,15 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             `"node"`. Defaults to `"all"`.
         offload: `"cpu"`: sharded state is kept and updated in the memory of the
             host (ZeRO-Offload); or `None`. Defaults to `None`.
+        units: With sharded parameters, a sequence of strings: names of layers, the
+            parameters of each of which are gathered together. Those of other layers
+            are grouped by size. Defaults to none.
+        reshard_after_forward: With sharded parameters, `True`: what was gathered is
+            freed when its layers have run, and gathered again for the backward pass;
+            `False`: it is kept until then, for fewer bytes and more memory; or
+            `"node"`: it is gathered again inside of nodes only. Defaults to `True`.
+        prefetch: With sharded parameters, an int: units that are gathered ahead of
+            the one that computes. Defaults to 1.
         name: String or `None`.
 
     Raises:
@@ -81,11 +92,19 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         sharding: str = "none",
         shard_scope: str = "all",
         offload: str | None = None,
+        units: Sequence[str] = (),
+        reshard_after_forward: bool | str = True,
+        prefetch: int = 1,
         name: str | None = None,
     ) -> None:
         install.install()
         arguments.check_optimizer(optimizer)
-        arguments.check_sharding(sharding, shard_scope, offload)
+        options = ShardingOptions(
+            sharding,
+            shard_scope,
+            offload,
+            UnitOptions(units, reshard_after_forward, prefetch),
+        )
         scaling = arguments.checked_loss_scale(loss_scale)
         outer = None
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -99,7 +118,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         self._distribution_strategy = _compat.strategy_of_optimizer(optimizer)
         scaling = scaling or (outer and file_view.loss_scaling_of(outer))
         self._set_up_features(optimizer, steps, scaling)
-        self._set_up_sharding(sharding, shard_scope, offload)
+        self._set_up_sharding(options)
         if optimizer.built:
             self.build(_compat.trained_by(optimizer))
             self._inherit(outer if loss_scale is None else None, own_steps)
@@ -238,10 +257,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             "optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
             "accumulation_steps": self.accumulation_steps,
             "loss_scale": None if scaling is None else dataclasses.asdict(scaling),
-            "sharding": self.sharding,
-            "shard_scope": self.shard_scope,
-            "offload": self.offload,
             "name": self.name,
+            **self.sharding_options.config,
         }
 
     @classmethod

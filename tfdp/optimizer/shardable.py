@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from tfdp import _compat, user_code
 from tfdp.base.context import is_tfdp
 from tfdp.base.param_groups import ParamGroup, param_groups_of
 from tfdp.keras_hooks.saving import is_saving
-from tfdp.optimizer import arguments
 from tfdp.optimizer.settings import OptimizerSettings
+from tfdp.parameters.conversion import parameters_in_order
 from tfdp.plans.memory import MemoryReport
 from tfdp.reduction.reducer import replica_reducer
 from tfdp.replicas.synchronized_scope import synchronize_new_variables
 from tfdp.sharding import ShardedLayout, ShardedState, memory_report
+from tfdp.sharding.options import ShardingOptions
 
 
 class ShardableOptimizer(OptimizerSettings):
@@ -22,13 +25,23 @@ class ShardableOptimizer(OptimizerSettings):
     built: bool
     _distribution_strategy: Any
 
-    def _set_up_sharding(
-        self, sharding: str, shard_scope: str, offload: str | None
-    ) -> None:
-        self.sharding = sharding
-        self.shard_scope = shard_scope
-        self.offload = offload
+    def _set_up_sharding(self, options: ShardingOptions) -> None:
+        self.sharding_options = options
         self._shards: ShardedState | None = None
+        self._model: Callable[[], Any] = lambda: None
+
+    @property
+    def sharding(self) -> str:
+        """String: `"none"`, `"optimizer"`, `"gradients"` or `"parameters"`."""
+        return self.sharding_options.sharding
+
+    def note_model(self, model: Any) -> None:
+        """Remember whose parameters are trained, without keeping it alive.
+
+        Args:
+            model: Keras model that was compiled with the optimizer.
+        """
+        self._model = weakref.ref(model)
 
     @property
     def needs_trace(self) -> bool:
@@ -43,8 +56,7 @@ class ShardableOptimizer(OptimizerSettings):
     @property
     def accumulates_sums(self) -> bool:
         """Whether slices of the sum over replicas are accumulated (ZeRO-2)."""
-        shards_gradients = self.sharding in ("gradients", "parameters")
-        return self._shards is not None and shards_gradients
+        return self._shards is not None and self.sharding_options.shards_gradients
 
     @property
     def own_by_replica(self) -> list:
@@ -59,30 +71,24 @@ class ShardableOptimizer(OptimizerSettings):
         """Whether no replica holds the whole state."""
         return self._shards is not None
 
-    def shard(
-        self, sharding: str, shard_scope: str = "all", offload: str | None = None
-    ) -> None:
+    def shard(self, options: ShardingOptions) -> None:
         """Shard the state from now on; what is there is kept.
 
         Args:
-            sharding: String: `"optimizer"` or `"gradients"`.
-            shard_scope: String: `"all"` or `"node"`. Defaults to `"all"`.
-            offload: `"cpu"` or `None`. Defaults to `None`.
+            options: `ShardingOptions`.
 
         Raises:
             ValueError: If it is sharded already, in another way.
         """
-        arguments.check_sharding(sharding, shard_scope, offload)
-        wanted = (sharding, shard_scope, offload)
-        own = (self.sharding, self.shard_scope, self.offload)
-        if wanted == own:
+        own = self.sharding_options
+        if options == own:
             return
-        if self.sharding != "none":
+        if own.sharding != "none":
             raise ValueError(
-                "The optimizer is sharded already, in another way: (sharding, "
-                f"shard_scope, offload) = {own}. Received: {wanted}"
+                f"The optimizer is sharded already, in another way: {own.text}. "
+                f"Received: {options.text}"
             )
-        self.sharding, self.shard_scope, self.offload = wanted
+        self.sharding_options = options
         if self.built:
             self._shard()
 
@@ -164,7 +170,7 @@ class ShardableOptimizer(OptimizerSettings):
     def _warn_of_one_replica(self) -> None:
         strategy = self._distribution_strategy
         is_alone = is_tfdp(strategy) and strategy.num_replicas_in_sync == 1
-        if is_alone and self.sharding == "parameters":
+        if is_alone and self.sharding_options.shards_parameters:
             user_code.warn(
                 '`sharding="parameters"` has no effect: there is one replica, which '
                 "holds everything."
@@ -179,8 +185,14 @@ class ShardableOptimizer(OptimizerSettings):
     def _sharding(self, variables: list[Any]) -> ShardedState:
         strategy = self._distribution_strategy
         synchronize_new_variables(strategy)  # slots may start as copies of weights
-        settings = (self.sharding, self.shard_scope, self.offload)
-        return ShardedState(self.inner_optimizer, variables, strategy, *settings)
+        model = self._model()
+        return ShardedState(
+            self.inner_optimizer,
+            variables,
+            strategy,
+            self.sharding_options,
+            () if model is None else parameters_in_order(model, variables),
+        )
 
     def _shard(self) -> None:
         """Shard the state that is there."""

@@ -51,21 +51,22 @@ class BackwardGathers:
 
     Args:
         step: `StepGathers`, whose passes are taken into account once.
-        prefetch: Int, units that are gathered before they are needed.
     """
 
-    def __init__(self, step: StepGathers, prefetch: int) -> None:
+    def __init__(self, step: StepGathers) -> None:
         self._step = step
         passes = step.take_backward_passes()
-        found = [(unit, list(_uses(unit, passes))) for unit in step.gathered[:-1]]
+        freed = [
+            gathered
+            for gathered in step.gathered[:-1]
+            if gathered.unit.options.reshard_after_forward
+        ]
+        found = [(gathered, list(_uses(gathered, passes))) for gathered in freed]
         self._waiting = sorted(
             ((unit, uses) for unit, uses in found if uses),
             key=lambda item: _first(item[1]),
         )
-        begins = [begin for begin, _ in passes[:1]] * (1 + prefetch)
-        # The gather of each waits for what was traced until then.
-        self._gates = begins + [_first(uses) - 1 for _, uses in self._waiting]
-        self._prefetch = prefetch
+        self._begin = passes[0][0] if passes else 0
         self._done = 0
 
     def up_to(self, age: int) -> None:
@@ -75,7 +76,8 @@ class BackwardGathers:
         reduced next must not come before a gather that it needs.
         """
         needed = sum(_first(uses) <= age for _, uses in self._waiting)
-        self._gather(needed + self._prefetch if needed else 0)
+        if needed:
+            self._gather(needed + self._prefetch(needed - 1))
 
     def all(self) -> None:
         """Gather the rest."""
@@ -83,14 +85,25 @@ class BackwardGathers:
 
     def _gather(self, count: int) -> None:
         for number in range(self._done, min(count, len(self._waiting))):
-            unit, uses = self._waiting[number]
-            gate = self._step.order.last_until(self._gates[number])
+            gathered, uses = self._waiting[number]
+            unit = gathered.unit
+            gate = self._gate(number - 1 - self._prefetch(number))
+            in_node = unit.options.reshard_after_forward == "node"
+            pieces = gathered.pieces if in_node else None
             with self._step.graph.as_default():
-                values = gather_unit(self._step, unit.unit, unit.dtypes, gate)
-                again = _Again(unit, values)
+                values, _ = gather_unit(self._step, unit, gathered.dtypes, gate, pieces)
+                again = _Again(gathered, values)
                 for use in uses:
                     _compat.set_input(use.op, use.index, again.tensor(use.tensor))
             self._done += 1
+
+    def _prefetch(self, number: int) -> int:
+        return self._waiting[number][0].unit.options.prefetch
+
+    def _gate(self, before: int) -> list[tf.Operation]:
+        """What comes before the first use of a unit in the backward pass."""
+        age = self._begin if before < 0 else _first(self._waiting[before][1]) - 1
+        return self._step.order.last_until(age)
 
 
 class _Again:

@@ -16,7 +16,32 @@ from tfdp.parameters.sharded_parameter import (
     copy_of_elements,
     sharded_parameter,
 )
-from tfdp.plans.units import Ranges, equal_ranges, plan_units
+from tfdp.plans.units import (
+    Ranges,
+    UnitOptions,
+    check_layers,
+    equal_ranges,
+    plan_units,
+)
+
+
+def parameters_in_order(model: Any, trained: Sequence[Any]) -> list[Any]:
+    """The parameters of a model that an optimizer shards, in the order of its layers.
+
+    Args:
+        model: Keras model.
+        trained: Sequence of Keras variables, those of the optimizer.
+
+    Returns:
+        List of Keras variables: those that are trained, and those of frozen layers.
+    """
+    known = {id(variable) for variable in trained}
+    return [
+        variable
+        for variable in _compat.weights_of_layers(model)
+        if id(variable) in known
+        or (not variable.trainable and tf.as_dtype(variable.dtype).is_floating)
+    ]
 
 
 def shard_variables(
@@ -25,6 +50,7 @@ def shard_variables(
     gathers: Gathers,
     devices: Sequence[str],
     unit_bytes: int,
+    options: UnitOptions,
 ) -> None:
     """Let each replica keep its part of some variables, and free the rest.
 
@@ -33,19 +59,26 @@ def shard_variables(
 
     Args:
         variables: Sequence of Keras variables, in the order in which a forward pass
-            reads them. Those that are sharded stay as they are.
+            reads them. Those that have a unit stay as they are.
         strategy: The tfdp strategy that made them.
         gathers: `Gathers`.
         devices: Sequence of strings, where each local replica keeps its parts.
         unit_bytes: Int, largest size of a unit of several layers.
+        options: `UnitOptions`.
+
+    Raises:
+        ValueError: If `options` names a layer that has no parameters.
     """
-    new = [v for v in variables if sharded_parameter(v) is None]
+    check_layers(options.layers, [path_of(variable) for variable in variables])
+    new = [v for v in variables if not _has_unit(v)]
     for variable in new:
-        _shard(variable, strategy, gathers, devices)
+        if sharded_parameter(variable) is None:
+            _shard(variable, strategy, gathers, devices)
+        else:
+            _take_over(variable, gathers, devices)
     entries = [entry_of(variable) for variable in new]
-    layers = [path_of(variable).rpartition("/")[0] for variable in new]
-    for unit in plan_units(entries, layers, unit_bytes):
-        gathers.add_unit([_parameter_of(new[index]) for index in unit])
+    for unit in plan_units(entries, unit_bytes, options.layers):
+        gathers.add_unit([_parameter_of(new[index]) for index in unit], options)
 
 
 def divide_again(
@@ -97,6 +130,32 @@ def _parameter_of(variable: Any) -> ShardedParameter:
     found = sharded_parameter(variable)
     assert found is not None
     return found
+
+
+def _has_unit(variable: Any) -> bool:
+    parameter = sharded_parameter(variable)
+    return parameter is not None and parameter.unit is not None
+
+
+def _take_over(variable: Any, gathers: Gathers, devices: Sequence[str]) -> None:
+    """Let parts that no optimizer has planned lie where this one updates them."""
+    parameter = _parameter_of(variable)
+    parameter.casts = _compat.is_cast_when_read(variable)
+    places = [part.device for part in parameter.values]
+    if parameter.reader is gathers and places == list(devices):
+        return
+    whole = parameter.reader.gather_on_hosts(parameter)
+    ranges = equal_ranges(parameter.num_elements, gathers.groups.num_owners)
+    parts = [
+        _compat.variable_like(
+            old, _elements(whole, ranges[gathers.owner(replica)]), device
+        )
+        for replica, (old, device) in enumerate(
+            zip(parameter.values, devices, strict=True)
+        )
+    ]
+    parameter.reader = gathers
+    parameter.replace_parts(parts, ranges)
 
 
 def _shard(

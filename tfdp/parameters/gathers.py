@@ -18,7 +18,7 @@ from tfdp.parameters.shard_groups import ShardGroups
 from tfdp.parameters.sharded_parameter import ShardedParameter
 from tfdp.parameters.step_gathers import StepGathers, Unit
 from tfdp.plans.shards import ShardPlan
-from tfdp.plans.units import unit_bucket
+from tfdp.plans.units import UnitOptions, unit_bucket
 
 
 class Gathers:
@@ -29,22 +29,10 @@ class Gathers:
     Args:
         extended: Extended class of a tfdp strategy.
         groups: `ShardGroups`, the owners of parts.
-        prefetch: Int, units that are gathered before they are needed. Defaults to 1.
-        gathers_again: Bool, whether units are gathered again for the backward pass,
-            and not kept from the forward pass. Defaults to `True`.
     """
 
-    def __init__(
-        self,
-        extended: Any,
-        groups: ShardGroups,
-        *,
-        prefetch: int = 1,
-        gathers_again: bool = True,
-    ) -> None:
+    def __init__(self, extended: Any, groups: ShardGroups) -> None:
         self.groups = groups
-        self.prefetch = prefetch
-        self.gathers_again = gathers_again
         # The parameters keep their units: those of a model that is gone go with it.
         self._units: list[weakref.ref[Unit]] = []
         self._host_group = extended.host_group
@@ -56,9 +44,11 @@ class Gathers:
         """Index of the part that a local replica holds."""
         return self.groups.owner(replica)
 
-    def add_unit(self, parameters: Sequence[ShardedParameter]) -> None:
+    def add_unit(
+        self, parameters: Sequence[ShardedParameter], options: UnitOptions
+    ) -> None:
         """Let parameters be gathered together."""
-        unit = Unit(len(self._units), tuple(parameters))
+        unit = Unit(len(self._units), tuple(parameters), options)
         self._units.append(weakref.ref(unit))
         for parameter in parameters:
             parameter.unit = unit
@@ -82,7 +72,7 @@ class Gathers:
         """Gather the whole, or take what was gathered."""
         step = self.step()
         if step is not None:
-            return step.read(parameter, parameter.unit)
+            return step.read(parameter, _unit_of(parameter))
         if not tf.executing_eagerly():
             return self.gather_on_hosts(parameter)
         value = tf.identity(self._eager_value(parameter))
@@ -94,7 +84,7 @@ class Gathers:
         parameter.eager_value = None
         step = self.step()
         if step is not None:
-            step.forget(parameter.unit)
+            step.forget(_unit_of(parameter))
 
     def step(self) -> StepGathers | None:
         """What the running replica's step has gathered, or `None` outside of one.
@@ -120,17 +110,17 @@ class Gathers:
         return _compat.attached(
             graph,
             (id(self), replica),
-            lambda: StepGathers(graph, self.groups, replica, self.prefetch),
+            lambda: StepGathers(graph, self.groups, replica),
         )
 
     def backward(self) -> BackwardGathers | None:
         """Second gathers for what the running step has differentiated, if it is traced.
 
         Returns:
-            `BackwardGathers`, or `None` where units are kept from the forward pass.
+            `BackwardGathers`, or `None`.
         """
-        step = self.step() if self.gathers_again else None
-        return None if step is None else BackwardGathers(step, self.prefetch)
+        step = self.step()
+        return None if step is None else BackwardGathers(step)
 
     def gather_on_hosts(self, parameter: ShardedParameter) -> tf.Tensor:
         """Gather the whole outside of a step. All workers call it.
@@ -196,9 +186,15 @@ def backward_pass() -> Iterator[None]:
         step.note_backward_pass(begin, step.order.newest())
 
 
-def gathers_of(extended: Any, groups: ShardGroups, scope: str) -> Gathers:
+def gathers_of(extended: Any, groups: ShardGroups) -> Gathers:
     """The reads of all parameters of a strategy that the same replicas share."""
     found = vars(extended).setdefault("_parameter_gathers", {})
-    if scope not in found:
-        found[scope] = Gathers(extended, groups)
-    return found[scope]
+    key = groups.num_copies, groups.has_two_levels, groups.group.nodes
+    if key not in found:
+        found[key] = Gathers(extended, groups)
+    return found[key]
+
+
+def _unit_of(parameter: ShardedParameter) -> Unit:
+    """The unit of a parameter; it is one by itself until an optimizer plans them."""
+    return Unit(0, (parameter,)) if parameter.unit is None else parameter.unit

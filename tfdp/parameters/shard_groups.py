@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 import tensorflow as tf
 
 from tfdp.collectives import (
@@ -35,6 +38,7 @@ class ShardGroups:
         self.group = group
         several = len(group.nodes) > 1
         self._is_copied = scope == "node" and several
+        self.has_two_levels = several and is_hierarchical and not self._is_copied
         self._inner: tuple[ProcessGroup | None, ...] = (group,) * len(group.devices)
         self._outer: tuple[ProcessGroup | None, ...] = (None,) * len(group.devices)
         if several and (is_hierarchical or self._is_copied):
@@ -133,9 +137,42 @@ class ShardGroups:
         Returns:
             Tensor of shape `[num_owners * slice_size]`, alike on all replicas.
         """
-        inner, outer = self._levels(replica)
-        if outer is not None and not self._is_copied:
-            piece = all_gather(piece, outer, replica, channel=channel)
+        piece = self.gather_across_nodes(piece, replica, channel=channel)
+        return self.gather_in_node(piece, replica, channel=channel)
+
+    def gather_across_nodes(
+        self, piece: tf.Tensor, replica: int, *, channel: int = 0
+    ) -> tf.Tensor:
+        """The first level of `all_gather`, after which a node has all slices.
+
+        Args:
+            piece: Tensor of shape `[slice_size]`.
+            replica: Int, index of the calling replica among the local ones.
+            channel: Int, the chain of the launch order. Defaults to `0`.
+
+        Returns:
+            Tensor of shape `[slices of a replica * slice_size]`, one slice where
+            there is one level.
+        """
+        _, outer = self._levels(replica)
+        if outer is None or self._is_copied:
+            return piece
+        return all_gather(piece, outer, replica, channel=channel)
+
+    def gather_in_node(
+        self, piece: tf.Tensor, replica: int, *, channel: int = 0
+    ) -> tf.Tensor:
+        """The second level of `all_gather`.
+
+        Args:
+            piece: Tensor, what `gather_across_nodes` returns.
+            replica: Int, index of the calling replica among the local ones.
+            channel: Int, the chain of the launch order. Defaults to `0`.
+
+        Returns:
+            Tensor of shape `[num_owners * slice_size]`, alike on all replicas.
+        """
+        inner, _ = self._levels(replica)
         return all_gather(piece, inner, replica, channel=channel)
 
     def all_reduce(self, tensor: tf.Tensor, replica: int) -> tf.Tensor:
@@ -157,3 +194,33 @@ class ShardGroups:
         inner = self._inner[replica]
         assert inner is not None
         return inner, self._outer[replica]
+
+
+def shard_groups_of(
+    extended: Any, scope: str, *, needs_two_levels: bool = False
+) -> ShardGroups:
+    """The owners of shards among the replicas of a strategy.
+
+    Args:
+        extended: Extended class of a tfdp strategy.
+        scope: String, `"all"` or `"node"`.
+        needs_two_levels: Bool, whether slices travel in two levels also where one is
+            as fast. Defaults to `False`.
+
+    Returns:
+        `ShardGroups`.
+    """
+    selector = extended.algorithm_selector
+    is_even = selector.topology.is_even
+    has_nodes = selector.topology.num_nodes > 1
+    if has_nodes and not is_even and (scope == "node" or needs_two_levels):
+        name = "shard_scope" if scope == "node" else "reshard_after_forward"
+        instead = '"all"' if scope == "node" else "`True`"
+        warnings.warn(
+            f'`{name}="node"` works as {instead}: it needs equally many replicas on '
+            "every node.",
+            stacklevel=2,
+        )
+        scope = "all"
+    levels = selector.is_hierarchical or (needs_two_levels and is_even)
+    return ShardGroups(extended.group, scope, is_hierarchical=levels)

@@ -180,12 +180,20 @@ def check_reader(variables: Sequence[Any], reader: Reader | None) -> None:
     """
     for variable in variables:
         parameter = sharded_parameter(variable)
-        if parameter is not None and parameter.reader is not reader:
+        if parameter is None or parameter.reader is reader:
+            continue
+        if parameter.unit is None:
             raise ValueError(
-                "The model's parameters are sharded by another optimizer, in another "
-                'way. Give it one with `sharding="parameters"` and the same '
-                f"`shard_scope`, or build it anew. Received: {parameter.name!r}"
+                'The model was made in `strategy.scope(init="deferred")`: each replica '
+                "has a part of its parameters. Give `compile` a "
+                '`DistributedOptimizer(..., sharding="parameters")`, or `fit` '
+                f"`ShardedOptimizer(stage=3)`. Received: {parameter.name!r}"
             )
+        raise ValueError(
+            "The model's parameters are sharded by another optimizer, in another "
+            'way. Give it one with `sharding="parameters"` and the same '
+            f"`shard_scope`, or build it anew. Received: {parameter.name!r}"
+        )
 
 
 def copy_of_elements(flat: tf.Tensor, start: int, stop: int) -> tf.Tensor:

@@ -11,7 +11,7 @@ all units at once. Here each gather waits for an operation of an earlier unit.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -23,8 +23,8 @@ from tfdp.parameters.compute_order import ComputeOrder
 from tfdp.parameters.packing import unpack_rows
 from tfdp.parameters.shard_groups import ShardGroups
 from tfdp.parameters.sharded_parameter import ShardedParameter
-from tfdp.plans.shards import ShardPlan
-from tfdp.plans.units import unit_bucket
+from tfdp.plans.shards import ShardBucket, ShardPlan
+from tfdp.plans.units import DEFAULT_UNITS, UnitOptions, unit_bucket
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +34,12 @@ class Unit:
     Args:
         number: Int, its place in the order of the forward pass.
         parameters: Tuple of `ShardedParameter`.
+        options: `UnitOptions`. Defaults to that of no arguments.
     """
 
     number: int
     parameters: tuple[ShardedParameter, ...]
+    options: UnitOptions = DEFAULT_UNITS
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,12 +50,15 @@ class GatheredUnit:
         unit: `Unit`.
         dtypes: Tuple of `tf.DType`, in which each parameter travelled.
         values: Dict from the `id` of a parameter to its whole value.
+        pieces: Dict from a dtype to what the replica has of the unit when its node has
+            all of it, see `ShardGroups.gather_across_nodes`.
         age: Int, age of the last operation before it was first read.
     """
 
     unit: Unit
     dtypes: tuple[tf.DType, ...]
     values: dict[int, tf.Tensor]
+    pieces: dict[tf.DType, tf.Tensor]
     age: int
 
 
@@ -64,16 +69,12 @@ class StepGathers:
         graph: The graph of the step, around its loops and branches.
         groups: `ShardGroups`.
         replica: Int, index of the replica among the local ones.
-        prefetch: Int, units that are gathered before they are needed.
     """
 
-    def __init__(
-        self, graph: Any, groups: ShardGroups, replica: int, prefetch: int
-    ) -> None:
+    def __init__(self, graph: Any, groups: ShardGroups, replica: int) -> None:
         self.graph = graph
         self.groups = groups
         self.replica = replica
-        self.prefetch = prefetch
         self.order = ComputeOrder(graph)
         # All that was gathered, in order, and what is up to date.
         self.gathered: list[GatheredUnit] = []
@@ -130,16 +131,14 @@ class StepGathers:
     def _gather(self, unit: Unit) -> None:
         dtypes = tuple(map(_read_dtype, unit.parameters))
         age = self.order.newest()
-        gate = self._gate(len(self.gathered))
-        values = gather_unit(self, unit, dtypes, gate)
-        found = GatheredUnit(unit, dtypes, values, age)
+        gate = self._gate(len(self.gathered) - 1 - unit.options.prefetch)
+        found = GatheredUnit(unit, dtypes, *gather_unit(self, unit, dtypes, gate), age)
         self.gathered.append(found)
         for parameter, dtype in zip(unit.parameters, dtypes, strict=True):
             self._current[id(parameter), dtype.name] = found
 
-    def _gate(self, number: int) -> list[tf.Operation]:
-        """What the gather of a unit waits for, see the top of this file."""
-        before = number - 1 - self.prefetch
+    def _gate(self, before: int) -> list[tf.Operation]:
+        """What comes before the first read of a unit, see the top of this file."""
         if before < 0:
             return []
         return self.order.last_until(self.gathered[before].age)
@@ -150,7 +149,8 @@ def gather_unit(
     unit: Unit,
     dtypes: Sequence[tf.DType],
     gate: Sequence[tf.Operation],
-) -> dict[int, tf.Tensor]:
+    pieces: Mapping[tf.DType, tf.Tensor] | None = None,
+) -> tuple[dict[int, tf.Tensor], dict[tf.DType, tf.Tensor]]:
     """Gather a unit on the calling replica, by one all-gather for each dtype.
 
     Args:
@@ -158,11 +158,15 @@ def gather_unit(
         unit: `Unit`.
         dtypes: Sequence of `tf.DType`, in which each parameter travels.
         gate: Sequence of operations that come before.
+        pieces: Dict from a dtype to what the replica has of the unit where its node
+            has all of it; or `None`: its own part only. Defaults to `None`.
 
     Returns:
-        Dict from the `id` of a parameter to its whole value.
+        Tuple of a dict from the `id` of a parameter to its whole value, and one from
+        a dtype to a piece, like `pieces`.
     """
     values: dict[int, tf.Tensor] = {}
+    kept: dict[tf.DType, tf.Tensor] = {}
     device = step.groups.group.devices[step.replica]
     with tf.control_dependencies(list(gate)), tf.device(device):
         for dtype in dict.fromkeys(dtypes):
@@ -173,28 +177,49 @@ def gather_unit(
             ]
             label = f"{timing.PARAMETERS} {unit.number}"
             with timing.labelled(label):
-                wholes = _gather_members(step, unit.number, members, dtype)
+                bucket = _bucket(members, dtype)
+                piece = (pieces or {}).get(dtype)
+                if piece is None:
+                    own = _own_slice(step, members, bucket)
+                    piece = step.groups.gather_across_nodes(
+                        own, step.replica, channel=unit.number
+                    )
+                flat = step.groups.gather_in_node(
+                    piece, step.replica, channel=unit.number
+                )
+                wholes = _wholes(members, bucket, flat)
+            kept[dtype] = piece
             step.order.begin_with(wholes)
             values.update(zip(map(id, members), wholes, strict=True))
-    return values
+    return values, kept
 
 
-def _gather_members(
-    step: StepGathers, channel: int, members: list[ShardedParameter], dtype: tf.DType
-) -> list[tf.Tensor]:
-    """Gather parameters that travel in one dtype."""
+def _bucket(members: list[ShardedParameter], dtype: tf.DType) -> ShardBucket:
+    """How parameters that travel in one dtype lie end to end."""
     ranges = [parameter.ranges for parameter in members]
-    bucket = unit_bucket(range(len(members)), ranges, dtype.name)
+    return unit_bucket(range(len(members)), ranges, dtype.name)
+
+
+def _own_slice(
+    step: StepGathers, members: list[ShardedParameter], bucket: ShardBucket
+) -> tf.Tensor:
+    """What the replica has of a bucket: a tensor of shape `[slice_size]`."""
+    dtype = tf.as_dtype(bucket.dtype)
     parts = [_compat.local_value(parameter, step.replica) for parameter in members]
     piece = [tf.cast(tf.reshape(part.read_value(), [-1]), dtype) for part in parts]
     padding = bucket.padding(step.groups.owner(step.replica))
-    own = tf.concat([*piece, tf.zeros([padding], dtype)], axis=0)  # [slice_size]
-    flat = step.groups.all_gather(own, step.replica, channel=channel)
+    return tf.concat([*piece, tf.zeros([padding], dtype)], axis=0)
+
+
+def _wholes(
+    members: list[ShardedParameter], bucket: ShardBucket, flat: tf.Tensor
+) -> list[tf.Tensor]:
+    """The parameters of a bucket, in their own shapes."""
     found = unpack_rows(ShardPlan((bucket,), len(bucket.rows)), [flat])
     return [
         tf.reshape(found[index], parameter.whole_shape)
         if index in found
-        else tf.zeros(parameter.whole_shape, dtype)
+        else tf.zeros(parameter.whole_shape, flat.dtype)
         for index, parameter in enumerate(members)
     ]
 

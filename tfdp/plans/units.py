@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import numbers
 from collections.abc import Sequence
 
 from tfdp.plans.buckets import Entry
@@ -10,6 +12,72 @@ from tfdp.plans.shards import Row, Segment, ShardBucket
 
 # Elements of a flattened parameter that each owner holds: first, one after the last.
 Ranges = tuple[tuple[int, int], ...]
+
+_RESHARDS = (True, False, "node")
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitOptions:
+    """Which parameters are gathered together, when, and for how long.
+
+    Args:
+        layers: Sequence of strings, names of layers of which each is a unit, with all
+            that is inside of it. What is in none of them is divided by size. Defaults
+            to none.
+        reshard_after_forward: Bool, whether what was gathered is freed when its layers
+            have run, and gathered again for the backward pass; or `"node"`, freed but
+            for a part on each replica of a node, and gathered again inside of nodes
+            only. Defaults to `True`.
+        prefetch: Int, units that are gathered ahead of the one that computes.
+            Defaults to 1.
+
+    Raises:
+        ValueError: If an argument is none of these.
+
+    Example:
+
+    >>> UnitOptions(layers=["block_0", "block_1"]).layers
+    ('block_0', 'block_1')
+
+    Source: `fully_shard` of PyTorch,
+    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    """
+
+    layers: Sequence[str] = ()
+    reshard_after_forward: bool | str = True
+    prefetch: int = 1
+
+    def __post_init__(self) -> None:
+        names = self.layers
+        is_list = isinstance(names, Sequence) and not isinstance(names, str)
+        if not is_list or not all(isinstance(n, str) and n for n in names):
+            raise ValueError(
+                f"`units` must be a list of names of layers. Received: units={names!r}"
+            )
+        object.__setattr__(self, "layers", tuple(dict.fromkeys(names)))
+        reshard = self.reshard_after_forward
+        if reshard != "node" and not isinstance(reshard, bool):
+            raise ValueError(
+                f"`reshard_after_forward` must be one of {_RESHARDS}. "
+                f"Received: reshard_after_forward={reshard!r}"
+            )
+        is_int = isinstance(self.prefetch, numbers.Integral)
+        if not is_int or isinstance(self.prefetch, bool) or self.prefetch < 0:
+            raise ValueError(
+                "`prefetch` must be an integer of at least 0. "
+                f"Received: prefetch={self.prefetch!r}"
+            )
+
+    @property
+    def text(self) -> str:
+        """String, the options as arguments of `ShardedOptimizer`."""
+        return (
+            f"units={list(self.layers)}, reshard_after_forward="
+            f"{self.reshard_after_forward!r}, prefetch={self.prefetch}"
+        )
+
+
+DEFAULT_UNITS = UnitOptions()
 
 
 def equal_ranges(size: int, num_owners: int) -> Ranges:
@@ -48,35 +116,90 @@ def range_of_owner(size: int, num_owners: int, owner: int) -> Ranges:
     )
 
 
+def layer_of(path: str, named: Sequence[str]) -> str:
+    """The layer whose parameters are gathered with a variable.
+
+    Args:
+        path: String, the path of a variable.
+        named: Sequence of strings, names of layers that are units.
+
+    Returns:
+        String: the first of `named` that the variable is inside of, or else its layer.
+
+    Example:
+
+    >>> layer_of("model/block_0/dense/kernel", ["block_0"])
+    'block_0'
+    >>> layer_of("model/dense/kernel", ["block_0"])
+    'model/dense'
+    """
+    inside = [name for name in named if f"/{name}/" in f"/{path}"]
+    return inside[0] if inside else path.rpartition("/")[0]
+
+
+def check_layers(named: Sequence[str], paths: Sequence[str]) -> None:
+    """Check that each layer that is named has parameters.
+
+    Args:
+        named: Sequence of strings, names of layers that are units.
+        paths: Sequence of strings, the paths of all parameters.
+
+    Raises:
+        ValueError: If one has none.
+
+    Example:
+
+    >>> check_layers(["dense"], ["model/dense/kernel"])
+    """
+    for name in named:
+        if not any(f"/{name}/" in f"/{path}" for path in paths):
+            layers = list(dict.fromkeys(path.rpartition("/")[0] for path in paths))
+            raise ValueError(
+                f"`units` names a layer that has no parameters: {name!r}. "
+                f"Layers with parameters: {', '.join(layers)}"
+            )
+
+
 def plan_units(
-    entries: Sequence[Entry], layers: Sequence[str], unit_bytes: int
+    entries: Sequence[Entry], unit_bytes: int, named: Sequence[str] = ()
 ) -> list[tuple[int, ...]]:
-    """Divide parameters into units: runs of whole layers of about a size.
+    """Divide parameters into units: named layers, runs of others of about a size.
 
     Args:
         entries: Sequence of `Entry`, in the order in which a forward pass reads them.
-        layers: Sequence of strings, the layer of each one. A layer is not divided.
-        unit_bytes: Int, largest size of a unit that has more than one layer.
+        unit_bytes: Int, largest size of a unit of several layers. A layer is not
+            divided.
+        named: Sequence of strings, names of layers of which each is a unit.
 
     Returns:
         List of tuples of ints, the positions of each unit.
 
     Example:
 
-    >>> entries = [Entry(name, (10,), "float32", 4) for name in "abcd"]
-    >>> plan_units(entries, ["x", "x", "y", "z"], 80)
+    >>> paths = "x/kernel", "x/bias", "y/kernel", "z/kernel"
+    >>> entries = [Entry(path, (10,), "float32", 4) for path in paths]
+    >>> plan_units(entries, 80)
     [(0, 1), (2, 3)]
+    >>> plan_units(entries, 200, ["y"])
+    [(0, 1), (2,), (3,)]
     """
     units: list[list[int]] = []
+    of_layer: dict[str, list[int]] = {}
     room = 0
-    for _, run in itertools.groupby(range(len(entries)), key=layers.__getitem__):
+    layers = [layer_of(entry.name, named) for entry in entries]
+    for name, run in itertools.groupby(range(len(entries)), key=layers.__getitem__):
         layer = list(run)
         num_bytes = sum(entries[index].num_bytes for index in layer)
-        if not units or num_bytes > room:
+        if name in of_layer:
+            of_layer[name] += layer
+            continue
+        if name in named or not units or num_bytes > room:
             units.append([])
-            room = unit_bytes
+            room = 0 if name in named else unit_bytes
         units[-1] += layer
         room -= num_bytes
+        if name in named:
+            of_layer[name] = units[-1]
     return [tuple(unit) for unit in units]
 
 

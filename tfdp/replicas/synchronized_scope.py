@@ -25,16 +25,24 @@ class SynchronizedScope:
     Args:
         strategy: A tfdp strategy.
         stock: The stock context manager.
+        defers: Bool, whether parameters made inside are sharded at once. Defaults to
+            `False`: as in the scope around it.
     """
 
-    def __init__(self, strategy: Any, stock: Any) -> None:
+    def __init__(self, strategy: Any, stock: Any, *, defers: bool = False) -> None:
         self._strategy = strategy
         self._stock = stock
+        self._defers = defers
+        self._outer: list[bool] = []
 
     def __enter__(self) -> Any:
+        extended = self._strategy.extended
+        self._outer.append(extended.defers_parameters)
+        extended.defers_parameters |= self._defers
         return self._stock.__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
+        self._strategy.extended.defers_parameters = self._outer.pop()
         result = self._stock.__exit__(kind, error, trace)
         if kind is None:
             # Its collectives are the first of a script: a firewall shows here.
@@ -90,10 +98,31 @@ def broadcast_variables(strategy: Any, variables: Sequence[Any]) -> None:
 def _broadcast_chunk(strategy: Any, variables: list[Any]) -> None:
     extended = strategy.extended
     values = [np.asarray(v.values[0].numpy()) for v in variables]
-    raw = b"".join(value.tobytes() for value in values)
+    own = b"".join(value.tobytes() for value in values)
+    data = first_workers_bytes(extended, own)
+    if extended.worker_group.rank == 0:
+        return
+    begin = 0
+    for variable, old in zip(variables, values, strict=True):
+        end = begin + old.nbytes
+        value = np.frombuffer(data[begin:end], old.dtype).reshape(old.shape)
+        for part in variable.values:
+            part.assign(value)
+        begin = end
+
+
+def first_workers_bytes(extended: Any, own: bytes) -> bytes:
+    """Broadcast bytes of the first worker. All workers call it.
+
+    Args:
+        extended: Extended class of a tfdp strategy.
+        own: Bytes, of the same number on every worker.
+
+    Returns:
+        Bytes, those of the first worker.
+    """
     # Bytes as int32, a dtype that every collective knows.
-    padded = raw + b"\0" * (-len(raw) % 4)
-    words = np.frombuffer(padded, np.int32)
+    words = np.frombuffer(own + b"\0" * (-len(own) % 4), np.int32)
     received = [
         broadcast(
             tf.constant(words[first : first + _MESSAGE_WORDS]),
@@ -103,12 +132,5 @@ def _broadcast_chunk(strategy: Any, variables: list[Any]) -> None:
         for first in range(0, len(words), _MESSAGE_WORDS)
     ]
     if extended.worker_group.rank == 0:
-        return
-    data = b"".join(message.numpy().tobytes() for message in received)
-    begin = 0
-    for variable, own in zip(variables, values, strict=True):
-        end = begin + own.nbytes
-        value = np.frombuffer(data[begin:end], own.dtype).reshape(own.shape)
-        for part in variable.values:
-            part.assign(value)
-        begin = end
+        return own
+    return b"".join(message.numpy().tobytes() for message in received)[: len(own)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -16,7 +16,7 @@ from tfdp.coordination.checks import check_same_variables
 from tfdp.options import CommunicationOptions
 from tfdp.parameters.conversion import shard_variables
 from tfdp.parameters.gathers import Gathers, gathers_of
-from tfdp.parameters.shard_groups import ReduceDtypes, ShardGroups
+from tfdp.parameters.shard_groups import ReduceDtypes, shard_groups_of
 from tfdp.parameters.sharded_parameter import check_reader
 from tfdp.plans.buckets import Bucket
 from tfdp.plans.shards import (
@@ -32,6 +32,7 @@ from tfdp.sharding.optimizer_state import (
     param_group_state,
     shard_full_slots,
 )
+from tfdp.sharding.options import ShardingOptions
 from tfdp.sharding.parameter_plan import plan_of_parameters
 from tfdp.sharding.shard_collectives import (
     EagerShardCollectives,
@@ -71,10 +72,10 @@ class ShardedState:
             freed.
         variables: List of Keras variables that it trains.
         strategy: A tfdp strategy with at least two replicas.
-        sharding: String, `"optimizer"` or `"gradients"`.
-        scope: String, `"all"` or `"node"`.
-        offload: String, `"cpu"`: state is kept and updated in the memory of the
-            host, or `None`. Defaults to `None`.
+        options: `ShardingOptions`.
+        parameters: Sequence of Keras variables of the same model, in the order of the
+            forward pass, that are sharded with those that are trained. Defaults to
+            none.
     """
 
     def __init__(
@@ -82,26 +83,32 @@ class ShardedState:
         optimizer: Any,
         variables: list[Any],
         strategy: Any,
-        sharding: str,
-        scope: str,
-        offload: str | None = None,
+        options: ShardingOptions,
+        parameters: Sequence[Any] = (),
     ) -> None:
         extended = strategy.extended
         self._extended = extended
-        self.groups = _groups(extended, scope)
+        self.groups = shard_groups_of(
+            extended,
+            options.shard_scope,
+            needs_two_levels=options.units.reshard_after_forward == "node",
+        )
         host = extended.host_group.devices[0]
         self._devices = tuple(
-            device if offload is None else host for device in self.groups.group.devices
+            device if options.offload is None else host
+            for device in self.groups.group.devices
         )
         self._gathers: Gathers | None = None
-        if sharding == "parameters":
-            self._gathers = gathers_of(extended, self.groups, scope)
+        if options.shards_parameters:
+            self._gathers = gathers_of(extended, self.groups)
+            every = _joined(parameters, variables)
             shard_variables(
-                variables,
+                every,
                 strategy,
                 self._gathers,
                 self._devices,
-                bucket_bytes_of(list(map(entry_of, variables)), extended.options),
+                bucket_bytes_of(list(map(entry_of, every)), extended.options),
+                options.units,
             )
         check_reader(variables, self._gathers)
         was_built = optimizer.built
@@ -115,18 +122,18 @@ class ShardedState:
         check_same_variables(
             extended.worker_group, "sharding the optimizer", variables, "shards"
         )
-        self._check_alike((sharding, scope, offload))
+        self._check_alike(options)
         self._states = {key: self._state_of(p) for key, p in self.parts.items()}
         if was_built:
             self._take_over()
 
-    def _check_alike(self, settings: tuple[str | None, ...]) -> None:
+    def _check_alike(self, options: ShardingOptions) -> None:
         """Raise on every worker if they shard different things, or differently."""
         worker_group = self._extended.worker_group
         kinds = [type(part.optimizer).__name__ for part in self.parts.values()]
         plans = [part.plan.fingerprint for part in self.parts.values()]
         same, texts = worker_group.all_equal(
-            "sharding the optimizer: how", json.dumps([settings, kinds, plans])
+            "sharding the optimizer: how", json.dumps([options.text, kinds, plans])
         )
         if same:
             return
@@ -135,7 +142,7 @@ class ShardedState:
         first, other = (json.loads(texts[r])[:2] for r in (0, rank))
         raise ValueError(
             "Workers shard their optimizers differently. Give every worker the same "
-            "optimizer, communication options, and (sharding, shard_scope, offload). "
+            "optimizer, communication options, and options of sharding. "
             f"Received: worker 0 has {first}, worker {rank} has {other}"
         )
 
@@ -292,20 +299,10 @@ def shard_plan(
     )
 
 
-def _groups(extended: Any, scope: str) -> ShardGroups:
-    topology = extended.algorithm_selector.topology
-    if scope == "node" and topology.num_nodes > 1 and not topology.is_even:
-        warnings.warn(
-            '`shard_scope="node"` works as "all": it needs equally many replicas on '
-            "every node.",
-            stacklevel=2,
-        )
-        scope = "all"
-    return ShardGroups(
-        extended.group,
-        scope,
-        is_hierarchical=extended.algorithm_selector.is_hierarchical,
-    )
+def _joined(ordered: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Variables in their order, and after them those of `others` that are not there."""
+    known = {id(variable) for variable in ordered}
+    return [*ordered, *(v for v in others if id(v) not in known)]
 
 
 def _is_lopsided(plan: ShardPlan, variables: list[Any]) -> bool:

@@ -23,6 +23,7 @@ from tfdp.coordination.watch import Watchdog, watch
 from tfdp.coordination.worker_group import WorkerGroup, remember_group
 from tfdp.data.load_balancer import LoadBalancer
 from tfdp.options import CommunicationOptions
+from tfdp.parameters.deferred import deferred_parameter, is_deferred
 from tfdp.reduction.algorithm_selector import AlgorithmSelector
 from tfdp.reduction.reducer import Reducer
 from tfdp.replicas.state_merge import average_statistics, merge_states
@@ -58,6 +59,8 @@ class ReplicaExtended:
     told_of_losses: weakref.WeakKeyDictionary[Any, set[str]]
     compiled_models: weakref.WeakSet[Any]
     user_counts_replicas = False
+    # Whether new parameters are sharded at once, see `tfdp.parameters.deferred`.
+    defers_parameters = False
     # By which rows follow the workers' speed, see `tfdp run --rebalance`.
     balance: LoadBalancer | None = None
     _collective_keys: Any
@@ -126,6 +129,8 @@ class ReplicaExtended:
         )
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        if is_deferred(self, kwargs):
+            return deferred_parameter(self._container_strategy(), kwargs)  # type: ignore[attr-defined]
         kwargs["aggregation"] = aggregation_of(kwargs)
         mapping = class_mapping(kwargs)
         with _compat.variable_classes(mapping):
@@ -291,7 +296,8 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         variable = super()._create_variable(next_creator, **kwargs)
-        if tf.executing_eagerly() and isinstance(variable, MirroredVariable):
+        is_mirrored = isinstance(variable, MirroredVariable) and not variable.has_parts
+        if tf.executing_eagerly() and is_mirrored:
             self.new_variables.append(weakref.ref(variable))
         return variable
 

@@ -31,14 +31,42 @@ class _Strategy:
 
     extended: Any
 
-    def scope(self) -> Any:
+    def scope(self, init: str | None = None) -> Any:
         """Context in which variables are created on every replica.
+
+        Args:
+            init: String, `"deferred"`: each trainable variable is sharded as soon as
+                it is made, for models that fit on no replica, and needs an optimizer
+                with `sharding="parameters"`; or `None`: each replica has all of them.
+                Defaults to `None`.
 
         Returns:
             A context manager. Leaving it gives all workers the first worker's
             initial values.
+
+        Raises:
+            ValueError: If `init` is neither.
+
+        Example:
+
+        >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> with strategy.scope(init="deferred"):
+        ...     layer = keras.layers.Dense(3)
+        ...     layer.build((None, 4))
+        >>> [tuple(part.shape) for part in layer.kernel.value.values]
+        [(6,), (6,)]
+        >>> layer.kernel.numpy().shape
+        (4, 3)
         """
-        return synchronized_scope.SynchronizedScope(self, super().scope())  # type: ignore[misc]
+        if init not in (None, "deferred"):
+            raise ValueError(
+                f'`init` must be `None` or "deferred". Received: init={init!r}'
+            )
+        return synchronized_scope.SynchronizedScope(
+            self,
+            super().scope(),  # type: ignore[misc]
+            defers=init is not None and self.num_replicas_in_sync > 1,
+        )
 
     @property
     def num_replicas_in_sync(self) -> int:

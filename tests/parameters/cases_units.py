@@ -1,0 +1,131 @@
+"""Units of sharded parameters: which, for how long, how far ahead; frozen layers."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+
+import tfdp
+from tests.harness import common, registry
+from tests.harness.env import Env
+from tests.parameters.cases_parameters import deep
+from tests.reduction import cases_selection as routes
+from tests.sharding.cases_plans import small_buckets
+from tfdp.collectives.timing import Collective, Recorder
+
+case = registry.case
+layers, optimizers = keras.layers, keras.optimizers
+
+
+def _adapted() -> keras.Model:
+    """A frozen layer, and one of which adapters alone are trained."""
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(64, activation="relu", trainable=False),
+            layers.Dense(64, activation="relu"),
+            layers.Dense(1),
+        ]
+    )
+    model.layers[1].enable_lora(2)
+    return model
+
+
+def _train(env: Env, build: common.Build = deep, **options: object) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    optimizer = optimizers.SGD(0.05, momentum=0.9)
+    with env.scope():
+        model = build()
+        if not env.is_reference:
+            optimizer = tfdp.DistributedOptimizer(
+                optimizer, sharding="parameters", **options
+            )
+        model.compile(optimizer, loss="mse")
+    common.fit(model, *common.regression_data(), batch_size=8)
+    return model
+
+
+def _recorded(env: Env, **options: object) -> tuple[keras.Model, list[Collective]]:
+    """A model, and the gathers and reduce-scatters of a replica's step."""
+    if env.is_reference:
+        return _train(env, options.get("build", deep)), []
+    with small_buckets(env), Recorder() as recorder:
+        model = _train(env, **options)
+    traced = [c for c in recorder.collectives if c.replica == 0 and c.num_bytes >= 64]
+    return model, traced
+
+
+def _gathers(traced: list[Collective]) -> list[Collective]:
+    return [c for c in traced if c.label.startswith("parameters")]
+
+
+@case("Frozen layers and LoRA: sharded, never reduced", setups=registry.ALL)
+def frozen_layers_are_sharded_and_not_reduced(env: Env) -> dict:
+    model, traced = _recorded(env, build=_adapted)
+    found = {"weights": env.weights(model)}
+    if env.is_reference:
+        return found
+    frozen = model.non_trainable_variables
+    assert len(frozen) == 3
+    assert all(v.value.has_parts for v in [*frozen, *model.trainable_variables])
+    kinds = ("all_to_all", "reduce_scatter")
+    reduced = sum(c.num_bytes for c in traced if c.kind in kinds)
+    trained = sum(4 * v.value.num_elements for v in model.trainable_variables)
+    assert reduced <= 1.1 * trained, (reduced, trained)
+    return found
+
+
+@case("Named layers are units", setups=("mirrored",))
+def each_named_layer_is_a_unit(env: Env) -> dict:
+    model = _train(env, units=["second", "third"])
+    if not env.is_reference:
+        units: dict = {}
+        for variable in model.trainable_variables:
+            layer = variable.path.split("/")[-2]
+            units.setdefault(variable.value.unit.number, set()).add(layer)
+        found = [units[number] for number in sorted(units)]
+        assert found == [{"first"}, {"second"}, {"third"}, {"fourth", "last"}], found
+        with pytest.raises(ValueError, match="has no parameters: 'secnod'"):
+            _train(env, units=["secnod"])
+    return {"weights": env.weights(model)}
+
+
+@case("Kept for the backward pass: 2 S (N - 1) / N", setups=registry.ALL)
+def units_are_kept_where_they_are_not_resharded(env: Env) -> dict:
+    model, traced = _recorded(env, reshard_after_forward=False, prefetch=0)
+    if not env.is_reference:
+        gathered = _gathers(traced)
+        units = {v.value.unit.number for v in model.trainable_variables}
+        size = sum(4 * v.value.num_elements for v in model.trainable_variables)
+        received = sum(c.num_bytes for c in gathered) * env.num_replicas
+        assert len(gathered) == len(units) > 3
+        assert abs(received / size - 1) <= 0.01, (received, size)
+    return {"weights": env.weights(model)}
+
+
+@case("Gathered again in the node only", setups=("two_by_two",), full_setups=())
+def units_are_gathered_again_inside_of_nodes(env: Env) -> dict:
+    with routes.routed(env, algorithm="ring"):
+        model, traced = _recorded(env, reshard_after_forward="node", prefetch=2)
+    if not env.is_reference:
+        units = {v.value.unit.number for v in model.trainable_variables}
+        gathered = _gathers(traced)
+        # Across nodes each unit travels once. Inside, all but two travel again: the
+        # last of the forward pass is there, and nobody needs the first.
+        assert len(gathered) == 3 * len(units) - 2
+        size = sum(4 * v.value.num_elements for v in model.trainable_variables)
+        ends = sum(
+            4 * v.value.num_elements
+            for v in model.trainable_variables
+            if v.value.unit.number in (min(units), max(units))
+        )
+        # A quarter across nodes, and a half inside of them, twice.
+        expected = size / 4 + size / 2 + (size - ends) / 2
+        assert abs(sum(c.num_bytes for c in gathered) / expected - 1) <= 0.01
+    return {"weights": env.weights(model)}
+
+
+@case("Parts in the memory of the host", setups=("mirrored", "two_workers"))
+def offloaded_parameters_are_gathered_from_the_host(env: Env) -> dict:
+    model = _train(env, offload="cpu")
+    return {"weights": env.weights(model)}
