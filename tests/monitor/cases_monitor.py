@@ -21,6 +21,8 @@ from tests.harness.registry import case
 from tests.monitor import tags
 from tests.monitor.perfetto import Bar, read_bars
 from tests.reduction.cases_plans import bucket_mb, traced_step
+from tests.sharding.cases_plans import small_buckets
+from tfdp.monitor.readings import KINDS
 
 WIDTH, ROWS, EVERY = 256, 64, 4
 NUM_STEPS = 12
@@ -126,6 +128,7 @@ def check_rows(env: Env, model: keras.Model, clock: Clock) -> None:
 def check_tags(env: Env) -> None:
     """The events have the tags that the docs name, but for what the run did not use."""
     others = ["parameters0", "rows", "statistics", "norms", "all_reduce"]
+    others += ["unit0", "unit_again0", *KINDS]
     if env.setup.num_workers == 1:
         others.append("logs")
     unused = {f"step_by_collective/{name}_seconds" for name in others}
@@ -157,6 +160,31 @@ def monitor_follows_sharding_and_accumulation(env: Env) -> dict:
         expected = mean_norm(model, (NUM_STEPS - 1, NUM_STEPS))
         assert math.isclose(float(rows[-1]["gradient_norm"]), expected, rel_tol=1e-4)
         assert float(rows[-1]["loss_scale"]) == 8.0
+    return {}
+
+
+@case(
+    "Monitor: sharded parameters, and what of their gathers is exposed",
+    setups=("two_by_two",),
+    compare=False,
+)
+def monitor_tells_the_kinds_of_gathers_apart(env: Env) -> dict:
+    if env.is_reference:
+        return {}
+    optimizer = tfdp.DistributedOptimizer(
+        keras.optimizers.SGD(0.0), sharding="parameters"
+    )
+    with small_buckets(env):
+        monitored(env, model_of(env, optimizer))
+    if env.is_chief:
+        for row in rows_of(env):
+            for kind in ("forward_gathers", "backward_gathers", "reduce_scatters"):
+                seconds = float(row[f"{kind}_seconds"])
+                exposed = float(row[f"{kind}_exposed_seconds"])
+                assert seconds > 0
+                assert 0 <= exposed <= seconds
+            assert float(row["unit0_seconds"]) > 0
+            assert any(name.startswith("unit_again") for name in row)
     return {}
 
 

@@ -10,12 +10,15 @@ import tensorflow as tf
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "monitoring.md"
 
 
+NUMBERED = re.compile(r"/(worker|bucket|parameters|unit|unit_again)\d+_")
+
+
 def written(folder: Path) -> set[str]:
     """The tags in the event files of a folder; a number stands for all of its kind."""
     paths = sorted(folder.glob("events.*"))
     assert paths
     return {
-        re.sub(r"/(worker|bucket|parameters)\d+_", r"/\g<1>0_", value.tag)
+        NUMBERED.sub(r"/\g<1>0_", value.tag)
         for path in paths
         for event in tf.compat.v1.train.summary_iterator(str(path))
         for value in event.summary.value

@@ -24,7 +24,14 @@ from tfdp.collectives import step_events
 from tfdp.collectives.timing import Collective, Mark
 from tfdp.monitor.advice import Facts, advise
 from tfdp.monitor.device_meter import DeviceEvent, device_times, read_events
-from tfdp.monitor.readings import Reading, Replica, Sample, replicas_of, sample_of
+from tfdp.monitor.readings import (
+    KINDS,
+    Reading,
+    Replica,
+    Sample,
+    replicas_of,
+    sample_of,
+)
 from tfdp.monitor.report import RunReport
 from tfdp.monitor.sinks import write_json
 from tfdp.monitor.stragglers import Straggler, find_straggler
@@ -82,6 +89,22 @@ def test_communication_beside_the_backward_pass_is_hidden():
 def test_a_collective_that_the_forward_pass_waits_for_is_exposed():
     found = sample([collective("all_reduce"), collective("bucket 0")], (2, 3), (6, 7))
     assert found.exposed_seconds == pytest.approx(2.0)
+
+
+def test_sharded_parameters_are_exposed_from_when_they_are_needed():
+    awaited = dataclasses.replace(collective("unit 1", chain=1), is_awaited=True)
+    again = dataclasses.replace(collective("unit_again 0", chain=2), is_awaited=True)
+    own = [collective("unit 0"), awaited, again, collective("bucket 0", chain=3)]
+    found = sample(own, (1, 2), (2, 5, 4), (6, 7, 8), (8, 10))
+    assert {kind: found.buckets[kind] for kind in KINDS} == {
+        "forward_gathers": 4.0,
+        "forward_gathers_exposed": 2.0,  # of unit 0 all, of unit 1 the last second
+        "backward_gathers": 1.0,
+        "backward_gathers_exposed": 0.0,
+        "reduce_scatters": 2.0,
+        "reduce_scatters_exposed": 2.0,
+    }
+    assert found.exposed_seconds == pytest.approx(4.0)
 
 
 def test_a_collective_that_waits_for_its_turn_is_not_under_way():

@@ -152,7 +152,7 @@ def sharded_parameters_travel_in_the_dtype_of_the_model(env: Env) -> dict:
             _, traced = _traced(env)
         finally:
             keras.config.set_dtype_policy(before)
-        gathers = [c for c in traced if c.label.startswith("parameters")]
+        gathers = [c for c in traced if c.label.startswith("unit")]
         sent[policy] = sum(c.num_bytes for c in gathers)
     assert abs(sent["mixed_bfloat16"] / sent["float32"] - 0.5) <= 0.01, sent
     return {}

@@ -56,7 +56,7 @@ def _recorded(env: Env, **options: object) -> tuple[keras.Model, list[Collective
 
 
 def _gathers(traced: list[Collective]) -> list[Collective]:
-    return [c for c in traced if c.label.startswith("parameters")]
+    return [c for c in traced if c.label.startswith("unit")]
 
 
 @case("Frozen layers and LoRA: sharded, never reduced", setups=registry.ALL)

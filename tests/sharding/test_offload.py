@@ -54,3 +54,38 @@ def test_offload_needs_sharding_and_knows_the_cpu_only():
         tfdp.DistributedOptimizer(keras.optimizers.Adam(), offload="cpu")
     with pytest.raises(ValueError, match="Received: offload='disk'"):
         tfdp.callbacks.ShardedOptimizer(offload="disk")
+
+
+def test_memory_of_the_stages_is_as_published():
+    # Rajbhandari et al. 2020, figure 1: 7.5 billion parameters on 64 replicas, weights
+    # and gradients of two bytes, twelve bytes of Adam's state for each.
+    width, replicas = 2944, 64
+    shapes = (width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)
+    entries = [
+        Entry(f"block_{layer}/{number}", shape, "float16", 2)
+        for layer in range(72)
+        for number, shape in enumerate(shapes)
+    ]
+    size = sum(entry.num_elements for entry in entries)
+    assert abs(size / 7.5e9 - 1) < 0.01
+    slots = [12 * entry.num_elements for entry in entries]
+    whole = unsharded_memory(entries, slots, accumulates=False)
+    plan = plan_element_shards(
+        entries, replicas, bucket_bytes=25 * 2**20, first_bucket_bytes=2**20
+    )
+    of_stage = {
+        stage: sharded_memory(
+            entries,
+            slots,
+            plan,
+            accumulates=False,
+            shards_gradients=stage > 1,
+            shards_parameters=stage > 2,
+        )
+        for stage in (1, 2, 3)
+    }
+    # In the paper's first stage each replica keeps whole gradients.
+    first = of_stage[1].total + whole.gradients - of_stage[1].gradients
+    found = [whole.total, first, of_stage[2].total, of_stage[3].total]
+    for own, published in zip(found, (120, 31.4, 16.6, 1.9), strict=True):
+        assert abs(own / (published * 1e9) - 1) <= 0.05, (own, published)

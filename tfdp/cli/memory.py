@@ -11,10 +11,11 @@ from rich.table import Table
 from tfdp.cluster import Topology
 from tfdp.options import CommunicationOptions
 from tfdp.plans.memory import ReplicaMemory
+from tfdp.plans.units import DEFAULT_UNITS, most_gathered, plan_units
 
 # With more, a plan of slices would be longer than the model.
 MOST_OWNERS = 2**16
-_COLUMNS = ("parameters", "gradients", "accumulators", "slots", "total")
+_COLUMNS = ("parameters", "gradients", "accumulators", "slots", "gathered", "total")
 Row = tuple[str, ReplicaMemory]
 
 
@@ -59,12 +60,9 @@ def memory_of(
     from tfdp.sharding import param_group_memory, shard_plan
 
     variables = model.trainable_variables
-    rows = [
-        (
-            "nothing sharded",
-            param_group_memory(optimizer, variables, accumulates=accumulates),
-        )
-    ]
+    frozen, gathered = _frozen_and_gathered(model, options)
+    whole = param_group_memory(optimizer, variables, accumulates=accumulates)
+    rows = [("nothing sharded", whole + ReplicaMemory(frozen, 0, 0, 0))]
     scopes = {"": topology.num_replicas}
     if topology.num_nodes > 1:
         scopes[", in each node"] = topology.replicas_per_node
@@ -72,16 +70,33 @@ def memory_of(
         if not 1 < num_owners <= MOST_OWNERS:
             continue
         plan = shard_plan(optimizer, variables, num_owners, options)
-        for stage in (1, 2) if accumulates else (1,):
+        for stage in (1, 2, 3) if accumulates else (1, 3):
             found = param_group_memory(
                 optimizer,
                 variables,
                 plan,
                 accumulates=accumulates,
-                shards_gradients=stage == 2,
+                shards_gradients=stage >= 2,
+                shards_parameters=stage == 3,
+                gathered=gathered if stage == 3 else 0,
             )
-            rows.append((f"stage {stage}{where}", found))
+            held = -(-frozen // num_owners) if stage == 3 else frozen
+            rows.append((f"stage {stage}{where}", found + ReplicaMemory(held, 0, 0, 0)))
     return tuple(rows)
+
+
+def _frozen_and_gathered(model: Any, options: CommunicationOptions) -> tuple[int, int]:
+    """Bytes of frozen parameters, and what a step gathers at a time in stage 3."""
+    from tfdp.base.param_groups import entry_of
+    from tfdp.parameters.conversion import parameters_in_order
+    from tfdp.reduction.fusion import bucket_bytes_of
+
+    entries = list(map(entry_of, parameters_in_order(model, model.trainable_variables)))
+    units = plan_units(entries, bucket_bytes_of(entries, options))
+    sizes = [sum(entries[index].num_bytes for index in unit) for unit in units]
+    trained = sum(entry_of(v).num_bytes for v in model.trainable_variables)
+    frozen = sum(entry.num_bytes for entry in entries) - trained
+    return frozen, most_gathered(sizes, DEFAULT_UNITS.prefetch)
 
 
 def table_of(rows: Sequence[Row]) -> Table:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,8 @@ from tfdp.base.active_hooks import ActiveHooks
 
 # Prefixes of the labels of a bucket's collectives, and the label of sparse gradients.
 GRADIENTS, PARAMETERS, ROWS = "bucket", "parameters", "rows"
+# Of units of sharded parameters, in the forward and in the backward pass.
+UNIT, UNIT_AGAIN = "unit", "unit_again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +36,15 @@ class Collective:
     kind: str
     num_bytes: int
     replica: int
-    values: tf.Variable  # [3], float64: begin and end in seconds, bytes
+    # [3], float64: begin and end in seconds; bytes, or when it was needed
+    values: tf.Variable
     label: str
     group_size: int
     # Collectives of one chain run one after the other.
     chain: int = 0
+    # Whether the step records when the result was needed, and when that was.
+    is_awaited: bool = False
+    needed_at: float | None = None
 
     @property
     def is_of_gradients(self) -> bool:
@@ -176,6 +182,22 @@ def labelled(label: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def needed_after(ops: Sequence[tf.Operation]) -> Iterator[None]:
+    """Record when the results of collectives traced inside are needed.
+
+    Args:
+        ops: Sequence of operations: the last ones that run without the results.
+            Without any, the results are needed at once.
+    """
+    outer = getattr(_thread, "ops_before_need", None)
+    _thread.ops_before_need = list(ops)
+    try:
+        yield
+    finally:
+        _thread.ops_before_need = outer
+
+
+@contextlib.contextmanager
 def measured(
     kind: str, tensor: tf.Tensor, replica: int, group_size: int, chain: int = 0
 ) -> Iterator[Callable[[tf.Tensor], tf.Tensor]]:
@@ -188,9 +210,16 @@ def measured(
     label = getattr(_thread, "label", None) or kind
     times = _new_variable([0.0] * 3)
     num_bytes = -1 if count is None else count * tensor.dtype.size
-    record = Collective(kind, num_bytes, replica, times, label, group_size, chain)
+    ops = getattr(_thread, "ops_before_need", None) or []
+    is_awaited = bool(ops) and count is not None
+    record = Collective(
+        kind, num_bytes, replica, times, label, group_size, chain, is_awaited
+    )
     for recorder in recorders.active():
         recorder.rows.append(record)
+    if is_awaited:
+        with tf.control_dependencies(ops):
+            stamp(times, 2)
 
     with tf.control_dependencies([tensor]):
         begin = stamp(times, 0)

@@ -7,8 +7,15 @@ from typing import Any
 
 import keras
 
-from tfdp.collectives.timing import Recorder
-from tfdp.monitor.readings import Reading, Replica, Sample, replicas_of, sample_of
+from tfdp.collectives import timing
+from tfdp.monitor.readings import (
+    KINDS,
+    Reading,
+    Replica,
+    Sample,
+    replicas_of,
+    sample_of,
+)
 from tfdp.monitor.trace import WorkerTrace, trace_of_worker
 
 
@@ -22,7 +29,7 @@ class Meter:
     """
 
     def __init__(self, norm_every: int | None = None, num_replicas: int = 1) -> None:
-        self.recorder = Recorder(norm_every)
+        self.recorder = timing.Recorder(norm_every)
         self._num_replicas = num_replicas
         self._begin: float | None = None
         self._clock = 0.0
@@ -92,7 +99,9 @@ class Meter:
     @property
     def labels(self) -> list[str]:
         """Labels of the collectives, in the order in which they were traced."""
-        return list(dict.fromkeys(c.label for c in self.recorder.collectives))
+        found = list(dict.fromkeys(c.label for c in self.recorder.collectives))
+        shards_parameters = any(label.split()[0] == timing.UNIT for label in found)
+        return [*found, *KINDS] if shards_parameters else found
 
 
 class TimedSteps(keras.callbacks.Callback):

@@ -13,6 +13,13 @@ from tfdp.collectives import step_events, timing
 Interval = tuple[float, float]
 # Collectives that nothing in the forward or backward pass waits for.
 _IN_BACKGROUND = (timing.GRADIENTS, timing.ROWS, "logs", "statistics")
+# The collectives of sharded parameters by what they are for, and their labels.
+_KINDS = {
+    "forward_gathers": timing.UNIT,
+    "backward_gathers": timing.UNIT_AGAIN,
+    "reduce_scatters": timing.GRADIENTS,
+}
+KINDS = tuple(name for kind in _KINDS for name in (kind, f"{kind}_exposed"))
 # A collective, and when it began and ended.
 Timed = tuple[timing.Collective, float, float]
 
@@ -96,7 +103,8 @@ class Sample:
         sent_bytes: Float, by each replica.
         samples: Float, of the global batch; NaN where unknown.
         squared_norm: Float, this worker's part; NaN at most steps.
-        buckets: Dict from label to seconds from its first collective to its last.
+        buckets: Dict from label to seconds from its first collective to its last;
+            with sharded parameters also from `KINDS` to seconds.
     """
 
     num_steps: int
@@ -140,15 +148,41 @@ class Replica:
         """Intervals in which collectives kept the replica from computing.
 
         In the forward and the backward pass these are the ones that it waits for,
-        such as those of synchronized BatchNormalization; afterwards all.
+        such as those of synchronized BatchNormalization, and sharded parameters from
+        when they are needed; afterwards all.
         """
-        intervals = []
-        for collective, begin, end in self.collectives:
-            if collective.label.split()[0] not in _IN_BACKGROUND:
-                intervals.append((begin, end))
-            elif self.backward_end is not None and end > self.backward_end:
-                intervals.append((max(begin, self.backward_end), end))
-        return intervals
+        return [pair for timed in self.collectives for pair in self._exposed(timed)]
+
+    def kinds(self) -> dict[str, float]:
+        """Seconds of the kinds of collectives of sharded parameters, see `KINDS`.
+
+        Returns:
+            Dict, empty where parameters are not sharded.
+        """
+        of_kind = {
+            kind: [c for c in self.collectives if c[0].label.split()[0] == word]
+            for kind, word in _KINDS.items()
+        }
+        if not of_kind["forward_gathers"]:
+            return {}
+        found = {}
+        for kind, own in of_kind.items():
+            exposed = [pair for timed in own for pair in self._exposed(timed)]
+            found[kind] = seconds_covered((begin, end) for _, begin, end in own)
+            found[f"{kind}_exposed"] = seconds_covered(exposed)
+        return found
+
+    def _exposed(self, timed: Timed) -> list[Interval]:
+        """When a collective kept the replica from computing: one interval, or none."""
+        collective, begin, end = timed
+        since: float | None = begin
+        if collective.label.split()[0] in _IN_BACKGROUND:
+            since = self.backward_end
+        elif collective.needed_at is not None:
+            since = collective.needed_at
+        if since is None or end <= since:
+            return []
+        return [(max(begin, since), end)]
 
 
 def replicas_of(reading: Reading, rows: Sequence[timing.Row]) -> list[Replica]:
@@ -180,15 +214,18 @@ def _of_this_step(
 ) -> list[Timed]:
     """Collectives of this step: others hold the times of an earlier one."""
     return [
-        (_of_known_size(row, int(size)), float(begin), float(end))
-        for row, (begin, end, size) in zip(rows, reading.values, strict=False)
+        (_completed(row, float(third)), float(begin), float(end))
+        for row, (begin, end, third) in zip(rows, reading.values, strict=False)
         if isinstance(row, timing.Collective)
         if row.replica == replica and begin >= since
     ]
 
 
-def _of_known_size(row: timing.Collective, num_bytes: int) -> timing.Collective:
-    return row if row.num_bytes >= 0 else dataclasses.replace(row, num_bytes=num_bytes)
+def _completed(row: timing.Collective, third: float) -> timing.Collective:
+    """A collective with what only the step knew: its size, or when it was needed."""
+    if row.num_bytes < 0:
+        return dataclasses.replace(row, num_bytes=int(third))
+    return dataclasses.replace(row, needed_at=third) if row.is_awaited else row
 
 
 def _marks(
@@ -235,6 +272,7 @@ def sample_of(reading: Reading, rows: Sequence[timing.Row]) -> Sample:
     samples, norm = notes(reading, rows)
     sent = sum(c.wire_bytes for r in replicas for c, _, _ in r.collectives)
     labelled = [replica.labelled() for replica in replicas]
+    kinds = [replica.kinds() for replica in replicas]
     return Sample(
         num_steps=reading.num_steps,
         step_seconds=seconds,
@@ -248,7 +286,8 @@ def sample_of(reading: Reading, rows: Sequence[timing.Row]) -> Sample:
         buckets={
             label: _mean([e - b for b, e in (d[label] for d in labelled if label in d)])
             for label in labelled[0]
-        },
+        }
+        | {kind: _mean([own[kind] for own in kinds]) for kind in kinds[0]},
     )
 
 

@@ -44,6 +44,17 @@ class ShardableOptimizer(OptimizerSettings):
         self._model = weakref.ref(model)
 
     @property
+    def frozen_parameters(self) -> list:
+        """Keras variables of the model's frozen layers."""
+        model = self._model()
+        if model is None:
+            return []
+        trained = _compat.trained_by(self)
+        known = {id(variable) for variable in trained}
+        ordered = parameters_in_order(model, trained)
+        return [variable for variable in ordered if id(variable) not in known]
+
+    @property
     def needs_trace(self) -> bool:
         """Whether a step was traced with other settings than now."""
         return self._traces.features not in (None, self._traced_parts)

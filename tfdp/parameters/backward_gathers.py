@@ -19,6 +19,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.collectives import timing
 from tfdp.parameters.step_gathers import GatheredUnit, StepGathers, gather_unit
 
 # What is made of a gathered parameter alone, and costs less than keeping it.
@@ -90,8 +91,16 @@ class BackwardGathers:
             gate = self._gate(number - 1 - self._prefetch(number))
             in_node = unit.options.reshard_after_forward == "node"
             pieces = gathered.pieces if in_node else None
-            with self._step.graph.as_default():
-                values, _ = gather_unit(self._step, unit, gathered.dtypes, gate, pieces)
+            needed = self._step.order.last_until(_first(uses) - 1)
+            with self._step.graph.as_default(), timing.needed_after(needed):
+                values, _ = gather_unit(
+                    self._step,
+                    unit,
+                    gathered.dtypes,
+                    gate,
+                    pieces,
+                    label=timing.UNIT_AGAIN,
+                )
                 again = _Again(gathered, values)
                 for use in uses:
                     _compat.set_input(use.op, use.index, again.tensor(use.tensor))

@@ -18,7 +18,7 @@ from tfdp.parameters.shard_groups import ShardGroups
 from tfdp.parameters.sharded_parameter import ShardedParameter
 from tfdp.parameters.step_gathers import StepGathers, Unit
 from tfdp.plans.shards import ShardPlan
-from tfdp.plans.units import UnitOptions, unit_bucket
+from tfdp.plans.units import UnitOptions, most_gathered, unit_bucket
 
 
 class Gathers:
@@ -58,6 +58,13 @@ class Gathers:
         """The units, in the order in which they were added."""
         found = [reference() for reference in self._units]
         return [unit for unit in found if unit is not None]
+
+    @property
+    def most_gathered(self) -> int:
+        """Int, bytes that a step has gathered at a time."""
+        sizes = [unit.num_bytes for unit in self.units]
+        prefetch = max((unit.options.prefetch for unit in self.units), default=0)
+        return most_gathered(sizes, prefetch)
 
     def source(self, parameter: ShardedParameter) -> tf.Tensor:
         """The tensor whose gradient is that of the parameter, for gradient tapes."""

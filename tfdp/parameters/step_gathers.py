@@ -41,6 +41,11 @@ class Unit:
     parameters: tuple[ShardedParameter, ...]
     options: UnitOptions = DEFAULT_UNITS
 
+    @property
+    def num_bytes(self) -> int:
+        """Int, the size of its parameters."""
+        return sum(item.num_elements * item.dtype.size for item in self.parameters)
+
 
 @dataclasses.dataclass(eq=False)
 class GatheredUnit:
@@ -132,7 +137,9 @@ class StepGathers:
         dtypes = tuple(map(_read_dtype, unit.parameters))
         age = self.order.newest()
         gate = self._gate(len(self.gathered) - 1 - unit.options.prefetch)
-        found = GatheredUnit(unit, dtypes, *gather_unit(self, unit, dtypes, gate), age)
+        with timing.needed_after(self.order.last_until(age)):
+            gathered = gather_unit(self, unit, dtypes, gate)
+        found = GatheredUnit(unit, dtypes, *gathered, age)
         self.gathered.append(found)
         for parameter, dtype in zip(unit.parameters, dtypes, strict=True):
             self._current[id(parameter), dtype.name] = found
@@ -150,6 +157,8 @@ def gather_unit(
     dtypes: Sequence[tf.DType],
     gate: Sequence[tf.Operation],
     pieces: Mapping[tf.DType, tf.Tensor] | None = None,
+    *,
+    label: str = timing.UNIT,
 ) -> tuple[dict[int, tf.Tensor], dict[tf.DType, tf.Tensor]]:
     """Gather a unit on the calling replica, by one all-gather for each dtype.
 
@@ -160,6 +169,7 @@ def gather_unit(
         gate: Sequence of operations that come before.
         pieces: Dict from a dtype to what the replica has of the unit where its node
             has all of it; or `None`: its own part only. Defaults to `None`.
+        label: String, what monitors call it. Defaults to that of the forward pass.
 
     Returns:
         Tuple of a dict from the `id` of a parameter to its whole value, and one from
@@ -175,8 +185,7 @@ def gather_unit(
                 for parameter, own in zip(unit.parameters, dtypes, strict=True)
                 if own == dtype
             ]
-            label = f"{timing.PARAMETERS} {unit.number}"
-            with timing.labelled(label):
+            with timing.labelled(f"{label} {unit.number}"):
                 bucket = _bucket(members, dtype)
                 piece = (pieces or {}).get(dtype)
                 if piece is None:

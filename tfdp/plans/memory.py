@@ -20,12 +20,15 @@ class ReplicaMemory:
         gradients: Int, of their reduced gradients.
         accumulators: Int, of the gradients accumulated over micro-batches.
         slots: Int, of the optimizer's variables for each trained one.
+        gathered: Int, of the sharded parameters that a step has gathered at a time.
+            Defaults to 0.
     """
 
     parameters: int
     gradients: int
     accumulators: int
     slots: int
+    gathered: int = 0
 
     def __add__(self, other: ReplicaMemory) -> ReplicaMemory:
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
@@ -53,20 +56,20 @@ class MemoryReport:
     >>> whole = ReplicaMemory(400, 400, 0, 800)
     >>> print(MemoryReport(ReplicaMemory(400, 200, 0, 400), whole))
     bytes on a replica: parameters 400, gradients 200 (unsharded 400), accumulators 0,
-    slots 400 (unsharded 800); in all 1,000 (unsharded 1,600)
+    slots 400 (unsharded 800), gathered 0; in all 1,000 (unsharded 1,600)
     """
 
     sharded: ReplicaMemory
     whole: ReplicaMemory
 
     def __str__(self) -> str:
-        parameters, gradients, accumulators, slots = (
+        parameters, gradients, accumulators, slots, gathered = (
             _beside(field.name, self) for field in dataclasses.fields(ReplicaMemory)
         )
         total = _beside("total", self).removeprefix("total ")
         return (
             f"bytes on a replica: {parameters}, {gradients}, {accumulators},\n"
-            f"{slots}; in all {total}"
+            f"{slots}, {gathered}; in all {total}"
         )
 
 
@@ -98,6 +101,7 @@ def sharded_memory(
     accumulates: bool,
     shards_gradients: bool,
     shards_parameters: bool = False,
+    gathered: int = 0,
 ) -> ReplicaMemory:
     """Compute the memory of the replica that holds most of a sharded state.
 
@@ -107,8 +111,8 @@ def sharded_memory(
         plan: `ShardPlan` of them.
         accumulates: Bool, whether gradients are accumulated.
         shards_gradients: Bool, whether accumulated gradients are sharded too.
-        shards_parameters: Bool, whether the variables are, too. What a step gathers
-            for a while is not counted. Defaults to `False`.
+        shards_parameters: Bool, whether the variables are, too. Defaults to `False`.
+        gathered: Int, what a step gathers of them at a time. Defaults to 0.
 
     Returns:
         `ReplicaMemory`.
@@ -138,6 +142,7 @@ def sharded_memory(
         max(
             _owned(entries, slot_bytes, plan, owner) for owner in range(plan.num_owners)
         ),
+        gathered,
     )
 
 

@@ -203,6 +203,29 @@ def plan_units(
     return [tuple(unit) for unit in units]
 
 
+def most_gathered(unit_bytes: Sequence[int], prefetch: int) -> int:
+    """The most that a step has gathered at a time: of neighbours in the forward pass.
+
+    A unit that computes, the one before, whose layers may still run, and those that
+    are gathered ahead.
+
+    Args:
+        unit_bytes: Sequence of ints, the size of each unit.
+        prefetch: Int, units that are gathered ahead.
+
+    Returns:
+        Int.
+
+    Example:
+
+    >>> most_gathered([10, 40, 10, 10, 30], prefetch=1)
+    60
+    """
+    window = 2 + prefetch
+    starts = range(max(1, len(unit_bytes) - window + 1))
+    return max(sum(unit_bytes[start : start + window]) for start in starts)
+
+
 def unit_bucket(
     indices: Sequence[int], ranges: Sequence[Ranges], dtype: str
 ) -> ShardBucket:

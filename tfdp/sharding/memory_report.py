@@ -6,8 +6,8 @@ from typing import Any
 
 from tfdp import _compat
 from tfdp.base.param_groups import entry_of, innermost
+from tfdp.parameters.sharded_parameter import sharded_parameter
 from tfdp.plans.memory import (
-    NOTHING,
     MemoryReport,
     ReplicaMemory,
     sharded_memory,
@@ -20,25 +20,38 @@ from tfdp.sharding.state_names import slot_names
 def memory_report(distributed: Any) -> MemoryReport:
     """Compute the memory of a `DistributedOptimizer`, see `MemoryReport`."""
     accumulates = distributed.features.accumulation is not None
-    sharded, whole = NOTHING, NOTHING
+    frozen = distributed.frozen_parameters
+    whole = ReplicaMemory(sum(entry_of(v).num_bytes for v in frozen), 0, 0, 0)
+    shards = distributed.shards
+    gathered = 0 if shards is None else shards.most_gathered
+    sharded = ReplicaMemory(sum(map(_bytes_held, frozen)), 0, 0, 0, gathered)
     for part in innermost(distributed.inner_optimizer):
         variables = _compat.trained_by(part) if part.built else []
         if not variables:
             continue
         found = param_group_memory(part, variables, accumulates=accumulates)
         whole += found
-        if distributed.shards is None:
+        if shards is None:
             sharded += found
         else:
             sharded += param_group_memory(
                 part,
                 variables,
-                distributed.shards.parts[id(part)].plan,
+                shards.parts[id(part)].plan,
                 accumulates=accumulates,
                 shards_gradients=distributed.accumulates_sums,
                 shards_parameters=distributed.sharding == "parameters",
             )
     return MemoryReport(sharded, whole)
+
+
+def _bytes_held(variable: Any) -> int:
+    """Bytes that a replica holds of a parameter, of the replica that holds most."""
+    parameter = sharded_parameter(variable)
+    if parameter is None:
+        return entry_of(variable).num_bytes
+    most = max(stop - start for start, stop in parameter.ranges)
+    return most * parameter.dtype.size
 
 
 def param_group_memory(
@@ -49,6 +62,7 @@ def param_group_memory(
     accumulates: bool = False,
     shards_gradients: bool = False,
     shards_parameters: bool = False,
+    gathered: int = 0,
 ) -> ReplicaMemory:
     """Compute the memory of an optimizer that is no wrapper, for some variables.
 
@@ -59,6 +73,7 @@ def param_group_memory(
         accumulates: Bool, whether gradients are accumulated. Defaults to `False`.
         shards_gradients: Bool, see `sharded_memory`. Defaults to `False`.
         shards_parameters: Bool, see `sharded_memory`. Defaults to `False`.
+        gathered: Int, see `sharded_memory`. Defaults to 0.
 
     Returns:
         `ReplicaMemory`.
@@ -74,6 +89,7 @@ def param_group_memory(
         accumulates=accumulates,
         shards_gradients=shards_gradients,
         shards_parameters=shards_parameters,
+        gathered=gathered,
     )
 
 

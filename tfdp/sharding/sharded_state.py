@@ -210,6 +210,11 @@ class ShardedState:
         )
 
     @property
+    def most_gathered(self) -> int:
+        """Int, bytes of parameters that a step has gathered at a time."""
+        return 0 if self._gathers is None else self._gathers.most_gathered
+
+    @property
     def accumulated_slices(self) -> list[AccumulatedSlice]:
         """Slices to accumulate where gradients are sharded too, one for each bucket."""
         return [
