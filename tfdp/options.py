@@ -70,6 +70,10 @@ class CommunicationOptions:
             what the others still have is left out. Validation, `evaluate`,
             `predict` and loops of your own always go on to the end, since there
             every sample counts. Defaults to `"join"`.
+        xla_clusters: Int, with `compile(jit_compile=True)` the parts that the forward
+            and backward pass are compiled in, at most one for each bucket. The
+            buckets of a part are reduced while the next one computes, which pays
+            where a slow link takes about as long as the backward pass. Defaults to 1.
 
     Raises:
         ValueError: If a value is out of range or unknown.
@@ -96,6 +100,7 @@ class CommunicationOptions:
     links: Links | None = None
     timeout_seconds: float | None = None
     uneven: str = "join"
+    xla_clusters: int = 1
 
     def __post_init__(self) -> None:
         for field in ("bucket_mb", "first_bucket_mb"):
@@ -114,6 +119,7 @@ class CommunicationOptions:
                 f"or None. Received: interface={self.interface!r}"
             )
         _check_one_of("uneven", self.uneven, UNEVEN)
+        _check_count("xla_clusters", self.xla_clusters)
         if self.compression is not None:
             _check_levels("compression", self.compression, tuple(COMMUNICATION_DTYPES))
         _check_nodes(self.node_size, self.nodes)
@@ -156,6 +162,13 @@ def _check_positive(name: str, value: object, what: str) -> None:
     if not (math.isfinite(value) and value > 0):
         raise ValueError(
             f"`{name}` must be {what}, greater than zero. Received: {name}={value!r}"
+        )
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"`{name}` must be an integer of at least 1. Received: {name}={value!r}"
         )
 
 

@@ -173,6 +173,22 @@ LEFT_OUT = {
     "waiting_slices_survive_what_is_shared": "backup_restores_sharded_state",
     "waiting_slices_take_the_scale_that_is_restored": ("backup_restores_sharded_state"),
     "uneven_nodes_share_one_state": "adamw_in_stage_1_shared_by_node",
+    "xla_in_several_clusters": "xla_in_all_loops",
+    "units_are_kept_where_they_are_not_resharded": (
+        "a_step_of_sharded_parameters_sends_three_halves_of_an_all_reduce"
+    ),
+    "units_are_gathered_again_inside_of_nodes": (
+        "a_step_of_sharded_parameters_sends_three_halves_of_an_all_reduce"
+    ),
+    "offloaded_parameters_are_gathered_from_the_host": (
+        "deferred_parameters_train_like_one_device"
+    ),
+    "each_named_layer_is_a_unit": "deferred_parameters_train_like_one_device",
+    "adamw_in_stage_3_shared_by_node": "adamw_in_stage_1_shared_by_node",
+    "adamw_in_stage_3_shared_by_all": "adamw_in_stage_1_shared_by_node",
+    "monitor_tells_the_kinds_of_gathers_apart": (
+        "monitor_measures_what_one_device_computes"
+    ),
     "owner_without_a_gradient_counts_on": "sharded_step_has_two_collectives_*",
     "replicas_without_rows": "few_rows_are_gathered",
     "sparse_dtypes": "embedding_with_adam",

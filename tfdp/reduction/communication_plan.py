@@ -51,9 +51,9 @@ class CommunicationPlan:
             by units, for the forward and again for the backward pass.
         memory: `MemoryReport` of the training state, or `None` where it is not
             known.
-        is_compiled: Bool, whether XLA compiles the forward and backward pass of each
-            replica, so that no bucket is reduced before that has ended. Defaults to
-            `False`.
+        num_clusters: Int, XLA clusters that the forward and backward pass of each
+            replica are compiled in: no bucket is reduced before its cluster has ended.
+            Defaults to 0: they are not compiled.
     """
 
     buckets: tuple[Bucket, ...]
@@ -65,7 +65,12 @@ class CommunicationPlan:
     traced: bool
     sharding: str = "none"
     memory: MemoryReport | None = None
-    is_compiled: bool = False
+    num_clusters: int = 0
+
+    @property
+    def is_compiled(self) -> bool:
+        """Bool, whether XLA compiles the forward and backward pass of each replica."""
+        return self.num_clusters > 0
 
     @property
     def num_bytes(self) -> int:
@@ -130,6 +135,8 @@ class CommunicationPlan:
                 f"{'up to ' if gathers > count else ''}{counted(gathers, 'all-gather')}"
             )
         after = ", after one XLA cluster" if self.is_compiled else ""
+        if self.num_clusters > 1:
+            after = f", each after one of {self.num_clusters} XLA clusters"
         return (
             f"{what} of {counted(self.num_bytes, 'byte')} over "
             f"{counted(self.num_replicas, 'replica')} ({self.backend}){after}"
@@ -191,8 +198,8 @@ def _cell(tag: str, text: str, side: str) -> str:
 def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
     """Make the plan of a model's step, see `strategy.communication_plan`."""
     plan = _plan_of(strategy, model)
-    is_compiled = model in strategy.extended.compiled_models
-    return dataclasses.replace(plan, is_compiled=is_compiled)
+    num_clusters = strategy.extended.compiled_models.get(model, 0)
+    return dataclasses.replace(plan, num_clusters=num_clusters)
 
 
 def _plan_of(strategy: Any, model: Any) -> CommunicationPlan:

@@ -25,6 +25,7 @@ from tfdp.base.deferred_updates import Update
 from tfdp.base.loops import Loop
 from tfdp.base.xla import CannotCompileError
 from tfdp.collectives import is_collective, step_events
+from tfdp.strategy.step_clusters import cut_at_buckets
 
 
 @dataclasses.dataclass
@@ -34,6 +35,7 @@ class _Traced:
     function: Any
     updates: list[Update]
     weighted: set[int]
+    num_clusters: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +94,9 @@ class CompiledStep:
         """Note for `communication_plan` whether XLA compiles what precedes updates."""
         compiled_models = self.strategy.extended.compiled_models
         if traced is not None and traced.updates:
-            compiled_models.add(self.loop.model)
+            compiled_models[self.loop.model] = traced.num_clusters
         else:
-            compiled_models.discard(self.loop.model)
+            compiled_models.pop(self.loop.model, None)
 
     def _warn(self, reason: str) -> None:
         """Warn, once in each kind of loop, that it runs without XLA."""
@@ -152,7 +154,12 @@ class CompiledStep:
         _check_collectives(concrete.graph)
         _check_order(concrete.graph, updates)
         xla.check(concrete, self._device())
-        return _Traced(concrete, updates, weighted)
+        options = self.strategy.extended.options
+        # With several optimizers, each waits for the one before.
+        if options.xla_clusters == 1 or len(updates) != 1:
+            return _Traced(concrete, updates, weighted)
+        function, num_clusters = cut_at_buckets(concrete, updates[0], options)
+        return _Traced(function, updates, weighted, num_clusters)
 
 
 def _in_order(update: Update, gradients: list) -> list:

@@ -57,7 +57,8 @@ class ReplicaExtended:
     # Which sentences about the losses of a model a user has read, and whether the
     # script has asked for the number of replicas.
     told_of_losses: weakref.WeakKeyDictionary[Any, set[str]]
-    compiled_models: weakref.WeakSet[Any]
+    # The number of XLA clusters of a step of each model that is compiled.
+    compiled_models: weakref.WeakKeyDictionary[Any, int]
     user_counts_replicas = False
     # Whether new parameters are sharded at once, see `tfdp.parameters.deferred`.
     defers_parameters = False
@@ -85,7 +86,7 @@ class ReplicaExtended:
         devices = self.worker_devices  # type: ignore[attr-defined]
         first_rank = rank * len(devices)
         self.told_of_losses = weakref.WeakKeyDictionary()
-        self.compiled_models = weakref.WeakSet()
+        self.compiled_models = weakref.WeakKeyDictionary()
         topology = agreed_topology(self.worker_group, hosts, len(devices), self.options)
         positions = device_positions(all_devices)
         transport = new_transport(self.options, devices, self.worker_group, hosts[rank])

@@ -23,7 +23,7 @@ SECONDS = 0.7
 
 
 def run(args: Arguments) -> None:
-    """Measure `fit` with one and more clusters, with and without a reduction."""
+    """Measure `fit` with one and more clusters, on one machine and on two hosts."""
     setting = {
         "benchmark": "Keras fit with jit_compile=True, the forward and backward pass "
         "as one XLA cluster and cut into several at buckets' ends, Adam",
@@ -32,8 +32,6 @@ def run(args: Arguments) -> None:
     }
     report = Report(args, setting)
     setup = {"strategy": "tfdp"}
-    one = Side("fit", MODULE, {})
-    _measure(report, one, "one", "one replica, no reduction", args.blocks)
     two = Side("fit", MODULE, setup, num_workers=2)
     _measure(report, two, "workers", "two workers", args.blocks)
     if reason := missing():

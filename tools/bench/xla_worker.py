@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 from tfdp.bench.channel import Arm, Arms, OnDemand, work
@@ -79,7 +80,6 @@ def fit_arm(strategy: Any, name: str, how: str) -> Arm:
     import numpy as np
 
     from tools.bench.fit_blocks import Clock
-    from tools.bench.xla_cut import cutting
 
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
@@ -93,15 +93,17 @@ def fit_arm(strategy: Any, name: str, how: str) -> Arm:
     size = BATCH_SIZES[name] * num_replicas
     x, y = _batch(model, size)
     count = how.removesuffix(CLUSTERS)
-    wanted = {model: int(count)} if count != how else {}
+    clusters = int(count) if count != how else 1
 
     def run(steps: int) -> float:
         clock = Clock(skipped=0)
         data = [np.concatenate([part] * (steps + 1)) for part in (x, y)]
-        with cutting(wanted):
-            model.fit(
-                *data, batch_size=size, shuffle=False, verbose=0, callbacks=[clock]
+        if strategy:
+            extended = strategy.extended
+            extended.options = dataclasses.replace(
+                extended.options, xla_clusters=clusters
             )
+        model.fit(*data, batch_size=size, shuffle=False, verbose=0, callbacks=[clock])
         return clock.seconds
 
     return run

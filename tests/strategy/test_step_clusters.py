@@ -1,4 +1,4 @@
-"""A step cut into XLA clusters: what `tools.bench xla-clusters` compares with one."""
+"""A step of several XLA clusters: buckets start at the end of theirs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import tensorflow as tf
 import tfdp
 from tests.harness import forks
 from tfdp.strategy.compiled_step import CompiledStep
-from tools.bench.xla_cut import cutting
 
 DEADLINE_SECONDS = 120
 NUM_LAYERS = 3
@@ -21,7 +20,9 @@ NUM_LAYERS = 3
 
 def _fit(num_clusters: int) -> tuple[list, int, tf.Graph]:
     """Train with a bucket for each layer; returns weights, clusters and the graph."""
-    options = tfdp.CommunicationOptions(bucket_mb=0.001, first_bucket_mb=0.001)
+    options = tfdp.CommunicationOptions(
+        bucket_mb=0.001, first_bucket_mb=0.001, xla_clusters=num_clusters
+    )
     strategy = tfdp.MirroredStrategy(
         tfdp.testing.logical_cpus(2), communication=options
     )
@@ -42,10 +43,13 @@ def _fit(num_clusters: int) -> tuple[list, int, tf.Graph]:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(2, 44, 16)).astype("float32")
     recording = mock.patch.object(CompiledStep, "__call__", recorded)
-    with recording, cutting({model: num_clusters}) as found:
+    with recording:
         model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False)
-    assert strategy.communication_plan(model).is_compiled
-    return model.get_weights(), found[model], graphs[0]
+    plan = strategy.communication_plan(model)
+    assert plan.is_compiled
+    text = f"one of {num_clusters} XLA clusters" if num_clusters > 1 else "one XLA"
+    assert text in str(plan)
+    return model.get_weights(), plan.num_clusters, graphs[0]
 
 
 def _clusters_before(op: tf.Operation) -> int:

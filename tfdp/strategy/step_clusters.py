@@ -1,65 +1,54 @@
-"""A step's compiled part cut into several XLA clusters at the ends of buckets.
+"""The compiled part of a step cut into several XLA clusters at the ends of buckets.
 
-tfdp compiles it as one. This is for measuring what several would bring: a replica's
-traced function, whose operations lie in an order in which they can run, is cut into
-ranges; each is compiled as a function of its own, whose arguments are what earlier
-ranges have made.
+One cluster gives all gradients at its end. Of several, each gives those of its buckets,
+which are reduced while the next one computes. A replica's traced function, whose
+operations lie in an order in which they can run, is cut into ranges; each is compiled
+as a function of its own, whose arguments are what earlier ranges have made.
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-from unittest import mock
 
 import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import xla
+from tfdp.base.deferred_updates import Update
+from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import BucketPlan
 from tfdp.reduction.fusion import make_plan
-from tfdp.strategy.compiled_step import CompiledStep
 
 _READS = ("ReadVariableOp", "ResourceGather")
 
 
-@contextlib.contextmanager
-def cutting(wanted: dict[Any, int]) -> Iterator[dict[Any, int]]:
-    """Cut the compiled part of the steps of models that are traced meanwhile.
-
-    The update is not in it, not on one replica either.
+def cut_at_buckets(
+    concrete: Any, update: Update, options: CommunicationOptions
+) -> tuple[Any, int]:
+    """Cut a traced part of a step at the ends of buckets.
 
     Args:
-        wanted: Dict from a Keras model to its number of clusters.
+        concrete: Concrete function of a replica's step, which returns its outputs and
+            the gradients of its updates.
+        update: `Update`, the only one.
+        options: `CommunicationOptions`: the buckets, and how many clusters.
 
-    Yields:
-        Dict from a Keras model to the number that it has got: less, where it has fewer
-        buckets.
+    Returns:
+        Tuple of what is called in the place of `concrete`, and the number of clusters:
+        less than asked for where there are fewer buckets.
     """
-    found: dict[Any, int] = {}
-    trace = CompiledStep._trace  # noqa: SLF001 tfdp itself has no use for a cut
-
-    def cut(self: CompiledStep, *args: Any, **options: Any) -> Any:
-        if self.loop.model not in wanted:
-            return trace(self, *args, **options)
-        traced = trace(self, *args, **{**options, "is_whole": False})
-        if not traced.updates:
-            return traced
-        (update,) = traced.updates
-        plan, gradients = _plan_of(update, self.strategy.extended.options)
-        ends = cluster_ends(plan, gradients, wanted[self.loop.model])
-        found[self.loop.model] = len(ends) + 1
-        function = _Cut(traced.function, tuple(ends), tuple(update.gradients))
-        return dataclasses.replace(traced, function=function)
-
-    with mock.patch.object(CompiledStep, "_trace", cut):
-        yield found
+    plan, gradients = _plan_of(update, options)
+    ends = cluster_ends(plan, gradients, options.xla_clusters)
+    function = _Cut(concrete, tuple(ends), tuple(update.gradients))
+    return function, len(ends) + 1
 
 
-def _plan_of(update: Any, options: Any) -> tuple[BucketPlan, list[tf.Tensor]]:
+def _plan_of(
+    update: Update, options: CommunicationOptions
+) -> tuple[BucketPlan, list[tf.Tensor]]:
     gradients = [own for own in update.gradients if tf.is_tensor(own)]
     names = [str(index) for index in range(len(gradients))]
     return make_plan(gradients, names, options), gradients
