@@ -20,7 +20,7 @@ from tests.collectives.cases_primitives import (
     run,
 )
 from tests.harness.env import Env
-from tests.harness.registry import BOTH, case
+from tests.harness.registry import ALL, BOTH, case
 from tfdp.collectives import (
     LaunchOrder,
     Level,
@@ -321,7 +321,7 @@ def algorithms_launch_so_many_collectives_of_so_many_bytes(env: Env) -> dict:
     return {}
 
 
-@case("compressed sums", setups=("mirrored", "two_by_two"), compare=False)
+@case("compressed sums", setups=ALL, compare=False)
 def compressed_sums_are_rounded_once_and_overflow_to_infinity(env: Env) -> dict:
     group = new_group(env)
     # In bfloat16, 256 + 1 is 256: a sum of many would stand still.

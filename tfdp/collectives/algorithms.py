@@ -62,6 +62,10 @@ def ring(
     """
     if reduce_dtype is None:
         return all_reduce(tensor, group, replica, channel=channel, is_alone=is_alone)
+    if _rounds_sums_once(group):
+        sent = tf.cast(tensor, reduce_dtype)
+        total = ring(sent, group, replica, channel=channel, is_alone=is_alone)
+        return tf.cast(total, tensor.dtype)
     args = PhaseArguments(group, replica, channel, reduce_dtype)
     return in_two_phases(tensor, args, *PHASES["ring"])
 
@@ -135,6 +139,14 @@ def hierarchical(
 
     Source: Jia et al. 2018, https://arxiv.org/abs/1807.11205, section 3.3.
     """
+    dtype = inner.reduce_dtype
+    rings = inner == outer == Level("ring", dtype)
+    if dtype is not None and rings and _rounds_sums_once(group):
+        # What one level rounds the next one need not: once in, once out.
+        with tf.device(group.devices[replica]):
+            sent = tf.cast(tensor, dtype)
+        total = hierarchical(sent, group, replica, channel=channel, is_alone=is_alone)
+        return tf.cast(total, tensor.dtype)
     node = group.split(group.nodes)[replica]
     # Replicas with equal index among the positions of their node reduce together.
     ordered = [sorted(positions) for positions in group.nodes]
@@ -162,6 +174,16 @@ def hierarchical(
 
     args = PhaseArguments(node, replica, channel, inner.reduce_dtype)
     return in_two_phases(tensor, args, scatter_and_reduce, gather)
+
+
+def _rounds_sums_once(group: ProcessGroup) -> bool:
+    """Whether sums of halves are added in float32 and rounded once by the transport.
+
+    The sum of several replicas of a worker would be rounded before it is sent.
+    """
+    workers = group.workers or ()
+    is_apart = len(set(workers)) == group.size
+    return group.transport.rounds_sums_once and is_apart
 
 
 FLAT = {"ring": ring, "tree": tree, "halving_doubling": halving_doubling}

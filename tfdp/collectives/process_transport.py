@@ -73,6 +73,7 @@ class ProcessTransport:
     """
 
     has_reduce_scatter = True
+    rounds_sums_once = True
     num_channels = _CHANNELS
 
     def __init__(

@@ -26,6 +26,7 @@ class TensorFlowTransport:
         self.name = name
         self.num_channels = 1 if name == "nccl" else _CPU_CHANNELS
         # TensorFlow has no reduce-scatter for CPUs.
+        self.rounds_sums_once = False
         self.has_reduce_scatter = name == "nccl"
 
     def all_reduce(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:

@@ -97,6 +97,8 @@ class Transport(Protocol):
     num_channels: int
     # Without it, an all-to-all and a local sum move the same bytes.
     has_reduce_scatter: bool
+    # Whether a sum of float16 or bfloat16 over workers is added in float32.
+    rounds_sums_once: bool
 
     def all_reduce(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
         """Sum tensors of equal shape."""

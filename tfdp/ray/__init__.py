@@ -1,0 +1,46 @@
+"""Ray Train for Keras 3: a trainer, a callback that reports, shards of Ray Data.
+
+Needs `pip install tfdp[ray]`.
+
+Public are `KerasTrainer`, `ReportCallback` and `dataset_shard`. Reading order:
+    trainer: workers of Ray as a cluster of tf.distribute
+    report: metrics and checkpoints to Ray
+    datasets: a worker's shard of Ray Data as a `tf.data.Dataset`
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfdp.ray.datasets import dataset_shard
+    from tfdp.ray.report import ReportCallback
+    from tfdp.ray.trainer import KerasTrainer
+
+_HOMES = {
+    "KerasTrainer": "tfdp.ray.trainer",
+    "ReportCallback": "tfdp.ray.report",
+    "dataset_shard": "tfdp.ray.datasets",
+}
+__all__ = ["KerasTrainer", "ReportCallback", "dataset_shard"]
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of this package
+
+    def __getattr__(name: str) -> Any:
+        # Loaded late: the driver of a job needs Ray, and no TensorFlow.
+        if name not in _HOMES:
+            raise AttributeError(f"module 'tfdp.ray' has no attribute {name!r}")
+        try:
+            return getattr(importlib.import_module(_HOMES[name]), name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "ray":
+                raise
+            raise ImportError(
+                f"`tfdp.ray.{name}` needs Ray Train: pip install 'tfdp[ray]'"
+            ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
