@@ -1,6 +1,8 @@
-"""The cases that the quick tier leaves to the standard one, and what it runs instead.
+"""The cases that the quick tier leaves out, and what it runs instead.
 
-All others run in the quick tier, each on one set-up: see `registry.register`.
+All others run in the quick tier, each on one set-up: see `registry.register`. Of those
+that are left out in favour of one case, the first runs in the standard tier, and the
+others in the full one.
 """
 
 from __future__ import annotations
@@ -302,5 +304,16 @@ LEFT_OUT = {
 
 @functools.cache
 def is_left_out(name: str) -> bool:
-    """Whether the case of this name is left to the standard tier."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in LEFT_OUT)
+    """Whether the case of this name is left to another tier."""
+    return bool(_patterns_of(name))
+
+
+@functools.cache
+def is_left_to_full(name: str) -> bool:
+    """Whether the standard tier, too, leaves it out, for one that shows the same."""
+    chosen = {instead: pattern for pattern, instead in reversed(LEFT_OUT.items())}
+    return all(chosen[LEFT_OUT[pattern]] != pattern for pattern in _patterns_of(name))
+
+
+def _patterns_of(name: str) -> list[str]:
+    return [pattern for pattern in LEFT_OUT if fnmatch.fnmatchcase(name, pattern)]

@@ -33,6 +33,7 @@ class Case:
         setups: Names of the set-ups that it is meant for.
         full_setups: Names of further set-ups, for the full tier.
         quick_setup: Name of the one set-up of the quick tier, or `""`.
+        full_only: Whether the standard tier leaves it out, too.
         compare: Whether results are compared with those of one device.
         reference_last: Run the reference after each set-up, in its directory,
             so that it can open the files that the set-up wrote.
@@ -53,6 +54,7 @@ class Case:
     setups: tuple[str, ...]
     full_setups: tuple[str, ...] = ()
     quick_setup: str = ""
+    full_only: bool = False
     compare: bool = True
     reference_last: bool = False
     fresh: bool = False
@@ -73,6 +75,8 @@ class Case:
         """
         if setup_name == self.quick_setup:
             return "quick"
+        if self.full_only:
+            return "full"
         if self.quick_setup:
             others = [name for name in self.setups if name != self.quick_setup]
             further = [*(name for name in others if name in BOTH), *others][:1]
@@ -118,7 +122,8 @@ def register(
         options["full_setups"] = tuple(s for s in ALL if s not in setups)
     new = Case(name, function, covers, module, setups, **options)
     if quick.is_left_out(name):
-        new = dataclasses.replace(new, quick_setup="")
+        full_only = quick.is_left_to_full(name)
+        new = dataclasses.replace(new, quick_setup="", full_only=full_only)
     elif setups and not new.quick_setup:
         new = dataclasses.replace(new, quick_setup=_quick_setup_of(new))
     _CASES[name] = new

@@ -34,3 +34,15 @@ def test_in_the_quick_tier_each_module_of_cases_sees_each_of_its_set_ups():
             ways[case.module, case.setups].append(case.quick_setup)
     for (_, setups), chosen in ways.items():
         assert len(set(chosen) & set(setups)) == min(len(setups), len(chosen))
+
+
+def test_one_of_the_cases_that_one_stands_for_is_in_the_standard_tier():
+    standard = {
+        name
+        for name, case in CASES.items()
+        if case.setups and not case.quick_setup and not case.full_only
+    }
+    for instead in set(LEFT_OUT.values()):
+        patterns = [p for p, other in LEFT_OUT.items() if other == instead]
+        found = [fnmatch.filter(standard, pattern) for pattern in patterns]
+        assert sum(map(bool, found)) == 1, instead
