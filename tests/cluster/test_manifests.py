@@ -60,16 +60,19 @@ def tf_configs_of_kubeflow(job: dict) -> list[str]:
     ]
 
 
-def run_container(container: dict, index: int, folder: Path) -> str:
+def run_container(
+    container: dict, index: int, folder: Path, **environment: str
+) -> str:
     """Runs the command of a pod with a `python` that prints `TF_CONFIG`."""
     program = folder / "python"
     program.write_text('#!/bin/sh\nprintf "%s" "$TF_CONFIG"\n', "utf-8")
     program.chmod(0o755)
     variables = {item["name"]: item.get("value", "8") for item in container["env"]}
     done = subprocess.run(
-        container["command"],
+        container["command"] + container.get("args", []),
         env={
             **variables,
+            **environment,
             "PATH": f"{folder}:{os.environ['PATH']}",
             "JOB_COMPLETION_INDEX": str(index),
         },
@@ -106,6 +109,32 @@ def test_pods_of_the_indexed_job_make_a_tf_config_with_their_own_rank(tmp_path):
     )
 
 
+def test_pods_of_the_trainjob_make_a_tf_config_with_their_own_rank(tmp_path):
+    loaded = documents("trainjob.yaml")
+    runtime, job = loaded["ClusterTrainingRuntime"], loaded["TrainJob"]
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    trainer, name = job["spec"]["trainer"], job["metadata"]["name"]
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    # The trainer sets image, args and environment of this container.
+    (container,) = containers(node["template"]["spec"]["template"])
+    assert container["name"] == node["name"] == "node"
+    container = container | {"args": trainer["args"]}
+    given = {item["name"]: item["value"] for item in trainer["env"]}
+    clusters = [
+        Cluster.from_tf_config(
+            run_container(container, index, tmp_path, JOB=name, **given)
+        )
+        for index in range(trainer["numNodes"])
+    ]
+    assert [cluster.rank for cluster in clusters] == [0, 1, 2, 3]
+    # JobSet names a pod <jobset>-<replicated job>-<job>-<pod>, below the jobset.
+    assert clusters[0].workers == tuple(
+        f"{name}-node-0-{index}.{name}:2222" for index in range(4)
+    )
+    network = runtime["spec"]["template"]["spec"]["network"]
+    assert network["publishNotReadyAddresses"]
+
+
 def test_the_indexed_job_starts_all_workers_at_once_below_its_headless_service():
     loaded = documents("indexed_job.yaml")
     job, service = loaded["Job"]["spec"], loaded["Service"]
@@ -123,6 +152,8 @@ def test_the_indexed_job_starts_all_workers_at_once_below_its_headless_service()
         # The label that the training operator puts on every pod of a job.
         ("tfjob.yaml", {"training.kubeflow.org/job-name": "tfdp-demo"}),
         ("indexed_job.yaml", {"app": "tfdp-demo"}),
+        # The label that JobSet puts on every pod.
+        ("trainjob.yaml", {"jobset.sigs.k8s.io/jobset-name": "tfdp-demo"}),
     ],
 )
 def test_only_pods_of_the_job_reach_the_open_port_of_tensorflow(file, labels):
@@ -134,7 +165,7 @@ def test_only_pods_of_the_job_reach_the_open_port_of_tensorflow(file, labels):
         "policyTypes": ["Ingress"],
         "ingress": [{"from": [own_pods]}],
     }
-    (job,) = [loaded[kind] for kind in ("TFJob", "Job") if kind in loaded]
+    (job,) = [loaded[kind] for kind in ("TFJob", "Job", "TrainJob") if kind in loaded]
     assert job["metadata"]["name"] == "tfdp-demo"
     assert policy["metadata"]["namespace"] == job["metadata"]["namespace"]
 
