@@ -227,7 +227,9 @@ def test_the_users_own_number_of_threads_stands(launcher):
 def gpus_of(slot: int, environ: dict, count: int = 2, num_workers: int = 2):
     workers = tuple(f"127.0.0.1:{port}" for port in range(1, num_workers + 1))
     place = launch.Slot(slot, count)
-    environment = launch.worker_environment(Cluster(workers), place, "job", environ)
+    environment = launch.worker_environment(
+        Cluster(workers), place, "job", environ=environ
+    )
     return environment.get("CUDA_VISIBLE_DEVICES")
 
 

@@ -16,6 +16,7 @@ from types import TracebackType
 from tfdp.cli.launch import Slot, worker_environment
 from tfdp.cli.log_file import LogFile
 from tfdp.cli.noise import is_noise, is_of_peers
+from tfdp.cli.other_nodes import OtherNodes, StopOrder
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
 from tfdp.cli.tracebacks import Tracebacks
@@ -44,12 +45,15 @@ class JobOptions:
             save when it is asked go on undisturbed. Defaults to `None`.
         slots: Sequence of `Slot`, by rank, or `None` for one for each worker.
             Defaults to `None`.
+        others: `OtherNodes`, which say what has failed where, or `None` if all workers
+            are on this machine. Defaults to `None`.
     """
 
     until: float | None = None
     grace_seconds: float = 5.0
     save_after_seconds: float | None = None
     slots: Sequence[Slot] | None = None
+    others: OtherNodes | None = None
 
 
 class Job:
@@ -60,7 +64,8 @@ class Job:
 
     Args:
         command: Sequence of strings, what every worker runs.
-        clusters: Sequence of `Cluster`, one for each worker.
+        clusters: Sequence of `Cluster`, one for each worker of this machine, in the
+            order of ranks, which follow one another.
         logs: Sequence of `LogFile`, one for each worker.
         screen: The `Screen` that shows the output.
         signals: The `SignalPipe`, which outlives the job: a signal that comes at its
@@ -83,6 +88,8 @@ class Job:
         self._screen = screen
         self._signals = signals
         self._options = options
+        self._others = options.others
+        self._first_rank = min(cluster.rank for cluster in clusters)
         self._slots = options.slots or [
             Slot(rank, len(clusters)) for rank in range(len(clusters))
         ]
@@ -99,6 +106,8 @@ class Job:
 
     def __enter__(self) -> Job:
         self._selector.register(self._signals, selectors.EVENT_READ)
+        if self._others is not None:
+            self._selector.register(self._others, selectors.EVENT_READ)
         process_tree.adopt_orphans()
         self._guard = subprocess.Popen(
             [sys.executable, process_tree.__file__, self._id],
@@ -140,10 +149,10 @@ class Job:
         found, seen = self._failed, []
         while found is not None and found not in seen:
             seen.append(found)
-            rank = found.lost_rank
-            if rank is None or rank >= len(self._workers):
+            index = (found.lost_rank or 0) - self._first_rank
+            if found.lost_rank is None or not 0 <= index < len(self._workers):
                 break
-            found = self._workers[rank]
+            found = self._workers[index]
         return found if found is not self._failed else None
 
     @property
@@ -152,6 +161,11 @@ class Job:
         failed = self._failed
         is_saved = failed is not None and failed.exit_code == PREEMPTED
         return is_saved and self._asked_at is not None
+
+    @property
+    def is_preempted(self) -> bool:
+        """Bool, true if a worker has saved and ended because of a signal."""
+        return any(worker.exit_code == PREEMPTED for worker in self._workers)
 
     def run(self) -> int:
         """Start the workers and waits for their end.
@@ -174,9 +188,10 @@ class Job:
                 return self._end_by_signal(self._signals.received[0])
             if self._failed:
                 return self._end_by_failure(self._failed)
+            if self._others is not None and (order := self._others.order()):
+                return self._end_by_order(order)
             if self._screen.has_no_reader:
-                self._stop(signal.SIGTERM)
-                return shell_code(-signal.SIGPIPE)
+                return self._end_without_reader()
             now, until = time.monotonic(), self._options.until
             if until is not None and now >= until:
                 return self._end_by_timeout()
@@ -197,12 +212,14 @@ class Job:
         return [worker for worker in self._workers if worker.is_running]
 
     def _start(self, cluster: Cluster) -> None:
-        rank = cluster.rank
+        index = cluster.rank - self._first_rank
         worker = Worker(
-            rank,
+            cluster.rank,
             self._command,
-            worker_environment(cluster, self._slots[rank], self._id),
-            self._logs[rank],
+            worker_environment(
+                cluster, self._slots[index], self._id, len(self._clusters)
+            ),
+            self._logs[index],
         )
         self._workers.append(worker)
         self._selector.register(worker, selectors.EVENT_READ, data=worker)
@@ -275,6 +292,8 @@ class Job:
         self._screen.message("")
 
     def _end_by_failure(self, failed: Worker) -> int:
+        if self._others is not None:
+            self._others.tell_failure(failed, self.lost or failed)
         if failed.exit_code == PREEMPTED:
             self._wait_for_exits()
         rest = {0: "", 1: ", and the other one was stopped"}.get(
@@ -285,13 +304,37 @@ class Job:
         if failed.exit_code != PREEMPTED:
             self._recall(cause)
         because = "" if cause is failed else f" since worker {cause.rank} was lost"
-        self._screen.message(
-            f"tfdp: worker {failed.rank} {failed.describe_end()}{because}{rest}. "
-            f"All that worker {cause.rank} wrote: {cause.log.path}",
-            style="bold red",
-        )
+        if self._others is None:  # else they agree on the worker to name
+            self._screen.message(
+                f"tfdp: worker {failed.rank} {failed.describe_end()}{because}{rest}. "
+                f"All that worker {cause.rank} wrote: {cause.log.path}",
+                style="bold red",
+            )
         assert failed.exit_code is not None
         return shell_code(failed.exit_code)
+
+    def _end_by_order(self, order: StopOrder) -> int:
+        if order.code == PREEMPTED:
+            self._wait_for_exits()
+        self._note_interruption(order.signum)
+        self._stop(order.signum)
+        return order.code
+
+    def _end_without_reader(self) -> int:
+        code = shell_code(-signal.SIGPIPE)
+        self._leave("the output has lost its reader", code, signal.SIGTERM)
+        self._stop(signal.SIGTERM)
+        return code
+
+    def _leave(self, why: str, code: int, signum: int) -> None:
+        """Tell the other nodes, where there are any, that this one ends."""
+        if self._others is not None:
+            self._others.leave(why, code, signum)
+
+    def _note_interruption(self, signum: int) -> None:
+        if signum == signal.SIGINT:
+            self._is_interrupted = True
+            self._tracebacks.interrupt()
 
     def _end_by_signal(self, signum: int) -> int:
         self._screen.message(
@@ -302,11 +345,10 @@ class Job:
                 else "the worker (once more kills it at once)"
             )
         )
-        if signum == signal.SIGINT:
-            self._is_interrupted = True
-            self._tracebacks.interrupt()
+        self._leave(f"{signal_name(signum)} received", 128 + signum, signum)
+        self._note_interruption(signum)
         self._stop(signum)
-        if any(worker.exit_code == PREEMPTED for worker in self._workers):
+        if self.is_preempted:
             self._screen.message(
                 "tfdp: training was preempted and is saved; the same command goes on "
                 f"from there (exit code {PREEMPTED})"
@@ -321,6 +363,7 @@ class Job:
             f"tfdp: not done within --timeout, stopping the {who}: {', '.join(ranks)}",
             style="bold red",
         )
+        self._leave("--timeout is over", TIMED_OUT, signal.SIGTERM)
         self._stop(signal.SIGTERM)
         return TIMED_OUT
 

@@ -90,7 +90,11 @@ def check_num_workers(num_workers: int) -> None:
 
 
 def worker_environment(
-    cluster: Cluster, slot: Slot, job: str, environ: Mapping[str, str] = os.environ
+    cluster: Cluster,
+    slot: Slot,
+    job: str,
+    num_local: int | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
     """Make the environment of one worker.
 
@@ -98,6 +102,8 @@ def worker_environment(
         cluster: The `Cluster` as this worker sees it.
         slot: The worker's `Slot`.
         job: String, the job's id, by which its processes are found again.
+        num_local: Int, workers of this machine, or `None` if all are. Defaults to
+            `None`.
         environ: The user's environment; what it says about threads stands.
             Defaults to `os.environ`.
 
@@ -106,7 +112,7 @@ def worker_environment(
     """
     config = json.loads(cluster.to_tf_config())
     config.setdefault("tfdp", {})["job"] = job
-    num_threads = str(max(1, num_cores() // cluster.num_workers))
+    num_threads = str(max(1, num_cores() // (num_local or cluster.num_workers)))
     defaults = {
         "TF_NUM_INTRAOP_THREADS": num_threads,
         "OMP_NUM_THREADS": num_threads,

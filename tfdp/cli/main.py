@@ -87,7 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_command(
-    command: click.Command, program: str, arguments: Sequence[str] | None = None
+    command: click.Command,
+    program: str,
+    arguments: Sequence[str] | None = None,
+    obj: object = None,
 ) -> None:
     """Run a command and exit with its code.
 
@@ -98,9 +101,12 @@ def run_command(
         command: The `click.Command`.
         program: String, how it is called.
         arguments: Sequence of strings. Defaults to `sys.argv[1:]`.
+        obj: What the command finds by `click.Context.find_object`. Defaults to `None`.
     """
     try:
-        code = command.main(arguments, prog_name=program, standalone_mode=False)
+        code = command.main(
+            arguments, prog_name=program, standalone_mode=False, obj=obj
+        )
     except click.ClickException as error:
         click.echo(f"{program}: error: {_describe(error)}", err=True)
         code = USAGE_ERROR

@@ -1,16 +1,15 @@
-"""`tfdp run`: starts the workers of a job on this machine."""
+"""`tfdp run`: starts the workers of a job, on this machine or on several."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import pathlib
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -18,32 +17,36 @@ import click
 from tfdp.bench.machine import num_cores
 from tfdp.cli import parameter_types as types
 from tfdp.cli.attempts import Attempts
+from tfdp.cli.hosts import Host
 from tfdp.cli.launch import (
     check_num_workers,
     make_clusters,
     make_log_dir,
 )
 from tfdp.cli.log_file import LogFile
+from tfdp.cli.node import JobSecret, announcement, make_hello, membership
+from tfdp.cli.node_attempts import Logs, NodeAttempts
+from tfdp.cli.node_options import NodeOptions, node_options
+from tfdp.cli.other_nodes import OtherNodes
 from tfdp.cli.program import check_platform, check_program
+from tfdp.cli.remote_orders import make_orders
 from tfdp.cli.restarts import RestartOptions, Restarts
+from tfdp.cli.run_settings import AutoCount, RunSettings
 from tfdp.cli.screen import Screen
+from tfdp.cli.showing import showing
 from tfdp.cli.signals import SignalPipe
+from tfdp.cli.ssh_job import SshJob
 from tfdp.cluster import counted
 from tfdp.cluster.gpus import visible_gpus
-
-# For who reads the output, once the job was told to end.
-_LAST_LINES_SECONDS = 2.0
-
+from tfdp.rendezvous.errors import RendezvousError
 
 # Options of `mpirun`, `torchrun` and `horovodrun`, and what to give here.
 _COUNT = "Give the number of workers with -n"
-_MACHINES = (
-    "`tfdp run` starts the workers of one machine; on several, run the script under "
-    "Slurm or Kubernetes, or with TF_CONFIG on each"
-)
 _ELSEWHERE = {
     r"-np\d*|--np|--num-proc|--nproc-per-node|-N|--gpus": _COUNT,
-    r"-H.*|--hosts?|--hostfile|--nnodes|--node-rank|--master-.*|--rdzv-.*": _MACHINES,
+    r"-H.*|--host": "Give the machines with --hosts HOST:N,HOST:N",
+    r"--nnodes": "Give the number of machines with --nodes",
+    r"--master-.*|--rdzv-.*": "Give the machines' meeting point with --rendezvous",
     r"--standalone": "Leave it out: `tfdp run` needs no other service",
 }
 
@@ -62,7 +65,7 @@ class _NumWorkers(types.WholeNumber):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
         if value == "auto":
-            return len(visible_gpus()) or num_cores()
+            return AutoCount(len(visible_gpus()) or num_cores())
         return super().convert(value, param, ctx)
 
 
@@ -91,9 +94,12 @@ Examples:
   tfdp run -n 2 -D 2 train.py                two CPU devices in each worker
   tfdp run -n 4 -m my_package.train          a module, as in `python -m`
   tfdp run -n 4 --max-restarts 3 train.py    all again after a failure
+  tfdp run --hosts a:4,b:4 train.py          on two machines, by ssh
+  tfdp run -n 4 --nodes 2 --rendezvous a:29400 train.py
+                                             the same, on each of the two
 
-Options stand before SCRIPT; all that follows it is the script's own. On several
-machines run the script itself, under Slurm, under Kubernetes or with TF_CONFIG on each.
+Options stand before SCRIPT; all that follows it is the script's own. Under Slurm and
+under Kubernetes run the script itself.
 """
 
 
@@ -107,9 +113,9 @@ machines run the script itself, under Slurm, under Kubernetes or with TF_CONFIG 
     "-n",
     "--num-workers",
     metavar="N",
-    required=True,
     type=_NumWorkers(min=1),
-    help="Number of worker processes; auto: one for each GPU, or else CPU core.",
+    help="Number of worker processes of a machine; auto: one for each GPU, or else CPU "
+    "core.",
 )
 @click.option(
     "-D",
@@ -164,6 +170,7 @@ machines run the script itself, under Slurm, under Kubernetes or with TF_CONFIG 
     help="Seconds with fewer workers after which all are tried again, where the script "
     "saves when asked; 0: never. Default: 600.",
 )
+@node_options
 @click.option(
     "-m",
     "is_module",
@@ -174,75 +181,156 @@ machines run the script itself, under Slurm, under Kubernetes or with TF_CONFIG 
 @click.argument(
     "args", nargs=-1, type=click.UNPROCESSED, shell_complete=types.complete_files
 )
+@click.pass_context
 def run(
-    num_workers: int,
-    devices_per_worker: int | None,
-    log_dir: str | None,
-    timeout: float | None,
-    grace: float,
-    max_restarts: int,
+    context: click.Context,
+    num_workers: int | None,
+    where: NodeOptions,
     min_workers: int | None,
-    rebalance: bool,
     grow_after: float | None,
-    is_module: bool,
-    script: str,
-    args: tuple[str, ...],
+    **arguments: Any,
 ) -> None:
-    """Run SCRIPT in N worker processes on this machine.
+    """Run SCRIPT in N worker processes, on this machine or on several.
 
     Sets TF_CONFIG for each, puts the name of the worker in front of each line of its
     output, and stops all when one fails. With --max-restarts it then starts all again:
     let the script save as it goes, by `tfdp.callbacks.BackupAndRestore`.
     """
     check_platform("tfdp run")
-    check_program(script, is_module)
-    again = _restart_options(num_workers, max_restarts, min_workers, grow_after)
+    where.check(min_workers)
+    if where.hosts is not None:
+        settings = RunSettings(num_workers=num_workers or AutoCount(1), **arguments)
+        sys.exit(_run_on_hosts(where.hosts, where, settings))
+    if num_workers is None:
+        raise click.MissingParameter(
+            ctx=context,
+            param=next(p for p in context.command.params if p.name == "num_workers"),
+        )
+    settings = RunSettings(num_workers=num_workers, **arguments)
+    check_program(settings.script, settings.is_module)
+    again = _restart_options(
+        num_workers, settings.max_restarts, min_workers, grow_after
+    )
     try:
         check_num_workers(num_workers)
-        make_clusters(num_workers, devices_per_worker)
-        folder = make_log_dir(log_dir)
+        make_clusters(num_workers, settings.devices_per_worker)
+        folder = make_log_dir(settings.log_dir)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    timeout = settings.timeout
     until = None if timeout is None else time.monotonic() + timeout
     with (
         contextlib.closing(SignalPipe()) as signals,
         showing(signals, until) as screen,
     ):
-        names = [f"worker-{rank}.log" for rank in range(num_workers)]
-        logs = _open_logs(folder, names, screen)
-        history = _open_logs(folder, ["restarts.log"] if max_restarts else [], screen)
-        _announce(screen, num_workers, devices_per_worker, folder)
-        if rebalance and num_workers == 1:
-            screen.message("tfdp: warning: --rebalance has no effect with one worker")
-        attempts = Attempts(
-            [sys.executable, *(["-m"] if is_module else []), script, *args],
-            functools.partial(
-                make_clusters,
-                devices_per_worker=devices_per_worker,
-                rebalance=rebalance,
-            ),
-            logs,
-            screen,
-            signals,
-            grace,
-            until,
-        )
-        code = attempts.run(Restarts(num_workers, again), history)
+        if where.is_one_machine:
+            code = _run_here(settings, again, folder, screen, signals, until)
+        else:
+            secret = context.find_object(JobSecret)
+            code = _run_as_node(settings, where, secret, folder, screen, signals, until)
     sys.exit(code)
 
 
-@contextlib.contextmanager
-def showing(signals: SignalPipe, until: float | None) -> Iterator[Screen]:
-    """Make a screen; in the end wait for its reader, unless the job is to end."""
-    screen = Screen()
+def _run_here(
+    settings: RunSettings,
+    again: RestartOptions,
+    folder: pathlib.Path,
+    screen: Screen,
+    signals: SignalPipe,
+    until: float | None,
+) -> int:
+    """Run all workers on this machine and return the exit code."""
+    num_workers = settings.num_workers
+    names = [f"worker-{rank}.log" for rank in range(num_workers)]
+    logs = _open_logs(folder, names, screen)
+    history = _open_logs(
+        folder, ["restarts.log"] if settings.max_restarts else [], screen
+    )
+    _announce(screen, num_workers, settings.devices_per_worker, folder)
+    if settings.rebalance and num_workers == 1:
+        screen.message("tfdp: warning: --rebalance has no effect with one worker")
+    attempts = Attempts(
+        settings.command,
+        functools.partial(
+            make_clusters,
+            devices_per_worker=settings.devices_per_worker,
+            rebalance=settings.rebalance,
+        ),
+        logs,
+        screen,
+        signals,
+        settings.grace,
+        until,
+    )
+    return attempts.run(Restarts(num_workers, again), history)
+
+
+def _run_as_node(
+    settings: RunSettings,
+    where: NodeOptions,
+    secret: JobSecret | None,
+    folder: pathlib.Path,
+    screen: Screen,
+    signals: SignalPipe,
+    until: float | None,
+) -> int:
+    """Run the workers of this node, together with the other nodes."""
+    nodes = where.nodes or 1
+    hello = make_hello(
+        where, settings.num_workers, settings.script, rebalance=settings.rebalance
+    )
+
+    def open_logs(node_rank: int, first_rank: int, num_workers: int) -> Logs:
+        ranks = range(first_rank, first_rank + settings.num_workers)
+        kept = ["restarts.log"] if settings.max_restarts and node_rank == 0 else []
+        logs = Logs(
+            _open_logs(folder, [f"worker-{rank}.log" for rank in ranks], screen),
+            _open_logs(folder, kept, screen),
+        )
+        told = announcement(
+            node_rank, nodes, first_rank, settings.num_workers, num_workers, folder
+        )
+        screen.message(f"tfdp: {told}")
+        _warn(screen, settings.num_workers, settings.devices_per_worker)
+        return logs
+
+    def say(text: str) -> None:
+        screen.message(f"tfdp: {text}")
+
     try:
-        yield screen
-    finally:
-        end = math.inf
-        while not screen.close(timeout_seconds=0.1) and time.monotonic() < end:
-            signals.read()
-            if signals.received or (until and time.monotonic() > until):
-                end = min(end, time.monotonic() + _LAST_LINES_SECONDS)
+        with membership(where, hello, settings.max_restarts, secret, say) as member:
+            attempts = NodeAttempts(
+                settings.command,
+                settings.num_workers,
+                {
+                    "devices_per_worker": settings.devices_per_worker,
+                    "rebalance": settings.rebalance,
+                },
+                OtherNodes(member, screen),
+                open_logs,
+                screen,
+                signals,
+                settings.grace,
+                until,
+            )
+            return attempts.run()
+    except RendezvousError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _run_on_hosts(
+    hosts: Sequence[Host], where: NodeOptions, settings: RunSettings
+) -> int:
+    """Start the launchers of all hosts and return the exit code."""
+    python = where.remote_python or sys.executable
+    orders = make_orders(hosts, where, settings)
+    with (
+        contextlib.closing(SignalPipe()) as signals,
+        showing(signals, until=None) as screen,
+        SshJob(hosts, orders, python, screen, signals, settings.grace) as job,
+    ):
+        screen.message(f"tfdp: starting by ssh on {', '.join(h.name for h in hosts)}")
+        return job.run()
 
 
 def _open_logs(folder: pathlib.Path, names: list[str], screen: Screen) -> list[LogFile]:
@@ -283,6 +371,10 @@ def _announce(
         f"tfdp: starting {counted(num_workers, 'worker')}, {threads} of "
         f"{counted(num_cores(), 'CPU core')}{each}; logs in {folder}"
     )
+    _warn(screen, num_workers, devices)
+
+
+def _warn(screen: Screen, num_workers: int, devices: int | None) -> None:
     if os.environ.get("TF_CONFIG"):
         screen.message(
             "tfdp: warning: TF_CONFIG was set already; the workers get another. Under "

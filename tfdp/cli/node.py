@@ -1,0 +1,191 @@
+"""`tfdp run` on one of several machines: rendezvous, then the workers of this one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import platform
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tfdp
+from tfdp.cli.node_options import NodeOptions, Place
+from tfdp.cli.restarts import JobEnd, RestartOptions, Restarts
+from tfdp.cluster import counted
+from tfdp.rendezvous.address import listen, own_address, resolve
+from tfdp.rendezvous.coordinator import Coordinator, Restart
+from tfdp.rendezvous.errors import RendezvousError
+from tfdp.rendezvous.failure import Failure
+from tfdp.rendezvous.hello import Hello
+from tfdp.rendezvous.member import Member
+from tfdp.rendezvous.secret import VARIABLE, line_to_paste, new_secret, read_secret
+from tfdp.rendezvous.server import Server
+
+
+@dataclasses.dataclass(frozen=True)
+class JobSecret:
+    """Secret of a job that was given by another way than a file.
+
+    Args:
+        text: String.
+    """
+
+    text: str
+
+
+class NodePolicy:
+    """Policy of restarts for workers of all nodes, of which none is left out.
+
+    Args:
+        max_restarts: Int.
+    """
+
+    def __init__(self, max_restarts: int) -> None:
+        self._max_restarts = max_restarts
+        self._restarts: Restarts | None = None
+
+    def __call__(
+        self, failure: Failure, seconds: float, num_workers: int
+    ) -> Restart | None:
+        """Return what follows a failure, or `None`."""
+        if self._restarts is None:
+            self._restarts = Restarts(num_workers, RestartOptions(self._max_restarts))
+        end = JobEnd(failure.code, failure.rank, failure.reason, seconds)
+        following = self._restarts.after(end)
+        if following is None:
+            return None
+        return Restart(following.pause_seconds, following.line)
+
+
+def make_hello(where: NodeOptions, num_workers: int, script: str, **said: Any) -> Hello:
+    """Return what this node says of itself.
+
+    Args:
+        where: `NodeOptions`.
+        num_workers: Int, that it will start.
+        script: String, the script or module.
+        **said: Further fields of `Hello`.
+    """
+    assert where.nodes is not None
+    return Hello(
+        version=tfdp.__version__,
+        python=".".join(platform.python_version_tuple()[:2]),
+        nodes=where.nodes,
+        num_workers=num_workers,
+        program=os.path.basename(script),
+        host=socket.gethostname(),
+        node_rank=where.node_rank,
+        **said,
+    )
+
+
+@contextlib.contextmanager
+def membership(
+    where: NodeOptions,
+    hello: Hello,
+    max_restarts: int,
+    secret: JobSecret | None,
+    say: Callable[[str], None],
+) -> Iterator[Member]:
+    """Be node 0, if the rendezvous is here, and a member of the job in any case.
+
+    Args:
+        where: `NodeOptions`, of which `rendezvous` is one.
+        hello: `Hello` of this node.
+        max_restarts: Int, that node 0 allows.
+        secret: `JobSecret`, or `None` to read the file or to make one.
+        say: Function that shows a sentence.
+
+    Yields:
+        `Member`.
+
+    Raises:
+        RendezvousError: If node 0 cannot listen, or there is no secret.
+    """
+    place = where.rendezvous
+    assert place is not None
+    text = read_secret() if secret is None else secret.text
+    listener = None
+    if where.node_rank in (None, 0):
+        listener = listen(place.host, place.port, is_node_0=where.node_rank == 0)
+    if listener is None:
+        resolve(place.host, place.port)  # an unknown name is told at once
+        if text is None:
+            raise RendezvousError(_no_secret(place))
+        say(f"this node joins {place}")
+        address = (place.host, place.port)
+        member = Member(address, text, hello, where.join_seconds, str(place))
+        with contextlib.closing(member):
+            yield member
+        return
+    if text is None:
+        text = new_secret()
+        if hello.nodes > 1:
+            _ask_to_paste(text, hello.nodes, say)
+    hello = dataclasses.replace(hello, node_rank=0)
+    address = own_address(listener)
+    policy = NodePolicy(max_restarts)
+    server = Server(listener, text, Coordinator(hello, where.join_seconds, policy))
+    with contextlib.closing(server):
+        if hello.nodes > 1:
+            say(
+                f"this is node 0; it waits at {place} for "
+                f"{counted(hello.nodes - 1, 'more node')}"
+            )
+        member = Member(address, text, hello, where.join_seconds, str(place))
+        with contextlib.closing(member):
+            yield member
+
+
+def _ask_to_paste(secret: str, nodes: int, say: Callable[[str], None]) -> None:
+    others = "the other node" if nodes == 2 else "each of the other nodes"
+    say(
+        f"on {others} paste this line, which gives it the secret of this job, and then "
+        f"the same `tfdp run`:\n{line_to_paste(secret)}"
+    )
+
+
+def _no_secret(place: Place) -> str:
+    return (
+        f"This machine is not node 0 of {place}, and has no secret to show there: "
+        "paste the line that node 0 prints, or give all nodes a file with the same "
+        f"secret. Received: no {VARIABLE}"
+    )
+
+
+def announcement(
+    node_rank: int,
+    nodes: int,
+    first_rank: int,
+    num_local: int,
+    num_workers: int,
+    folder: pathlib.Path,
+) -> str:
+    """Return the sentence about what this node starts.
+
+    Args:
+        node_rank: Int, this node's.
+        nodes: Int, number of nodes.
+        first_rank: Int, rank of its first worker.
+        num_local: Int, its workers.
+        num_workers: Int, all workers.
+        folder: Path of its logs.
+
+    Returns:
+        String.
+
+    Example:
+
+    >>> announcement(1, 2, 4, 4, 8, pathlib.Path("logs"))
+    'node 1 of 2 starts workers 4 to 7 of 8; logs in logs'
+    """
+    last = first_rank + num_local - 1
+    which = f"worker {first_rank}"
+    if num_local > 1:
+        which = f"workers {first_rank} to {last}"
+    return (
+        f"node {node_rank} of {nodes} starts {which} of {num_workers}; logs in {folder}"
+    )

@@ -1,0 +1,17 @@
+"""Rendezvous of the launchers of several machines: all start, stop and end together.
+
+Node 0 listens; the launcher of each node, its own too, connects to it by TCP. Nothing
+here depends on clocks that are equal, imports TensorFlow, or believes a message of
+somebody who has not the job's secret. Reading order:
+    errors: what ends a rendezvous, in one sentence
+    secret: the job's secret, in a file or made for one job
+    messages: lines of JSON of limited length, sealed with a key
+    handshake: proof of both ends that they have the secret
+    channel: messages of a connection, and heartbeats
+    address: where node 0 listens, and whether this machine is it
+    hello: what a node says of itself, and what has to be the same on all
+    failure: how a worker or a node ended, in words
+    coordinator: the course of the job, decided by node 0
+    server: thread of node 0 that serves the connections
+    member: thread of every node that keeps its connection
+"""

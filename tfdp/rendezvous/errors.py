@@ -1,0 +1,15 @@
+"""Errors of the rendezvous, each with one sentence for the user."""
+
+from __future__ import annotations
+
+
+class RendezvousError(Exception):
+    """A node cannot take part; the text says why and what to do."""
+
+
+class Stranger(Exception):
+    """Who is connected is not of this job; nothing of it is believed."""
+
+
+class Lost(Exception):
+    """A connection to a node of the job has ended; the text says how."""

@@ -1,0 +1,61 @@
+"""Failure that ends an attempt: which worker or node, and how, in words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from tfdp.rendezvous.errors import Stranger
+
+# EX_UNAVAILABLE of sysexits.h, as a worker ends that has lost another one.
+NODE_LOST = 69
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """End of a worker that ends the attempt of all.
+
+    Args:
+        rank: Int, of the worker in the whole job.
+        code: Int, the exit code as a shell reports it.
+        reason: String, how it ended, such as `"failed with exit code 1"`.
+        log: String, the file of its output, or `""`.
+        lost_rank: Int, the worker that it says was lost, or `None`. Defaults to
+            `None`.
+    """
+
+    rank: int
+    code: int
+    reason: str
+    log: str = ""
+    lost_rank: int | None = None
+
+    def to_message(self, attempt: int) -> dict[str, Any]:
+        """Return the message that carries it.
+
+        Args:
+            attempt: Int, the number of the attempt.
+        """
+        return {"type": "failed", "attempt": attempt, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Failure:
+        """Read the message of a node.
+
+        Args:
+            message: Mapping.
+
+        Returns:
+            `Failure`.
+
+        Raises:
+            Stranger: If a field is missing or has another type.
+        """
+        fields = {f.name: message.get(f.name) for f in dataclasses.fields(cls)}
+        ints = (fields["rank"], fields["code"], fields["lost_rank"] or 0)
+        texts = (fields["reason"], fields["log"])
+        is_right = all(isinstance(each, int) for each in ints)
+        if not is_right or not all(isinstance(each, str) for each in texts):
+            raise Stranger("it reports a failure in another way")
+        return cls(**fields)  # type: ignore[arg-type]
