@@ -21,7 +21,7 @@ from typing import Any
 
 from tfdp.cli.main import cli, run_command
 from tfdp.cli.node import JobSecret
-from tfdp.cli.remote_line import SILENT_SECONDS, banner
+from tfdp.cli.remote_line import BEAT, SILENT_SECONDS, banner
 
 _STDIN = 0
 _CHUNK_BYTES = 4096
@@ -65,8 +65,12 @@ def main() -> None:
     # Whoever has started sshd may have ignored it.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     print(banner(), flush=True)
+    # One stream keeps the order of workers' lines and the launcher's words.
+    os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
     lines = _Input()
-    line = lines.line()
+    while (line := lines.line()) is not None:
+        if line != BEAT.strip():
+            break
     if line is None:
         sys.exit(128 + signal.SIGHUP)
     order: dict[str, Any] = json.loads(line)

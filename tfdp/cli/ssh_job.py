@@ -66,7 +66,8 @@ class SshJob:
         self._workers: list[SshWorker] = []
         self._tracebacks = Tracebacks()
         self._ranks: set[int] = set()
-        self._said: dict[str, float] = {}
+        # When something was said, and by which launchers.
+        self._said: dict[str, tuple[float, set[str]]] = {}
         # Of a connection that was lost: said if no launcher has a better word for it.
         self._lost_text = ""
         self._has_reason = False
@@ -138,7 +139,7 @@ class SshJob:
             lines = stream.read()
             if stream.has_ended:
                 self._selector.unregister(stream)
-            show = self._show if stream is worker.output else self._repeat
+            show = self._show if stream is worker.output else self._note_error
             for line in lines:
                 show(worker, line)
         for rank in self._ranks:
@@ -156,15 +157,20 @@ class SshJob:
                 worker.send(remote_line.BEAT)
 
     def _show(self, worker: SshWorker, line: str) -> None:
-        """Show a line of a host's output, all of which is its workers'."""
+        """Show a line of a host: its workers', or its launcher's own words."""
         if worker.answer(line):
             self._begin(worker)
         elif found := _OF_WORKER.match(line):
             rank = int(found[1])
             self._ranks.add(rank)
             self._print(rank, self._tracebacks.take(rank, [found[2]]))
-        elif worker.version is not None and line.strip():
-            self._say(f"{worker.host.name}: {line}")
+        elif worker.version is not None and not worker.is_dismissed and line.strip():
+            told = line if line.startswith(_OURS) else f"{worker.host.name}: {line}"
+            self._say(told, worker.host.name)
+
+    def _note_error(self, worker: SshWorker, line: str) -> None:
+        """Keep what ssh says, or what comes before the launcher has answered."""
+        worker.errors.append(line)
 
     def _begin(self, worker: SshWorker) -> None:
         if worker.version == tfdp.__version__:
@@ -181,20 +187,16 @@ class SshJob:
         for line in lines:
             self._screen.line(rank, line)
 
-    def _repeat(self, worker: SshWorker, line: str) -> None:
-        """Show a line of a launcher's own words, unless another has just said it."""
-        worker.errors.append(line)
-        if found := _OF_WORKER.match(line):
-            self._screen.quote(int(found[1]), found[2])
-        elif worker.version is not None and not worker.is_dismissed and line.strip():
-            self._say(line if line.startswith(_OURS) else f"{worker.host.name}: {line}")
-
-    def _say(self, text: str, style: str = "") -> None:
+    def _say(self, text: str, launcher: str = "", style: str = "") -> None:
+        """Print a sentence, unless another launcher has just said the same."""
         self._has_reason = self._has_reason or bool(_REASON.search(text))
         now = time.monotonic()
-        if now - self._said.get(text, float("-inf")) >= _ECHO_SECONDS:
-            self._screen.message(text, style=style)
-        self._said[text] = now
+        said_at, by = self._said.get(text, (float("-inf"), set()))
+        if now - said_at < _ECHO_SECONDS and launcher not in by:
+            by.add(launcher)
+            return
+        self._said[text] = (now, {launcher})
+        self._screen.message(text, style=style)
 
     def _note_end(self, worker: SshWorker) -> None:
         code = worker.exit_code or 0

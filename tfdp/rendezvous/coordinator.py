@@ -234,7 +234,9 @@ class Coordinator:
     def _give_up(self) -> None:
         here = self._roster.nodes
         names = ", ".join(map(str, here))
-        came = "have come back" if self._has_started else "came"
+        came = "came"
+        if self._has_started:
+            came = "is here" if len(here) == 1 else "are here"
         self._end(
             self._verdict.code or NODE_LOST,
             f"waited {self._join_seconds:g} s for {counted(self._own.nodes, 'node')}, "

@@ -63,9 +63,10 @@ class Server:
         server.close()
         for writer in list(self._strangers):
             writer.transport.abort()
-        # The nodes end their connections once they know that the job is over.
         if self._handlers:
-            _, late = await asyncio.wait(self._handlers, timeout=_GOODBYE_SECONDS)
+            # The nodes end their connections once they know that the job is over.
+            seconds = _GOODBYE_SECONDS if self._coordinator.is_over else 0.0
+            _, late = await asyncio.wait(self._handlers, timeout=seconds)
             for task in late:
                 task.cancel()
 

@@ -1,0 +1,348 @@
+"""Server and members of a rendezvous on the loopback: proofs, garbage, time limits."""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import dataclasses
+import os
+import re
+import select
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from tests.rendezvous.test_coordinator import HELLO
+from tfdp.rendezvous import member as member_module
+from tfdp.rendezvous import server as server_module
+from tfdp.rendezvous.address import listen, own_address
+from tfdp.rendezvous.channel import Channel
+from tfdp.rendezvous.coordinator import Coordinator
+from tfdp.rendezvous.hello import Hello
+from tfdp.rendezvous.member import Member
+from tfdp.rendezvous.server import Server
+
+SECRET = "0123456789abcdef"
+DEADLINE_SECONDS = 20.0
+
+
+class Bed:
+    """A server of a job of two nodes, and what connects to it."""
+
+    def __init__(self) -> None:
+        self.stack = contextlib.ExitStack()
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = own_address(listener)
+        coordinator = Coordinator(HELLO, DEADLINE_SECONDS, lambda *_: None)
+        self.server = Server(listener, SECRET, coordinator)
+        self.stack.callback(self.server.close)
+
+    def member(self, secret: str = SECRET, seconds: float = 5.0, **said: Any) -> Member:
+        hello = dataclasses.replace(HELLO, **said)
+        member = Member(self.address, secret, hello, seconds)
+        self.stack.callback(member.close)
+        return member
+
+    def stranger(self) -> socket.socket:
+        sock = socket.create_connection(self.address, DEADLINE_SECONDS)
+        self.stack.callback(sock.close)
+        return sock
+
+
+@pytest.fixture
+def bed() -> collections.abc.Iterator[Bed]:
+    bed = Bed()
+    with bed.stack:
+        yield bed
+
+
+def next_of(member: Member, kind: str) -> dict[str, Any]:
+    """The next message of a kind."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while True:
+        if (message := member.take()) is not None:
+            if message["type"] == kind:
+                return message
+            continue
+        assert select.select([member], [], [], deadline - time.monotonic())[0], kind
+
+
+def meet(bed: Bed) -> tuple[Member, Member]:
+    """Two nodes, both of which were asked for their ports."""
+    members = bed.member(), bed.member(node_rank=None)
+    for member in members:
+        next_of(member, "prepare")
+    return members
+
+
+def test_nodes_with_the_secret_meet_and_start_together(bed):
+    members = meet(bed)
+    for index, member in enumerate(members):
+        member.send({"type": "ports", "attempt": 1, "ports": [index + 1, index + 11]})
+    started = [next_of(member, "start") for member in members]
+    assert started[0] == started[1]
+    assert started[0]["nodes"] == [["127.0.0.1", [1, 11]], ["127.0.0.1", [2, 12]]]
+
+
+def test_a_wrong_secret_is_told_at_once_and_the_job_waits_on(bed):
+    member = bed.member(secret="f" * 16, node_rank=1)
+    text = next_of(member, "refused")["text"]
+    assert text.startswith("The secret of this node is not that of node 0 at 127.0.0.1")
+    meet(bed)
+
+
+def test_a_node_that_does_not_fit_gets_its_sentence(bed):
+    bed.member()
+    text = next_of(bed.member(node_rank=1, version="9"), "refused")["text"]
+    assert text == (
+        "Node 0 has tfdp 1.0, host has tfdp 9. Install the same version on all "
+        "machines."
+    )
+
+
+def answers(listener: socket.socket, reply: bytes) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            sock, _ = listener.accept()
+            with sock:
+                sock.sendall(reply)
+                sock.settimeout(1.0)
+                with contextlib.suppress(OSError):
+                    sock.recv(4096)
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "is no rendezvous of `tfdp run`"),
+        (b'{"a": 1}\n', "is no rendezvous of `tfdp run`"),
+        (b"x" * 200_000, "nothing answers at .* (it sends a line without an end|.*)"),
+        (b'{"tfdp": "rendezvous/2", "nonce": "%s"}\n' % (b"0" * 64), "another version"),
+        (
+            b'{"tfdp": "rendezvous/1", "nonce": "%s"}\n{"proof": "%s"}\n'
+            % (b"0" * 64, b"0" * 64),
+            "The secret of this node is not that of node 0",
+        ),
+    ],
+)
+def test_who_listens_without_the_secret_is_not_believed(reply, words):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=answers, args=(listener, reply), daemon=True).start()
+        member = Member(own_address(listener), SECRET, HELLO, 0.5)
+        with contextlib.closing(member):
+            deadline = time.monotonic() + DEADLINE_SECONDS
+            while (message := member.take()) is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        listener.shutdown(socket.SHUT_RDWR)
+    assert re.search(words, message["text"]), message
+
+
+def test_a_node_0_that_is_not_there_is_waited_for_and_then_named():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = own_address(listener)
+    begin = time.monotonic()
+    member = Member(address, SECRET, HELLO, 0.4, place="host0:29400")
+    with contextlib.closing(member):
+        text = next_of(member, "unreachable")["text"]
+    assert 0.1 < time.monotonic() - begin < 5
+    assert text.startswith(
+        "waited 0.4 s for node 0, and nothing answers at host0:29400 ("
+    )
+
+
+def test_a_node_may_come_before_node_0():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = own_address(listener)
+    with contextlib.ExitStack() as stack:
+        late = Member(
+            address, SECRET, dataclasses.replace(HELLO, node_rank=1), DEADLINE_SECONDS
+        )
+        stack.callback(late.close)
+        time.sleep(0.3)
+        coordinator = Coordinator(HELLO, DEADLINE_SECONDS, lambda *_: None)
+        server = Server(socket.create_server(address), SECRET, coordinator)
+        stack.callback(server.close)
+        first = Member(address, SECRET, HELLO, DEADLINE_SECONDS)
+        stack.callback(first.close)
+        assert next_of(late, "prepare")["node_rank"] == 1
+
+
+GARBAGE = [
+    b"\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    b"{}\n",
+    b'{"nonce": 1, "proof": null}\n',
+    b'{"nonce": "%s", "proof": "%s"}\n' % (b"0" * 64, b"0" * 64),
+    b"[" * 60_000 + b"\n",
+    b"x" * 1_000_000,
+    b"\xff\xfe\n" * 1000,
+]
+
+
+def test_garbage_does_no_harm(bed):
+    random = [os.urandom(size) for size in (1, 100, 5000, 100_000)]
+    for data in GARBAGE + random:
+        sock = bed.stranger()
+        with contextlib.suppress(OSError):
+            sock.sendall(data)
+    meet(bed)
+
+
+def test_garbage_behind_a_true_proof_ends_that_connection_alone(bed, monkeypatch):
+    monkeypatch.setattr(Hello, "to_message", lambda hello: {"type": "garbage"})
+    next_of(bed.member(node_rank=1), "lost")
+    monkeypatch.undo()
+    meet(bed)
+
+
+def test_connections_that_say_nothing_have_to_go(bed, monkeypatch):
+    monkeypatch.setattr(server_module, "_STRANGER_SECONDS", 0.2)
+    silent = [bed.stranger() for _ in range(20)]
+    half = bed.stranger()
+    half.sendall(b'{"nonce": "00')
+    for sock in [*silent, half]:
+        sock.settimeout(DEADLINE_SECONDS)
+        with contextlib.suppress(ConnectionResetError):
+            while sock.recv(4096):
+                pass
+    meet(bed)
+
+
+def test_a_flood_of_strangers_does_not_keep_nodes_out(bed, monkeypatch):
+    monkeypatch.setattr(server_module, "_MOST_STRANGERS", 16)
+    is_over = threading.Event()
+
+    def flood() -> None:
+        socks: collections.deque[socket.socket] = collections.deque(maxlen=100)
+        while not is_over.is_set():
+            with contextlib.suppress(OSError):
+                socks.append(socket.create_connection(bed.address, 1.0))
+                socks[-1].send(b"x" * 100)
+            time.sleep(0.001)
+        for sock in socks:
+            sock.close()
+
+    floods = [threading.Thread(target=flood) for _ in range(2)]
+    for thread in floods:
+        thread.start()
+    try:
+        time.sleep(0.3)
+        members = [
+            bed.member(seconds=DEADLINE_SECONDS),
+            bed.member(seconds=DEADLINE_SECONDS, node_rank=1),
+        ]
+        for member in members:
+            next_of(member, "prepare")
+    finally:
+        is_over.set()
+        for thread in floods:
+            thread.join()
+
+
+def test_the_secret_never_travels(bed):
+    seen = bytearray()
+    with socket.create_server(("127.0.0.1", 0)) as middle:
+
+        def copy(source: socket.socket, target: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(4096):
+                    seen.extend(data)
+                    target.sendall(data)
+                target.shutdown(socket.SHUT_WR)
+
+        def pass_on() -> None:
+            with contextlib.suppress(OSError):
+                near, _ = middle.accept()
+                far = socket.create_connection(bed.address)
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=copy, args=pair, daemon=True).start()
+
+        threading.Thread(target=pass_on, daemon=True).start()
+        bed.member()
+        hello = dataclasses.replace(HELLO, node_rank=1)
+        member = Member(own_address(middle), SECRET, hello, DEADLINE_SECONDS)
+        with contextlib.closing(member):
+            next_of(member, "prepare")
+    assert b"rendezvous/1" in seen
+    assert b"hello" in seen
+    assert SECRET.encode() not in seen
+    assert SECRET.encode().hex().encode() not in seen
+
+
+def test_who_alters_a_message_on_the_way_ends_the_connection(bed):
+    with socket.create_server(("127.0.0.1", 0)) as middle:
+
+        def copy(source: socket.socket, target: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(4096):
+                    target.sendall(data.replace(b'"num_workers":2', b'"num_workers":3'))
+                target.shutdown(socket.SHUT_WR)
+
+        def pass_on() -> None:
+            with contextlib.suppress(OSError):
+                near, _ = middle.accept()
+                far = socket.create_connection(bed.address)
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=copy, args=pair, daemon=True).start()
+
+        threading.Thread(target=pass_on, daemon=True).start()
+        hello = dataclasses.replace(HELLO, node_rank=1)
+        member = Member(own_address(middle), SECRET, hello, DEADLINE_SECONDS)
+        with contextlib.closing(member):
+            assert "has ended its connection" in next_of(member, "lost")["text"]
+    meet(bed)
+
+
+def test_a_node_0_that_is_gone_or_silent_is_known(bed, monkeypatch):
+    _, second = meet(bed)
+    bed.server.close()
+    assert "has ended its connection" in next_of(second, "lost")["text"]
+    silent = Bed()
+    receive = Channel.receive
+    monkeypatch.setattr(
+        Channel, "receive", lambda channel, seconds=0.5: receive(channel, 0.5)
+    )
+    monkeypatch.setattr("tfdp.rendezvous.channel.BEAT_SECONDS", 1000.0)
+    with silent.stack:
+        assert "has not answered for 0 s" in next_of(silent.member(), "lost")["text"]
+
+
+def test_only_the_machine_of_the_address_listens():
+    assert listen("192.0.2.1", 29555, is_node_0=False) is None  # of documentation
+    with listen("127.0.0.1", 0, is_node_0=False) as listener:
+        host, port = own_address(listener)
+        assert host == "127.0.0.1"
+        assert listen("127.0.0.1", port, is_node_0=False) is None
+        with pytest.raises(
+            Exception, match=rf"Node 0 cannot open port {port}: another"
+        ):
+            listen("127.0.0.1", port, is_node_0=True)
+    # What is on no interface may lead here all the same, if the user says so.
+    with listen("192.0.2.1", port, is_node_0=True) as listener:
+        assert own_address(listener) == ("127.0.0.1", port)
+
+
+def test_a_name_that_only_this_machine_understands_is_opened_to_others(monkeypatch):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with listen("myself", 0, is_node_0=False) as listener:
+        assert listener.getsockname()[0] in ("::", "0.0.0.0")
+
+
+def test_a_name_that_nobody_knows_is_told():
+    with pytest.raises(Exception, match="is not known here .* Received: no.such"):
+        listen("no.such.host.invalid", 29400, is_node_0=False)
+
+
+def test_nothing_waits_longer_than_the_handshake(monkeypatch):
+    """A port that accepts and says nothing."""
+    monkeypatch.setattr(member_module, "_HANDSHAKE_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        member = Member(own_address(listener), SECRET, HELLO, 0.5)
+        with contextlib.closing(member):
+            assert "(no answer)" in next_of(member, "unreachable")["text"]

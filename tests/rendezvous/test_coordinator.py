@@ -1,0 +1,444 @@
+"""The course of a job on several nodes, without a network and without waiting."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tfdp.rendezvous.coordinator import Coordinator, Phase, Restart
+from tfdp.rendezvous.errors import RendezvousError, Stranger
+from tfdp.rendezvous.failure import NODE_LOST, Failure
+from tfdp.rendezvous.hello import Hello
+
+JOIN_SECONDS = 60.0
+HELLO = Hello("1.0", "3.11", 2, 2, "train.py", False, "host", node_rank=0)
+
+
+class Link:
+    """A node at the other end, which keeps what it is told."""
+
+    def __init__(self, peer: str = "10.0.0.2", local: str = "10.0.0.1"):
+        self.peer, self.local = peer, local
+        self.silent_seconds = 0.0
+        self.told: list[dict[str, Any]] = []
+
+    def send(self, message):
+        self.told.append(dict(message))
+
+    def last(self, kind: str) -> dict[str, Any]:
+        return [message for message in self.told if message["type"] == kind][-1]
+
+    def kinds(self) -> list[str]:
+        return [message["type"] for message in self.told]
+
+
+class Course:
+    """A job of two nodes with two workers each, and its clock."""
+
+    def __init__(self, restarts: int = 0):
+        self.now = 1000.0
+        self.restarts = restarts
+        self.asked: list[tuple[Failure, float, int]] = []
+        self.coordinator = Coordinator(
+            HELLO, JOIN_SECONDS, self.policy, clock=lambda: self.now
+        )
+        self.links = [Link("127.0.0.1", "127.0.0.1"), Link()]
+        self.attempt = 0
+
+    def policy(self, failure, seconds, num_workers):
+        self.asked.append((failure, seconds, num_workers))
+        if len(self.asked) > self.restarts:
+            return None
+        return Restart(2.0, f"restart {len(self.asked)}")
+
+    def join(self, node: int, **said: Any) -> None:
+        said = {"node_rank": 0 if node == 0 else None, **said}
+        self.coordinator.join(self.links[node], dataclasses.replace(HELLO, **said))
+
+    def say(self, node: int, kind: str, **said: Any) -> None:
+        message = {"type": kind, "attempt": self.attempt, **said}
+        self.coordinator.receive(self.links[node], message)
+
+    def fail(self, node: int, rank: int, code: int = 1, lost: int | None = None):
+        failure = Failure(rank, code, f"failed with exit code {code}", "log", lost)
+        self.coordinator.receive(self.links[node], failure.to_message(self.attempt))
+
+    def pass_time(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.coordinator.tick()
+
+    def prepare(self) -> None:
+        self.pass_time()
+        self.attempt = self.links[0].last("prepare")["attempt"]
+        for node in range(2):
+            self.say(node, "ports", ports=[100 + node, 200 + node])
+        self.pass_time()
+
+    def start(self) -> None:
+        for node in range(2):
+            self.join(node)
+        self.prepare()
+        assert self.coordinator.phase is Phase.RUNNING
+
+    def stop(self) -> None:
+        for node in range(2):
+            self.say(node, "stopped", code=1, has_saved=False)
+        self.pass_time()
+
+    def ends(self) -> list[int]:
+        return [link.last("end")["code"] for link in self.links]
+
+
+def test_all_start_with_the_addresses_of_all_in_the_order_of_nodes():
+    course = Course()
+    course.start()
+    # Node 0 has come by the loopback, which node 1 cannot use.
+    for link in course.links:
+        assert link.last("start")["nodes"] == [
+            ("10.0.0.1", [100, 200]),
+            ("10.0.0.2", [101, 201]),
+        ]
+    assert course.links[1].last("prepare") == {
+        "type": "prepare",
+        "attempt": 1,
+        "node_rank": 1,
+        "first_rank": 2,
+        "num_workers": 4,
+    }
+
+
+def test_the_job_is_done_once_all_nodes_are():
+    course = Course()
+    course.start()
+    course.say(0, "done", code=0)
+    course.pass_time()
+    assert course.coordinator.phase is Phase.RUNNING
+    course.say(1, "done", code=0)
+    course.pass_time()
+    assert course.ends() == [0, 0]
+    assert course.coordinator.is_over
+
+
+def test_nodes_of_one_machine_stay_on_its_loopback():
+    course = Course()
+    course.links[1] = Link("127.0.0.1", "127.0.0.1")
+    course.start()
+    hosts = [host for host, _ in course.links[0].last("start")["nodes"]]
+    assert hosts == ["127.0.0.1", "127.0.0.1"]
+
+
+def test_two_nodes_that_have_found_the_same_port_are_asked_again():
+    course = Course()
+    course.links[1] = Link("127.0.0.1", "127.0.0.1")
+    for node in range(2):
+        course.join(node)
+    course.pass_time()
+    course.attempt = 1
+    for node in range(2):
+        course.say(node, "ports", ports=[100, 200 + node])
+    course.pass_time()
+    assert [link.kinds() for link in course.links] == [["prepare", "prepare"]] * 2
+    course.prepare()
+    assert course.coordinator.phase is Phase.RUNNING
+
+
+def test_ranks_that_are_wished_are_given_and_the_others_as_nodes_come():
+    course = Course()
+    hello = dataclasses.replace(HELLO, nodes=4)
+    coordinator = Coordinator(hello, 60.0, course.policy, clock=lambda: 0.0)
+    links = [Link() for _ in range(4)]
+    for link, rank in zip(links, (None, 1, 0, None), strict=True):
+        coordinator.join(link, dataclasses.replace(hello, node_rank=rank))
+    coordinator.tick()
+    ranks = [link.last("prepare")["node_rank"] for link in links]
+    assert ranks == [2, 1, 0, 3]
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"node_rank": 0}, "Two nodes have the same rank.* --node-rank 0 from other"),
+        ({"node_rank": 2}, "--node-rank must be from 0 to 1.* Received: --node-rank 2"),
+        ({"version": "2.0"}, "Node 0 has tfdp 1.0, other has tfdp 2.0. Install"),
+        ({"python": "3.12"}, "Node 0 has Python 3.11, other has Python 3.12"),
+        ({"nodes": 3}, "started with --nodes 2, other with --nodes 3"),
+        ({"program": "other.py"}, "Node 0 runs train.py, other runs other.py"),
+        ({"rebalance": True}, "other alone has --rebalance"),
+    ],
+)
+def test_a_node_that_does_not_fit_is_refused_and_the_job_waits_on(said, words):
+    course = Course()
+    course.join(0)
+    with pytest.raises(RendezvousError, match=words):
+        course.join(1, host="other", **said)
+    course.join(1)
+    course.prepare()
+    assert course.coordinator.phase is Phase.RUNNING
+
+
+def test_one_node_too_many_is_told_so():
+    course = Course()
+    course.start()
+    with pytest.raises(RendezvousError, match="has all of its 2 nodes already: node 0"):
+        course.coordinator.join(Link(), dataclasses.replace(HELLO, node_rank=None))
+
+
+def test_nodes_that_do_not_come_are_counted():
+    course = Course()
+    course.join(0)
+    course.pass_time(JOIN_SECONDS - 1)
+    assert course.links[0].last("notice")["text"] == (
+        "waiting for 1 more node; 1 of 2 nodes is here"
+    )
+    course.pass_time(1)
+    end = course.links[0].last("end")
+    assert end["code"] == NODE_LOST
+    assert end["text"].startswith("waited 60 s for 2 nodes, and 1 came: node 0 (host")
+
+
+def test_a_node_that_leaves_before_the_start_makes_room_for_another():
+    course = Course()
+    course.join(0)
+    course.join(1)
+    course.say(1, "leaving", why="SIGINT received", code=130, signal=2)
+    assert course.links[1].last("end")["code"] == 130
+    course.links[1] = Link()
+    course.join(1, num_workers=2)
+    course.pass_time()
+    # And one that goes while ports are asked for.
+    course.coordinator.gone(course.links[1], "has ended its connection")
+    course.pass_time()
+    assert course.coordinator.phase is Phase.GATHERING
+    course.links[1] = Link()
+    course.join(1, num_workers=2)
+    course.prepare()
+    assert course.coordinator.phase is Phase.RUNNING
+
+
+def test_a_worker_that_fails_stops_all_with_one_sentence():
+    course = Course()
+    course.start()
+    course.fail(1, rank=3, code=7)
+    texts = {link.last("stop")["text"] for link in course.links}
+    assert texts == {
+        "worker 3 on node 1 (host, 10.0.0.2) failed with exit code 7; the workers of "
+        "all nodes were stopped. All that it wrote: log, there"
+    }
+    course.pass_time(5)
+    assert "end" not in course.links[0].kinds()  # workers still run
+    course.stop()
+    assert course.ends() == [7, 7]
+    assert course.asked[0][1:] == (5.0, 4)
+
+
+def test_who_says_that_another_was_lost_is_not_the_one_to_name():
+    course = Course()
+    course.start()
+    course.fail(0, rank=0, lost=3)
+    course.pass_time(0.5)
+    assert "stop" not in course.links[0].kinds()
+    course.fail(1, rank=3, code=137)
+    assert "worker 3 on node 1" in course.links[0].last("stop")["text"]
+    assert course.links[0].last("stop")["code"] == 137
+
+
+def test_a_worker_that_only_others_have_seen_to_be_lost_is_named():
+    course = Course()
+    course.start()
+    course.links[1].silent_seconds = 9.0
+    course.fail(0, rank=0, lost=3)
+    course.pass_time(1.0)
+    assert (
+        course.links[0]
+        .last("stop")["text"]
+        .startswith(
+            "worker 0 on node 0 (host, 127.0.0.1) failed with exit code 1 since worker 3 on "
+            "node 1 (host, 10.0.0.2) was lost, which has not answered for 9 s; "
+        )
+    )
+
+
+def test_two_who_blame_each_other_do_not_go_round_in_circles():
+    course = Course()
+    course.start()
+    course.fail(0, rank=0, lost=3)
+    course.fail(1, rank=3, lost=0)
+    assert course.coordinator.phase is Phase.STOPPING
+
+
+def test_a_node_that_is_lost_is_named_and_ends_all():
+    course = Course()
+    course.start()
+    course.coordinator.gone(course.links[1], "has not answered for 15 s")
+    assert course.links[0].last("stop")["text"] == (
+        "node 1 (host, 10.0.0.2) was lost: it has not answered for 15 s; the workers of "
+        "all nodes were stopped"
+    )
+    course.say(0, "stopped", code=69)
+    course.pass_time()
+    assert course.links[0].last("end")["code"] == NODE_LOST
+
+
+def test_a_node_that_goes_once_its_workers_are_done_is_not_missed():
+    course = Course()
+    course.start()
+    course.say(1, "done", code=0)
+    course.coordinator.gone(course.links[1], "has ended its connection")
+    course.say(0, "done", code=0)
+    course.pass_time()
+    assert course.links[0].last("end")["code"] == 0
+
+
+def test_all_start_again_together_and_with_new_ports():
+    course = Course(restarts=1)
+    course.start()
+    course.fail(0, rank=1)
+    course.stop()
+    assert course.links[1].last("restart")["text"] == "restart 1"
+    course.pass_time(1.9)
+    assert course.links[1].kinds().count("prepare") == 1
+    course.pass_time(0.2)
+    course.prepare()
+    assert course.coordinator.phase is Phase.RUNNING
+    assert course.links[1].last("start")["attempt"] == 2
+    # What is said of the first attempt has no effect on the second.
+    course.coordinator.receive(
+        course.links[1], Failure(2, 1, "failed", "").to_message(1)
+    )
+    assert course.coordinator.phase is Phase.RUNNING
+    course.fail(0, rank=1, code=5)
+    course.stop()
+    assert course.ends() == [5, 5]
+
+
+def test_a_node_that_comes_back_joins_at_the_next_start():
+    course = Course(restarts=1)
+    course.start()
+    course.coordinator.gone(course.links[1], "has ended its connection")
+    course.say(0, "stopped", code=69)
+    course.pass_time()
+    course.pass_time(3)
+    course.pass_time()
+    assert (
+        course.links[0]
+        .last("notice")["text"]
+        .startswith("waiting for node 1 (host, 10.0.0.2) to come back")
+    )
+    course.links[1] = Link()
+    with pytest.raises(RendezvousError, match="had 2 workers and comes back with 3"):
+        course.join(1, num_workers=3)
+    course.join(1)
+    course.prepare()
+    assert course.links[1].last("prepare")["first_rank"] == 2
+    assert course.coordinator.phase is Phase.RUNNING
+
+
+def test_a_node_that_does_not_come_back_ends_the_job():
+    course = Course(restarts=1)
+    course.start()
+    course.coordinator.gone(course.links[1], "has ended its connection")
+    course.say(0, "stopped", code=69)
+    course.pass_time()
+    course.pass_time(3)
+    course.pass_time(JOIN_SECONDS)
+    end = course.links[0].last("end")
+    assert end["code"] == NODE_LOST
+    assert "and 1 have come back" not in end["text"]
+    assert "waited 60 s for 2 nodes, and 1 is here" in end["text"]
+
+
+def test_a_node_that_comes_back_before_its_silence_was_noticed_takes_its_place():
+    course = Course(restarts=1)
+    course.start()
+    hello = {"node_rank": 1}
+    again = Link()
+    with pytest.raises(RendezvousError, match="Two nodes have the same rank"):
+        course.coordinator.join(again, dataclasses.replace(HELLO, **hello))
+    course.links[1].silent_seconds = 5.0
+    course.coordinator.join(again, dataclasses.replace(HELLO, **hello))
+    assert course.coordinator.phase is Phase.STOPPING
+    course.links[1] = again
+    course.say(0, "stopped", code=69)
+    course.pass_time()
+    course.pass_time(3)
+    course.prepare()
+    assert course.coordinator.phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_signal_on_one_node_ends_all_with_its_code(node):
+    course = Course(restarts=3)
+    course.start()
+    course.say(node, "leaving", why="SIGINT received", code=130, signal=2)
+    stop = course.links[1 - node].last("stop")
+    assert (stop["signal"], stop["code"], stop["by"]) == (2, 130, node)
+    assert stop["text"].startswith(f"SIGINT received on node {node} (host, ")
+    course.stop()
+    assert course.ends() == [130, 130]
+    assert course.asked == []
+
+
+def test_training_that_was_saved_because_of_a_signal_ends_with_its_own_code():
+    course = Course(restarts=3)
+    course.start()
+    course.say(1, "leaving", why="SIGTERM received", code=143, signal=15)
+    course.say(0, "stopped", code=143, has_saved=False)
+    course.say(1, "stopped", code=75, has_saved=True)
+    course.pass_time()
+    assert course.ends() == [75, 75]
+
+
+def test_a_signal_between_two_attempts_is_the_end():
+    course = Course(restarts=3)
+    course.start()
+    course.fail(0, rank=1)
+    course.say(1, "leaving", why="SIGINT received", code=130, signal=2)
+    course.stop()
+    assert course.ends() == [130, 130]
+    course = Course(restarts=3)
+    course.start()
+    course.fail(0, rank=1)
+    course.stop()
+    course.say(1, "leaving", why="SIGINT received", code=130, signal=2)
+    assert course.ends() == [130, 130]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("ports", {"ports": "many"}),
+        ("ports", {"ports": [1]}),
+        ("ports", {"ports": [0, 1]}),
+        ("ports", {"ports": [1, "2"]}),
+        ("failed", {"rank": "one"}),
+        ("failed", {}),
+        ("leaving", {"why": 3, "code": 1, "signal": 1}),
+        ("leaving", {"why": "x", "code": None, "signal": 1}),
+    ],
+)
+def test_a_message_that_no_node_sends_is_a_strangers(kind, said):
+    course = Course()
+    course.start()
+    with pytest.raises(Stranger):
+        course.say(1, kind, **said)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"type": "ports"},
+        {**HELLO.to_message(), "nodes": 0},
+        {**HELLO.to_message(), "nodes": True},
+        {**HELLO.to_message(), "num_workers": 10**9},
+        {**HELLO.to_message(), "node_rank": "0"},
+        {**HELLO.to_message(), "host": None},
+        {**HELLO.to_message(), "rebalance": 1},
+    ],
+)
+def test_a_hello_of_another_form_is_a_strangers(message):
+    with pytest.raises(Stranger):
+        Hello.from_message(message)
+    assert Hello.from_message(HELLO.to_message()) == HELLO

@@ -1,0 +1,49 @@
+"""Lines of the rendezvous: limited, and sealed against who stands between."""
+
+from __future__ import annotations
+
+import pytest
+
+from tfdp.rendezvous.errors import Stranger
+from tfdp.rendezvous.messages import MAX_LINE_BYTES, Seal, decode, encode
+
+MESSAGE = {"type": "start", "nodes": [["10.0.0.1", [1, 2]]], "text": "ü"}
+
+
+def test_a_message_comes_back_as_it_was():
+    assert decode(encode(MESSAGE)) == MESSAGE
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"\n", b"GET / HTTP/1.1\r\n", b"[1]\n", b"1\n", b'"x"\n', b"\xff\n"]
+    + [b"[" * 100_000, b'{"a":' * 50_000],
+)
+def test_what_is_no_object_of_json_is_a_strangers(line):
+    with pytest.raises(Stranger):
+        decode(line)
+
+
+def test_a_message_that_would_be_too_long_is_not_written():
+    with pytest.raises(ValueError, match="too long"):
+        encode({"text": "x" * MAX_LINE_BYTES})
+
+
+def test_an_altered_repeated_or_reordered_line_breaks_the_seal():
+    sender = Seal(b"key")
+    lines = [sender.close({"type": name}) for name in ("one", "two")]
+    for wrong in (
+        lines[0].replace(b"one", b"two"),
+        lines[1],
+        lines[0].partition(b" ")[2],
+        b"\n",
+        "ü \n".encode(),
+    ):
+        with pytest.raises(Stranger, match="altered"):
+            Seal(b"key").open(wrong)
+    receiver = Seal(b"key")
+    receiver.open(lines[0])
+    with pytest.raises(Stranger, match="altered"):
+        receiver.open(lines[0])
+    with pytest.raises(Stranger, match="altered"):
+        Seal(b"another key").open(lines[0])
