@@ -21,6 +21,7 @@ from tfdp.rendezvous import server as server_module
 from tfdp.rendezvous.address import listen, own_address
 from tfdp.rendezvous.channel import Channel
 from tfdp.rendezvous.coordinator import Coordinator
+from tfdp.rendezvous.errors import RendezvousError
 from tfdp.rendezvous.hello import Hello
 from tfdp.rendezvous.member import Member
 from tfdp.rendezvous.server import Server
@@ -298,18 +299,22 @@ def test_who_alters_a_message_on_the_way_ends_the_connection(bed):
     meet(bed)
 
 
-def test_a_node_0_that_is_gone_or_silent_is_known(bed, monkeypatch):
+def test_a_node_0_that_has_gone_is_known_at_once(bed):
     _, second = meet(bed)
     bed.server.close()
     assert "has ended its connection" in next_of(second, "lost")["text"]
-    silent = Bed()
+
+
+def test_a_node_0_that_says_nothing_is_given_up(bed, monkeypatch):
     receive = Channel.receive
-    monkeypatch.setattr(
-        Channel, "receive", lambda channel, seconds=0.5: receive(channel, 0.5)
-    )
+
+    async def impatient(channel: Channel, seconds: float = 15.0) -> dict[str, Any]:
+        is_member = threading.current_thread().name == "tfdp-rendezvous-member"
+        return await receive(channel, 1.0 if is_member else seconds)
+
+    monkeypatch.setattr(Channel, "receive", impatient)
     monkeypatch.setattr("tfdp.rendezvous.channel.BEAT_SECONDS", 1000.0)
-    with silent.stack:
-        assert "has not answered for 0 s" in next_of(silent.member(), "lost")["text"]
+    assert "has not answered for 1 s" in next_of(bed.member(), "lost")["text"]
 
 
 def test_only_the_machine_of_the_address_listens():
@@ -335,7 +340,9 @@ def test_a_name_that_only_this_machine_understands_is_opened_to_others(monkeypat
 
 
 def test_a_name_that_nobody_knows_is_told():
-    with pytest.raises(Exception, match="is not known here .* Received: no.such"):
+    with pytest.raises(
+        RendezvousError, match=r"is not known here .* Received: no\.such"
+    ):
         listen("no.such.host.invalid", 29400, is_node_0=False)
 
 

@@ -250,13 +250,10 @@ def test_a_worker_that_only_others_have_seen_to_be_lost_is_named():
     course.links[1].silent_seconds = 9.0
     course.fail(0, rank=0, lost=3)
     course.pass_time(1.0)
-    assert (
-        course.links[0]
-        .last("stop")["text"]
-        .startswith(
-            "worker 0 on node 0 (host, 127.0.0.1) failed with exit code 1 since worker 3 on "
-            "node 1 (host, 10.0.0.2) was lost, which has not answered for 9 s; "
-        )
+    text = course.links[0].last("stop")["text"]
+    assert text.startswith(
+        "worker 0 on node 0 (host, 127.0.0.1) failed with exit code 1 since worker 3 "
+        "on node 1 (host, 10.0.0.2) was lost, which has not answered for 9 s; "
     )
 
 
@@ -273,8 +270,8 @@ def test_a_node_that_is_lost_is_named_and_ends_all():
     course.start()
     course.coordinator.gone(course.links[1], "has not answered for 15 s")
     assert course.links[0].last("stop")["text"] == (
-        "node 1 (host, 10.0.0.2) was lost: it has not answered for 15 s; the workers of "
-        "all nodes were stopped"
+        "node 1 (host, 10.0.0.2) was lost: it has not answered for 15 s; the workers "
+        "of all nodes were stopped"
     )
     course.say(0, "stopped", code=69)
     course.pass_time()

@@ -14,11 +14,13 @@ def test_a_message_comes_back_as_it_was():
     assert decode(encode(MESSAGE)) == MESSAGE
 
 
-@pytest.mark.parametrize(
-    "line",
-    [b"", b"\n", b"GET / HTTP/1.1\r\n", b"[1]\n", b"1\n", b'"x"\n', b"\xff\n"]
-    + [b"[" * 100_000, b'{"a":' * 50_000],
+NO_MESSAGES = (
+    *(b"", b"\n", b"GET / HTTP/1.1\r\n", b"[1]\n", b"1\n", b'"x"\n', b"\xff\n"),
+    *(b"[" * 100_000, b'{"a":' * 50_000),
 )
+
+
+@pytest.mark.parametrize("line", NO_MESSAGES, ids=lambda line: repr(line[:8]))
 def test_what_is_no_object_of_json_is_a_strangers(line):
     with pytest.raises(Stranger):
         decode(line)
