@@ -173,7 +173,10 @@ class SshJob:
         worker.errors.append(line)
 
     def _begin(self, worker: SshWorker) -> None:
+        if worker.is_dismissed:
+            return
         if worker.version == tfdp.__version__:
+            worker.is_ordered = True
             worker.send(self._orders[self._workers.index(worker)])
             return
         worker.is_dismissed = True
@@ -240,7 +243,10 @@ class SshJob:
         self._dismiss_at = float("inf")
         for worker in self._workers:
             worker.is_dismissed = True
-            worker.send(remote_line.signal_line(signal.SIGTERM))
+            if worker.is_ordered:
+                worker.send(remote_line.signal_line(signal.SIGTERM))
+            else:
+                worker.hang_up()
 
     def _heed_signals(self, now: float) -> None:
         """Pass signals on to all launchers."""
@@ -251,7 +257,10 @@ class SshJob:
             if signum == signal.SIGINT:
                 self._tracebacks.interrupt()
             for worker in self._workers:
-                worker.send(remote_line.signal_line(signum))
+                if worker.is_ordered:
+                    worker.send(remote_line.signal_line(signum))
+                else:
+                    worker.hang_up()
 
     def _give_up_silent(self) -> None:
         for worker in self._workers:

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import os
 import subprocess
+import time
 from typing import IO
 
 from tfdp.cli.hosts import Host
@@ -15,6 +16,7 @@ from tfdp.cli.screen import LineReader, without_escapes
 _CHUNK_BYTES = 1 << 16
 _TAIL_LINES = 20
 _KILL_SECONDS = 2.0
+_LAST_WORDS_SECONDS = 1.0
 
 
 class Stream:
@@ -57,6 +59,7 @@ class SshWorker:
     Attributes:
         host: `Host`.
         version: String, of tfdp there, or `None` while it has not answered.
+        is_ordered: Bool, whether it was told what to run.
         is_dismissed: Bool, whether it was told to end because of another host.
         errors: Deque of strings, the last lines of its errors.
         exit_code: Int, that of ssh, or `None` while it runs.
@@ -68,9 +71,10 @@ class SshWorker:
     def __init__(self, host: Host, command: list[str]) -> None:
         self.host = host
         self.version: str | None = None
-        self.is_dismissed = False
+        self.is_ordered = self.is_dismissed = False
         self.errors: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self.exit_code: int | None = None
+        self._ended_at: float | None = None
         # A session of its own: no question on the terminal, no Ctrl-C from there.
         self._process = subprocess.Popen(
             command,
@@ -99,26 +103,35 @@ class SshWorker:
 
     def send(self, data: bytes) -> None:
         """Send a line; to who reads nothing, nothing is sent."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             os.write(self._stdin.fileno(), data)
+
+    def hang_up(self) -> None:
+        """End the connection; does not wait for it."""
+        with contextlib.suppress(OSError):
+            self._stdin.close()
+        if self._process.poll() is None:
+            self._process.terminate()
 
     def poll(self) -> bool:
         """Note the end of ssh, once all that it wrote is read; return if it is new."""
-        is_read = self.output.has_ended and self.words.has_ended
-        if not self.is_running or not is_read:
+        if not self.is_running or self._process.poll() is None:
             return False
-        self.exit_code = self._process.poll()
+        now = time.monotonic()
+        self._ended_at = self._ended_at or now
+        is_read = self.output.has_ended and self.words.has_ended
+        # A process of ssh's own, such as a ProxyCommand, may hold its output open.
+        if is_read or now - self._ended_at > _LAST_WORDS_SECONDS:
+            self.exit_code = self._process.returncode
         return not self.is_running
 
     def close(self) -> None:
-        """End the connection, which ends all that runs there."""
-        with contextlib.suppress(OSError):
-            self._stdin.close()
-        for end in (self._process.terminate, self._process.kill):
-            if self._process.poll() is None:
-                end()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_KILL_SECONDS)
+        """End the connection, which ends all that runs there, and wait for ssh."""
+        self.hang_up()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILL_SECONDS)
+        self._process.kill()
+        self._process.wait()
         for pipe in (self._process.stdout, self._process.stderr):
             if pipe is not None:
                 pipe.close()

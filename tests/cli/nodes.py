@@ -1,0 +1,56 @@
+"""Several `tfdp run` of one job on this machine, as the launchers of its nodes."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+import time
+
+from tests.cli.test_run import DEADLINE_SECONDS, Launcher
+from tfdp.cluster import free_ports
+
+SECRET = "0123456789abcdef"
+
+
+class Nodes(Launcher):
+    """Runs `tfdp run --nodes` in a folder, several times for one job."""
+
+    def __init__(self, folder: pathlib.Path, nodes: int = 2) -> None:
+        super().__init__(folder)
+        self.nodes = nodes
+        self.place = f"127.0.0.1:{free_ports(1)[0]}"
+        secret = folder / "secret"
+        secret.write_text(SECRET, "utf-8")
+        secret.chmod(0o600)
+        self.environment["TFDP_JOB_SECRET_FILE"] = str(secret)
+        self.environment["HOME"] = str(folder)
+
+    def node(self, *arguments: str, **options) -> subprocess.Popen:
+        return self.start(
+            *("--nodes", str(self.nodes), "--rendezvous", self.place),
+            *arguments,
+            **options,
+        )
+
+    def both(self, *arguments: str) -> list[tuple[int, str]]:
+        """Run the same line as nodes 0 and 1; return their codes and outputs."""
+        started = [self.node("--node-rank", str(rank), *arguments) for rank in range(2)]
+        return [ended(process) for process in started]
+
+
+def ended(process: subprocess.Popen) -> tuple[int, str]:
+    """Wait for a launcher; return its code and output."""
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    return process.returncode, output
+
+
+def read_until(process: subprocess.Popen, words: str) -> str:
+    """Read the output of a launcher up to a line with these words."""
+    output, deadline = "", time.monotonic() + DEADLINE_SECONDS
+    while time.monotonic() < deadline:
+        line = process.stdout.readline()
+        output += line
+        if words in line:
+            return output
+        assert line, f"{words!r} is not in {output!r}"
+    raise AssertionError(f"{words!r} did not come: {output!r}")

@@ -1,0 +1,99 @@
+"""Options for several machines: which fit together, and what hosts may look like."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from tfdp.cli.hosts import Host, parse_hosts, read_hostfile
+from tfdp.cli.main import cli
+from tfdp.cli.node_options import DEFAULT_PORT, Place, _place
+
+NODES = ["-n", "1", "--nodes", "2"]
+HOSTS = ["--hosts", "a:1,b:1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (NODES, "need --rendezvous HOST:PORT"),
+        ([*NODES, "--rendezvous", "a", "--node-rank", "2"], "must be from 0 to 1."),
+        ([*NODES, "--rendezvous", "a", "--node-rank", "-1"], "Received: -1"),
+        ([*NODES, "--rendezvous", "a:0"], "it must be HOST:PORT"),
+        ([*NODES, "--rendezvous", "a:99999"], "Received: a:99999"),
+        ([*NODES, "--rendezvous", "http://a:1"], "it must be HOST:PORT"),
+        ([*NODES, "--rendezvous", ""], "it must be HOST:PORT"),
+        (["-n", "1", "--nodes", "0"], "at least 1. Received: 0"),
+        (["-n", "1", "--node-rank", "0"], "--node-rank needs --nodes"),
+        (["-n", "1", "--rendezvous", "a"], "Received: --rendezvous a:29400"),
+        (["-n", "1", "--join-timeout", "3"], "--join-timeout needs --nodes"),
+        (["-n", "1", "--remote-python", "x"], "is for the machines of --hosts"),
+        (["--nodes", "2", "--rendezvous", "a"], "-n"),
+        ([*NODES, "--rendezvous", "a", "--min-workers", "1"], "--min-workers leaves"),
+        ([*NODES, *HOSTS], "--nodes is for a line that is run on each machine"),
+        ([*HOSTS, "--node-rank", "0"], "--node-rank is for a line"),
+        ([*HOSTS, "--min-workers", "1"], "--min-workers leaves out"),
+        (["--hosts", "a:1,a:2"], "each host must be named once"),
+        (["--hosts", "A:1,me@a.:2"], "is there twice"),
+        (["--hosts", "a:0"], "a host must be HOST or HOST:N"),
+        (["--hosts", "a:x"], "'a:x' is none"),
+        (["--hosts", "a,,b"], "'' is none"),
+        (["--hosts", "-oProxyCommand=x"], "is none"),
+        (["--hosts", "a b"], "is none"),
+        (["--hosts", "localhost:1,b:1"], "must have a name by which the others"),
+        (["--hostfile", "missing"], "the hostfile cannot be read: No such file"),
+        (["--hostfile", "."], "the hostfile cannot be read: it is a folder"),
+        ([*HOSTS, "--hostfile", "hosts"], "Give --hosts or --hostfile, not both"),
+    ],
+)
+def test_options_that_do_not_fit_get_one_sentence(
+    tmp_path, monkeypatch, arguments, words
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").touch()
+    (tmp_path / "hosts").write_text("a\n")
+    result = CliRunner().invoke(cli, ["run", *arguments, "script.py"])
+    assert result.exit_code == 2, result.output
+    sentence = result.output.splitlines()[-1]
+    assert words in sentence
+    assert "Received: " in sentence or "Missing option" in sentence
+
+
+def test_hosts_have_a_user_an_address_and_a_number_of_workers():
+    assert parse_hosts("a:4, me@node-1.site:2,[fd00::1]:3,10.0.0.1") == (
+        Host("a", None, 4),
+        Host("node-1.site", "me", 2),
+        Host("fd00::1", None, 3),
+        Host("10.0.0.1", None, None),
+    )
+    assert parse_hosts("me@a")[0].target == "me@a"
+
+
+def test_a_hostfile_has_comments_and_the_slots_of_open_mpi(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("# ours\n\na:4  # the fast one\nb slots=2\nme@c\n")
+    assert read_hostfile(str(path)) == (
+        Host("a", None, 4),
+        Host("b", None, 2),
+        Host("c", "me", None),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("# none\n", "the hostfile names no host"),
+        ("a:1\nb c d\n", "line 2 of the hostfile: a host must be HOST or HOST:N"),
+        ("a:1\na:2\n", "'a' is there twice"),
+    ],
+)
+def test_a_hostfile_that_is_wrong_is_told_with_its_line(tmp_path, text, words):
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=words):
+        read_hostfile(str(path))
+
+
+def test_the_port_of_the_rendezvous_may_be_left_out():
+    assert _place("a") == Place("a", DEFAULT_PORT)
+    assert str(_place("[fd00::1]:7")) == "[fd00::1]:7"

@@ -1,0 +1,269 @@
+"""`tfdp run --nodes`: two launchers of one job, with scripts without TensorFlow."""
+
+from __future__ import annotations
+
+import collections.abc
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.nodes import Nodes, ended, read_until
+from tests.cli.test_run import DEADLINE_SECONDS, STOPS_WITHIN_SECONDS, lines_of
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def nodes(tmp_path) -> collections.abc.Iterator[Nodes]:
+    nodes = Nodes(tmp_path)
+    yield nodes
+    nodes.close()
+
+
+FAILS = """
+pathlib.Path(f"ready-{RANK}").touch()
+if RANK == int(sys.argv[1]):
+    wait_for("ready-0"), wait_for("ready-1"), wait_for("ready-2")
+    sys.exit(7)
+time.sleep(600)
+"""
+WAITS = """
+pathlib.Path(f"ready-{RANK}").touch()
+print("ready", flush=True)
+time.sleep(600)
+"""
+# All but the first attempt come to an end.
+SECOND_TIME = """
+tries = len(list(pathlib.Path(".").glob(f"try-{RANK}-*")))
+pathlib.Path(f"try-{RANK}-{tries}").touch()
+if tries == 0:
+    print("waits", flush=True)
+    time.sleep(600)
+wait_for("try-0-1"), wait_for("try-1-1")
+print("done", len(CONFIG["cluster"]["worker"]), flush=True)
+"""
+
+
+def test_two_nodes_get_one_cluster_and_show_their_own_workers(nodes):
+    nodes.script("print(json.dumps([CONFIG, os.environ['OMP_NUM_THREADS']]))")
+    # No rank: who can listen at the rendezvous is node 0.
+    first = nodes.node("-n", "2", "--log-dir", "logs", "script.py")
+    read_until(first, "this is node 0")
+    second = nodes.node("-n", "1", "--log-dir", "logs", "script.py")
+    outputs = [ended(first), ended(second)]
+    assert [code for code, _ in outputs] == [0, 0], outputs
+    shown = [lines_of(outputs[0][1], 0), lines_of(outputs[0][1], 1)]
+    shown.append(lines_of(outputs[1][1], 2))
+    assert "[worker 2]" not in outputs[0][1]
+    assert "[worker 0]" not in outputs[1][1]
+    configs, threads = zip(*(json.loads(lines[0]) for lines in shown), strict=True)
+    addresses = configs[0]["cluster"]["worker"]
+    assert len(set(addresses)) == 3
+    for rank, config in enumerate(configs):
+        assert config["cluster"] == {"worker": addresses}
+        assert config["task"] == {"type": "worker", "index": rank}
+    # Cores are divided among the workers of a node.
+    assert int(threads[2]) >= int(threads[0])
+    assert sorted(path.name for path in nodes.folder.glob("logs/*")) == [
+        f"worker-{rank}.log" for rank in range(3)
+    ]
+    nodes.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(2, marks=pytest.mark.standard)])
+def test_a_worker_that_fails_ends_all_nodes_with_one_sentence(nodes, rank):
+    nodes.script(FAILS)
+    first = nodes.node("--node-rank", "0", "-n", "2", "script.py", str(rank))
+    second = nodes.node("--node-rank", "1", "-n", "1", "script.py", str(rank))
+    for code, output in (ended(first), ended(second)):
+        assert code == 7
+        assert output.count("failed with exit code 7") == 1
+        node = 1 if rank == 2 else 0
+        assert f"tfdp: worker {rank} on node {node} (" in output
+        assert "; the workers of all nodes were stopped. All that it wrote:" in output
+        assert f"/worker-{rank}.log, there" in output
+    nodes.assert_nothing_is_left()
+
+
+@pytest.mark.standard
+def test_all_nodes_start_again_together(nodes):
+    nodes.script(
+        SECOND_TIME.replace("time.sleep(600)", "sys.exit(3) if RANK else time.sleep(9)")
+    )
+    outputs = nodes.both(
+        *("-n", "1", "--max-restarts", "2", "--log-dir", "logs", "script.py")
+    )
+    assert [code for code, _ in outputs] == [0, 0], outputs
+    for rank, (_, output) in enumerate(outputs):
+        assert lines_of(output, rank)[-1] == "done 2"
+        assert output.count("restart 1 of 2: worker 1 failed with exit code 3") == 1
+        assert "2 workers start again in 1 s" in output
+    history = (nodes.folder / "logs" / "restarts.log").read_text().splitlines()
+    assert len(history) == 1
+    nodes.assert_nothing_is_left()
+
+
+@pytest.mark.standard
+def test_a_node_that_is_killed_ends_the_others_and_is_named(nodes):
+    nodes.script(WAITS)
+    first = nodes.node("--node-rank", "0", "-n", "1", "script.py")
+    second = nodes.node("--node-rank", "1", "-n", "1", "script.py")
+    read_until(first, "[worker 0] ready")
+    read_until(second, "[worker 1] ready")
+    second.kill()
+    code, output = ended(first)
+    assert code == 69
+    assert output.count("tfdp: node 1 (") == 1
+    assert "was lost: it has ended its connection; the workers of all" in output
+    nodes.assert_nothing_is_left(within_seconds=STOPS_WITHIN_SECONDS)
+
+
+@pytest.mark.standard
+def test_a_node_0_that_is_killed_ends_the_others(nodes):
+    nodes.script(WAITS)
+    first = nodes.node("--node-rank", "0", "-n", "1", "script.py")
+    second = nodes.node("--node-rank", "1", "-n", "1", "script.py")
+    read_until(first, "[worker 0] ready")
+    read_until(second, "[worker 1] ready")
+    first.kill()
+    code, output = ended(second)
+    assert code == 69
+    assert f"tfdp: node 0 at {nodes.place} has ended its connection" in output
+    nodes.assert_nothing_is_left(within_seconds=STOPS_WITHIN_SECONDS)
+
+
+@pytest.mark.standard
+def test_a_node_that_comes_back_joins_at_the_next_start(nodes):
+    nodes.script(SECOND_TIME)
+    line = ("-n", "1", "--max-restarts", "1", "script.py")
+    first = nodes.node("--node-rank", "0", *line)
+    second = nodes.node("--node-rank", "1", *line)
+    read_until(first, "[worker 0] waits")
+    read_until(second, "[worker 1] waits")
+    second.kill()
+    read_until(first, "to come back; 1 of 2 nodes is here")
+    again = nodes.node(*line)
+    code, output = ended(first)
+    assert (code, lines_of(output, 0)[-1]) == (0, "done 2")
+    code, output = ended(again)
+    assert (code, lines_of(output, 1)[-1]) == (0, "done 2")
+
+
+@pytest.mark.standard
+@pytest.mark.parametrize(
+    ("signum", "node"), [(signal.SIGINT, 1), (signal.SIGTERM, 0), (signal.SIGHUP, 1)]
+)
+def test_a_signal_to_one_launcher_ends_all(nodes, signum, node):
+    nodes.script(WAITS)
+    line = ("-n", "1", "--max-restarts", "3", "script.py")
+    started = [nodes.node("--node-rank", str(rank), *line) for rank in range(2)]
+    for rank, process in enumerate(started):
+        read_until(process, f"[worker {rank}] ready")
+    started[node].send_signal(signum)
+    outputs = [ended(process) for process in started]
+    assert [code for code, _ in outputs] == [128 + signum] * 2
+    name = signum.name
+    assert f"tfdp: {name} received, stopping the worker" in outputs[node][1]
+    assert f"tfdp: {name} received on node {node} (" in outputs[1 - node][1]
+    assert all("Traceback" not in output for _, output in outputs)
+    nodes.assert_nothing_is_left()
+
+
+@pytest.mark.standard
+def test_who_waits_for_others_can_be_interrupted_and_gives_up_in_time(nodes):
+    nodes.script(WAITS)
+    process = nodes.node("-n", "1", "script.py")
+    read_until(process, "this is node 0")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(STOPS_WITHIN_SECONDS) == 130
+    code, output = ended(nodes.node("-n", "1", "--join-timeout", "1", "script.py"))
+    assert code == 69
+    assert "tfdp: waited 1 s for 2 nodes, and 1 came: node 0 (" in output
+    line = ("--node-rank", "1", "--join-timeout", "1", "-n", "1", "script.py")
+    code, output = ended(nodes.node(*line))
+    assert code == 69
+    assert (
+        f"tfdp: waited 1 s for node 0, and nothing answers at {nodes.place}" in output
+    )
+    process = nodes.node("--node-rank", "1", "-n", "1", "script.py")
+    read_until(process, "this node joins")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(STOPS_WITHIN_SECONDS) == 130
+
+
+@pytest.mark.standard
+def test_timeout_ends_all_nodes(nodes):
+    nodes.script(WAITS)
+    outputs = nodes.both("-n", "1", "--timeout", "4", "script.py")
+    assert [code for code, _ in outputs] == [124, 124], outputs
+    nodes.assert_nothing_is_left()
+
+
+@pytest.mark.standard
+def test_the_line_that_node_0_prints_gives_the_others_the_secret(nodes):
+    nodes.script("print('hello', RANK)")
+    del nodes.environment["TFDP_JOB_SECRET_FILE"]
+    code, output = ended(nodes.node("--node-rank", "1", "-n", "1", "script.py"))
+    assert code == 2
+    assert output.count("\n") == 1
+    assert "and has no secret to show there: paste the line" in output
+    first = nodes.node("-n", "1", "script.py")
+    output = read_until(first, "export TFDP_JOB_SECRET_FILE=")
+    line = output.splitlines()[-1]
+    rest = f"--nodes 2 --rendezvous {nodes.place} -n 1 script.py"
+    done = subprocess.run(
+        ["sh", "-c", f"{line}\nexec {sys.executable} -m tfdp run {rest}"],
+        cwd=nodes.folder,
+        env=nodes.environment,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert lines_of(done.stdout, 1) == ["hello 1"]
+    assert ended(first)[0] == 0
+    assert (nodes.folder / ".tfdp-job-secret").stat().st_mode & 0o777 == 0o600
+
+
+OTHER_VERSION = (
+    "import tfdp; tfdp.__version__ = '9.9'; from tfdp.cli.main import main; "
+)
+
+
+@pytest.mark.standard
+def test_a_node_that_does_not_fit_gets_one_sentence_and_the_others_wait(nodes):
+    nodes.script("print('hello', RANK)")
+    first = nodes.node("-n", "1", "script.py")
+    read_until(first, "this is node 0")
+    line = f"--nodes 2 --rendezvous {nodes.place} -n 1 script.py".split()
+    (nodes.folder / "other").write_text("f" * 16)
+    (nodes.folder / "other").chmod(0o600)
+    other = {
+        **nodes.environment,
+        "TFDP_JOB_SECRET_FILE": str(nodes.folder / "other"),
+    }
+    refused = [
+        (nodes.node("--node-rank", "0", "-n", "1", "script.py"), "Node 0 cannot open"),
+        (nodes.node("-n", "1", "script.py", env=other), "The secret of this node is"),
+        (
+            subprocess.Popen(
+                [sys.executable, "-c", f"{OTHER_VERSION}main({['run', *line]!r})"],
+                cwd=nodes.folder,
+                env=nodes.environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            ),
+            "has tfdp 9.9. Install the same version on all machines.",
+        ),
+    ]
+    for process, words in refused:
+        code, output = ended(process)
+        assert code == 2, output
+        assert "tfdp: error: " in output.splitlines()[-1]
+        assert words in output.splitlines()[-1]
+    assert ended(nodes.node("-n", "1", "script.py"))[0] == 0
+    assert ended(first)[0] == 0
