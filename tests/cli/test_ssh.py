@@ -199,7 +199,13 @@ def test_the_command_of_ssh_quotes_what_it_carries():
     assert command[-1].startswith("exec sh -c ")
     said = shlex.split(shlex.split(command[-1])[-1].replace(";", " ; "))
     assert said[:2] == ["cd", "/it's"]
-    assert said[-5:] == ["PYTHONPATH=/x", "exec", "/my python", "-m", "tfdp.cli.remote"]
+    assert said[-5:] == [
+        "PYTHONPATH=/x y",
+        "exec",
+        "/my python",
+        "-m",
+        "tfdp.cli.remote",
+    ]
 
 
 @pytest.mark.parametrize(

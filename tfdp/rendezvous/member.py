@@ -19,6 +19,7 @@ from tfdp.rendezvous.messages import MAX_LINE_BYTES
 
 _DIAL_SECONDS = 5.0
 _HANDSHAKE_SECONDS = 10.0
+_CANCEL_SECONDS = 1.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 1.0
 
 
@@ -91,9 +92,12 @@ class Member:
 
     def close(self) -> None:
         """End the connection and the thread."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._cancel)
-        self._thread.join()
+        # Again and again: `asyncio.wait_for` of Python 3.10 and 3.11 may swallow a
+        # cancellation that comes together with a message.
+        while self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._cancel)
+            self._thread.join(_CANCEL_SECONDS)
         self._wakes.close()
         self._waker.close()
 

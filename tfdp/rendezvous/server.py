@@ -20,6 +20,7 @@ _MOST_STRANGERS = 256
 _TICK_SECONDS = 0.05
 # For the last words to all nodes.
 _GOODBYE_SECONDS = 3.0
+_CANCEL_SECONDS = 1.0
 
 
 class Server:
@@ -63,12 +64,14 @@ class Server:
         server.close()
         for writer in list(self._strangers):
             writer.transport.abort()
-        if self._handlers:
-            # The nodes end their connections once they know that the job is over.
-            seconds = _GOODBYE_SECONDS if self._coordinator.is_over else 0.0
+        # The nodes end their connections once they know that the job is over.
+        seconds = _GOODBYE_SECONDS if self._coordinator.is_over else 0.0
+        while self._handlers:
             _, late = await asyncio.wait(self._handlers, timeout=seconds)
+            # More than once, for the reason that `Member.close` gives.
             for task in late:
                 task.cancel()
+            seconds = _CANCEL_SECONDS
 
     async def _meet(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
