@@ -1,0 +1,188 @@
+"""`tfdp run` on two hosts with an `sshd` each: training, and faults of every kind."""
+
+from __future__ import annotations
+
+import collections.abc
+import json
+import pathlib
+import re
+import time
+
+import numpy as np
+import pytest
+
+from tests.cli.nodes import ended, read_until
+from tests.cli.sshd_bed import (
+    DEADLINE_SECONDS,
+    FAULTS,
+    WAITS,
+    SshdBed,
+    sshd_bed,
+    strike,
+    why_not,
+)
+from tests.harness.commands import ROOT, run_python
+
+# Nothing else makes hosts while other tests look for what is left of them.
+PROCESS_GROUP = "hosts"
+pytestmark = [pytest.mark.full, pytest.mark.processes, pytest.mark.slow]
+
+SCRIPT = "tests/cli/train_on_hosts.py"
+# A connection that is silent is given up after 15 s, by ssh and by the launchers.
+STOPS_WITHIN_SECONDS = 45.0
+
+
+@pytest.fixture(scope="module")
+def bed(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> collections.abc.Iterator[SshdBed]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with sshd_bed(tmp_path_factory.mktemp("hosts")) as bed:
+        yield bed
+
+
+@pytest.fixture(scope="module")
+def weights() -> list[np.ndarray]:
+    """What one device learns."""
+    done = run_python(SCRIPT, "alone", deadline_seconds=DEADLINE_SECONDS)
+    return weights_in(done.output, num_replicas=1)
+
+
+def weights_in(output: str, num_replicas: int) -> list[np.ndarray]:
+    found = re.findall(r"WEIGHTS (\d+) (\[.*\])", output)
+    assert len(found) == 1, output
+    assert int(found[0][0]) == num_replicas
+    return [np.array(weight) for weight in json.loads(found[0][1])]
+
+
+def assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        scale = max(np.abs(other).max(), 1e-3)
+        assert np.abs(one - other).max() / scale <= 1e-5
+
+
+def test_two_commands_train_as_one_device_does(bed: SshdBed, weights):
+    secret = bed.folder / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    bed.environment["TFDP_JOB_SECRET_FILE"] = str(secret)
+    line = ("--nodes", "2", "--rendezvous", f"{bed.bed.addresses[0]}:29400")
+    script = str(ROOT / SCRIPT)
+    first = bed.start(0, *line, "-n", "2", script)
+    second = bed.start(1, *line, "-n", "1", script)
+    outputs = [ended(process) for process in (first, second)]
+    del bed.environment["TFDP_JOB_SECRET_FILE"]
+    assert [code for code, _ in outputs] == [0, 0], outputs
+    assert_equal(weights_in(outputs[0][1], num_replicas=3), weights)
+    bed.wait_until_empty(0.5)
+
+
+def test_one_command_over_ssh_trains_as_one_device_does(bed: SshdBed, weights):
+    hosts = bed.folder / "hosts"
+    hosts.write_text("host0 slots=1  # the first\nhost1:2\n")
+    process = bed.start(0, "--hostfile", str(hosts), str(ROOT / SCRIPT))
+    code, output = ended(process)
+    assert code == 0, output
+    assert_equal(weights_in(output, num_replicas=3), weights)
+    assert min(bed.bed.bytes_sent()) > 10_000
+    bed.wait_until_empty(5.0)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_named_ends_all_and_leaves_nothing(bed: SshdBed, name: str):
+    code, output, seconds, left_seconds = strike(bed, name)
+    _, expected, words = FAULTS[name]
+    assert code == expected, output
+    assert not words or len(re.findall(words, output)) == 1, output
+    assert output.count("were stopped") == (name in ("worker", "host", "network"))
+    assert seconds < STOPS_WITHIN_SECONDS
+    # Who lost its terminal without a word notices by the silence at the latest.
+    assert left_seconds < STOPS_WITHIN_SECONDS
+
+
+def test_a_network_that_is_cut_ends_two_commands(bed: SshdBed):
+    secret = bed.folder / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    bed.environment["TFDP_JOB_SECRET_FILE"] = str(secret)
+    (bed.folder / "waits.py").write_text(WAITS)
+    line = ("--nodes", "2", "--rendezvous", f"{bed.bed.addresses[0]}:29400")
+    started = [bed.start(host, *line, "-n", "1", "waits.py") for host in range(2)]
+    del bed.environment["TFDP_JOB_SECRET_FILE"]
+    for host, process in enumerate(started):
+        read_until(process, f"[worker {host}] ready")
+    bed.set_link("down")
+    begin = time.monotonic()
+    try:
+        outputs = [ended(process) for process in started]
+    finally:
+        bed.set_link("up")
+    assert time.monotonic() - begin < STOPS_WITHIN_SECONDS
+    assert [code for code, _ in outputs] == [69, 69]
+    assert "node 1 (" in outputs[0][1]
+    assert "was lost: it has not answered for 15 s" in outputs[0][1]
+    assert "node 0 at 10.77.0.1:29400 has not answered for 15 s" in outputs[1][1]
+    bed.wait_until_empty(0.5)
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        ({"key": "other_key"}, "host[01] wants a password, or a key that ssh has not"),
+        ({"known": "no_hosts"}, "The key of host[01] is not known, or has changed"),
+    ],
+)
+def test_an_ssh_that_would_ask_is_an_error_at_once(bed: SshdBed, use, words):
+    bed.use(**use)
+    try:
+        begin = time.monotonic()
+        code, output = ended(bed.start(0, "--hosts", "host0:1,host1:1", SCRIPT))
+    finally:
+        bed.use()
+    assert code == 2
+    assert len(re.findall(f"tfdp: error: {words}", output)) == 1, output
+    assert time.monotonic() - begin < 30
+    bed.wait_until_empty(5.0)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [
+        ("host0:1,nosuchhost.invalid:1", "No host of the name nosuchhost.invalid is"),
+        ("host0:1,10.77.0.9:1", "10.77.0.9 cannot be reached by ssh (ssh: connect"),
+    ],
+)
+def test_a_host_that_is_not_there_is_named(bed: SshdBed, hosts: str, words: str):
+    (bed.folder / "waits.py").write_text(WAITS)
+    code, output = ended(bed.start(0, "--hosts", hosts, "waits.py"))
+    assert code == 2
+    assert f"tfdp: error: {words}" in output
+    bed.wait_until_empty(5.0)
+
+
+def test_a_host_without_tfdp_or_without_the_folder_is_named(bed: SshdBed):
+    bad = {
+        "/usr/bin/env": "has ended with code|has no tfdp",
+        "/no/python": "has no Python at /no/python",
+    }
+    for python, words in bad.items():
+        line = ("--hosts", "host0:1,host1:1", "--remote-python", python, "waits.py")
+        code, output = ended(bed.start(0, *line))
+        assert code == 2
+        assert len(re.findall(f"tfdp: error: .*({words})", output)) == 1, output
+    bed.wait_until_empty(5.0)
+
+
+def test_what_is_kept_on_the_hosts_are_the_logs_alone(bed: SshdBed):
+    folder = pathlib.Path(bed.folder) / "kept"
+    folder.mkdir()
+    (bed.folder / "says.py").write_text("print('hello')")
+    process = bed.start(
+        0, "--hosts", "host0:1,host1:1", "--log-dir", str(folder), "says.py"
+    )
+    assert ended(process)[0] == 0
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "worker-0.log",
+        "worker-1.log",
+    ]
