@@ -245,6 +245,8 @@ FAULTS: dict[str, tuple[Fault, int, str]] = {
     "terminal": (close_terminal, 129, "SIGHUP received, stopping the worker"),
     "launcher": (kill_terminal, -9, ""),
 }
+# Those that a sentence explains, once.
+NAMED = ("worker", "host", "network")
 
 
 def strike(bed: SshdBed, name: str) -> tuple[int, str, float, float]:

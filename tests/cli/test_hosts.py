@@ -15,6 +15,7 @@ from tests.cli.nodes import ended, read_until
 from tests.cli.sshd_bed import (
     DEADLINE_SECONDS,
     FAULTS,
+    NAMED,
     WAITS,
     SshdBed,
     sshd_bed,
@@ -95,7 +96,7 @@ def test_a_fault_is_named_ends_all_and_leaves_nothing(bed: SshdBed, name: str):
     _, expected, words = FAULTS[name]
     assert code == expected, output
     assert not words or len(re.findall(words, output)) == 1, output
-    assert output.count("were stopped") == (name in ("worker", "host", "network"))
+    assert output.count("were stopped") == (name in NAMED)
     assert seconds < STOPS_WITHIN_SECONDS
     # Who lost its terminal without a word notices by the silence at the latest.
     assert left_seconds < STOPS_WITHIN_SECONDS

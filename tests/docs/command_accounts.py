@@ -22,8 +22,11 @@ LIST = "docs/commands.md"
 
 # What commands of ours need that is not everywhere.
 _NEEDS_OF_OURS = {
-    r"^TF_CONFIG=|--nnodes|\$\{?(SLURM|OMPI|PMI)_": "two hosts",
-    r"\btools/two_hosts\b|tools\.bench hosts": "root, for network namespaces",
+    r"^TF_CONFIG=|--nnodes|\btfdp run .*--nodes\b|\$\{?(SLURM|OMPI|PMI)_": "two hosts",
+    r"\btfdp run .*--host(s|file)\b": "two hosts with ssh",
+    r"\btools/(two_hosts|host_faults)\b|tools\.bench hosts": (
+        "root, for network namespaces"
+    ),
     r"--torch-python": "PyTorch",
     r"cifar_resnet\.py --data|serve_latency\.py": "the CIFAR-10 files",
     r"tools\.bench buckets|examples/cifar_resnet\.py": "an hour or more",

@@ -166,6 +166,7 @@ def test_ranks_that_are_wished_are_given_and_the_others_as_nodes_come():
         ({"nodes": 3}, "started with --nodes 2, other with --nodes 3"),
         ({"program": "other.py"}, "Node 0 runs train.py, other runs other.py"),
         ({"rebalance": True}, "other alone has --rebalance"),
+        ({"num_workers": 9000}, "at most 8,192 workers in all. Received: -n 9000"),
     ],
 )
 def test_a_node_that_does_not_fit_is_refused_and_the_job_waits_on(said, words):

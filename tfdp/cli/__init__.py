@@ -6,6 +6,10 @@ their options. `run` checks a `program` and starts a `job` of local workers: `la
 `tracebacks` (lines that are not shown, or once), `screen` (the output of all) on an
 `outlet` (which never blocks), `signals`, `restarts` (what follows a failure) and
 `attempts` (one job after the other).
+On several machines `node_options` say where; the launcher of a `node` takes part in a
+rendezvous (tfdp/rendezvous) by `node_attempts`, and hears the `other_nodes`. By ssh
+(`hosts`, `ssh`) an `ssh_job` starts such launchers as `ssh_worker`s, whose other end is
+`remote`; `remote_line` and `remote_orders` are what goes through the connection.
 `doctor` draws a `topology_tree`; its `--input` runs a script in such a job, by
 `doctor_input`, where each worker is an `input_worker`. `plan` prints a `forecast` with
 its `memory`; `bench` has options of its own in `bench_options`. TensorFlow is imported

@@ -139,7 +139,6 @@ def _place(text: str) -> Place:
 
 _PLACES = types.Checked("place", _place)
 _HOSTS = types.Checked("hosts", parse_hosts)
-_HOSTFILE = types.Checked("hostfile", read_hostfile)
 _OPTIONS = (
     click.option(
         "--nodes",
@@ -175,7 +174,6 @@ _OPTIONS = (
     click.option(
         "--hostfile",
         metavar="FILE",
-        type=_HOSTFILE,
         shell_complete=types.complete_files,
         help="A file with one HOST:N in each line.",
     ),
@@ -185,6 +183,15 @@ _OPTIONS = (
         help="Python of the machines of --hosts. Default: the path of this one.",
     ),
 )
+
+
+def _hosts_in(hostfile: str) -> tuple[Host, ...]:
+    try:
+        return read_hostfile(hostfile)
+    except ValueError as error:
+        raise click.UsageError(
+            f"--hostfile: {error}. Received: --hostfile {hostfile}"
+        ) from error
 
 
 def node_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -204,9 +211,11 @@ def node_options(function: Callable[..., Any]) -> Callable[..., Any]:
             raise click.UsageError(
                 "Give --hosts or --hostfile, not both. Received: both"
             )
+        if hostfile is not None:
+            hosts = _hosts_in(hostfile)
         names = [field.name for field in dataclasses.fields(NodeOptions)]
         given = {name: arguments.pop(name) for name in names if name != "hosts"}
-        where = NodeOptions(hosts=hosts or hostfile, **given)
+        where = NodeOptions(hosts=hosts, **given)
         return function(where=where, **arguments)
 
     for option in reversed(_OPTIONS):

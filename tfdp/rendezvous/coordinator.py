@@ -341,7 +341,7 @@ class Coordinator:
         signum = message.get("signal")
         is_right = isinstance(code, int) and isinstance(signum, int)
         if not is_right or not isinstance(why, str):
-            raise Stranger("it leaves in another way")
+            raise Stranger
         assert isinstance(code, int)
         if not self._has_started and node.hello.node_rank != 0:
             node.link.send({"type": "end", "code": code, "text": ""})
@@ -395,5 +395,5 @@ def _ports(message: Mapping[str, Any], count: int) -> list[int]:
     ports = message.get("ports")
     is_right = isinstance(ports, list) and len(ports) == count
     if not is_right or not all(each in range(1, 65536) for each in ports or ()):
-        raise Stranger("it offers ports in another way")
+        raise Stranger
     return list(ports or ())

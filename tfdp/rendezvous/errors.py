@@ -8,7 +8,14 @@ class RendezvousError(Exception):
 
 
 class Stranger(Exception):
-    """Who is connected is not of this job; nothing of it is believed."""
+    """Who is connected is not of this job; nothing of it is believed.
+
+    Args:
+        reason: String. Defaults to that it does not speak as a node does.
+    """
+
+    def __init__(self, reason: str = "it sends what is no message") -> None:
+        super().__init__(reason)
 
 
 class Lost(Exception):

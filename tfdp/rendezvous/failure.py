@@ -57,5 +57,5 @@ class Failure:
         texts = (fields["reason"], fields["log"])
         is_right = all(isinstance(each, int) for each in ints)
         if not is_right or not all(isinstance(each, str) for each in texts):
-            raise Stranger("it reports a failure in another way")
+            raise Stranger
         return cls(**fields)  # type: ignore[arg-type]

@@ -135,7 +135,7 @@ async def _greeting(reader: asyncio.StreamReader, place: str) -> str:
 def _hex(message: dict[str, Any], key: str) -> str:
     value = message.get(key)
     if not isinstance(value, str) or not _HEX.fullmatch(value):
-        raise Stranger(f"it sends no {key}")
+        raise Stranger
     return value
 
 

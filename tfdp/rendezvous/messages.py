@@ -57,9 +57,9 @@ def decode(line: bytes) -> dict[str, Any]:
     try:
         message = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise Stranger("it sends no JSON") from error
+        raise Stranger from error
     if not isinstance(message, dict):
-        raise Stranger("it sends no JSON object")
+        raise Stranger
     return message
 
 
@@ -109,7 +109,7 @@ class Seal:
         """
         mac, _, rest = line.partition(b" ")
         if not hmac.compare_digest(mac, self._mac(rest)):
-            raise Stranger("a message of its connection was altered on the way")
+            raise Stranger
         return decode(rest)
 
     def _mac(self, line: bytes) -> bytes:

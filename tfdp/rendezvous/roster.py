@@ -13,6 +13,8 @@ from tfdp.rendezvous.hello import Hello
 
 # Who was heard of more recently is there.
 DOUBTFUL_SECONDS = 3.5
+# The addresses of all of them go into one message.
+_MOST_WORKERS = 8192
 
 
 class Link(Protocol):
@@ -112,7 +114,15 @@ class Roster:
                 f"{', '.join(map(str, self.nodes))}. Give another port with "
                 f"--rendezvous for another job. Received: one more node, {host}"
             )
-        return self._other_size(hello) if self.is_settled else None
+        if self.is_settled:
+            return self._other_size(hello)
+        total = sum(n.hello.num_workers for n in self.nodes) + hello.num_workers
+        if total > _MOST_WORKERS:
+            return (
+                f"The nodes of a job must have at most {_MOST_WORKERS:,} workers in "
+                f"all. Received: -n {hello.num_workers} from {host}, {total:,} in all"
+            )
+        return None
 
     def add(self, link: Link, hello: Hello) -> Node:
         """Take a node in, to which nothing is objected.

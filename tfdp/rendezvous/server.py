@@ -122,8 +122,10 @@ class Server:
                 self._coordinator.receive(channel, await channel.receive())
         except RendezvousError as error:
             channel.send({"type": "refused", "text": str(error)})
-        except (Lost, Stranger) as error:
+        except Lost as error:
             how = str(error)
+        except Stranger:
+            how = "has sent what is no message"
         finally:
             beats.cancel()
             self._coordinator.gone(channel, how)
