@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import subprocess
+import sys
 import time
 
 from tests.cli.test_run import DEADLINE_SECONDS, Launcher
@@ -30,6 +31,19 @@ class Nodes(Launcher):
             *("--nodes", str(self.nodes), "--rendezvous", self.place),
             *arguments,
             **options,
+        )
+
+    def python(self, code: str) -> subprocess.Popen:
+        """Run Python code, which calls the command itself."""
+        return subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
 
     def both(self, *arguments: str) -> list[tuple[int, str]]:

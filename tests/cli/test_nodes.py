@@ -228,6 +228,27 @@ def test_the_line_that_node_0_prints_gives_the_others_the_secret(nodes):
     assert (nodes.folder / ".tfdp-job-secret").stat().st_mode & 0o777 == 0o600
 
 
+AN_HOUR_AHEAD = """
+import time
+now = time.time
+time.time = lambda: now() + 3600
+from tfdp.cli.main import main
+"""
+
+
+@pytest.mark.standard
+def test_a_node_whose_clock_is_an_hour_ahead_joins_and_fails_like_any(nodes):
+    nodes.script(FAILS.replace('wait_for("ready-2")', "None"))
+    first = nodes.node("-n", "1", "script.py", "1")
+    read_until(first, "this is node 0")
+    line = f"--nodes 2 --rendezvous {nodes.place} -n 1 script.py 1".split()
+    second = nodes.python(f"{AN_HOUR_AHEAD}main({['run', *line]!r})")
+    for code, output in (ended(first), ended(second)):
+        assert code == 7
+        assert "worker 1 on node 1 (" in output
+    nodes.assert_nothing_is_left()
+
+
 OTHER_VERSION = (
     "import tfdp; tfdp.__version__ = '9.9'; from tfdp.cli.main import main; "
 )
@@ -249,14 +270,7 @@ def test_a_node_that_does_not_fit_gets_one_sentence_and_the_others_wait(nodes):
         (nodes.node("--node-rank", "0", "-n", "1", "script.py"), "Node 0 cannot open"),
         (nodes.node("-n", "1", "script.py", env=other), "The secret of this node is"),
         (
-            subprocess.Popen(
-                [sys.executable, "-c", f"{OTHER_VERSION}main({['run', *line]!r})"],
-                cwd=nodes.folder,
-                env=nodes.environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            ),
+            nodes.python(f"{OTHER_VERSION}main({['run', *line]!r})"),
             "has tfdp 9.9. Install the same version on all machines.",
         ),
     ]

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.cli.nodes import ended, read_until
-from tests.cli.test_nodes import FAILS, WAITS
+from tests.cli.test_nodes import FAILS, SECOND_TIME, WAITS
 from tests.cli.test_run import STOPS_WITHIN_SECONDS, Launcher, lines_of
 from tfdp.cli.hosts import Host
 from tfdp.cli.ssh import describe_failure, ssh_command
@@ -135,6 +135,23 @@ def test_a_host_that_is_killed_is_named_and_ends_all(launcher, host):
     assert code in (69, 137)
     assert output.count("were stopped") == 1
     launcher.assert_nothing_is_left(within_seconds=STOPS_WITHIN_SECONDS)
+
+
+@pytest.mark.standard
+def test_a_host_that_was_lost_is_started_again_and_joins(launcher):
+    launcher.script(SECOND_TIME)
+    line = ("--hosts", "a:1,b:1", "--max-restarts", "1", "script.py")
+    process = launcher.start(*line)
+    read_until(process, "] waits")
+    read_until(process, "] waits")
+    launchers_of(process.pid)[1].kill()
+    code, output = ended(process)
+    assert code == 0, output
+    for rank in range(2):
+        assert lines_of(output, rank)[-1] == "done 2"
+    assert "the connection to b was lost; its launcher is started again" in output
+    assert output.count("restart 1 of 1: worker 1 was lost with node 1 (") == 1
+    launcher.assert_nothing_is_left()
 
 
 def launchers_of(pid: int) -> list[psutil.Process]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections.abc
 import contextlib
 import dataclasses
@@ -315,6 +316,30 @@ def test_a_node_0_that_says_nothing_is_given_up(bed, monkeypatch):
     monkeypatch.setattr(Channel, "receive", impatient)
     monkeypatch.setattr("tfdp.rendezvous.channel.BEAT_SECONDS", 1000.0)
     assert "has not answered for 1 s" in next_of(bed.member(), "lost")["text"]
+
+
+def test_a_member_ends_though_a_cancellation_was_swallowed(bed, monkeypatch):
+    receive, swallowed = Channel.receive, []
+
+    async def deaf(channel: Channel, seconds: float = 15.0) -> dict[str, Any]:
+        try:
+            return await receive(channel, seconds)
+        except asyncio.CancelledError:
+            if swallowed:
+                raise
+            swallowed.append(channel)
+            return {"type": "notice", "text": "one that came at the same time"}
+
+    monkeypatch.setattr(Channel, "receive", deaf)
+    member = bed.member()
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while member._channel is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    begin = time.monotonic()
+    member.close()
+    assert swallowed
+    assert time.monotonic() - begin < DEADLINE_SECONDS
 
 
 def test_only_the_machine_of_the_address_listens():

@@ -327,7 +327,15 @@ def _run_on_hosts(
     with (
         contextlib.closing(SignalPipe()) as signals,
         showing(signals, until=None) as screen,
-        SshJob(hosts, orders, python, screen, signals, settings.grace) as job,
+        SshJob(
+            hosts,
+            orders,
+            python,
+            screen,
+            signals,
+            settings.grace,
+            starts_again=settings.max_restarts > 0,
+        ) as job,
     ):
         screen.message(f"tfdp: starting by ssh on {', '.join(h.name for h in hosts)}")
         return job.run()

@@ -29,6 +29,9 @@ _HEARSAY_SECONDS = 3.0
 _END_SECONDS = 10.0
 # Two launchers that say the same within so long say it once.
 _ECHO_SECONDS = 8.0
+# Between two attempts to bring a host back.
+_RETURN_SECONDS = 2.0
+_LOST_CODES = (CONNECTION_LOST, -signal.SIGTERM, -signal.SIGKILL)
 _OF_WORKER = re.compile(r"\[worker (\d+)\] ?(.*)")
 _OURS = "tfdp: "
 # How the launchers say why all end.
@@ -47,6 +50,8 @@ class SshJob:
         screen: The `Screen` that shows the output.
         signals: The `SignalPipe`.
         grace_seconds: Float, of the workers.
+        starts_again: Bool, whether a host whose connection was lost is started again,
+            to join at the next start of all.
     """
 
     def __init__(
@@ -57,11 +62,15 @@ class SshJob:
         screen: Screen,
         signals: SignalPipe,
         grace_seconds: float,
+        starts_again: bool,
     ) -> None:
         self._hosts, self._orders = hosts, orders
         self._python, self._folder = python, os.getcwd()
         self._screen, self._signals = screen, signals
         self._grace_seconds = grace_seconds
+        self._starts_again = starts_again
+        # Hosts that are to come back, by their place, and when they are tried.
+        self._returns: dict[int, float] = {}
         self._selector = selectors.DefaultSelector()
         self._workers: list[SshWorker] = []
         self._tracebacks = Tracebacks()
@@ -98,12 +107,7 @@ class SshJob:
             Int, the exit code: that of the launcher that ended first of those that
             have failed, 69 if its connection was lost, or 0.
         """
-        for host in self._hosts:
-            command = ssh_command(host, self._python, self._folder)
-            worker = SshWorker(host, command)
-            self._workers.append(worker)
-            for stream in (worker.output, worker.words):
-                self._selector.register(stream, selectors.EVENT_READ, (worker, stream))
+        self._workers = [self._start(host) for host in self._hosts]
         started_at = time.monotonic()
         try:
             self._wait(started_at)
@@ -111,11 +115,18 @@ class SshJob:
             self._show_rest()
         return self._code or 0
 
+    def _start(self, host: Host) -> SshWorker:
+        worker = SshWorker(host, ssh_command(host, self._python, self._folder))
+        for stream in (worker.output, worker.words):
+            self._selector.register(stream, selectors.EVENT_READ, (worker, stream))
+        return worker
+
     def _wait(self, started_at: float) -> None:
         while any(worker.is_running for worker in self._workers):
             self._turn()
             now = time.monotonic()
             self._heed_signals(now)
+            self._bring_back(now)
             if now - started_at >= _ANSWER_SECONDS:
                 self._give_up_silent()
             if now >= self._dismiss_at:
@@ -205,13 +216,22 @@ class SshJob:
         code = worker.exit_code or 0
         if not code or worker.is_dismissed:
             return
-        if worker.version is None:
+        is_lost = code in _LOST_CODES and worker.is_ordered
+        if (is_lost or worker.is_return) and self._may_return(worker):
+            if is_lost:
+                self._say(
+                    f"{_OURS}the connection to {worker.host.target} was lost; its "
+                    "launcher is started again"
+                )
+            index = self._workers.index(worker)
+            self._returns[index] = time.monotonic() + _RETURN_SECONDS
+        elif worker.version is None:
             said = [line for line in worker.errors if line.strip()]
             self._fail(
                 2,
                 describe_failure(worker.host, code, said, self._python, self._folder),
             )
-        elif code in (CONNECTION_LOST, -signal.SIGTERM, -signal.SIGKILL):
+        elif is_lost:
             last = worker.errors[-1].strip() if worker.errors else "no reason given"
             self._lost_text = self._lost_text or (
                 f"{_OURS}the connection to {worker.host.target} was lost ({last}); the "
@@ -220,6 +240,24 @@ class SshJob:
             self._fail(NODE_LOST)
         else:
             self._fail(code)
+
+    def _may_return(self, lost: SshWorker) -> bool:
+        """Return whether somebody waits for a host that was lost."""
+        others = any(w.is_running for w in self._workers if w is not lost)
+        return (
+            self._starts_again
+            and others
+            and self._code is None
+            and lost is not self._workers[0]  # node 0, with which all end
+        )
+
+    def _bring_back(self, now: float) -> None:
+        for index in [i for i, at in self._returns.items() if now >= at]:
+            del self._returns[index]
+            if self._code is None and self._may_return(self._workers[index]):
+                self._workers[index].close()
+                self._workers[index] = self._start(self._hosts[index])
+                self._workers[index].is_return = True
 
     def _fail(self, code: int, text: str = "") -> None:
         """Note the first failure; the other launchers end, or are told to."""
@@ -264,7 +302,8 @@ class SshJob:
 
     def _give_up_silent(self) -> None:
         for worker in self._workers:
-            if worker.is_running and worker.version is None:
+            is_silent = worker.version is None and not worker.is_return
+            if worker.is_running and is_silent:
                 self._fail(
                     2,
                     f"tfdp has not started on {worker.host.target} within "

@@ -60,6 +60,7 @@ class SshWorker:
         host: `Host`.
         version: String, of tfdp there, or `None` while it has not answered.
         is_ordered: Bool, whether it was told what to run.
+        is_return: Bool, whether it was started again, after a lost connection.
         is_dismissed: Bool, whether it was told to end because of another host.
         errors: Deque of strings, the last lines of its errors.
         exit_code: Int, that of ssh, or `None` while it runs.
@@ -71,7 +72,7 @@ class SshWorker:
     def __init__(self, host: Host, command: list[str]) -> None:
         self.host = host
         self.version: str | None = None
-        self.is_ordered = self.is_dismissed = False
+        self.is_ordered = self.is_dismissed = self.is_return = False
         self.errors: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self.exit_code: int | None = None
         self._ended_at: float | None = None
