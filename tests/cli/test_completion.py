@@ -61,7 +61,7 @@ def complete(tmp_path) -> Callable[[str], str]:
     ("words", "completed"),
     [
         ("tfdp r", "run"),
-        ("tfdp run --n", "--num-workers"),
+        ("tfdp run --nu", "--num-workers"),
         ("tfdp bench train --scaling w", "weak"),
     ],
 )

@@ -187,7 +187,7 @@ def test_a_host_with_another_version_or_no_tfdp_is_told(launcher):
     launcher.script(WAITS)
     python = launcher.folder / "python"
     for body, words in (
-        ('echo \'{"tfdp": "9.9"}\'; sleep 30', "has tfdp 9.9, this machine has"),
+        ('echo \'{"tfdp": "9.9"}\'; exec sleep 30', "has tfdp 9.9, this machine has"),
         (f'exec {sys.executable} -I -S "$@"', "has no tfdp, or another version"),
     ):
         python.write_text(f"#!/bin/sh\n{body}\n")

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 
+from tfdp.cluster import counted
 from tfdp.rendezvous.address import is_loopback
 
 _MOST_HOSTS = 1024
@@ -108,7 +109,7 @@ def _parse(word: str) -> Host:
 
 def _checked(hosts: list[Host]) -> tuple[Host, ...]:
     if len(hosts) > _MOST_HOSTS:
-        raise ValueError(f"there must be at most {_MOST_HOSTS} hosts")
+        raise ValueError(f"there must be at most {counted(_MOST_HOSTS, 'host')}")
     seen: set[str] = set()
     for host in hosts:
         name = host.name.lower().rstrip(".")

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tfdp.cluster import counted
 from tfdp.rendezvous.errors import Stranger
 
 MAX_LINE_BYTES = 1 << 16
@@ -33,7 +34,9 @@ def encode(message: Mapping[str, Any]) -> bytes:
     """
     line = json.dumps(dict(message), separators=(",", ":")).encode() + b"\n"
     if len(line) > MAX_LINE_BYTES - _MAC_DIGITS - 1:
-        raise ValueError(f"The message is too long. Received: {len(line)} bytes")
+        raise ValueError(
+            f"The message is too long. Received: {counted(len(line), 'byte')}"
+        )
     return line
 
 

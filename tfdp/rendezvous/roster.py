@@ -119,8 +119,8 @@ class Roster:
         total = sum(n.hello.num_workers for n in self.nodes) + hello.num_workers
         if total > _MOST_WORKERS:
             return (
-                f"The nodes of a job must have at most {_MOST_WORKERS:,} workers in "
-                f"all. Received: -n {hello.num_workers} from {host}, {total:,} in all"
+                "The nodes of a job must have at most "
+                f"{counted(_MOST_WORKERS, 'worker')} in all. Received: -n {hello.num_workers} from {host}, {total:,} in all"
             )
         return None
 
