@@ -60,9 +60,7 @@ def tf_configs_of_kubeflow(job: dict) -> list[str]:
     ]
 
 
-def run_container(
-    container: dict, index: int, folder: Path, **environment: str
-) -> str:
+def run_container(container: dict, index: int, folder: Path, **environment: str) -> str:
     """Runs the command of a pod with a `python` that prints `TF_CONFIG`."""
     program = folder / "python"
     program.write_text('#!/bin/sh\nprintf "%s" "$TF_CONFIG"\n', "utf-8")

@@ -120,7 +120,8 @@ class Roster:
         if total > _MOST_WORKERS:
             return (
                 "The nodes of a job must have at most "
-                f"{counted(_MOST_WORKERS, 'worker')} in all. Received: -n {hello.num_workers} from {host}, {total:,} in all"
+                f"{counted(_MOST_WORKERS, 'worker')} in all. Received: "
+                f"-n {hello.num_workers} from {host}, {total:,} in all"
             )
         return None
 
