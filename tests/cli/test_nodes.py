@@ -7,11 +7,13 @@ import json
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
 from tests.cli.nodes import Nodes, ended, read_until
 from tests.cli.test_run import DEADLINE_SECONDS, STOPS_WITHIN_SECONDS, lines_of
+from tfdp.coordination.preemption import PREEMPTED
 
 pytestmark = pytest.mark.processes
 
@@ -169,6 +171,38 @@ def test_a_signal_to_one_launcher_ends_all(nodes, signum, node):
     assert f"tfdp: {name} received, stopping the worker" in outputs[node][1]
     assert f"tfdp: {name} received on node {node} (" in outputs[1 - node][1]
     assert all("Traceback" not in output for _, output in outputs)
+    nodes.assert_nothing_is_left()
+
+
+@pytest.mark.standard
+@pytest.mark.parametrize("node", [0, 1])
+def test_training_that_was_saved_ends_all_nodes_with_code_75(nodes, node):
+    nodes.script(
+        f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({PREEMPTED}))" + WAITS
+    )
+    line = ("-n", "1", "--max-restarts", "3", "script.py")
+    started = [nodes.node("--node-rank", str(rank), *line) for rank in range(2)]
+    for rank, process in enumerate(started):
+        read_until(process, f"[worker {rank}] ready")
+    started[node].send_signal(signal.SIGTERM)
+    outputs = [ended(process) for process in started]
+    assert [code for code, _ in outputs] == [PREEMPTED] * 2, outputs
+    assert "training was preempted and is saved" in outputs[node][1]
+    assert all("restart " not in output for _, output in outputs)
+
+
+@pytest.mark.standard
+def test_a_node_that_is_done_can_end_the_others(nodes):
+    nodes.script("if RANK == 0:\n    time.sleep(600)\nprint('done')")
+    started = [
+        nodes.node("--node-rank", str(rank), "-n", "1", "script.py")
+        for rank in range(2)
+    ]
+    read_until(started[1], "[worker 1] done")
+    time.sleep(0.5)
+    started[1].send_signal(signal.SIGINT)
+    outputs = [ended(process) for process in started]
+    assert [code for code, _ in outputs] == [130, 130], outputs
     nodes.assert_nothing_is_left()
 
 

@@ -10,16 +10,25 @@ import re
 import shlex
 import signal
 import stat
+import subprocess
 import sys
+import time
 
 import psutil
 import pytest
 
 from tests.cli.nodes import ended, read_until
 from tests.cli.test_nodes import FAILS, SECOND_TIME, WAITS
-from tests.cli.test_run import STOPS_WITHIN_SECONDS, Launcher, lines_of
+from tests.cli.test_run import (
+    DEADLINE_SECONDS,
+    STOPS_WITHIN_SECONDS,
+    Launcher,
+    lines_of,
+)
 from tfdp.cli.hosts import Host
+from tfdp.cli.remote_line import BEAT, order
 from tfdp.cli.ssh import describe_failure, ssh_command
+from tfdp.cluster import free_ports
 
 pytestmark = pytest.mark.processes
 
@@ -77,6 +86,16 @@ def test_all_hosts_show_their_workers_on_one_terminal(launcher):
 
 
 @pytest.mark.standard
+def test_arguments_longer_than_a_pipe_holds_reach_all_hosts(launcher):
+    launcher.script("print(len(sys.argv), sum(map(len, sys.argv)))")
+    words = ["x" * 50_000] * 6
+    result = launcher.run("--hosts", "a:1,b:1", "script.py", *words)
+    assert result.returncode == 0, result.stdout[-2000:]
+    expected = f"7 {300_000 + len('script.py')}"
+    assert lines_of(result.stdout, 0) == lines_of(result.stdout, 1) == [expected]
+
+
+@pytest.mark.standard
 def test_a_worker_that_fails_ends_all_hosts_with_one_sentence(launcher):
     launcher.script(FAILS)
     result = launcher.run("--hosts", "a:2,b:1", "script.py", "2")
@@ -121,6 +140,40 @@ def test_nothing_is_left_when_the_terminals_launcher_is_killed(launcher):
     process.kill()
     process.wait()
     launcher.assert_nothing_is_left(within_seconds=STOPS_WITHIN_SECONDS)
+
+
+SILENT = """
+from tfdp.cli import remote
+remote.SILENT_SECONDS = 1.0
+remote.main()
+"""
+
+
+@pytest.mark.standard
+def test_a_connection_that_is_silent_ends_what_runs_behind_it(launcher):
+    launcher.script(WAITS)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SILENT],
+        cwd=launcher.folder,
+        env=launcher.environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    place = f"127.0.0.1:{free_ports(1)[0]}"
+    words = ["run", "--nodes", "1", "--rendezvous", place, "-n", "1", "script.py"]
+    process.stdin.write(order(words, "0123456789abcdef", 5.0))
+    process.stdin.flush()
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not (launcher.folder / "ready-0").exists():
+        assert time.monotonic() < deadline
+        process.stdin.write(BEAT)
+        process.stdin.flush()
+        time.sleep(0.2)
+    # The pipe stays open, as that of an sshd whose network has gone.
+    assert process.wait(STOPS_WITHIN_SECONDS) == 128 + signal.SIGHUP
+    launcher.assert_nothing_is_left()
+    process.stdin.close()
+    process.stdout.close()
 
 
 @pytest.mark.standard

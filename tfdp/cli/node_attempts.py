@@ -20,10 +20,11 @@ from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
 from tfdp.cli.worker import signal_name
 from tfdp.cluster import Cluster, free_ports
+from tfdp.coordination.preemption import PREEMPTED
 from tfdp.rendezvous.failure import NODE_LOST
 
 _TURN_SECONDS = 0.2
-# For node 0 to answer a node that leaves; workers that have to end first take longer.
+# For node 0 to answer a node that leaves, beside the grace of workers that end first.
 _GOODBYE_SECONDS = 2.0
 
 
@@ -150,6 +151,7 @@ class NodeAttempts:
             raise click.ClickException(
                 f"A worker could not be started: {error}"
             ) from error
+        code = PREEMPTED if job.is_preempted else code
         self._others.tell_end(code, has_saved=job.is_preempted)
         if self._others.has_left:
             self._num_heeded = len(self._signals.received)
@@ -221,4 +223,6 @@ class NodeAttempts:
         self._screen.message(f"tfdp: {why}, the job ends")
         self._others.leave(why, code, signum)
         self._num_heeded, self._code_of_end = len(self._signals.received), code
-        self._answer_until = time.monotonic() + _GOODBYE_SECONDS
+        has_joined = self._logs is not None
+        wait = _GOODBYE_SECONDS + (self._grace_seconds if has_joined else 0.0)
+        self._answer_until = time.monotonic() + wait

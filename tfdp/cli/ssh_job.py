@@ -157,6 +157,7 @@ class SshJob:
             self._print(rank, self._tracebacks.due(rank))
         self._beat()
         for worker in self._workers:
+            worker.flush()
             if worker.poll():
                 self._note_end(worker)
         self._screen.refresh()
@@ -165,7 +166,8 @@ class SshJob:
         if time.monotonic() >= self._beat_at:
             self._beat_at = time.monotonic() + remote_line.BEAT_SECONDS
             for worker in self._workers:
-                worker.send(remote_line.BEAT)
+                if worker.is_running:
+                    worker.send(remote_line.BEAT)
 
     def _show(self, worker: SshWorker, line: str) -> None:
         """Show a line of a host: its workers', or its launcher's own words."""

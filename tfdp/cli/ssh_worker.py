@@ -76,6 +76,7 @@ class SshWorker:
         self.errors: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
         self.exit_code: int | None = None
         self._ended_at: float | None = None
+        self._unsent = b""
         # A session of its own: no question on the terminal, no Ctrl-C from there.
         self._process = subprocess.Popen(
             command,
@@ -103,9 +104,16 @@ class SshWorker:
         return self.version is not None
 
     def send(self, data: bytes) -> None:
-        """Send a line; to who reads nothing, nothing is sent."""
+        """Send a line, as soon as the other end reads; does not wait for it."""
+        self._unsent += data
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is left of the lines that did not fit into the pipe."""
         with contextlib.suppress(OSError, ValueError):
-            os.write(self._stdin.fileno(), data)
+            while self._unsent:
+                size = os.write(self._stdin.fileno(), self._unsent)
+                self._unsent = self._unsent[size:]
 
     def hang_up(self) -> None:
         """End the connection; does not wait for it."""
