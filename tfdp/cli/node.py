@@ -9,7 +9,6 @@ import pathlib
 import platform
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import tfdp
 from tfdp.cli.node_options import NodeOptions, Place
@@ -60,14 +59,16 @@ class NodePolicy:
         return Restart(following.pause_seconds, following.line)
 
 
-def make_hello(where: NodeOptions, num_workers: int, script: str, **said: Any) -> Hello:
+def make_hello(
+    where: NodeOptions, num_workers: int, script: str, rebalance: bool
+) -> Hello:
     """Return what this node says of itself.
 
     Args:
         where: `NodeOptions`.
         num_workers: Int, that it will start.
         script: String, the script or module.
-        **said: Further fields of `Hello`.
+        rebalance: Bool, whether rows follow the workers' speed.
     """
     assert where.nodes is not None
     return Hello(
@@ -76,9 +77,9 @@ def make_hello(where: NodeOptions, num_workers: int, script: str, **said: Any) -
         nodes=where.nodes,
         num_workers=num_workers,
         program=os.path.basename(script),
+        rebalance=rebalance,
         host=socket.gethostname(),
         node_rank=where.node_rank,
-        **said,
     )
 
 
