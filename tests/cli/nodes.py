@@ -52,9 +52,11 @@ class Nodes(Launcher):
         return [ended(process) for process in started]
 
 
-def ended(process: subprocess.Popen) -> tuple[int, str]:
+def ended(
+    process: subprocess.Popen, seconds: float = DEADLINE_SECONDS
+) -> tuple[int, str]:
     """Wait for a launcher; return its code and output."""
-    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    output, _ = process.communicate(timeout=seconds)
     return process.returncode, output
 
 

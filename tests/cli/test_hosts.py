@@ -72,7 +72,7 @@ def test_two_commands_train_as_one_device_does(bed: SshdBed, weights):
     script = str(ROOT / SCRIPT)
     first = bed.start(0, *line, "-n", "2", script)
     second = bed.start(1, *line, "-n", "1", script)
-    outputs = [ended(process) for process in (first, second)]
+    outputs = [ended(process, DEADLINE_SECONDS) for process in (first, second)]
     del bed.environment["TFDP_JOB_SECRET_FILE"]
     assert [code for code, _ in outputs] == [0, 0], outputs
     assert_equal(weights_in(outputs[0][1], num_replicas=3), weights)
@@ -83,10 +83,25 @@ def test_one_command_over_ssh_trains_as_one_device_does(bed: SshdBed, weights):
     hosts = bed.folder / "hosts"
     hosts.write_text("host0 slots=1  # the first\nhost1:2\n")
     process = bed.start(0, "--hostfile", str(hosts), str(ROOT / SCRIPT))
-    code, output = ended(process)
+    code, output = ended(process, DEADLINE_SECONDS)
     assert code == 0, output
     assert_equal(weights_in(output, num_replicas=3), weights)
     assert min(bed.bed.bytes_sent()) > 10_000
+    bed.wait_until_empty(5.0)
+
+
+def test_training_goes_on_after_a_worker_was_killed_and_ends_as_one_device_does(
+    bed: SshdBed, weights
+):
+    folder = bed.folder / "saved"
+    folder.mkdir()
+    line = ("--hosts", "host0:1,host1:1", "--max-restarts", "1")
+    process = bed.start(0, *line, str(ROOT / SCRIPT), str(folder))
+    code, output = ended(process, DEADLINE_SECONDS)
+    assert code == 0, output
+    assert output.count("restart 1 of 1: worker 1 was killed by SIGKILL") == 1
+    assert (folder / "has died").exists()
+    assert_equal(weights_in(output, num_replicas=2), weights)
     bed.wait_until_empty(5.0)
 
 
