@@ -9,6 +9,7 @@ from typing import Any
 from tfdp.bench.channel import Arm, Arms, OnDemand, work
 from tfdp.bench.models import Model
 from tfdp.bench.training import barrier, make_strategy, timed, training_step
+from tools.bench.all_reduce import BUCKETS
 from tools.bench.resident import peak_bytes, peak_of, reset_peak, resident_bytes
 
 OPTIMIZERS = {"adam": "Adam", "sgd": "SGD"}
@@ -64,6 +65,7 @@ def trained(strategy: Any, setup: dict[str, Any], options: dict[str, Any]) -> Tr
 
 def memory_arms(strategy: Any, setup: dict[str, Any]) -> dict[str, Arm]:
     """Peaks of resident memory of one stage, and the sizes of its units."""
+    _send_once(strategy)
     found = trained(strategy, setup, setup["options"])
 
     def step() -> None:
@@ -75,6 +77,19 @@ def memory_arms(strategy: Any, setup: dict[str, Any]) -> dict[str, Arm]:
         "resident": lambda steps: resident_bytes(),
         "largest unit": lambda steps: largest_unit_bytes(found.optimizer),
     }
+
+
+def _send_once(strategy: Any) -> None:
+    """Let the transport take the memory that it keeps, whatever the model."""
+    import tensorflow as tf
+
+    def replica() -> Any:
+        values = [tf.zeros([length]) for length in BUCKETS]
+        sums = tf.distribute.get_replica_context().all_reduce("SUM", values)
+        return tf.add_n([total[0] for total in sums])
+
+    step = tf.function(lambda: strategy.run(replica))
+    strategy.experimental_local_results(step())[0].numpy()
 
 
 def largest_unit_bytes(optimizer: Any) -> int:
