@@ -68,6 +68,9 @@ class BackwardGathers:
         )
         self._begin = passes[0][0] if passes else 0
         self._done = 0
+        # Reduced gradients, and how many of them a gather waits for.
+        self._reduced: list[tf.Operation] = []
+        self._num_awaited = 0
 
     def up_to(self, age: int) -> None:
         """Gather what operations of at most an age use, and what is prefetched then.
@@ -79,6 +82,18 @@ class BackwardGathers:
         if needed:
             self._gather(needed + self._prefetch(needed - 1))
 
+    def note_reduced(self, piece: tf.Tensor) -> None:
+        """Let later gathers wait until gradients have been reduced.
+
+        The backward pass would run ahead where communication is slower, and pile up
+        gradients. Those of the last unit are not waited for.
+
+        Args:
+            piece: Tensor, what a reduce-scatter returns.
+        """
+        if piece.graph is self._step.graph:
+            self._reduced.append(piece.op)
+
     def all(self) -> None:
         """Gather the rest."""
         self._gather(len(self._waiting))
@@ -88,6 +103,7 @@ class BackwardGathers:
             gathered, uses = self._waiting[number]
             unit = gathered.unit
             gate = self._gate(number - 1 - self._prefetch(number))
+            gate += self._take_reduced()
             in_node = unit.options.reshard_after_forward == "node"
             pieces = gathered.pieces if in_node else None
             with self._step.graph.as_default():
@@ -96,6 +112,12 @@ class BackwardGathers:
                 for use in uses:
                     _compat.set_input(use.op, use.index, again.tensor(use.tensor))
             self._done += 1
+
+    def _take_reduced(self) -> list[tf.Operation]:
+        """The reduced gradients that no gather waits for yet, but for the last ones."""
+        found = self._reduced[self._num_awaited : -1]
+        self._num_awaited += len(found)
+        return found
 
     def _prefetch(self, number: int) -> int:
         return self._waiting[number][0].unit.options.prefetch

@@ -7,7 +7,7 @@ and units, next to no values in them, over a transport that has sent as much.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import functools
 from typing import Any
 
 from tfdp.bench.machine import torch_version
@@ -15,10 +15,10 @@ from tfdp.bench.models import Model
 from tfdp.bench.sides import started
 from tools.bench.lean_side import WITHOUT_CACHES, LeanSide
 from tools.bench.models import EMPTY, LARGE
+from tools.bench.parameters import TORCH_ARMS
 from tools.bench.report import Arguments, Figure, Report
 
 MB = 1e6
-NUM_WORKERS = (2, 4)
 BATCH_SIZE = 1
 # A slope over these is memory of activations: at such sizes they are at the peak.
 BATCHES_OF_SLOPE = (16, 32)
@@ -33,11 +33,16 @@ ARMS: dict[str, dict[str, Any]] = {
     "stage 3, deferred": _DEFERRED,
     "stage 3, deferred, kept": {**_DEFERRED, "reshard_after_forward": False},
 }
-TORCH_ARMS: dict[str, dict[str, Any]] = {
-    "DDP": {"sharded": False},
-    "FSDP2": {"sharded": True},
-    "FSDP2, kept": {"sharded": True, "reshard_after_forward": False},
+# Which of them are measured: the rest says nothing new.
+MEASURED: dict[tuple[int, str], tuple[str, ...]] = {
+    (2, "adam"): tuple(ARMS),
+    (2, "sgd"): ("stage 0", "stage 2", "stage 3, deferred"),
+    (4, "adam"): ("stage 0", "stage 1", "stage 2", "stage 3, deferred"),
 }
+# What a process has without parameters depends on the graph only: by arm.
+_BASE_OF = {"stage 0": "stage 0", "stage 1": "stage 2", "stage 2": "stage 2"}
+_BASE_OF_SHARDED = "stage 3, deferred"
+_TORCH_WORKER = "tools.bench.fsdp_worker"
 LIMIT = 1.1
 # As many units as the large model has by default.
 _BUCKET_MB_OF_EMPTY = 4 * EMPTY.num_parameters / 8 / 2**20
@@ -90,12 +95,12 @@ def run(args: Arguments) -> None:
     report = Report(args, setting)
     activations = _activation_bytes() * BATCH_SIZE
     report.add(Figure("activations, MB", round(activations / MB, 1)))
-    for num_workers in NUM_WORKERS:
-        for optimizer in SLOTS:
-            table = _Table(report, optimizer, num_workers, activations)
-            table.measure(ARMS)
-            if torch is not None:
-                table.measure_torch(args.torch_python)
+    for (num_workers, optimizer), arms in MEASURED.items():
+        table = _Table(report, optimizer, num_workers, activations)
+        for arm in arms:
+            table.measure(arm)
+        for arm in TORCH_ARMS if torch is not None else ():
+            table.measure_torch(arm, args.torch_python)
     report.finish()
 
 
@@ -106,41 +111,29 @@ class _Table:
         report: `Report`, which gets them.
         optimizer: String, its name.
         num_workers: Int.
-        activations: Int, bytes of them.
+        activations: Float, bytes of them.
     """
 
     def __init__(
-        self, report: Report, optimizer: str, num_workers: int, activations: int
+        self, report: Report, optimizer: str, num_workers: int, activations: float
     ) -> None:
         self._report = report
         self._optimizer, self._num_workers = optimizer, num_workers
         self._activations = activations
         self._title = f"{optimizer}, {num_workers} workers"
 
-    def measure(self, arms: Iterable[str]) -> None:
-        """Train at some stages, one after the other."""
-        for arm in arms:
-            setup = {
-                "benchmark": "memory",
-                "strategy": "tfdp",
-                "optimizer": self._optimizer,
-                "batch_size": BATCH_SIZE,
-                "options": ARMS[arm],
-            }
-            module = "tools.bench.parameters_worker"
-            base = _peaks(module, setup, EMPTY, self._num_workers)
-            found = _peaks(module, setup, LARGE, self._num_workers)
-            self._add(arm, found.above(base))
+    def measure(self, arm: str) -> None:
+        """Train at a stage."""
+        base = _base(_BASE_OF.get(arm, _BASE_OF_SHARDED), self._num_workers)
+        found = _peaks(_setup(arm, self._optimizer), LARGE, self._num_workers)
+        self._add(arm, found.above(base))
 
-    def measure_torch(self, python: str) -> None:
+    def measure_torch(self, arm: str, python: str) -> None:
         """Train the same model by PyTorch."""
-        for arm, options in TORCH_ARMS.items():
-            setup = {"benchmark": "memory", "optimizer": self._optimizer, **options}
-            setup["batch_size"] = BATCH_SIZE
-            module = "tools.bench.fsdp_worker"
-            base = _peaks(module, setup, EMPTY, self._num_workers, python)
-            found = _peaks(module, setup, LARGE, self._num_workers, python)
-            self._add(f"PyTorch, {arm}", found.above(base))
+        base = _base_of_torch(arm, self._num_workers, python)
+        setup = _setup_of_torch(arm, self._optimizer)
+        found = _peaks(setup, LARGE, self._num_workers, python)
+        self._add(f"PyTorch, {arm}", found.above(base))
 
     def _add(self, arm: str, found: Peaks) -> None:
         self._report.keep("bytes", f"{self._title}, {arm}", dataclasses.asdict(found))
@@ -162,14 +155,41 @@ class _Table:
         return state / self._num_workers + units + self._activations
 
 
+def _setup(arm: str, optimizer: str, batch_size: int = BATCH_SIZE) -> dict[str, Any]:
+    return {
+        "benchmark": "memory",
+        "strategy": "tfdp",
+        "optimizer": optimizer,
+        "batch_size": batch_size,
+        "options": ARMS[arm],
+    }
+
+
+def _setup_of_torch(arm: str, optimizer: str) -> dict[str, Any]:
+    return {
+        "benchmark": "memory",
+        "optimizer": optimizer,
+        "batch_size": BATCH_SIZE,
+        **TORCH_ARMS[arm],
+    }
+
+
+@functools.cache
+def _base(arm: str, num_workers: int) -> Peaks:
+    return _peaks(_setup(arm, "adam"), EMPTY, num_workers)
+
+
+@functools.cache
+def _base_of_torch(arm: str, num_workers: int, python: str) -> Peaks:
+    return _peaks(_setup_of_torch(arm, "adam"), EMPTY, num_workers, python)
+
+
 def _peaks(
-    module: str,
-    setup: dict[str, Any],
-    model: Model,
-    num_workers: int,
-    python: str | None = None,
+    setup: dict[str, Any], model: Model, num_workers: int, python: str | None = None
 ) -> Peaks:
+    """Train in processes of their own; `python` is that of PyTorch."""
     told = {**setup, "model": dataclasses.asdict(model)}
+    module = "tools.bench.parameters_worker" if python is None else _TORCH_WORKER
     if model == EMPTY:
         told["communication"] = {"bucket_mb": _BUCKET_MB_OF_EMPTY}
     side = LeanSide("memory", module, told, num_workers, python)
@@ -182,11 +202,7 @@ def _peaks(
 
 def _activation_bytes() -> float:
     """Bytes of the activations of one sample: the slope of the peak over the batch."""
-    setup = {"benchmark": "memory", "strategy": "tfdp", "optimizer": "sgd"}
-    peaks = []
-    for batch_size in BATCHES_OF_SLOPE:
-        told = {**setup, "batch_size": batch_size, "options": ARMS["stage 0"]}
-        found = _peaks("tools.bench.parameters_worker", told, LARGE, 1)
-        peaks.append(found.step)
+    setups = [_setup("stage 0", "sgd", batch) for batch in BATCHES_OF_SLOPE]
+    less, more = (_peaks(setup, LARGE, 1).step for setup in setups)
     first, last = BATCHES_OF_SLOPE
-    return (peaks[1] - peaks[0]) / (last - first)
+    return (more - less) / (last - first)

@@ -8,8 +8,9 @@ from typing import Any
 
 from tfdp.bench.channel import Arm, Arms, OnDemand, work
 from tfdp.bench.models import Model
-from tfdp.bench.training import barrier, make_strategy, timed, training_step
+from tfdp.bench.training import barrier, make_strategy, training_step
 from tools.bench.all_reduce import BUCKETS
+from tools.bench.metered import metered
 from tools.bench.resident import peak_bytes, peak_of, reset_peak, resident_bytes
 
 OPTIMIZERS = {"adam": "Adam", "sgd": "SGD"}
@@ -119,7 +120,7 @@ def time_arms(strategy: Any, setup: dict[str, Any]) -> OnDemand[Arm]:
             return lambda steps: sent[stage]
         found = trained(strategy, setup, told[stage])
         sent[stage] = _sent_bytes(found.step)
-        return timed(found.step, meet)
+        return metered(found.step, lambda loss: loss.numpy(), lambda: meet().numpy())
 
     return OnDemand(make, lambda name: "all")
 
