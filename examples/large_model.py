@@ -137,7 +137,8 @@ def main() -> None:
     if is_chief:
         first, last = fitted.history["loss"]
         print(f"training loss: from {first:.4f} to {last:.4f} nats")
-        print(f"peak of memory: {limit.peak_mb:.0f} MB beside TensorFlow's")
+        allowed = f"limit: {args.limit_mb} MB" if args.limit_mb else "no limit"
+        print(f"peak of memory: {limit.peak_mb:.0f} MB beside TensorFlow's ({allowed})")
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ BENCHMARKS = [
     benchmark("accumulation", accumulation.run),
     benchmark("update", update.run),
     benchmark("sharding", sharding.run),
-    benchmark("parameters", parameters.run),
+    benchmark("parameters", parameters.run, TORCH),
     benchmark("parameters-memory", parameters_memory.run, TORCH),
     benchmark("wrapping", wrapping.run),
     benchmark("monitor", monitor.run, MODELS_TO_TRAIN),

@@ -36,8 +36,8 @@ ARMS: dict[str, dict[str, Any]] = {
 # Which of them are measured: the rest says nothing new.
 MEASURED: dict[tuple[int, str], tuple[str, ...]] = {
     (2, "adam"): tuple(ARMS),
-    (2, "sgd"): ("stage 0", "stage 2", "stage 3, deferred"),
     (4, "adam"): ("stage 0", "stage 1", "stage 2", "stage 3, deferred"),
+    (2, "sgd"): ("stage 0", "stage 2", "stage 3, deferred"),
 }
 # What a process has without parameters depends on the graph only: by arm.
 _BASE_OF = {"stage 0": "stage 0", "stage 1": "stage 2", "stage 2": "stage 2"}
