@@ -19,7 +19,12 @@ from collections.abc import Iterator
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.parameters.step_gathers import GatheredUnit, StepGathers, gather_unit
+from tfdp.parameters.step_gathers import (
+    GatheredUnit,
+    StepGathers,
+    gather_unit,
+    operations_of,
+)
 
 # What is made of a gathered parameter alone, and costs less than keeping it.
 _REPEATED = frozenset(
@@ -68,6 +73,8 @@ class BackwardGathers:
         )
         self._begin = passes[0][0] if passes else 0
         self._done = 0
+        # What the gather before has made.
+        self._before: list[tf.Operation] = []
         # Reduced gradients, and how many of them a gather waits for.
         self._reduced: list[tf.Operation] = []
         self._num_awaited = 0
@@ -103,11 +110,12 @@ class BackwardGathers:
             gathered, uses = self._waiting[number]
             unit = gathered.unit
             gate = self._gate(number - 1 - self._prefetch(number))
-            gate += self._take_reduced()
+            gate += [*self._before, *self._take_reduced()]
             in_node = unit.options.reshard_after_forward == "node"
             pieces = gathered.pieces if in_node else None
             with self._step.graph.as_default():
                 values, _ = gather_unit(self._step, unit, gathered.dtypes, gate, pieces)
+                self._before = operations_of(values)
                 again = _Again(gathered, values)
                 for use in uses:
                     _compat.set_input(use.op, use.index, again.tensor(use.tensor))
