@@ -59,6 +59,10 @@ EXECUTED_BY = {
         "tests/docs/test_examples.py",
         '"characters": "examples/char_transformer.py"',
     ),
+    "tfdp run -n 2 examples/large_model.py": (
+        "tests/docs/test_examples.py",
+        '"large": "examples/large_model.py"',
+    ),
     "tfdp run -n 2 examples/multi_worker_with_keras/main.py": (
         "tests/docs/test_examples.py",
         '"tutorial": "examples/multi_worker_with_keras/main.py"',

@@ -17,6 +17,7 @@ EXAMPLES = {
     "digits": "examples/digits_cnn.py",
     "augmented": "examples/digits_augmented.py",
     "characters": "examples/char_transformer.py",
+    "large": "examples/large_model.py",
     "tutorial": "examples/multi_worker_with_keras/main.py",
 }
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -83,6 +84,34 @@ def test_character_example_loses_less_at_the_end_and_writes_text(run_on_two_work
     (bigram,) = numbers(r"bigram's loss: ([\d.]+) nats", output)
     assert held_out < bigram + 0.5
     assert "--- sample" in output
+
+
+@pytest.mark.standard
+def test_large_example_trains_within_a_limit_that_its_state_exceeds(run_on_two_workers):
+    output = run_on_two_workers(EXAMPLES["large"], "--short")
+    (state,) = numbers(r"with Adam's slots: (\d+) MB", output)
+    used, limit = numbers(r"peak of memory: (\d+) MB .* \(limit: (\d+) MB\)", output)
+    assert used <= limit < state
+
+
+@pytest.mark.full
+def test_large_example_fails_plainly_where_parameters_are_whole():
+    launcher = ("-m", "tfdp", "run", "-n", str(WORKERS))
+    arguments = (EXAMPLES["large"], "--short", "--sharding", "none")
+    done = run_python(*launcher, *arguments, deadline_seconds=DEADLINE_SECONDS)
+    assert done.code == 1
+    assert re.search(r"out of memory limit: \d+ MB used, \d+ MB allowed", done.output)
+
+
+@pytest.mark.full
+def test_large_example_has_the_loss_of_whole_parameters(run_on_two_workers):
+    arguments = (EXAMPLES["large"], "--short", "--limit-mb", "0", "--sharding")
+    pattern = r"training loss: from ([\d.]+) to ([\d.]+) nats"
+    sharded, whole = (
+        numbers(pattern, run_on_two_workers(*arguments, sharding))
+        for sharding in ("parameters", "none")
+    )
+    assert sharded == pytest.approx(whole, rel=1e-4)
 
 
 @pytest.mark.standard

@@ -115,7 +115,7 @@ def training_step(
     if not alone:
         network = _data_parallel(network, tuned=tuned, bf16=bf16)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, foreach=tuned)
-    x, y = _batch(model, batch_size)
+    x, y = batch_of(model, batch_size)
     loss_function = nn.CrossEntropyLoss()
 
     def step() -> Any:
@@ -141,7 +141,16 @@ def _data_parallel(network: Any, *, tuned: bool, bf16: bool) -> Any:
     return network
 
 
-def _batch(model: Model, size: int) -> tuple[Any, Any]:
+def batch_of(model: Model, size: int) -> tuple[Any, Any]:
+    """Inputs and labels of a model.
+
+    Args:
+        model: `Model`.
+        size: Int, number of samples.
+
+    Returns:
+        Tuple of two `torch.Tensor`.
+    """
     import torch
 
     if model.family != "transformer":

@@ -108,6 +108,7 @@ def training_step(
     make_optimizer: Callable[[], Any] | None = None,
     batch_size: int = 32,
     pack_bytes: int = 0,
+    init: str | None = None,
 ) -> Callable[[], Any]:
     """A traced step of a GradientTape loop on a fixed batch.
 
@@ -119,6 +120,8 @@ def training_step(
         pack_bytes: Int, size of the packs in which the stock strategy reduces. A
             Keras optimizer cannot be told, so that gradients are then reduced and
             applied without one, by SGD. Defaults to `0`: by the optimizer.
+        init: String or `None`, as for the scope of a tfdp strategy. Defaults to
+            `None`.
 
     Returns:
         Callable that takes the step and returns the loss.
@@ -130,7 +133,8 @@ def training_step(
     True
     """
     keras.utils.set_random_seed(0)
-    with strategy.scope() if strategy else contextlib.nullcontext():
+    given = {} if init is None else {"init": init}
+    with strategy.scope(**given) if strategy else contextlib.nullcontext():
         network = build(model)
         optimizer = (
             make_optimizer() if make_optimizer else keras.optimizers.SGD(_LEARNING_RATE)

@@ -153,12 +153,19 @@ class Bridge:
         # The queues are closed: nobody waits any more.
         with contextlib.suppress(tf.errors.CancelledError, tf.errors.OutOfRangeError):
             while not self._is_closed:
-                requests = self._take()
-                results = self._results(requests)
-                for crossing, request, result in zip(
-                    self._crossings, requests, results, strict=True
-                ):
-                    crossing.give(result, request)
+                self._serve_requests()
+
+    def _serve_requests(self) -> None:
+        """Wait for a request of each replica, and answer them.
+
+        Tensors are freed on return, and not kept while the thread waits for the next.
+        """
+        requests = self._take()
+        results = self._results(requests)
+        for crossing, request, result in zip(
+            self._crossings, requests, results, strict=True
+        ):
+            crossing.give(result, request)
 
     def _take(self) -> list[_Request]:
         """Wait for a request of each replica, all of one generation."""

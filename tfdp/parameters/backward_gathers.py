@@ -20,7 +20,12 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.collectives import timing
-from tfdp.parameters.step_gathers import GatheredUnit, StepGathers, gather_unit
+from tfdp.parameters.step_gathers import (
+    GatheredUnit,
+    StepGathers,
+    gather_unit,
+    operations_of,
+)
 
 # What is made of a gathered parameter alone, and costs less than keeping it.
 _REPEATED = frozenset(
@@ -69,6 +74,11 @@ class BackwardGathers:
         )
         self._begin = passes[0][0] if passes else 0
         self._done = 0
+        # What the gather before has made.
+        self._before: list[tf.Operation] = []
+        # Reduced gradients, and how many of them a gather waits for.
+        self._reduced: list[tf.Operation] = []
+        self._num_awaited = 0
 
     def up_to(self, age: int) -> None:
         """Gather what operations of at most an age use, and what is prefetched then.
@@ -80,6 +90,18 @@ class BackwardGathers:
         if needed:
             self._gather(needed + self._prefetch(needed - 1))
 
+    def note_reduced(self, piece: tf.Tensor) -> None:
+        """Let later gathers wait until gradients have been reduced.
+
+        The backward pass would run ahead where communication is slower, and pile up
+        gradients. Those of the last unit are not waited for.
+
+        Args:
+            piece: Tensor, what a reduce-scatter returns.
+        """
+        if piece.graph is self._step.graph:
+            self._reduced.append(piece.op)
+
     def all(self) -> None:
         """Gather the rest."""
         self._gather(len(self._waiting))
@@ -89,6 +111,7 @@ class BackwardGathers:
             gathered, uses = self._waiting[number]
             unit = gathered.unit
             gate = self._gate(number - 1 - self._prefetch(number))
+            gate += [*self._before, *self._take_reduced()]
             in_node = unit.options.reshard_after_forward == "node"
             pieces = gathered.pieces if in_node else None
             needed = self._step.order.last_until(_first(uses) - 1)
@@ -101,10 +124,17 @@ class BackwardGathers:
                     pieces,
                     label=timing.UNIT_AGAIN,
                 )
+                self._before = operations_of(values)
                 again = _Again(gathered, values)
                 for use in uses:
                     _compat.set_input(use.op, use.index, again.tensor(use.tensor))
             self._done += 1
+
+    def _take_reduced(self) -> list[tf.Operation]:
+        """The reduced gradients that no gather waits for yet, but for the last ones."""
+        found = self._reduced[self._num_awaited : -1]
+        self._num_awaited += len(found)
+        return found
 
     def _prefetch(self, number: int) -> int:
         return self._waiting[number][0].unit.options.prefetch

@@ -5,7 +5,8 @@
     first read of unit 2:             gather 3, when what unit 1 computes has begun
 
 TensorFlow starts every operation as soon as its inputs are there, so it would gather
-all units at once. Here each gather waits for an operation of an earlier unit.
+all units at once. Here each gather waits for an operation of an earlier unit, and for
+the gather before it: a unit under way takes memory twice, as it travels and unpacked.
 """
 
 from __future__ import annotations
@@ -137,6 +138,8 @@ class StepGathers:
         dtypes = tuple(map(_read_dtype, unit.parameters))
         age = self.order.newest()
         gate = self._gate(len(self.gathered) - 1 - unit.options.prefetch)
+        if self.gathered:
+            gate += operations_of(self.gathered[-1].values)
         with timing.needed_after(self.order.last_until(age)):
             gathered = gather_unit(self, unit, dtypes, gate)
         found = GatheredUnit(unit, dtypes, *gathered, age)
@@ -149,6 +152,11 @@ class StepGathers:
         if before < 0:
             return []
         return self.order.last_until(self.gathered[before].age)
+
+
+def operations_of(values: Mapping[int, tf.Tensor]) -> list[tf.Operation]:
+    """The operations that make the whole values of a unit, see `gather_unit`."""
+    return [value.op for value in values.values()]
 
 
 def gather_unit(

@@ -122,7 +122,6 @@ class ElementShards:
         index = segments[0].index
         if index not in gradients.present:
             return pack([_value(s, variables) for s in segments])
-        values = pack([_decayed(optimizer, s, variables, rate) for s in segments])
         if index in gradients.sparse:
             gradient: Any = _sparse_elements(gradients.sparse[index], segments[0])
         else:
@@ -130,6 +129,9 @@ class ElementShards:
             assert piece is not None
             is_all = (start, stop) == (0, piece.shape[0])
             gradient = piece if is_all else piece[start:stop]
+        # Or all that the replica owns is packed as soon as the step begins.
+        with tf.control_dependencies(_tensors_of(gradient)):
+            values = pack([_decayed(optimizer, s, variables, rate) for s in segments])
         with tf.device(self.device):
             return self._apply(optimizer, number, start, stop, values, gradient, rate)
 
@@ -224,6 +226,11 @@ def _decayed(
         return value
     decay = tf.cast(optimizer.weight_decay, value.dtype) * tf.cast(rate, value.dtype)
     return value - value * decay
+
+
+def _tensors_of(gradient: Any) -> list[tf.Tensor]:
+    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    return [gradient.values if is_sparse else gradient]
 
 
 def _runs(row: Sequence[Segment], gradients: ShardedGradients) -> list[tuple[int, int]]:

@@ -67,6 +67,8 @@ class GraphShardCollectives:
             see `ShardGroups.reduce_scatter`.
         before_bucket: Callable, called before each reduce-scatter with the age of the
             last operation that it waits for, or `None`. Defaults to `None`.
+        after_bucket: Callable, called with what each reduce-scatter returns, or
+            `None`. Defaults to `None`.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class GraphShardCollectives:
         replica: int,
         reduce_dtypes_of: Callable[[tf.Tensor], ReduceDtypes],
         before_bucket: Callable[[int], None] | None = None,
+        after_bucket: Callable[[tf.Tensor], None] | None = None,
     ) -> None:
         self.owner = groups.owner(replica)
         self.num_copies = groups.num_copies
@@ -82,6 +85,7 @@ class GraphShardCollectives:
         self._replica = replica
         self._reduce_dtypes_of = reduce_dtypes_of
         self._before_bucket = before_bucket
+        self._after_bucket = after_bucket
 
     def reduce_scatter(
         self,
@@ -108,6 +112,8 @@ class GraphShardCollectives:
                     channel=channel,
                     reduce_dtypes=self._reduce_dtypes_of(flat),
                 )
+            if self._after_bucket is not None:
+                self._after_bucket(piece)
             slices.append(piece)
         return slices
 

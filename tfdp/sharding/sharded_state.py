@@ -229,13 +229,18 @@ class ShardedState:
         replica = _compat.local_replica_id(context)
         reducer = ReplicaReducer(self._extended.reducer, context)
         backward = None if self._gathers is None else self._gathers.backward()
-        before_bucket = None if backward is None else backward.up_to
+        around = {}
+        if backward is not None:
+            around = {
+                "before_bucket": backward.up_to,
+                "after_bucket": backward.note_reduced,
+            }
 
         def collectives_of(part: ShardedParamGroup) -> ShardCollectives:
             if tf.executing_eagerly() or _is_lopsided(part.plan, part.variables):
                 return EagerShardCollectives(self.groups, replica, reducer.sum)
             return GraphShardCollectives(
-                self.groups, replica, self._reduce_dtypes_of, before_bucket
+                self.groups, replica, self._reduce_dtypes_of, **around
             )
 
         return ShardedLayout(self.parts, replica, collectives_of, reducer, backward)

@@ -13,7 +13,9 @@ Times = dict[str, float]
 
 
 def metered(
-    step: Callable[[], Any], finish: Callable[[Any], Any] = lambda result: None
+    step: Callable[[], Any],
+    finish: Callable[[Any], Any] = lambda result: None,
+    meet: Callable[[], Any] | None = None,
 ) -> Arm:
     """Seconds and CPU seconds per step, of all threads of this process.
 
@@ -22,13 +24,18 @@ def metered(
     Args:
         step: Callable that starts a step and returns what `finish` is given.
         finish: Callable that returns when the step has ended. Defaults to nothing.
+        meet: Callable that returns when all workers have called it, in the place of
+            the step that is not timed, or `None`. Defaults to `None`.
 
     Returns:
         Callable that takes a number of steps and returns a dict.
     """
 
     def run(steps: int) -> Times:
-        finish(step())
+        if meet is None:
+            finish(step())
+        else:
+            meet()
         begin, cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
             result = step()
