@@ -117,11 +117,14 @@ class StepGathers:
     def note_backward_pass(self, begin: int, end: int) -> None:
         """Remember that a backward pass has been traced.
 
+        It contains those that began in it, of layers that are computed again.
+
         Args:
             begin: Int, age of the last operation before it.
             end: Int, age of its last operation.
         """
-        self._backward_passes.append((begin, end))
+        others = [known for known in self._backward_passes if known[0] < begin]
+        self._backward_passes = [*others, (begin, end)]
 
     def take_backward_passes(self) -> list[tuple[int, int]]:
         """The backward passes since they were taken last."""
