@@ -328,3 +328,18 @@ def sharded_models_are_used_as_any_other(env: Env) -> dict:
     results["again"] = common.fit(model, *data)
     results["weights again"] = env.weights(model)
     return results
+
+
+@case("ConsistencyCheck, nodes with copies", setups=("two_by_two",), compare=False)
+def consistency_check_says_what_it_leaves_out(env: Env) -> dict:
+    if env.is_reference:
+        return {}
+    keras.utils.set_random_seed(3)
+    sgd = optimizers.SGD(0.05)
+    with env.scope():
+        model = common.mlp()
+        model.compile(sharded(env, sgd, shard_scope="node"), loss="mse")
+    check = tfdp.callbacks.ConsistencyCheck(every=3)
+    with pytest.warns(UserWarning, match="leaves out 4 of 4 weights: parameters that"):
+        common.fit(model, *common.regression_data(), callbacks=[check])
+    return {}
