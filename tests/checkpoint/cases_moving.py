@@ -68,9 +68,9 @@ def trainee(num_replicas: int, row: Any, sharding: str) -> Trainee:
     return Trainee(model, x, y)
 
 
-def move(env: Env, row: Any, targets: Any) -> None:
+def move(env: Env, row: Any, targets: Any, sharding: str = "optimizer") -> None:
     """Saves on four replicas, and compares what follows on others with that."""
-    source = trainee(SAVED_ON, row, "optimizer")
+    source = trainee(SAVED_ON, row, sharding)
     source.train(0, BEFORE)
     tfdp.checkpoint.save(source.model, env.tmp / "directory")
     source.model.save_weights(env.tmp / "file.weights.h5")
@@ -124,3 +124,44 @@ def _register(number: int, name: str) -> None:
 
 for _number, _name in enumerate(exactness.ROWS):
     _register(_number, _name)
+
+
+# From sharded parameters to every stage, and back: by row, what is sharded before.
+PARAMETERS: dict[str, tuple[str, list]] = {
+    "adamw": (
+        "parameters",
+        [
+            ((1, "none"), "directory"),
+            ((2, "gradients"), "file"),
+            ((3, "parameters"), "directory"),
+        ],
+    ),
+    "lamb": (
+        "parameters",
+        [((2, "parameters"), "file"), ((2, "optimizer"), "directory")],
+    ),
+    "nadam": (
+        "gradients",
+        [((2, "parameters"), "directory"), ((3, "parameters"), "file")],
+    ),
+}
+
+
+def _register_parameters(name: str, sharding: str, targets: list) -> None:
+    def function(env: Env) -> dict:
+        move(env, exactness.ROWS[name], targets, sharding)
+        return {}
+
+    registry.register(
+        f"checkpoint_moves_with_parameters_of_{name}",
+        function,
+        f"moving checkpoints of sharded parameters: {exactness.ROWS[name].title}",
+        setups=("eight_devices",) if name == "adamw" else (),
+        full_setups=() if name == "adamw" else ("eight_devices",),
+        compare=False,
+        deadline_seconds=280.0,
+    )
+
+
+for _name, (_sharding, _targets) in PARAMETERS.items():
+    _register_parameters(_name, _sharding, _targets)

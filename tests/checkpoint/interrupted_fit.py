@@ -59,7 +59,7 @@ def fit(
         keep: As for the callback.
         delete_at_end: As for the callback.
         units: Int, of the hidden layer.
-        stage: Int, of the sharding.
+        stage: Int, of the sharding. Without everything, 1 stands for none.
         per_replica: Int, samples of each replica's batch, which it keeps on another
             number of replicas; or `None` for a global batch.
         schedule: Bool, whether the learning rate is a schedule.
@@ -282,12 +282,13 @@ def _model(keras: Any, units: int, learning_rate: Any, dropout: float) -> Any:
 
 def _callbacks(keras: Any, tfdp: Any, everything: bool, stage: int, steps: int) -> list:
     chosen = [tfdp.callbacks.GradientAccumulation(steps=steps)]
+    if everything or stage > 1:
+        chosen.append(tfdp.callbacks.ShardedOptimizer(stage=stage))
     if not everything:
         return chosen
     return [
         *chosen,
         tfdp.callbacks.LossScaling(initial_scale=2.0**10, growth_steps=3),
-        tfdp.callbacks.ShardedOptimizer(stage=stage),
         tfdp.callbacks.LearningRateWarmup(steps=4),
         keras.callbacks.ReduceLROnPlateau("loss", 0.5, patience=1, min_delta=0.5),
         keras.callbacks.EarlyStopping(

@@ -16,6 +16,7 @@ from tests.harness.tiers import full, standard
 from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 
 ONE_PROCESS, TWO_WORKERS, TWO_BY_TWO = Layout(1, 2), Layout(2, 1), Layout(2, 2)
+FOUR_DEVICES = Layout(1, 4)
 KILLED = -signal.SIGKILL
 
 
@@ -93,11 +94,12 @@ def test_a_killed_run_goes_on_exactly_where_workers_read_their_own_rows(
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [ONE_PROCESS, TWO_WORKERS], ids=lambda x: x.name)
-def test_accumulated_gradients_that_are_sharded_go_on_too(
-    layout, undisturbed, tmp_path
+@pytest.mark.parametrize("stage", [2, 3])
+def test_accumulated_gradients_and_parameters_that_are_sharded_go_on_too(
+    layout, stage, undisturbed, tmp_path
 ):
-    found = killed_and_resumed(layout, tmp_path, seed=2, save_freq=1, stage=2)
-    assert_same(found, undisturbed(layout, stage=2))
+    found = killed_and_resumed(layout, tmp_path, seed=2, save_freq=1, stage=stage)
+    assert_same(found, undisturbed(layout, stage=stage))
 
 
 @pytest.mark.standard
@@ -113,15 +115,39 @@ def test_a_run_goes_on_on_any_number_of_replicas(after, undisturbed, tmp_path):
     check_on_other_replicas(after, undisturbed, tmp_path)
 
 
-def check_on_other_replicas(after: Layout, undisturbed: Callable, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("before", "stages", "after"),
+    [
+        standard(Layout(2, 1), (3, 1), Layout(1, 1)),
+        full(FOUR_DEVICES, (3, 2), ONE_PROCESS),
+        full(ONE_PROCESS, (3, 3), FOUR_DEVICES),
+        full(ONE_PROCESS, (1, 3), TWO_WORKERS),
+        full(TWO_BY_TWO, (2, 3), ONE_PROCESS),
+    ],
+)
+def test_sharded_parameters_go_on_in_another_stage_on_other_replicas(
+    before, stages, after, undisturbed, tmp_path
+):
+    check_on_other_replicas(after, undisturbed, tmp_path, before, stages)
+
+
+def check_on_other_replicas(
+    after: Layout,
+    undisturbed: Callable,
+    tmp_path: Path,
+    before: Layout = FOUR_DEVICES,
+    stages: tuple[int, int] = (1, 1),
+) -> None:
     options = {"everything": False, "epochs": 21, "learning_rate": 0.01}
     directory = str(tmp_path / "backups")
-    # Between two epochs and between the micro-batches of an update.
+    # Between two epochs and between the micro-batches of an update. What waits may not
+    # be whole in one stage and sharded in the other: then between two updates.
+    save_freq = 7 if (stages[0] > 1) == (stages[1] > 1) else 6
     kill = {"step": 8, "at": 0, "number": int(signal.SIGKILL)}
-    train(
-        Layout(1, 4), tmp_path, directory=directory, save_freq=7, kill=kill, **options
-    )
-    found = train(after, tmp_path, directory=directory, save_freq=1000, **options)
+    first = {"save_freq": save_freq, "kill": kill, "stage": stages[0]}
+    train(before, tmp_path, directory=directory, **first, **options)
+    second = {"save_freq": 1000, "stage": stages[1]}
+    found = train(after, tmp_path, directory=directory, **second, **options)
     wanted = undisturbed(Layout(1, 1), **options)
     assert found.weights is not None, found.output[-3000:]
     assert found.epochs == wanted.epochs

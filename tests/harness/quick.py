@@ -198,6 +198,7 @@ LEFT_OUT = {
     "rows_that_one_device_has_once_in_float64": "... in float32",
     "stage_1_by_callback_*": "stage_1_by_constructor_*",
     "stage_2_by_constructor_*": "stage_2_by_callback_*",
+    "*_at_stage_3": "the same cases in the other stages, and those of tests/parameters",
     "policy_bfloat16_of_sharded_variables": "policy_float16_of_sharded_variables",
     "sharded_layers_frozen_between_fits_with_recompiling": "... without_recompiling",
     "sparse_gradients_of_sharded_sgd*": "sparse_gradients_of_sharded_adam",

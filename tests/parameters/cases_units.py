@@ -11,7 +11,7 @@ from tests.harness.env import Env
 from tests.parameters.cases_parameters import deep
 from tests.reduction import cases_selection as routes
 from tests.sharding.cases_plans import small_buckets
-from tfdp.collectives.timing import Collective, Recorder
+from tfdp.collectives.timing import GRADIENTS, Collective, Recorder
 
 case = registry.case
 layers, optimizers = keras.layers, keras.optimizers
@@ -31,9 +31,15 @@ def _adapted() -> keras.Model:
     return model
 
 
-def _train(env: Env, build: common.Build = deep, **options: object) -> keras.Model:
+def _train(
+    env: Env,
+    build: common.Build = deep,
+    inner: type[optimizers.Optimizer] = optimizers.SGD,
+    **options: object,
+) -> keras.Model:
     keras.utils.set_random_seed(3)
-    optimizer = optimizers.SGD(0.05, momentum=0.9)
+    momentum = {"momentum": 0.9} if inner is optimizers.SGD else {}
+    optimizer = inner(0.05 if momentum else 0.01, **momentum)
     with env.scope():
         model = build()
         if not env.is_reference:
@@ -48,7 +54,8 @@ def _train(env: Env, build: common.Build = deep, **options: object) -> keras.Mod
 def _recorded(env: Env, **options: object) -> tuple[keras.Model, list[Collective]]:
     """A model, and the gathers and reduce-scatters of a replica's step."""
     if env.is_reference:
-        return _train(env, options.get("build", deep)), []
+        known = ("build", "inner")
+        return _train(env, **{n: options[n] for n in known if n in options}), []
     with small_buckets(env), Recorder() as recorder:
         model = _train(env, **options)
     traced = [c for c in recorder.collectives if c.replica == 0 and c.num_bytes >= 64]
@@ -129,3 +136,35 @@ def units_are_gathered_again_inside_of_nodes(env: Env) -> dict:
 def offloaded_parameters_are_gathered_from_the_host(env: Env) -> dict:
     model = _train(env, offload="cpu")
     return {"weights": env.weights(model)}
+
+
+@case(
+    "Lamb: units of which one of four replicas has nearly all",
+    setups=("two_by_two",),
+    full_setups=(),
+)
+def lopsided_units_are_summed_and_not_padded(env: Env) -> dict:
+    model, traced = _recorded(env, inner=optimizers.Lamb)
+    if not env.is_reference:
+        units = {v.value.unit.number: v.value.unit for v in model.trainable_variables}
+        sizes = {
+            number: sum(4 * parameter.num_elements for parameter in unit.parameters)
+            for number, unit in units.items()
+        }
+        whole = sum(sizes.values())
+        # Neither the first nor the last unit is gathered again.
+        again = whole - sizes[min(sizes)] - sizes[max(sizes)]
+        gathers = _gathers(traced)
+        gradients = [c for c in traced if c.label.startswith(GRADIENTS)]
+        # A sum moves each element twice; with padding it would be four times.
+        for found, size in (gathers, whole + again), (gradients, whole):
+            moved = sum(_bytes_moved(c, env.num_replicas) for c in found)
+            assert size < moved <= 2.02 * size, (moved, size)
+            assert "all_reduce" in {c.kind for c in found}
+    return {"weights": env.weights(model)}
+
+
+def _bytes_moved(collective: Collective, num_replicas: int) -> int:
+    """What passes a replica's link, times N / (N - 1)."""
+    factors = {"all_gather": num_replicas, "all_reduce": 2}
+    return factors.get(collective.kind, 1) * collective.num_bytes

@@ -9,6 +9,7 @@ CASE_MODULES = (
     "parameters.cases_parameters",
     "parameters.cases_deferred",
     "parameters.cases_units",
+    "parameters.cases_user_code",
 )
 
 

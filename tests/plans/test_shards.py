@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import os
 import random
 import subprocess
@@ -234,3 +235,17 @@ def test_nothing_to_share_makes_no_buckets(make):
         plan = make(entries, 3)
         assert plan.buckets == ()
         assert plan.num_moved == 0
+
+
+@pytest.mark.parametrize("owners", OWNERS[1:])
+def test_what_a_lopsided_bucket_moves_has_no_padding(owners):
+    plan = whole([entry(90, name="large"), entry(5, name="small")], owners, 10**6)
+    (bucket,) = plan.buckets
+    assert bucket.is_lopsided == (owners > 2) == plan.is_lopsided
+    assert bucket.num_elements == 95
+    moved = bucket.moved
+    assert len(moved.rows) * moved.slice_size == (95 if owners > 2 else owners * 90)
+    found = [bucket.range_in_joined(owner) for owner in range(owners)]
+    assert found[0][0] == 0
+    assert found[-1][1] == 95
+    assert all(b[0] == a[1] for a, b in itertools.pairwise(found))

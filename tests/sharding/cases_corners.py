@@ -14,6 +14,7 @@ import tensorflow as tf
 import tfdp
 from tests.harness import common, registry
 from tests.harness.env import Env
+from tests.sharding.cases_sharded import sharding_of
 
 case = registry.case
 optimizers = keras.optimizers
@@ -50,6 +51,7 @@ def _compiled(env: Env, model: Any, optimizer: Any, **settings: Any) -> keras.Mo
     with env.scope():
         built = model()
         if not env.is_reference:
+            settings["sharding"] = sharding_of(settings.get("sharding", "none"))
             optimizer = tfdp.DistributedOptimizer(optimizer, **settings)
         built.compile(optimizer=optimizer, loss="mse", jit_compile=False)
         built.optimizer.build(built.trainable_variables)

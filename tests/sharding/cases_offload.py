@@ -12,6 +12,7 @@ import tensorflow as tf
 import tfdp
 from tests.harness import common, registry
 from tests.harness.env import Env
+from tests.sharding.cases_sharded import sharding_of
 
 case = registry.case
 optimizers = keras.optimizers
@@ -23,6 +24,7 @@ def compiled(env: Env, optimizer: keras.Optimizer, **settings: Any) -> keras.Mod
     with env.scope():
         model = common.mlp()
         optimizer.exclude_from_weight_decay(var_list=[model.trainable_variables[0]])
+        settings["sharding"] = sharding_of(settings.get("sharding", "none"))
         optimizer = tfdp.DistributedOptimizer(optimizer, **settings)
         model.compile(optimizer=optimizer, loss="mse", jit_compile=False)
         optimizer.build(model.trainable_variables)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -21,10 +22,27 @@ from tfdp.step.loss_scale import LossScaling
 case = registry.case
 layers, optimizers = keras.layers, keras.optimizers
 STAGES = {1: "optimizer", 2: "gradients"}
+# The stage that stands for all others, see `in_stage_3`.
+_forced: list[int] = []
 # More replicas than most models here have variables.
 MANY = ("six_devices", "eight_devices")
 # Partial batches and overflows need a replica that the others are not on.
 SPREAD = ("two_workers", "two_by_two")
+
+
+@contextlib.contextmanager
+def in_stage_3() -> Iterator[None]:
+    """Shards parameters too wherever a case shards anything, see `cases_stage_3`."""
+    _forced.append(3)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def sharding_of(name: str) -> str:
+    """The value of `sharding` for a case that asks for one."""
+    return "parameters" if _forced and name != "none" else name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +73,7 @@ class Sharded(Switches):
             make(),
             accumulation_steps=self.steps,
             loss_scale=scaling,
-            sharding=STAGES[self.stage],
+            sharding=sharding_of(STAGES[self.stage]),
             shard_scope=self.scope,
         )
 
@@ -63,8 +81,14 @@ class Sharded(Switches):
         """See `Switches`."""
         if env.is_reference or not self.by_callback:
             return []
-        own = tfdp.callbacks.ShardedOptimizer(self.stage, self.scope)
+        own = sharded_by_callback(self.stage, self.scope)
         return [*super().callbacks(env), own]
+
+
+def sharded_by_callback(stage: int, scope: str = "all") -> keras.callbacks.Callback:
+    """The callback that shards in a stage."""
+    chosen = _forced[-1] if _forced else stage
+    return tfdp.callbacks.ShardedOptimizer(chosen, scope)
 
 
 def compiled(
@@ -167,7 +191,7 @@ def overflow_is_skipped_by_all_owners(env: Env) -> dict:
         chosen = [
             tfdp.callbacks.GradientAccumulation(2),
             tfdp.callbacks.LossScaling(16.0, 4),
-            tfdp.callbacks.ShardedOptimizer(stage),
+            sharded_by_callback(stage),
         ]
         model = common.build_in_scope(
             env,

@@ -11,6 +11,7 @@ CASE_MODULES = (
     "sharding.cases_optimizers",
     "sharding.cases_plans",
     "sharding.cases_files",
+    "sharding.cases_stage_3",
 )
 
 

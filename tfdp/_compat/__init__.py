@@ -194,6 +194,7 @@ from tfdp._compat.owners import (
     EpochIterator,
     FunctionType,
     TensorFlowTrainer,
+    keras_core,
     keras_image,
     keras_loss,
     keras_nn,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from keras.src.backend.tensorflow import core as _core
 from keras.src.backend.tensorflow import image as _image
 from keras.src.backend.tensorflow import nn as _nn
 from keras.src.backend.tensorflow import random as _random
@@ -30,7 +31,9 @@ keras_trainer = _trainer
 CompileLoss = _compile_utils.CompileLoss
 keras_loss = _loss
 # Layers: convolutions, the moments of synchronized BatchNormalization, and the modules
-# that hold `draw_seed`, from which Dropout and its like take seeds.
+# that hold `draw_seed`, from which Dropout and its like take seeds; what is computed
+# again for the backward pass.
+keras_core = _core
 keras_nn = _nn
 keras_random = _random
 keras_image = _image

@@ -6,8 +6,10 @@ from typing import Any
 
 import keras
 
+from tfdp import user_code
 from tfdp.base.context import strategy_of
 from tfdp.callbacks.arguments import check_count
+from tfdp.cluster.words import counted
 from tfdp.keras_hooks import install
 from tfdp.optimizer.arguments import check_strategy
 from tfdp.replicas.drift import check_weights, raise_difference
@@ -25,7 +27,9 @@ class ConsistencyCheck(keras.callbacks.Callback):
     the first variable that differs.
 
     The checksums are computed on the replicas' own devices and travel with the logs: no
-    further communication. With one replica there is nothing to compare.
+    further communication. With one replica there is nothing to compare. Of sharded
+    parameters each replica has another part; they are left out, with a warning, also
+    where nodes have copies of them (`shard_scope="node"`).
 
     Args:
         every: Int, steps from one check to the next. With `steps_per_execution` the
@@ -71,6 +75,7 @@ class ConsistencyCheck(keras.callbacks.Callback):
         strategy = strategy_of(self.model)
         if strategy is None or strategy.num_replicas_in_sync == 1:
             return
+        self._warn_of_parts()
         self._check("before the first step")
         self._probe = DriftProbe(strategy, self.model, self.every)
         self._probe.start()
@@ -97,6 +102,16 @@ class ConsistencyCheck(keras.callbacks.Callback):
         if self._probe is not None:
             self._probe = None
             self._check("after the last step")
+
+    def _warn_of_parts(self) -> None:
+        weights = self.model.weights
+        sharded = [w for w in weights if getattr(w.value, "has_parts", False)]
+        if sharded:
+            user_code.warn(
+                f"ConsistencyCheck leaves out {len(sharded)} of "
+                f"{counted(len(weights), 'weight')}: parameters that are sharded, of "
+                "which each replica has another part."
+            )
 
     def _check(self, when: str) -> None:
         # Workers that are given other settings are at different calls.

@@ -320,6 +320,13 @@ _LAYERS = (
         )
         for module in (_compat.keras_random, _compat.keras_image)
     ),
+    Replacement(
+        _compat.keras_core,
+        "remat(f)",
+        layer_hooks.rematerialize,
+        "Layers of a `RematScope` are called with keyword arguments where Keras builds "
+        "a model under a strategy, which `tf.recompute_grad` refuses in a graph.",
+    ),
 )
 
 # Updates by a plain Keras optimizer.

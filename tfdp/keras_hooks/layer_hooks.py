@@ -6,6 +6,7 @@ called with the original first, and hands over to it where no tfdp strategy is i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import xla
-from tfdp.base.context import replica_context
+from tfdp.base.context import is_tfdp, replica_context
 from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT
 
@@ -42,6 +43,25 @@ def moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) ->
     kept = [axis % inputs.shape.rank for axis in layer.input_spec.axes]
     axes = [axis for axis in range(inputs.shape.rank) if axis not in kept]
     return synchronized_masked_moments(context, inputs, mask, axes)
+
+
+def rematerialize(original: Callable, function: Callable) -> Callable:
+    """Compute a function again for the backward pass, keyword arguments or not.
+
+    In a graph TensorFlow's `recompute_grad` takes none.
+    """
+    if not is_tfdp(tf.distribute.get_strategy()):
+        return original(function)
+
+    @functools.wraps(function)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(function)
+        def with_keywords(*inputs: Any) -> Any:
+            return function(*inputs, **kwargs)
+
+        return original(with_keywords)(*args)
+
+    return compute
 
 
 def give_a_row(original: Callable, inputs: Any, *args: Any, **kwargs: Any) -> Any:

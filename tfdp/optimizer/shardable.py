@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import tensorflow as tf
+
 from tfdp import _compat, user_code
 from tfdp.base.context import is_tfdp
 from tfdp.base.param_groups import ParamGroup, param_groups_of
@@ -194,6 +196,12 @@ class ShardableOptimizer(OptimizerSettings):
         return wanted and is_tfdp(strategy) and strategy.num_replicas_in_sync > 1
 
     def _sharding(self, variables: list[Any]) -> ShardedState:
+        if self.sharding_options.shards_parameters and not tf.executing_eagerly():
+            raise ValueError(
+                "A step builds an optimizer that shards parameters, which the step has "
+                "read whole. Build it before the first step, in the scope of the "
+                "strategy: `optimizer.build(model.trainable_variables)`."
+            )
         strategy = self._distribution_strategy
         synchronize_new_variables(strategy)  # slots may start as copies of weights
         model = self._model()

@@ -4,6 +4,7 @@ Reading order:
     shard_groups: the process groups of those who share parameters or state
     packing: parts of several variables as one flat tensor, and back
     sharded_parameter: the variable: parts on the replicas, the whole to a model
+    host_gathers: a whole parameter on the hosts of workers
     gathers: reads of it, in a step and outside of one
     compute_order: what the gathers of a step wait for
     step_gathers: the units that the step of a replica gathers while it is traced

@@ -13,12 +13,11 @@ from tfdp import _compat
 from tfdp.base.context import replica_context
 from tfdp.collectives import all_gather
 from tfdp.parameters.backward_gathers import BackwardGathers
-from tfdp.parameters.packing import unpack_rows
+from tfdp.parameters.host_gathers import gather_parameter, serve_parameter
 from tfdp.parameters.shard_groups import ShardGroups
 from tfdp.parameters.sharded_parameter import ShardedParameter
 from tfdp.parameters.step_gathers import StepGathers, Unit
-from tfdp.plans.shards import ShardPlan
-from tfdp.plans.units import UnitOptions, most_gathered, unit_bucket
+from tfdp.plans.units import UnitOptions, most_gathered
 
 
 class Gathers:
@@ -135,20 +134,11 @@ class Gathers:
         Returns:
             Tensor of the parameter's shape.
         """
-        bucket = unit_bucket([0], [parameter.ranges], parameter.dtype.name)
-        parts = [tf.reshape(part.read_value(), [-1]) for part in parameter.values]
-        flat = tf.concat(
-            [tf.pad(part, [[0, bucket.slice_size - part.shape[0]]]) for part in parts],
-            axis=0,
-        )
-        if self._host_group.size > 1:
-            flat = all_gather(flat, self._host_group, 0)
-        slices = tf.reshape(flat, [-1, bucket.slice_size])  # [replicas, slice_size]
-        places = [self._owners.index(owner) for owner in range(len(bucket.rows))]
-        flat = tf.reshape(tf.gather(slices, places), [-1])
-        found = unpack_rows(ShardPlan((bucket,), len(bucket.rows)), [flat])
-        whole = found.get(0, tf.zeros([0], parameter.dtype))
-        return tf.reshape(whole, parameter.whole_shape)
+        return gather_parameter(parameter, self._owners, self._host_group)
+
+    def serve(self, parameter: ShardedParameter) -> None:
+        """Take part where another worker calls `gather_on_hosts`."""
+        serve_parameter(parameter, self._owners, self._host_group)
 
     def _eager_value(self, parameter: ShardedParameter) -> tf.Tensor:
         if replica_context() is None:

@@ -12,7 +12,9 @@ from tfdp.plans.shards import Row, Segment, ShardBucket, ShardPlan
 def pack_rows(
     bucket: ShardBucket, tensors: Mapping[int, tf.Tensor], dtype: tf.DType
 ) -> tf.Tensor:
-    """Lay all rows of a bucket end to end, each padded to the size of a slice.
+    """Lay all rows of a bucket end to end, as they lie in `bucket.moved`.
+
+    Each is padded to the size of a slice, unless the bucket is lopsided.
 
     Args:
         bucket: `ShardBucket`.
@@ -21,13 +23,14 @@ def pack_rows(
         dtype: `tf.DType` of the tensors.
 
     Returns:
-        Tensor of shape `[num_owners * slice_size]`.
+        Tensor of shape `[num_owners * slice_size]`, or `[num_elements]`.
     """
     runs: list[Segment | int] = []
-    for owner, row in enumerate(bucket.rows):
+    moved = bucket.moved
+    for owner, row in enumerate(moved.rows):
         for segment in row:
             _append(runs, segment if segment.index in tensors else segment.size)
-        _append(runs, bucket.padding(owner))
+        _append(runs, moved.padding(owner))
     return _pack(runs, tensors, dtype)
 
 
@@ -52,6 +55,27 @@ def pack_row(
     return _pack(runs, tensors, dtype)
 
 
+def place_row(bucket: ShardBucket, owner: int, row: tf.Tensor) -> tf.Tensor:
+    """Lay an owner's row where it is in `bucket.joined`, among zeros.
+
+    Args:
+        bucket: `ShardBucket`.
+        owner: Int.
+        row: Tensor of shape `[slice_size]`, or without the padding.
+
+    Returns:
+        Tensor of shape `[bucket.num_elements]`.
+    """
+    start, stop = bucket.range_in_joined(owner)
+    return tf.pad(row[: stop - start], [[start, bucket.num_elements - stop]])
+
+
+def take_row(bucket: ShardBucket, owner: int, flat: tf.Tensor) -> tf.Tensor:
+    """Take an owner's row out of `bucket.joined`: a tensor of shape `[slice_size]`."""
+    start, stop = bucket.range_in_joined(owner)
+    return tf.pad(flat[start:stop], [[0, bucket.padding(owner)]])
+
+
 def elements_of(tensor: tf.Tensor, segment: Segment) -> tf.Tensor:
     """Flat tensor of a segment's elements; the whole is not copied."""
     flat = tf.reshape(tensor, [-1])
@@ -67,8 +91,8 @@ def unpack_rows(
 
     Args:
         plan: `ShardPlan`.
-        flats: Sequence with a tensor of shape `[num_owners * slice_size]` for
-            each bucket, or `None` for one that was not gathered.
+        flats: Sequence with a tensor for each bucket, all rows end to end as they lie
+            in `bucket.moved`, or `None` for one that was not gathered.
 
     Returns:
         Dict from position to flat tensor, of all that lie in gathered buckets.
@@ -77,8 +101,9 @@ def unpack_rows(
     for number, bucket in enumerate(plan.buckets):
         if flats[number] is None:
             continue
-        for owner, row in enumerate(bucket.rows):
-            begin = owner * bucket.slice_size
+        moved = bucket.moved
+        for owner, row in enumerate(moved.rows):
+            begin = owner * moved.slice_size
             for segment in row:
                 found = (segment.start, number, begin, begin + segment.size)
                 ranges.setdefault(segment.index, []).append(found)

@@ -58,6 +58,8 @@ def serve_reads(
 ) -> None:
     """Gather with the first worker what it reads, until it has read all it needs.
 
+    What is gathered is not kept here.
+
     Args:
         parameters: Sequence of `ShardedParameter`, the same on all workers.
         host_group: `ProcessGroup` with one member for each worker.
@@ -68,4 +70,4 @@ def serve_reads(
         number = int(broadcast(tf.constant([_END]), host_group, 0)[0])
         if number == _END:
             return
-        parameters[number].reader.gather_on_hosts(parameters[number])
+        parameters[number].reader.serve(parameters[number])

@@ -14,6 +14,8 @@ from tfdp.collectives import (
     reduce_scatter,
     ring,
 )
+from tfdp.parameters.packing import place_row, take_row
+from tfdp.plans.shards import ShardBucket
 
 ReduceDtypes = tuple[tf.DType | None, tf.DType | None]
 
@@ -174,6 +176,57 @@ class ShardGroups:
         """
         inner, _ = self._levels(replica)
         return all_gather(piece, inner, replica, channel=channel)
+
+    def scatter_bucket(
+        self,
+        bucket: ShardBucket,
+        flat: tf.Tensor,
+        replica: int,
+        *,
+        channel: int = 0,
+        reduce_dtypes: ReduceDtypes = (None, None),
+    ) -> tf.Tensor:
+        """Sum a bucket over all replicas and keep the calling one's slice.
+
+        Args:
+            bucket: `ShardBucket`. Where it is lopsided, an all-reduce moves less.
+            flat: Tensor, its elements as they lie in `bucket.moved`.
+            replica: Int, index of the calling replica among the local ones.
+            channel: Int, the chain of the launch order. Defaults to `0`.
+            reduce_dtypes: See `reduce_scatter`. An all-reduce does without.
+
+        Returns:
+            Tensor of shape `[slice_size]`.
+        """
+        if not bucket.is_lopsided:
+            return self.reduce_scatter(
+                flat, replica, channel=channel, reduce_dtypes=reduce_dtypes
+            )
+        total = ring(flat, self.group, replica, channel=channel, is_alone=False)
+        return take_row(bucket, self.owner(replica), total)
+
+    def gather_bucket(
+        self, bucket: ShardBucket, piece: tf.Tensor, replica: int, *, channel: int = 0
+    ) -> tf.Tensor:
+        """Gather the slices of a bucket, the inverse of `scatter_bucket`.
+
+        Args:
+            bucket: `ShardBucket`. Where it is lopsided, each owner adds its row to
+                zeros.
+            piece: Tensor of shape `[slice_size]`.
+            replica: Int, index of the calling replica among the local ones.
+            channel: Int, the chain of the launch order. Defaults to `0`.
+
+        Returns:
+            Tensor, alike on all replicas, the elements as they lie in `bucket.moved`.
+        """
+        if not bucket.is_lopsided:
+            return self.all_gather(piece, replica, channel=channel)
+        inner, _ = self._levels(replica)
+        # A node that has a copy of everything needs no other.
+        group = inner if self._is_copied else self.group
+        placed = place_row(bucket, self.owner(replica), piece)
+        return ring(placed, group, replica, channel=channel, is_alone=False)
 
     def all_reduce(self, tensor: tf.Tensor, replica: int) -> tf.Tensor:
         """Sum over the owners of different slices.

@@ -36,6 +36,9 @@ class Reader(Protocol):
     def gather_on_hosts(self, parameter: ShardedParameter) -> tf.Tensor:
         """Gather the whole outside of a step. All workers call it."""
 
+    def serve(self, parameter: ShardedParameter) -> None:
+        """Take part where another worker calls `gather_on_hosts`."""
+
 
 class ShardedParameter(MirroredVariable):
     """Variable of which each replica holds some elements.

@@ -123,11 +123,14 @@ class StepGathers:
     def note_backward_pass(self, begin: int, end: int) -> None:
         """Remember that a backward pass has been traced.
 
+        It contains those that began in it, of layers that are computed again.
+
         Args:
             begin: Int, age of the last operation before it.
             end: Int, age of its last operation.
         """
-        self._backward_passes.append((begin, end))
+        others = [known for known in self._backward_passes if known[0] < begin]
+        self._backward_passes = [*others, (begin, end)]
 
     def take_backward_passes(self) -> list[tuple[int, int]]:
         """The backward passes since they were taken last."""
@@ -195,20 +198,33 @@ def gather_unit(
             ]
             with timing.labelled(f"{label} {unit.number}"):
                 bucket = _bucket(members, dtype)
-                piece = (pieces or {}).get(dtype)
-                if piece is None:
-                    own = _own_slice(step, members, bucket)
-                    piece = step.groups.gather_across_nodes(
-                        own, step.replica, channel=unit.number
-                    )
-                flat = step.groups.gather_in_node(
-                    piece, step.replica, channel=unit.number
+                flat, piece = _gather_bucket(
+                    step, unit, members, bucket, (pieces or {}).get(dtype)
                 )
                 wholes = _wholes(members, bucket, flat)
-            kept[dtype] = piece
+            if piece is not None:
+                kept[dtype] = piece
             step.order.begin_with(wholes)
             values.update(zip(map(id, members), wholes, strict=True))
     return values, kept
+
+
+def _gather_bucket(
+    step: StepGathers,
+    unit: Unit,
+    members: list[ShardedParameter],
+    bucket: ShardBucket,
+    piece: tf.Tensor | None,
+) -> tuple[tf.Tensor, tf.Tensor | None]:
+    """Gather a bucket: what `bucket.moved` holds, and the piece that it is made of."""
+    place: dict[str, int] = {"replica": step.replica, "channel": unit.number}
+    if bucket.is_lopsided:
+        own = _own_slice(step, members, bucket)
+        return step.groups.gather_bucket(bucket, own, **place), None
+    if piece is None:
+        own = _own_slice(step, members, bucket)
+        piece = step.groups.gather_across_nodes(own, **place)
+    return step.groups.gather_in_node(piece, **place), piece
 
 
 def _bucket(members: list[ShardedParameter], dtype: tf.DType) -> ShardBucket:

@@ -35,6 +35,9 @@ class Segment:
 
 Row = tuple[Segment, ...]
 
+# By how much padding may lengthen what is moved before an all-reduce moves less.
+_MOST_PADDING = 2.0
+
 
 @dataclasses.dataclass(frozen=True)
 class ShardBucket:
@@ -57,7 +60,33 @@ class ShardBucket:
 
     def padding(self, owner: int) -> int:
         """Return the elements of an owner's shard that belong to no variable."""
-        return self.slice_size - sum(segment.size for segment in self.rows[owner])
+        return self.slice_size - _length(self.rows[owner])
+
+    @property
+    def num_elements(self) -> int:
+        """Int, elements of variables, without padding."""
+        return sum(map(_length, self.rows))
+
+    @property
+    def is_lopsided(self) -> bool:
+        """Bool, whether slices are mostly padding, so that an all-reduce moves less."""
+        return len(self.rows) * self.slice_size > _MOST_PADDING * self.num_elements
+
+    @property
+    def joined(self) -> ShardBucket:
+        """`ShardBucket` of one row, that of all owners, without padding."""
+        row = tuple(segment for row in self.rows for segment in row)
+        return ShardBucket((row,), self.num_elements, self.dtype)
+
+    @property
+    def moved(self) -> ShardBucket:
+        """`ShardBucket`, how its elements lie in what a collective moves."""
+        return self.joined if self.is_lopsided else self
+
+    def range_in_joined(self, owner: int) -> tuple[int, int]:
+        """Return where an owner's row lies in `joined`: first, one after the last."""
+        start = sum(map(_length, self.rows[:owner]))
+        return start, start + _length(self.rows[owner])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +108,12 @@ class ShardPlan:
     def shards_variables(self) -> bool:
         """Bool, whether every variable has one owner."""
         return self.owners is not None
+
+    @property
+    def is_lopsided(self) -> bool:
+        """Bool, whether all slices together are mostly padding."""
+        size = sum(bucket.num_elements for bucket in self.buckets)
+        return self.num_moved > _MOST_PADDING * size
 
     @property
     def num_moved(self) -> int:

@@ -106,7 +106,8 @@ class GraphShardCollectives:
             if weight is not None:
                 flat = weighted(flat, weight)
             with timing.labelled(f"{timing.GRADIENTS} {channel}"):
-                piece = self._groups.reduce_scatter(
+                piece = self._groups.scatter_bucket(
+                    bucket,
                     flat,
                     self._replica,
                     channel=channel,
@@ -128,8 +129,8 @@ class GraphShardCollectives:
                 # A key contains the shape, which clipping or an update may have lost.
                 whole = tf.ensure_shape(piece, [bucket.slice_size])
                 with timing.labelled(f"{timing.PARAMETERS} {channel}"):
-                    flat = self._groups.all_gather(
-                        whole, self._replica, channel=channel
+                    flat = self._groups.gather_bucket(
+                        bucket, whole, self._replica, channel=channel
                     )
             flats.append(flat)
         return unpack_rows(plan, flats)

@@ -44,9 +44,6 @@ from tfdp.sharding.sharded_param_group import ShardedParamGroup, owned_state
 from tfdp.sharding.state_names import slot_names
 from tfdp.sharding.state_tensors import StateTensor
 
-# By how much padding may lengthen a reduce-scatter before all-reduces move less.
-_MOST_PADDING = 2.0
-
 
 @dataclasses.dataclass(frozen=True)
 class AccumulatedSlice:
@@ -98,10 +95,21 @@ class ShardedState:
             device if options.offload is None else host
             for device in self.groups.group.devices
         )
+        every = variables
+        if options.shards_parameters:
+            every = _joined(parameters, variables)
+        was_built = optimizer.built
+        if not was_built:
+            _compat.build_without_state(optimizer, variables)
+        plans = {id(part): self._plan_of(part) for part in _trained_parts(optimizer)}
+        # Workers that differ would wait for each other for ever in what follows.
+        check_same_variables(
+            extended.worker_group, "sharding the optimizer", every, "shards"
+        )
+        self._check_alike(options, _trained_parts(optimizer), plans)
         self._gathers: Gathers | None = None
         if options.shards_parameters:
             self._gathers = gathers_of(extended, self.groups)
-            every = _joined(parameters, variables)
             shard_variables(
                 every,
                 strategy,
@@ -111,29 +119,24 @@ class ShardedState:
                 options.units,
             )
         check_reader(variables, self._gathers)
-        was_built = optimizer.built
-        if not was_built:
-            _compat.build_without_state(optimizer, variables)
         self.parts = {
-            id(part): self._sharded(part)
-            for part in innermost(optimizer)
-            if part.built and _compat.trained_by(part)
+            id(part): self._sharded(part, plans[id(part)])
+            for part in _trained_parts(optimizer)
         }
-        check_same_variables(
-            extended.worker_group, "sharding the optimizer", variables, "shards"
-        )
-        self._check_alike(options)
         self._states = {key: self._state_of(p) for key, p in self.parts.items()}
         if was_built:
             self._take_over()
 
-    def _check_alike(self, options: ShardingOptions) -> None:
+    def _check_alike(
+        self, options: ShardingOptions, parts: list[Any], plans: dict[int, ShardPlan]
+    ) -> None:
         """Raise on every worker if they shard different things, or differently."""
         worker_group = self._extended.worker_group
-        kinds = [type(part.optimizer).__name__ for part in self.parts.values()]
-        plans = [part.plan.fingerprint for part in self.parts.values()]
+        kinds = [type(part).__name__ for part in parts]
+        fingerprints = [plans[id(part)].fingerprint for part in parts]
         same, texts = worker_group.all_equal(
-            "sharding the optimizer: how", json.dumps([options.text, kinds, plans])
+            "sharding the optimizer: how",
+            json.dumps([options.text, kinds, fingerprints]),
         )
         if same:
             return
@@ -237,7 +240,7 @@ class ShardedState:
             }
 
         def collectives_of(part: ShardedParamGroup) -> ShardCollectives:
-            if tf.executing_eagerly() or _is_lopsided(part.plan, part.variables):
+            if tf.executing_eagerly() or self._sums_everything(part):
                 return EagerShardCollectives(self.groups, replica, reducer.sum)
             return GraphShardCollectives(
                 self.groups, replica, self._reduce_dtypes_of, **around
@@ -245,11 +248,24 @@ class ShardedState:
 
         return ShardedLayout(self.parts, replica, collectives_of, reducer, backward)
 
-    def _sharded(self, optimizer: Any) -> ShardedParamGroup:
+    def _sums_everything(self, part: ShardedParamGroup) -> bool:
+        """Whether all-reduces take the place of all collectives of an optimizer.
+
+        Units of sharded parameters are looked at one by one: what is gathered for the
+        backward pass comes between them.
+        """
+        by_units = self._gathers is not None
+        return not by_units and part.plan.shards_variables and part.plan.is_lopsided
+
+    def _plan_of(self, optimizer: Any) -> ShardPlan:
+        """The plan of an inner optimizer, as without sharded parameters."""
         variables = _compat.trained_by(optimizer)
-        plan = shard_plan(
+        return shard_plan(
             optimizer, variables, self.groups.num_owners, self._extended.options
         )
+
+    def _sharded(self, optimizer: Any, plan: ShardPlan) -> ShardedParamGroup:
+        variables = _compat.trained_by(optimizer)
         if self._gathers is not None:
             plan = plan_of_parameters(plan, variables, self._gathers)
         states = [
@@ -309,12 +325,12 @@ def shard_plan(
     )
 
 
+def _trained_parts(optimizer: Any) -> list[Any]:
+    """The optimizers inside of one that update variables."""
+    return [p for p in innermost(optimizer) if p.built and _compat.trained_by(p)]
+
+
 def _joined(ordered: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     """Variables in their order, and after them those of `others` that are not there."""
     known = {id(variable) for variable in ordered}
     return [*ordered, *(v for v in others if id(v) not in known)]
-
-
-def _is_lopsided(plan: ShardPlan, variables: list[Any]) -> bool:
-    size = sum(entry_of(variable).num_elements for variable in variables)
-    return plan.shards_variables and plan.num_moved > _MOST_PADDING * size

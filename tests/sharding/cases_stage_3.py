@@ -1,0 +1,100 @@
+"""Cases of sharded state with sharded parameters in their place.
+
+What they claim holds in every stage. Each runs on the set-ups that it is about; those
+that differ most from each other in the standard tier too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+
+from tests.harness import registry
+from tests.harness.env import Env
+from tests.sharding import (  # noqa: F401 what the table names
+    cases_corners,
+    cases_files,
+    cases_offload,
+    cases_optimizers,
+)
+from tests.sharding.cases_sharded import in_stage_3
+
+# What the standard tier runs, and where.
+STANDARD = {
+    "stage_2_by_callback_with_accumulation_and_loss_scaling": "two_by_two",
+    "overflow_is_skipped_by_all_owners": "two_workers",
+    "odd_variables_with_lamb_in_stage_2": "mirrored",
+    "sharded_layers_frozen_between_fits_without_recompiling": "mirrored",
+    "sharded_layers_frozen_between_fits_with_recompiling": "mirrored",
+    "sparse_gradients_of_sharded_adam_clipnorm": "two_workers",
+    "partial_batches_of_sharded_state": "two_by_two",
+    "sharded_multi_optimizer": "two_workers",
+    "sharded_state_heeds_exclusions_and_constraints": "mirrored",
+    "averages_of_whole_variables_overwrite": "two_by_two",
+    "lamb_in_stage_2_shared_by_node": "two_by_two",
+    "different_optimizers_are_named": "two_workers",
+    "sharded_files_go_on_in_plain_keras": "two_workers",
+    "backup_restores_sharded_state": "mirrored",
+}
+# What only the full tier runs.
+FULL = (
+    "stage_1_by_*_with_accumulation_and_loss_scaling",
+    "stage_2_by_constructor_with_accumulation_and_loss_scaling",
+    "sharded_state_alone_trains_like_one_device",
+    "warmup_scales_sharded_momentum",
+    "state_that_is_there_is_shared_out_within_a_window",
+    "odd_variables_with_adam_in_stage_1",
+    "policy_*_of_sharded_variables",
+    "more_replicas_than_variables",
+    "sparse_gradients_of_sharded_*",
+    "sharded_state_run_eagerly",
+    "sharded_state_with_steps_per_execution",
+    "loop_of_ones_own_with_sharded_state",
+    "own_class_*",
+    "averages_*",
+    "adamw_in_stage_1_shared_by_*",
+    "uneven_nodes_share_one_state",
+    "sharded_with_*_on_the_wire",
+    "hardly_anything_is_trained",
+    "waiting_slices_survive_what_is_shared",
+    "owner_without_a_gradient_counts_on",
+    "offload*",
+    "tensorboard_saves_embeddings_of_sharded_state",
+    "only_the_first_worker_writes_sharded_state",
+    "worker_that_is_asked_alone_says_what_to_do",
+    "plain_files_go_on_sharded",
+    "sharded_file_goes_on_whole",
+    "sharded_files_open_in_a_process_without_tfdp",
+)
+
+
+def _register(case: registry.Case) -> None:
+    def function(env: Env) -> dict:
+        with in_stage_3():
+            return case.function(env)
+
+    where = (STANDARD[case.name],) if case.name in STANDARD else ()
+    every = (*case.setups, *case.full_setups)
+    options = {
+        field.name: getattr(case, field.name)
+        for field in dataclasses.fields(case)
+        if field.name not in ("name", "function", "covers", "module", "quick_setup")
+    }
+    options |= {"setups": where}
+    options |= {"full_setups": tuple(name for name in every if name not in where)}
+    function.__module__ = __name__
+    registry.register(f"{case.name}_at_stage_3", function, case.covers, **options)
+
+
+def _chosen() -> list[registry.Case]:
+    modules = ("sharded", "optimizers", "corners", "offload", "files")
+    cases = registry.load_cases(tuple(f"sharding.cases_{name}" for name in modules))
+    return [
+        case
+        for name, case in cases.items()
+        if name in STANDARD or any(fnmatch.fnmatchcase(name, p) for p in FULL)
+    ]
+
+
+for _case in _chosen():
+    _register(_case)
