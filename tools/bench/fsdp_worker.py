@@ -110,8 +110,7 @@ def _step_of(setup: dict[str, Any]) -> Step:
 
 def make_arms(setup: dict[str, Any]) -> Arms:
     join(setup)
-    arms = {"memory": memory_arms, "time": time_arms}
-    return arms[setup["benchmark"]](setup)
+    return memory_arms(setup) if setup["benchmark"] == "memory" else time_arms(setup)
 
 
 if __name__ == "__main__":

@@ -139,8 +139,9 @@ def _sent_bytes(step: Any) -> float:
 
 def make_arms(setup: dict[str, Any]) -> Arms:
     strategy = make_strategy(setup)
-    arms = {"memory": memory_arms, "time": time_arms}
-    return arms[setup["benchmark"]](strategy, setup)
+    if setup["benchmark"] == "memory":
+        return memory_arms(strategy, setup)
+    return time_arms(strategy, setup)
 
 
 if __name__ == "__main__":
