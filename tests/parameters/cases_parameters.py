@@ -100,14 +100,20 @@ def _trained(env: Env, build: common.Build, data: tuple, loss: object) -> dict:
     return found
 
 
-@case("Loops, attention, statistics, tied weights", setups=registry.ALL)
-def models_of_sharded_parameters_train_like_one_device(env: Env) -> dict:
+@case("Convolution and loops", setups=registry.ALL)
+def recurrent_models_of_sharded_parameters(env: Env) -> dict:
+    return _trained(env, _recurrent, _series(), "mse")
+
+
+@case("Attention and statistics", setups=registry.ALL)
+def attention_of_sharded_parameters(env: Env) -> dict:
+    return _trained(env, _attention, _series(), "mse")
+
+
+@case("Tied weights", setups=registry.ALL)
+def tied_weights_of_sharded_parameters(env: Env) -> dict:
     entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    return {
-        "recurrent": _trained(env, _recurrent, _series(), "mse"),
-        "attention": _trained(env, _attention, _series(), "mse"),
-        "tied": _trained(env, Tied, _words(), entropy),
-    }
+    return _trained(env, Tied, _words(), entropy)
 
 
 def _traced(env: Env) -> tuple[keras.Model, list]:
