@@ -15,6 +15,7 @@ from tests.harness.env import Env
 from tests.keras_hooks.cases_loops import Gan
 from tests.parameters.cases_parameters import deep
 from tests.sharding.cases_plans import small_buckets
+from tfdp.parameters import host_gathers
 
 case = registry.case
 layers, optimizers = keras.layers, keras.optimizers
@@ -185,13 +186,11 @@ def own_loops_of_sharded_parameters(env: Env) -> dict:
 
 @case("train_on_batch, run_eagerly, steps_per_execution", setups=SETUPS)
 def keras_loops_of_sharded_parameters(env: Env) -> dict:
-    results = {}
-    for name, options in {
-        "eagerly": {"run_eagerly": True},
-        "four steps": {"steps_per_execution": 4},
-        "five steps": {"steps_per_execution": 5},  # the last execution has two
-    }.items():
-        results[name] = trained(env, **options)[1]
+    results = {
+        "eagerly": trained(env, common.mlp, run_eagerly=True)[1],
+        # The last execution has two.
+        "five steps": trained(env, steps_per_execution=5)[1],
+    }
     model = compiled(env)
     x, y = common.regression_data()
     logs = [
@@ -343,3 +342,33 @@ def consistency_check_says_what_it_leaves_out(env: Env) -> dict:
     with pytest.warns(UserWarning, match="leaves out 4 of 4 weights: parameters that"):
         common.fit(model, *common.regression_data(), callbacks=[check])
     return {}
+
+
+@case("Read and saved in many messages", setups=("two_workers",), compare=False)
+def large_parameters_are_read_in_messages(env: Env) -> dict:
+    if env.is_reference:
+        return {}
+    results = {}
+    before = host_gathers._MESSAGE_BYTES
+    # Lamb's parameters are each on one worker, Adam's in parts on both.
+    for kind in optimizers.Adam, optimizers.Lamb:
+        keras.utils.set_random_seed(3)
+        with env.scope():
+            model = common.mlp(units=37)
+            model.compile(sharded(env, kind(0.01)), loss="mse")
+        common.fit(model, *common.regression_data())
+        whole = model.get_weights()
+        host_gathers._MESSAGE_BYTES = 64
+        try:
+            parts = model.get_weights()
+            model.save_weights(str(env.tmp / f"{env.rank}.weights.h5"))
+        finally:
+            host_gathers._MESSAGE_BYTES = before
+        env.wait_for_all(f"saved {kind.__name__}")
+        plain = common.mlp(units=37)
+        plain.load_weights(str(env.tmp / "0.weights.h5"))
+        for read, found, wanted in zip(plain.get_weights(), parts, whole, strict=True):
+            np.testing.assert_array_equal(found, wanted)
+            np.testing.assert_array_equal(read, wanted)
+        results[kind.__name__] = env.weights(model)
+    return results

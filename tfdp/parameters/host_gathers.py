@@ -52,10 +52,11 @@ def _messages(
     """Columns of all owners, `[num_owners, columns]`, or of the only one."""
     sizes = [stop - start for start, stop in parameter.ranges]
     bucket = unit_bucket([0], [parameter.ranges], parameter.dtype.name)
-    width = max(1, _MESSAGE_BYTES // parameter.dtype.size)
+    only = [owner for owner, size in enumerate(sizes) if size]
+    num_rows = 1 if len(only) == 1 else len(owners)
+    width = max(1, _MESSAGE_BYTES // (num_rows * parameter.dtype.size))
     if host_group.size == 1:
         width = max(1, bucket.slice_size)
-    only = [owner for owner, size in enumerate(sizes) if size]
     for begin in range(0, bucket.slice_size, width):
         end = min(begin + width, bucket.slice_size)
         if len(only) == 1:
