@@ -186,6 +186,12 @@ LEFT_OUT = {
         "deferred_parameters_train_like_one_device"
     ),
     "each_named_layer_is_a_unit": "deferred_parameters_train_like_one_device",
+    "recomputed_layers_of_sharded_parameters": "layers that are not computed again",
+    "own_loops_of_sharded_parameters": "own_steps_of_sharded_parameters",
+    "keras_loops_of_sharded_parameters": "fit and evaluate",
+    "adversaries_with_sharded_parameters": "gan_with_two_optimizers",
+    "sharded_parameters_are_assigned_to": "weights that are set",
+    "sharded_parameters_are_read_by_callbacks": "sharded models are used as any other",
     "adamw_in_stage_3_shared_by_node": "adamw_in_stage_1_shared_by_node",
     "adamw_in_stage_3_shared_by_all": "adamw_in_stage_1_shared_by_node",
     "monitor_tells_the_kinds_of_gathers_apart": (

@@ -36,7 +36,7 @@ def test_in_the_quick_tier_each_module_of_cases_sees_each_of_its_set_ups():
         assert len(set(chosen) & set(setups)) == min(len(setups), len(chosen))
 
 
-def test_one_of_the_cases_that_one_stands_for_is_in_the_standard_tier():
+def test_one_of_the_cases_that_another_stands_for_is_in_the_standard_tier():
     standard = {
         name
         for name, case in CASES.items()
@@ -45,4 +45,4 @@ def test_one_of_the_cases_that_one_stands_for_is_in_the_standard_tier():
     for instead in set(LEFT_OUT.values()):
         patterns = [p for p, other in LEFT_OUT.items() if other == instead]
         found = [fnmatch.filter(standard, pattern) for pattern in patterns]
-        assert sum(map(bool, found)) == 1, instead
+        assert any(found), instead
