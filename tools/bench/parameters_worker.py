@@ -139,8 +139,8 @@ def _sent_bytes(step: Any) -> float:
 
 def make_arms(setup: dict[str, Any]) -> Arms:
     strategy = make_strategy(setup)
-    arms = {"memory": memory_arms, "time": time_arms}
-    return arms[setup["benchmark"]](strategy, setup)
+    arms_of = memory_arms if setup["benchmark"] == "memory" else time_arms
+    return arms_of(strategy, setup)
 
 
 if __name__ == "__main__":
