@@ -84,6 +84,7 @@ def test_a_worker_tells_its_peaks_and_the_bytes_that_it_sends():
             for times in side.run(arm, 1):
                 assert times["seconds"] > 0
             sent = side.run(f"{arm}/bytes", 1)[0]
-            assert sent == pytest.approx(4 * model.num_parameters, rel=0.1)
+            # Rows of sparse gradients are not counted: a step knows their number.
+            assert sent == pytest.approx(4 * model.num_parameters, rel=0.2)
     assert set(WITHOUT_CACHES) == {"TF_ENABLE_ONEDNN_OPTS", "MALLOC_MMAP_THRESHOLD_"}
     assert set(parameters_worker.OPTIMIZERS) == set(parameters_memory.SLOTS)

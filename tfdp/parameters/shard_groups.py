@@ -266,14 +266,18 @@ def shard_groups_of(
     selector = extended.algorithm_selector
     is_even = selector.topology.is_even
     has_nodes = selector.topology.num_nodes > 1
-    if has_nodes and not is_even and (scope == "node" or needs_two_levels):
-        name = "shard_scope" if scope == "node" else "reshard_after_forward"
-        instead = '"all"' if scope == "node" else "`True`"
+    if has_nodes and not is_even and scope == "node":
         warnings.warn(
-            f'`{name}="node"` works as {instead}: it needs equally many replicas on '
+            '`shard_scope="node"` works as "all": it needs equally many replicas on '
             "every node.",
             stacklevel=2,
         )
         scope = "all"
+    if has_nodes and not is_even and needs_two_levels:
+        warnings.warn(
+            '`reshard_after_forward="node"` works as `True`: it needs equally many '
+            "replicas on every node.",
+            stacklevel=2,
+        )
     levels = selector.is_hierarchical or (needs_two_levels and is_even)
     return ShardGroups(extended.group, scope, is_hierarchical=levels)

@@ -110,7 +110,8 @@ def _step_of(setup: dict[str, Any]) -> Step:
 
 def make_arms(setup: dict[str, Any]) -> Arms:
     join(setup)
-    return memory_arms(setup) if setup["benchmark"] == "memory" else time_arms(setup)
+    arms_of = memory_arms if setup["benchmark"] == "memory" else time_arms
+    return arms_of(setup)
 
 
 if __name__ == "__main__":

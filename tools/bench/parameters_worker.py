@@ -139,9 +139,8 @@ def _sent_bytes(step: Any) -> float:
 
 def make_arms(setup: dict[str, Any]) -> Arms:
     strategy = make_strategy(setup)
-    if setup["benchmark"] == "memory":
-        return memory_arms(strategy, setup)
-    return time_arms(strategy, setup)
+    arms_of = memory_arms if setup["benchmark"] == "memory" else time_arms
+    return arms_of(strategy, setup)
 
 
 if __name__ == "__main__":
