@@ -22,7 +22,7 @@ import time
 # oneDNN keeps for later what the model has freed, and it would count.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
-import char_transformer as characters  # type: ignore[import-not-found]  # beside this script
+import char_transformer as characters  # beside this script
 import keras
 import tensorflow as tf
 

@@ -38,7 +38,8 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of this pack
             if (error.name or "").partition(".")[0] != "ray":
                 raise
             raise ImportError(
-                f"`tfdp.ray.{name}` needs Ray Train: pip install 'tfdp[ray]'"
+                "`tfdp.ray` needs Ray Train: pip install 'tfdp[ray]'. "
+                f"Received: tfdp.ray.{name}"
             ) from error
 
 
