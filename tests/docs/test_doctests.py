@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -77,9 +78,11 @@ def has_example(path: Path) -> bool:
 
 
 def modules_with_examples() -> list[str]:
+    """The modules of tfdp; those of `tfdp.ray` only where Ray is (`tools/test_ray`)."""
     names = []
+    has_ray = importlib.util.find_spec("ray") is not None
     for path in sorted((ROOT / "tfdp").rglob("*.py")):
-        if has_example(path):
+        if has_example(path) and (has_ray or path.parent.name != "ray"):
             parts = path.relative_to(ROOT).with_suffix("").parts
             names.append(".".join(parts).removesuffix(".__init__"))
     return names

@@ -156,7 +156,7 @@ def test_each_package_that_tfdp_imports_is_asked_for():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     asked = config["options"]["install_requires"].split("\n")
-    for extra in ("bench", "tensorboard"):
+    for extra in ("bench", "ray", "tensorboard"):
         asked += config["options.extras_require"][extra].split("\n")
     names = {re.split(r"[<>=\[]", line)[0] for line in asked}
     imported = {

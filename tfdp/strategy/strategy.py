@@ -49,6 +49,7 @@ class _Strategy:
 
         Example:
 
+        >>> import keras
         >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
         >>> with strategy.scope(init="deferred"):
         ...     layer = keras.layers.Dense(3)
