@@ -187,6 +187,22 @@ LEFT_OUT = {
     ),
     "each_named_layer_is_a_unit": "deferred_parameters_train_like_one_device",
     "recomputed_layers_of_sharded_parameters": "layers that are not computed again",
+    "adam_with_global_clipnorm_in_float32_and_sharded_parameters": (
+        "adam, sharded gradients"
+    ),
+    "adamax_with_ema_in_float32_and_sharded_parameters": "adamax, sharded gradients",
+    "adamw_with_no_option_in_float64_and_sharded_parameters": "adamw, sharded state",
+    "lion_with_weight_decay_in_float64_and_sharded_parameters": "lion, sharded state",
+    "sgd_momentum_with_accumulation_in_float32_and_sharded_parameters": (
+        "multi_optimizer_with_everything_in_float32_and_sharded_parameters"
+    ),
+    "sgd_with_a_partial_batch_in_float32_and_sharded_parameters": (
+        "sgd, sharded gradients"
+    ),
+    "sharded_models_are_used_as_any_other": (
+        "files_of_sharded_parameters_are_those_of_plain_keras"
+    ),
+    "lopsided_units_are_summed_and_not_padded": "bytes of units that are not lopsided",
     "own_loops_of_sharded_parameters": "own_steps_of_sharded_parameters",
     "keras_loops_of_sharded_parameters": "fit and evaluate",
     "adversaries_with_sharded_parameters": "gan_with_two_optimizers",
