@@ -93,7 +93,11 @@ def test_a_worker_that_fails_ends_all_nodes_with_one_sentence(nodes, rank):
 @pytest.mark.standard
 def test_all_nodes_start_again_together(nodes):
     nodes.script(
-        SECOND_TIME.replace("time.sleep(600)", "sys.exit(3) if RANK else time.sleep(9)")
+        SECOND_TIME.replace(
+            "time.sleep(600)",
+            # Worker 0 must have begun, or it would take its second start for the first.
+            "(wait_for('try-0-0'), sys.exit(3)) if RANK else time.sleep(9)",
+        )
     )
     outputs = nodes.both(
         *("-n", "1", "--max-restarts", "2", "--log-dir", "logs", "script.py")
