@@ -182,6 +182,8 @@ LEFT_OUT = {
         "a_step_of_sharded_parameters_sends_three_halves_of_an_all_reduce"
     ),
     "units_are_gathered_again_inside_of_nodes": "the bytes of other gathers",
+    "uneven_nodes_gather_again_from_all": "nodes of equal size",
+    "a_scope_that_defers_on_one_worker_only_is_refused": "the same scope on all",
     "offloaded_parameters_are_gathered_from_the_host": (
         "deferred_parameters_train_like_one_device"
     ),
@@ -208,8 +210,6 @@ LEFT_OUT = {
     "adversaries_with_sharded_parameters": "gan_with_two_optimizers",
     "sharded_parameters_are_assigned_to": "weights that are set",
     "sharded_parameters_are_read_by_callbacks": "sharded models are used as any other",
-    "adamw_in_stage_3_shared_by_node": "adamw_in_stage_1_shared_by_node",
-    "adamw_in_stage_3_shared_by_all": "adamw_in_stage_1_shared_by_node",
     "monitor_tells_the_kinds_of_gathers_apart": (
         "monitor_measures_what_one_device_computes"
     ),

@@ -67,6 +67,19 @@ def deferred_parameters_begin_with_the_first_workers_values(env: Env) -> dict:
     return {}
 
 
+@case("Deferred on one worker", setups=("two_workers",), compare=False)
+def a_scope_that_defers_on_one_worker_only_is_refused(env: Env) -> dict:
+    if env.setup.num_workers < 2:
+        return {}
+    init = "deferred" if env.is_chief else None
+    with (
+        pytest.raises(RuntimeError, match="Workers are at different calls"),
+        env.strategy.scope(init=init),
+    ):
+        deep()
+    return {}
+
+
 @case("Files before there is an optimizer", setups=registry.ALL, compare=False)
 def deferred_models_are_saved_and_loaded_without_an_optimizer(env: Env) -> dict:
     data = common.regression_data()

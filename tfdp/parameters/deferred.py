@@ -54,10 +54,11 @@ def deferred_parameter(strategy: Any, arguments: dict[str, Any]) -> ShardedParam
         ValueError: On all workers, if they make different variables.
     """
     extended = strategy.extended
-    gathers = gathers_of(extended, shard_groups_of(extended, "all"))
     name = (arguments.get("name") or "Variable").partition(":")[0]
     with tf.init_scope(), tf.device(extended.host_group.devices[0]):
         whole = _initial_value(extended, name, arguments)
+    # After the workers have agreed: the first one is a collective.
+    gathers = gathers_of(extended, shard_groups_of(extended, "all"))
     ranges = equal_ranges(whole.shape.num_elements(), gathers.groups.num_owners)
     unique_id = _compat.unique_name(name)
     parts = [
