@@ -220,7 +220,7 @@ def _around_reduction(
     after: Callable[[Any, list], Any] = lambda reduced, gradients: reduced,
 ) -> Iterator[None]:
     """Does something to a replica's gradients, or to their sums."""
-    from tfdp.reduction.reducer import ReplicaReducer
+    from tfdp.reduction.gradient_reducer import ReplicaReducer
 
     reduce = ReplicaReducer.reduce_gradients
 

@@ -19,7 +19,7 @@ from tfdp.base import batch_weight
 from tfdp.base.context import replica_context
 from tfdp.base.deferred_updates import defer
 from tfdp.base.param_groups import innermost
-from tfdp.reduction.reducer import replica_reducer
+from tfdp.reduction.gradient_reducer import replica_reducer
 from tfdp.step.path import take_step
 from tfdp.step.step import checked_gradients, keras_step
 

@@ -24,7 +24,7 @@ from tfdp.keras_hooks import file_view, install
 from tfdp.optimizer import arguments
 from tfdp.optimizer.shardable import ShardableOptimizer
 from tfdp.plans.units import UnitOptions
-from tfdp.reduction.reducer import GradientReducer, replica_reducer
+from tfdp.reduction.gradient_reducer import GradientReducer, replica_reducer
 from tfdp.sharding.full_state import FullState
 from tfdp.sharding.options import ShardingOptions
 from tfdp.step.accumulation import (

@@ -15,7 +15,7 @@ from tfdp.keras_hooks.saving import is_saving
 from tfdp.optimizer.settings import OptimizerSettings
 from tfdp.parameters.conversion import parameters_in_order
 from tfdp.plans.memory import MemoryReport
-from tfdp.reduction.reducer import replica_reducer
+from tfdp.reduction.gradient_reducer import replica_reducer
 from tfdp.replicas.synchronized_scope import synchronize_new_variables
 from tfdp.sharding import ShardedLayout, ShardedState, memory_report
 from tfdp.sharding.options import ShardingOptions

@@ -176,7 +176,8 @@ def check_reader(variables: Sequence[Any], reader: Reader | None) -> None:
 
     Args:
         variables: Sequence of Keras variables.
-        reader: `Reader` of those that are sharded, or `None` where all must be whole.
+        reader: `Reader` of those that an optimizer has sharded, or `None` where all
+            must be whole.
 
     Raises:
         ValueError: If one is sharded in another way.
@@ -185,6 +186,8 @@ def check_reader(variables: Sequence[Any], reader: Reader | None) -> None:
         parameter = sharded_parameter(variable)
         if parameter is None or parameter.reader is reader:
             continue
+        if parameter.unit is None and reader is not None:
+            continue  # No optimizer has planned it: this one may.
         if parameter.unit is None:
             raise ValueError(
                 'The model was made in `strategy.scope(init="deferred")`: each replica '

@@ -1,6 +1,7 @@
 """Reduction of gradients over replicas: one fused all-reduce for each bucket.
 
-- `reducer`, `replica_reducer`: gradients of all local replicas, or of one, reduced.
+- `reducer`: dense tensors and rows of this worker's replicas, reduced.
+- `gradient_reducer`: the same as the running replica, or a single device, sees it.
 - `fusion`: buckets of gradients, packed, all-reduced and unpacked.
 - `sparse`: gradients that are rows of a table.
 - `reduced_gradients`: the result, as the later stages of a step take it.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
-from tfdp import _compat
-from tfdp.base.context import replica_context
 from tfdp.base.param_groups import path_of
 from tfdp.collectives import ProcessGroup, timing
 from tfdp.coordination.checks import check_same_plan, check_same_variables
@@ -223,123 +221,3 @@ def _divide(value: Any, count: int) -> Any:
     if _is_sparse(value):
         return tf.IndexedSlices(value.values / count, value.indices, value.dense_shape)
     return value / count
-
-
-class GradientReducer(Protocol):
-    """Reducer of the gradients of a step: the seam for other ways to reduce."""
-
-    @property
-    def num_replicas(self) -> int:
-        """Int, over how many replicas it sums."""
-
-    def reduce_gradients(
-        self,
-        gradients: list,
-        variables: list[Any],
-        *,
-        may_sum: bool,
-        weight: tf.Tensor | None,
-    ) -> ReducedGradients:
-        """Sum gradients over all replicas, see `Reducer.reduce_gradients`."""
-
-    def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Sum tensors that are no gradients over all replicas."""
-
-    def gather_rows(
-        self, gradients: list, variables: list[Any], *, may_sum: bool
-    ) -> list:
-        """Put sparse gradients together, see `Reducer.gather_rows`."""
-
-
-class LocalReducer:
-    """The reducer of a single device, which has nobody to share with."""
-
-    num_replicas = 1
-
-    def reduce_gradients(
-        self,
-        gradients: list,
-        variables: list[Any],
-        *,
-        may_sum: bool,
-        weight: tf.Tensor | None,
-    ) -> ReducedGradients:
-        """Leave gradients as they are."""
-        del variables, may_sum, weight
-        return unbucketed(gradients)
-
-    def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Leave them as they are."""
-        return tensors
-
-    def gather_rows(
-        self, gradients: list, variables: list[Any], *, may_sum: bool
-    ) -> list:
-        """Leave them as they are."""
-        del variables, may_sum
-        return gradients
-
-
-class ReplicaReducer:
-    """The reducer as one replica sees it.
-
-    Args:
-        reducer: `Reducer` of the strategy.
-        context: The replica context.
-    """
-
-    def __init__(self, reducer: Reducer, context: Any) -> None:
-        self.num_replicas = reducer.group.size
-        self._reducer = reducer
-        self._context = context
-
-    def reduce_gradients(
-        self,
-        gradients: list,
-        variables: list[Any],
-        *,
-        may_sum: bool,
-        weight: tf.Tensor | None,
-    ) -> ReducedGradients:
-        """Sum gradients over all replicas, see `Reducer.reduce_gradients`."""
-        if self._meets_first():
-            if weight is not None:
-                gradients = [weighted(gradient, weight) for gradient in gradients]
-            return unbucketed(self.sum(gradients))
-        return self._reducer.reduce_gradients(
-            gradients,
-            variables,
-            _compat.local_replica_id(self._context),
-            may_sum=may_sum,
-            weight=weight,
-        )
-
-    def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Sum tensors that are no gradients over all replicas."""
-        return list(self._context.strategy.extended.sum_over_replicas(tensors))
-
-    def gather_rows(
-        self, gradients: list, variables: list[Any], *, may_sum: bool
-    ) -> list:
-        """Put sparse gradients together, see `Reducer.gather_rows`."""
-        if self._meets_first():
-            return self.sum(gradients) if gradients else []
-        return self._reducer.gather_rows(
-            gradients,
-            variables,
-            _compat.local_replica_id(self._context),
-            may_sum=may_sum,
-        )
-
-    def _meets_first(self) -> bool:
-        # Eager replicas of a process run one after the other: a collective would wait
-        # for one that has not started.
-        return tf.executing_eagerly() and len(self._reducer.group.devices) > 1
-
-
-def replica_reducer() -> GradientReducer:
-    """The reducer of the replica that is running, or of a single device."""
-    context = replica_context()
-    if context is None:
-        return LocalReducer()
-    return ReplicaReducer(tf.distribute.get_strategy().extended.reducer, context)

@@ -26,7 +26,7 @@ from tfdp.plans.shards import (
     plan_variable_shards,
 )
 from tfdp.reduction.fusion import bucket_bytes_of
-from tfdp.reduction.reducer import ReplicaReducer
+from tfdp.reduction.gradient_reducer import ReplicaReducer
 from tfdp.sharding.optimizer_state import (
     accumulator_state,
     param_group_state,
@@ -110,6 +110,8 @@ class ShardedState:
         self._gathers: Gathers | None = None
         if options.shards_parameters:
             self._gathers = gathers_of(extended, self.groups)
+        check_reader(every, self._gathers)
+        if self._gathers is not None:
             shard_variables(
                 every,
                 strategy,
@@ -118,7 +120,6 @@ class ShardedState:
                 bucket_bytes_of(list(map(entry_of, every)), extended.options),
                 options.units,
             )
-        check_reader(variables, self._gathers)
         self.parts = {
             id(part): self._sharded(part, plans[id(part)])
             for part in _trained_parts(optimizer)

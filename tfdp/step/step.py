@@ -14,7 +14,7 @@ from tfdp.base import batch_weight
 from tfdp.base.param_groups import ParamGroup, param_groups_of
 from tfdp.cluster.words import counted
 from tfdp.reduction.gradient_noise import GradientNoise
-from tfdp.reduction.reducer import GradientReducer
+from tfdp.reduction.gradient_reducer import GradientReducer
 from tfdp.step.accumulation import (
     Accumulator,
     KerasAccumulation,
