@@ -6,6 +6,7 @@ import collections.abc
 import functools
 import itertools
 import typing
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from tfdp.collectives import (
     Level,
     ProcessGroup,
     TensorFlowTransport,
+    algorithms,
     halving_doubling,
     hierarchical,
     ring,
@@ -318,6 +320,29 @@ def algorithms_launch_so_many_collectives_of_so_many_bytes(env: Env) -> dict:
     }
     everywhere = functools.partial(ring, reduce_dtype=tf.float16)
     assert sent(everywhere) == {"AllToAll": [size // 2], "Gather": [size // 16]}
+    return {}
+
+
+@case("sums that the transport rounds", setups=ALL, compare=False)
+def sums_that_the_transport_rounds_are_those_of_each_level(env: Env) -> dict:
+    size = env.num_replicas
+    flat, nodes = new_group(env), new_group(env)
+    nodes.nodes = tuple((rank,) for rank in range(size))
+    level = Level("ring", tf.bfloat16)
+
+    def reduce(replica, rank):
+        value = tf.constant(np.random.default_rng(rank).normal(size=1009), tf.float32)
+        return [
+            ring(value, flat, replica, reduce_dtype=tf.bfloat16),
+            hierarchical(value, nodes, replica, inner=level, outer=level),
+        ]
+
+    found = run(env, reduce)
+    by_transport = algorithms._rounds_sums_once(flat)
+    assert by_transport == (env.setup.is_multi_worker and size == env.setup.num_workers)
+    with mock.patch.object(algorithms, "_rounds_sums_once", return_value=False):
+        expected = run(env, reduce)
+    np.testing.assert_array_equal(found, expected)
     return {}
 
 

@@ -39,7 +39,9 @@ def train(config: dict[str, Any]) -> None:
     _note(config, f"{num_workers} workers")
     with strategy.scope():
         model = build(config.get("rate", 0.05))
-    callbacks: list[keras.callbacks.Callback] = [ReportCallback(every=EPOCHS)]
+    callbacks: list[keras.callbacks.Callback] = [
+        ReportCallback(every=EPOCHS, **config.get("report", {}))
+    ]
     if "backup" in config:
         callbacks.append(tfdp.callbacks.BackupAndRestore(config["backup"]))
     if "dies_at" in config:

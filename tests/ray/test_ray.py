@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import pytest
 
+import tfdp
 from tests.harness.commands import ROOT
 from tests.ray import loops
 
@@ -92,6 +93,28 @@ def test_a_killed_worker_is_started_again_and_goes_on(one_machine, tmp_path, exp
     assert marker.exists()
     _check(result, expected)
     assert (tmp_path / "notes").read_text().count("2 workers") == 4
+
+
+def test_a_checkpoint_of_all_workers_is_reported(one_machine, tmp_path, expected):
+    report = {"checkpoint": "tfdp", "directory": str(tmp_path / "shared")}
+    config = {"report": {**report, "metrics": {"error": "loss"}}}
+    result = _trainer(tmp_path, train_loop_config=config).fit()
+    assert set(result.metrics) == {"error"}
+    model = loops.build()
+    tfdp.checkpoint.restore(model, result.checkpoint.path)
+    for own, other in zip(model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-6)
+
+
+def test_logs_are_reported_under_the_names_that_are_asked_for():
+    from tfdp.ray.report import _chosen
+
+    logs = {"loss": 2, "mae": np.float32(0.5)}
+    assert _chosen(logs, None) == {"loss": 2.0, "mae": 0.5}
+    assert _chosen(logs, ["mae"]) == {"mae": 0.5}
+    assert _chosen(logs, {"error": "mae"}) == {"error": 0.5}
+    with pytest.raises(ValueError, match="There are: loss, mae"):
+        _chosen(logs, ["accuracy"])
 
 
 def test_a_failure_without_a_retry_is_raised(one_machine, tmp_path):
