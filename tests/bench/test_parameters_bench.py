@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from tfdp.bench.models import Model
-from tfdp.bench.sides import started
+from tfdp.bench.sides import Side, started
 from tools.bench import parameters, parameters_memory, parameters_worker
-from tools.bench.lean_side import WITHOUT_CACHES, LeanSide
 from tools.bench.models import EMPTY, LARGE
 from tools.bench.resident import peak_of, resident_bytes
 
@@ -73,12 +72,12 @@ def test_a_worker_tells_its_peaks_and_the_bytes_that_it_sends():
     module = "tools.bench.parameters_worker"
     options = parameters_memory.ARMS["stage 3, deferred"]
     told = {**setup, "benchmark": "memory", "options": options}
-    side = LeanSide("memory", module, told, 2)
+    side = Side("memory", module, told, 2)
     with started(side):
         assert max(side.run("step", 2)) >= max(side.run("resident", 1)) * 0.9
         assert 0 < max(side.run("largest unit", 1)) <= 4 * model.num_parameters
     told = {**setup, "benchmark": "time", "arms": parameters.ARMS}
-    side = LeanSide("time", module, told, 2)
+    side = Side("time", module, told, 2)
     with started(side):
         for arm in "stage 0", "stage 3, kept":
             for times in side.run(arm, 1):
@@ -86,5 +85,4 @@ def test_a_worker_tells_its_peaks_and_the_bytes_that_it_sends():
             sent = side.run(f"{arm}/bytes", 1)[0]
             # Rows of sparse gradients are not counted: a step knows their number.
             assert sent == pytest.approx(4 * model.num_parameters, rel=0.2)
-    assert set(WITHOUT_CACHES) == {"TF_ENABLE_ONEDNN_OPTS", "MALLOC_MMAP_THRESHOLD_"}
     assert set(parameters_worker.OPTIMIZERS) == set(parameters_memory.SLOTS)

@@ -88,6 +88,16 @@ def _optimizer(env: Env, optimizer: optimizers.Optimizer) -> optimizers.Optimize
     return tfdp.DistributedOptimizer(optimizer, sharding="parameters")
 
 
+def _fitted(env: Env) -> tuple[keras.Model, tuple]:
+    """A model that has been trained for an epoch, and its data."""
+    data = common.regression_data()
+    with env.scope():
+        model = deep()
+        model.compile(_optimizer(env, optimizers.SGD(0.01)), loss="mse")
+    common.fit(model, *data, batch_size=8, epochs=1)
+    return model, data
+
+
 def _trained(env: Env, build: common.Build, data: tuple, loss: object) -> dict:
     keras.utils.set_random_seed(3)
     with env.scope():
@@ -194,11 +204,7 @@ def files_of_sharded_parameters_are_those_of_plain_keras(env: Env) -> dict:
 def exported_models_have_whole_parameters(env: Env) -> dict:
     if env.is_reference:
         return {}
-    data = common.regression_data()
-    with env.scope():
-        model = deep()
-        model.compile(_optimizer(env, optimizers.SGD(0.01)), loss="mse")
-    common.fit(model, *data, batch_size=8, epochs=1)
+    model, data = _fitted(env)
     model.export(str(env.tmp / "exported"), verbose=False)
     predicted = model.predict(data[0], verbose=0)
     if env.is_chief:  # whose folder it is
@@ -257,11 +263,7 @@ def parameters_of_one_replica_stay_whole_with_a_warning(env: Env) -> dict:
 def sharded_parameters_need_an_optimizer_that_shards_them(env: Env) -> dict:
     if env.is_reference:
         return {}
-    data = common.regression_data()
-    with env.scope():
-        model = deep()
-        model.compile(_optimizer(env, optimizers.SGD(0.01)), loss="mse")
-    common.fit(model, *data, batch_size=8)
+    model, data = _fitted(env)
     for sharding in "none", "optimizer":
         other = tfdp.DistributedOptimizer(optimizers.SGD(0.01), sharding=sharding)
         with env.scope():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import keras
 import pytest
 
@@ -129,6 +131,19 @@ def units_are_gathered_again_inside_of_nodes(env: Env) -> dict:
         # A quarter across nodes, and a half inside of them, twice.
         expected = size / 4 + size / 2 + (size - ends) / 2
         assert abs(sum(c.num_bytes for c in gathered) / expected - 1) <= 0.01
+    return {"weights": env.weights(model)}
+
+
+@case("Nodes of unequal size", setups=("three_devices",), full_setups=())
+def uneven_nodes_gather_again_from_all(env: Env) -> dict:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with routes.routed(env, algorithm="ring", node_size=2):
+            model = _train(env, reshard_after_forward="node")
+    if not env.is_reference:
+        texts = {str(w.message) for w in caught if "reshard" in str(w.message)}
+        (text,) = texts
+        assert text.startswith('`reshard_after_forward="node"` works as `True`')
     return {"weights": env.weights(model)}
 
 

@@ -349,7 +349,7 @@ def large_parameters_are_read_in_messages(env: Env) -> dict:
     if env.is_reference:
         return {}
     results = {}
-    before = host_gathers._MESSAGE_BYTES
+    before = host_gathers.MESSAGE_BYTES
     # Lamb's parameters are each on one worker, Adam's in parts on both.
     for kind in optimizers.Adam, optimizers.Lamb:
         keras.utils.set_random_seed(3)
@@ -358,12 +358,12 @@ def large_parameters_are_read_in_messages(env: Env) -> dict:
             model.compile(sharded(env, kind(0.01)), loss="mse")
         common.fit(model, *common.regression_data())
         whole = model.get_weights()
-        host_gathers._MESSAGE_BYTES = 64
+        host_gathers.MESSAGE_BYTES = 64
         try:
             parts = model.get_weights()
             model.save_weights(str(env.tmp / f"{env.rank}.weights.h5"))
         finally:
-            host_gathers._MESSAGE_BYTES = before
+            host_gathers.MESSAGE_BYTES = before
         env.wait_for_all(f"saved {kind.__name__}")
         plain = common.mlp(units=37)
         plain.load_weights(str(env.tmp / "0.weights.h5"))

@@ -214,7 +214,6 @@ def _on_nodes(scope: str, stage: int, kind: type) -> None:
 for _scope in "node", "all":
     _on_nodes(_scope, 1, optimizers.AdamW)
     _on_nodes(_scope, 2, optimizers.Lamb)
-    _on_nodes(_scope, 3, optimizers.AdamW)
 
 
 @case(

@@ -42,6 +42,8 @@ class Side:
         python: String or `None`, an interpreter for a module of tfdp, or of a package
             beside it, that needs nothing but Python and what that one has. Defaults to
             this one.
+        environment: Dict, what the workers' environment has besides. Defaults to
+            nothing.
     """
 
     def __init__(
@@ -51,11 +53,13 @@ class Side:
         setup: Mapping[str, Any],
         num_workers: int = 1,
         python: str | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         addresses = [f"127.0.0.1:{port}" for port in free_ports(num_workers)]
         self._start(
-            worker_commands(module, setup, addresses, python), worker_environment()
+            worker_commands(module, setup, addresses, python),
+            {**worker_environment(), **(environment or {})},
         )
 
     def _start(

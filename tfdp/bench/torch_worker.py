@@ -109,13 +109,31 @@ def training_step(
         Callable that takes the step and returns the loss.
     """
     import torch
-    from torch import nn
 
     network = build(model)
     if not alone:
         network = _data_parallel(network, tuned=tuned, bf16=bf16)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, foreach=tuned)
-    x, y = batch_of(model, batch_size)
+    return step_of(network, optimizer, model, batch_size)
+
+
+def step_of(
+    network: Any, optimizer: Any, model: Model, batch_size: int
+) -> Callable[[], Any]:
+    """A step on a fixed batch.
+
+    Args:
+        network: `torch.nn.Module`, `model` or what is made of it.
+        optimizer: `torch.optim.Optimizer` of its parameters.
+        model: `Model`.
+        batch_size: Int, samples of each replica.
+
+    Returns:
+        Callable that takes the step and returns the loss.
+    """
+    from torch import nn
+
+    x, y = _batch(model, batch_size)
     loss_function = nn.CrossEntropyLoss()
 
     def step() -> Any:
@@ -141,16 +159,7 @@ def _data_parallel(network: Any, *, tuned: bool, bf16: bool) -> Any:
     return network
 
 
-def batch_of(model: Model, size: int) -> tuple[Any, Any]:
-    """Inputs and labels of a model.
-
-    Args:
-        model: `Model`.
-        size: Int, number of samples.
-
-    Returns:
-        Tuple of two `torch.Tensor`.
-    """
+def _batch(model: Model, size: int) -> tuple[Any, Any]:
     import torch
 
     if model.family != "transformer":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tfdp.callbacks.optimizer_callback import OptimizerCallback
 from tfdp.optimizer.distributed import DistributedOptimizer
@@ -76,7 +77,11 @@ class ShardedOptimizer(OptimizerCallback):
         self.options = ShardingOptions(
             _STAGES[stage], shard_scope, offload, unit_options
         )
-        self.settings = self.options.config
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Dict, the options as arguments of a `DistributedOptimizer`."""
+        return self.options.config
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
         """Shard the optimizer; one that is sharded like this stays as it is."""

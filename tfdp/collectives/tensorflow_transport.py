@@ -25,9 +25,9 @@ class TensorFlowTransport:
     def __init__(self, name: str = "ring") -> None:
         self.name = name
         self.num_channels = 1 if name == "nccl" else _CPU_CHANNELS
-        # TensorFlow has no reduce-scatter for CPUs.
-        self.rounds_sums_once = False
+        # TensorFlow has no reduce-scatter for CPUs, and adds halves as halves.
         self.has_reduce_scatter = name == "nccl"
+        self.rounds_sums_once = False
 
     def all_reduce(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
         """See `Transport`.

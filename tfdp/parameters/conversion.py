@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -146,14 +146,8 @@ def _take_over(variable: Any, gathers: Gathers, devices: Sequence[str]) -> None:
         return
     whole = parameter.reader.gather_on_hosts(parameter)
     ranges = equal_ranges(parameter.num_elements, gathers.groups.num_owners)
-    parts = [
-        _compat.variable_like(
-            old, _elements(whole, ranges[gathers.owner(replica)]), device
-        )
-        for replica, (old, device) in enumerate(
-            zip(parameter.values, devices, strict=True)
-        )
-    ]
+    wholes = [whole] * len(devices)
+    parts = _parts_of(wholes, parameter.values, ranges, gathers, devices)
     parameter.reader = gathers
     parameter.replace_parts(parts, ranges)
 
@@ -163,17 +157,30 @@ def _shard(
 ) -> None:
     shape = tf.TensorShape(variable.shape)
     ranges = equal_ranges(shape.num_elements(), gathers.groups.num_owners)
-    parts = [
-        _compat.variable_like(
-            old, _elements(old.read_value(), ranges[gathers.owner(replica)]), device
-        )
-        for replica, (old, device) in enumerate(
-            zip(variable.value.values, devices, strict=True)
-        )
-    ]
+    copies = variable.value.values
+    wholes = (copy.read_value() for copy in copies)
+    parts = _parts_of(wholes, copies, ranges, gathers, devices)
     casts = _compat.is_cast_when_read(variable)
     parameter = ShardedParameter(strategy, parts, shape, ranges, gathers, casts=casts)
     _compat.set_value_of(variable, parameter)
+
+
+def _parts_of(
+    wholes: Iterable[tf.Tensor],
+    likes: Sequence[tf.Variable],
+    ranges: Ranges,
+    gathers: Gathers,
+    devices: Sequence[str],
+) -> list[tf.Variable]:
+    """What each local replica keeps of its copy of a whole, one copy at a time."""
+    return [
+        _compat.variable_like(
+            like, _elements(whole, ranges[gathers.owner(replica)]), device
+        )
+        for replica, (whole, like, device) in enumerate(
+            zip(wholes, likes, devices, strict=True)
+        )
+    ]
 
 
 def _elements(whole: tf.Tensor, part: tuple[int, int]) -> tf.Tensor:

@@ -9,10 +9,7 @@ import tensorflow as tf
 from tfdp.collectives import ProcessGroup, all_gather, broadcast
 from tfdp.parameters.sharded_parameter import ShardedParameter
 from tfdp.plans.units import unit_bucket
-
-# The heartbeats of workers wait behind a message on a slow link, and must not for long.
-# And a worker that does not want the whole has no more than a message of it.
-_MESSAGE_BYTES = 2**22
+from tfdp.replicas.synchronized_scope import MESSAGE_BYTES
 
 
 def gather_parameter(
@@ -38,7 +35,7 @@ def gather_parameter(
 def serve_parameter(
     parameter: ShardedParameter, owners: Sequence[int], host_group: ProcessGroup
 ) -> None:
-    """Take part in `gather_parameter`, and keep nothing of it.
+    """Take part in `gather_parameter`, and keep no more than a message of it.
 
     Arguments are those of `gather_parameter`.
     """
@@ -54,7 +51,7 @@ def _messages(
     bucket = unit_bucket([0], [parameter.ranges], parameter.dtype.name)
     only = [owner for owner, size in enumerate(sizes) if size]
     num_rows = 1 if len(only) == 1 else len(owners)
-    width = max(1, _MESSAGE_BYTES // (num_rows * parameter.dtype.size))
+    width = max(1, MESSAGE_BYTES // (num_rows * parameter.dtype.size))
     if host_group.size == 1:
         width = max(1, bucket.slice_size)
     for begin in range(0, bucket.slice_size, width):

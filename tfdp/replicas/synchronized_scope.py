@@ -16,7 +16,7 @@ from tfdp.coordination.checks import check_same_variables
 # a large model has to fit into host memory.
 _CHUNK_BYTES = 64 * 2**20
 # The heartbeats of workers wait behind a message on a slow link, and must not for long.
-_MESSAGE_WORDS = 2**20
+MESSAGE_BYTES = 2**22
 
 
 class SynchronizedScope:
@@ -123,13 +123,14 @@ def first_workers_bytes(extended: Any, own: bytes) -> bytes:
     """
     # Bytes as int32, a dtype that every collective knows.
     words = np.frombuffer(own + b"\0" * (-len(own) % 4), np.int32)
+    num_words = MESSAGE_BYTES // words.itemsize
     received = [
         broadcast(
-            tf.constant(words[first : first + _MESSAGE_WORDS]),
+            tf.constant(words[first : first + num_words]),
             extended.host_group,
             0,
         )
-        for first in range(0, len(words), _MESSAGE_WORDS)
+        for first in range(0, len(words), num_words)
     ]
     if extended.worker_group.rank == 0:
         return own

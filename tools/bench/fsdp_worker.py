@@ -7,7 +7,7 @@ from typing import Any
 
 from tfdp.bench.channel import Arm, Arms, OnDemand, work
 from tfdp.bench.models import Model
-from tfdp.bench.torch_worker import batch_of, build, join
+from tfdp.bench.torch_worker import build, join, step_of
 from tools.bench.metered import metered
 from tools.bench.resident import peak_bytes, peak_of, reset_peak, resident_bytes
 
@@ -46,17 +46,7 @@ def training_step(
         network = nn.parallel.DistributedDataParallel(network, **options)
     made = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer]
     update = made(network.parameters(), lr=1e-3, foreach=True)
-    x, y = batch_of(model, batch_size)
-    loss_function = nn.CrossEntropyLoss()
-
-    def step() -> Any:
-        update.zero_grad()
-        loss = loss_function(network(x).flatten(0, -2), y)
-        loss.backward()
-        update.step()
-        return loss
-
-    return step
+    return step_of(network, update, model, batch_size)
 
 
 def _shard(network: Any, *, reshard_after_forward: bool) -> None:

@@ -12,14 +12,15 @@ from typing import Any
 
 from tfdp.bench.machine import torch_version
 from tfdp.bench.models import Model
-from tfdp.bench.sides import started
-from tools.bench.lean_side import WITHOUT_CACHES, LeanSide
+from tfdp.bench.sides import Side, started
 from tools.bench.models import EMPTY, LARGE
 from tools.bench.parameters import TORCH_ARMS
 from tools.bench.report import Arguments, Figure, Report
 
 MB = 1e6
 BATCH_SIZE = 1
+# oneDNN and glibc keep what is freed, for later.
+WITHOUT_CACHES = {"TF_ENABLE_ONEDNN_OPTS": "0", "MALLOC_MMAP_THRESHOLD_": "100000"}
 # A slope over these is memory of activations: at such sizes they are at the peak.
 BATCHES_OF_SLOPE = (16, 32)
 SLOTS = {"adam": 2, "sgd": 0}
@@ -192,7 +193,7 @@ def _peaks(
     module = "tools.bench.parameters_worker" if python is None else _TORCH_WORKER
     if model == EMPTY:
         told["communication"] = {"bucket_mb": _BUCKET_MB_OF_EMPTY}
-    side = LeanSide("memory", module, told, num_workers, python)
+    side = Side("memory", module, told, num_workers, python, WITHOUT_CACHES)
     with started(side):
         start = max(side.run("start", 1))
         step = max(side.run("step", STEPS))
