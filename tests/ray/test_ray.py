@@ -96,8 +96,7 @@ def test_a_killed_worker_is_started_again_and_goes_on(one_machine, tmp_path, exp
 
 
 def test_a_checkpoint_of_all_workers_is_reported(one_machine, tmp_path, expected):
-    report = {"checkpoint": "tfdp", "directory": str(tmp_path / "shared")}
-    config = {"report": {**report, "metrics": {"error": "loss"}}}
+    config = {"report": {"checkpoint": "tfdp", "metrics": {"error": "loss"}}}
     result = _trainer(tmp_path, train_loop_config=config).fit()
     assert set(result.metrics) == {"error"}
     model = loops.build()
@@ -180,8 +179,6 @@ def test_wrong_arguments_of_the_callback_are_refused():
     for given, text in (
         ({"checkpoint": "h5"}, "`checkpoint` must be one of"),
         ({"every": 0}, "`every` must be an integer of at least 1"),
-        ({"checkpoint": "tfdp"}, "`directory` goes with"),
-        ({"directory": "/tmp"}, "`directory` goes with"),
     ):
         with pytest.raises(ValueError, match=text):
             ReportCallback(**given)

@@ -27,11 +27,10 @@ class ReportCallback(keras.callbacks.Callback):
         metrics: Sequence of strings, the logs to report; a mapping from the name in Ray
             to the log; or `None`: all. Defaults to `None`.
         checkpoint: String: `"keras"`, the first worker's `model.keras`, which Ray
-            uploads; `"tfdp"`, a checkpoint of `tfdp.checkpoint` that all workers write
-            into `directory`; or `None`. Defaults to `"keras"`.
+            uploads; `"tfdp"`, a checkpoint of `tfdp.checkpoint`, of which each worker
+            writes its part into the run's folder, a path that all nodes mount; or
+            `None`. Defaults to `"keras"`.
         every: Int, epochs from one checkpoint to the next. Defaults to 1.
-        directory: String, a path that all nodes share, for `"tfdp"`. Defaults to
-            `None`.
 
     Raises:
         ValueError: If an argument is none of these.
@@ -50,7 +49,6 @@ class ReportCallback(keras.callbacks.Callback):
         *,
         checkpoint: str | None = "keras",
         every: int = 1,
-        directory: str | None = None,
     ) -> None:
         super().__init__()
         if checkpoint not in _FORMATS:
@@ -62,16 +60,18 @@ class ReportCallback(keras.callbacks.Callback):
             raise ValueError(
                 f"`every` must be an integer of at least 1. Received: every={every!r}"
             )
-        if (checkpoint == "tfdp") != (directory is not None):
-            raise ValueError(
-                '`directory` goes with `checkpoint="tfdp"`, and is needed there: a '
-                "path that all nodes share. "
-                f"Received: checkpoint={checkpoint!r}, directory={directory!r}"
-            )
         self.metrics = metrics
         self.checkpoint = checkpoint
         self.every = every
-        self.directory = directory
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Check that there is a folder that all workers can write into.
+
+        Raises:
+            ValueError: For `"tfdp"`, if the run's storage is no file system.
+        """
+        if self.checkpoint == "tfdp":
+            _folder_of_run()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Report, which all workers do together."""
@@ -80,7 +80,7 @@ class ReportCallback(keras.callbacks.Callback):
             ray.train.report(found)
             return
         if self.checkpoint == "tfdp":
-            path = os.path.join(self.directory or "", f"epoch-{epoch + 1}")
+            path = os.path.join(_folder_of_run(), f"tfdp-epoch-{epoch + 1}")
             checkpoints.save(self.model, path)
             ray.train.report(
                 found,
@@ -101,6 +101,18 @@ def _saved(model: Any) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         model.save(os.path.join(folder, FILE_NAME))
         yield folder
+
+
+def _folder_of_run() -> str:
+    """Where Ray keeps the run's checkpoints."""
+    storage = ray.train.get_context().get_storage()
+    if storage.storage_filesystem.type_name != "local":
+        raise ValueError(
+            '`checkpoint="tfdp"` needs a `storage_path` that is mounted on all nodes. '
+            'Use `checkpoint="keras"`, which Ray uploads. '
+            f"Received: {storage.storage_filesystem.type_name}"
+        )
+    return str(storage.experiment_fs_path)
 
 
 def _is_first() -> bool:
