@@ -369,6 +369,10 @@ def test_a_name_that_nobody_knows_is_told():
         RendezvousError, match=r"is not known here .* Received: no\.such"
     ):
         listen("no.such.host.invalid", 29400, is_node_0=False)
+    # What no resolver is asked for, since it is no name.
+    for host in ("a..b", "a" * 64):
+        with pytest.raises(RendezvousError, match=rf"it is no name.*Received: {host}"):
+            listen(host, 29400, is_node_0=False)
 
 
 def test_nothing_waits_longer_than_the_handshake(monkeypatch):

@@ -65,9 +65,10 @@ def resolve(host: str, port: int) -> list[tuple[int, tuple]]:
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter by a label such as ""
+        reason = error.strerror if isinstance(error, OSError) else "it is no name"
         raise RendezvousError(
-            f"The host of --rendezvous is not known here ({error.strerror}). Give the "
+            f"The host of --rendezvous is not known here ({reason}). Give the "
             "name or the IP address of node 0 by which the other machines reach it. "
             f"Received: {host}"
         ) from error
