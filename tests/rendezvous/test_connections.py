@@ -121,7 +121,7 @@ def answers(listener: socket.socket, reply: bytes) -> None:
     [
         (b"SSH-2.0-OpenSSH_9.2\r\n", "is no rendezvous of `tfdp run`"),
         (b'{"a": 1}\n', "is no rendezvous of `tfdp run`"),
-        (b"x" * 200_000, "nothing answers at .* (it sends a line without an end|.*)"),
+        (b"x" * 2_000_000, "nothing answers at "),
         (b'{"tfdp": "rendezvous/2", "nonce": "%s"}\n' % (b"0" * 64), "another version"),
         (
             b'{"tfdp": "rendezvous/1", "nonce": "%s"}\n{"proof": "%s"}\n'

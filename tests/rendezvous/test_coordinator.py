@@ -11,6 +11,7 @@ from tfdp.rendezvous.coordinator import Coordinator, Phase, Restart
 from tfdp.rendezvous.errors import RendezvousError, Stranger
 from tfdp.rendezvous.failure import NODE_LOST, Failure
 from tfdp.rendezvous.hello import Hello
+from tfdp.rendezvous.messages import encode
 
 JOIN_SECONDS = 60.0
 HELLO = Hello("1.0", "3.11", 2, 2, "train.py", False, "host", node_rank=0)
@@ -142,6 +143,47 @@ def test_two_nodes_that_have_found_the_same_port_are_asked_again():
     assert [link.kinds() for link in course.links] == [["prepare", "prepare"]] * 2
     course.prepare()
     assert course.coordinator.phase is Phase.RUNNING
+
+
+IPV6 = "fd00:1111:2222:3333:4444:5555:6666:7777"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers"),
+    [(1024, 8), pytest.param(8192, 1, marks=pytest.mark.standard)],
+)
+def test_a_message_holds_what_the_largest_job_says(nodes, workers):
+    course = Course()
+    hello = dataclasses.replace(HELLO, nodes=nodes, num_workers=workers, node_rank=None)
+    coordinator = Coordinator(hello, 60.0, course.policy, clock=lambda: 0.0)
+    links = [Link(IPV6, IPV6) for _ in range(nodes)]
+    for link in links:
+        coordinator.join(link, hello)
+    coordinator.tick()
+    ports = range(65535, 65535 - nodes * workers, -1)
+    for rank, link in enumerate(links):
+        own = list(ports[rank * workers : (rank + 1) * workers])
+        message = {"type": "ports", "attempt": 1, "ports": own}
+        coordinator.receive(link, message)
+    coordinator.tick()
+    assert len(links[0].last("start")["nodes"]) == nodes
+    assert encode(links[0].last("start"))
+    assert coordinator.phase is Phase.RUNNING
+
+
+def test_of_many_nodes_that_came_the_first_are_named():
+    course = Course()
+    hello = dataclasses.replace(HELLO, nodes=20, num_workers=1, node_rank=None)
+    coordinator = Coordinator(hello, 60.0, course.policy, clock=lambda: course.now)
+    links = [Link() for _ in range(19)]
+    for link in links:
+        coordinator.join(link, hello)
+    course.now += 60.0
+    coordinator.tick()
+    text = links[0].last("end")["text"]
+    assert text.count("(host, 10.0.0.2)") == 8
+    assert "and 19 came: a node (host, 10.0.0.2)" in text
+    assert "(host, 10.0.0.2), 11 more. Start the same" in text
 
 
 def test_ranks_that_are_wished_are_given_and_the_others_as_nodes_come():

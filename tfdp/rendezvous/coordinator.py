@@ -232,16 +232,15 @@ class Coordinator:
             self._gather()
 
     def _give_up(self) -> None:
-        here = self._roster.nodes
-        names = ", ".join(map(str, here))
+        here = len(self._roster.nodes)
         came = "came"
         if self._has_started:
-            came = "is here" if len(here) == 1 else "are here"
+            came = "is here" if here == 1 else "are here"
         self._end(
             self._verdict.code or NODE_LOST,
             f"waited {self._join_seconds:g} s for {counted(self._own.nodes, 'node')}, "
-            f"and {len(here)} {came}: {names}. Start the same `tfdp run` on the "
-            "others, and see whether they reach the rendezvous",
+            f"and {here} {came}: {self._roster.here()}. Start the same `tfdp run` on "
+            "the others, and see whether they reach the rendezvous",
         )
 
     def _replace_silent(self, rank: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from tfdp.cluster import counted
@@ -15,6 +15,7 @@ from tfdp.rendezvous.hello import Hello
 DOUBTFUL_SECONDS = 3.5
 # The addresses of all of them go into one message.
 _MOST_WORKERS = 8192
+_MOST_NAMES = 8
 
 
 class Link(Protocol):
@@ -111,7 +112,7 @@ class Roster:
         if self.is_complete:
             return (
                 f"The job has all of its {counted(self._own.nodes, 'node')} already: "
-                f"{', '.join(map(str, self.nodes))}. Give another port with "
+                f"{self.here()}. Give another port with "
                 f"--rendezvous for another job. Received: one more node, {host}"
             )
         if self.is_settled:
@@ -193,8 +194,12 @@ class Roster:
         """Say who is missing."""
         if self.is_settled:
             names = [self._names[rank] for rank in self.free_ranks()]
-            return f"{', '.join(names)} to come back"
+            return f"{_listed(names)} to come back"
         return counted(self._own.nodes - len(self.nodes), "more node")
+
+    def here(self) -> str:
+        """Name who is there."""
+        return _listed([str(node) for node in self.nodes])
 
     def hosts(self) -> list[str]:
         """List the IP address of each node, as the others reach it.
@@ -222,3 +227,10 @@ class Roster:
             f"{counted(hello.num_workers, 'worker')}. Give the same -n as before. "
             f"Received: -n {hello.num_workers}"
         )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """List names, of many only the first ones: the sentence goes to all nodes."""
+    more = len(names) - _MOST_NAMES
+    rest = [f"{more:,} more"] if more > 0 else []
+    return ", ".join([*names[:_MOST_NAMES], *rest])
