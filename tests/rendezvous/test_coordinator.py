@@ -445,6 +445,9 @@ def test_a_signal_between_two_attempts_is_the_end():
     assert course.ends() == [130, 130]
 
 
+FAILED = {"rank": 2, "code": 1, "reason": "failed", "log": ""}
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -454,6 +457,11 @@ def test_a_signal_between_two_attempts_is_the_end():
         ("ports", {"ports": [1, "2"]}),
         ("failed", {"rank": "one"}),
         ("failed", {}),
+        ("failed", {**FAILED, "rank": 4}),  # no worker of the job
+        ("failed", {**FAILED, "rank": -1}),
+        ("failed", {**FAILED, "rank": 1}),  # one of the other node's
+        ("failed", {**FAILED, "lost_rank": []}),
+        ("failed", {**FAILED, "lost_rank": ""}),
         ("leaving", {"why": 3, "code": 1, "signal": 1}),
         ("leaving", {"why": "x", "code": None, "signal": 1}),
     ],

@@ -164,7 +164,7 @@ class Coordinator:
         elif kind == "ports":
             node.ports = _ports(message, node.hello.num_workers)
         elif kind == "failed":
-            self._report(Failure.from_message(message))
+            self._report(node, Failure.from_message(message))
         elif kind == "done":
             node.is_done = node.has_stopped = True
         elif kind == "stopped":
@@ -292,7 +292,9 @@ class Coordinator:
             node.is_done = node.has_stopped = False
             node.link.send(message)
 
-    def _report(self, failure: Failure) -> None:
+    def _report(self, node: Node, failure: Failure) -> None:
+        if not self._roster.has(node, failure.rank):
+            raise Stranger
         if self.phase is not Phase.RUNNING:
             return
         self._failures.append(failure)

@@ -173,6 +173,11 @@ class Roster:
         """Return the rank of a node's first worker."""
         return sum(self._sizes[: node.rank])
 
+    def has(self, node: Node, worker: int) -> bool:
+        """Return whether a worker is one of a node's."""
+        first = self.first_rank(node)
+        return first <= worker < first + node.hello.num_workers
+
     def place(self, worker: int) -> str:
         """Name the node of a worker, also one that has gone."""
         for node_rank, name in enumerate(self._names):
@@ -184,9 +189,8 @@ class Roster:
     def silent_seconds(self, worker: int) -> float | None:
         """Return for how long the node of a worker has been silent, if it is long."""
         for node in self.nodes:
-            first, silent = self.first_rank(node), node.link.silent_seconds
-            is_its = first <= worker < first + node.hello.num_workers
-            if is_its and silent > DOUBTFUL_SECONDS:
+            silent = node.link.silent_seconds
+            if self.has(node, worker) and silent > DOUBTFUL_SECONDS:
                 return silent
         return None
 
