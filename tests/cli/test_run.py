@@ -25,6 +25,7 @@ import click
 import psutil
 import pytest
 
+from tests.harness.commands import HEEDING
 from tfdp.cli import launch, main, outlet, worker
 from tfdp.cli.attempts import Attempts
 from tfdp.cli.log_file import LogFile
@@ -95,7 +96,7 @@ class Launcher:
 
     def start(self, *arguments: str, **options) -> subprocess.Popen:
         return subprocess.Popen(
-            [sys.executable, "-m", "tfdp", "run", *arguments],
+            [*HEEDING, sys.executable, "-m", "tfdp", "run", *arguments],
             **{
                 "cwd": self.folder,
                 "env": self.environment,
