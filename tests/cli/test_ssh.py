@@ -21,6 +21,7 @@ from tests.cli.nodes import ended, read_until
 from tests.cli.test_nodes import FAILS, SECOND_TIME, WAITS
 from tests.cli.test_run import (
     DEADLINE_SECONDS,
+    IGNORE_SIGNALS,
     STOPS_WITHIN_SECONDS,
     Launcher,
     lines_of,
@@ -108,7 +109,16 @@ def test_a_worker_that_fails_ends_all_hosts_with_one_sentence(launcher):
 
 @pytest.mark.standard
 def test_all_hosts_start_again_together(launcher):
-    launcher.script("print('try', flush=True)\ntime.sleep(0.3)\nsys.exit(3)")
+    # Neither ends before the other has said its word.
+    launcher.script(
+        """
+        tries = len(list(pathlib.Path(".").glob(f"try-{RANK}-*")))
+        print("try", flush=True)
+        pathlib.Path(f"try-{RANK}-{tries}").touch()
+        wait_for(f"try-0-{tries}"), wait_for(f"try-1-{tries}")
+        sys.exit(3)
+        """
+    )
     result = launcher.run("--hosts", "a:1,b:1", "--max-restarts", "1", "script.py")
     assert result.returncode == 3
     assert lines_of(result.stdout, 0) == lines_of(result.stdout, 1) == ["try"] * 2
@@ -129,6 +139,21 @@ def test_a_signal_ends_all_hosts(launcher, signum):
     assert code == 128 + signum
     assert f"{signum.name} received" in rest
     assert "was lost" not in rest
+    launcher.assert_nothing_is_left()
+
+
+@pytest.mark.standard
+def test_a_second_ctrl_c_kills_on_all_hosts_at_once(launcher):
+    launcher.script(IGNORE_SIGNALS + WAITS)
+    process = launcher.start("--hosts", "a:1,b:1", "--grace", "600", "script.py")
+    read_until(process, "] ready")
+    read_until(process, "] ready")
+    process.send_signal(signal.SIGINT)
+    time.sleep(2.0)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    code, output = ended(process, STOPS_WITHIN_SECONDS)
+    assert code == 130, output
     launcher.assert_nothing_is_left()
 
 
