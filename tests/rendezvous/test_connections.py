@@ -338,6 +338,15 @@ def test_a_node_that_says_nothing_is_given_up(bed, monkeypatch):
     )
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_who_waits_hears_of_an_error_that_nobody_has_foreseen(bed, monkeypatch):
+    async def broken(*_: Any) -> Channel:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(member_module.handshake, "dial", broken)
+    assert "is not heard any more" in next_of(bed.member(), "lost")["text"]
+
+
 def test_a_member_ends_though_a_cancellation_was_swallowed(bed, monkeypatch):
     receive, swallowed = Channel.receive, []
 
