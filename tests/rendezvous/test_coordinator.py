@@ -300,6 +300,35 @@ def test_a_worker_that_only_others_have_seen_to_be_lost_is_named():
     )
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_node_that_does_not_stop_its_workers_is_not_waited_for_for_ever(restarts):
+    course = Course(restarts)
+    course.join(0)
+    course.join(1, grace_seconds=20.0)
+    course.prepare()
+    course.fail(0, rank=1, code=7)
+    course.say(0, "stopped", code=7, has_saved=False)
+    course.pass_time(69.9)
+    assert course.coordinator.phase is Phase.STOPPING
+    course.pass_time(0.1)
+    told = course.links[0].last("notice")["text"]
+    words = "node 1 (host, 10.0.0.2) has not stopped its workers within 70 s"
+    assert told == f"{words}; nobody waits for it any more"
+    assert course.links[1].last("end")["code"] == 7
+    assert course.links[1].last("end")["text"] == words
+    if not restarts:
+        assert course.links[0].last("end")["code"] == 7
+        return
+    # What it says when it is there again has no effect; another may take its place.
+    course.say(1, "stopped", code=7)
+    course.pass_time(2.1)
+    assert course.coordinator.phase is Phase.GATHERING
+    course.links[1] = Link()
+    course.join(1)
+    course.prepare()
+    assert course.coordinator.phase is Phase.RUNNING
+
+
 def test_two_who_blame_each_other_do_not_go_round_in_circles():
     course = Course()
     course.start()
@@ -484,6 +513,9 @@ def test_a_message_that_no_node_sends_is_a_strangers(kind, said):
         {**HELLO.to_message(), "node_rank": "0"},
         {**HELLO.to_message(), "host": None},
         {**HELLO.to_message(), "rebalance": 1},
+        {**HELLO.to_message(), "grace_seconds": -1},
+        {**HELLO.to_message(), "grace_seconds": "5"},
+        {**HELLO.to_message(), "grace_seconds": float("nan")},
     ],
 )
 def test_a_hello_of_another_form_is_a_strangers(message):

@@ -276,7 +276,7 @@ def _run_as_node(
 ) -> int:
     """Run the workers of this node, together with the other nodes."""
     nodes = where.nodes or 1
-    hello = make_hello(where, settings.num_workers, settings.script, settings.rebalance)
+    hello = make_hello(where, settings)
 
     def open_logs(node_rank: int, first_rank: int, num_workers: int) -> Logs:
         ranks = range(first_rank, first_rank + settings.num_workers)

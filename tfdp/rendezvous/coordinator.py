@@ -27,6 +27,8 @@ from tfdp.rendezvous.roster import DOUBTFUL_SECONDS, Link, Node, Roster
 # What the others report of a lost worker may come before the report of its own node.
 _SETTLE_SECONDS = 1.0
 _NOTICE_SECONDS = 10.0
+# Beside the grace of workers that save, and then of those that are asked to end.
+_STOP_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Coordinator:
         self._roster = Roster(own)
         self._attempt = 0
         self._has_started = False
-        self._started_at = self._noticed_at = clock()
+        self._started_at = self._noticed_at = self._stopped_at = clock()
         # The end of the phase: of the wait for nodes, or of the pause.
         self._until = clock() + join_seconds
         self._failures: list[Failure] = []
@@ -224,6 +226,10 @@ class Coordinator:
             self._end(0)
 
     def _look_for_stops(self, now: float) -> None:
+        seconds = now - self._stopped_at
+        for node in [n for n in self._roster.nodes if not n.has_stopped]:
+            if seconds >= 2 * node.hello.grace_seconds + _STOP_SECONDS:
+                self._drop(node, seconds)
         if all(node.has_stopped for node in self._roster.nodes):
             self._after_stop(now)
 
@@ -248,6 +254,13 @@ class Coordinator:
         old = self._roster.at(rank)
         if old is not None and old.link.silent_seconds > DOUBTFUL_SECONDS:
             self.gone(old.link, "has come back with another connection")
+
+    def _drop(self, node: Node, seconds: float) -> None:
+        """Go on without a node that is heard of but does not stop its workers."""
+        text = f"{node} has not stopped its workers within {seconds:.0f} s"
+        node.link.send({"type": "end", "code": self._verdict.code, "text": text})
+        self.gone(node.link, "has not stopped")
+        self._tell(f"{text}; nobody waits for it any more")
 
     def _gather(self) -> None:
         if not self._has_started:
@@ -357,7 +370,7 @@ class Coordinator:
 
     def _stop(self, verdict: _Verdict, text: str, **order: Any) -> None:
         self._verdict = verdict
-        self.phase = Phase.STOPPING
+        self.phase, self._stopped_at = Phase.STOPPING, self._clock()
         message = {
             "type": "stop",
             "attempt": self._attempt,
