@@ -22,6 +22,7 @@ from tfdp.cluster.tf_config import shorten
 from tfdp.rendezvous.errors import RendezvousError, Stranger
 from tfdp.rendezvous.failure import NODE_LOST, Failure
 from tfdp.rendezvous.hello import Hello
+from tfdp.rendezvous.reports import Reports
 from tfdp.rendezvous.roster import DOUBTFUL_SECONDS, Link, Node, Roster
 
 # What the others report of a lost worker may come before the report of its own node.
@@ -108,7 +109,7 @@ class Coordinator:
         self._started_at = self._noticed_at = self._stopped_at = clock()
         # The end of the phase: of the wait for nodes, or of the pause.
         self._until = clock() + join_seconds
-        self._failures: list[Failure] = []
+        self._reports = Reports(self._roster)
         self._decide_at: float | None = None
         self._verdict = _Verdict()
         # The code of workers that have saved because of a signal.
@@ -297,7 +298,7 @@ class Coordinator:
 
     def _start(self, places: list[tuple[str, list[int]]]) -> None:
         message = {"type": "start", "attempt": self._attempt, "nodes": places}
-        self._failures, self._decide_at = [], None
+        self._reports, self._decide_at = Reports(self._roster), None
         self._verdict, self._saved_code = _Verdict(), None
         self.phase, self._started_at = Phase.RUNNING, self._clock()
         self._has_started = True
@@ -310,36 +311,14 @@ class Coordinator:
             raise Stranger
         if self.phase is not Phase.RUNNING:
             return
-        self._failures.append(failure)
-        known = {each.rank for each in self._failures}
-        if failure.lost_rank is None or failure.lost_rank in known:
+        if self._reports.add(failure):
             self._decide()
         elif self._decide_at is None:
             self._decide_at = self._clock() + _SETTLE_SECONDS
 
     def _decide(self) -> None:
-        """Stop all because of the worker that, as all say together, failed first."""
-        by_rank = {failure.rank: failure for failure in reversed(self._failures)}
-        cause = self._failures[0]
-        seen = {cause.rank}
-        while cause.lost_rank in by_rank and cause.lost_rank not in seen:
-            cause = by_rank[cause.lost_rank]
-            seen.add(cause.rank)
-        log = f". All that it wrote: {shorten(cause.log)}, there" if cause.log else ""
-        self._stop(
-            _Verdict(cause.code, cause),
-            f"worker {cause.rank} on {self._roster.place(cause.rank)} "
-            f"{shorten(cause.reason)}{self._because(cause)}; the workers of all nodes "
-            f"were stopped{log}",
-        )
-
-    def _because(self, cause: Failure) -> str:
-        lost = cause.lost_rank
-        if lost is None or lost == cause.rank:
-            return ""
-        silent = self._roster.silent_seconds(lost)
-        said = "" if silent is None else f", which has not answered for {silent:.0f} s"
-        return f" since worker {lost} on {self._roster.place(lost)} was lost{said}"
+        cause = self._reports.cause()
+        self._stop(_Verdict(cause.code, cause), self._reports.sentence())
 
     def _lose(self, node: Node, how: str) -> None:
         first = self._roster.first_rank(node)
