@@ -98,6 +98,16 @@ def test_arguments_longer_than_a_pipe_holds_reach_all_hosts(launcher):
 
 
 @pytest.mark.standard
+def test_arguments_that_no_host_would_read_are_told(launcher):
+    launcher.script("")
+    words = ["x" * 100_000] * 11
+    result = launcher.run("--hosts", "a:1,b:1", "script.py", *words)
+    assert result.returncode == 2
+    assert "are too long for --hosts: give it a file" in result.stdout
+    assert re.search(r"Received: 1,100,\d{3} bytes", result.stdout)
+
+
+@pytest.mark.standard
 def test_a_worker_that_fails_ends_all_hosts_with_one_sentence(launcher):
     launcher.script(FAILS)
     result = launcher.run("--hosts", "a:2,b:1", "script.py", "2")
