@@ -46,10 +46,22 @@ class Nodes(Launcher):
             start_new_session=True,
         )
 
+    def start_both(self, *arguments: str) -> list[subprocess.Popen]:
+        """Run the same line as nodes 0 and 1."""
+        return [self.node("--node-rank", str(rank), *arguments) for rank in range(2)]
+
+    def both_ready(
+        self, *arguments: str, word: str = "ready"
+    ) -> list[subprocess.Popen]:
+        """Run the same line, with a worker on each, until both say a word."""
+        started = self.start_both(*arguments)
+        for rank, process in enumerate(started):
+            read_until(process, f"[worker {rank}] {word}")
+        return started
+
     def both(self, *arguments: str) -> list[tuple[int, str]]:
         """Run the same line as nodes 0 and 1; return their codes and outputs."""
-        started = [self.node("--node-rank", str(rank), *arguments) for rank in range(2)]
-        return [ended(process) for process in started]
+        return [ended(process) for process in self.start_both(*arguments)]
 
 
 def ended(

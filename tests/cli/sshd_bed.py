@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import psutil
 
-from tests.harness.commands import ROOT
+from tests.harness.commands import HEEDING, ROOT
 from tools.bench import hosts_bed
 from tools.bench.hosts_bed import INTERFACE, BedError, TwoHosts
 
@@ -114,8 +114,9 @@ class SshdBed:
 
     def start(self, host: int, *arguments: str) -> subprocess.Popen:
         """Start `tfdp run` on a host, in the folder of the bed."""
+        command = (sys.executable, "-m", "tfdp", "run")
         return subprocess.Popen(
-            [*self.bed.enter(host), sys.executable, "-m", "tfdp", "run", *arguments],
+            [*self.bed.enter(host), *HEEDING, *command, *arguments],
             cwd=self.folder,
             env=self.environment,
             stdin=subprocess.DEVNULL,

@@ -12,7 +12,12 @@ import time
 import pytest
 
 from tests.cli.nodes import Nodes, ended, read_until
-from tests.cli.test_run import DEADLINE_SECONDS, STOPS_WITHIN_SECONDS, lines_of
+from tests.cli.test_run import (
+    DEADLINE_SECONDS,
+    IGNORE_SIGNALS,
+    STOPS_WITHIN_SECONDS,
+    lines_of,
+)
 from tfdp.coordination.preemption import PREEMPTED
 
 pytestmark = pytest.mark.processes
@@ -115,10 +120,7 @@ def test_all_nodes_start_again_together(nodes):
 @pytest.mark.standard
 def test_a_node_that_is_killed_ends_the_others_and_is_named(nodes):
     nodes.script(WAITS)
-    first = nodes.node("--node-rank", "0", "-n", "1", "script.py")
-    second = nodes.node("--node-rank", "1", "-n", "1", "script.py")
-    read_until(first, "[worker 0] ready")
-    read_until(second, "[worker 1] ready")
+    first, second = nodes.both_ready("-n", "1", "script.py")
     second.kill()
     code, output = ended(first)
     assert code == 69
@@ -130,10 +132,7 @@ def test_a_node_that_is_killed_ends_the_others_and_is_named(nodes):
 @pytest.mark.standard
 def test_a_node_0_that_is_killed_ends_the_others(nodes):
     nodes.script(WAITS)
-    first = nodes.node("--node-rank", "0", "-n", "1", "script.py")
-    second = nodes.node("--node-rank", "1", "-n", "1", "script.py")
-    read_until(first, "[worker 0] ready")
-    read_until(second, "[worker 1] ready")
+    first, second = nodes.both_ready("-n", "1", "script.py")
     first.kill()
     code, output = ended(second)
     assert code == 69
@@ -145,10 +144,7 @@ def test_a_node_0_that_is_killed_ends_the_others(nodes):
 def test_a_node_that_comes_back_joins_at_the_next_start(nodes):
     nodes.script(SECOND_TIME)
     line = ("-n", "1", "--max-restarts", "1", "script.py")
-    first = nodes.node("--node-rank", "0", *line)
-    second = nodes.node("--node-rank", "1", *line)
-    read_until(first, "[worker 0] waits")
-    read_until(second, "[worker 1] waits")
+    first, second = nodes.both_ready(*line, word="waits")
     second.kill()
     read_until(first, "to come back; 1 of 2 nodes is here")
     again = nodes.node(*line)
@@ -164,10 +160,7 @@ def test_a_node_that_comes_back_joins_at_the_next_start(nodes):
 )
 def test_a_signal_to_one_launcher_ends_all(nodes, signum, node):
     nodes.script(WAITS)
-    line = ("-n", "1", "--max-restarts", "3", "script.py")
-    started = [nodes.node("--node-rank", str(rank), *line) for rank in range(2)]
-    for rank, process in enumerate(started):
-        read_until(process, f"[worker {rank}] ready")
+    started = nodes.both_ready("-n", "1", "--max-restarts", "3", "script.py")
     started[node].send_signal(signum)
     outputs = [ended(process) for process in started]
     assert [code for code, _ in outputs] == [128 + signum] * 2
@@ -179,15 +172,27 @@ def test_a_signal_to_one_launcher_ends_all(nodes, signum, node):
 
 
 @pytest.mark.standard
+def test_a_second_ctrl_c_kills_the_workers_of_a_node_at_once(nodes):
+    nodes.script(IGNORE_SIGNALS + WAITS)
+    started = nodes.both_ready("-n", "1", "--grace", "600", "script.py")
+    for process in started:
+        process.send_signal(signal.SIGINT)
+    time.sleep(1.0)
+    for process in started:
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+    outputs = [ended(process, STOPS_WITHIN_SECONDS) for process in started]
+    assert [code for code, _ in outputs] == [130, 130], outputs
+    nodes.assert_nothing_is_left()
+
+
+@pytest.mark.standard
 @pytest.mark.parametrize("node", [0, 1])
 def test_training_that_was_saved_ends_all_nodes_with_code_75(nodes, node):
     nodes.script(
         f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({PREEMPTED}))" + WAITS
     )
-    line = ("-n", "1", "--max-restarts", "3", "script.py")
-    started = [nodes.node("--node-rank", str(rank), *line) for rank in range(2)]
-    for rank, process in enumerate(started):
-        read_until(process, f"[worker {rank}] ready")
+    started = nodes.both_ready("-n", "1", "--max-restarts", "3", "script.py")
     started[node].send_signal(signal.SIGTERM)
     outputs = [ended(process) for process in started]
     assert [code for code, _ in outputs] == [PREEMPTED] * 2, outputs
@@ -198,10 +203,7 @@ def test_training_that_was_saved_ends_all_nodes_with_code_75(nodes, node):
 @pytest.mark.standard
 def test_a_node_that_is_done_can_end_the_others(nodes):
     nodes.script("if RANK == 0:\n    time.sleep(600)\nprint('done')")
-    started = [
-        nodes.node("--node-rank", str(rank), "-n", "1", "script.py")
-        for rank in range(2)
-    ]
+    started = nodes.start_both("-n", "1", "script.py")
     read_until(started[1], "[worker 1] done")
     time.sleep(0.5)
     started[1].send_signal(signal.SIGINT)
@@ -233,10 +235,15 @@ def test_who_waits_for_others_can_be_interrupted_and_gives_up_in_time(nodes):
 
 
 @pytest.mark.standard
-def test_timeout_ends_all_nodes(nodes):
+def test_the_timeout_of_one_node_ends_all(nodes):
     nodes.script(WAITS)
-    outputs = nodes.both("-n", "1", "--timeout", "4", "script.py")
+    first = nodes.node("-n", "1", "script.py")
+    read_until(first, "this is node 0")
+    second = nodes.node("-n", "1", "--timeout", "5", "script.py")
+    outputs = [ended(first), ended(second)]
     assert [code for code, _ in outputs] == [124, 124], outputs
+    assert "tfdp: --timeout is over on node 1 (" in outputs[0][1]
+    assert "not done within --timeout, stopping the worker" in outputs[1][1]
     nodes.assert_nothing_is_left()
 
 

@@ -21,6 +21,7 @@ from tests.cli.nodes import ended, read_until
 from tests.cli.test_nodes import FAILS, SECOND_TIME, WAITS
 from tests.cli.test_run import (
     DEADLINE_SECONDS,
+    IGNORE_SIGNALS,
     STOPS_WITHIN_SECONDS,
     Launcher,
     lines_of,
@@ -42,6 +43,7 @@ case "$*" in
         exit 255;;
     *" closed "*) echo "me@closed: Permission denied (publickey,password)." >&2
         exit 255;;
+    *" held "*) sleep 60 & ;;
     *" chatty "*) echo "Welcome to chatty!"; echo '{"news": 1}';;
 esac
 exec sh -c "$last"
@@ -96,6 +98,16 @@ def test_arguments_longer_than_a_pipe_holds_reach_all_hosts(launcher):
 
 
 @pytest.mark.standard
+def test_arguments_that_no_host_would_read_are_told(launcher):
+    launcher.script("")
+    words = ["x" * 100_000] * 11
+    result = launcher.run("--hosts", "a:1,b:1", "script.py", *words)
+    assert result.returncode == 2
+    assert "are too long for --hosts: give it a file" in result.stdout
+    assert re.search(r"Received: 1,100,\d{3} bytes", result.stdout)
+
+
+@pytest.mark.standard
 def test_a_worker_that_fails_ends_all_hosts_with_one_sentence(launcher):
     launcher.script(FAILS)
     result = launcher.run("--hosts", "a:2,b:1", "script.py", "2")
@@ -107,7 +119,16 @@ def test_a_worker_that_fails_ends_all_hosts_with_one_sentence(launcher):
 
 @pytest.mark.standard
 def test_all_hosts_start_again_together(launcher):
-    launcher.script("print('try', flush=True)\ntime.sleep(0.3)\nsys.exit(3)")
+    # Neither ends before the other has said its word.
+    launcher.script(
+        """
+        tries = len(list(pathlib.Path(".").glob(f"try-{RANK}-*")))
+        print("try", flush=True)
+        pathlib.Path(f"try-{RANK}-{tries}").touch()
+        wait_for(f"try-0-{tries}"), wait_for(f"try-1-{tries}")
+        sys.exit(3)
+        """
+    )
     result = launcher.run("--hosts", "a:1,b:1", "--max-restarts", "1", "script.py")
     assert result.returncode == 3
     assert lines_of(result.stdout, 0) == lines_of(result.stdout, 1) == ["try"] * 2
@@ -128,6 +149,21 @@ def test_a_signal_ends_all_hosts(launcher, signum):
     assert code == 128 + signum
     assert f"{signum.name} received" in rest
     assert "was lost" not in rest
+    launcher.assert_nothing_is_left()
+
+
+@pytest.mark.standard
+def test_a_second_ctrl_c_kills_on_all_hosts_at_once(launcher):
+    launcher.script(IGNORE_SIGNALS + WAITS)
+    process = launcher.start("--hosts", "a:1,b:1", "--grace", "600", "script.py")
+    read_until(process, "] ready")
+    read_until(process, "] ready")
+    process.send_signal(signal.SIGINT)
+    time.sleep(2.0)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    code, output = ended(process, STOPS_WITHIN_SECONDS)
+    assert code == 130, output
     launcher.assert_nothing_is_left()
 
 
@@ -191,9 +227,11 @@ def test_a_host_that_is_killed_is_named_and_ends_all(launcher, host):
 
 
 @pytest.mark.standard
-def test_a_host_that_was_lost_is_started_again_and_joins(launcher):
+# The other has a process of ssh's that holds its output open, as a ProxyCommand may.
+@pytest.mark.parametrize("host", ["b", "held"])
+def test_a_host_that_was_lost_is_started_again_and_joins(launcher, host):
     launcher.script(SECOND_TIME)
-    line = ("--hosts", "a:1,b:1", "--max-restarts", "1", "script.py")
+    line = ("--hosts", f"a:1,{host}:1", "--max-restarts", "1", "script.py")
     process = launcher.start(*line)
     read_until(process, "] waits")
     read_until(process, "] waits")
@@ -202,9 +240,10 @@ def test_a_host_that_was_lost_is_started_again_and_joins(launcher):
     assert code == 0, output
     for rank in range(2):
         assert lines_of(output, rank)[-1] == "done 2"
-    assert "the connection to b was lost; its launcher is started again" in output
+    assert f"the connection to {host} was lost; its launcher is started again" in output
     assert output.count("restart 1 of 1: worker 1 was lost with node 1 (") == 1
-    launcher.assert_nothing_is_left()
+    if host != "held":
+        launcher.assert_nothing_is_left()
 
 
 def launchers_of(pid: int) -> list[psutil.Process]:

@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from tfdp.cli import outlet, run
+from tfdp.cli import outlet, run_where
 from tfdp.cli.restarts import JobEnd, RestartOptions, Restarts
 from tfdp.cluster import Cluster, counted
 
@@ -30,11 +30,11 @@ class Heard:
     ],
 )
 def test_the_start_of_a_job_is_told(monkeypatch, workers, cores, words):
-    monkeypatch.setattr(run, "num_cores", lambda: cores)
+    monkeypatch.setattr(run_where, "num_cores", lambda: cores)
     monkeypatch.delenv("TF_CONFIG", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0" if workers > 1 else "")
     screen = Heard()
-    run._announce(screen, workers, None, pathlib.Path("logs"))
+    run_where._announce(screen, workers, None, pathlib.Path("logs"))
     assert screen.said[0] == f"tfdp: {words}"
     if workers > 1:
         assert "there are 3 workers but 1 GPU, and NCCL" in screen.said[1]

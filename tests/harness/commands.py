@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,9 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+# Before a command that is sent these: who runs the tests may ignore them, by nohup or
+# in the background of a shell, and so would all that it starts.
+HEEDING = (shutil.which("env") or "env", "--default-signal=HUP,INT")
 
 
 @dataclass(frozen=True)

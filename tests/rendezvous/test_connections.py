@@ -121,7 +121,7 @@ def answers(listener: socket.socket, reply: bytes) -> None:
     [
         (b"SSH-2.0-OpenSSH_9.2\r\n", "is no rendezvous of `tfdp run`"),
         (b'{"a": 1}\n', "is no rendezvous of `tfdp run`"),
-        (b"x" * 200_000, "nothing answers at .* (it sends a line without an end|.*)"),
+        (b"x" * 2_000_000, "nothing answers at "),
         (b'{"tfdp": "rendezvous/2", "nonce": "%s"}\n' % (b"0" * 64), "another version"),
         (
             b'{"tfdp": "rendezvous/1", "nonce": "%s"}\n{"proof": "%s"}\n'
@@ -246,30 +246,43 @@ def test_a_flood_of_strangers_does_not_keep_nodes_out(bed, monkeypatch):
             thread.join()
 
 
-def test_the_secret_never_travels(bed):
-    seen = bytearray()
+@contextlib.contextmanager
+def between(
+    bed: Bed, change: collections.abc.Callable[[bytes], bytes]
+) -> collections.abc.Iterator[Member]:
+    """Node 1, and somebody on its way to node 0 who changes what passes."""
+
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(4096):
+                target.sendall(change(data))
+            target.shutdown(socket.SHUT_WR)
+
+    def pass_on(middle: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            near, _ = middle.accept()
+            far = socket.create_connection(bed.address)
+            for pair in ((near, far), (far, near)):
+                threading.Thread(target=copy, args=pair, daemon=True).start()
+
+    hello = dataclasses.replace(HELLO, node_rank=1)
     with socket.create_server(("127.0.0.1", 0)) as middle:
-
-        def copy(source: socket.socket, target: socket.socket) -> None:
-            with contextlib.suppress(OSError):
-                while data := source.recv(4096):
-                    seen.extend(data)
-                    target.sendall(data)
-                target.shutdown(socket.SHUT_WR)
-
-        def pass_on() -> None:
-            with contextlib.suppress(OSError):
-                near, _ = middle.accept()
-                far = socket.create_connection(bed.address)
-                for pair in ((near, far), (far, near)):
-                    threading.Thread(target=copy, args=pair, daemon=True).start()
-
-        threading.Thread(target=pass_on, daemon=True).start()
-        bed.member()
-        hello = dataclasses.replace(HELLO, node_rank=1)
+        threading.Thread(target=pass_on, args=(middle,), daemon=True).start()
         member = Member(own_address(middle), SECRET, hello, DEADLINE_SECONDS)
         with contextlib.closing(member):
-            next_of(member, "prepare")
+            yield member
+
+
+def test_the_secret_never_travels(bed):
+    seen = bytearray()
+
+    def keep(data: bytes) -> bytes:
+        seen.extend(data)
+        return data
+
+    bed.member()
+    with between(bed, keep) as member:
+        next_of(member, "prepare")
     assert b"rendezvous/1" in seen
     assert b"hello" in seen
     assert SECRET.encode() not in seen
@@ -277,26 +290,11 @@ def test_the_secret_never_travels(bed):
 
 
 def test_who_alters_a_message_on_the_way_ends_the_connection(bed):
-    with socket.create_server(("127.0.0.1", 0)) as middle:
+    def alter(data: bytes) -> bytes:
+        return data.replace(b'"num_workers":2', b'"num_workers":3')
 
-        def copy(source: socket.socket, target: socket.socket) -> None:
-            with contextlib.suppress(OSError):
-                while data := source.recv(4096):
-                    target.sendall(data.replace(b'"num_workers":2', b'"num_workers":3'))
-                target.shutdown(socket.SHUT_WR)
-
-        def pass_on() -> None:
-            with contextlib.suppress(OSError):
-                near, _ = middle.accept()
-                far = socket.create_connection(bed.address)
-                for pair in ((near, far), (far, near)):
-                    threading.Thread(target=copy, args=pair, daemon=True).start()
-
-        threading.Thread(target=pass_on, daemon=True).start()
-        hello = dataclasses.replace(HELLO, node_rank=1)
-        member = Member(own_address(middle), SECRET, hello, DEADLINE_SECONDS)
-        with contextlib.closing(member):
-            assert "has ended its connection" in next_of(member, "lost")["text"]
+    with between(bed, alter) as member:
+        assert "has ended its connection" in next_of(member, "lost")["text"]
     meet(bed)
 
 
@@ -306,16 +304,47 @@ def test_a_node_0_that_has_gone_is_known_at_once(bed):
     assert "has ended its connection" in next_of(second, "lost")["text"]
 
 
-def test_a_node_0_that_says_nothing_is_given_up(bed, monkeypatch):
+def make_impatient(monkeypatch, thread: str) -> None:
+    """Let the end in a thread of this name wait for two seconds, and none beat."""
     receive = Channel.receive
 
     async def impatient(channel: Channel, seconds: float = 15.0) -> dict[str, Any]:
-        is_member = threading.current_thread().name == "tfdp-rendezvous-member"
-        return await receive(channel, 1.0 if is_member else seconds)
+        is_it = threading.current_thread().name == thread
+        return await receive(channel, 2.0 if is_it else seconds)
 
     monkeypatch.setattr(Channel, "receive", impatient)
     monkeypatch.setattr("tfdp.rendezvous.channel.BEAT_SECONDS", 1000.0)
-    assert "has not answered for 1 s" in next_of(bed.member(), "lost")["text"]
+
+
+def test_a_node_0_that_says_nothing_is_given_up(bed, monkeypatch):
+    make_impatient(monkeypatch, "tfdp-rendezvous-member")
+    assert "has not answered for 2 s" in next_of(bed.member(), "lost")["text"]
+
+
+def test_a_node_that_says_nothing_is_given_up(bed, monkeypatch):
+    make_impatient(monkeypatch, "tfdp-rendezvous-server")
+    members = meet(bed)
+    for port, member in enumerate(members, start=1):
+        member.send({"type": "ports", "attempt": 1, "ports": [port, port + 10]})
+    next_of(members[0], "start")
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while (message := members[0].take()) is None or message["type"] != "stop":
+        assert time.monotonic() < deadline
+        members[0].send({"type": "still here"})
+        time.sleep(0.05)
+    assert (
+        "node 1 (host, 127.0.0.1) was lost: it has not answered for 2 s; "
+        in (message["text"])
+    )
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_who_waits_hears_of_an_error_that_nobody_has_foreseen(bed, monkeypatch):
+    async def broken(*_: Any) -> Channel:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(member_module.handshake, "dial", broken)
+    assert "is not heard any more" in next_of(bed.member(), "lost")["text"]
 
 
 def test_a_member_ends_though_a_cancellation_was_swallowed(bed, monkeypatch):
@@ -369,6 +398,10 @@ def test_a_name_that_nobody_knows_is_told():
         RendezvousError, match=r"is not known here .* Received: no\.such"
     ):
         listen("no.such.host.invalid", 29400, is_node_0=False)
+    # What no resolver is asked for, since it is no name.
+    for host in ("a..b", "a" * 64):
+        with pytest.raises(RendezvousError, match=rf"it is no name.*Received: {host}"):
+            listen(host, 29400, is_node_0=False)
 
 
 def test_nothing_waits_longer_than_the_handshake(monkeypatch):

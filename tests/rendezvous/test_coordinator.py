@@ -11,6 +11,7 @@ from tfdp.rendezvous.coordinator import Coordinator, Phase, Restart
 from tfdp.rendezvous.errors import RendezvousError, Stranger
 from tfdp.rendezvous.failure import NODE_LOST, Failure
 from tfdp.rendezvous.hello import Hello
+from tfdp.rendezvous.messages import encode
 
 JOIN_SECONDS = 60.0
 HELLO = Hello("1.0", "3.11", 2, 2, "train.py", False, "host", node_rank=0)
@@ -144,6 +145,47 @@ def test_two_nodes_that_have_found_the_same_port_are_asked_again():
     assert course.coordinator.phase is Phase.RUNNING
 
 
+IPV6 = "fd00:1111:2222:3333:4444:5555:6666:7777"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers"),
+    [(1024, 8), pytest.param(8192, 1, marks=pytest.mark.standard)],
+)
+def test_a_message_holds_what_the_largest_job_says(nodes, workers):
+    course = Course()
+    hello = dataclasses.replace(HELLO, nodes=nodes, num_workers=workers, node_rank=None)
+    coordinator = Coordinator(hello, 60.0, course.policy, clock=lambda: 0.0)
+    links = [Link(IPV6, IPV6) for _ in range(nodes)]
+    for link in links:
+        coordinator.join(link, hello)
+    coordinator.tick()
+    ports = range(65535, 65535 - nodes * workers, -1)
+    for rank, link in enumerate(links):
+        own = list(ports[rank * workers : (rank + 1) * workers])
+        message = {"type": "ports", "attempt": 1, "ports": own}
+        coordinator.receive(link, message)
+    coordinator.tick()
+    assert len(links[0].last("start")["nodes"]) == nodes
+    assert encode(links[0].last("start"))
+    assert coordinator.phase is Phase.RUNNING
+
+
+def test_of_many_nodes_that_came_the_first_are_named():
+    course = Course()
+    hello = dataclasses.replace(HELLO, nodes=20, num_workers=1, node_rank=None)
+    coordinator = Coordinator(hello, 60.0, course.policy, clock=lambda: course.now)
+    links = [Link() for _ in range(19)]
+    for link in links:
+        coordinator.join(link, hello)
+    course.now += 60.0
+    coordinator.tick()
+    text = links[0].last("end")["text"]
+    assert text.count("(host, 10.0.0.2)") == 8
+    assert "and 19 came: a node (host, 10.0.0.2)" in text
+    assert "(host, 10.0.0.2), 11 more. Start the same" in text
+
+
 def test_ranks_that_are_wished_are_given_and_the_others_as_nodes_come():
     course = Course()
     hello = dataclasses.replace(HELLO, nodes=4)
@@ -256,6 +298,35 @@ def test_a_worker_that_only_others_have_seen_to_be_lost_is_named():
         "worker 0 on node 0 (host, 127.0.0.1) failed with exit code 1 since worker 3 "
         "on node 1 (host, 10.0.0.2) was lost, which has not answered for 9 s; "
     )
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_node_that_does_not_stop_its_workers_is_not_waited_for_for_ever(restarts):
+    course = Course(restarts)
+    course.join(0)
+    course.join(1, grace_seconds=20.0)
+    course.prepare()
+    course.fail(0, rank=1, code=7)
+    course.say(0, "stopped", code=7, has_saved=False)
+    course.pass_time(69.9)
+    assert course.coordinator.phase is Phase.STOPPING
+    course.pass_time(0.1)
+    told = course.links[0].last("notice")["text"]
+    words = "node 1 (host, 10.0.0.2) has not stopped its workers within 70 s"
+    assert told == f"{words}; nobody waits for it any more"
+    assert course.links[1].last("end")["code"] == 7
+    assert course.links[1].last("end")["text"] == words
+    if not restarts:
+        assert course.links[0].last("end")["code"] == 7
+        return
+    # What it says when it is there again has no effect; another may take its place.
+    course.say(1, "stopped", code=7)
+    course.pass_time(2.1)
+    assert course.coordinator.phase is Phase.GATHERING
+    course.links[1] = Link()
+    course.join(1)
+    course.prepare()
+    assert course.coordinator.phase is Phase.RUNNING
 
 
 def test_two_who_blame_each_other_do_not_go_round_in_circles():
@@ -403,6 +474,9 @@ def test_a_signal_between_two_attempts_is_the_end():
     assert course.ends() == [130, 130]
 
 
+FAILED = {"rank": 2, "code": 1, "reason": "failed", "log": ""}
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -412,6 +486,11 @@ def test_a_signal_between_two_attempts_is_the_end():
         ("ports", {"ports": [1, "2"]}),
         ("failed", {"rank": "one"}),
         ("failed", {}),
+        ("failed", {**FAILED, "rank": 4}),  # no worker of the job
+        ("failed", {**FAILED, "rank": -1}),
+        ("failed", {**FAILED, "rank": 1}),  # one of the other node's
+        ("failed", {**FAILED, "lost_rank": []}),
+        ("failed", {**FAILED, "lost_rank": ""}),
         ("leaving", {"why": 3, "code": 1, "signal": 1}),
         ("leaving", {"why": "x", "code": None, "signal": 1}),
     ],
@@ -434,6 +513,9 @@ def test_a_message_that_no_node_sends_is_a_strangers(kind, said):
         {**HELLO.to_message(), "node_rank": "0"},
         {**HELLO.to_message(), "host": None},
         {**HELLO.to_message(), "rebalance": 1},
+        {**HELLO.to_message(), "grace_seconds": -1},
+        {**HELLO.to_message(), "grace_seconds": "5"},
+        {**HELLO.to_message(), "grace_seconds": float("nan")},
     ],
 )
 def test_a_hello_of_another_form_is_a_strangers(message):

@@ -67,13 +67,7 @@ class Attempts:
         )
         clusters = self.make_clusters(len(restarts.slots))
         job = Job(self.command, clusters, self.logs, self.screen, self.signals, options)
-        try:
-            with job:
-                code = job.run()
-        except OSError as error:
-            raise click.ClickException(
-                f"A worker could not be started: {error}"
-            ) from error
+        code = run_job(job)
         # Also one that came while the job was ending for another reason.
         if self.signals.received and code not in (0, PREEMPTED):
             code = 128 + self.signals.received[0]
@@ -99,6 +93,25 @@ class Attempts:
             self.screen.message("tfdp: --timeout is over, the job does not start again")
             return TIMED_OUT
         return None
+
+
+def run_job(job: Job) -> int:
+    """Run the workers of a job once.
+
+    Args:
+        job: `Job`.
+
+    Returns:
+        Int, the exit code.
+
+    Raises:
+        click.ClickException: If a worker cannot be started.
+    """
+    try:
+        with job:
+            return job.run()
+    except OSError as error:
+        raise click.ClickException(f"A worker could not be started: {error}") from error
 
 
 def _describe_end(job: Job, code: int, seconds: float) -> JobEnd:

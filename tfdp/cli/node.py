@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import tfdp
 from tfdp.cli.node_options import NodeOptions, Place
 from tfdp.cli.restarts import JobEnd, RestartOptions, Restarts
+from tfdp.cli.run_settings import RunSettings
 from tfdp.cluster import counted
 from tfdp.rendezvous.address import listen, own_address, resolve
 from tfdp.rendezvous.coordinator import Coordinator, Restart
@@ -59,27 +60,24 @@ class NodePolicy:
         return Restart(following.pause_seconds, following.line)
 
 
-def make_hello(
-    where: NodeOptions, num_workers: int, script: str, rebalance: bool
-) -> Hello:
+def make_hello(where: NodeOptions, settings: RunSettings) -> Hello:
     """Return what this node says of itself.
 
     Args:
         where: `NodeOptions`.
-        num_workers: Int, that it will start.
-        script: String, the script or module.
-        rebalance: Bool, whether rows follow the workers' speed.
+        settings: `RunSettings`.
     """
     assert where.nodes is not None
     return Hello(
         version=tfdp.__version__,
         python=".".join(platform.python_version_tuple()[:2]),
         nodes=where.nodes,
-        num_workers=num_workers,
-        program=os.path.basename(script),
-        rebalance=rebalance,
+        num_workers=settings.num_workers,
+        program=os.path.basename(settings.script),
+        rebalance=settings.rebalance,
         host=socket.gethostname(),
         node_rank=where.node_rank,
+        grace_seconds=settings.grace,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from tfdp.cli.attempts import run_job
 from tfdp.cli.job import TIMED_OUT, Job, JobOptions
 from tfdp.cli.launch import Slot
 from tfdp.cli.log_file import LogFile
@@ -144,13 +145,7 @@ class NodeAttempts:
         )
         logs = self._logs.workers
         job = Job(self._command, clusters, logs, self._screen, self._signals, options)
-        try:
-            with job:
-                code = job.run()
-        except OSError as error:
-            raise click.ClickException(
-                f"A worker could not be started: {error}"
-            ) from error
+        code = run_job(job)
         code = PREEMPTED if job.is_preempted else code
         self._others.tell_end(code, has_saved=job.is_preempted)
         if self._others.has_left:

@@ -21,11 +21,10 @@ from typing import Any
 
 from tfdp.cli.main import cli, run_command
 from tfdp.cli.node import JobSecret
-from tfdp.cli.remote_line import BEAT, SILENT_SECONDS, banner
+from tfdp.cli.remote_line import BEAT, MOST_BYTES, SILENT_SECONDS, banner
 
 _STDIN = 0
 _CHUNK_BYTES = 4096
-_MOST_BYTES = 1 << 20
 # After the grace of the workers: for all that the launcher does in its end.
 _END_SECONDS = 15.0
 
@@ -41,7 +40,7 @@ class _Input:
         while b"\n" not in self._data:
             ready, _, _ = select.select([_STDIN], [], [], SILENT_SECONDS)
             chunk = os.read(_STDIN, _CHUNK_BYTES) if ready else b""
-            if not chunk or len(self._data) > _MOST_BYTES:
+            if not chunk or len(self._data) > MOST_BYTES:
                 return None
             self._data += chunk
         line, _, self._data = self._data.partition(b"\n")

@@ -12,6 +12,7 @@ BEAT = b".\n"
 BEAT_SECONDS = 2.0
 # A machine that was suspended, or a network that has gone.
 SILENT_SECONDS = 20.0
+MOST_BYTES = 1 << 20
 
 
 def banner() -> str:

@@ -8,10 +8,10 @@ import click
 
 from tfdp.cli.hosts import Host
 from tfdp.cli.node_options import NodeOptions, Place
-from tfdp.cli.remote_line import order
+from tfdp.cli.remote_line import MOST_BYTES, order
 from tfdp.cli.run_settings import AutoCount, RunSettings
 from tfdp.cli.ssh import address_of, has_ssh
-from tfdp.cluster import free_ports
+from tfdp.cluster import counted, free_ports
 from tfdp.rendezvous.secret import new_secret
 
 
@@ -29,7 +29,7 @@ def make_orders(
         List of bytes. The secret in them is new, and all have the same.
 
     Raises:
-        click.UsageError: If this machine has no ssh.
+        click.UsageError: If this machine has no ssh, or a line would be too long.
     """
     if not has_ssh():
         raise click.UsageError(
@@ -40,7 +40,7 @@ def make_orders(
     # Which port is free there is not known; one that is free here is likely to be.
     place = where.rendezvous or Place(address_of(hosts[0]), free_ports(1)[0])
     secret = new_secret()
-    return [
+    orders = [
         order(
             [
                 "run",
@@ -57,6 +57,13 @@ def make_orders(
         )
         for rank, host in enumerate(hosts)
     ]
+    longest = max(map(len, orders))
+    if longest > MOST_BYTES:
+        raise click.UsageError(
+            "The arguments of the script are too long for --hosts: give it a file of "
+            f"them, or a folder. Received: {counted(longest, 'byte')}"
+        )
+    return orders
 
 
 def _count(host: Host, num_workers: int) -> str:

@@ -257,9 +257,16 @@ class SshJob:
         for index in [i for i, at in self._returns.items() if now >= at]:
             del self._returns[index]
             if self._code is None and self._may_return(self._workers[index]):
-                self._workers[index].close()
+                self._give_up(self._workers[index])
                 self._workers[index] = self._start(self._hosts[index])
                 self._workers[index].is_return = True
+
+    def _give_up(self, worker: SshWorker) -> None:
+        """Close a connection, also one whose output is held open by somebody else."""
+        for stream in (worker.output, worker.words):
+            if not stream.has_ended:
+                self._selector.unregister(stream)
+        worker.close()
 
     def _fail(self, code: int, text: str = "") -> None:
         """Note the first failure; the other launchers end, or are told to."""

@@ -11,6 +11,8 @@ somebody who has not the job's secret. Reading order:
     address: where node 0 listens, and whether this machine is it
     hello: what a node says of itself, and what has to be the same on all
     failure: how a worker or a node ended, in words
+    roster: the nodes that are there, their ranks and addresses
+    reports: which of several failures to name
     coordinator: the course of the job, decided by node 0
     server: thread of node 0 that serves the connections
     member: thread of every node that keeps its connection

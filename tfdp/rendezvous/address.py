@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
 import socket
 
 from tfdp.rendezvous.errors import RendezvousError
@@ -43,10 +44,10 @@ def listen(host: str, port: int, *, is_node_0: bool) -> socket.socket | None:
             reasons = [error]
     reason = next(e for e in reasons if e.errno != errno.EADDRNOTAVAIL)
     taken = reason.errno == errno.EADDRINUSE
+    why = "another process has it" if taken else os.strerror(reason.errno or 0)
     raise RendezvousError(
-        f"Node 0 cannot open port {port}: "
-        f"{'another process has it' if taken else reason.strerror}. Give another one "
-        f"with --rendezvous, on all machines. Received: --rendezvous {host}:{port}"
+        f"Node 0 cannot open port {port}: {why}. Give another one with --rendezvous, "
+        f"on all machines. Received: --rendezvous {host}:{port}"
     ) from reason
 
 
@@ -65,9 +66,10 @@ def resolve(host: str, port: int) -> list[tuple[int, tuple]]:
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter by a label such as ""
+        reason = error.strerror if isinstance(error, OSError) else "it is no name"
         raise RendezvousError(
-            f"The host of --rendezvous is not known here ({error.strerror}). Give the "
+            f"The host of --rendezvous is not known here ({reason}). Give the "
             "name or the IP address of node 0 by which the other machines reach it. "
             f"Received: {host}"
         ) from error
@@ -107,7 +109,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _listen_at(host: str, family: int, address: tuple) -> socket.socket:
-    listener = _listen(family, address)
+    listener = socket.create_server(address, family=family, backlog=_BACKLOG)
     # Debian gives a machine's own name an address that no other machine reaches.
     if is_loopback(address[0]) and not is_loopback(host):
         listener.close()
@@ -123,15 +125,3 @@ def _listen_everywhere(port: int) -> socket.socket:
         dualstack_ipv6=dual,
         backlog=_BACKLOG,
     )
-
-
-def _listen(family: int, address: tuple) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener

@@ -22,11 +22,14 @@ from tfdp.cluster.tf_config import shorten
 from tfdp.rendezvous.errors import RendezvousError, Stranger
 from tfdp.rendezvous.failure import NODE_LOST, Failure
 from tfdp.rendezvous.hello import Hello
+from tfdp.rendezvous.reports import Reports
 from tfdp.rendezvous.roster import DOUBTFUL_SECONDS, Link, Node, Roster
 
 # What the others report of a lost worker may come before the report of its own node.
 _SETTLE_SECONDS = 1.0
 _NOTICE_SECONDS = 10.0
+# Beside the grace of workers that save, and then of those that are asked to end.
+_STOP_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +106,10 @@ class Coordinator:
         self._roster = Roster(own)
         self._attempt = 0
         self._has_started = False
-        self._started_at = self._noticed_at = clock()
+        self._started_at = self._noticed_at = self._stopped_at = clock()
         # The end of the phase: of the wait for nodes, or of the pause.
         self._until = clock() + join_seconds
-        self._failures: list[Failure] = []
+        self._reports = Reports(self._roster)
         self._decide_at: float | None = None
         self._verdict = _Verdict()
         # The code of workers that have saved because of a signal.
@@ -164,7 +167,7 @@ class Coordinator:
         elif kind == "ports":
             node.ports = _ports(message, node.hello.num_workers)
         elif kind == "failed":
-            self._report(Failure.from_message(message))
+            self._report(node, Failure.from_message(message))
         elif kind == "done":
             node.is_done = node.has_stopped = True
         elif kind == "stopped":
@@ -224,6 +227,10 @@ class Coordinator:
             self._end(0)
 
     def _look_for_stops(self, now: float) -> None:
+        seconds = now - self._stopped_at
+        for node in [n for n in self._roster.nodes if not n.has_stopped]:
+            if seconds >= 2 * node.hello.grace_seconds + _STOP_SECONDS:
+                self._drop(node, seconds)
         if all(node.has_stopped for node in self._roster.nodes):
             self._after_stop(now)
 
@@ -232,16 +239,15 @@ class Coordinator:
             self._gather()
 
     def _give_up(self) -> None:
-        here = self._roster.nodes
-        names = ", ".join(map(str, here))
+        here = len(self._roster.nodes)
         came = "came"
         if self._has_started:
-            came = "is here" if len(here) == 1 else "are here"
+            came = "is here" if here == 1 else "are here"
         self._end(
             self._verdict.code or NODE_LOST,
             f"waited {self._join_seconds:g} s for {counted(self._own.nodes, 'node')}, "
-            f"and {len(here)} {came}: {names}. Start the same `tfdp run` on the "
-            "others, and see whether they reach the rendezvous",
+            f"and {here} {came}: {self._roster.here()}. Start the same `tfdp run` on "
+            "the others, and see whether they reach the rendezvous",
         )
 
     def _replace_silent(self, rank: int) -> None:
@@ -249,6 +255,13 @@ class Coordinator:
         old = self._roster.at(rank)
         if old is not None and old.link.silent_seconds > DOUBTFUL_SECONDS:
             self.gone(old.link, "has come back with another connection")
+
+    def _drop(self, node: Node, seconds: float) -> None:
+        """Go on without a node that is heard of but does not stop its workers."""
+        text = f"{node} has not stopped its workers within {seconds:.0f} s"
+        node.link.send({"type": "end", "code": self._verdict.code, "text": text})
+        self.gone(node.link, "has not stopped")
+        self._tell(f"{text}; nobody waits for it any more")
 
     def _gather(self) -> None:
         if not self._has_started:
@@ -285,7 +298,7 @@ class Coordinator:
 
     def _start(self, places: list[tuple[str, list[int]]]) -> None:
         message = {"type": "start", "attempt": self._attempt, "nodes": places}
-        self._failures, self._decide_at = [], None
+        self._reports, self._decide_at = Reports(self._roster), None
         self._verdict, self._saved_code = _Verdict(), None
         self.phase, self._started_at = Phase.RUNNING, self._clock()
         self._has_started = True
@@ -293,39 +306,19 @@ class Coordinator:
             node.is_done = node.has_stopped = False
             node.link.send(message)
 
-    def _report(self, failure: Failure) -> None:
+    def _report(self, node: Node, failure: Failure) -> None:
+        if not self._roster.has(node, failure.rank):
+            raise Stranger
         if self.phase is not Phase.RUNNING:
             return
-        self._failures.append(failure)
-        known = {each.rank for each in self._failures}
-        if failure.lost_rank is None or failure.lost_rank in known:
+        if self._reports.add(failure):
             self._decide()
         elif self._decide_at is None:
             self._decide_at = self._clock() + _SETTLE_SECONDS
 
     def _decide(self) -> None:
-        """Stop all because of the worker that, as all say together, failed first."""
-        by_rank = {failure.rank: failure for failure in reversed(self._failures)}
-        cause = self._failures[0]
-        seen = {cause.rank}
-        while cause.lost_rank in by_rank and cause.lost_rank not in seen:
-            cause = by_rank[cause.lost_rank]
-            seen.add(cause.rank)
-        log = f". All that it wrote: {shorten(cause.log)}, there" if cause.log else ""
-        self._stop(
-            _Verdict(cause.code, cause),
-            f"worker {cause.rank} on {self._roster.place(cause.rank)} "
-            f"{shorten(cause.reason)}{self._because(cause)}; the workers of all nodes "
-            f"were stopped{log}",
-        )
-
-    def _because(self, cause: Failure) -> str:
-        lost = cause.lost_rank
-        if lost is None or lost == cause.rank:
-            return ""
-        silent = self._roster.silent_seconds(lost)
-        said = "" if silent is None else f", which has not answered for {silent:.0f} s"
-        return f" since worker {lost} on {self._roster.place(lost)} was lost{said}"
+        cause = self._reports.cause()
+        self._stop(_Verdict(cause.code, cause), self._reports.sentence())
 
     def _lose(self, node: Node, how: str) -> None:
         first = self._roster.first_rank(node)
@@ -356,7 +349,7 @@ class Coordinator:
 
     def _stop(self, verdict: _Verdict, text: str, **order: Any) -> None:
         self._verdict = verdict
-        self.phase = Phase.STOPPING
+        self.phase, self._stopped_at = Phase.STOPPING, self._clock()
         message = {
             "type": "stop",
             "attempt": self._attempt,

@@ -53,7 +53,8 @@ class Failure:
             Stranger: If a field is missing or has another type.
         """
         fields = {f.name: message.get(f.name) for f in dataclasses.fields(cls)}
-        ints = (fields["rank"], fields["code"], fields["lost_rank"] or 0)
+        lost = fields["lost_rank"]
+        ints = (fields["rank"], fields["code"], 0 if lost is None else lost)
         texts = (fields["reason"], fields["log"])
         is_right = all(isinstance(each, int) for each in ints)
         if not is_right or not all(isinstance(each, str) for each in texts):

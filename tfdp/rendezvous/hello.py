@@ -27,6 +27,8 @@ class Hello:
         host: String, the name of its machine.
         node_rank: Int, the rank that it wants, or `None` for the next. Defaults to
             `None`.
+        grace_seconds: Float, that its workers have to end when they are asked to.
+            Defaults to `5.0`.
     """
 
     version: str
@@ -37,6 +39,7 @@ class Hello:
     rebalance: bool
     host: str
     node_rank: int | None = None
+    grace_seconds: float = 5.0
 
     def to_message(self) -> dict[str, Any]:
         """Return the message that carries it."""
@@ -60,12 +63,14 @@ class Hello:
         fields = {f.name: message.get(f.name) for f in dataclasses.fields(cls)}
         texts = [fields[name] for name in ("version", "python", "program", "host")]
         numbers = [fields[name] for name in ("nodes", "num_workers")]
-        rank = fields["node_rank"]
+        rank, grace = fields["node_rank"], fields["grace_seconds"]
         is_right = (
             all(isinstance(text, str) for text in texts)
             and all(_is_number(each, 1) for each in numbers)
             and isinstance(fields["rebalance"], bool)
             and (rank is None or _is_number(rank, 0))
+            and isinstance(grace, (int, float))
+            and grace >= 0
         )
         if not is_right:
             raise Stranger

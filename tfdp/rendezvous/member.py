@@ -112,8 +112,13 @@ class Member:
     def _run(self) -> None:
         with contextlib.closing(self._loop):
             self._task = self._loop.create_task(self._serve())
-            with contextlib.suppress(asyncio.CancelledError):
-                self._loop.run_until_complete(self._task)
+            try:
+                with contextlib.suppress(asyncio.CancelledError):
+                    self._loop.run_until_complete(self._task)
+            finally:
+                # Also if nobody has foreseen it: who waits for a message gets one.
+                text = f"node 0 at {self._place} is not heard any more"
+                self._put({"type": "lost", "text": text})
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
 
     def _put(self, message: dict[str, Any]) -> None:

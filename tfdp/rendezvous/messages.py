@@ -10,7 +10,9 @@ from typing import Any
 from tfdp.cluster import counted
 from tfdp.rendezvous.errors import Stranger
 
-MAX_LINE_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 19
+# What node 0 reads, also of those who have proved nothing: no node has more to say.
+MAX_REPORT_BYTES = 1 << 16
 _MAC_DIGITS = 64
 _COUNT_BYTES = 8
 

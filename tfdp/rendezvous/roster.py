@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from tfdp.cluster import counted
@@ -15,6 +15,7 @@ from tfdp.rendezvous.hello import Hello
 DOUBTFUL_SECONDS = 3.5
 # The addresses of all of them go into one message.
 _MOST_WORKERS = 8192
+_MOST_NAMES = 8
 
 
 class Link(Protocol):
@@ -111,7 +112,7 @@ class Roster:
         if self.is_complete:
             return (
                 f"The job has all of its {counted(self._own.nodes, 'node')} already: "
-                f"{', '.join(map(str, self.nodes))}. Give another port with "
+                f"{self.here()}. Give another port with "
                 f"--rendezvous for another job. Received: one more node, {host}"
             )
         if self.is_settled:
@@ -172,6 +173,11 @@ class Roster:
         """Return the rank of a node's first worker."""
         return sum(self._sizes[: node.rank])
 
+    def has(self, node: Node, worker: int) -> bool:
+        """Return whether a worker is one of a node's."""
+        first = self.first_rank(node)
+        return first <= worker < first + node.hello.num_workers
+
     def place(self, worker: int) -> str:
         """Name the node of a worker, also one that has gone."""
         for node_rank, name in enumerate(self._names):
@@ -183,9 +189,8 @@ class Roster:
     def silent_seconds(self, worker: int) -> float | None:
         """Return for how long the node of a worker has been silent, if it is long."""
         for node in self.nodes:
-            first, silent = self.first_rank(node), node.link.silent_seconds
-            is_its = first <= worker < first + node.hello.num_workers
-            if is_its and silent > DOUBTFUL_SECONDS:
+            silent = node.link.silent_seconds
+            if self.has(node, worker) and silent > DOUBTFUL_SECONDS:
                 return silent
         return None
 
@@ -193,8 +198,12 @@ class Roster:
         """Say who is missing."""
         if self.is_settled:
             names = [self._names[rank] for rank in self.free_ranks()]
-            return f"{', '.join(names)} to come back"
+            return f"{_listed(names)} to come back"
         return counted(self._own.nodes - len(self.nodes), "more node")
+
+    def here(self) -> str:
+        """Name who is there."""
+        return _listed([str(node) for node in self.nodes])
 
     def hosts(self) -> list[str]:
         """List the IP address of each node, as the others reach it.
@@ -222,3 +231,10 @@ class Roster:
             f"{counted(hello.num_workers, 'worker')}. Give the same -n as before. "
             f"Received: -n {hello.num_workers}"
         )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """List names, of many only the first ones: the sentence goes to all nodes."""
+    more = len(names) - _MOST_NAMES
+    rest = [f"{more:,} more"] if more > 0 else []
+    return ", ".join([*names[:_MOST_NAMES], *rest])

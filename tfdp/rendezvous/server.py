@@ -12,7 +12,7 @@ from tfdp.rendezvous.channel import Channel
 from tfdp.rendezvous.coordinator import Coordinator
 from tfdp.rendezvous.errors import Lost, RendezvousError, Stranger
 from tfdp.rendezvous.hello import Hello
-from tfdp.rendezvous.messages import MAX_LINE_BYTES
+from tfdp.rendezvous.messages import MAX_REPORT_BYTES
 
 # Who has not proved itself after so long, or is one of more than so many, has to go.
 _STRANGER_SECONDS = 5.0
@@ -56,7 +56,7 @@ class Server:
 
     async def _run(self) -> None:
         server = await asyncio.start_server(
-            self._meet, sock=self._listener, limit=MAX_LINE_BYTES
+            self._meet, sock=self._listener, limit=MAX_REPORT_BYTES
         )
         while not self._is_closing.is_set():
             self._coordinator.tick()

@@ -1,0 +1,218 @@
+"""Where a job runs: on this machine, here as one of several nodes, or on hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import click
+
+from tfdp.bench.machine import num_cores
+from tfdp.cli.attempts import Attempts
+from tfdp.cli.hosts import Host
+from tfdp.cli.launch import make_clusters
+from tfdp.cli.log_file import LogFile
+from tfdp.cli.node import JobSecret, announcement, make_hello, membership
+from tfdp.cli.node_attempts import Logs, NodeAttempts
+from tfdp.cli.node_options import NodeOptions
+from tfdp.cli.other_nodes import OtherNodes
+from tfdp.cli.remote_orders import make_orders
+from tfdp.cli.restarts import RestartOptions, Restarts
+from tfdp.cli.run_settings import RunSettings
+from tfdp.cli.screen import Screen
+from tfdp.cli.showing import showing
+from tfdp.cli.signals import SignalPipe
+from tfdp.cli.ssh_job import SshJob
+from tfdp.cluster import counted
+from tfdp.cluster.gpus import visible_gpus
+from tfdp.rendezvous.errors import RendezvousError
+
+
+def run_here(
+    settings: RunSettings,
+    again: RestartOptions,
+    folder: pathlib.Path,
+    screen: Screen,
+    signals: SignalPipe,
+    until: float | None,
+) -> int:
+    """Run all workers on this machine.
+
+    Args:
+        settings: `RunSettings`.
+        again: `RestartOptions`.
+        folder: Path of the logs.
+        screen: The `Screen` that shows the output.
+        signals: The `SignalPipe`.
+        until: Float, by `time.monotonic()`, when all is stopped, or `None`.
+
+    Returns:
+        Int, the exit code.
+
+    Raises:
+        click.ClickException: If a log cannot be written, or a worker be started.
+    """
+    num_workers = settings.num_workers
+    names = [f"worker-{rank}.log" for rank in range(num_workers)]
+    logs = _open_logs(folder, names, screen)
+    history = _open_logs(
+        folder, ["restarts.log"] if settings.max_restarts else [], screen
+    )
+    _announce(screen, num_workers, settings.devices_per_worker, folder)
+    if settings.rebalance and num_workers == 1:
+        screen.message("tfdp: warning: --rebalance has no effect with one worker")
+    attempts = Attempts(
+        settings.command,
+        functools.partial(
+            make_clusters,
+            devices_per_worker=settings.devices_per_worker,
+            rebalance=settings.rebalance,
+        ),
+        logs,
+        screen,
+        signals,
+        settings.grace,
+        until,
+    )
+    return attempts.run(Restarts(num_workers, again), history)
+
+
+def run_as_node(
+    settings: RunSettings,
+    where: NodeOptions,
+    secret: JobSecret | None,
+    folder: pathlib.Path,
+    screen: Screen,
+    signals: SignalPipe,
+    until: float | None,
+) -> int:
+    """Run the workers of this node, together with the other nodes.
+
+    Args:
+        settings: `RunSettings`.
+        where: `NodeOptions`.
+        secret: `JobSecret`, or `None` to read the file or to make one.
+        folder: Path of the logs.
+        screen: The `Screen` that shows the output.
+        signals: The `SignalPipe`.
+        until: Float, by `time.monotonic()`, when all is stopped, or `None`.
+
+    Returns:
+        Int, the exit code.
+
+    Raises:
+        click.ClickException: If this node cannot take part, a log cannot be written, or
+            a worker be started.
+    """
+    nodes = where.nodes or 1
+    hello = make_hello(where, settings)
+
+    def open_logs(node_rank: int, first_rank: int, num_workers: int) -> Logs:
+        ranks = range(first_rank, first_rank + settings.num_workers)
+        kept = ["restarts.log"] if settings.max_restarts and node_rank == 0 else []
+        logs = Logs(
+            _open_logs(folder, [f"worker-{rank}.log" for rank in ranks], screen),
+            _open_logs(folder, kept, screen),
+        )
+        told = announcement(
+            node_rank, nodes, first_rank, settings.num_workers, num_workers, folder
+        )
+        screen.message(f"tfdp: {told}")
+        _warn(screen, settings.num_workers, settings.devices_per_worker)
+        return logs
+
+    def say(text: str) -> None:
+        screen.message(f"tfdp: {text}")
+
+    try:
+        with membership(where, hello, settings.max_restarts, secret, say) as member:
+            attempts = NodeAttempts(
+                settings.command,
+                settings.num_workers,
+                {
+                    "devices_per_worker": settings.devices_per_worker,
+                    "rebalance": settings.rebalance,
+                },
+                OtherNodes(member, screen),
+                open_logs,
+                screen,
+                signals,
+                settings.grace,
+                until,
+            )
+            return attempts.run()
+    except RendezvousError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def run_on_hosts(
+    hosts: Sequence[Host], where: NodeOptions, settings: RunSettings
+) -> int:
+    """Start the launchers of all hosts.
+
+    Args:
+        hosts: Sequence of `Host`.
+        where: `NodeOptions`.
+        settings: `RunSettings`.
+
+    Returns:
+        Int, the exit code.
+
+    Raises:
+        click.UsageError: If this machine has no ssh.
+    """
+    python = where.remote_python or sys.executable
+    orders = make_orders(hosts, where, settings)
+    with (
+        contextlib.closing(SignalPipe()) as signals,
+        showing(signals, until=None) as screen,
+        SshJob(
+            hosts,
+            orders,
+            python,
+            screen,
+            signals,
+            settings.grace,
+            starts_again=settings.max_restarts > 0,
+        ) as job,
+    ):
+        screen.message(f"tfdp: starting by ssh on {', '.join(h.name for h in hosts)}")
+        return job.run()
+
+
+def _open_logs(folder: pathlib.Path, names: list[str], screen: Screen) -> list[LogFile]:
+    try:
+        return [LogFile(folder / name, screen.message) for name in names]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _announce(
+    screen: Screen, num_workers: int, devices: int | None, folder: pathlib.Path
+) -> None:
+    threads = max(1, num_cores() // num_workers)
+    each = " each" if num_workers > 1 else ""
+    screen.message(
+        f"tfdp: starting {counted(num_workers, 'worker')}, {threads} of "
+        f"{counted(num_cores(), 'CPU core')}{each}; logs in {folder}"
+    )
+    _warn(screen, num_workers, devices)
+
+
+def _warn(screen: Screen, num_workers: int, devices: int | None) -> None:
+    if os.environ.get("TF_CONFIG"):
+        screen.message(
+            "tfdp: warning: TF_CONFIG was set already; the workers get another. Under "
+            "a cluster manager, run the script without `tfdp run`"
+        )
+    num_gpus = len(visible_gpus())
+    if devices is None and 0 < num_gpus < num_workers:
+        screen.message(
+            f"tfdp: warning: there are {num_workers} workers but "
+            f"{counted(num_gpus, 'GPU')}, and NCCL wants one for each; set "
+            "CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
