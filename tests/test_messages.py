@@ -38,7 +38,7 @@ MANY = {
     ("cli/forecast.py", "{each} replicas"),
     ("cli/forecast.py", "{forecast.num_bytes} bytes"),
     ("cli/plan.py", "{_MOST_REPLICAS} replicas"),
-    ("cli/run.py", "{num_workers} workers"),
+    ("cli/run_where.py", "{num_workers} workers"),
     ("cluster/other_launchers.py", "{count} processes"),
     ("cluster/other_launchers.py", "{hosts} hosts"),
     ("data/distribute.py", "{num_workers} workers"),

@@ -170,6 +170,7 @@ def test_a_worker_is_a_member_of_several_groups():
 
 def disagree(worker: Worker, size: int, how: str) -> str:
     communicator = group(worker)
+    worker.meet("group")  # else the first to disagree end the making of the last
     is_other = worker.rank == 1
     array = np.ones(size + (how == "size" and is_other), np.float32)
     if how == "dtype" and is_other:
@@ -197,6 +198,7 @@ def test_members_that_disagree_all_raise(size, length, how, wire):
 def be_ahead(worker: Worker, length: int, generation: int) -> int | None:
     """Worker 1 has seen one error more than the others."""
     communicator = group(worker)
+    worker.meet("group")
     own = generation + (worker.rank == 1)
     array = np.ones(length, np.float32)
     with pytest.raises(TransportError, match="error on some workers only") as caught:
