@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from typing import Any
 
@@ -13,6 +12,7 @@ from tests.harness.mpi import answers, is_open_mpi, needs_mpi, options, why_not
 from tests.strategy.trained import HEAVY_BYTES, SCRIPT, check_answers
 from tools.bench import hosts_bed
 from tools.bench.hosts_bed import TwoHosts
+from tools.bench.hosts_mpi import OVER_THE_LINK, entered
 
 # Nothing else makes hosts while other tests look for what is left of them.
 PROCESS_GROUP = "hosts"
@@ -29,10 +29,6 @@ pytestmark = [
 
 DEADLINE_SECONDS = 60.0
 TRAINING_SECONDS = 180.0
-# Each rank enters the network of the host that it is for.
-ENTER = 'case $PMI_RANK in 0|2) exec {} "$@";; *) exec {} "$@";; esac'
-# The hosts share a kernel, and UCX finds out: only OFI does without its memory.
-OVER_THE_LINK = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi"}
 
 
 def run_on(
@@ -42,7 +38,7 @@ def run_on(
     deadline_seconds: float,
     **environment: str,
 ) -> list[dict[str, Any]]:
-    """Runs a module as ranks that are on two hosts in turn, and returns their answers.
+    """Runs a module as ranks that are on two hosts, and returns their answers.
 
     Args:
         bed: The two hosts.
@@ -51,10 +47,10 @@ def run_on(
         deadline_seconds: After so long nothing is left running.
         **environment: Variables of the ranks.
     """
-    enter = ENTER.format(*(shlex.join(bed.enter(host)) for host in (0, 1)))
     finished = run_command(
         *options(num_ranks),
-        *("sh", "-c", enter, "sh", sys.executable, "-m", *module),
+        *entered(bed, num_ranks // 2),
+        *(sys.executable, "-m", *module),
         deadline_seconds=deadline_seconds,
         environment={"PYTHONPATH": str(ROOT), **environment},
     )
@@ -72,7 +68,7 @@ def test_ranks_on_two_hosts_get_the_addresses_of_the_link_between_them():
     assert [answer["rank"] for answer in found] == [0, 1, 2, 3]
     assert all(answer["workers"] == found[0]["workers"] for answer in found)
     hosts = [worker.rpartition(":")[0] for worker in found[0]["workers"]]
-    assert hosts == [*bed.addresses, *bed.addresses]
+    assert hosts == [address for address in bed.addresses for _ in range(2)]
 
 
 @pytest.mark.full

@@ -26,6 +26,7 @@ from tools.bench import (
     growth,
     hosts,
     hosts_models,
+    hosts_mpi,
     hosts_step,
     input_rows,
     monitor,
@@ -177,6 +178,11 @@ BENCHMARKS = [
     benchmark(
         "hosts-models",
         hosts_models.run,
+        *(RATES_OF_LINK, workers_per_host(1, 2), MODELS_TO_REDUCE),
+    ),
+    benchmark(
+        "hosts-mpi",
+        hosts_mpi.run,
         *(RATES_OF_LINK, workers_per_host(1, 2), MODELS_TO_REDUCE),
     ),
     benchmark(
