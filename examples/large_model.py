@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 # oneDNN keeps for later what the model has freed, and it would count.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
@@ -128,6 +129,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--short", action="store_true", help="a few steps, for CI")
+    parser.add_argument(
+        "--logs",
+        type=Path,
+        metavar="FOLDER",
+        help="write a monitor and a timeline there",
+    )
     args = parser.parse_args()
     if args.short:
         args.steps = min(args.steps, 6)
@@ -147,7 +154,19 @@ def main() -> None:
     if is_chief:
         print(f"parameters: {size:.0f} MB; with Adam's slots: {3 * size:.0f} MB")
     steps = args.steps // 2
-    fitted = model.fit(dataset, epochs=2, steps_per_epoch=steps, shuffle=False)
+    callbacks: list[keras.callbacks.Callback] = []
+    if args.logs:
+        callbacks = [
+            tfdp.callbacks.CommunicationMonitor(args.logs),
+            tfdp.callbacks.Timeline(args.logs / "timeline.json"),
+        ]
+    fitted = model.fit(
+        dataset,
+        epochs=2,
+        steps_per_epoch=steps,
+        shuffle=False,
+        callbacks=callbacks,
+    )
     if is_chief:
         first, last = fitted.history["loss"]
         print(f"training loss: from {first:.4f} to {last:.4f} nats")
