@@ -398,6 +398,18 @@ def test_when_one_worker_fails_all_say_so_and_the_previous_one_stays(
     assert holds(values(0), tmp_path)
 
 
+def test_a_failed_save_is_kept_where_it_may_have_succeeded(tmp_path, monkeypatch):
+    def fails(directory: str) -> None:
+        raise OSError(5, "Input/output error")
+
+    save(values(), tmp_path, 1)
+    token = load_index(str(tmp_path)).token
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "load_index", fails)
+        writing.discard_save(local_storage.LocalStorage(str(tmp_path)), token)
+    assert holds(values(), tmp_path, 1)
+
+
 FULL_DISK = """
 import resource, signal, sys
 import numpy as np, tensorflow as tf

@@ -224,6 +224,29 @@ def test_a_store_that_never_answers_is_given_up(store, monkeypatch):
     assert holds(values(0), URL)
 
 
+def test_an_index_that_the_store_puts_after_all_is_whole(store, monkeypatch):
+    """The PUT is given up, and the store makes it later."""
+    save(values(0), URL)
+    goes_on, is_put = threading.Event(), threading.Event()
+
+    def hook(verb: str, path: str, is_done: bool) -> None:
+        if verb == "put" and path.endswith(INDEX_FILE):
+            (is_put.set if is_done else goes_on.wait)()
+
+    bucket.install(store, hook)
+    with monkeypatch.context() as patch:
+        patch.setattr(object_store, "_REQUEST_SECONDS", 0.5)
+        replies = save(values(1), URL)
+    assert {type(reply) for reply in replies} == {OSError}
+    assert holds(values(0), URL)
+    goes_on.set()
+    assert is_put.wait(60)
+    bucket.install(store)
+    assert holds(values(1), URL)
+    save(values(2), URL)
+    check_no_strays(store)
+
+
 def test_what_worker_0_does_not_see_is_no_checkpoint(store):
     bucket.install(store, _refuse("head", "worker-1.json", FileNotFoundError("none")))
     replies = save(values(), URL)
