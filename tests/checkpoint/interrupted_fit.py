@@ -28,6 +28,9 @@ def fit(
     epochs: int = 5,
     kill: dict[str, int] | None = None,
     crash_in_save: int | None = None,
+    bucket: str | None = None,
+    environment: dict[str, str] | None = None,
+    die_at_put: dict[str, int] | None = None,
     data: str = "dataset",
     everything: bool = True,
     learning_rate: float = 0.02,
@@ -50,6 +53,10 @@ def fit(
         kill: Dict with a step, a rank and a signal, see `_killer`, or `None`.
         crash_in_save: Int, the save in which the first worker is killed after the
             parts are written and before the index is, or `None`.
+        bucket: String, the folder of the object store `bucket://`, or `None`.
+        environment: Dict of variables to set, or `None` for none.
+        die_at_put: Dict with a number and a rank: the put of a part at which that
+            worker is killed, or `None`.
         data: String: `"dataset"` with a seed, `"arrays"` that are shuffled, or the
             dataset again and again, `"endless"`. Of the others workers read their own
             rows only: a dataset with a `"map"`, a `PyDataset` of `"rows"`, `"files"`.
@@ -71,6 +78,13 @@ def fit(
 
     import tfdp
 
+    os.environ.update(environment or {})
+    if bucket is not None:
+        from tests.checkpoint.bucket import install
+
+        install(pathlib.Path(bucket))
+    if die_at_put is not None and die_at_put["rank"] == rank:
+        _die_at_put(die_at_put["number"])
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.experimental.enable_op_determinism()
     strategy = _strategy(layout, tfdp)
@@ -347,3 +361,17 @@ def _crash_in_save(number: int, rank: int) -> None:
         replace(*arguments)
 
     writer.replace_index = replace_or_die
+
+
+def _die_at_put(number: int) -> None:
+    from tfdp.checkpoint.object_store import ObjectStore
+
+    upload, left = ObjectStore._upload, [number]
+
+    def upload_or_die(*arguments: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        upload(*arguments)
+
+    ObjectStore._upload = upload_or_die

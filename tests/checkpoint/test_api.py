@@ -23,11 +23,12 @@ from tests.harness.forks import run_script
 from tests.harness.tf_config import cluster_configs
 from tests.harness.tiers import standard
 from tfdp import checkpoint
-from tfdp.checkpoint import api, files
+from tfdp.checkpoint import api, files, local_storage
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing
 from tfdp.checkpoint.index import Extent, Shard, TensorMetadata, check_complete
 from tfdp.checkpoint.index_file import INDEX_FILE, load_index, to_text
+from tfdp.checkpoint.storage import Storage
 from tfdp.cli import main
 from tfdp.sharding.state_tensors import LocalShard, StateTensor
 
@@ -306,8 +307,9 @@ class Killed(BaseException):
 
 
 OPERATIONS = (
-    *((tf.raw_ops, "SaveV2"), (writing, "_sync"), (writing, "write_text")),
-    *((writing, "sync_folder"), (os, "replace"), (os, "unlink"), (shutil, "rmtree")),
+    *((tf.raw_ops, "SaveV2"), (writing, "_sync"), (local_storage, "write_text")),
+    *((local_storage, "sync_folder"), (os, "replace"), (os, "unlink")),
+    (shutil, "rmtree"),
 )
 
 
@@ -376,9 +378,9 @@ def test_when_one_worker_fails_all_say_so_and_the_previous_one_stays(
     save(values(0), tmp_path)
     write_shards = writing.write_shards
 
-    def fails_on_the_second(state: Any, folder: str, worker: int) -> list[Shard]:
+    def fails_on_the_second(state: Any, folder: Storage, worker: int) -> list[Shard]:
         if worker == 1:
-            raise OSError(28, "No space left on device", f"{folder}/worker-1-0")
+            raise OSError(28, "No space left on device", f"{folder.path}/worker-1-0")
         return write_shards(state, folder, worker)
 
     monkeypatch.setattr(writing, "write_shards", fails_on_the_second)
@@ -394,6 +396,18 @@ def test_when_one_worker_fails_all_say_so_and_the_previous_one_stays(
         assert words in str(replies[0])
     assert len(folders(tmp_path)) == 1
     assert holds(values(0), tmp_path)
+
+
+def test_a_failed_save_is_kept_where_it_may_have_succeeded(tmp_path, monkeypatch):
+    def fails(directory: str) -> None:
+        raise OSError(5, "Input/output error")
+
+    save(values(), tmp_path, 1)
+    token = load_index(str(tmp_path)).token
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "load_index", fails)
+        writing.discard_save(local_storage.LocalStorage(str(tmp_path)), token)
+    assert holds(values(), tmp_path, 1)
 
 
 FULL_DISK = """
@@ -578,7 +592,7 @@ def test_a_place_that_can_hold_no_checkpoint_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     for place, words in (
         (tmp_path / "file", "there is a file of that name"),
-        ("gs://bucket/folder", "an object store has no atomic move"),
+        ("s3:/bucket/folder", "a URL has two slashes"),
     ):
         (reply,) = save({"x": np.zeros(2)}, place, 1)
         assert isinstance(reply, ValueError)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.checkpoint import interrupted_fit
+from tests.checkpoint import bucket, interrupted_fit
 from tests.harness.interrupted import Layout, Result, run
 from tests.harness.tiers import full, standard
 from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
@@ -169,6 +169,27 @@ def test_a_crash_between_the_parts_and_the_index_leaves_the_backup_before(
     assert len(list((tmp_path / "backups").glob("step-*/index.json"))) == 2
     assert len(list((tmp_path / "backups").glob("step-*"))) == 3
     assert_same(train(TWO_WORKERS, tmp_path, **options), undisturbed(TWO_WORKERS))
+
+
+@pytest.mark.parametrize(
+    "layout", [full(ONE_PROCESS), standard(TWO_WORKERS), full(TWO_BY_TWO)]
+)
+def test_a_worker_that_is_killed_between_two_puts_goes_on_exactly(
+    layout, undisturbed, tmp_path
+):
+    store = tmp_path / "store"
+    store.mkdir()
+    directory, rank = "bucket://runs/mine", layout.num_workers - 1
+    options = {"directory": directory, "save_freq": 3, "bucket": str(store)}
+    # Its third save, of which one of two files of a part is there.
+    die = {"number": 6, "rank": rank}
+    killed = train(layout, tmp_path, die_at_put=die, **options)
+    assert killed.codes[rank] == KILLED, killed.output[-3000:]
+    left = list(bucket.objects(store))
+    assert {name.split("/")[2] for name in left} == {"step-3", "step-6", "step-9"}
+    assert not [name for name in left if name.endswith("step-9/index.json")]
+    assert_same(train(layout, tmp_path, **options), undisturbed(layout))
+    assert bucket.objects(store) == {}
 
 
 @pytest.mark.parametrize(

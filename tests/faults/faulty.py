@@ -128,10 +128,12 @@ class Saves:
 
     def install(self) -> None:
         """Changes tfdp's functions in this process, which has this job only."""
+        from tfdp.checkpoint import local_storage
         from tfdp.checkpoint import writer as writing
         from tfdp.checkpoint.backups import Backups
 
-        write_local_shards, write_text = writing.write_local_shards, writing.write_text
+        write_local_shards = writing.write_local_shards
+        write_text = local_storage.write_text
         replace_index = writing.replace_index
         save, delete = Backups.save, Backups.delete
 
@@ -162,7 +164,7 @@ class Saves:
 
         Backups.save, Backups.delete = noted_save, noted_delete
         writing.write_local_shards = noted_write_local_shards
-        writing.write_text = noted_write_text
+        local_storage.write_text = noted_write_text
         writing.replace_index = noted_replace_index
 
     @contextlib.contextmanager

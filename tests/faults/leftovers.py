@@ -17,6 +17,7 @@ import psutil
 from tests.faults.damage import backups, step_of
 from tfdp.checkpoint import files
 from tfdp.checkpoint.index_file import load_index
+from tfdp.checkpoint.open_storage import open_storage
 
 Event = tuple[float, str, str]
 _CHECKPOINT = r"(/index\.json|/data-[0-9a-f]{12}(/.*)?)?"
@@ -143,7 +144,8 @@ def _problem_of_backups(noted: list[Event], state: Path) -> str:
 def _check(directory: Path) -> str:
     """Raises if a checkpoint is not whole, and returns which one it is."""
     index = load_index(str(directory))
-    files.verify_files(index.shards, str(directory / index.token))
+    folder = open_storage(str(directory)).below(index.token)
+    files.verify_files(index.shards, folder)
     return index.token
 
 

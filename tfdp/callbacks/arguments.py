@@ -20,14 +20,9 @@ def is_count(value: Any) -> bool:
 
 
 def check_directory(directory: Any) -> None:
-    """Raise unless an argument is the path of a directory on a file system."""
+    """Raise unless an argument can be the path of a directory, or a URL."""
     if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
         raise ValueError(
-            "`directory` must be the path of a directory. "
-            f"Received: directory={directory!r}"
-        )
-    if "://" in os.fspath(directory):
-        raise ValueError(
-            "`directory` must be on a file system: an object store has no atomic move. "
+            "`directory` must be the path of a directory, or a URL. "
             f"Received: directory={directory!r}"
         )

@@ -58,7 +58,8 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     Args:
         directory: String or path-like. One for each `fit` of a script. It is made if
-            it is not there.
+            it is not there. Or a URL of an object store, such as `"s3://bucket/run"`
+            (`pip install tfdp[fsspec] s3fs`).
         save_freq: `"epoch"`, or an int, batches between two backups. Defaults to
             `"epoch"`.
         keep: Int, how many backups are kept. Defaults to 3.
@@ -75,7 +76,8 @@ class BackupAndRestore(keras.callbacks.Callback):
     Raises:
         ValueError: If an argument is none of these; on every worker, in `fit`, if the
             directory has backups of another model or run, or none that is intact.
-        OSError: On every worker, in `fit`, if one of them cannot write.
+        OSError: On every worker, in `fit`, if one of them cannot write, or an object
+            store does not answer it.
 
     Example:
 

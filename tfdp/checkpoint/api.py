@@ -28,12 +28,14 @@ from tfdp.checkpoint.model_state import (
     RUN_PREFIX,
     model_state,
 )
+from tfdp.checkpoint.open_storage import open_storage
+from tfdp.checkpoint.storage import Storage, StoreError
 from tfdp.coordination.checks import check_same_variables
 from tfdp.keras_hooks.file_hooks import plain_optimizer
 from tfdp.sharding.state_tensors import StateTensor
 
-# A timeout is meant for messages; a slow disk may take longer than that.
-_DISK_SECONDS = 3600.0
+# A timeout is meant for messages; a slow disk or store may take longer than that.
+_STORAGE_SECONDS = 3600.0
 _INTACT = "What the directory held before is intact."
 _NOTHING_LOADED = "Nothing was loaded."
 _PARTLY_LOADED = "The model may hold some of it; restore again before you go on."
@@ -42,13 +44,14 @@ _PARTLY_LOADED = "The model may hold some of it; restore again before you go on.
 def save(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     """Write the training state into a directory, each worker its own shards.
 
-    All workers call it together, with a directory that all of them share. The
-    checkpoint that was there stays until the new one is complete, and is then
-    deleted.
+    All workers call it together, with a directory that all of them share, or with a
+    URL of an object store (`pip install tfdp[fsspec]`). The checkpoint that was there
+    stays until the new one is complete, and is then deleted.
 
     Args:
         model: Built Keras model, with its optimizer.
-        directory: String or path-like. It is made if it is not there.
+        directory: String or path-like. It is made if it is not there. Or a URL such as
+            `"s3://bucket/run/latest"`, a string.
 
     Raises:
         ValueError: If `directory` cannot hold a checkpoint, or the workers have
@@ -87,6 +90,7 @@ def restore(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     Raises:
         ValueError: On every worker, if there is no checkpoint, if it is one of
             another model, or if a file is missing or damaged.
+        OSError: On every worker, if an object store does not answer one of them.
 
     Example:
 
@@ -123,11 +127,14 @@ def save_state(
     check_same_variables(worker_group, "checkpoint.save", entries, "saves")
     prepare()
     act = functools.partial(run_on_all_workers, worker_group, path, "saved", _INTACT)
-    token = act(
-        "the folder", lambda: writing.make_data_folder(path) if rank == 0 else ""
-    )
+
+    def begin() -> tuple[Storage, str]:
+        storage = open_storage(path)
+        return storage, writing.make_data_folder(storage) if rank == 0 else ""
+
+    storage, token = act("the folder", begin)
     token = worker_group.all_gather("checkpoint.save: the folder's name", token)[0]
-    folder = os.path.join(path, token)
+    folder = storage.below(token)
 
     def publish() -> None:
         if rank == 0:
@@ -135,15 +142,16 @@ def save_state(
             index = Index(token, entries, shards, versions(), serialize(), run)
             text = to_text(index)
             from_text(text)  # what cannot be read is no checkpoint
-            writing.replace_index(path, token, text)
-            writing.remove_old_folders(path, keep=token)
+            writing.replace_index(storage, token, text)
+            writing.remove_old_folders(storage, keep=token)
 
     try:
         act("the files", lambda: writing.write_local_shards(state, folder, rank))
         act("the index", publish)
-    except (OSError, ValueError):
-        if rank == 0:
-            writing.discard_save(path, token)
+    except (OSError, ValueError) as error:
+        # A store that does not answer may yet put the index that it was sent.
+        if rank == 0 and not isinstance(error.__cause__, StoreError):
+            writing.discard_save(storage, token)
         raise
 
 
@@ -156,13 +164,14 @@ def restore_state(
     """Read state tensors, and accumulated gradients, from a directory."""
     path = os.fspath(directory)
 
-    def find() -> tuple[Index, list[StateTensor]]:
+    def find() -> tuple[Index, list[StateTensor], Storage]:
+        storage = open_storage(path)
         index = load_index(path)
         wanted, left_out = _select_tensors(index, state, accumulated)
-        reading.check_index(index, wanted, path, left_out)
-        return index, wanted
+        reading.check_index(index, wanted, storage, left_out)
+        return index, wanted, storage.below(index.token)
 
-    index, wanted = run_on_all_workers(
+    index, wanted, folder = run_on_all_workers(
         worker_group, path, "restored", _NOTHING_LOADED, "its files", find
     )
     if len(set(worker_group.all_gather("checkpoint.restore: which", index.token))) > 1:
@@ -172,7 +181,6 @@ def restore_state(
             "directory, and do not save into it meanwhile. "
             f"Received: directory={path!r}"
         )
-    folder = os.path.join(path, index.token)
     load = functools.partial(reading.read_shards, wanted, index, folder)
     run_on_all_workers(
         worker_group, path, "restored", _PARTLY_LOADED, "its tensors", load
@@ -250,9 +258,7 @@ def run_on_all_workers(
     except Exception as caught:  # noqa: BLE001 whatever it is, all must hear of it
         error = caught
     failure = error and [isinstance(error, ValueError), files.error_text(error)]
-    limit = worker_group.timeout_seconds and max(
-        worker_group.timeout_seconds, _DISK_SECONDS
-    )
+    limit = storage_timeout(worker_group)
     texts = worker_group.all_gather(f"checkpoint: {topic}", json.dumps(failure), limit)
     replies = [(rank, json.loads(text)) for rank, text in enumerate(texts)]
     failed = [(rank, *reply) for rank, reply in replies if reply]
@@ -266,6 +272,12 @@ def run_on_all_workers(
         f"The checkpoint was not {verb}: {where}{cause.rstrip('.')}. {aftermath} "
         f"Received: directory={path!r}"
     ) from error
+
+
+def storage_timeout(worker_group: Any) -> float | None:
+    """Seconds that workers wait for one that reads or writes, or `None`: any time."""
+    seconds = worker_group.timeout_seconds
+    return seconds and max(seconds, _STORAGE_SECONDS)
 
 
 def serialize_model(model: keras.Model) -> str | None:

@@ -9,29 +9,28 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
 import re
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfdp.base.files import write_text
 from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
-from tfdp.checkpoint.api import run_on_all_workers, save_state
+from tfdp.checkpoint.api import run_on_all_workers, save_state, storage_timeout
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.index_file import INDEX_FILE, UnknownFormat, load_index
+from tfdp.checkpoint.open_storage import open_storage
 from tfdp.checkpoint.run_state import LoadPlan
+from tfdp.checkpoint.storage import Storage, StoreError
 from tfdp.checkpoint.writer import remove_checkpoint
 from tfdp.sharding.state_tensors import StateTensor
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 _PROBE = re.compile(r"\.tfdp-probe-[0-9a-f]{32}")
 _ASIDE = re.compile(rf"{_NAME.pattern}\.damaged")
-# Only the user who trains has a use for what is in it.
-_MODE = 0o700
-_INTACT, _DAMAGED, _INCOMPATIBLE = "intact", "damaged", "wrong"
+_NOTHING_LOADED = "Nothing was loaded."
+_INTACT, _DAMAGED, _INCOMPATIBLE, _UNREADABLE = "intact", "damaged", "wrong", "unread"
 
 
 class IncompatibleBackup(ValueError):
@@ -42,7 +41,7 @@ class Backups:
     """Backups of one run. All workers make the same calls.
 
     Args:
-        directory: String, which all workers share.
+        directory: String, which all workers share, or a URL of an object store.
         keep: Int, how many are kept.
         worker_group: `WorkerGroup` between the workers.
     """
@@ -53,8 +52,12 @@ class Backups:
         self._worker_group = worker_group
         self._rank = worker_group.rank
 
+    @functools.cached_property
+    def _storage(self) -> Storage:
+        return open_storage(self.directory)
+
     def prepare(self) -> None:
-        """Make the directory, and check that every worker can write into it.
+        """Make the directory, and check that files can be written there and removed.
 
         Raises:
             ValueError: On every worker, if there can be no such directory, or a
@@ -70,13 +73,18 @@ class Backups:
         )
         probe = act("the directory of backups", self._make_directory)
         probe = self._worker_group.all_gather("a backup: its directory", probe)[0]
-        path = os.path.join(self.directory, probe)
-        try:
-            act("what workers see of it", functools.partial(_check_probe, path))
-        finally:
+
+        def remove() -> None:
             if self._rank == 0:
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+                self._storage.remove_file(probe)
+
+        try:
+            act("what workers see of it", lambda: _check_probe(self._storage, probe))
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError):
+                remove()
+            raise
+        act("what can be removed from it", remove)
 
     def save(
         self,
@@ -96,15 +104,15 @@ class Backups:
         Raises:
             OSError: On every worker, if one cannot write; those before are intact.
         """
-        path = os.path.join(self.directory, f"step-{step}")
-        if os.path.islink(path):
+        backup = self._storage.below(f"step-{step}")
+        if backup.is_link:
             raise ValueError(
                 "A backup is not written through a link. Remove it, or give another "
-                f"directory. Received: {path!r}"
+                f"directory. Received: {backup.path!r}"
             )
-        save_state(state, path, self._worker_group, serialize, run=run)
+        save_state(state, backup.path, self._worker_group, serialize, run=run)
         if self._rank == 0:
-            self._prune(os.path.basename(path))
+            self._prune(backup.name)
 
     def find_newest(
         self, make_plan: Callable[[Index], LoadPlan]
@@ -121,9 +129,17 @@ class Backups:
         Raises:
             ValueError: On every worker, if it is not one to go on from, or if there
                 are some and none is whole.
+            OSError: On every worker, if one of them cannot read what there is.
         """
-        own_steps = json.dumps(_steps_of(self.directory) if self._rank == 0 else [])
-        steps = json.loads(self._worker_group.all_gather("the backups", own_steps)[0])
+        group = self._worker_group
+
+        def find() -> list[int]:
+            return _steps_of(self._storage) if self._rank == 0 else []
+
+        found_steps = run_on_all_workers(
+            group, self.directory, "restored", _NOTHING_LOADED, "the backups", find
+        )
+        steps = json.loads(group.all_gather("their steps", json.dumps(found_steps))[0])
         damaged: list[tuple[str, str]] = []
         for step in steps:
             name = f"step-{step}"
@@ -147,17 +163,15 @@ class Backups:
             ValueError: On every worker, if one of them cannot.
             OSError: The same.
         """
-        path = os.path.join(self.directory, f"step-{step}")
+        backup = self._storage.below(f"step-{step}")
 
         def read() -> None:
             load_plan.state.clear_accumulated()
-            reading.read_shards(
-                load_plan.tensors, index, os.path.join(path, index.token)
-            )
+            reading.read_shards(load_plan.tensors, index, backup.below(index.token))
 
         aftermath = "The model may hold some of it; start the script again."
         run_on_all_workers(
-            self._worker_group, path, "restored", aftermath, "its tensors", read
+            self._worker_group, backup.path, "restored", aftermath, "its tensors", read
         )
 
     def delete(self) -> None:
@@ -169,51 +183,52 @@ class Backups:
         if self._rank:
             return
         with contextlib.suppress(OSError):
-            for step in reversed(_steps_of(self.directory)):  # the newest goes last
-                remove_checkpoint(os.path.join(self.directory, f"step-{step}"))
-            for name in os.listdir(self.directory):
-                path = os.path.join(self.directory, name)
+            for step in reversed(_steps_of(self._storage)):  # the newest goes last
+                remove_checkpoint(self._storage.below(f"step-{step}"))
+            for name in self._storage.names():
                 if _NAME.fullmatch(name) or _ASIDE.fullmatch(name):
-                    remove_checkpoint(path)
+                    remove_checkpoint(self._storage.below(name))
                 elif _PROBE.fullmatch(name):  # of a process that was killed
-                    os.unlink(path)
-            os.rmdir(self.directory)
+                    self._storage.remove_file(name)
+            self._storage.remove_if_empty()
 
     def _make_directory(self) -> str:
+        storage = self._storage  # on every worker: one may lack what it needs
         if self._rank:
             return ""
-        if os.path.exists(self.directory) and not os.path.isdir(self.directory):
-            raise ValueError("there is a file of that name; give a directory")
-        os.makedirs(self.directory, _MODE, exist_ok=True)
+        storage.make()
         probe = f".tfdp-probe-{uuid.uuid4().hex}"
-        write_text(os.path.join(self.directory, probe), "")
+        storage.write_text(probe, "")
         return probe
 
     def _inspect(
         self, name: str, make_plan: Callable[[Index], LoadPlan]
     ) -> tuple[tuple[Index, LoadPlan] | None, str]:
         """Index and load plan of a backup, or why no worker can use it."""
-        path = os.path.join(self.directory, name)
+        backup = self._storage.below(name)
         found, kind, text = None, _INTACT, ""
         try:
-            index = load_index(path)
+            index = load_index(backup.path)
+            folder = backup.below(index.token)
             # Before anything is made that is as large as the index says.
-            files.verify_files(
-                index.shards, os.path.join(path, index.token), contents=False
-            )
+            files.verify_files(index.shards, folder, contents=False)
             load_plan = make_plan(index)
             if name != f"step-{index.run['steps']}":
                 raise ValueError(f"it says that it is of step {index.run['steps']}")
             shards = reading.needed_shards(load_plan.tensors, index)
-            files.verify_files(shards, os.path.join(path, index.token))
+            files.verify_files(shards, folder)
             found, text = (index, load_plan), f"{index.token} {load_plan.label}"
         except (IncompatibleBackup, UnknownFormat) as error:
             kind, text = _INCOMPATIBLE, str(error)
+        except StoreError as error:
+            kind, text = _UNREADABLE, str(error)
         except Exception as error:  # noqa: BLE001 whatever it is, all must hear of it
             kind, text = _DAMAGED, files.error_text(error)
-        replies = self._worker_group.all_gather("a backup", json.dumps([kind, text]))
+        replies = self._worker_group.all_gather(
+            "a backup", json.dumps([kind, text]), storage_timeout(self._worker_group)
+        )
         verdicts = [json.loads(item) for item in replies]
-        self._raise_if_incompatible(path, verdicts)
+        self._raise_if_unusable(backup.path, verdicts)
         faults = [
             text if len(set(replies)) == 1 else f"worker {rank}: {text}"
             for rank, (kind, text) in enumerate(verdicts)
@@ -223,15 +238,23 @@ class Backups:
             faults = ["workers find different files in it"]
         return (None, faults[0]) if faults else (found, "")
 
-    def _raise_if_incompatible(self, path: str, verdicts: list) -> None:
-        causes = [text for kind, text in verdicts if kind == _INCOMPATIBLE]
-        if causes:
-            self._worker_group.leave()
-            raise ValueError(
-                f"Training cannot go on from this backup: {causes[0].rstrip('.')}. "
-                "Nothing was loaded. Run what made it, or give another directory. "
-                f"Received: {path!r}"
-            )
+    def _raise_if_unusable(self, path: str, verdicts: list) -> None:
+        """Raise what no older backup would help against."""
+        for rank, (kind, text) in enumerate(verdicts):
+            text = text.rstrip(".")
+            if kind == _INCOMPATIBLE:
+                self._worker_group.leave()
+                raise ValueError(
+                    f"Training cannot go on from this backup: {text}. "
+                    f"{_NOTHING_LOADED} Run what made it, or give another directory. "
+                    f"Received: {path!r}"
+                )
+            if kind == _UNREADABLE:  # which is no fault of the backup
+                self._worker_group.leave()
+                raise OSError(
+                    f"The backup was not read: worker {rank}: {text}. "
+                    f"{_NOTHING_LOADED} Received: {path!r}"
+                )
 
     def _set_aside(self, damaged: list[tuple[str, str]], used: str) -> None:
         """Rename damaged backups, so that later ones can take their names."""
@@ -239,9 +262,12 @@ class Backups:
             return
         if self._rank == 0:
             for name, _ in damaged:
-                path = os.path.join(self.directory, name)
                 with contextlib.suppress(OSError):
-                    os.rename(path, f"{path}.damaged")
+                    self._storage.rename(name, f"{name}.damaged")
+        # An object store copies them.
+        self._worker_group.all_gather(
+            "what is damaged", "", storage_timeout(self._worker_group)
+        )
         warnings.warn(
             f"Training goes on from the backup {used!r}, since newer ones are damaged. "
             f"They stay as '{damaged[0][0]}.damaged'. Received: {_describe(damaged)}",
@@ -251,31 +277,27 @@ class Backups:
     def _prune(self, newest: str) -> None:
         """Remove old backups, and what interrupted saves have left."""
         with contextlib.suppress(OSError):  # the next save tries again
-            names = [name for name in os.listdir(self.directory) if _NAME.match(name)]
-            kept = [f"step-{step}" for step in _steps_of(self.directory)[: self._keep]]
+            names = self._storage.names()
+            kept = [f"step-{step}" for step in _steps_of(self._storage)[: self._keep]]
             for name in names:
                 if _NAME.fullmatch(name) and name not in (newest, *kept):
-                    remove_checkpoint(os.path.join(self.directory, name))
+                    remove_checkpoint(self._storage.below(name))
 
 
-def _check_probe(path: str) -> None:
-    if not os.path.lexists(path):
+def _check_probe(storage: Storage, name: str) -> None:
+    if not storage.has(name):
         raise ValueError(
             "it does not see what worker 0 has written there; give a directory that "
             "all workers share"
         )
 
 
-def _steps_of(directory: str) -> list[int]:
+def _steps_of(storage: Storage) -> list[int]:
     """Steps of the backups that have an index, the newest first."""
     found = []
-    names: list[str] = []
-    with contextlib.suppress(OSError):
-        names = os.listdir(directory)
-    for name in names:
-        match, path = _NAME.fullmatch(name), os.path.join(directory, name)
-        is_here = match and not os.path.islink(path)
-        if match and is_here and os.path.lexists(os.path.join(path, INDEX_FILE)):
+    for name in storage.names():
+        match, backup = _NAME.fullmatch(name), storage.below(name)
+        if match and not backup.is_link and backup.has(INDEX_FILE):
             found.append(int(match[1]))
     return sorted(found, reverse=True)
 

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdp.base.files import NotRegularFile, open_regular
 from tfdp.checkpoint.index import Extent, File, Shard, TensorMetadata
+from tfdp.checkpoint.storage import Fetch, Storage, StoreError
 from tfdp.cluster.words import counted
 from tfdp.sharding.state_tensors import StateTensor
 
@@ -47,61 +48,56 @@ def dtype_of(tensor: StateTensor) -> tf.DType:
 
 
 def verify_files(
-    shards: Iterable[Shard], folder: str, *, contents: bool = True
+    shards: Iterable[Shard], folder: Storage, *, contents: bool = True
 ) -> None:
     """Raise if a file is not as it was written.
 
     Args:
         shards: Iterable of `Shard`.
-        folder: String, the subdirectory of the checkpoint.
+        folder: `Storage`, the subdirectory of the checkpoint.
         contents: Bool, whether the bytes are looked at, and not only their
             number.
 
     Raises:
         ValueError: Naming the file, what is wrong with it, and who wrote it.
+        StoreError: If the object store cannot be read.
     """
-    check_folder(folder)
-    for shard in shards:
-        for file in shard.files:
-            fault = _fault(os.path.join(folder, file.name), file, contents)
-            if fault:
-                name = os.path.join(os.path.basename(folder), file.name)
-                raise ValueError(
-                    f"The file {name!r}, which worker {shard.worker} wrote, {fault}."
-                )
+    sizes = folder.sizes()
+    with folder.reading() as fetch:
+        for shard in shards:
+            for file in shard.files:
+                found = sizes.get(file.name)
+                fault = _fault_of_size(file, found)
+                if contents and not fault:
+                    fault = _fault_of_contents(file, fetch)
+                if fault:
+                    name = f"{folder.name}/{file.name}"
+                    raise ValueError(
+                        f"The file {name!r}, which worker {shard.worker} wrote, "
+                        f"{fault}."
+                    )
 
 
-def check_folder(folder: str) -> None:
-    """Raise if a folder of data leads elsewhere, or holds what reading would hang at.
-
-    TensorFlow opens files of the folder by name, and follows links.
-    """
-    name = os.path.basename(folder)
-    if os.path.islink(folder):
-        raise ValueError(f"The folder {name!r} is a link. Put the folder itself there.")
-    if not os.path.isdir(folder):
-        return  # each of its files is missing
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if not entry.is_file(follow_symlinks=False):
-                raise ValueError(
-                    f"The folder {name!r} has {entry.name!a} in it, which is no "
-                    "regular file."
-                )
+def _fault_of_size(file: File, num_bytes: int | None) -> str | None:
+    if num_bytes is None:
+        return "is missing"
+    if num_bytes != file.num_bytes:
+        return f"has {counted(num_bytes, 'byte')} instead of {file.num_bytes:,}"
+    return None
 
 
-def _fault(path: str, file: File, contents: bool) -> str | None:
+def _fault_of_contents(file: File, fetch: Fetch) -> str | None:
     try:
+        path = os.path.join(fetch([file.name]), file.name)
         with open_regular(path) as opened:
-            num_bytes = os.fstat(opened.fileno()).st_size
-            if num_bytes != file.num_bytes:
-                return f"has {counted(num_bytes, 'byte')} instead of {file.num_bytes:,}"
-            if contents and checksum(opened) != file.checksum:
+            if checksum(opened) != file.checksum:
                 return "was altered: its checksum does not fit"
     except FileNotFoundError:
         return "is missing"
     except NotRegularFile:
         return "is no regular file"
+    except StoreError:
+        raise  # the file may be as it was
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None

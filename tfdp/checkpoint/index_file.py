@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
-from tfdp.base.files import read_text
 from tfdp.checkpoint import schema
 from tfdp.checkpoint.index import (
     DTYPES,
@@ -24,6 +23,7 @@ from tfdp.checkpoint.index import (
     TensorMetadata,
     check_index,
 )
+from tfdp.checkpoint.open_storage import open_storage
 
 FORMAT = 1
 INDEX_FILE = "index.json"
@@ -174,17 +174,19 @@ def load_index(directory: str) -> Index:
     """Read the index of a directory.
 
     Args:
-        directory: String.
+        directory: String, a path or a URL.
 
     Returns:
         `Index`.
 
     Raises:
         ValueError: If there is none, or it is damaged.
+        OSError: If it cannot be read.
     """
+    storage = open_storage(directory)
     path = os.path.join(directory, INDEX_FILE)
     try:
-        return from_text(read_text(path, INDEX_BYTES))
+        return from_text(storage.read_text(INDEX_FILE, INDEX_BYTES))
     except FileNotFoundError as error:
         raise ValueError(
             f"There is no checkpoint in {directory!r}: it has no {INDEX_FILE!r}."

@@ -11,13 +11,14 @@ import tensorflow as tf
 
 from tfdp.checkpoint import files
 from tfdp.checkpoint.index import Extent, Index, Shard, first_difference
+from tfdp.checkpoint.storage import Storage
 from tfdp.sharding.state_tensors import LocalShard, StateTensor
 
 
 def check_index(
     index: Index,
     state: Sequence[StateTensor],
-    directory: str,
+    storage: Storage,
     left_out: Sequence[str] = (),
 ) -> None:
     """Check that a checkpoint is of this model, and that its files are intact.
@@ -25,16 +26,14 @@ def check_index(
     Args:
         index: `Index` of the checkpoint.
         state: Sequence of `StateTensor`, what is to be restored.
-        directory: String, where it is.
+        storage: `Storage`, where it is.
         left_out: Sequence of strings, tensors that nobody wants. Defaults to none.
 
     Raises:
         ValueError: If it is not, or they are not.
     """
     check_model(index, state, left_out)
-    files.verify_files(
-        needed_shards(state, index), os.path.join(directory, index.token)
-    )
+    files.verify_files(needed_shards(state, index), storage.below(index.token))
 
 
 def check_model(
@@ -67,19 +66,21 @@ def needed_shards(state: Sequence[StateTensor], index: Index) -> list[Shard]:
     return list(found.values())
 
 
-def read_shards(state: Sequence[StateTensor], index: Index, folder: str) -> None:
+def read_shards(state: Sequence[StateTensor], index: Index, folder: Storage) -> None:
     """Read shards into the variables of this process.
 
     Args:
         state: Sequence of `StateTensor`.
         index: `Index` of the same tensors.
-        folder: String, the subdirectory of the checkpoint.
+        folder: `Storage`, the subdirectory of the checkpoint.
     """
-    for items in _read_batches(state, _positions(index)):
-        for shard, extents in _items_by_shard(items, index):
-            _read_shard(shard, extents, index, folder)
-        for item in items:
-            item.local.write(item.values)
+    with folder.reading() as fetch:
+        for items in _read_batches(state, _positions(index)):
+            for shard, extents in _items_by_shard(items, index):
+                path = fetch([file.name for file in shard.files])
+                _read_shard(shard, extents, index, path)
+            for item in items:
+                item.local.write(item.values)
 
 
 def write_zeros(state: Iterable[StateTensor]) -> None:

@@ -6,146 +6,158 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import uuid
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp.base.files import (
-    make_private_folder,
-    replaced,
-    sync_folder,
-    write_text,
-)
 from tfdp.checkpoint import files
 from tfdp.checkpoint.index import FILE_ENDINGS, Extent, File, Shard, plan_shards
 from tfdp.checkpoint.index_file import (
+    INDEX_BYTES,
     INDEX_FILE,
     is_folder_name,
     load_index,
     shards_from_json,
     shards_to_json,
 )
+from tfdp.checkpoint.storage import Storage, StoreError
 from tfdp.sharding.state_tensors import LocalShard, StateTensor
 
 # What a save writes into its folder of data, TensorFlow's temporary files included.
 _OWN_FILE = re.compile(r"index\.json|worker-[0-9]+(\.json|-[0-9]+\..+)")
 
 
-def make_data_folder(directory: str) -> str:
+def make_data_folder(storage: Storage) -> str:
     """Make the data folder of a new checkpoint.
 
     Args:
-        directory: String.
+        storage: `Storage` of the checkpoint.
 
     Returns:
-        String, the name of the folder in it.
+        String, the name of the folder in it, which no other save uses.
 
     Raises:
         ValueError: If there can be none.
     """
-    if "://" in directory:
-        raise ValueError("an object store has no atomic move; give a directory")
-    if os.path.exists(directory) and not os.path.isdir(directory):
-        raise ValueError("there is a file of that name; give a directory")
     token = f"data-{uuid.uuid4().hex[:12]}"
-    make_private_folder(directory)
-    make_private_folder(os.path.join(directory, token), exist_ok=False)
+    storage.make()
+    storage.below(token).make(exist_ok=False)
     return token
 
 
-def discard_save(directory: str, token: str) -> None:
+def discard_save(storage: Storage, token: str) -> None:
     """Remove what a failed save has written, unless it had succeeded by then."""
-    with contextlib.suppress(OSError, ValueError):
-        if load_index(directory).token == token:
+    try:
+        if load_index(storage.path).token == token:
             return
-    shutil.rmtree(os.path.join(directory, token), ignore_errors=True)
+    except ValueError:
+        pass  # there is none
+    except OSError:
+        return  # it may have succeeded; if not, the next one removes what is left
+    with contextlib.suppress(OSError):
+        storage.below(token).remove()
 
 
-def remove_old_folders(directory: str, keep: str) -> None:
+def remove_old_folders(storage: Storage, keep: str) -> None:
     """Remove the data of older checkpoints and of interrupted saves."""
-    with contextlib.suppress(OSError):  # the next save tries again
-        for path in _own_folders(directory):
-            if os.path.basename(path) != keep:
-                shutil.rmtree(path, ignore_errors=True)
+    try:
+        for folder in _own_folders(storage):
+            if folder.name != keep:
+                folder.remove()
+    except StoreError as error:
+        warnings.warn(
+            "The checkpoint was saved, and what older ones have left in the object "
+            f"store was not removed: {error}. The next save tries again. "
+            f"Received: directory={storage.path!r}",
+            stacklevel=2,
+        )
+    except OSError:
+        pass  # the next save tries again
 
 
-def remove_checkpoint(directory: str) -> None:
+def remove_checkpoint(storage: Storage) -> None:
     """Remove what saves have written, and the directory if nothing else is in it.
 
     A directory in which no save has written stays as it is.
     """
     with contextlib.suppress(OSError):
-        if os.path.islink(directory):
+        if storage.is_link:
             return
-        folders = _own_folders(directory)
-        if not folders and not _has_index(directory):
+        folders = _own_folders(storage)
+        if not folders and not _has_index(storage):
             return
         # The index first: without one it does not count.
         with contextlib.suppress(OSError):
-            os.unlink(os.path.join(directory, INDEX_FILE))
-        for path in folders:
-            shutil.rmtree(path, ignore_errors=True)
-        os.rmdir(directory)
+            storage.remove_file(INDEX_FILE)
+        for folder in folders:
+            folder.remove()
+        storage.remove_if_empty()
 
 
-def _own_folders(directory: str) -> list[str]:
+def _own_folders(storage: Storage) -> list[Storage]:
     """Folders of data that saves have written, by their names and all that they hold.
 
     A save that was interrupted has left no index that would name them.
     """
-    with os.scandir(directory) as entries:
-        folders = [
-            entry.path
-            for entry in entries
-            if is_folder_name(entry.name) and entry.is_dir(follow_symlinks=False)
-        ]
-    return [path for path in folders if all(map(_OWN_FILE.fullmatch, os.listdir(path)))]
+    named = [storage.below(name) for name in storage.names() if is_folder_name(name)]
+    folders = [folder for folder in named if folder.is_folder()]
+    return [each for each in folders if all(map(_OWN_FILE.fullmatch, each.names()))]
 
 
-def _has_index(directory: str) -> bool:
+def _has_index(storage: Storage) -> bool:
     with contextlib.suppress(OSError, ValueError):
-        return bool(load_index(directory).token)
+        return bool(load_index(storage.path).token)
     return False
 
 
-def write_local_shards(state: Sequence[StateTensor], folder: str, worker: int) -> None:
+def write_local_shards(
+    state: Sequence[StateTensor], folder: Storage, worker: int
+) -> None:
     """Write this worker's shards, and the list of them for the first worker."""
-    if not os.path.isdir(folder):
+    if not folder.is_folder():
         raise ValueError(
             "it does not see the folder that worker 0 has made; give a directory "
             "that all workers share"
         )
     shards = write_shards(state, folder, worker)
-    text = json.dumps(shards_to_json(shards))
-    write_text(_list_path(folder, worker), text)
+    folder.write_text(_list_name(worker), json.dumps(shards_to_json(shards)))
 
 
-def collect_shard_lists(folder: str, num_workers: int) -> tuple[Shard, ...]:
+def collect_shard_lists(folder: Storage, num_workers: int) -> tuple[Shard, ...]:
     """Collect the shards that all workers have listed, and check their files."""
     shards: list[Shard] = []
     for worker in range(num_workers):
-        path = _list_path(folder, worker)
-        with open(path, encoding="utf-8") as file:
-            shards.extend(shards_from_json(json.load(file)))
-        os.unlink(path)
+        name = _list_name(worker)
+        try:
+            text = folder.read_text(name, INDEX_BYTES)
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"it does not see what worker {worker} has written; give a directory "
+                "that all workers share"
+            ) from error
+        shards.extend(shards_from_json(json.loads(text)))
+        with contextlib.suppress(StoreError):  # goes with the rest, some day
+            folder.remove_file(name)
     files.verify_files(shards, folder, contents=False)
     return tuple(shards)
 
 
-def write_shards(state: Sequence[StateTensor], folder: str, worker: int) -> list[Shard]:
+def write_shards(
+    state: Sequence[StateTensor], folder: Storage, worker: int
+) -> list[Shard]:
     """Write what this process owns of the training state.
 
     Args:
         state: Sequence of `StateTensor`.
-        folder: String, the subdirectory of the checkpoint.
+        folder: `Storage`, the subdirectory of the checkpoint.
         worker: Int, the rank of this worker.
 
     Returns:
-        List of `Shard`, all of them on the disk.
+        List of `Shard`, all of them on the disk or in the object store.
     """
     owned = (
         (Extent(number, local.start, local.stop), files.dtype_of(tensor).size)
@@ -154,32 +166,30 @@ def write_shards(state: Sequence[StateTensor], folder: str, worker: int) -> list
     )
     reader = _Reader(state)
     shards = []
-    for number, extents in enumerate(
-        plan_shards(owned, files.SHARD_BYTES, files.CHUNK_BYTES)
-    ):
-        prefix = f"worker-{worker}-{number}"
-        tensors = [reader.values(extent) for extent in extents]
-        names = [files.tensor_key(state[e.tensor].name, e) for e in extents]
-        with tf.device("CPU:0"):
-            tf.raw_ops.SaveV2(
-                prefix=os.path.join(folder, prefix),
-                tensor_names=names,
-                shape_and_slices=[""] * len(names),
-                tensors=tensors,
-            )
-        del tensors  # before the next are read
-        written = tuple(_sync(folder, prefix + ending) for ending in FILE_ENDINGS)
-        shards.append(Shard(prefix, worker, written, extents))
-    sync_folder(folder)
+    with folder.writing() as (path, publish):
+        for number, extents in enumerate(
+            plan_shards(owned, files.SHARD_BYTES, files.CHUNK_BYTES)
+        ):
+            prefix = f"worker-{worker}-{number}"
+            tensors = [reader.values(extent) for extent in extents]
+            names = [files.tensor_key(state[e.tensor].name, e) for e in extents]
+            with tf.device("CPU:0"):
+                tf.raw_ops.SaveV2(
+                    prefix=os.path.join(path, prefix),
+                    tensor_names=names,
+                    shape_and_slices=[""] * len(names),
+                    tensors=tensors,
+                )
+            del tensors  # before the next are read
+            written = tuple(_sync(path, prefix + ending) for ending in FILE_ENDINGS)
+            publish([file.name for file in written])
+            shards.append(Shard(prefix, worker, written, extents))
     return shards
 
 
-def replace_index(directory: str, token: str, text: str) -> None:
+def replace_index(storage: Storage, token: str, text: str) -> None:
     """Put an index in place: from here on the checkpoint is the new one."""
-    own = os.path.join(directory, token, INDEX_FILE)
-    with replaced(os.path.join(directory, INDEX_FILE), own) as temporary:
-        write_text(temporary, text)
-    sync_folder(directory)
+    storage.replace_text(INDEX_FILE, text, token)
 
 
 class _Reader:
@@ -222,5 +232,5 @@ def _sync(folder: str, name: str) -> File:
         return File(name, os.fstat(file.fileno()).st_size, files.checksum(file))
 
 
-def _list_path(folder: str, worker: int) -> str:
-    return os.path.join(folder, f"worker-{worker}.json")
+def _list_name(worker: int) -> str:
+    return f"worker-{worker}.json"

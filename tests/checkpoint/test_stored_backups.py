@@ -1,0 +1,146 @@
+"""Backups in an object store are rotated, found and resumed as those in a folder."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint import bucket
+from tests.checkpoint.test_backup_files import PLAIN, cut_run
+from tests.data.test_position import Cut, arrays, assert_same, fit
+from tfdp.callbacks import BackupAndRestore
+from tfdp.checkpoint.index_file import load_index
+
+pytestmark = pytest.mark.slow
+
+URL = "bucket://runs/mine"
+
+
+@pytest.fixture
+def store(tmp_path) -> Path:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    bucket.install(folder)
+    return folder
+
+
+def steps(store: Path) -> list[str]:
+    """The backups that have an object, in the order of their names."""
+    return sorted({name.split("/")[2] for name in bucket.objects(store)})
+
+
+def check_no_strays(store: Path, kept: list[str]) -> None:
+    """Only what the indexes of these backups list is there, and the indexes."""
+    wanted = []
+    for name in kept:
+        index = load_index(f"{URL}/{name}")
+        shards = [file.name for part in index.shards for file in part.files]
+        wanted += [f"runs/mine/{name}/{index.token}/{file}" for file in shards]
+        wanted.append(f"runs/mine/{name}/index.json")
+    assert list(bucket.objects(store)) == sorted(wanted)
+
+
+def test_the_newest_are_kept_and_no_stray_object(store):
+    cut_run(URL, step=7, keep=2)
+    check_no_strays(store, ["step-6", "step-7"])
+
+
+def test_a_run_goes_on_as_one_that_nothing_cut_and_leaves_nothing(store):
+    undisturbed = fit(arrays(**PLAIN))
+    cut_run(URL, step=7)
+    watch = Cut()
+    found = fit(arrays(**PLAIN), BackupAndRestore(URL, 1), watch)
+    assert watch.seen[0] == (1, 2)
+    assert_same(found, undisturbed)
+    assert bucket.objects(store) == {}
+
+
+def test_a_damaged_backup_is_set_aside_and_the_one_before_is_taken(store):
+    cut_run(URL, step=7)
+    lost = next(n for n in bucket.objects(store) if "step-7" in n and ".data" in n)
+    bucket.objects(store)[lost].unlink()
+    watch = Cut(2)
+    with pytest.warns(UserWarning, match=r"'step-6', since newer ones are damaged"):
+        cut_run(URL, watch, step=2, keep=1)
+    assert watch.seen[0] == (1, 1)
+    assert steps(store) == ["step-7", "step-7.damaged"]
+    assert load_index(f"{URL}/step-7.damaged").run["steps"] == 7
+
+
+def test_what_a_killed_save_has_put_goes_with_the_next_one(store):
+    cut_run(URL, step=6)
+    left = "runs/mine/step-7/data-0123456789ab/worker-0-0.index"
+    bucket.Bucket().pipe_file(left, b"left")
+    assert steps(store) == ["step-4", "step-5", "step-6", "step-7"]
+    cut_run(URL, step=1)
+    check_no_strays(store, ["step-5", "step-6", "step-7"])
+
+
+class Away(Exception):
+    pass
+
+
+@pytest.mark.parametrize("verb", ["list", "head", "get"])
+def test_a_store_that_is_away_lets_no_run_begin_anew_or_from_an_older_one(store, verb):
+    cut_run(URL, step=7)
+    before = list(bucket.objects(store))
+
+    def hook(made: str, path: str, is_done: bool) -> None:
+        if made == verb and (verb == "list" or "step-7" in path):
+            raise Away("no route")
+
+    bucket.install(store, hook)
+    watch = Cut()
+    with pytest.raises(OSError, match=r"cannot be \w+ \(Away: no route\)"):
+        fit(arrays(**PLAIN), BackupAndRestore(URL, 1), watch)
+    assert watch.seen == []
+    bucket.install(store)
+    assert list(bucket.objects(store)) == before
+
+
+@pytest.mark.parametrize("verb", ["put", "delete"])
+def test_a_store_without_permission_is_told_of_before_training(store, verb):
+    def hook(made: str, path: str, is_done: bool) -> None:
+        if made == verb:
+            raise PermissionError("Access Denied")
+
+    bucket.install(store, hook)
+    watch = Cut()
+    message = r"\(PermissionError: Access Denied\)\. Nothing was trained"
+    with pytest.raises(OSError, match=message):
+        fit(arrays(**PLAIN), BackupAndRestore(URL, 1), watch)
+    assert watch.seen == []
+
+
+def test_a_store_that_vanishes_ends_training_and_leaves_the_backups(store):
+    cut_run(URL, step=7)
+
+    def hook(made: str, path: str, is_done: bool) -> None:
+        if made == "put" and "step-8" in path:
+            raise Away("no route")
+
+    bucket.install(store, hook)
+    with pytest.raises(OSError, match=r"step-8/data-.* cannot be written \(Away"):
+        fit(arrays(**PLAIN), BackupAndRestore(URL, 1))
+    bucket.install(store)
+    check_no_strays(store, ["step-5", "step-6", "step-7"])
+    watch = Cut(1)
+    cut_run(URL, watch, step=0)
+    assert watch.seen == [(1, 2)]
+
+
+class Terminate(Cut):
+    """Is told at a step that the machine will be taken away."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if len(self.seen) == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_sigterm_saves_into_the_store(store):
+    with pytest.raises(SystemExit):
+        fit(arrays(**PLAIN), Terminate(7), BackupAndRestore(URL, 1000))
+    check_no_strays(store, ["step-7"])
