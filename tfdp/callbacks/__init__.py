@@ -3,7 +3,7 @@
 - `optimizer_callback`: base of those that change training; it turns the model's
   optimizer into a `DistributedOptimizer`, once.
 - `gradient_accumulation`, `loss_scaling`, `sharded_optimizer`, `learning_rate_warmup`,
-  `gradient_noise_scale`: one feature of that optimizer each.
+  `gradient_noise_scale`, `local_sgd`: one feature of that optimizer each.
 - `backup_and_restore`, with `resumed_batches` and `learning_rates`: backups, and the
   resumption of a run on any number of replicas.
 - `measuring_callback`: base of those that time steps: `communication_monitor`,
@@ -19,6 +19,7 @@ from tfdp.callbacks.consistency_check import ConsistencyCheck
 from tfdp.callbacks.gradient_accumulation import GradientAccumulation
 from tfdp.callbacks.gradient_noise_scale import GradientNoiseScale
 from tfdp.callbacks.learning_rate_warmup import LearningRateWarmup
+from tfdp.callbacks.local_sgd import LocalSGD
 from tfdp.callbacks.loss_scaling import LossScaling
 from tfdp.callbacks.sharded_optimizer import ShardedOptimizer
 from tfdp.callbacks.timeline import Timeline
@@ -30,6 +31,7 @@ __all__ = [
     "GradientAccumulation",
     "GradientNoiseScale",
     "LearningRateWarmup",
+    "LocalSGD",
     "LossScaling",
     "ShardedOptimizer",
     "Timeline",

@@ -30,6 +30,7 @@ from tfdp.checkpoint.model_state import (
 )
 from tfdp.coordination.checks import check_same_variables
 from tfdp.keras_hooks.file_hooks import plain_optimizer
+from tfdp.local_steps import average_replicas_of
 from tfdp.sharding.state_tensors import StateTensor
 
 # A timeout is meant for messages; a slow disk may take longer than that.
@@ -69,9 +70,15 @@ def save(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     state = model_state(model)
     if num_accumulated(model):
         state += accumulated_state(model)
-    prepare = functools.partial(redistribute_accumulated_gradients, model)
+    prepare = functools.partial(_make_alike, model)
     serialize = functools.partial(serialize_model, model)
     save_state(state, directory, worker_group_of(model), serialize, prepare)
+
+
+def _make_alike(model: keras.Model) -> None:
+    """Have one state of all replicas, on any worker."""
+    average_replicas_of(model)
+    redistribute_accumulated_gradients(model)
 
 
 def restore(model: keras.Model, directory: str | os.PathLike[str]) -> None:

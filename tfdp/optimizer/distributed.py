@@ -21,10 +21,15 @@ from tfdp.base.param_groups import (
     rate_is_in_slots,
 )
 from tfdp.keras_hooks import file_view, install
+from tfdp.local_steps import LocalSteps
 from tfdp.optimizer import arguments
 from tfdp.optimizer.shardable import ShardableOptimizer
 from tfdp.plans.units import UnitOptions
-from tfdp.reduction.gradient_reducer import GradientReducer, replica_reducer
+from tfdp.reduction.gradient_reducer import (
+    GradientReducer,
+    LocalReducer,
+    replica_reducer,
+)
 from tfdp.sharding.full_state import FullState
 from tfdp.sharding.options import ShardingOptions
 from tfdp.step.accumulation import (
@@ -208,6 +213,15 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         if self.accumulated_steps:
             self._traces.run(self, "flush", self._flush)
 
+    def average_replicas(self) -> None:
+        """Average what the replicas have learned alone since the last average.
+
+        Outside a step, on all workers. Without local steps it does nothing.
+        """
+        local_steps = self._features.local_steps
+        if local_steps is not None and int(local_steps.updates.numpy()):
+            self._traces.run(self, "average", self._average_replicas)
+
     def finalize_variable_values(self, var_list: Any) -> None:
         """Give variables their averages at the end of training, as Keras does."""
         if self.is_sharded:
@@ -292,13 +306,38 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         variables = self._traces.variables or _compat.trained_by(self)
         take_step(self._step(variables), None)
 
+    def _average_replicas(self) -> None:
+        assert self._features.local_steps is not None
+        self._features.local_steps.average(
+            self.inner_optimizer, _compat.trained_by(self), _reducer()
+        )
+
+    def _alone(self) -> LocalSteps | None:
+        """The local steps of a step that is being traced, or `None`."""
+        features = self._features
+        if not features.steps_alone:
+            return None
+        others = {
+            "sharded state": self.sharding != "none",
+            "a loss scale": features.scaling is not None,
+            "the gradient noise scale": features.noise is not None,
+        }
+        if found := [name for name, is_used in others.items() if is_used]:
+            raise ValueError(
+                "Replicas that step alone cannot be combined with "
+                f"{' and '.join(found)}: these need what all replicas have in every "
+                "step. Leave out `LocalSGD`, or the other."
+            )
+        return features.local_steps
+
     def _step(self, variables: list) -> Step:
         self._check_noise()
         features = self._features
         param_groups = param_groups_of(self.inner_optimizer, variables)
         reducer = _reducer()
+        alone = self._alone()
         sharded = None if self._shards is None else self._shards.on_replica()
-        layout = WholeVariables(reducer) if sharded is None else sharded
+        layout = sharded or WholeVariables(LocalReducer() if alone else reducer)
         return Step(
             optimizer=self.inner_optimizer,
             param_groups=param_groups,
@@ -310,6 +349,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             schedules=[self._schedule(group) for group in param_groups],
             noise=features.noise,
             scale=features.scale,
+            local_steps=alone,
             fixed_scale=self.inner_optimizer.loss_scale_factor,
         )
 
@@ -317,6 +357,9 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         self, layout: StateLayout, param_groups: list[ParamGroup], variables: list
     ) -> Accumulator:
         weight = batch_weight.weight_for(self)
+        if weight is not None and self._features.steps_alone:
+            # The mean over this replica's own rows, which may be none.
+            weight = tf.cast(weight > 0, weight.dtype)
         state = self._features.accumulation
         if state is None:
             return NoAccumulation(weight)

@@ -122,6 +122,15 @@ class OptimizerSettings:
             accumulation.rescale(factor)
             accumulation.count.assign(count)
 
+    def average_every(self, sync_every: int, *, alone: bool) -> None:
+        """Let the replicas step alone, and average them every so many updates.
+
+        Args:
+            sync_every: Int, updates from one average to the next.
+            alone: Bool, whether from now on; else the state for it is only made.
+        """
+        self._features.average_every(sync_every, alone=alone)
+
     def measure_noise(self, smoothing: float) -> None:
         """Measure the gradient noise scale at each update from now on.
 

@@ -7,6 +7,8 @@
 Everything above `2 reduce` is the replica's own; everything below it is computed
 from the sums of all replicas and so alike on each, branches included. A step with
 an overflow anywhere is skipped everywhere and changes the scale and its counters.
+With local steps nothing is reduced in 2, and 10 averages what replicas hold when
+that is due.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
     _average(step, is_kept)  # 7
     _constrain(step, is_kept)  # 8
     _count(step, is_updated, is_kept)  # 9
+    _average_replicas(step, is_updated)  # 10
 
 
 def _reduce(step: Step, totals: Totals) -> list:
@@ -185,6 +188,19 @@ def _count(step: Step, is_updated: tf.Tensor | bool, is_kept: tf.Tensor | bool) 
     optimizers = [step.optimizer, *(group.optimizer for group in step.param_groups)]
     for optimizer in {id(item): item for item in optimizers}.values():
         _compat.count_update(optimizer, tf.cast(counts, tf.int64))
+
+
+def _average_replicas(step: Step, is_updated: tf.Tensor | bool) -> None:
+    """Average variables and slots over the replicas after so many local updates."""
+    local_steps = step.local_steps
+    if local_steps is None:
+        return
+    local_steps.count(is_updated)
+    trained = _compat.trained_by(step.optimizer)
+    average = functools.partial(
+        local_steps.average, step.optimizer, trained, step.reducer
+    )
+    _cond(local_steps.is_due(), average)
 
 
 def _update_if(
