@@ -28,6 +28,11 @@ from tfdp.checkpoint.model_state import (
     RUN_PREFIX,
     model_state,
 )
+from tfdp.checkpoint.residual_state import (
+    ResidualPlan,
+    plan_residuals,
+    residual_tensors,
+)
 from tfdp.coordination.checks import check_same_variables
 from tfdp.keras_hooks.file_hooks import plain_optimizer
 from tfdp.local_steps import average_replicas_of
@@ -67,7 +72,7 @@ def save(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     >>> sorted(os.listdir(directory))
     ['data-...', 'index.json']
     """
-    state = model_state(model)
+    state = model_state(model) + residual_tensors(model)
     if num_accumulated(model):
         state += accumulated_state(model)
     prepare = functools.partial(_make_alike, model)
@@ -109,7 +114,14 @@ def restore(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     True
     """
     state, accumulated = model_state(model), accumulated_state(model)
-    restore_state(state, directory, worker_group_of(model), accumulated)
+    found: list[ResidualPlan] = []
+
+    def others(index: Index) -> tuple[list[StateTensor], list[str]]:
+        found.append(plan_residuals(model, index))
+        return found[-1].tensors, found[-1].left_out
+
+    restore_state(state, directory, worker_group_of(model), accumulated, others)
+    found[-1].finish()
 
 
 def save_state(
@@ -159,13 +171,19 @@ def restore_state(
     directory: str | os.PathLike[str],
     worker_group: Any,
     accumulated: Sequence[StateTensor] = (),
+    others: Callable[[Index], tuple[list[StateTensor], list[str]]] = lambda _: ([], []),
 ) -> None:
-    """Read state tensors, and accumulated gradients, from a directory."""
+    """Read state tensors, and accumulated gradients, from a directory.
+
+    Of what only the index tells, `others` gives tensors to read and names to leave out.
+    """
     path = os.fspath(directory)
 
     def find() -> tuple[Index, list[StateTensor]]:
         index = load_index(path)
         wanted, left_out = _select_tensors(index, state, accumulated)
+        further, not_read = others(index)
+        wanted, left_out = wanted + further, left_out + not_read
         reading.check_index(index, wanted, path, left_out)
         return index, wanted
 

@@ -6,9 +6,9 @@
 
 Everything above `2 reduce` is the replica's own; everything below it is computed
 from the sums of all replicas and so alike on each, branches included. A step with
-an overflow anywhere is skipped everywhere and changes the scale and its counters.
-With local steps nothing is reduced in 2, and 10 averages what replicas hold when
-that is due.
+an overflow anywhere is skipped everywhere and changes the scale and its counters; what
+compression has left out is kept for the next step only where this one is. With local
+steps nothing is reduced in 2, and 10 averages what replicas hold when that is due.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tfdp import _compat
 from tfdp.base import batch_weight
 from tfdp.base.param_groups import ParamGroup
 from tfdp.collectives import step_events
+from tfdp.compression.residuals import step_residuals
 from tfdp.parameters.sharded_parameter import sharded_parameter
 from tfdp.reduction.gradient_noise import GradientNoise, squared_norm
 from tfdp.step.accumulation import Totals
@@ -39,11 +40,14 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
             step's variables, or `None` to make an update of what was accumulated.
     """
     taken = None if gradients is None else list(gradients)
-    take_totals, is_due = step.accumulator.take(taken)  # 1
+    with step_residuals(lambda: _scale_of(step)) as of_micro_batch:
+        take_totals, is_due = step.accumulator.take(taken)  # 1
+    of_micro_batch.keep_finite()
 
     def update() -> tf.Tensor:
         totals = take_totals()
-        sums = _reduce(step, totals)  # 2
+        with step_residuals(lambda: _divisor(step, totals)) as residuals:
+            sums = _reduce(step, totals)  # 2
         sums = _unscale(step, sums, totals)  # 3
         statistics = _examine(step, sums, totals)
         is_finite = _is_finite(step, statistics)  # 4
@@ -51,6 +55,7 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
         def apply() -> None:
             clipped = _clip(step, sums, statistics)  # 5
             _decay_and_update(step, clipped)  # 6
+            residuals.keep()
 
         _cond(is_finite, apply, lambda: _skip(step, statistics))
         return is_finite
@@ -80,7 +85,14 @@ def _unscale(step: Step, sums: list, totals: Totals) -> list:
 
 def _divisor(step: Step, totals: Totals) -> tf.Tensor | None:
     """Micro-batches times loss scale in float64, or `None` for one."""
-    factors = [totals.count, step.scale and step.scale.read(), step.fixed_scale]
+    factors = [totals.count, _scale_of(step)]
+    given = [tf.cast(factor, tf.float64) for factor in factors if factor is not None]
+    return tf.reduce_prod(given) if given else None
+
+
+def _scale_of(step: Step) -> tf.Tensor | None:
+    """Factor of the loss in float64, or `None` for one."""
+    factors = [step.scale and step.scale.read(), step.fixed_scale]
     given = [tf.cast(factor, tf.float64) for factor in factors if factor is not None]
     return tf.reduce_prod(given) if given else None
 
