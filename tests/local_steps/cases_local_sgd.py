@@ -174,35 +174,6 @@ def local_steps_launch_collectives_when_an_average_is_due(env: Env) -> dict:
     return {}
 
 
-@case("A run that is killed between averages goes on as one that is not", compare=False)
-def local_sgd_is_resumed_exactly(env: Env) -> dict:
-    data = common.regression_data(NUM_ROWS)
-
-    class Stop(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
-            if batch == 8:
-                raise KeyboardInterrupt
-
-    def fit(folder: str, *more: keras.callbacks.Callback) -> list[np.ndarray]:
-        keras.utils.set_random_seed(3)
-        with env.scope():
-            model = first_model(adam)
-        backup = tfdp.callbacks.BackupAndRestore(str(env.tmp / folder), save_freq=4)
-        callbacks = [tfdp.callbacks.LocalSGD(3, start_step=2), *more, backup]
-        try:
-            common.fit(model, *data, epochs=EPOCHS, callbacks=callbacks)
-        except KeyboardInterrupt:
-            return []
-        return list(env.weights(model).values())
-
-    uninterrupted = fit("whole")
-    assert not fit("killed", Stop())
-    resumed = fit("killed")
-    for found, expected in zip(resumed, uninterrupted, strict=True):
-        np.testing.assert_array_equal(found, expected)
-    return {}
-
-
 @case("What cannot be combined says so", compare=False)
 def local_sgd_refuses_what_needs_all_replicas(env: Env) -> dict:
     data = common.regression_data()

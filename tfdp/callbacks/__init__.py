@@ -3,7 +3,8 @@
 - `optimizer_callback`: base of those that change training; it turns the model's
   optimizer into a `DistributedOptimizer`, once.
 - `gradient_accumulation`, `loss_scaling`, `sharded_optimizer`, `learning_rate_warmup`,
-  `gradient_noise_scale`, `local_sgd`: one feature of that optimizer each.
+  `gradient_noise_scale`: one feature of that optimizer each.
+- `local_steps`: base of those that let replicas step alone: `local_sgd`, `diloco`.
 - `backup_and_restore`, with `resumed_batches` and `learning_rates`: backups, and the
   resumption of a run on any number of replicas.
 - `measuring_callback`: base of those that time steps: `communication_monitor`,
@@ -16,6 +17,7 @@
 from tfdp.callbacks.backup_and_restore import BackupAndRestore
 from tfdp.callbacks.communication_monitor import CommunicationMonitor
 from tfdp.callbacks.consistency_check import ConsistencyCheck
+from tfdp.callbacks.diloco import DiLoCo
 from tfdp.callbacks.gradient_accumulation import GradientAccumulation
 from tfdp.callbacks.gradient_noise_scale import GradientNoiseScale
 from tfdp.callbacks.learning_rate_warmup import LearningRateWarmup
@@ -28,6 +30,7 @@ __all__ = [
     "BackupAndRestore",
     "CommunicationMonitor",
     "ConsistencyCheck",
+    "DiLoCo",
     "GradientAccumulation",
     "GradientNoiseScale",
     "LearningRateWarmup",

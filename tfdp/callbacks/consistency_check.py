@@ -76,10 +76,10 @@ class ConsistencyCheck(keras.callbacks.Callback):
         if strategy is None or strategy.num_replicas_in_sync == 1:
             return
         features = getattr(self.model.optimizer, "features", None)
-        if features is not None and features.sync_every is not None:
+        if features is not None and features.local_options is not None:
             raise ValueError(
-                "`ConsistencyCheck` compares weights that `LocalSGD` lets differ "
-                "between averages. Leave out one of them."
+                "`ConsistencyCheck` compares weights that `LocalSGD` and `DiLoCo` let "
+                "differ between exchanges. Leave out one of them."
             )
         self._warn_of_parts()
         self._check("before the first step")

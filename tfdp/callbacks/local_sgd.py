@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from tfdp.callbacks.optimizer_callback import OptimizerCallback
-from tfdp.local_steps import check_start_step, check_sync_every
-from tfdp.optimizer.distributed import DistributedOptimizer
+from tfdp.callbacks.local_steps import LocalStepsCallback
+from tfdp.local_steps import LocalStepsOptions
 
 
-class LocalSGD(OptimizerCallback):
+class LocalSGD(LocalStepsCallback):
     """Let each replica train alone on its rows, and average all every few updates.
 
     For links that are slower than the model: of `sync_every` updates one communicates,
@@ -47,38 +44,5 @@ class LocalSGD(OptimizerCallback):
     compared = ("sync_every", "start_step")
 
     def __init__(self, sync_every: int = 8, start_step: int = 0) -> None:
-        super().__init__()
-        check_sync_every(sync_every)
-        check_start_step(start_step)
+        super().__init__(LocalStepsOptions(sync_every), start_step)
         self.sync_every = sync_every
-        self.start_step = start_step
-        self._left = 0  # synchronous updates, at least
-        self._last_batch = -1
-
-    def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Make the state; begin at once where nothing comes before."""
-        optimizer.average_every(self.sync_every, alone=self.start_step == 0)
-        self._left = 0
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Start to count batches."""
-        self._last_batch = -1
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Begin when `start_step` updates are made, also before a resumed run."""
-        if self.optimizer.features.steps_alone:
-            return
-        self._left -= batch - self._last_batch
-        self._last_batch = batch
-        if self._left > 0:
-            return  # reading the number of updates waits for the step
-        self._left = self.start_step - int(self.optimizer.iterations.numpy())
-        if self._left <= 0:
-            self.optimizer.average_every(self.sync_every, alone=True)
-            self.model.make_train_function(force=True)
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """Train synchronously again."""
-        super().on_train_end(logs)
-        self.optimizer.average_every(self.sync_every, alone=False)
-        self.model.train_function = None

@@ -25,6 +25,7 @@ from tfdp.checkpoint.index_file import from_text, load_index, to_text, versions
 from tfdp.checkpoint.model_state import (
     ACCUMULATED_PREFIX,
     LOSS_SCALE_PREFIX,
+    OUTER_PREFIX,
     RUN_PREFIX,
     model_state,
 )
@@ -215,8 +216,9 @@ def _select_tensors(
     accumulated.
     """
     saved = {entry.name for entry in index.tensors}
-    scale = f"{LOSS_SCALE_PREFIX}/"
-    wanted = [t for t in state if t.name in saved or not t.name.startswith(scale)]
+    scale, outer = f"{LOSS_SCALE_PREFIX}/", f"{OUTER_PREFIX}/"
+    optional = (scale, outer)
+    wanted = [t for t in state if t.name in saved or not t.name.startswith(optional)]
     wanted += [tensor for tensor in accumulated if tensor.name in saved]
     names = {tensor.name for tensor in wanted}
     left_out = [n for n in saved if n.startswith(scale) and n not in names]
@@ -227,6 +229,14 @@ def _select_tensors(
             '`DistributedOptimizer(..., loss_scale="dynamic")`.',
             stacklevel=3,
         )
+    of_outer = [n for n in saved if n.startswith(outer) and n not in names]
+    if of_outer:
+        warnings.warn(
+            "The checkpoint has the outer optimizer of `DiLoCo`, which the model does "
+            "not use, so that it is left out.",
+            stacklevel=3,
+        )
+    left_out += of_outer
     of_run = [name for name in saved if name.startswith(f"{RUN_PREFIX}/")]
     if any(name.startswith(f"{RUN_PREFIX}/{ACCUMULATED_PREFIX}/") for name in of_run):
         warnings.warn(

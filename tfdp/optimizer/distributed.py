@@ -27,7 +27,6 @@ from tfdp.optimizer.shardable import ShardableOptimizer
 from tfdp.plans.units import UnitOptions
 from tfdp.reduction.gradient_reducer import (
     GradientReducer,
-    LocalReducer,
     replica_reducer,
 )
 from tfdp.sharding.full_state import FullState
@@ -38,6 +37,7 @@ from tfdp.step.accumulation import (
     NoAccumulation,
     ShardedAccumulation,
 )
+from tfdp.step.grouped_update import decay_and_update
 from tfdp.step.loss_scale import MOST_SKIPS, LossScaling
 from tfdp.step.path import take_step
 from tfdp.step.state_layout import StateLayout, WholeVariables
@@ -153,7 +153,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         slices = None
         if self._shards is not None and self.accumulates_sums:
             slices = self._shards.accumulated_slices
-        self._features.build(trained, slices)
+        with _compat.scope_of_optimizer(self):  # of an outer optimizer, too
+            self._features.build(trained, slices)
 
     # AutoGraph has nothing to convert here; the loops that call it, it may convert.
     @tf.autograph.experimental.do_not_convert
@@ -214,7 +215,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             self._traces.run(self, "flush", self._flush)
 
     def average_replicas(self) -> None:
-        """Average what the replicas have learned alone since the last average.
+        """Exchange what replicas have learned alone, so that all have one state.
 
         Outside a step, on all workers. Without local steps it does nothing.
         """
@@ -308,8 +309,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
 
     def _average_replicas(self) -> None:
         assert self._features.local_steps is not None
-        self._features.local_steps.average(
-            self.inner_optimizer, _compat.trained_by(self), _reducer()
+        self._features.local_steps.exchange(
+            self.inner_optimizer, _reducer(), decay_and_update
         )
 
     def _alone(self) -> LocalSteps | None:
@@ -326,7 +327,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             raise ValueError(
                 "Replicas that step alone cannot be combined with "
                 f"{' and '.join(found)}: these need what all replicas have in every "
-                "step. Leave out `LocalSGD`, or the other."
+                "step. Leave out `LocalSGD` or `DiLoCo`, or the other."
             )
         return features.local_steps
 
@@ -337,13 +338,14 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         reducer = _reducer()
         alone = self._alone()
         sharded = None if self._shards is None else self._shards.on_replica()
-        layout = sharded or WholeVariables(LocalReducer() if alone else reducer)
+        own_reducer = alone.reducer() if alone else reducer
+        layout = sharded or WholeVariables(own_reducer)
         return Step(
             optimizer=self.inner_optimizer,
             param_groups=param_groups,
             variables=variables,
             positions=[_compat.index_in(self, variable) for variable in variables],
-            accumulator=self._accumulator(layout, param_groups, variables),
+            accumulator=self._accumulator(layout, param_groups, variables, own_reducer),
             reducer=reducer,
             layout=layout,
             schedules=[self._schedule(group) for group in param_groups],
@@ -354,12 +356,15 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         )
 
     def _accumulator(
-        self, layout: StateLayout, param_groups: list[ParamGroup], variables: list
+        self,
+        layout: StateLayout,
+        param_groups: list[ParamGroup],
+        variables: list,
+        reducer: GradientReducer,
     ) -> Accumulator:
         weight = batch_weight.weight_for(self)
-        if weight is not None and self._features.steps_alone:
-            # The mean over this replica's own rows, which may be none.
-            weight = tf.cast(weight > 0, weight.dtype)
+        if alone := self._alone():
+            weight = alone.weight(weight, reducer)
         state = self._features.accumulation
         if state is None:
             return NoAccumulation(weight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfdp.local_steps import LocalSteps
+from tfdp.local_steps import LocalSteps, LocalStepsOptions
 from tfdp.reduction.gradient_noise import GradientNoise
 from tfdp.step.accumulation import AccumulationState
 from tfdp.step.loss_scale import LossScale, LossScaling
@@ -41,7 +41,7 @@ class Features:
         self.scale: LossScale | None = None
         self.warmup: Warmup | None = None
         self.noise: GradientNoise | None = None
-        self.sync_every: int | None = None
+        self.local_options: LocalStepsOptions | None = None
         self.local_steps: LocalSteps | None = None
         self.steps_alone = False
 
@@ -116,17 +116,17 @@ class Features:
             self._forget(self.noise.variables)
         self.noise = GradientNoise(self._make_variable, smoothing)
 
-    def average_every(self, sync_every: int, *, alone: bool) -> None:
+    def step_locally(self, options: LocalStepsOptions, *, alone: bool) -> None:
         """Prepare local steps, and begin with them or not yet.
 
         Args:
-            sync_every: Int, updates from one average over the replicas to the next.
+            options: `LocalStepsOptions`.
             alone: Bool, whether replicas step alone from now on.
         """
         self.steps_alone = alone
-        if sync_every == self.sync_every:
+        if options == self.local_options:
             return
-        self.sync_every = sync_every
+        self.local_options = options
         if self.local_steps is not None:
             self._forget(self.local_steps.variables)
             self.local_steps = None
@@ -145,5 +145,7 @@ class Features:
             )
         if self.warmup_options is not None and self.warmup is None:
             self.warmup = Warmup(self._make_variable, self.warmup_options)
-        if self.sync_every is not None and self.local_steps is None:
-            self.local_steps = LocalSteps(self._make_variable, self.sync_every)
+        if self.local_options is not None and self.local_steps is None:
+            self.local_steps = LocalSteps(
+                self._make_variable, self.local_options, self._trained
+            )

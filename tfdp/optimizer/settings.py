@@ -7,6 +7,7 @@ from typing import Any
 
 from tfdp import _compat
 from tfdp.base.param_groups import innermost
+from tfdp.local_steps import LocalStepsOptions
 from tfdp.optimizer import arguments
 from tfdp.optimizer.features import Features
 from tfdp.optimizer.traces import Traces
@@ -122,14 +123,15 @@ class OptimizerSettings:
             accumulation.rescale(factor)
             accumulation.count.assign(count)
 
-    def average_every(self, sync_every: int, *, alone: bool) -> None:
-        """Let the replicas step alone, and average them every so many updates.
+    def step_locally(self, options: LocalStepsOptions, *, alone: bool) -> None:
+        """Let replicas, or nodes, step alone, and meet every so many updates.
 
         Args:
-            sync_every: Int, updates from one average to the next.
+            options: `LocalStepsOptions`.
             alone: Bool, whether from now on; else the state for it is only made.
         """
-        self._features.average_every(sync_every, alone=alone)
+        with _compat.scope_of_optimizer(self):  # of the outer optimizer, too
+            self._features.step_locally(options, alone=alone)
 
     def measure_noise(self, smoothing: float) -> None:
         """Measure the gradient noise scale at each update from now on.

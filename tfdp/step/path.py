@@ -8,7 +8,8 @@ Everything above `2 reduce` is the replica's own; everything below it is compute
 from the sums of all replicas and so alike on each, branches included. A step with
 an overflow anywhere is skipped everywhere and changes the scale and its counters; what
 compression has left out is kept for the next step only where this one is. With local
-steps nothing is reduced in 2, and 10 averages what replicas hold when that is due.
+steps 2 reduces nothing, or within a node, and 10 exchanges what was learned when that
+is due.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tfdp.compression.residuals import step_residuals
 from tfdp.parameters.sharded_parameter import sharded_parameter
 from tfdp.reduction.gradient_noise import GradientNoise, squared_norm
 from tfdp.step.accumulation import Totals
+from tfdp.step.grouped_update import decay_and_update
 from tfdp.step.state_layout import GradientStatistics, StateLayout, reduce_groups
 from tfdp.step.step import Step
 
@@ -39,6 +41,8 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
         gradients: Sequence of tensors and `tf.IndexedSlices`, one for each of the
             step's variables, or `None` to make an update of what was accumulated.
     """
+    if step.local_steps is not None:
+        step.local_steps.begin()
     taken = None if gradients is None else list(gradients)
     with step_residuals(lambda: _scale_of(step)) as of_micro_batch:
         take_totals, is_due = step.accumulator.take(taken)  # 1
@@ -64,7 +68,7 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
     _average(step, is_kept)  # 7
     _constrain(step, is_kept)  # 8
     _count(step, is_updated, is_kept)  # 9
-    _average_replicas(step, is_updated)  # 10
+    _exchange(step, is_updated)  # 10
 
 
 def _reduce(step: Step, totals: Totals) -> list:
@@ -202,17 +206,13 @@ def _count(step: Step, is_updated: tf.Tensor | bool, is_kept: tf.Tensor | bool) 
         _compat.count_update(optimizer, tf.cast(counts, tf.int64))
 
 
-def _average_replicas(step: Step, is_updated: tf.Tensor | bool) -> None:
-    """Average variables and slots over the replicas after so many local updates."""
-    local_steps = step.local_steps
-    if local_steps is None:
-        return
-    local_steps.count(is_updated)
-    trained = _compat.trained_by(step.optimizer)
-    average = functools.partial(
-        local_steps.average, step.optimizer, trained, step.reducer
-    )
-    _cond(local_steps.is_due(), average)
+def _exchange(step: Step, is_updated: tf.Tensor | bool) -> None:
+    """Exchange what replicas have learned alone, after so many updates."""
+    if step.local_steps is not None:
+        step.local_steps.count(is_updated)
+        step.local_steps.exchange_if_due(
+            step.optimizer, step.reducer, decay_and_update, is_updated
+        )
 
 
 def _update_if(
