@@ -174,17 +174,20 @@ def resumed_and_not(
     return fit("killed"), whole
 
 
-@case(
-    "A run that is killed between exchanges goes on as one that is not", compare=False
-)
-def local_steps_are_resumed_exactly(env: Env) -> dict:
-    for make in (
-        lambda: tfdp.callbacks.LocalSGD(3, start_step=2),
-        lambda: tfdp.callbacks.DiLoCo(3, scope="replica"),
-    ):
-        for found, expected in zip(*resumed_and_not(env, make), strict=True):
-            np.testing.assert_array_equal(found, expected)
+def check_resumed(env: Env, make: Callable[[], keras.callbacks.Callback]) -> dict:
+    for found, expected in zip(*resumed_and_not(env, make), strict=True):
+        np.testing.assert_array_equal(found, expected)
     return {}
+
+
+@case("A run that is killed between averages is resumed exactly", compare=False)
+def local_sgd_is_resumed_exactly(env: Env) -> dict:
+    return check_resumed(env, lambda: tfdp.callbacks.LocalSGD(3, start_step=2))
+
+
+@case("A run that is killed between outer steps is resumed exactly", compare=False)
+def diloco_is_resumed_exactly(env: Env) -> dict:
+    return check_resumed(env, lambda: tfdp.callbacks.DiLoCo(3, scope="replica"))
 
 
 @case("Nodes need more than one", compare=False, setups=("mirrored",), full_setups=())
