@@ -44,7 +44,7 @@ def test_unknown_name_is_refused_and_the_known_ones_listed(name: str, value: obj
         {"algorithm": {"inner": "hierarchical"}},
         {"algorithm": {"inner": "ring", "between": "ring"}},
         {"algorithm": {}},
-        {"compression": "int8"},
+        {"compression": "int7"},
         {"compression": {"outer": "fp8"}},
         {"compression": {"everywhere": "bf16"}},
         {"node_size": 0},

@@ -13,7 +13,7 @@ from tfdp import user_code
 
 if TYPE_CHECKING:
     # Type checkers and editors see the names that `__getattr__` loads.
-    from tfdp import callbacks, checkpoint, data, optimizers, testing
+    from tfdp import callbacks, checkpoint, compression, data, optimizers, testing
     from tfdp.links import Link, Links
     from tfdp.losses.all_gather import all_gather
     from tfdp.optimizer.distributed import DistributedOptimizer
@@ -38,6 +38,7 @@ _HOMES = {
     "auto_strategy": "tfdp.strategy.strategy",
     "callbacks": "tfdp.callbacks",
     "checkpoint": "tfdp.checkpoint",
+    "compression": "tfdp.compression",
     "data": "tfdp.data",
     "optimizers": "tfdp.optimizers",
     "scale_learning_rate": "tfdp.plans.schedules",
@@ -54,6 +55,7 @@ __all__ = [
     "auto_strategy",
     "callbacks",
     "checkpoint",
+    "compression",
     "data",
     "optimizers",
     "scale_learning_rate",

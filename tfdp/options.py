@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tfdp.links import Links
 
@@ -13,6 +14,7 @@ ALGORITHMS = ("auto", *FLAT_ALGORITHMS, "hierarchical")
 BACKENDS = ("auto", "nccl", "ring", "direct", "mpi")
 UNEVEN = ("join", "stop")
 COMMUNICATION_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
+COMPRESSIONS = (*COMMUNICATION_DTYPES, "int8")
 _LEVELS = ("inner", "outer")
 
 
@@ -48,11 +50,12 @@ class CommunicationOptions:
         interface: String, name or address of the network interface that `"direct"`
             uses, or `None`: the one that this worker's host name in the cluster
             resolves to. Defaults to `None`.
-        compression: `"fp16"` or `"bf16"`, the type in which gradients travel, or
-            `None`, their own. They are added up in their own. A dict such as
-            `{"outer": "bf16"}` compresses only across nodes, or only inside
-            them. Buckets that would not gain travel as they are. Defaults to
-            `None`.
+        compression: `"fp16"` or `"bf16"`, the type in which gradients travel;
+            `"int8"` or another `tfdp.compression.Compressor`, which keeps what it
+            leaves out for later; or `None`, their own. They are added up in their
+            own. A dict such as `{"outer": "int8"}` compresses only across nodes, or
+            only inside them. Buckets that would not gain travel as they are.
+            Defaults to `None`.
         node_size: Int, replicas of consecutive ranks that count as one node, or
             `None`: workers on one host are one node. Defaults to `None`.
         nodes: Sequence of strings, a node's name for each worker, or `None`.
@@ -94,7 +97,7 @@ class CommunicationOptions:
     algorithm: str | Mapping[str, str] = "auto"
     backend: str = "auto"
     interface: str | None = None
-    compression: str | Mapping[str, str] | None = None
+    compression: Any = None
     node_size: int | None = None
     nodes: Sequence[str] | None = None
     links: Links | None = None
@@ -120,8 +123,7 @@ class CommunicationOptions:
             )
         _check_one_of("uneven", self.uneven, UNEVEN)
         _check_count("xla_clusters", self.xla_clusters)
-        if self.compression is not None:
-            _check_levels("compression", self.compression, tuple(COMMUNICATION_DTYPES))
+        _check_compression(self.compression)
         _check_nodes(self.node_size, self.nodes)
         if self.links is not None and not isinstance(self.links, Links):
             raise ValueError(
@@ -130,13 +132,19 @@ class CommunicationOptions:
             )
 
     @property
-    def reduce_dtypes(self) -> tuple[str | None, str | None]:
-        """Names of the communication dtypes inside nodes and across them, or `None`."""
+    def compression_levels(self) -> tuple[Any, Any]:
+        """What is asked for inside nodes and across them: string, object or `None`."""
         given = self.compression
         if not isinstance(given, Mapping):
-            given = dict.fromkeys(_LEVELS, given) if given else {}
+            return given, given
+        return given.get("inner"), given.get("outer")
+
+    @property
+    def reduce_dtypes(self) -> tuple[str | None, str | None]:
+        """Names of the communication dtypes inside nodes and across them, or `None`."""
         inner, outer = (
-            COMMUNICATION_DTYPES.get(given.get(level, "")) for level in _LEVELS
+            COMMUNICATION_DTYPES.get(given) if isinstance(given, str) else None
+            for given in self.compression_levels
         )
         return inner, outer
 
@@ -190,13 +198,56 @@ def _check_levels(
     if not isinstance(value, Mapping):
         _check_one_of(name, value, allowed)
         return
+    _check_keys(name, value)
+    for level, choice in value.items():
+        _check_one_of(f'{name}["{level}"]', choice, of_level or allowed)
+
+
+def _check_keys(name: str, value: Mapping[str, Any]) -> None:
     if not value or not set(value) <= set(_LEVELS):
         raise ValueError(
             f'`{name}` as a dict has the keys "inner" and "outer", or one of them. '
             f"Received: {name}={value!r}"
         )
-    for level, choice in value.items():
-        _check_one_of(f'{name}["{level}"]', choice, of_level or allowed)
+
+
+def is_compressor(value: object) -> bool:
+    """True for a `tfdp.compression.Compressor`, told without TensorFlow."""
+    methods = ("reduce", "reduce_scatter", "wire_ratio")
+    is_instance = not isinstance(value, type)
+    return is_instance and all(hasattr(value, method) for method in methods)
+
+
+def _check_compression(value: Any) -> None:
+    if value is None or is_compressor(value):
+        return
+    if isinstance(value, Mapping):
+        _check_keys("compression", value)
+        for level, choice in value.items():
+            if not is_compressor(choice):
+                _check_one_of(f'compression["{level}"]', choice, COMPRESSIONS)
+        _check_whole_buckets(value)
+        return
+    if not isinstance(value, str) or value not in COMPRESSIONS:
+        listed = ", ".join(f'"{item}"' for item in COMPRESSIONS)
+        raise ValueError(
+            f"`compression` must be one of {listed}, a `tfdp.compression.Compressor`, "
+            f"or a dict of them by level. Received: compression={value!r}"
+        )
+
+
+def _check_whole_buckets(levels: Mapping[str, Any]) -> None:
+    """Raise where a compressor that needs whole buckets would get parts of them."""
+    inner, outer = levels.get("inner"), levels.get("outer")
+    is_alone = not (is_compressor(inner) or inner == "int8")
+    if not getattr(inner, "cuts_buckets", True) or (
+        not getattr(outer, "cuts_buckets", True) and not is_alone
+    ):
+        raise ValueError(
+            "A compressor of whole buckets works on both levels, "
+            '`compression=compressor`, or across nodes, `{"outer": compressor}`. '
+            f"Received: compression={dict(levels)!r}"
+        )
 
 
 def _check_nodes(node_size: object, nodes: object) -> None:

@@ -41,6 +41,7 @@ def fit(
     per_replica: int | None = None,
     schedule: bool = False,
     micro_batch: int = BATCH_SIZE,
+    compression: str | None = None,
 ) -> dict[str, Any]:
     """Trains, and returns weights and history.
 
@@ -72,6 +73,7 @@ def fit(
         schedule: Bool, whether the learning rate is a schedule.
         micro_batch: Int, samples of a batch, of which as many make an update as have
             two batches of `BATCH_SIZE`.
+        compression: String, as for the options of communication.
     """
     import keras
     import tensorflow as tf
@@ -87,7 +89,7 @@ def fit(
         _die_at_put(die_at_put["number"])
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.experimental.enable_op_determinism()
-    strategy = _strategy(layout, tfdp)
+    strategy = _strategy(layout, tfdp, compression)
     keras.utils.set_random_seed(5)
     with strategy.scope():
         rate: Any = learning_rate
@@ -273,13 +275,19 @@ def _py_dataset(keras: Any, batch_size: int) -> Any:
     return Rows()
 
 
-def _strategy(layout: Layout, tfdp: Any) -> Any:
+def _strategy(layout: Layout, tfdp: Any, compression: str | None = None) -> Any:
+    # So slow that everything that can be is compressed.
+    slow = tfdp.Links(tfdp.Link(0.0, 1.0), tfdp.Link(0.0, 1.0))
+    options = tfdp.CommunicationOptions(
+        compression=compression, links=slow if compression else None
+    )
     if layout.num_workers > 1:
-        return tfdp.MultiWorkerMirroredStrategy()
+        return tfdp.MultiWorkerMirroredStrategy(communication=options)
     import tfdp.testing
 
     tfdp.testing.logical_cpus(layout.devices)
-    return tfdp.MirroredStrategy([f"/cpu:{i}" for i in range(layout.devices)])
+    devices = [f"/cpu:{i}" for i in range(layout.devices)]
+    return tfdp.MirroredStrategy(devices, communication=options)
 
 
 def _model(keras: Any, units: int, learning_rate: Any, dropout: float) -> Any:

@@ -102,6 +102,20 @@ def test_accumulated_gradients_and_parameters_that_are_sharded_go_on_too(
     assert_same(found, undisturbed(layout, stage=stage))
 
 
+@pytest.mark.parametrize(
+    "layout", [standard(TWO_BY_TWO), full(ONE_PROCESS)], ids=lambda x: x.name
+)
+def test_errors_of_compressed_gradients_go_on_too(layout, undisturbed, tmp_path):
+    options = {"compression": "int8", "units": 200}
+    found = killed_and_resumed(layout, tmp_path, seed=4, save_freq=1, **options)
+    assert_same(found, undisturbed(layout, **options))
+    plain = undisturbed(layout, units=200)
+    assert any(
+        not np.array_equal(value, found.weights[name])
+        for name, value in plain.weights.items()
+    )
+
+
 @pytest.mark.standard
 def test_a_run_goes_on_on_another_number_of_replicas_as_one_device_would(
     undisturbed, tmp_path

@@ -192,7 +192,7 @@ def test_a_model_that_cannot_be_planned_gets_one_sentence(models, name, words):
         (("--algorithm", "star"), "Received: star"),
         (("--algorithm", "ring:tree,ring"), "Received: ring:tree,ring"),
         (("--algorithm", "hierarchical:star"), "Received: hierarchical:star"),
-        (("--compression", "int8"), "int8"),
+        (("--compression", "int7"), "int7"),
         (("--bucket-mb", "-2"), "Received: -2"),
         (("--bucket-mb", "1e308"), "at most 1,000,000,000. Received: 1e308"),
         (("--step-ms", "1e-320"), "at least 0.000000001. Received: 1e-320"),
@@ -339,6 +339,7 @@ def test_an_algorithm_becomes_the_option_of_the_same_name(algorithm, option):
         ("none", None, (None, None)),
         ("fp16", "fp16", ("float16", "float16")),
         ("outer:bf16", {"outer": "bf16"}, (None, "bfloat16")),
+        ("outer:int8", {"outer": "int8"}, (None, None)),
     ],
 )
 def test_a_compression_becomes_the_option_of_the_same_name(
@@ -349,7 +350,7 @@ def test_a_compression_becomes_the_option_of_the_same_name(
 
 
 @pytest.mark.parametrize("nodes", [(1, 1), (1, 8), (2, 4), (64, 8)])
-@pytest.mark.parametrize("compression", [None, "bf16", {"outer": "fp16"}])
+@pytest.mark.parametrize("compression", [None, "bf16", {"outer": "fp16"}, "int8"])
 def test_what_is_planned_is_what_training_routes(nodes, compression):
     topology = cluster(*nodes)
     buckets = [bucket_of(count) for count in (1, 1000, 10**7)]

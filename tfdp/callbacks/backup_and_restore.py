@@ -33,6 +33,7 @@ from tfdp.coordination.preemption import PREEMPTED, PreemptionNotice, Preemption
 from tfdp.data.batch_change import BatchChange
 from tfdp.data.position import DataPosition
 from tfdp.keras_hooks import install
+from tfdp.local_steps import average_replicas_of
 from tfdp.optimizer.arguments import check_strategy
 
 # Of what a backup holds beside tensors; a newer tfdp may know more.
@@ -209,6 +210,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             batches: Int, how many of its batches are done.
             logs: Dict, those of the last batch.
         """
+        average_replicas_of(self.model)
         states, arrays = callback_states(self._others)
         state = RunState(self.model, arrays)
         run = {

@@ -75,6 +75,12 @@ class ConsistencyCheck(keras.callbacks.Callback):
         strategy = strategy_of(self.model)
         if strategy is None or strategy.num_replicas_in_sync == 1:
             return
+        features = getattr(self.model.optimizer, "features", None)
+        if features is not None and features.local_options is not None:
+            raise ValueError(
+                "`ConsistencyCheck` compares weights that `LocalSGD` and `DiLoCo` let "
+                "differ between exchanges. Leave out one of them."
+            )
         self._warn_of_parts()
         self._check("before the first step")
         self._probe = DriftProbe(strategy, self.model, self.every)

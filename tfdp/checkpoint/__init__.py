@@ -12,6 +12,7 @@ A save goes through these files from top to bottom, a restore from `api` to `rea
 - `writer`, `reader`: shards to the disk, and back into variables.
 - `backups`: a directory of backups of one run.
 - `run_state`, `replica_state`: what a backup has besides, of a `fit` under way.
+- `residual_state`: what compressors have kept of gradients.
 - `run_schema`: what a backup may say of its run.
 - `callback_state`, `random_state`: state of callbacks and of random generators.
 """

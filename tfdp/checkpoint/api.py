@@ -25,13 +25,20 @@ from tfdp.checkpoint.index_file import from_text, load_index, to_text, versions
 from tfdp.checkpoint.model_state import (
     ACCUMULATED_PREFIX,
     LOSS_SCALE_PREFIX,
+    OUTER_PREFIX,
     RUN_PREFIX,
     model_state,
 )
 from tfdp.checkpoint.open_storage import open_storage
+from tfdp.checkpoint.residual_state import (
+    ResidualPlan,
+    plan_residuals,
+    residual_tensors,
+)
 from tfdp.checkpoint.storage import Storage, StoreError
 from tfdp.coordination.checks import check_same_variables
 from tfdp.keras_hooks.file_hooks import plain_optimizer
+from tfdp.local_steps import average_replicas_of
 from tfdp.sharding.state_tensors import StateTensor
 
 # A timeout is meant for messages; a slow disk or store may take longer than that.
@@ -69,12 +76,18 @@ def save(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     >>> sorted(os.listdir(directory))
     ['data-...', 'index.json']
     """
-    state = model_state(model)
+    state = model_state(model) + residual_tensors(model)
     if num_accumulated(model):
         state += accumulated_state(model)
-    prepare = functools.partial(redistribute_accumulated_gradients, model)
+    prepare = functools.partial(_make_alike, model)
     serialize = functools.partial(serialize_model, model)
     save_state(state, directory, worker_group_of(model), serialize, prepare)
+
+
+def _make_alike(model: keras.Model) -> None:
+    """Have one state of all replicas, on any worker."""
+    average_replicas_of(model)
+    redistribute_accumulated_gradients(model)
 
 
 def restore(model: keras.Model, directory: str | os.PathLike[str]) -> None:
@@ -106,7 +119,14 @@ def restore(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     True
     """
     state, accumulated = model_state(model), accumulated_state(model)
-    restore_state(state, directory, worker_group_of(model), accumulated)
+    found: list[ResidualPlan] = []
+
+    def others(index: Index) -> tuple[list[StateTensor], list[str]]:
+        found.append(plan_residuals(model, index))
+        return found[-1].tensors, found[-1].left_out
+
+    restore_state(state, directory, worker_group_of(model), accumulated, others)
+    found[-1].finish()
 
 
 def save_state(
@@ -160,14 +180,20 @@ def restore_state(
     directory: str | os.PathLike[str],
     worker_group: Any,
     accumulated: Sequence[StateTensor] = (),
+    others: Callable[[Index], tuple[list[StateTensor], list[str]]] = lambda _: ([], []),
 ) -> None:
-    """Read state tensors, and accumulated gradients, from a directory."""
+    """Read state tensors, and accumulated gradients, from a directory.
+
+    Of what only the index tells, `others` gives tensors to read and names to leave out.
+    """
     path = os.fspath(directory)
 
     def find() -> tuple[Index, list[StateTensor], Storage]:
         storage = open_storage(path)
         index = load_index(path)
         wanted, left_out = _select_tensors(index, state, accumulated)
+        further, not_read = others(index)
+        wanted, left_out = wanted + further, left_out + not_read
         reading.check_index(index, wanted, storage, left_out)
         return index, wanted, storage.below(index.token)
 
@@ -198,8 +224,9 @@ def _select_tensors(
     accumulated.
     """
     saved = {entry.name for entry in index.tensors}
-    scale = f"{LOSS_SCALE_PREFIX}/"
-    wanted = [t for t in state if t.name in saved or not t.name.startswith(scale)]
+    scale, outer = f"{LOSS_SCALE_PREFIX}/", f"{OUTER_PREFIX}/"
+    optional = (scale, outer)
+    wanted = [t for t in state if t.name in saved or not t.name.startswith(optional)]
     wanted += [tensor for tensor in accumulated if tensor.name in saved]
     names = {tensor.name for tensor in wanted}
     left_out = [n for n in saved if n.startswith(scale) and n not in names]
@@ -210,6 +237,14 @@ def _select_tensors(
             '`DistributedOptimizer(..., loss_scale="dynamic")`.',
             stacklevel=3,
         )
+    of_outer = [n for n in saved if n.startswith(outer) and n not in names]
+    if of_outer:
+        warnings.warn(
+            "The checkpoint has the outer optimizer of `DiLoCo`, which the model does "
+            "not use, so that it is left out.",
+            stacklevel=3,
+        )
+    left_out += of_outer
     of_run = [name for name in saved if name.startswith(f"{RUN_PREFIX}/")]
     if any(name.startswith(f"{RUN_PREFIX}/{ACCUMULATED_PREFIX}/") for name in of_run):
         warnings.warn(

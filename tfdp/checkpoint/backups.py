@@ -173,6 +173,7 @@ class Backups:
         run_on_all_workers(
             self._worker_group, backup.path, "restored", aftermath, "its tensors", read
         )
+        load_plan.residuals.finish()
 
     def delete(self) -> None:
         """Remove all backups, and the directory if nothing else is in it.

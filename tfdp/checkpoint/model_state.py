@@ -25,6 +25,7 @@ from tfdp.sharding.state_tensors import READ_ELEMENTS, LocalShard, StateTensor
 
 # What names begin with that a checkpoint may have or not.
 LOSS_SCALE_PREFIX, ACCUMULATED_PREFIX = "loss_scale", "accumulated"
+OUTER_PREFIX = "outer"
 # What they begin with that only a backup has: the state of a `fit` that is under way.
 RUN_PREFIX = "run"
 # What Keras counts in.
@@ -127,6 +128,10 @@ def _optimizer_state(
         yield shard_writer.replicated(
             f"{LOSS_SCALE_PREFIX}/good_steps", scale[1], COUNTER
         )
+    for name, variable in _outer_state(optimizer).items():
+        yield shard_writer.replicated(
+            f"{OUTER_PREFIX}/{name}", variable, str(variable.dtype)
+        )
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if is_multi(inner):
         yield shard_writer.replicated(
@@ -165,6 +170,15 @@ def _scale_of(optimizer: Any) -> tuple[Any, Any] | None:
         return optimizer.dynamic_scale, optimizer.step_counter
     scale = optimizer.features.scale if hasattr(optimizer, "features") else None
     return None if scale is None else (scale.value, scale.good_steps)
+
+
+def _outer_state(optimizer: Any) -> dict[str, Any]:
+    """Variables of the outer step by name, where the optimizer steps locally."""
+    features = getattr(optimizer, "features", None)
+    local_steps = None if features is None else features.local_steps
+    if local_steps is None or local_steps.outer is None:
+        return {}
+    return local_steps.outer.state
 
 
 def _update_counter(group: Any) -> Any:

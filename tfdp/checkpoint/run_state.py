@@ -33,6 +33,11 @@ from tfdp.checkpoint.replica_state import (
     per_replica_tensors,
     zero_local_values,
 )
+from tfdp.checkpoint.residual_state import (
+    ResidualPlan,
+    plan_residuals,
+    residual_tensors,
+)
 from tfdp.keras_hooks.file_view import VariableView
 from tfdp.sharding.state_tensors import StateTensor, renamed
 
@@ -71,7 +76,7 @@ class RunState:
         Returns:
             List of `StateTensor`.
         """
-        tensors = self._common_tensors()
+        tensors = self._common_tensors() + residual_tensors(self._model)
         if num_accumulated(self._model):
             tensors += self._accumulated_tensors(self._replicas.count)
         if in_epoch:
@@ -113,7 +118,10 @@ class RunState:
         else:
             left_out = [name for name in saved if name.startswith(f"{_METRICS}/")]
         label = "within the epoch" if with_metrics else "at its start"
-        return LoadPlan(self, tensors, left_out, label)
+        residuals = plan_residuals(self._model, index)
+        tensors += residuals.tensors
+        left_out += residuals.left_out
+        return LoadPlan(self, tensors, left_out, label, residuals)
 
     def clear_accumulated(self) -> None:
         """Clear accumulated gradients; the backup has them, or there are none."""
@@ -157,12 +165,14 @@ class LoadPlan:
         tensors: List of `StateTensor`, what is read.
         left_out: List of strings, names of what is not.
         label: String, what all workers have to decide alike.
+        residuals: `ResidualPlan`, to be finished when all is read.
     """
 
     state: RunState
     tensors: list[StateTensor]
     left_out: list[str]
     label: str
+    residuals: ResidualPlan
 
 
 def accumulated_variables(model: Any) -> list[PerReplicaVariable]:

@@ -19,7 +19,7 @@ from tfdp.plans.buckets import Bucket
 from tfdp.plans.prediction import BucketPrediction, StepPrediction
 
 if TYPE_CHECKING:  # it imports TensorFlow
-    from tfdp.reduction.algorithm_selector import AlgorithmChoice
+    from tfdp.reduction.algorithm_choice import AlgorithmChoice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,9 +193,9 @@ def _assumptions(forecast: Forecast) -> Iterator[str]:
         )
     if forecast.compression != "none":
         yield (
-            f"Compression is {forecast.compression}: 16 bits an element on the wire; "
-            "a flat algorithm compresses all or nothing, and a bucket that would gain "
-            "less than a tenth of its time travels as it is."
+            f"Compression is {forecast.compression}: {_bits(forecast)} an element on "
+            "the wire; a flat algorithm compresses all or nothing, and a bucket that "
+            "would gain less than a tenth of its time travels as it is."
         )
     if forecast.memory:
         yield (
@@ -206,6 +206,11 @@ def _assumptions(forecast: Forecast) -> Iterator[str]:
     if forecast.sparse:
         names = ", ".join(forecast.sparse)
         yield f"Rows of sparse gradients are left out: {names}."
+
+
+def _bits(forecast: Forecast) -> str:
+    is_int8 = forecast.compression.endswith("int8")
+    return "8 bits, and a scale for each block," if is_int8 else "16 bits"
 
 
 def _link_assumptions(forecast: Forecast) -> Iterator[str]:
@@ -251,8 +256,8 @@ def _to_dict(forecast: Forecast) -> dict[str, Any]:
                 "dtype": bucket.dtype,
                 "variables": [entry.name for entry in bucket.entries],
                 "algorithm": str(route.algorithm),
-                "inner_wire": route.inner_dtype or bucket.dtype,
-                "outer_wire": route.outer_dtype or bucket.dtype,
+                "inner_wire": route.wires[0] or bucket.dtype,
+                "outer_wire": route.wires[1] or bucket.dtype,
                 "seconds": route.seconds,
                 "ring_seconds": ring.seconds,
             }

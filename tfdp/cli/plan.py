@@ -16,15 +16,18 @@ from tfdp.cli.forecast import Forecast, show
 from tfdp.cli.importing import first_line, import_without_gpus
 from tfdp.cluster import Topology, counted
 from tfdp.links import DEFAULT_LINKS, Link, Links
-from tfdp.options import CommunicationOptions
+from tfdp.options import COMPRESSIONS, CommunicationOptions
 from tfdp.plans.buckets import BucketPlan
 from tfdp.plans.cost_model import Algorithm
 from tfdp.plans.prediction import BACKWARD_FRACTION
 
 if TYPE_CHECKING:  # it imports TensorFlow
-    from tfdp.reduction.algorithm_selector import AlgorithmChoice
+    from tfdp.reduction.algorithm_choice import AlgorithmChoice
 
-_COMPRESSIONS = ("none", "bf16", "fp16", "outer:bf16", "outer:fp16")
+_COMPRESSIONS = (
+    "none",
+    *(f"{level}{name}" for level in ("", "outer:") for name in COMPRESSIONS),
+)
 _MOST_REPLICAS = 2**20
 
 
@@ -242,7 +245,9 @@ def routes_of(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         algorithm_selector = AlgorithmSelector(options, topology, backend)
-    routes = tuple(algorithm_selector.select(b.num_bytes, b.dtype) for b in buckets)
+    routes = tuple(
+        algorithm_selector.select(b.num_bytes, b.dtype, bucket=b) for b in buckets
+    )
     return routes, tuple(str(warning.message) for warning in caught)
 
 

@@ -21,6 +21,7 @@ from tfdp.collectives.algorithms import (
     Level,
     halving_doubling,
     hierarchical,
+    node_levels,
     ring,
     tree,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "halving_doubling",
     "hierarchical",
     "is_collective",
+    "node_levels",
     "padded_length",
     "reduce_scatter",
     "ring",

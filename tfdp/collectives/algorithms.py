@@ -147,12 +147,7 @@ def hierarchical(
             sent = tf.cast(tensor, dtype)
         total = hierarchical(sent, group, replica, channel=channel, is_alone=is_alone)
         return tf.cast(total, tensor.dtype)
-    node = group.split(group.nodes)[replica]
-    # Replicas with equal index among the positions of their node reduce together.
-    ordered = [sorted(positions) for positions in group.nodes]
-    across = group.split(tuple(zip(*ordered, strict=True)))[replica]
-    assert node is not None
-    assert across is not None
+    node, across = node_levels(group, replica)
     # Also by replicas without a shard: all create groups in the same order.
     pairs_of(inner.algorithm, node)
     pairs_of(outer.algorithm, across)
@@ -174,6 +169,25 @@ def hierarchical(
 
     args = PhaseArguments(node, replica, channel, inner.reduce_dtype)
     return in_two_phases(tensor, args, scatter_and_reduce, gather)
+
+
+def node_levels(group: ProcessGroup, replica: int) -> tuple[ProcessGroup, ProcessGroup]:
+    """Split a group into nodes, and into replicas of one index in their nodes.
+
+    Args:
+        group: A `ProcessGroup` with equally large `nodes`.
+        replica: Int, index of the calling replica among the local ones.
+
+    Returns:
+        Tuple of the group of the replica's node, and of its group across nodes.
+    """
+    node = group.split(group.nodes)[replica]
+    # Replicas with equal index among the positions of their node reduce together.
+    ordered = [sorted(positions) for positions in group.nodes]
+    across = group.split(tuple(zip(*ordered, strict=True)))[replica]
+    assert node is not None
+    assert across is not None
+    return node, across
 
 
 def _rounds_sums_once(group: ProcessGroup) -> bool:

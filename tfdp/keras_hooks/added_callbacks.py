@@ -8,6 +8,7 @@ import keras
 
 from tfdp import _compat
 from tfdp.base.context import is_tfdp
+from tfdp.local_steps import average_replicas_of
 from tfdp.replicas.synchronized_scope import broadcast_variables
 
 # Looking at a variable waits for the step that is under way.
@@ -83,7 +84,10 @@ class BroadcastRestoredState(keras.callbacks.Callback):
 
 
 class OptimizerProgressCheck(keras.callbacks.Callback):
-    """Stop training that makes no progress; prepare accumulated gradients for files."""
+    """Stop training that makes no progress; prepare an optimizer's state for files."""
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        average_replicas_of(self.model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch % _CHECK_EVERY == _CHECK_EVERY - 1:
@@ -91,6 +95,7 @@ class OptimizerProgressCheck(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._check()
+        average_replicas_of(self.model)
         strategy = self.model.distribute_strategy
         # The parts of one process are added up when they are written.
         several = is_tfdp(strategy) and strategy.extended.worker_group.num_workers > 1

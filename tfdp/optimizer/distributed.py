@@ -21,10 +21,14 @@ from tfdp.base.param_groups import (
     rate_is_in_slots,
 )
 from tfdp.keras_hooks import file_view, install
+from tfdp.local_steps import LocalSteps
 from tfdp.optimizer import arguments
 from tfdp.optimizer.shardable import ShardableOptimizer
 from tfdp.plans.units import UnitOptions
-from tfdp.reduction.gradient_reducer import GradientReducer, replica_reducer
+from tfdp.reduction.gradient_reducer import (
+    GradientReducer,
+    replica_reducer,
+)
 from tfdp.sharding.full_state import FullState
 from tfdp.sharding.options import ShardingOptions
 from tfdp.step.accumulation import (
@@ -33,6 +37,7 @@ from tfdp.step.accumulation import (
     NoAccumulation,
     ShardedAccumulation,
 )
+from tfdp.step.grouped_update import decay_and_update
 from tfdp.step.loss_scale import MOST_SKIPS, LossScaling
 from tfdp.step.path import take_step
 from tfdp.step.state_layout import StateLayout, WholeVariables
@@ -148,7 +153,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         slices = None
         if self._shards is not None and self.accumulates_sums:
             slices = self._shards.accumulated_slices
-        self._features.build(trained, slices)
+        with _compat.scope_of_optimizer(self):  # of an outer optimizer, too
+            self._features.build(trained, slices)
 
     # AutoGraph has nothing to convert here; the loops that call it, it may convert.
     @tf.autograph.experimental.do_not_convert
@@ -207,6 +213,15 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         """
         if self.accumulated_steps:
             self._traces.run(self, "flush", self._flush)
+
+    def average_replicas(self) -> None:
+        """Exchange what replicas have learned alone, so that all have one state.
+
+        Outside a step, on all workers. Without local steps it does nothing.
+        """
+        local_steps = self._features.local_steps
+        if local_steps is not None and int(local_steps.updates.numpy()):
+            self._traces.run(self, "average", self._average_replicas)
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """Give variables their averages at the end of training, as Keras does."""
@@ -292,31 +307,64 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         variables = self._traces.variables or _compat.trained_by(self)
         take_step(self._step(variables), None)
 
+    def _average_replicas(self) -> None:
+        assert self._features.local_steps is not None
+        self._features.local_steps.exchange(
+            self.inner_optimizer, _reducer(), decay_and_update
+        )
+
+    def _alone(self) -> LocalSteps | None:
+        """The local steps of a step that is being traced, or `None`."""
+        features = self._features
+        if not features.steps_alone:
+            return None
+        others = {
+            "sharded state": self.sharding != "none",
+            "a loss scale": features.scaling is not None,
+            "the gradient noise scale": features.noise is not None,
+        }
+        if found := [name for name, is_used in others.items() if is_used]:
+            raise ValueError(
+                "Replicas that step alone cannot be combined with "
+                f"{' and '.join(found)}: these need what all replicas have in every "
+                "step. Leave out `LocalSGD` or `DiLoCo`, or the other."
+            )
+        return features.local_steps
+
     def _step(self, variables: list) -> Step:
         self._check_noise()
         features = self._features
         param_groups = param_groups_of(self.inner_optimizer, variables)
         reducer = _reducer()
+        alone = self._alone()
         sharded = None if self._shards is None else self._shards.on_replica()
-        layout = WholeVariables(reducer) if sharded is None else sharded
+        own_reducer = alone.reducer() if alone else reducer
+        layout = sharded or WholeVariables(own_reducer)
         return Step(
             optimizer=self.inner_optimizer,
             param_groups=param_groups,
             variables=variables,
             positions=[_compat.index_in(self, variable) for variable in variables],
-            accumulator=self._accumulator(layout, param_groups, variables),
+            accumulator=self._accumulator(layout, param_groups, variables, own_reducer),
             reducer=reducer,
             layout=layout,
             schedules=[self._schedule(group) for group in param_groups],
             noise=features.noise,
             scale=features.scale,
+            local_steps=alone,
             fixed_scale=self.inner_optimizer.loss_scale_factor,
         )
 
     def _accumulator(
-        self, layout: StateLayout, param_groups: list[ParamGroup], variables: list
+        self,
+        layout: StateLayout,
+        param_groups: list[ParamGroup],
+        variables: list,
+        reducer: GradientReducer,
     ) -> Accumulator:
         weight = batch_weight.weight_for(self)
+        if alone := self._alone():
+            weight = alone.weight(weight, reducer)
         state = self._features.accumulation
         if state is None:
             return NoAccumulation(weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tfdp.local_steps import LocalSteps, LocalStepsOptions
 from tfdp.reduction.gradient_noise import GradientNoise
 from tfdp.step.accumulation import AccumulationState
 from tfdp.step.loss_scale import LossScale, LossScaling
@@ -40,11 +41,15 @@ class Features:
         self.scale: LossScale | None = None
         self.warmup: Warmup | None = None
         self.noise: GradientNoise | None = None
+        self.local_options: LocalStepsOptions | None = None
+        self.local_steps: LocalSteps | None = None
+        self.steps_alone = False
 
     @property
     def traced_parts(self) -> tuple:
         """State that a traced step refers to: with other state it is traced again."""
-        return self.accumulation, self.scale, self.warmup, self.noise
+        parts = self.accumulation, self.scale, self.warmup, self.noise
+        return *parts, self.local_steps, self.steps_alone
 
     def build(
         self, variables: Sequence[Any], accumulated: Sequence[Any] | None = None
@@ -111,6 +116,22 @@ class Features:
             self._forget(self.noise.variables)
         self.noise = GradientNoise(self._make_variable, smoothing)
 
+    def step_locally(self, options: LocalStepsOptions, *, alone: bool) -> None:
+        """Prepare local steps, and begin with them or not yet.
+
+        Args:
+            options: `LocalStepsOptions`.
+            alone: Bool, whether replicas step alone from now on.
+        """
+        self.steps_alone = alone
+        if options == self.local_options:
+            return
+        self.local_options = options
+        if self.local_steps is not None:
+            self._forget(self.local_steps.variables)
+            self.local_steps = None
+        self._complete()
+
     def _complete(self) -> None:
         if self._trained is None:
             return
@@ -124,3 +145,7 @@ class Features:
             )
         if self.warmup_options is not None and self.warmup is None:
             self.warmup = Warmup(self._make_variable, self.warmup_options)
+        if self.local_options is not None and self.local_steps is None:
+            self.local_steps = LocalSteps(
+                self._make_variable, self.local_options, self._trained
+            )

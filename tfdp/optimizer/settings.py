@@ -7,6 +7,7 @@ from typing import Any
 
 from tfdp import _compat
 from tfdp.base.param_groups import innermost
+from tfdp.local_steps import LocalStepsOptions
 from tfdp.optimizer import arguments
 from tfdp.optimizer.features import Features
 from tfdp.optimizer.traces import Traces
@@ -121,6 +122,16 @@ class OptimizerSettings:
         if accumulation is not None:
             accumulation.rescale(factor)
             accumulation.count.assign(count)
+
+    def step_locally(self, options: LocalStepsOptions, *, alone: bool) -> None:
+        """Let replicas, or nodes, step alone, and meet every so many updates.
+
+        Args:
+            options: `LocalStepsOptions`.
+            alone: Bool, whether from now on; else the state for it is only made.
+        """
+        with _compat.scope_of_optimizer(self):  # of the outer optimizer, too
+            self._features.step_locally(options, alone=alone)
 
     def measure_noise(self, smoothing: float) -> None:
         """Measure the gradient noise scale at each update from now on.

@@ -14,10 +14,18 @@ from tfdp.collectives import (
     reduce_scatter,
     ring,
 )
+from tfdp.compression.compressed_reduce import (
+    Caller,
+    CompressedRoute,
+    reduce_scatter_compressed,
+)
+from tfdp.compression.residuals import BucketResiduals
 from tfdp.parameters.packing import place_row, take_row
 from tfdp.plans.shards import ShardBucket
 
 ReduceDtypes = tuple[tf.DType | None, tf.DType | None]
+# How a bucket is compressed, and what is kept of it from step to step.
+Compression = tuple[CompressedRoute, BucketResiduals]
 
 
 class ShardGroups:
@@ -185,6 +193,7 @@ class ShardGroups:
         *,
         channel: int = 0,
         reduce_dtypes: ReduceDtypes = (None, None),
+        compression: Compression | None = None,
     ) -> tf.Tensor:
         """Sum a bucket over all replicas and keep the calling one's slice.
 
@@ -194,10 +203,23 @@ class ShardGroups:
             replica: Int, index of the calling replica among the local ones.
             channel: Int, the chain of the launch order. Defaults to `0`.
             reduce_dtypes: See `reduce_scatter`. An all-reduce does without.
+            compression: Tuple of a `CompressedRoute` and `BucketResiduals`, or `None`.
+                An all-reduce does without. Defaults to `None`.
 
         Returns:
             Tensor of shape `[slice_size]`.
         """
+        if not bucket.is_lopsided and compression is not None:
+            route, residuals = compression
+            inner, outer = self._levels(replica)
+            return reduce_scatter_compressed(
+                flat,
+                inner,
+                outer,
+                route,
+                Caller(replica, channel, residuals),
+                is_copied=self._is_copied,
+            )
         if not bucket.is_lopsided:
             return self.reduce_scatter(
                 flat, replica, channel=channel, reduce_dtypes=reduce_dtypes

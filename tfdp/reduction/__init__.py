@@ -5,7 +5,9 @@
 - `fusion`: buckets of gradients, packed, all-reduced and unpacked.
 - `sparse`: gradients that are rows of a table.
 - `reduced_gradients`: the result, as the later stages of a step take it.
-- `algorithm_selector`: each bucket's algorithm and communication dtype.
+- `algorithm_choice`: a bucket's algorithm, and what travels by it.
+- `compressor_choice`: the choice among those that carry a compressor.
+- `algorithm_selector`: the choice for each bucket of a plan.
 - `link_measure`, `link_fit`, `link_cache`: the links that this choice depends on.
 - `communication_plan`: all of it as a table for the user.
 - `gradient_noise`: noise scale, from the norms before and after.

@@ -1,77 +1,25 @@
-"""Selection of each bucket's all-reduce algorithm and communication dtype."""
+"""Selection of each bucket's all-reduce algorithm and of what travels by it."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import tensorflow as tf
 
 from tfdp.cluster import Topology
-from tfdp.collectives import FLAT, Level, hierarchical
 from tfdp.links import DEFAULT_LINKS, Links
 from tfdp.options import CommunicationOptions
-from tfdp.plans.buckets import BucketPlan
+from tfdp.plans.buckets import Bucket, BucketPlan
 from tfdp.plans.cost_model import candidates_for, choose
 from tfdp.plans.traffic import Algorithm
+from tfdp.reduction.algorithm_choice import RING, AlgorithmChoice
+from tfdp.reduction.compressor_choice import LevelCompressors, best_choice
 
-RING = Algorithm("ring")
 # What compression has to save: it costs two casts, which no model knows.
 _LEAST_GAIN = 0.1
-# What may travel in two bytes.
+# What may travel in fewer bytes.
 _COMPRESSIBLE = ("float32", "float64")
-
-
-@dataclasses.dataclass(frozen=True)
-class AlgorithmChoice:
-    """Algorithm and communication dtypes that one bucket is reduced with.
-
-    Args:
-        algorithm: `Algorithm`. Defaults to the ring.
-        inner_dtype: String, dtype that travels inside nodes, and everywhere with
-            a flat algorithm; or `None`, its own. Defaults to `None`.
-        outer_dtype: String, dtype that travels across nodes, or `None`. Defaults
-            to `None`.
-        seconds: Float, how long it is predicted to take. Defaults to `0.0`.
-
-    Example:
-
-    >>> print(AlgorithmChoice(Algorithm("hierarchical"), outer_dtype="bfloat16"))
-    hierarchical (ring, ring), bfloat16 across nodes
-    """
-
-    algorithm: Algorithm = RING
-    inner_dtype: str | None = None
-    outer_dtype: str | None = None
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        text = str(self.algorithm)
-        if (
-            self.algorithm.name != "hierarchical"
-            or self.inner_dtype == self.outer_dtype
-        ):
-            return f"{text}, {self.inner_dtype}" if self.inner_dtype else text
-        if self.inner_dtype:
-            text += f", {self.inner_dtype} inside nodes"
-        return text + (f", {self.outer_dtype} across nodes" if self.outer_dtype else "")
-
-    @property
-    def all_reduce(self) -> Callable[..., tf.Tensor]:
-        """Callable of the algorithm, see `tfdp.collectives.ring`."""
-        inner, outer = (
-            _reduce_dtype(self.inner_dtype),
-            _reduce_dtype(self.outer_dtype),
-        )
-        if self.algorithm.name != "hierarchical":
-            return functools.partial(FLAT[self.algorithm.name], reduce_dtype=inner)
-        return functools.partial(
-            hierarchical,
-            inner=Level(self.algorithm.inner, inner),
-            outer=Level(self.algorithm.outer, outer),
-        )
 
 
 class AlgorithmSelector:
@@ -98,8 +46,10 @@ class AlgorithmSelector:
         self.are_links_known = options.links is not None
         self._fixed, problem = _fixed_algorithm(options, topology)
         self._inner, self._outer = options.reduce_dtypes
+        self._compressors = LevelCompressors.of(options, topology)
         self._compresses = options.compression is not None
-        if self._outer and not self._inner and topology.num_nodes == 1:
+        inner, outer = options.compression_levels
+        if outer and not inner and topology.num_nodes == 1:
             problem = problem or (
                 "`compression` across nodes has no effect: all replicas are on one node"
             )
@@ -110,6 +60,11 @@ class AlgorithmSelector:
     def depends_on_links(self) -> bool:
         """True if the links decide which algorithm is taken."""
         return self._fixed is None and self.topology.num_replicas > 2
+
+    @property
+    def needs_whole_buckets(self) -> bool:
+        """True if a compressor takes no parts of buckets."""
+        return self._compressors is not None and not self._compressors.cuts_buckets
 
     @property
     def is_hierarchical(self) -> bool:
@@ -142,12 +97,22 @@ class AlgorithmSelector:
         if may_compress and self._compresses:
             _check_compressible(plan)
         return tuple(
-            self.select(bucket.num_bytes, bucket.dtype, may_compress=may_compress)
+            self.select(
+                bucket.num_bytes,
+                bucket.dtype,
+                may_compress=may_compress,
+                bucket=bucket,
+            )
             for bucket in plan
         )
 
     def select(
-        self, num_bytes: int, dtype: str, *, may_compress: bool = True
+        self,
+        num_bytes: int,
+        dtype: str,
+        *,
+        may_compress: bool = True,
+        bucket: Bucket | None = None,
     ) -> AlgorithmChoice:
         """Select the algorithm of a bucket.
 
@@ -155,6 +120,8 @@ class AlgorithmSelector:
             num_bytes: Int, its size.
             dtype: String, its dtype.
             may_compress: Bool, whether it may be rounded. Defaults to `True`.
+            bucket: `Bucket` with what is in it, or `None` for a part of one.
+                Defaults to `None`.
 
         Returns:
             A `AlgorithmChoice`.
@@ -164,12 +131,22 @@ class AlgorithmSelector:
         plain = self._fastest(num_bytes, None, None)
         if not may_compress or dtype not in _COMPRESSIBLE:
             return plain
-        if self._inner is None and self._outer is None:
+        compressed: AlgorithmChoice | None = None
+        if self._compressors is not None:
+            compressed = best_choice(
+                self._compressors,
+                self._candidates(),
+                (num_bytes, dtype, () if bucket is None else bucket.entries),
+                self.topology,
+                self.links,
+            )
+        elif self._inner or self._outer:
+            fraction = 2 / tf.as_dtype(dtype).size
+            compressed = self._fastest(num_bytes, self._inner, self._outer, fraction)
+        if compressed is None:
             return plain
-        fraction = 2 / tf.as_dtype(dtype).size
-        compressed = self._fastest(num_bytes, self._inner, self._outer, fraction)
         is_worth_it = compressed.seconds < plain.seconds * (1 - _LEAST_GAIN)
-        return compressed if is_worth_it else plain
+        return compressed if is_worth_it or compressed.is_unpredictable else plain
 
     def _fastest(
         self,
@@ -235,7 +212,3 @@ def _fixed_algorithm(
             f"which have {', '.join(str(len(node)) for node in topology.nodes)}"
         )
     return wanted, ""
-
-
-def _reduce_dtype(name: str | None) -> tf.DType | None:
-    return None if name is None else tf.as_dtype(name)

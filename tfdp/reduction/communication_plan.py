@@ -17,7 +17,7 @@ from rich.table import Table
 from tfdp.cluster.words import counted
 from tfdp.plans.buckets import Bucket, BucketPlan
 from tfdp.plans.memory import MemoryReport
-from tfdp.reduction.algorithm_selector import AlgorithmChoice
+from tfdp.reduction.algorithm_choice import AlgorithmChoice
 from tfdp.reduction.fusion import make_plan
 
 _COLUMNS: dict[str, Literal["left", "right"]] = {
@@ -108,18 +108,14 @@ class CommunicationPlan:
     def _wire_bytes(
         self, bucket: Bucket, route: AlgorithmChoice, num_gathers: int
     ) -> float:
-        def fraction(reduce_dtype: str | None) -> float:
-            return tf.as_dtype(reduce_dtype or bucket.dtype).size / itemsize
-
         itemsize = tf.as_dtype(bucket.dtype).size
         num_replicas, node_size = self.num_replicas, self.node_size
         if route.algorithm.name != "hierarchical":
             node_size = num_replicas
         inner = 1 - 1 / node_size
         outer = (1 - node_size / num_replicas) / node_size
-        factor = inner * fraction(route.inner_dtype) + outer * fraction(
-            route.outer_dtype
-        )
+        inner_ratio, outer_ratio = route.byte_ratios(itemsize)
+        factor = inner * inner_ratio + outer * outer_ratio
         # What comes back is as large; of sharded state it is weights, not rounded.
         back = factor if self.sharding == "none" else inner + outer
         return (factor + num_gathers * back) * bucket.num_bytes

@@ -39,7 +39,7 @@ class GradientReducer(Protocol):
 
 
 class LocalReducer:
-    """The reducer of a single device, which has nobody to share with."""
+    """The reducer of one device, or of a replica that steps alone."""
 
     num_replicas = 1
 
@@ -51,8 +51,10 @@ class LocalReducer:
         may_sum: bool,
         weight: tf.Tensor | None,
     ) -> ReducedGradients:
-        """Leave gradients as they are."""
-        del variables, may_sum, weight
+        """Leave gradients as they are, but for a weight."""
+        del variables, may_sum
+        if weight is not None:
+            gradients = [weighted(gradient, weight) for gradient in gradients]
         return unbucketed(gradients)
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:

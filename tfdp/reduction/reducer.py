@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp.base.param_groups import path_of
 from tfdp.collectives import ProcessGroup, timing
+from tfdp.compression.compressed_reduce import all_reduce_compressed
+from tfdp.compression.residuals import ResidualStore
 from tfdp.coordination.checks import check_same_plan, check_same_variables
 from tfdp.coordination.progress import progress
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.options import CommunicationOptions
-from tfdp.plans.buckets import BucketPlan
-from tfdp.reduction.algorithm_selector import AlgorithmChoice, AlgorithmSelector
+from tfdp.plans.buckets import Bucket, BucketPlan
+from tfdp.reduction.algorithm_choice import AlgorithmChoice
+from tfdp.reduction.algorithm_selector import AlgorithmSelector
 from tfdp.reduction.fusion import (
     ReducedGradients,
     all_reduce_any_shape,
@@ -52,6 +57,7 @@ class Reducer:
         self.options = options
         self._worker_group = worker_group
         self.plans = TrainedPlans()
+        self.residuals = ResidualStore(group.devices)
 
     def reduce(self, reduce_op: Any, value: Any, replica: int) -> Any:
         """All-reduce a nest of tensors and `IndexedSlices` of one replica.
@@ -155,11 +161,34 @@ class Reducer:
             if plan and not self.plans.plan_of(variables):
                 check_same_plan(self._worker_group, plan)
             self.plans.remember(variables, plan, routes)
-        algorithms = [route.all_reduce for route in routes]
+        algorithms = [
+            self._algorithm(route, order, bucket, variables, dense, replica)
+            for order, (route, bucket) in enumerate(zip(routes, plan, strict=True))
+        ]
         flats = all_reduce_buckets(
             tensors, plan, self.group, replica, weight, algorithms
         )
         return flats, [tuple(dense[i] for i in bucket.indices) for bucket in plan]
+
+    def _algorithm(
+        self,
+        route: AlgorithmChoice,
+        order: int,
+        bucket: Bucket,
+        variables: Sequence[Any] | None,
+        dense: Sequence[int],
+        replica: int,
+    ) -> Callable[..., tf.Tensor]:
+        """The all-reduce of a bucket, with what its compressors keep of the steps."""
+        if route.compressed is None or variables is None:
+            return route.all_reduce
+        members = [variables[dense[index]] for index in bucket.indices]
+        return functools.partial(
+            all_reduce_compressed,
+            route=route.compressed,
+            entries=bucket.entries,
+            residuals=self.residuals.of_bucket("all-reduce", order, members, replica),
+        )
 
     def routes_of(
         self, plan: BucketPlan, *, are_gradients: bool = True

@@ -7,7 +7,7 @@ import weakref
 from typing import Any
 
 from tfdp.plans.buckets import BucketPlan
-from tfdp.reduction.algorithm_selector import AlgorithmChoice
+from tfdp.reduction.algorithm_choice import AlgorithmChoice
 
 
 @dataclasses.dataclass(frozen=True)

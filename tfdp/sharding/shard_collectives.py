@@ -10,8 +10,8 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.collectives import timing
 from tfdp.parameters.packing import pack_row, pack_rows, unpack_rows
-from tfdp.parameters.shard_groups import ReduceDtypes, ShardGroups
-from tfdp.plans.shards import Segment, ShardPlan
+from tfdp.parameters.shard_groups import Compression, ReduceDtypes, ShardGroups
+from tfdp.plans.shards import Segment, ShardBucket, ShardPlan
 from tfdp.reduction.fusion import weighted
 
 Slices = list[tf.Tensor | None]
@@ -65,6 +65,8 @@ class GraphShardCollectives:
         replica: Int, index of the calling replica among the local ones.
         reduce_dtypes_of: Callable from what is sent to the dtypes that it travels in,
             see `ShardGroups.reduce_scatter`.
+        compression_of: Callable from the number of a bucket, the bucket and what is
+            sent to how it is compressed, see `ShardGroups.scatter_bucket`.
         before_bucket: Callable, called before each reduce-scatter with the age of the
             last operation that it waits for, or `None`. Defaults to `None`.
         after_bucket: Callable, called with what each reduce-scatter returns, or
@@ -76,6 +78,7 @@ class GraphShardCollectives:
         groups: ShardGroups,
         replica: int,
         reduce_dtypes_of: Callable[[tf.Tensor], ReduceDtypes],
+        compression_of: Callable[[int, ShardBucket, tf.Tensor], Compression | None],
         before_bucket: Callable[[int], None] | None = None,
         after_bucket: Callable[[tf.Tensor], None] | None = None,
     ) -> None:
@@ -84,6 +87,7 @@ class GraphShardCollectives:
         self._groups = groups
         self._replica = replica
         self._reduce_dtypes_of = reduce_dtypes_of
+        self._compression_of = compression_of
         self._before_bucket = before_bucket
         self._after_bucket = after_bucket
 
@@ -112,6 +116,7 @@ class GraphShardCollectives:
                     self._replica,
                     channel=channel,
                     reduce_dtypes=self._reduce_dtypes_of(flat),
+                    compression=self._compression_of(channel, bucket, flat),
                 )
             if self._after_bucket is not None:
                 self._after_bucket(piece)
@@ -139,6 +144,57 @@ class GraphShardCollectives:
         """See `ShardCollectives`."""
         with timing.labelled("norms"):
             return self._groups.all_reduce(tensor, self._replica)
+
+
+class WholeGradientCollectives(GraphShardCollectives):
+    """Shard collectives for compressors of whole buckets, in a graph.
+
+    Gradients are all-reduced by the buckets of an optimizer that is not sharded; each
+    replica keeps its slices of the sums.
+
+    Args:
+        groups: `ShardGroups`.
+        replica: Int, index of the calling replica among the local ones.
+        sum_gradients: Callable from a dict of gradients by position, and a weight, to
+            the dict of their sums over all replicas.
+        before_bucket: Callable, see `GraphShardCollectives`. Defaults to `None`.
+        after_bucket: Callable, see `GraphShardCollectives`. Defaults to `None`.
+    """
+
+    def __init__(
+        self,
+        groups: ShardGroups,
+        replica: int,
+        sum_gradients: Callable[[Mapping[int, tf.Tensor], tf.Tensor | None], dict],
+        before_bucket: Callable[[int], None] | None = None,
+        after_bucket: Callable[[tf.Tensor], None] | None = None,
+    ) -> None:
+        super().__init__(
+            groups,
+            replica,
+            lambda flat: (None, None),
+            lambda number, bucket, flat: None,
+            before_bucket,
+            after_bucket,
+        )
+        self._sum_gradients = sum_gradients
+
+    def reduce_scatter(
+        self,
+        plan: ShardPlan,
+        tensors: Mapping[int, tf.Tensor],
+        weight: tf.Tensor | None,
+    ) -> Slices:
+        """See `ShardCollectives`."""
+        if self._before_bucket is not None and tensors:
+            self._before_bucket(max(map(_compat.op_position, tensors.values())))
+        sums = self._sum_gradients(tensors, weight)
+        slices = _own_slices(plan, self.owner, sums)
+        if self._after_bucket is not None:
+            for piece in slices:
+                if piece is not None:
+                    self._after_bucket(piece)
+        return slices
 
 
 class EagerShardCollectives:
@@ -178,15 +234,7 @@ class EagerShardCollectives:
             for index in indices
         ]
         sums = dict(zip(indices, self._sum_tensors(given), strict=True))
-        slices: Slices = []
-        for bucket in plan.buckets:
-            present = sorted(bucket.indices & sums.keys())
-            if not present:
-                slices.append(None)
-                continue
-            row, padding = bucket.rows[self.owner], bucket.padding(self.owner)
-            slices.append(pack_row(row, padding, sums, sums[present[0]].dtype))
-        return slices
+        return _own_slices(plan, self.owner, sums)
 
     def all_gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
         """See `ShardCollectives`: others' elements count as zeros in a sum."""
@@ -212,6 +260,19 @@ class EagerShardCollectives:
         """See `ShardCollectives`."""
         mine = tensor if self._is_first_copy else tf.zeros_like(tensor)
         return self._sum_tensors([mine])[0]
+
+
+def _own_slices(plan: ShardPlan, owner: int, sums: Mapping[int, tf.Tensor]) -> Slices:
+    """An owner's slice of each bucket, of gradients that are summed already."""
+    slices: Slices = []
+    for bucket in plan.buckets:
+        present = sorted(bucket.indices & sums.keys())
+        if not present:
+            slices.append(None)
+            continue
+        row, padding = bucket.rows[owner], bucket.padding(owner)
+        slices.append(pack_row(row, padding, sums, sums[present[0]].dtype))
+    return slices
 
 
 def _variable_sizes(plan: ShardPlan, slices: Slices) -> dict[int, int]:

@@ -6,7 +6,10 @@
 
 Everything above `2 reduce` is the replica's own; everything below it is computed
 from the sums of all replicas and so alike on each, branches included. A step with
-an overflow anywhere is skipped everywhere and changes the scale and its counters.
+an overflow anywhere is skipped everywhere and changes the scale and its counters; what
+compression has left out is kept for the next step only where this one is. With local
+steps 2 reduces nothing, or within a node, and 10 exchanges what was learned when that
+is due.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from tfdp import _compat
 from tfdp.base import batch_weight
 from tfdp.base.param_groups import ParamGroup
 from tfdp.collectives import step_events
+from tfdp.compression.residuals import step_residuals
 from tfdp.parameters.sharded_parameter import sharded_parameter
 from tfdp.reduction.gradient_noise import GradientNoise, squared_norm
 from tfdp.step.accumulation import Totals
+from tfdp.step.grouped_update import decay_and_update
 from tfdp.step.state_layout import GradientStatistics, StateLayout, reduce_groups
 from tfdp.step.step import Step
 
@@ -36,12 +41,17 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
         gradients: Sequence of tensors and `tf.IndexedSlices`, one for each of the
             step's variables, or `None` to make an update of what was accumulated.
     """
+    if step.local_steps is not None:
+        step.local_steps.begin()
     taken = None if gradients is None else list(gradients)
-    take_totals, is_due = step.accumulator.take(taken)  # 1
+    with step_residuals(lambda: _scale_of(step)) as of_micro_batch:
+        take_totals, is_due = step.accumulator.take(taken)  # 1
+    of_micro_batch.keep_finite()
 
     def update() -> tf.Tensor:
         totals = take_totals()
-        sums = _reduce(step, totals)  # 2
+        with step_residuals(lambda: _divisor(step, totals)) as residuals:
+            sums = _reduce(step, totals)  # 2
         sums = _unscale(step, sums, totals)  # 3
         statistics = _examine(step, sums, totals)
         is_finite = _is_finite(step, statistics)  # 4
@@ -49,6 +59,7 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
         def apply() -> None:
             clipped = _clip(step, sums, statistics)  # 5
             _decay_and_update(step, clipped)  # 6
+            residuals.keep()
 
         _cond(is_finite, apply, lambda: _skip(step, statistics))
         return is_finite
@@ -57,6 +68,7 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
     _average(step, is_kept)  # 7
     _constrain(step, is_kept)  # 8
     _count(step, is_updated, is_kept)  # 9
+    _exchange(step, is_updated)  # 10
 
 
 def _reduce(step: Step, totals: Totals) -> list:
@@ -77,7 +89,14 @@ def _unscale(step: Step, sums: list, totals: Totals) -> list:
 
 def _divisor(step: Step, totals: Totals) -> tf.Tensor | None:
     """Micro-batches times loss scale in float64, or `None` for one."""
-    factors = [totals.count, step.scale and step.scale.read(), step.fixed_scale]
+    factors = [totals.count, _scale_of(step)]
+    given = [tf.cast(factor, tf.float64) for factor in factors if factor is not None]
+    return tf.reduce_prod(given) if given else None
+
+
+def _scale_of(step: Step) -> tf.Tensor | None:
+    """Factor of the loss in float64, or `None` for one."""
+    factors = [step.scale and step.scale.read(), step.fixed_scale]
     given = [tf.cast(factor, tf.float64) for factor in factors if factor is not None]
     return tf.reduce_prod(given) if given else None
 
@@ -185,6 +204,15 @@ def _count(step: Step, is_updated: tf.Tensor | bool, is_kept: tf.Tensor | bool) 
     optimizers = [step.optimizer, *(group.optimizer for group in step.param_groups)]
     for optimizer in {id(item): item for item in optimizers}.values():
         _compat.count_update(optimizer, tf.cast(counts, tf.int64))
+
+
+def _exchange(step: Step, is_updated: tf.Tensor | bool) -> None:
+    """Exchange what replicas have learned alone, after so many updates."""
+    if step.local_steps is not None:
+        step.local_steps.count(is_updated)
+        step.local_steps.exchange_if_due(
+            step.optimizer, step.reducer, decay_and_update, is_updated
+        )
 
 
 def _update_if(

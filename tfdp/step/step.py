@@ -13,6 +13,7 @@ from tfdp import _compat
 from tfdp.base import batch_weight
 from tfdp.base.param_groups import ParamGroup, param_groups_of
 from tfdp.cluster.words import counted
+from tfdp.local_steps import LocalSteps
 from tfdp.reduction.gradient_noise import GradientNoise
 from tfdp.reduction.gradient_reducer import GradientReducer
 from tfdp.step.accumulation import (
@@ -52,6 +53,7 @@ class Step:
         schedules: List of `Schedule`, one for each parameter group.
         noise: `GradientNoise`, or `None` if it is not measured.
         scale: `LossScale`, or `None` for none.
+        local_steps: `LocalSteps` where the replicas step alone, or `None`.
         fixed_scale: Float, a factor of the loss that is not looked after, or `None`.
         counts_micro_batches: Bool, whether the optimizer counts micro-batches, as
             Keras's accumulation does, and not updates. Defaults to `False`.
@@ -67,6 +69,7 @@ class Step:
     schedules: list[Schedule]
     noise: GradientNoise | None = None
     scale: LossScale | None = None
+    local_steps: LocalSteps | None = None
     fixed_scale: float | None = None
     counts_micro_batches: bool = False
 

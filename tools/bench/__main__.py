@@ -21,10 +21,12 @@ from tools.bench import (
     accumulation,
     algorithms,
     all_reduce,
+    compression,
     consistency,
     ddp,
     growth,
     hosts,
+    hosts_compression,
     hosts_models,
     hosts_mpi,
     hosts_step,
@@ -78,6 +80,7 @@ def models_of(names: Iterable[str], text: str) -> Option:
 
 MODELS_TO_TRAIN = models_of(MODELS, "Models to train.")
 MODELS_TO_COMPILE = models_of(xla.MODELS, "Models to train.")
+MODELS_TO_COMPRESS = models_of(compression.MODELS, "Models to train.")
 MODELS_TO_REDUCE = models_of(hosts_models.MODELS, "Models whose gradients are reduced.")
 TORCH = click.option(
     "--torch-python",
@@ -87,15 +90,20 @@ TORCH = click.option(
 )
 
 
-RATES_OF_LINK = click.option(
-    "--rates",
-    metavar="RATE...",
-    multiple=True,
-    type=types.LINK_RATE,
-    default=RATES,
-    show_default=True,
-    help="Rates of the link between the hosts.",
-)
+def rates_of_link(*default: str) -> Option:
+    """The option that says how fast the link between the hosts is."""
+    return click.option(
+        "--rates",
+        metavar="RATE...",
+        multiple=True,
+        type=types.LINK_RATE,
+        default=default,
+        show_default=True,
+        help="Rates of the link between the hosts.",
+    )
+
+
+RATES_OF_LINK = rates_of_link(*RATES)
 
 
 def workers_per_host(*default: int) -> Option:
@@ -174,6 +182,7 @@ BENCHMARKS = [
     benchmark("input-rows", input_rows.run, TORCH),
     benchmark("xla", xla.run, MODELS_TO_COMPILE),
     benchmark("xla-clusters", xla_clusters.run, RATES_OF_LINK),
+    benchmark("compression", compression.run, MODELS_TO_COMPRESS),
     benchmark("hosts", hosts.run, RATES_OF_LINK, workers_per_host(2, 4), MEGABYTES),
     benchmark(
         "hosts-models",
@@ -189,6 +198,11 @@ BENCHMARKS = [
         "hosts-step",
         hosts_step.run,
         *(RATES_OF_LINK, workers_per_host(1, 2), BATCH, TORCH),
+    ),
+    benchmark(
+        "hosts-compression",
+        hosts_compression.run,
+        *(rates_of_link(hosts_compression.RATE), workers_per_host(2), BATCH),
     ),
     benchmark("hosts-plan", algorithms.run_on_hosts, RATES_OF_LINK),
 ]

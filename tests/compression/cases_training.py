@@ -1,0 +1,343 @@
+"""Training with compressed gradients, and with all that has to do with it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tests.harness import common, registry
+from tests.harness.env import Env
+from tests.reduction.cases_selection import SLOW, routed
+from tfdp.collectives import timing
+from tfdp.compression import BlockQuantized, Compressor, PowerSGD, TopK
+from tfdp.step.loss_scale import LossScaling
+
+case = registry.case
+UNITS = 40
+# Of 6 inputs and 40 units: what is compressed by each is more than a bias.
+COMPRESSORS: dict[str, Compressor] = {
+    "int8": BlockQuantized(),
+    "stochastic": BlockQuantized(bits=4, stochastic=True),
+    "low_rank": PowerSGD(rank=1, start_step=2),
+    "largest": TopK(ratio=0.1),
+}
+# With which sharding each is tried where all are.
+SHARDINGS = {
+    "int8": "optimizer",
+    "stochastic": "none",
+    "low_rank": "none",
+    "largest": "gradients",
+}
+
+
+def model_in_scope(env: Env, optimizer: Any = None, **options: Any) -> keras.Model:
+    """A perceptron with the same weights whenever it is called."""
+    keras.utils.set_random_seed(3)
+    with env.scope():
+        model = common.mlp(UNITS)
+        # Adam would make an update of full size of the smallest difference.
+        chosen = keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.5)
+        optimizer = tfdp.DistributedOptimizer(optimizer or chosen, **options)
+        return common.compiled(model, optimizer)
+
+
+def states_of(env: Env, model: keras.Model) -> dict[str, np.ndarray]:
+    """All that compressors keep of a model's gradients on this worker."""
+    store = env.strategy.extended.reducer.residuals
+    return {
+        f"{number} {state.level} {name} {replica}": variable.numpy()
+        for number, state in enumerate(store.states_within(model.trainable_variables))
+        for replica, own in enumerate(state.replicas)
+        for name, variable in own.items()
+    }
+
+
+@contextlib.contextmanager
+def compressed(env: Env, compressor: Any, **options: Any) -> Iterator[None]:
+    """Trains with a compressor; a step that compresses nothing fails the case."""
+    with routed(env, compression=compressor, links=SLOW, **options):
+        yield
+
+
+def _register_training(name: str, tolerance: float, compressor: Any, **options: Any):
+    def train(env: Env) -> dict:
+        with compressed(env, compressor):
+            model = model_in_scope(env, **options)
+            data = common.regression_data()
+            common.fit(model, *data)
+            if not env.is_reference:
+                assert states_of(env, model)
+            loss = model.evaluate(*data, batch_size=common.BATCH_SIZE, verbose=0)
+            # Bit for bit the same on all workers, and close to one device.
+            return {"weights": env.weights(model), "loss": loss}
+
+    registry.register(
+        f"training_with_{name}",
+        train,
+        f"compression: {name.replace('_', ' ')}",
+        setups=registry.ALL,
+        tol=tolerance,
+    )
+
+
+_register_training("int8", 0.02, "int8")
+_register_training("int8_and_accumulation", 0.02, "int8", accumulation_steps=3)
+_register_training("int8_and_sharded_optimizer", 0.02, "int8", sharding="optimizer")
+_register_training(
+    "int8_and_sharded_gradients",
+    0.02,
+    "int8",
+    sharding="gradients",
+    accumulation_steps=2,
+    loss_scale=64.0,
+)
+_register_training("int8_and_sharded_parameters", 0.02, "int8", sharding="parameters")
+_register_training("low_rank", 0.5, PowerSGD(rank=1, start_step=2))
+_register_training(
+    "low_rank_and_sharded_parameters",
+    0.5,
+    PowerSGD(rank=1, start_step=0),
+    sharding="parameters",
+)
+
+
+@case("a loss scale does not matter to residuals", setups=registry.ALL, compare=False)
+def residuals_are_those_of_gradients_without_a_scale(env: Env) -> dict:
+    if env.is_reference:
+        return {}
+    found = []
+    # It doubles every other step, and overflows do not come.
+    scaling = LossScaling(initial_scale=4.0, growth_steps=2)
+    for loss_scale in (None, scaling):
+        with compressed(env, BlockQuantized(block=16)):
+            model = model_in_scope(
+                env, keras.optimizers.SGD(0.05), loss_scale=loss_scale
+            )
+            common.fit(model, *common.regression_data())
+            found.append(model.get_weights())
+    assert model.optimizer.loss_scale > 100
+    for plain, scaled in zip(*found, strict=True):
+        np.testing.assert_allclose(scaled, plain, rtol=0, atol=1e-6)
+    return {}
+
+
+@case("a skipped step leaves residuals alone", setups=registry.ALL, compare=False)
+def skipped_step_leaves_residuals_alone(env: Env) -> dict:
+    if env.is_reference:
+        return {}
+    x, y = common.regression_data(16)
+    bad = x[8:].copy(), y[8:].copy()
+    # An overflow on the last replica only, in one element of its gradients.
+    bad[0][-1], bad[1][-1] = 1e30, 3e38
+    for name, sharding in SHARDINGS.items():
+        with compressed(env, COMPRESSORS[name]):
+            model = model_in_scope(env, loss_scale="dynamic", sharding=sharding)
+            common.fit(model, x[:8], y[:8])
+            before = states_of(env, model), model.get_weights()
+            common.fit(model, *bad)
+            after = states_of(env, model), model.get_weights()
+        assert model.optimizer.skipped_steps == 1, name
+        assert any(np.any(value) for value in before[0].values()), name
+        for key, value in before[0].items():
+            np.testing.assert_array_equal(after[0][key], value, err_msg=name)
+        for old, new in zip(before[1], after[1], strict=True):
+            np.testing.assert_array_equal(new, old, err_msg=name)
+    return {}
+
+
+@case("a checkpoint has residuals", setups=registry.ALL, compare=False)
+def training_goes_on_exactly_from_a_checkpoint(env: Env) -> dict:
+    if env.is_reference:
+        return {}
+    x, y = common.regression_data(64)
+    for name, sharding in SHARDINGS.items():
+        folder = env.tmp / name
+        with compressed(env, COMPRESSORS[name]):
+            source = model_in_scope(env, sharding=sharding)
+            common.fit(source, x[:32], y[:32])
+            tfdp.checkpoint.save(source, folder)
+            common.fit(source, x[32:], y[32:])
+            target = model_in_scope(env, sharding=sharding)
+            # Before a step is traced, and after it.
+            for _ in range(2):
+                tfdp.checkpoint.restore(target, folder)
+                common.fit(target, x[32:], y[32:])
+                pairs = zip(source.get_weights(), target.get_weights(), strict=True)
+                for wanted, found in pairs:
+                    np.testing.assert_array_equal(found, wanted, err_msg=name)
+    return {}
+
+
+@case(
+    "residuals of other replicas",
+    setups=("eight_devices",),
+    full_setups=(),
+    compare=False,
+)
+def residuals_of_other_replicas_are_dropped_with_one_sentence(env: Env) -> dict:
+    x, y = common.regression_data(32)
+    options = tfdp.CommunicationOptions(compression="int8", links=SLOW)
+
+    def model_on(num_replicas: int, communication: Any) -> keras.Model:
+        devices = [f"CPU:{index}" for index in range(num_replicas)]
+        strategy = tfdp.MirroredStrategy(devices, communication=communication)
+        with strategy.scope():
+            return common.compiled(common.mlp(UNITS), keras.optimizers.Adam(0.01))
+
+    source = model_on(4, options)
+    common.fit(source, x, y)
+    tfdp.checkpoint.save(source, env.tmp / "directory")
+    cases = (
+        (2, options, "they are those of 4 replicas, and there are 2 now"),
+        (4, None, "gradients are not compressed now"),
+    )
+    for num_replicas, communication, reason in cases:
+        target = model_on(num_replicas, communication)
+        with pytest.warns(UserWarning, match="are dropped") as caught:
+            tfdp.checkpoint.restore(target, env.tmp / "directory")
+        (text,) = {str(w.message) for w in caught if "dropped" in str(w.message)}
+        assert text.endswith(f"begin at zero: {reason}.")
+        common.fit(target, x, y)
+    other = tfdp.CommunicationOptions(compression=BlockQuantized(bits=4), links=SLOW)
+    target = model_on(4, other)
+    tfdp.checkpoint.restore(target, env.tmp / "directory")
+    with pytest.warns(UserWarning, match="of other buckets or of another compressor"):
+        common.fit(target, x, y)
+    return {}
+
+
+def _sent_bytes(env: Env, compressor: Any) -> tuple[float, float, Any]:
+    """Bytes of a traced step's gradients: sent, as planned, and the plan."""
+    with compressed(env, compressor):
+        with env.scope():
+            model = keras.Sequential(
+                [keras.Input((64,)), keras.layers.Dense(1024), keras.layers.Dense(64)]
+            )
+            common.compiled(model)
+        x = common.features(8).repeat(11, axis=1)[:, :64]
+        with timing.Recorder() as recorder:
+            common.fit(model, x, x)
+        plan = env.strategy.communication_plan(model)
+    sent = sum(
+        item.wire_bytes
+        for item in recorder.collectives
+        if item.is_of_gradients and item.replica == 0
+    )
+    return sent, plan.wire_bytes, plan
+
+
+@case("bytes of compressed gradients", setups=registry.ALL, compare=False)
+def compressed_gradients_send_as_many_bytes_as_planned(env: Env) -> dict:
+    if env.is_reference:
+        return {}
+    plain, _, _ = _sent_bytes(env, None)
+    for compressor, most, name in (
+        ("int8", 0.27, "int8"),
+        (BlockQuantized(bits=4), 0.14, "int4"),
+        (PowerSGD(rank=4, start_step=0), 0.15, "PowerSGD of rank 4"),
+        (TopK(ratio=0.01), 0.05, "top 1 %"),
+    ):
+        sent, planned, plan = _sent_bytes(env, compressor)
+        assert sent <= most * plain, name
+        assert planned == pytest.approx(sent, rel=0.02), name
+        assert name in str(plan)
+    return {}
+
+
+@case("a bucket that gains nothing", setups=("two_by_two",), compare=False)
+def compressor_is_off_where_it_would_not_gain(env: Env) -> dict:
+    if env.is_reference:
+        return {}
+    fast = tfdp.Links(tfdp.Link(1.0, 0.0), tfdp.Link(1.0, 0.0))
+    # With a ratio above 1 / replicas an all-gather moves more than an all-reduce.
+    for compressor, links in (("int8", fast), (TopK(ratio=0.6), SLOW)):
+        with routed(env, compression=compressor, links=links):
+            model = model_in_scope(env)
+            common.fit(model, *common.regression_data(8))
+            assert states_of(env, model) == {}
+    return {}
+
+
+class WrongShape(Compressor):
+    def reduce(self, bucket, state, group):
+        return group.all_reduce(bucket.flat)[:-1], state
+
+
+class WrongState(Compressor):
+    def reduce(self, bucket, state, group):
+        return group.all_reduce(bucket.flat), {"more": bucket.flat}
+
+
+class NoPair(Compressor):
+    def reduce(self, bucket, state, group):
+        return group.all_reduce(bucket.flat)
+
+
+@case("compressors that are wrong", setups=registry.ALL, compare=False)
+def wrong_results_of_a_compressor_are_told_on_every_worker(env: Env) -> dict:
+    if env.is_reference:
+        return {}
+    sentences = {
+        WrongShape: r"`WrongShape.reduce` must return a sum of shape \(\d+,\)",
+        WrongState: "`WrongState` returned must have the names that `state` gave",
+        NoPair: "`NoPair.reduce` must return a tensor and a dict",
+    }
+    for kind, sentence in sentences.items():
+        with compressed(env, kind()):
+            model = model_in_scope(env)
+            with pytest.raises(ValueError, match=sentence):
+                common.fit(model, *common.regression_data(8))
+    return {}
+
+
+@case("sparse gradients beside compressed ones", setups=registry.ALL, tol=0.02)
+def sparse_gradients_are_left_alone(env: Env) -> dict:
+    def build() -> keras.Model:
+        model = keras.Sequential(
+            [
+                keras.Input((common.LENGTH,), dtype="int32"),
+                keras.layers.Embedding(common.NUM_TOKENS, 16),
+                keras.layers.GlobalAveragePooling1D(),
+                keras.layers.Dense(UNITS),
+                keras.layers.Dense(1),
+            ]
+        )
+        return common.compiled(model)
+
+    with compressed(env, "int8"):
+        results = common.train(env, build, *common.token_data())
+        if not env.is_reference:
+            plan = env.strategy.extended.reducer.plans
+            assert plan is not None
+    return results
+
+
+@case("random rounding is right on average", setups=("two_by_two",), compare=False)
+def random_rounding_is_right_on_average(env: Env) -> dict:
+    if env.is_reference:
+        return {}
+    value = np.linspace(-1, 1, 64, dtype="float32")
+    with compressed(env, BlockQuantized(bits=4, block=64, stochastic=True)):
+        with env.scope():
+            variable = keras.Variable(tf.zeros([64]))
+            optimizer = keras.optimizers.SGD(1.0)
+            optimizer.build([variable])
+
+        @tf.function
+        def step() -> None:
+            env.strategy.run(lambda: optimizer.apply([tf.constant(value)], [variable]))
+
+        for _ in range(400):
+            step()
+    mean = -variable.numpy() / (400 * env.num_replicas)
+    # A step of 4 bits is 1 / 7; its mean over 400 steps is within a few percent of it.
+    np.testing.assert_allclose(mean, value, atol=0.02)
+    assert np.unique(np.round(mean, 6)).size > 32
+    return {}

@@ -1,0 +1,201 @@
+"""DiLoCo against nodes on one device that are brought together by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import pytest
+
+import tfdp
+from tests.harness import common, registry
+from tests.harness.env import Env
+from tests.local_steps.cases_local_sgd import (
+    EPOCHS,
+    NUM_ROWS,
+    Replicas,
+    adam,
+    batches,
+    check_weights,
+    first_model,
+    trained_alone,
+)
+
+case = registry.case
+optimizers = keras.optimizers
+SYNC_EVERY = 4
+
+
+class Nodes(Replicas):
+    """Nodes that train alone, and an outer optimizer: the definition of DiLoCo."""
+
+    def __init__(
+        self,
+        count: int,
+        weights: list[np.ndarray],
+        outer: optimizers.Optimizer,
+    ) -> None:
+        super().__init__(count, adam, weights)
+        self._anchors = [keras.Variable(value) for value in weights]
+        self._outer = outer
+        self._outer.build(self._anchors)
+        self.since = np.zeros((len(weights), count))
+
+    def step(self, x: np.ndarray, y: np.ndarray) -> None:
+        super().step(x, y)
+        self.since += self.samples
+        self.samples[:] = 0
+
+    def meet(self, positions: list[int]) -> None:
+        """An outer step of some variables."""
+        for position in positions:
+            variables = [m.trainable_variables[position] for m in self.models]
+            values = [variable.numpy() for variable in variables]
+            mean = np.average(values, axis=0, weights=self.since[position])
+            anchor = self._anchors[position]
+            self._outer.update_step(
+                anchor.numpy() - mean, anchor, self._outer.learning_rate
+            )
+            for variable in variables:
+                variable.assign(anchor)
+            self.since[position] = 0
+
+    def average_slots(self) -> None:
+        slots = [[v for v in m.optimizer.variables if v.shape] for m in self.models]
+        for variables in zip(*slots, strict=True):
+            mean = np.mean([variable.numpy() for variable in variables], axis=0)
+            for variable in variables:
+                variable.assign(mean)
+
+
+def expected_model(
+    count: int, first: list[np.ndarray], fragments: list[tuple[int, list[int]]]
+) -> keras.Model:
+    """Trains nodes; a fragment has the updates, modulo `SYNC_EVERY`, when it is due."""
+    nodes = Nodes(count, first, optimizers.SGD(0.7, momentum=0.9, nesterov=True))
+    for _ in range(EPOCHS):
+        for number, batch in enumerate(batches(), start=1):
+            nodes.step(*batch)
+            for offset, positions in fragments:
+                if number % SYNC_EVERY == offset:
+                    nodes.meet(positions)
+        for _, positions in fragments:
+            nodes.meet([p for p in positions if nodes.since[p].any()])
+        nodes.average_slots()
+    return nodes.models[0]
+
+
+EVERYTHING = [(0, [0, 1, 2, 3])]
+
+
+@case("Replicas train alone between outer steps", compare=False, setups=registry.ALL)
+def diloco_makes_outer_steps_of_what_replicas_have_learned(env: Env) -> dict:
+    callback = tfdp.callbacks.DiLoCo(sync_every=SYNC_EVERY, scope="replica")
+    model, first = trained_alone(env, adam, callback)
+    check_weights(env, model, expected_model(env.num_replicas, first, EVERYTHING))
+    env.read(model.optimizer.variables)  # one state of all replicas
+    return {}
+
+
+@case("Fragments of the weights are exchanged one after the other", compare=False)
+def diloco_exchanges_fragments_in_turn(env: Env) -> dict:
+    callback = tfdp.callbacks.DiLoCo(SYNC_EVERY, scope="replica", fragments=2)
+    model, first = trained_alone(env, adam, callback)
+    # The first kernel has 24 of the 33 weights.
+    fragments = [(2, [0]), (0, [1, 2, 3])]
+    check_weights(env, model, expected_model(env.num_replicas, first, fragments))
+    return {}
+
+
+@case(
+    "The replicas of a node train together",
+    compare=False,
+    setups=("two_by_two",),
+    full_setups=("two_workers",),
+)
+def diloco_trains_nodes_synchronously(env: Env) -> dict:
+    options = tfdp.CommunicationOptions(node_size=env.setup.devices_per_worker)
+    strategy = tfdp.MultiWorkerMirroredStrategy(communication=options)
+    with strategy.scope():
+        model = first_model(adam)
+    first = model.get_weights()
+    data = common.regression_data(NUM_ROWS)
+    common.fit(
+        model, *data, epochs=EPOCHS, callbacks=[tfdp.callbacks.DiLoCo(SYNC_EVERY)]
+    )
+    check_weights(env, model, expected_model(2, first, EVERYTHING))
+    return {}
+
+
+@case("`sync_every=1` with SGD(1.0) is synchronous training", setups=registry.ALL)
+def diloco_of_single_steps_is_synchronous(env: Env) -> dict:
+    with env.scope():
+        model = common.compiled(common.mlp(), optimizers.SGD(0.05))
+    callback = tfdp.callbacks.DiLoCo(1, optimizers.SGD(1.0), scope="replica")
+    data = common.regression_data(NUM_ROWS)
+    history = common.fit(
+        model,
+        *data,
+        epochs=EPOCHS,
+        validation_data=data,
+        callbacks=[] if env.is_reference else [callback],
+    )
+    return {"history": history, "weights": env.weights(model)}
+
+
+class Stop(keras.callbacks.Callback):
+    """Ends the run within its first epoch, between two exchanges."""
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        if batch == 8:
+            raise KeyboardInterrupt
+
+
+def resumed_and_not(
+    env: Env, make: Callable[[], keras.callbacks.Callback]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Weights of a run that was interrupted and resumed, and of one that was not."""
+    data = common.regression_data(NUM_ROWS)
+
+    def fit(folder: str, *more: keras.callbacks.Callback) -> list[np.ndarray]:
+        keras.utils.set_random_seed(3)
+        with env.scope():
+            model = first_model(adam)
+        backup = tfdp.callbacks.BackupAndRestore(str(env.tmp / folder), save_freq=4)
+        try:
+            common.fit(model, *data, epochs=EPOCHS, callbacks=[make(), *more, backup])
+        except KeyboardInterrupt:
+            return []
+        return list(env.weights(model).values())
+
+    whole = fit("whole")
+    assert not fit("killed", Stop())
+    return fit("killed"), whole
+
+
+def check_resumed(env: Env, make: Callable[[], keras.callbacks.Callback]) -> dict:
+    for found, expected in zip(*resumed_and_not(env, make), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    return {}
+
+
+@case("A run that is killed between averages is resumed exactly", compare=False)
+def local_sgd_is_resumed_exactly(env: Env) -> dict:
+    return check_resumed(env, lambda: tfdp.callbacks.LocalSGD(3, start_step=2))
+
+
+@case("A run that is killed between outer steps is resumed exactly", compare=False)
+def diloco_is_resumed_exactly(env: Env) -> dict:
+    return check_resumed(env, lambda: tfdp.callbacks.DiLoCo(3, scope="replica"))
+
+
+@case("Nodes need more than one", compare=False, setups=("mirrored",), full_setups=())
+def diloco_on_one_node_says_so(env: Env) -> dict:
+    with env.scope():
+        model = first_model(adam)
+    with pytest.raises(ValueError, match="All replicas are on one node"):
+        common.fit(
+            model, *common.regression_data(), callbacks=[tfdp.callbacks.DiLoCo()]
+        )
+    return {}

@@ -1,0 +1,191 @@
+"""Local SGD against models on one device that are averaged by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import pytest
+
+import tfdp
+from tests.harness import common, registry
+from tests.harness.env import Env
+from tests.harness.launches import launches
+from tests.reduction import cases_plans as plans
+
+case = registry.case
+optimizers = keras.optimizers
+Make = Callable[[], optimizers.Optimizer]
+# The last batch has 5 rows: replicas of one, of two and of three.
+NUM_ROWS = 11 * common.BATCH_SIZE + 5
+EPOCHS = 2
+
+
+def adam() -> optimizers.Optimizer:
+    return optimizers.Adam(0.05)
+
+
+def first_model(make: Make) -> keras.Model:
+    return common.compiled(common.mlp(), make())
+
+
+class Replicas:
+    """A model for each replica, on one device: the definition of local SGD.
+
+    Args:
+        count: Number of replicas.
+        make: Makes an optimizer.
+        weights: What all begin with.
+    """
+
+    def __init__(self, count: int, make: Make, weights: list[np.ndarray]) -> None:
+        self.models = [first_model(make) for _ in range(count)]
+        self.samples = np.zeros(count)
+        for model in self.models:
+            model.set_weights(weights)
+            model.optimizer.build(model.trainable_variables)
+
+    def step(self, x: np.ndarray, y: np.ndarray) -> None:
+        """Each trains alone on its rows of a global batch, the first have more."""
+        parts = np.array_split(np.arange(len(x)), len(self.models))
+        for index, (model, rows) in enumerate(zip(self.models, parts, strict=True)):
+            model.train_on_batch(x[rows], y[rows])
+            self.samples[index] += len(rows)
+
+    def average(self) -> None:
+        """Weights and slots become means, by samples."""
+        states = [
+            [*m.trainable_variables, *(v for v in m.optimizer.variables if v.shape)]
+            for m in self.models
+        ]
+        for variables in zip(*states, strict=True):
+            values = [variable.numpy() for variable in variables]
+            mean = np.average(values, axis=0, weights=self.samples)
+            for variable in variables:
+                variable.assign(mean)
+        self.samples[:] = 0
+
+
+def trained_alone(env: Env, make: Make, *callbacks: keras.callbacks.Callback) -> tuple:
+    """Trains with callbacks; returns the model and what it began with."""
+    with env.scope():
+        model = first_model(make)
+    first = model.get_weights()
+    data = common.regression_data(NUM_ROWS)
+    common.fit(model, *data, epochs=EPOCHS, callbacks=list(callbacks))
+    return model, first
+
+
+def batches() -> list[tuple[np.ndarray, np.ndarray]]:
+    x, y = common.regression_data(NUM_ROWS)
+    starts = range(0, NUM_ROWS, common.BATCH_SIZE)
+    return [
+        (x[i : i + common.BATCH_SIZE], y[i : i + common.BATCH_SIZE]) for i in starts
+    ]
+
+
+def check_weights(env: Env, model: keras.Model, expected: keras.Model) -> None:
+    for (path, found), wanted in zip(
+        env.weights(model).items(), expected.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, atol=1e-5, err_msg=path)
+
+
+@case("Replicas train alone and are averaged", compare=False, setups=registry.ALL)
+def local_sgd_averages_what_models_have_learned_alone(env: Env) -> dict:
+    model, first = trained_alone(env, adam, tfdp.callbacks.LocalSGD(sync_every=5))
+    expected = Replicas(env.num_replicas, adam, first)
+    for _ in range(EPOCHS):
+        for number, batch in enumerate(batches(), start=1):
+            expected.step(*batch)
+            if number % 5 == 0:
+                expected.average()
+        expected.average()
+    check_weights(env, model, expected.models[0])
+    env.read(model.optimizer.variables)  # slots are alike on the replicas
+    return {}
+
+
+@case("Post-local SGD: synchronous at first", compare=False)
+def local_sgd_begins_after_synchronous_steps(env: Env) -> dict:
+    callback = tfdp.callbacks.LocalSGD(sync_every=4, start_step=15)
+    model, first = trained_alone(env, adam, callback)
+    together = Replicas(1, adam, first)
+    every = [*batches(), *batches()]
+    for batch in every[:15]:
+        together.step(*batch)
+    expected = Replicas(env.num_replicas, adam, together.models[0].get_weights())
+    state = together.models[0].optimizer.variables
+    for alone in expected.models:
+        for own, theirs in zip(alone.optimizer.variables, state, strict=True):
+            own.assign(theirs)
+    for number, batch in enumerate(every[15:], start=16):
+        expected.step(*batch)
+        # The last epoch ends with an average, too.
+        if number in (19, 23, 24):
+            expected.average()
+    check_weights(env, model, expected.models[0])
+    return {}
+
+
+@case("`sync_every=1` with plain SGD is synchronous training", setups=registry.ALL)
+def local_sgd_of_single_steps_is_synchronous(env: Env) -> dict:
+    with env.scope():
+        model = common.compiled(common.mlp(), optimizers.SGD(0.05))
+    callbacks = [] if env.is_reference else [tfdp.callbacks.LocalSGD(sync_every=1)]
+    data = common.regression_data(NUM_ROWS)
+    history = common.fit(
+        model, *data, epochs=EPOCHS, validation_data=data, callbacks=callbacks
+    )
+    return {"history": history, "weights": env.weights(model)}
+
+
+@case("Micro-batches are accumulated alone", compare=False)
+def local_sgd_accumulates_micro_batches(env: Env) -> dict:
+    accumulation = tfdp.callbacks.GradientAccumulation(3)
+    callback = tfdp.callbacks.LocalSGD(sync_every=2)
+    model, first = trained_alone(env, adam, accumulation, callback)
+
+    def accumulating() -> optimizers.Optimizer:
+        return optimizers.Adam(0.05, gradient_accumulation_steps=3)
+
+    expected = Replicas(env.num_replicas, accumulating, first)
+    for _ in range(EPOCHS):
+        for number, batch in enumerate(batches(), start=1):
+            expected.step(*batch)
+            if number % 6 == 0:
+                expected.average()
+    check_weights(env, model, expected.models[0])
+    return {}
+
+
+@case("Of several steps one communicates gradients", compare=False)
+def local_steps_launch_collectives_when_an_average_is_due(env: Env) -> dict:
+    with env.scope():
+        model = common.compiled(plans.perceptron(), optimizers.SGD(0.05))
+    callback = tfdp.callbacks.LocalSGD(sync_every=4)
+    callback.set_model(model)
+    key = env.strategy.extended.group.key
+    found = launches(plans.traced_step(model, common.regression_data()))
+    over_replicas = [launch for launch in found if launch.group_key == key]
+    assert over_replicas
+    assert {launch.branch for launch in over_replicas} == {"then_branch"}
+    return {}
+
+
+@case("What cannot be combined says so", compare=False)
+def local_sgd_refuses_what_needs_all_replicas(env: Env) -> dict:
+    data = common.regression_data()
+    for others, text in (
+        ([tfdp.callbacks.ShardedOptimizer()], "sharded state"),
+        ([tfdp.callbacks.LossScaling()], "a loss scale"),
+        ([tfdp.callbacks.GradientNoiseScale()], "the gradient noise scale"),
+        ([tfdp.callbacks.ConsistencyCheck()], "ConsistencyCheck"),
+    ):
+        with env.scope():
+            model = first_model(adam)
+        callbacks = [tfdp.callbacks.LocalSGD(), *others]
+        with pytest.raises(ValueError, match=text):
+            common.fit(model, *data, callbacks=callbacks)
+    return {}

@@ -1,0 +1,55 @@
+"""Base of the callbacks that let replicas or nodes step alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfdp.callbacks.optimizer_callback import OptimizerCallback
+from tfdp.local_steps import LocalStepsOptions
+from tfdp.local_steps.options import check_count
+from tfdp.optimizer.distributed import DistributedOptimizer
+
+
+class LocalStepsCallback(OptimizerCallback):
+    """Base of the callbacks that let replicas or nodes step alone.
+
+    Args:
+        options: `LocalStepsOptions`.
+        start_step: Int, updates that are made synchronously first.
+    """
+
+    def __init__(self, options: LocalStepsOptions, start_step: int) -> None:
+        super().__init__()
+        check_count("start_step", start_step, "updates that are made before", least=0)
+        self.options = options
+        self.start_step = start_step
+        self._left = 0  # synchronous updates, at least
+        self._last_batch = -1
+
+    def switch_on(self, optimizer: DistributedOptimizer) -> None:
+        """Make the state; begin at once where nothing comes before."""
+        optimizer.step_locally(self.options, alone=self.start_step == 0)
+        self._left = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Start to count batches."""
+        self._last_batch = -1
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Begin when `start_step` updates are made, also before a resumed run."""
+        if self.optimizer.features.steps_alone:
+            return
+        self._left -= batch - self._last_batch
+        self._last_batch = batch
+        if self._left > 0:
+            return  # reading the number of updates waits for the step
+        self._left = self.start_step - int(self.optimizer.iterations.numpy())
+        if self._left <= 0:
+            self.optimizer.step_locally(self.options, alone=True)
+            self.model.make_train_function(force=True)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Train synchronously again."""
+        super().on_train_end(logs)
+        self.optimizer.step_locally(self.options, alone=False)
+        self.model.train_function = None

@@ -1,0 +1,181 @@
+"""State of compressors as tensors of a checkpoint, one for each replica.
+
+Which buckets there are is only known once a step is traced, so that what is read may
+have to wait for it. It is of no use to another number of replicas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import re
+import warnings
+from typing import Any
+
+import numpy as np
+
+from tfdp import _compat
+from tfdp.base.context import strategy_of
+from tfdp.checkpoint.index import Index, TensorMetadata
+from tfdp.checkpoint.replica_state import LocalReplicas, local_replicas
+from tfdp.cluster.words import counted
+from tfdp.compression.residuals import ResidualState, RestoredResiduals
+from tfdp.sharding.state_tensors import LocalShard, StateTensor
+
+PREFIX = "compression"
+_NAME = re.compile(rf"{PREFIX}/([0-9a-f]{{16}})/([^/]+)/replica([0-9]{{1,9}})")
+
+
+def residual_tensors(model: Any) -> list[StateTensor]:
+    """State tensors of what compressors have kept of a model's gradients.
+
+    Args:
+        model: Built Keras model.
+
+    Returns:
+        List of `StateTensor`, empty where nothing is compressed, or no step was made.
+    """
+    strategy = strategy_of(model)
+    if strategy is None:
+        return []
+    places, replicas = _places(model), local_replicas(model)
+    states = strategy.extended.reducer.residuals.states_within(
+        model.trainable_variables
+    )
+    return [
+        _tensor_of(state, _identity(state.name_for(places)), name, rank, replicas)
+        for state in states
+        for name in sorted(state.initial)
+        for rank in range(replicas.count)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidualPlan:
+    """What to read of compressors' state, and what to leave out.
+
+    Args:
+        model: Keras model.
+        tensors: List of `StateTensor`, to be read.
+        left_out: List of strings, names of what is not read.
+        reason: String, why, or `""`.
+        restored: `RestoredResiduals`, which gets what is read.
+    """
+
+    model: Any
+    tensors: list[StateTensor]
+    left_out: list[str]
+    reason: str
+    restored: RestoredResiduals
+
+    def finish(self) -> None:
+        """Hand over what was read, once all of a checkpoint is; say what was not."""
+        strategy = strategy_of(self.model)
+        if strategy is None:
+            return
+        strategy.extended.reducer.residuals.restore(self.restored)
+        if self.reason and strategy.extended.first_rank == 0:
+            warnings.warn(
+                "The errors of compressed gradients that were saved are dropped, and "
+                f"begin at zero: {self.reason}.",
+                stacklevel=2,
+            )
+
+
+def plan_residuals(model: Any, index: Index) -> ResidualPlan:
+    """Plan which tensors of compressors' state to read of a checkpoint.
+
+    Args:
+        model: Built Keras model.
+        index: `Index` of the checkpoint.
+
+    Returns:
+        `ResidualPlan`.
+    """
+    places, replicas = _places(model), local_replicas(model)
+    restored = RestoredResiduals(places, {}, _identity)
+    saved = [entry for entry in index.tensors if entry.name.startswith(f"{PREFIX}/")]
+    matches = [(entry, _NAME.fullmatch(entry.name)) for entry in saved]
+    parsed = [(entry, match) for entry, match in matches if match]
+    names = [entry.name for entry in saved]
+    count = 1 + max((int(match[3]) for _, match in parsed), default=-1)
+    reason = ""
+    if saved and count != replicas.count:
+        reason = (
+            f"they are those of {counted(count, 'replica')}, and there "
+            f"{'is' if replicas.count == 1 else 'are'} {replicas.count} now"
+        )
+    elif saved and not _compresses(model):
+        reason = "gradients are not compressed now"
+    if reason or not saved:
+        return ResidualPlan(model, [], names, reason, restored)
+    tensors = [
+        _tensor_to_read(entry, match[1], match[2], int(match[3]), replicas, restored)
+        for entry, match in parsed
+    ]
+    known = {tensor.name for tensor in tensors}
+    left_out = [name for name in names if name not in known]
+    return ResidualPlan(model, tensors, left_out, "", restored)
+
+
+def _places(model: Any) -> dict[int, int]:
+    return {id(v): place for place, v in enumerate(model.trainable_variables)}
+
+
+def _identity(name: tuple) -> str:
+    return hashlib.sha256(repr(name).encode()).hexdigest()[:16]
+
+
+def _compresses(model: Any) -> bool:
+    strategy = strategy_of(model)
+    if strategy is None:
+        return False
+    return strategy.extended.reducer.options.compression is not None
+
+
+def _tensor_of(
+    state: ResidualState, identity: str, name: str, rank: int, replicas: LocalReplicas
+) -> StateTensor:
+    """State tensor of the value of a replica, which its own process writes."""
+    array = state.initial[name]
+    shards: tuple[LocalShard, ...] = ()
+    local = rank - replicas.first
+    if 0 <= local < replicas.num_local:
+        variable = state.replicas[local][name]
+        read = functools.partial(_compat.elements_of, variable)
+        size = array.size
+        shards = (LocalShard(0, size, functools.partial(read, 0, size), _refuse, read),)
+    return StateTensor(
+        f"{PREFIX}/{identity}/{name}/replica{rank}",
+        array.shape,
+        array.dtype.name,
+        shards,
+        shards,
+    )
+
+
+def _tensor_to_read(
+    entry: TensorMetadata,
+    identity: str,
+    name: str,
+    rank: int,
+    replicas: LocalReplicas,
+    restored: RestoredResiduals,
+) -> StateTensor:
+    """State tensor of a replica's value, which waits until a step asks for it."""
+    shards: tuple[LocalShard, ...] = ()
+    local = rank - replicas.first
+    if 0 <= local < replicas.num_local:
+
+        def write(values: Any) -> None:
+            by_name = restored.values.setdefault(identity, {})
+            by_name.setdefault(name, {})[local] = np.array(values)
+
+        shards = (LocalShard(0, entry.size, _refuse, write),)
+    return StateTensor(entry.name, entry.shape, entry.dtype, shards, shards)
+
+
+def _refuse(*unused: Any) -> Any:
+    """Stand for reading what is to be read from a file, or writing what is saved."""
+    raise NotImplementedError

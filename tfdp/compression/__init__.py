@@ -1,0 +1,25 @@
+"""Compressed reduction of gradients: fewer bytes on the wire, errors fed back.
+
+- `compressor`: `Compressor`, what a bucket of gradients is reduced by.
+- `block_quantized`: 8 or 4 bits an element, with a scale for each block.
+- `power_sgd`: matrices of low rank.
+- `top_k`: the largest elements.
+- `replica_group`: the replicas of a reduction, as a compressor sees them.
+- `residuals`: what compressors keep from step to step, a value for each replica.
+- `compressed_reduce`: a bucket reduced in one level or two, with its residuals.
+"""
+
+from tfdp.compression.block_quantized import BlockQuantized
+from tfdp.compression.compressor import Compressor, GradientBucket
+from tfdp.compression.power_sgd import PowerSGD
+from tfdp.compression.replica_group import ReplicaGroup
+from tfdp.compression.top_k import TopK
+
+__all__ = [
+    "BlockQuantized",
+    "Compressor",
+    "GradientBucket",
+    "PowerSGD",
+    "ReplicaGroup",
+    "TopK",
+]

@@ -1,0 +1,237 @@
+"""The state of local steps, and the exchange between the replicas."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.base import batch_weight
+from tfdp.base.context import replica_context
+from tfdp.base.param_groups import innermost
+from tfdp.local_steps.node_reducer import node_reducer
+from tfdp.local_steps.options import LocalStepsOptions
+from tfdp.local_steps.outer_step import OuterStep, Update
+from tfdp.reduction.gradient_reducer import GradientReducer, LocalReducer
+
+
+class LocalSteps:
+    """Counts what a replica has done alone, and exchanges it when that is due.
+
+    Args:
+        make_variable: Callable that creates a Keras variable of the optimizer.
+        options: `LocalStepsOptions`.
+        variables: Sequence of the trained Keras variables.
+
+    Source: Stich 2019, "Local SGD Converges Fast and Communicates Little",
+    https://arxiv.org/abs/1805.09767.
+    """
+
+    def __init__(
+        self,
+        make_variable: Callable[..., Any],
+        options: LocalStepsOptions,
+        variables: Sequence[Any],
+    ) -> None:
+        self.options = options
+        self._trained = list(variables)
+        self.outer = None
+        if options.outer is not None:
+            self.outer = OuterStep(make_variable, options.outer, variables)
+        self._fragments = options.fragments_of(
+            [math.prod(variable.shape) for variable in variables]
+        )
+        self.updates = make_variable(
+            shape=(), dtype="int", initializer="zeros", name="local_updates"
+        )
+        # Since the last exchange of each fragment; another number on each replica, and
+        # zero where the state may be saved.
+        self.samples = make_variable(
+            shape=(len(self._fragments),),
+            dtype="float32",
+            initializer="zeros",
+            name="local_samples",
+        )
+
+    @property
+    def variables(self) -> list:
+        """Keras variables of the optimizer that it has made."""
+        own = [] if self.outer is None else self.outer.variables
+        return [self.updates, self.samples, *own]
+
+    def reducer(self) -> GradientReducer:
+        """The reducer of the gradients of the replica that is running."""
+        outer = self.options.outer
+        if outer is None or outer.scope == "replica":
+            return LocalReducer()
+        strategy = tf.distribute.get_strategy()
+        if len(strategy.extended.group.nodes) < 2:
+            raise ValueError(
+                "All replicas are on one node, so that there is nothing to exchange "
+                'between nodes. Use `DiLoCo(scope="replica")`, or say with '
+                "`CommunicationOptions(node_size=...)` how many replicas count as one."
+            )
+        return node_reducer(strategy, replica_context())
+
+    def weight(
+        self, weight: tf.Tensor | None, reducer: GradientReducer
+    ) -> tf.Tensor | None:
+        """The weight of this replica's rows among those that it is summed with.
+
+        Args:
+            weight: Scalar tensor, the weight among all replicas, or `None`.
+            reducer: What `reducer` has returned.
+        """
+        if weight is None:
+            # Outside of Keras's loops each one's loss is its part of the global mean.
+            return None
+        (total,) = reducer.sum([weight])
+        return tf.math.divide_no_nan(weight, total)
+
+    def begin(self) -> None:
+        """Prepare a step, before the first update."""
+        if self.outer is not None:
+            self.outer.begin(self._trained)
+
+    def count(self, is_updated: tf.Tensor | bool) -> None:
+        """Add a micro-batch of this replica, which may have made an update."""
+        samples = _compat.local_part(self.samples)
+        added = tf.fill(samples.shape, _own_samples())
+        samples.assign_add(added, read_value=False)
+        updates = _compat.local_part(self.updates)
+        updates.assign_add(tf.cast(is_updated, updates.dtype), read_value=False)
+
+    def exchange_if_due(
+        self,
+        optimizer: Any,
+        reducer: GradientReducer,
+        update: Update,
+        is_updated: tf.Tensor | bool,
+    ) -> None:
+        """Exchange the fragments whose turn it is after an update.
+
+        Args:
+            optimizer: Keras optimizer, no wrapper.
+            reducer: `GradientReducer` of all replicas.
+            update: Callable that runs an optimizer, see `OuterStep.update`.
+            is_updated: Scalar bool tensor, or bool, alike on all replicas.
+        """
+        place = _compat.local_part(self.updates) % self.options.sync_every
+        for number, offset in enumerate(self.options.offsets):
+            exchange = functools.partial(
+                self._exchange, number, optimizer, reducer, update
+            )
+            _cond(tf.logical_and(is_updated, tf.equal(place, offset)), exchange)
+
+    def exchange(
+        self, optimizer: Any, reducer: GradientReducer, update: Update
+    ) -> None:
+        """Exchange everything, slots too: afterwards all replicas have one state.
+
+        Args:
+            optimizer: Keras optimizer, no wrapper.
+            reducer: `GradientReducer` of all replicas.
+            update: Callable that runs an optimizer, see `OuterStep.update`.
+        """
+        for number in range(len(self._fragments)):
+            self._exchange(number, optimizer, reducer, update)
+        if self.outer is not None:
+            slots = slots_of(optimizer)
+            _assign(slots, _means(slots, reducer, 1.0 / reducer.num_replicas))
+        updates = _compat.local_part(self.updates)
+        updates.assign(tf.zeros((), updates.dtype), read_value=False)
+
+    def _exchange(
+        self, number: int, optimizer: Any, reducer: GradientReducer, update: Update
+    ) -> None:
+        """Exchange a fragment, unless nothing was done since it was the last time."""
+        samples = _compat.local_part(self.samples)
+        own = samples[number]
+        (total,) = reducer.sum([own])
+        positions = self._fragments[number]
+        variables = [self._trained[position] for position in positions]
+
+        def exchange() -> None:
+            slots = slots_of(optimizer) if self.outer is None else []
+            means = _means([*variables, *slots], reducer, own / total)
+            if self.outer is not None:
+                means = self.outer.update(positions, means, update)
+            _assign([*variables, *slots], means)
+            samples.scatter_nd_update([[number]], [0.0])
+
+        _cond(total > 0, exchange)
+
+
+def _means(variables: Sequence[Any], reducer: GradientReducer, share: Any) -> list:
+    """Means over all replicas, each of which counts by its share."""
+    values = [
+        _wide(_compat.local_part(variable).read_value()) for variable in variables
+    ]
+    return reducer.sum(
+        [tf.math.multiply_no_nan(v, tf.cast(share, v.dtype)) for v in values]
+    )
+
+
+def _assign(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> None:
+    with tf.control_dependencies(values):
+        for variable, value in zip(variables, values, strict=True):
+            part = _compat.local_part(variable)
+            part.assign(tf.cast(value, part.dtype), read_value=False)
+
+
+def _own_samples() -> tf.Tensor:
+    """Scalar float32 tensor, the samples of this replica's micro-batch.
+
+    Where Keras's loops do not count them all replicas have as many.
+    """
+    weight, samples = batch_weight.current(), batch_weight.num_samples()
+    own = tf.constant(1.0) if weight is None else tf.cast(weight, tf.float32)
+    return own if samples is None else own * samples
+
+
+def slots_of(optimizer: Any) -> list:
+    """Keras variables of an optimizer that follow from its replica's gradients.
+
+    Its scalars, such as the learning rate and the number of updates, follow from the
+    number of steps alone, and are alike on all replicas as they are.
+
+    Args:
+        optimizer: Keras optimizer, no wrapper.
+    """
+    found = {
+        id(variable): variable
+        for part in innermost(optimizer)
+        for variable in part.variables
+        if len(variable.shape) and tf.as_dtype(variable.dtype).is_floating
+    }
+    return list(found.values())
+
+
+def average_replicas_of(model: Any) -> None:
+    """Average what the replicas of a model have learned alone; on all workers.
+
+    After local steps every replica would evaluate and save its own weights.
+
+    Args:
+        model: Keras model. Without local steps nothing is done.
+    """
+    average = getattr(getattr(model, "optimizer", None), "average_replicas", None)
+    if average is not None:
+        average()
+
+
+def _wide(value: tf.Tensor) -> tf.Tensor:
+    """Add up halves in float32."""
+    return tf.cast(value, tf.float32) if value.dtype.size < 4 else value
+
+
+def _cond(predicate: tf.Tensor, action: Callable[[], None]) -> None:
+    def run() -> tf.Tensor:
+        action()
+        return tf.constant(True)
+
+    tf.cond(predicate, run, lambda: tf.constant(False))

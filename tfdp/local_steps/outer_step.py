@@ -1,0 +1,106 @@
+"""The outer step: what all hold in common, updated by what each has learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.base.param_groups import path_of
+from tfdp.local_steps.options import OuterOptions
+
+Update = Callable[[Any, Sequence[Any], Sequence[Any], Any], None]
+
+
+class OuterStep:
+    """The weights after the last exchange, alike everywhere, and their optimizer.
+
+    Args:
+        make_variable: Callable that creates a Keras variable of the inner optimizer.
+        options: `OuterOptions`.
+        variables: Sequence of the trained Keras variables.
+
+    Source: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of
+    Language Models", https://arxiv.org/abs/2311.08105.
+    """
+
+    def __init__(
+        self,
+        make_variable: Callable[..., Any],
+        options: OuterOptions,
+        variables: Sequence[Any],
+    ) -> None:
+        template = options.optimizer
+        self.optimizer = type(template).from_config(template.get_config())
+        # No assignment here: the first step may be under way, being traced.
+        self.is_begun = make_variable(
+            shape=(), dtype="int", initializer="zeros", name="outer_is_begun"
+        )
+        self.anchors = [
+            make_variable(
+                shape=variable.shape,
+                dtype=_wide(variable.dtype),
+                initializer="zeros",
+                name=f"{path_of(variable).replace('/', '_')}_outer",
+            )
+            for variable in variables
+        ]
+        self.optimizer.build(self.anchors)
+
+    @property
+    def variables(self) -> list:
+        """Keras variables of the inner optimizer that it has made."""
+        return [self.is_begun, *self.anchors]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Dict from names to all Keras variables, those of its optimizer too."""
+        own = {"is_begun": self.is_begun, "iterations": self.optimizer.iterations}
+        for index, anchor in enumerate(self.anchors):
+            own[f"weights/{index}"] = anchor
+        slots = [v for v in self.optimizer.variables if len(v.shape)]
+        return own | {f"slots/{index}": slot for index, slot in enumerate(slots)}
+
+    def begin(self, variables: Sequence[Any]) -> None:
+        """Start from the weights that training begins with, once."""
+        begun = _compat.local_part(self.is_begun)
+
+        def copy() -> tf.Tensor:
+            for anchor, variable in zip(self.anchors, variables, strict=True):
+                part = _compat.local_part(anchor)
+                value = _compat.local_part(variable).read_value()
+                part.assign(tf.cast(value, part.dtype), read_value=False)
+            begun.assign(tf.ones((), begun.dtype), read_value=False)
+            return tf.constant(True)
+
+        tf.cond(begun > 0, lambda: tf.constant(False), copy)
+
+    def update(self, positions: Sequence[int], means: list, update: Update) -> list:
+        """Update some of the common weights by the means of the replicas'.
+
+        Args:
+            positions: Sequence of ints, which.
+            means: List of tensors, the mean of each over all replicas.
+            update: Callable that runs an optimizer, see
+                `tfdp.step.grouped_update.decay_and_update`.
+
+        Returns:
+            List of tensors, the new common weights.
+        """
+        anchors = [self.anchors[position] for position in positions]
+        parts = [_compat.local_part(anchor) for anchor in anchors]
+        gradients = [
+            part.read_value() - tf.cast(mean, part.dtype)
+            for part, mean in zip(parts, means, strict=True)
+        ]
+        update(self.optimizer, gradients, anchors, None)
+        if positions[-1] == len(self.anchors) - 1:
+            _compat.count_update(self.optimizer, 1)
+        return [part.read_value() for part in parts]
+
+
+def _wide(dtype: Any) -> str:
+    kind = tf.as_dtype(dtype)
+    return "float32" if kind.size < tf.float32.size else kind.name

@@ -1,0 +1,121 @@
+"""Algorithm of a bucket, and what travels by it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfdp.collectives import FLAT, Level, hierarchical
+from tfdp.compression.compressed_reduce import CompressedRoute, Wire
+from tfdp.compression.compressor import Compressor
+from tfdp.plans.traffic import Algorithm
+
+RING = Algorithm("ring")
+
+
+@dataclasses.dataclass(frozen=True)
+class AlgorithmChoice:
+    """Algorithm and communication dtypes that one bucket is reduced with.
+
+    Args:
+        algorithm: `Algorithm`. Defaults to the ring.
+        inner_dtype: String, dtype that travels inside nodes, and everywhere with
+            a flat algorithm; or `None`, its own. Defaults to `None`.
+        outer_dtype: String, dtype that travels across nodes, or `None`. Defaults
+            to `None`.
+        seconds: Float, how long it is predicted to take. Defaults to `0.0`.
+        compressors: Tuple of `Compressor` or `None`, inside nodes and across them,
+            both the same with a flat algorithm. Defaults to none.
+        ratios: Tuple of two floats, the bytes that these send over those of an
+            all-reduce, NaN where that is not known. Defaults to 1.
+
+    Example:
+
+    >>> print(AlgorithmChoice(Algorithm("hierarchical"), outer_dtype="bfloat16"))
+    hierarchical (ring, ring), bfloat16 across nodes
+    """
+
+    algorithm: Algorithm = RING
+    inner_dtype: str | None = None
+    outer_dtype: str | None = None
+    seconds: float = 0.0
+    compressors: tuple[Compressor | None, Compressor | None] = (None, None)
+    ratios: tuple[float, float] = (1.0, 1.0)
+
+    def __str__(self) -> str:
+        text, (inner, outer) = str(self.algorithm), self.wires
+        if self.algorithm.name != "hierarchical" or inner == outer:
+            return f"{text}, {inner}" if inner else text
+        if inner:
+            text += f", {inner} inside nodes"
+        return text + (f", {outer} across nodes" if outer else "")
+
+    @property
+    def wires(self) -> tuple[str | None, str | None]:
+        """Names of what travels inside nodes and across them, `None` for floats."""
+        inner, outer = (
+            None if compressor is None else str(compressor)
+            for compressor in self.compressors
+        )
+        return inner or self.inner_dtype, outer or self.outer_dtype
+
+    def byte_ratios(self, itemsize: int) -> tuple[float, float]:
+        """Bytes inside nodes and across them for each byte of an all-reduce.
+
+        Args:
+            itemsize: Int, the bytes of an element of the bucket.
+        """
+        inner, outer = (
+            _known(ratio) if name is None else tf.as_dtype(name).size / itemsize
+            for ratio, name in zip(
+                self.ratios, (self.inner_dtype, self.outer_dtype), strict=True
+            )
+        )
+        return inner, outer
+
+    @property
+    def is_unpredictable(self) -> bool:
+        """Bool, whether it is not known how many bytes its compressors send."""
+        return any(math.isnan(ratio) for ratio in self.ratios)
+
+    @property
+    def compressed(self) -> CompressedRoute | None:
+        """`CompressedRoute`, or `None` where no level has a compressor."""
+        if self.compressors == (None, None):
+            return None
+        inner, outer = (
+            Wire(compressor, _reduce_dtype(name))
+            for compressor, name in zip(
+                self.compressors, (self.inner_dtype, self.outer_dtype), strict=True
+            )
+        )
+        is_hierarchical = self.algorithm.name == "hierarchical"
+        return CompressedRoute(inner, outer, is_hierarchical, self.all_reduce)
+
+    @property
+    def all_reduce(self) -> Callable[..., tf.Tensor]:
+        """Callable of the algorithm alone, see `tfdp.collectives.ring`."""
+        inner, outer = (
+            _reduce_dtype(self.inner_dtype),
+            _reduce_dtype(self.outer_dtype),
+        )
+        if self.algorithm.name != "hierarchical":
+            return functools.partial(FLAT[self.algorithm.name], reduce_dtype=inner)
+        return functools.partial(
+            hierarchical,
+            inner=Level(self.algorithm.inner, inner),
+            outer=Level(self.algorithm.outer, outer),
+        )
+
+
+def _reduce_dtype(name: str | None) -> tf.DType | None:
+    return None if name is None else tf.as_dtype(name)
+
+
+def _known(ratio: float) -> float:
+    """A ratio, or 1 where it is not known."""
+    return 1.0 if math.isnan(ratio) else ratio
