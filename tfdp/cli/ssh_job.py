@@ -191,8 +191,9 @@ class SshJob:
             self._screen.nodes[entry.rank] = node
             self._screen.line(entry.rank, entry.message)
         elif not worker.is_dismissed:
-            told = {"level": entry.level or "info", "rank": entry.rank, "node": node}
-            self._say(entry.message, worker.host.name, **told)
+            level: Level = entry.level or "info"
+            told = entry.message, worker.host.name, level
+            self._say(*told, rank=entry.rank, node=node)
 
     def _note_error(self, worker: SshWorker, line: str) -> None:
         """Keep what ssh says, or what comes before the launcher has answered."""

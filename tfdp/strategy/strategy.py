@@ -24,6 +24,7 @@ from tfdp.strategy.extended import (
     SingleWorkerReplicaExtended,
     next_stock_key_base,
 )
+from tfdp.tracking.watch import follow
 
 
 class _Strategy:
@@ -207,6 +208,7 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
         worker = start_worker(cluster_resolver, devices, options)
         if cluster_resolver is None:
             _warn_of_processes_apart(worker.cluster or find_cluster())
+        follow(worker.rank)
         extended = MultiWorkerReplicaExtended(self, worker=worker, options=options)
         tf.distribute.Strategy.__init__(self, extended)
         random_seed.agree_on_seed(self)
