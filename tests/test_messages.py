@@ -40,7 +40,6 @@ MANY = {
     ("cli/plan.py", "{_MOST_REPLICAS} replicas"),
     ("cli/run_where.py", "{num_workers} workers"),
     ("cluster/other_launchers.py", "{count} processes"),
-    ("cluster/other_launchers.py", "{hosts} hosts"),
     ("data/distribute.py", "{num_workers} workers"),
     ("data/same_datasets.py", "{listed} batches"),
     ("keras_hooks/rebalancing.py", "{num_rows} rows"),

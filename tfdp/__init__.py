@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tfdp import user_code
+from tfdp.tracking.watch import watch_trackers as _watch_trackers
 
 if TYPE_CHECKING:
     # Type checkers and editors see the names that `__getattr__` loads.
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         MultiWorkerMirroredStrategy,
         auto_strategy,
     )
+    from tfdp.tracking.first_worker import track_each_worker
 
 __version__ = "0.1.0"
 
@@ -43,6 +45,7 @@ _HOMES = {
     "optimizers": "tfdp.optimizers",
     "scale_learning_rate": "tfdp.plans.schedules",
     "testing": "tfdp.testing",
+    "track_each_worker": "tfdp.tracking.first_worker",
 }
 __all__ = [
     "CommunicationOptions",
@@ -60,10 +63,12 @@ __all__ = [
     "optimizers",
     "scale_learning_rate",
     "testing",
+    "track_each_worker",
 ]
 
 
 user_code.watch_start()
+_watch_trackers()
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of this package
 

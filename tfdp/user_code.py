@@ -41,7 +41,9 @@ def warn(message: str) -> None:
     """
     depth, frame = 1, inspect.currentframe()
     while frame is not None and not _is_of_user(frame):
-        depth, frame = depth + 1, frame.f_back
+        # Those of an import `warnings` does not count.
+        is_import = frame.f_code.co_filename.startswith("<frozen importlib")
+        depth, frame = depth + (not is_import), frame.f_back
     warnings.warn(message, stacklevel=depth)
 
 

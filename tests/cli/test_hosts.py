@@ -6,6 +6,8 @@ import collections.abc
 import json
 import pathlib
 import re
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -22,7 +24,7 @@ from tests.cli.sshd_bed import (
     strike,
     why_not,
 )
-from tests.harness.commands import ROOT, run_python
+from tests.harness.commands import HEEDING, ROOT, run_python
 
 # Nothing else makes hosts while other tests look for what is left of them.
 PROCESS_GROUP = "hosts"
@@ -88,6 +90,26 @@ def test_one_command_over_ssh_trains_as_one_device_does(bed: SshdBed, weights):
     assert_equal(weights_in(output, num_replicas=3), weights)
     assert min(bed.bed.bytes_sent()) > 10_000
     bed.wait_until_empty(5.0)
+
+
+def test_two_hosts_of_sagemaker_train_as_one_device_does(bed: SshdBed, weights):
+    hosts = list(bed.bed.addresses)
+    started = [
+        subprocess.Popen(
+            [*bed.bed.enter(host), *HEEDING, sys.executable, str(ROOT / SCRIPT)],
+            env=bed.environment
+            | {"SM_HOSTS": json.dumps(hosts), "SM_CURRENT_HOST": hosts[host]},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for host in range(2)
+    ]
+    outputs = [ended(process, DEADLINE_SECONDS) for process in started]
+    assert [code for code, _ in outputs] == [0, 0], outputs
+    assert_equal(weights_in(outputs[0][1], num_replicas=2), weights)
+    assert "WEIGHTS" not in outputs[1][1]
+    bed.wait_until_empty(0.5)
 
 
 def test_training_goes_on_after_a_worker_was_killed_and_ends_as_one_device_does(

@@ -17,8 +17,10 @@ class Heard:
     def __init__(self):
         self.said = []
 
-    def message(self, text, style=""):
+    def message(self, text):
         self.said.append(text)
+
+    warn = message
 
 
 @pytest.mark.parametrize(

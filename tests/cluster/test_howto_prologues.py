@@ -5,7 +5,6 @@ The code is read out of the pages, so that page and test cannot differ.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -38,7 +37,7 @@ def names_of(
 ) -> dict[str, Any]:
     """Runs a module of a page with these variables, and no others of its kind."""
     for variable in list(os.environ):
-        if re.match(r"TF_CONFIG|OMPI_|PMI_|SM_|HOSTS$|CUDA_VISIBLE", variable):
+        if re.match(r"TF_CONFIG|OMPI_|PMI_|HOSTS$|CUDA_VISIBLE", variable):
             monkeypatch.delenv(variable)
     # What the module sets goes with the test.
     monkeypatch.setattr(os, "environ", os.environ.copy() | environ)
@@ -89,34 +88,9 @@ def test_a_rank_of_mpi_that_is_alone_on_its_host_keeps_all_gpus(monkeypatch):
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
-@pytest.mark.parametrize(
-    "file", [MPI, ("sagemaker.md", "sagemaker_config.py")], ids=["mpi", "sagemaker"]
-)
-def test_outside_of_their_systems_the_modules_set_nothing(file, monkeypatch):
-    assert cluster_of(*file, {}, monkeypatch) is None
+def test_outside_of_mpi_the_module_sets_nothing(monkeypatch):
+    assert cluster_of(*MPI, {}, monkeypatch) is None
     assert "TF_CONFIG" not in os.environ
-
-
-def test_the_hosts_of_sagemaker_are_a_cluster(monkeypatch):
-    hosts = ["algo-2", "algo-1", "algo-3"]
-    for rank, host in enumerate(sorted(hosts)):
-        environ = {"SM_HOSTS": json.dumps(hosts), "SM_CURRENT_HOST": host}
-        cluster = cluster_of(
-            "sagemaker.md", "sagemaker_config.py", environ, monkeypatch
-        )
-        assert cluster is not None
-        assert cluster.rank == rank
-        assert cluster.workers == ("algo-1:2222", "algo-2:2222", "algo-3:2222")
-
-
-def test_the_file_of_sagemaker_takes_the_place_of_its_variables(monkeypatch, tmp_path):
-    names = names_of("sagemaker.md", "sagemaker_config.py", {}, monkeypatch)
-    names["RESOURCES"] = tmp_path / "resourceconfig.json"
-    resources = {"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]}
-    names["RESOURCES"].write_text(json.dumps(resources), "utf-8")
-    cluster = Cluster.from_tf_config(names["tf_config"](*names["hosts_and_own"]({})))
-    assert cluster is not None
-    assert cluster.rank == 1
 
 
 class LocalRay(types.ModuleType):

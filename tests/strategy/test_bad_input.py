@@ -422,9 +422,8 @@ def strategy_under(name: str, variables: dict[str, str]) -> list[str]:
     [
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "MPI has started"),
         ({"WORLD_SIZE": "4", "RANK": "1"}, "torchrun has started 4 processes"),
-        ({"SM_HOSTS": '["algo-1", "algo-2"]'}, "SageMaker has started 2 hosts"),
         ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, ""),
-        ({"WORLD_SIZE": "4", "SM_HOSTS": "[", "PMI_SIZE": "x", "PMI_RANK": "0"}, ""),
+        ({"WORLD_SIZE": "4", "PMI_SIZE": "x", "PMI_RANK": "0"}, ""),
     ],
 )
 def test_processes_of_another_launcher_that_train_apart_are_warned_of(

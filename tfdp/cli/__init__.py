@@ -4,9 +4,9 @@
 their options. `run` knows the options of `other_launchers`, checks a `program` and, by
 `run_where`, starts a `job` of local workers: `launch` (the environment of each),
 `worker` (a process and its output), `log_file`, `noise` and `tracebacks` (lines that
-are not shown, or once), `screen` (the output of all) on an `outlet` (which never
-blocks), `signals`, `restarts` (what follows a failure) and `attempts` (one job after
-the other).
+are not shown, or once), `screen` (the output of all; `json_screen`: as JSON) on an
+`outlet` (which never blocks), `signals`, `restarts` (what follows a failure) and
+`attempts` (one job after the other).
 On several machines `node_options` say where; the launcher of a `node` takes part in a
 rendezvous (tfdp/rendezvous) by `node_attempts`, and hears the `other_nodes`. By ssh
 (`hosts`, `ssh`) an `ssh_job` starts such launchers as `ssh_worker`s, whose other end is

@@ -51,7 +51,7 @@ class Attempts:
                 return end.code
             for log in history:
                 note(log, following.line)
-            self.screen.message(f"tfdp: {following.line}", style="bold yellow")
+            self.screen.message(f"tfdp: {following.line}", "warning")
             code = self.pause(following.pause_seconds)
             if code is not None:
                 return code

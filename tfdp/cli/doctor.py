@@ -21,6 +21,8 @@ from tfdp.cluster import (
     counted,
     find_cluster,
     processes_apart,
+    sagemaker,
+    slurm,
     topology_of,
 )
 from tfdp.cluster.mpi_start import current_job
@@ -93,8 +95,8 @@ def doctor(
     """Print versions, devices, NCCL, the cluster and its ports.
 
     It shows what a script would see that runs in its place: the replicas of
-    `tfdp.auto_strategy()`, the cluster of TF_CONFIG, Slurm or MPI as a tree, and
-    which workers answer.
+    `tfdp.auto_strategy()`, the cluster of TF_CONFIG, Slurm, a cloud or MPI as a
+    tree, and which workers answer.
 
     With --input it runs SCRIPT on this machine instead. What the script does before its
     `fit` is done; after a few steps it ends, as by `sys.exit()`. Callbacks that write
@@ -262,7 +264,11 @@ def _source() -> str:
     if job := current_job():
         return job.library
     is_set = Cluster.from_tf_config(os.environ.get("TF_CONFIG", "")) is not None
-    return "TF_CONFIG" if is_set else "Slurm"
+    if is_set:
+        return "TF_CONFIG"
+    if slurm.read(os.environ):
+        return "Slurm"
+    return "SageMaker" if sagemaker.read(os.environ) else "Vertex AI"
 
 
 def _states_in_mpi(cluster: Cluster) -> list[str]:

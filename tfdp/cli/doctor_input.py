@@ -90,7 +90,7 @@ def _run(
     ):
         screen = Screen(nowhere, nowhere)
         logs = [
-            LogFile(folder / f"worker-{rank}.log", screen.message)
+            LogFile(folder / f"worker-{rank}.log", screen.warn)
             for rank in range(len(clusters))
         ]
         with Job(command, clusters, logs, screen, signals, options) as job:

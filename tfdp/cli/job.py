@@ -260,6 +260,9 @@ class Job:
         self._screen.refresh()
 
     def _show(self, worker: Worker, lines: list[str]) -> None:
+        if self._screen.is_verbatim:
+            self._print(worker, lines)
+            return
         told = [line for line in lines if not self._is_noise(line)]
         self._print(worker, self._tracebacks.take(worker.rank, told))
         if not self._tracebacks.holds(worker.rank):
@@ -284,12 +287,7 @@ class Job:
         is_seen = since <= TAIL_LINES and self._screen.is_one
         if is_seen or not failed.tail:
             return
-        self._screen.message(
-            f"\ntfdp: the last lines of worker {failed.rank}:", style="bold red"
-        )
-        for line in failed.tail:
-            self._screen.quote(failed.rank, line)
-        self._screen.message("")
+        self._screen.recall(failed.rank, failed.tail)
 
     def _end_by_failure(self, failed: Worker) -> int:
         if self._others is not None:
@@ -308,7 +306,8 @@ class Job:
             self._screen.message(
                 f"tfdp: worker {failed.rank} {failed.describe_end()}{because}{rest}. "
                 f"All that worker {cause.rank} wrote: {cause.log.path}",
-                style="bold red",
+                "error",
+                rank=cause.rank,
             )
         assert failed.exit_code is not None
         return shell_code(failed.exit_code)
@@ -361,7 +360,7 @@ class Job:
         who = "workers that still run" if len(ranks) > 1 else "worker that still runs"
         self._screen.message(
             f"tfdp: not done within --timeout, stopping the {who}: {', '.join(ranks)}",
-            style="bold red",
+            "error",
         )
         self._leave("--timeout is over", TIMED_OUT, signal.SIGTERM)
         self._stop(signal.SIGTERM)

@@ -12,6 +12,7 @@ import click
 from tfdp.cli.bench import bench
 from tfdp.cli.convert import convert
 from tfdp.cli.doctor import doctor
+from tfdp.cli.json_screen import Entry
 from tfdp.cli.plan import plan
 from tfdp.cli.run import run
 
@@ -108,11 +109,25 @@ def run_command(
             arguments, prog_name=program, standalone_mode=False, obj=obj
         )
     except click.ClickException as error:
-        click.echo(f"{program}: error: {_describe(error)}", err=True)
+        text = f"{program}: error: {_describe(error)}"
+        if command is cli and _wants_json(arguments):
+            text = Entry(text, level="error").to_line().rstrip()
+        click.echo(text, err=True)
         code = USAGE_ERROR
     except (click.Abort, KeyboardInterrupt):
         code = INTERRUPTED
     sys.exit(code)
+
+
+def _wants_json(arguments: Sequence[str] | None) -> bool:
+    """Return whether `tfdp run` was asked for lines of JSON, also by a wrong line."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] != [run.name]:
+        return False
+    context = run.make_context(
+        "run", words[1:], resilient_parsing=True, ignore_unknown_options=True
+    )
+    return context.params.get("log_format") == "json"
 
 
 def _describe(error: click.ClickException) -> str:

@@ -164,7 +164,8 @@ class NodeAttempts:
     def _stop(self, message: dict[str, Any]) -> None:
         """Say why all stop; workers of this node have ended before."""
         if message.get("by") != self._node_rank and not self._others.has_left:
-            self._screen.message(f"tfdp: {message.get('text')}", style="bold red")
+            rank = message.get("rank")
+            self._screen.message(f"tfdp: {message.get('text')}", "error", rank=rank)
         if message.get("attempt") == self._others.attempt:
             self._others.tell_end(int(message["code"]), has_saved=False)
 
@@ -172,18 +173,18 @@ class NodeAttempts:
         line = str(message.get("text"))
         for log in self._logs.history if self._logs else []:
             note(log, line)
-        self._screen.message(f"tfdp: {line}", style="bold yellow")
+        self._screen.message(f"tfdp: {line}", "warning")
 
     def _end(self, message: dict[str, Any]) -> int:
         if message.get("text") and not self._others.has_left:
-            self._screen.message(f"tfdp: {message['text']}", style="bold red")
+            self._screen.message(f"tfdp: {message['text']}", "error")
         return int(message["code"])
 
     def _refused(self, message: dict[str, Any]) -> int:
         raise click.ClickException(str(message.get("text")))
 
     def _unreachable(self, message: dict[str, Any]) -> int:
-        self._screen.message(f"tfdp: {message.get('text')}", style="bold red")
+        self._screen.message(f"tfdp: {message.get('text')}", "error")
         return NODE_LOST
 
     def _lost(self, message: dict[str, Any]) -> int:
@@ -191,7 +192,7 @@ class NodeAttempts:
             return self._code_of_end
         self._screen.message(
             f"tfdp: {message.get('text')}; the workers of this node were stopped",
-            style="bold red",
+            "error",
         )
         return NODE_LOST
 

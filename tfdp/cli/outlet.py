@@ -6,6 +6,7 @@ import os
 import select
 import threading
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 from tfdp.cluster import counted
@@ -29,16 +30,21 @@ class Outlet:
     Args:
         stream: The text stream to write to, whose descriptor is used; `None` if it
             was closed before the program began.
+        as_line: Function that makes a line of the output of a sentence, which stands
+            where a piece of the output is missing.
 
     Attributes:
         error: The `OSError` that ended the output, or `None`.
     """
 
-    def __init__(self, stream: TextIO | None) -> None:
+    def __init__(
+        self, stream: TextIO | None, as_line: Callable[[str], str] = "{}\n".format
+    ) -> None:
         self.error: OSError | None = None
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
         self._fd = None if stream is None else stream.fileno()
         self._pending = bytearray()
+        self._as_line = as_line
         self._num_dropped = 0
         self._taken_at = time.monotonic()
         self._changed = threading.Condition()
@@ -99,10 +105,11 @@ class Outlet:
         """Say in the output itself where a piece of it is missing."""
         if self._num_dropped and self.error is None:
             lines = counted(self._num_dropped, "line is", "lines are")
-            self._append(
+            text = (
                 f"tfdp: nobody read the output; {lines} not shown here but kept in the "
-                "logs\n"
+                "logs"
             )
+            self._append(self._as_line(text))
         self._num_dropped = 0
 
     def _is_stalled(self) -> bool:

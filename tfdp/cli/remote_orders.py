@@ -82,5 +82,7 @@ def _options(settings: RunSettings) -> list[str]:
         words += ["--log-dir", settings.log_dir]
     if settings.timeout is not None:
         words += ["--timeout", f"{settings.timeout:g}"]
+    if settings.log_format != "text":
+        words += ["--log-format", settings.log_format]
     words += ["--rebalance"] if settings.rebalance else []
     return [*words, "-m"] if settings.is_module else words

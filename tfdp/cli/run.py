@@ -118,6 +118,14 @@ under Kubernetes run the script itself.
     help="Seconds with fewer workers after which all are tried again, where the script "
     "saves when asked; 0: never. Default: 600.",
 )
+@click.option(
+    "--log-format",
+    metavar="FORMAT",
+    default="text",
+    show_default=True,
+    type=click.Choice(("text", "json")),
+    help="text, or json: each line of the output is a JSON object.",
+)
 @node_options
 @click.option(
     "-m",
@@ -169,7 +177,7 @@ def run(
     until = None if timeout is None else time.monotonic() + timeout
     with (
         contextlib.closing(SignalPipe()) as signals,
-        showing(signals, until) as screen,
+        showing(signals, until, settings.log_format) as screen,
     ):
         if where.is_one_machine:
             code = run_here(settings, again, folder, screen, signals, until)

@@ -21,6 +21,7 @@ class RunSettings:
     grace: float
     max_restarts: int
     rebalance: bool
+    log_format: str
     is_module: bool
     script: str
     args: tuple[str, ...]

@@ -57,6 +57,7 @@ def run_here(
         click.ClickException: If a log cannot be written, or a worker be started.
     """
     num_workers = settings.num_workers
+    screen.node = 0
     names = [f"worker-{rank}.log" for rank in range(num_workers)]
     logs = _open_logs(folder, names, screen)
     history = _open_logs(
@@ -64,7 +65,7 @@ def run_here(
     )
     _announce(screen, num_workers, settings.devices_per_worker, folder)
     if settings.rebalance and num_workers == 1:
-        screen.message("tfdp: warning: --rebalance has no effect with one worker")
+        screen.warn("tfdp: warning: --rebalance has no effect with one worker")
     attempts = Attempts(
         settings.command,
         functools.partial(
@@ -109,6 +110,7 @@ def run_as_node(
             a worker be started.
     """
     nodes = where.nodes or 1
+    screen.node = where.node_rank
     hello = make_hello(where, settings)
 
     def open_logs(node_rank: int, first_rank: int, num_workers: int) -> Logs:
@@ -118,6 +120,7 @@ def run_as_node(
             _open_logs(folder, [f"worker-{rank}.log" for rank in ranks], screen),
             _open_logs(folder, kept, screen),
         )
+        screen.node = node_rank
         told = announcement(
             node_rank, nodes, first_rank, settings.num_workers, num_workers, folder
         )
@@ -169,7 +172,7 @@ def run_on_hosts(
     orders = make_orders(hosts, where, settings)
     with (
         contextlib.closing(SignalPipe()) as signals,
-        showing(signals, until=None) as screen,
+        showing(signals, None, settings.log_format) as screen,
         SshJob(
             hosts,
             orders,
@@ -186,7 +189,7 @@ def run_on_hosts(
 
 def _open_logs(folder: pathlib.Path, names: list[str], screen: Screen) -> list[LogFile]:
     try:
-        return [LogFile(folder / name, screen.message) for name in names]
+        return [LogFile(folder / name, screen.warn) for name in names]
     except ValueError as error:
         raise click.UsageError(str(error)) from error
 
@@ -205,13 +208,13 @@ def _announce(
 
 def _warn(screen: Screen, num_workers: int, devices: int | None) -> None:
     if os.environ.get("TF_CONFIG"):
-        screen.message(
+        screen.warn(
             "tfdp: warning: TF_CONFIG was set already; the workers get another. Under "
             "a cluster manager, run the script without `tfdp run`"
         )
     num_gpus = len(visible_gpus())
     if devices is None and 0 < num_gpus < num_workers:
-        screen.message(
+        screen.warn(
             f"tfdp: warning: there are {num_workers} workers but "
             f"{counted(num_gpus, 'GPU')}, and NCCL wants one for each; set "
             "CUDA_VISIBLE_DEVICES= to train on the CPU"

@@ -7,7 +7,8 @@ import os
 import re
 import sys
 import time
-from typing import TextIO, cast
+from collections.abc import Sequence
+from typing import Literal, TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
@@ -15,7 +16,7 @@ from rich.text import Text
 from tfdp.cli.outlet import Outlet
 
 # Longer text without an end is cut: nobody reads it, and memory is finite.
-_MAX_LINE_LENGTH = 1 << 16
+MAX_LINE_LENGTH = 1 << 16
 
 _ESCAPE = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])"
@@ -24,12 +25,19 @@ _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 _REDRAW_SECONDS = 0.1
 
+# How grave the launcher's own words are, and how a terminal shows it.
+Level = Literal["info", "warning", "error"]
+_STYLES: dict[Level, str] = {"info": "", "warning": "bold yellow", "error": "bold red"}
+
 
 class LineReader:
     r"""Reader of a worker's bytes as lines, the way a terminal shows them.
 
     A carriage return starts the line anew, as progress bars do: of such a line
     only what was drawn last is kept.
+
+    Args:
+        most: Int, length at which a line without end is cut. Defaults to 65,536.
 
     Example:
     >>> reader = LineReader()
@@ -41,7 +49,8 @@ class LineReader:
     [' 9/9']
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_LINE_LENGTH) -> None:
+        self._most = most
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._pending = ""
 
@@ -49,7 +58,7 @@ class LineReader:
         """Take the next bytes; return the lines that they complete."""
         text = self._pending + self._decoder.decode(data)
         *lines, rest = text.split("\n")
-        if len(rest) > _MAX_LINE_LENGTH and "\r" not in rest:
+        if len(rest) > self._most and "\r" not in rest:
             lines.append(rest)
             rest = ""
         *drawn, tail = rest.split("\r")
@@ -122,16 +131,25 @@ class Screen:
 
     Attributes:
         is_one: Bool, whether both go to one terminal, file or pipe.
+        is_verbatim: Bool, whether all lines of the workers are wanted as they are,
+            those too that say nothing new.
+        node: Int, the node of this launcher, or `None` while it is not known, or if
+            the workers are on several.
+        nodes: Dict of ints, the node of each worker that is on another one, by rank.
     """
+
+    is_verbatim = False
 
     def __init__(
         self, output: TextIO | None = None, messages: TextIO | None = None
     ) -> None:
         output, messages = output or sys.stdout, messages or sys.stderr
-        self._output = Outlet(output)
+        self.node: int | None = None
+        self.nodes: dict[int, int] = {}
+        self._output = Outlet(output, self._confession)
         # One queue for one terminal or file keeps the order.
         is_same = output and messages and _is_same_file(output, messages)
-        self._words = self._output if is_same else Outlet(messages)
+        self._words = self._output if is_same else Outlet(messages, self._confession)
         self.is_one = bool(is_same)
         self._console = Console(file=cast("TextIO", self._output), highlight=False)
         self._messages = Console(
@@ -173,15 +191,36 @@ class Screen:
         self._output.flush()
         self._tell_failure()
 
-    def message(self, text: str, style: str = "") -> None:
-        """Print the launcher's own words on stderr."""
+    def message(
+        self,
+        text: str,
+        level: Level = "info",
+        *,
+        rank: int | None = None,
+        node: int | None = None,
+    ) -> None:
+        """Print the launcher's own words on stderr.
+
+        Args:
+            text: String.
+            level: How grave they are. Defaults to `"info"`.
+            rank: Int, the worker that they are about. Defaults to `None`.
+            node: Int, whose launcher says them. Defaults to `None`, this one.
+        """
         self._erase_line()
         self._output.flush()
-        self._messages.print(Text(text, style=style))
+        self._messages.print(Text(text, style=_STYLES[level]))
 
-    def quote(self, rank: int, text: str) -> None:
-        """Repeat a line of a worker on stderr."""
-        self._messages.print(self._decorate(rank, text))
+    def warn(self, text: str) -> None:
+        """Print a warning of the launcher's on stderr."""
+        self.message(text, "warning")
+
+    def recall(self, rank: int, lines: Sequence[str]) -> None:
+        """Repeat the last lines of a worker, which are out of sight, on stderr."""
+        self.message(f"\ntfdp: the last lines of worker {rank}:", "error")
+        for line in lines:
+            self._messages.print(self._decorate(rank, line))
+        self.message("")
 
     @property
     def has_no_reader(self) -> bool:
@@ -207,6 +246,10 @@ class Screen:
         self._tell_failure()
         return self._words.drain(timeout_seconds) and is_shown
 
+    def _confession(self, text: str) -> str:
+        """Return the line that says in the output where a piece of it is missing."""
+        return f"{text}\n"
+
     def _decorate(self, rank: int, text: str) -> Text:
         prefix = (f"[worker {rank}] ", _COLOURS[rank % len(_COLOURS)])
         return Text.assemble(prefix, Text.from_ansi(only_colours(text)))
@@ -216,7 +259,7 @@ class Screen:
         if error is None or self._is_failure_told or self.has_no_reader:
             return
         self._is_failure_told = True
-        self.message(
+        self.warn(
             f"tfdp: warning: the output cannot be written ({error.strerror}); "
             "it is kept in the logs"
         )

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 
+from tfdp.cli.json_screen import JsonScreen
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
 
@@ -15,9 +16,20 @@ _LAST_LINES_SECONDS = 2.0
 
 
 @contextlib.contextmanager
-def showing(signals: SignalPipe, until: float | None) -> Iterator[Screen]:
-    """Make a screen; in the end wait for its reader, unless the job is to end."""
-    screen = Screen()
+def showing(
+    signals: SignalPipe, until: float | None, log_format: str
+) -> Iterator[Screen]:
+    """Make a screen; in the end wait for its reader, unless the job is to end.
+
+    Args:
+        signals: The `SignalPipe`.
+        until: Float, by `time.monotonic()`, when the job is stopped, or `None`.
+        log_format: `"text"` or `"json"`.
+
+    Yields:
+        `Screen`.
+    """
+    screen = JsonScreen() if log_format == "json" else Screen()
     try:
         yield screen
     finally:

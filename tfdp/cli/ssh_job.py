@@ -9,11 +9,13 @@ import signal
 import time
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 import tfdp
 from tfdp.cli import remote_line
 from tfdp.cli.hosts import Host
-from tfdp.cli.screen import Screen
+from tfdp.cli.json_screen import Entry
+from tfdp.cli.screen import Level, Screen
 from tfdp.cli.signals import SignalPipe
 from tfdp.cli.ssh import CONNECTION_LOST, describe_failure, ssh_command
 from tfdp.cli.ssh_worker import SshWorker
@@ -173,6 +175,8 @@ class SshJob:
         """Show a line of a host: its workers', or its launcher's own words."""
         if worker.answer(line):
             self._begin(worker)
+        elif self._screen.is_verbatim and (entry := Entry.from_line(line)):
+            self._show_entry(worker, entry)
         elif found := _OF_WORKER.match(line):
             rank = int(found[1])
             self._ranks.add(rank)
@@ -180,6 +184,16 @@ class SshJob:
         elif worker.version is not None and not worker.is_dismissed and line.strip():
             told = line if line.startswith(_OURS) else f"{worker.host.name}: {line}"
             self._say(told, worker.host.name)
+
+    def _show_entry(self, worker: SshWorker, entry: Entry) -> None:
+        node = self._workers.index(worker)
+        if entry.stream == "worker" and entry.rank is not None:
+            self._screen.nodes[entry.rank] = node
+            self._screen.line(entry.rank, entry.message)
+        elif not worker.is_dismissed:
+            level: Level = entry.level or "info"
+            told = entry.message, worker.host.name, level
+            self._say(*told, rank=entry.rank, node=node)
 
     def _note_error(self, worker: SshWorker, line: str) -> None:
         """Keep what ssh says, or what comes before the launcher has answered."""
@@ -203,7 +217,9 @@ class SshJob:
         for line in lines:
             self._screen.line(rank, line)
 
-    def _say(self, text: str, launcher: str = "", style: str = "") -> None:
+    def _say(
+        self, text: str, launcher: str = "", level: Level = "info", **about: Any
+    ) -> None:
         """Print a sentence, unless another launcher has just said the same."""
         self._has_reason = self._has_reason or bool(_REASON.search(text))
         now = time.monotonic()
@@ -212,7 +228,7 @@ class SshJob:
             by.add(launcher)
             return
         self._said[text] = (now, {launcher})
-        self._screen.message(text, style=style)
+        self._screen.message(text, level, **about)
 
     def _note_end(self, worker: SshWorker) -> None:
         code = worker.exit_code or 0
@@ -276,14 +292,14 @@ class SshJob:
         self._code = code
         if text:
             error = "error: " if code == 2 else ""
-            self._say(f"{_OURS}{error}{text}", style="bold red")
+            self._say(f"{_OURS}{error}{text}", level="error")
         now = time.monotonic()
         self._dismiss_at = now + (_HEARSAY_SECONDS if code != 2 else 0.0)
         self._end_at = self._dismiss_at + self._grace_seconds + _END_SECONDS
 
     def _tell_lost(self) -> None:
         if self._lost_text and not self._has_reason and not self._num_signals:
-            self._say(self._lost_text, style="bold red")
+            self._say(self._lost_text, level="error")
 
     def _dismiss(self) -> None:
         self._tell_lost()

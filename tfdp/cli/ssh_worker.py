@@ -11,10 +11,12 @@ from typing import IO
 
 from tfdp.cli.hosts import Host
 from tfdp.cli.remote_line import version_of
-from tfdp.cli.screen import LineReader, without_escapes
+from tfdp.cli.screen import MAX_LINE_LENGTH, LineReader, without_escapes
 
 _CHUNK_BYTES = 1 << 16
 _TAIL_LINES = 20
+# A worker's line in JSON, in which a character may take six, and what is said of it.
+_MAX_LINE_LENGTH = 8 * MAX_LINE_LENGTH
 _KILL_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 1.0
 
@@ -29,7 +31,7 @@ class Stream:
     def __init__(self, pipe: IO[bytes] | None) -> None:
         assert pipe is not None
         self._pipe = pipe
-        self._reader = LineReader()
+        self._reader = LineReader(_MAX_LINE_LENGTH)
         self.has_ended = False
         os.set_blocking(pipe.fileno(), False)
 

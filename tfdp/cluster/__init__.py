@@ -1,9 +1,9 @@
-"""Cluster of `TF_CONFIG`, a Slurm step or an MPI job: addresses, ports, devices.
+"""Cluster of `TF_CONFIG`, Slurm, a cloud's or an MPI job: addresses, ports, devices.
 
 Only `devices` imports TensorFlow, so that the command line reads a cluster in
 milliseconds. Reading order:
     spec: the cluster and this task's rank
-    tf_config, slurm: read it from the environment
+    tf_config, slurm, sagemaker, vertex: read it from the environment
     mpi_launcher, mpi_start, mpi_job, mpi_cluster: a job of MPI, which agrees by MPI
     own_addresses, gpus: what the host of a worker has
     other_launchers: processes that nothing there tells of each other
@@ -20,7 +20,7 @@ from __future__ import annotations
 from tfdp.cluster.address import split_address
 from tfdp.cluster.join_guard import join_deadline
 from tfdp.cluster.local_ports import free_ports
-from tfdp.cluster.mpi_cluster import count_workers, find_cluster
+from tfdp.cluster.mpi_cluster import count_workers, find_cluster, rank_of_process
 from tfdp.cluster.nodes import topology_of
 from tfdp.cluster.other_launchers import processes_apart
 from tfdp.cluster.ports import (
@@ -50,6 +50,7 @@ __all__ = [
     "join_deadline",
     "probe_port",
     "processes_apart",
+    "rank_of_process",
     "rendezvous",
     "split_address",
     "topology_of",

@@ -86,6 +86,22 @@ def count_workers() -> int:
     return 1 if cluster is None or cluster.is_evaluator else cluster.num_workers
 
 
+def rank_of_process() -> int:
+    """Find the rank that this process would have, and wait for no other one.
+
+    Returns:
+        Int; 0 on a single machine, and for an evaluator, which works by itself.
+
+    Raises:
+        ValueError: If the variables do not fit together.
+    """
+    own = mpi_rank()
+    if own is not None and not _says_more(own):
+        return own.rank if has_mpi4py() else 0
+    cluster = Cluster.from_environment()
+    return 0 if cluster is None or cluster.is_evaluator else cluster.rank
+
+
 def _says_more(own: MpiRank) -> bool:
     """Whether `TF_CONFIG` names a cluster, or `srun` has started the ranks."""
     is_set = Cluster.from_tf_config(os.environ.get("TF_CONFIG", "")) is not None

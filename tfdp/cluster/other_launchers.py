@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 
@@ -40,14 +39,4 @@ def processes_apart(environ: Mapping[str, str] = os.environ) -> str | None:
         count = environ.get(size, "")
         if rank in environ and count.isdecimal() and int(count) > 1:
             return f"{name} has started {count} processes ({size}={count})"
-    hosts = _hosts_of_sagemaker(environ)
-    if hosts > 1:
-        return f"SageMaker has started {hosts} hosts (SM_HOSTS)"
     return None
-
-
-def _hosts_of_sagemaker(environ: Mapping[str, str]) -> int:
-    try:
-        return len(json.loads(environ.get("SM_HOSTS", "[]")))
-    except (ValueError, TypeError):
-        return 0

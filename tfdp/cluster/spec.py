@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.cluster import slurm, tf_config
+from tfdp.cluster import sagemaker, slurm, tf_config, vertex
 from tfdp.cluster.address import canonical_address, split_address
 from tfdp.cluster.words import counted
 
@@ -94,7 +94,8 @@ class Cluster:
     ) -> Cluster | None:
         """Find the cluster that the launcher or the cluster manager set up.
 
-        `TF_CONFIG` comes first; else a Slurm step (`srun`) of several tasks.
+        `TF_CONFIG` comes first; then a Slurm step (`srun`) of several tasks, the
+        hosts of a SageMaker job, and the pools of a Vertex AI job (`CLUSTER_SPEC`).
 
         Args:
             environ: Mapping of environment variables. Defaults to
@@ -113,8 +114,11 @@ class Cluster:
         cluster = cls.from_tf_config(environ.get("TF_CONFIG", ""))
         if cluster is not None:
             return cluster
-        step = slurm.read(environ)
-        return None if step is None else cls(step[0], task_index=step[1])
+        tasks = slurm.read(environ) or sagemaker.read(environ)
+        if tasks is not None:
+            return cls(tasks[0], task_index=tasks[1])
+        fields = vertex.read(environ)
+        return None if fields is None else cls(**fields)
 
     def to_tf_config(self) -> str:
         """Write this cluster as a value for `TF_CONFIG`.

@@ -225,7 +225,10 @@ def _saving_participants(callback: Any) -> list:
 
 
 def decide_per_batch(callbacks: list) -> bool:
-    """Return whether any callback that is not Keras's own acts after a batch."""
+    """Return whether any callback acts after a batch that may end training there.
+
+    Keras's own and those of trackers do not.
+    """
     return any(_decides_per_batch(callback) for callback in callbacks)
 
 
@@ -233,7 +236,7 @@ def _decides_per_batch(callback: Any) -> bool:
     kind = type(callback)
     if isinstance(callback, keras.callbacks.LambdaCallback):
         return any(name in vars(callback) for name in _BATCH_HOOKS)
-    if kind.__module__.split(".")[0] in ("keras", "tfdp"):
+    if kind.__module__.split(".")[0] in ("keras", "tfdp", "mlflow", "wandb"):
         return False
     base = keras.callbacks.Callback
     return any(getattr(kind, name) is not getattr(base, name) for name in _BATCH_HOOKS)

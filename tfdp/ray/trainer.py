@@ -15,6 +15,8 @@ from ray.train import DataConfig, RunConfig, ScalingConfig
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from tfdp.tracking.watch import follow
+
 _LEGACY = "TF_USE_LEGACY_KERAS"
 
 
@@ -105,7 +107,7 @@ def _own_address() -> str:
 
 
 def _set_up(addresses: list[str], rank: int) -> None:
-    """Set `TF_CONFIG` of this worker.
+    """Set `TF_CONFIG` of this worker, and let the first one alone log.
 
     Raises:
         RuntimeError: If Keras 2 is in use in this process.
@@ -123,3 +125,4 @@ def _set_up(addresses: list[str], rank: int) -> None:
             "task": {"type": "worker", "index": rank},
         }
     )
+    follow(rank)

@@ -318,7 +318,8 @@ class Coordinator:
 
     def _decide(self) -> None:
         cause = self._reports.cause()
-        self._stop(_Verdict(cause.code, cause), self._reports.sentence())
+        sentence = self._reports.sentence()
+        self._stop(_Verdict(cause.code, cause), sentence, rank=cause.rank)
 
     def _lose(self, node: Node, how: str) -> None:
         first = self._roster.first_rank(node)

@@ -24,6 +24,7 @@ from tfdp.strategy.extended import (
     SingleWorkerReplicaExtended,
     next_stock_key_base,
 )
+from tfdp.tracking.watch import follow
 
 
 class _Strategy:
@@ -181,7 +182,8 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
 
     Args:
         cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver` or
-            `None`. Defaults to `None`: `TF_CONFIG`, a Slurm step, or an MPI job.
+            `None`. Defaults to `None`: `TF_CONFIG`, Slurm, a cloud's
+                job, or an MPI job.
         devices: List of local device strings or `None`. Defaults to `None`:
             all GPUs, or else all logical CPU devices of the worker.
         communication: `CommunicationOptions` or `None`, the defaults.
@@ -206,6 +208,7 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
         worker = start_worker(cluster_resolver, devices, options)
         if cluster_resolver is None:
             _warn_of_processes_apart(worker.cluster or find_cluster())
+        follow(worker.rank)
         extended = MultiWorkerReplicaExtended(self, worker=worker, options=options)
         tf.distribute.Strategy.__init__(self, extended)
         random_seed.agree_on_seed(self)
@@ -227,10 +230,7 @@ def _remedy() -> str:
             "Install mpi4py, through which tfdp finds the others (pip install "
             "tfdp[mpi]), or set TF_CONFIG before the strategy is made"
         )
-    return (
-        "Set TF_CONFIG before the strategy is made, as the guides for SageMaker and "
-        "PyTorch show"
-    )
+    return "Set TF_CONFIG before the strategy is made, as the guide for PyTorch shows"
 
 
 @_compat.filter_traceback
@@ -239,8 +239,9 @@ def auto_strategy(
 ) -> MirroredStrategy | MultiWorkerMirroredStrategy:
     """The strategy that fits where the program runs.
 
-    Two or more workers in `TF_CONFIG`, a Slurm step of several tasks, or an MPI job
-    of several processes that have mpi4py: all of them. Otherwise all GPUs of the
+    Two or more workers in `TF_CONFIG`, a Slurm step of several tasks, several hosts of
+    a SageMaker job, machines of a Vertex AI job, or an MPI job of several processes
+    that have mpi4py: all of them. Otherwise all GPUs of the
     machine, or else its CPUs as several logical devices of one process, which is
     faster than several processes.
 

@@ -1,0 +1,125 @@
+"""Output of all workers as lines of JSON, for programs that collect logs."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+from collections.abc import Sequence
+
+from tfdp.cli.outlet import Outlet
+from tfdp.cli.screen import Level, Screen, without_escapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Line of the output of a job, as `--log-format json` writes it.
+
+    Args:
+        message: String, what was said: a worker's line as it is in the worker's log.
+        stream: `"launcher"` or `"worker"`, who said it; stdout and stderr of a worker
+            are one stream. Defaults to `"launcher"`.
+        level: `"info"`, `"warning"` or `"error"`; `None` of a worker, whose lines
+            are not looked into. Defaults to `None`.
+        node: Int, where it was said, or `None` if that is not known. Defaults to
+            `None`.
+        rank: Int, the worker that has said it, or that the launcher's words are
+            about, or `None`. Defaults to `None`.
+        time: String, when, by the clock of this machine, in UTC. Defaults to now.
+
+    Example:
+
+    >>> entry = Entry("Epoch 1/2", "worker", node=0, rank=3, time="12:00")
+    >>> print(entry.to_line(), end="")
+    {"time": "12:00", "level": null, "stream": "worker", "node": 0, "rank": 3, "message": "Epoch 1/2"}
+    >>> Entry.from_line(entry.to_line()) == entry
+    True
+    """  # noqa: E501
+
+    message: str
+    stream: str = "launcher"
+    level: Level | None = None
+    node: int | None = None
+    rank: int | None = None
+    time: str = dataclasses.field(
+        default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat(
+            timespec="milliseconds"
+        )
+    )
+
+    def to_line(self) -> str:
+        """Return the line of JSON, in ASCII, which any locale can write."""
+        # What is no text, in the name of a file, would be no JSON for many readers.
+        message = self.message.encode("utf-8", "replace").decode()
+        fields = {
+            "time": self.time,
+            "level": self.level,
+            "stream": self.stream,
+            "node": self.node,
+            "rank": self.rank,
+            "message": message,
+        }
+        return json.dumps(fields) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> Entry | None:
+        """Read a line; return `None` if it is none of these.
+
+        Args:
+            line: String.
+        """
+        try:
+            fields = json.loads(line)
+            entry = cls(**fields)
+        except (ValueError, TypeError):
+            return None
+        return entry if isinstance(entry.message, str) else None
+
+
+class JsonScreen(Screen):
+    """Printer of all lines as JSON: the workers' on stdout, the launcher's on stderr.
+
+    No line of a worker is left out, held back or repeated; progress bars are lines
+    as in a file.
+    """
+
+    is_verbatim = True
+
+    def line(self, rank: int, text: str) -> None:
+        """Write a complete line of a worker."""
+        message = without_escapes(text).rstrip()
+        node = self.nodes.get(rank, self.node)
+        _write(self._output, Entry(message, "worker", node=node, rank=rank))
+
+    def snapshot(self, rank: int, text: str) -> None:
+        """Write a line that is being drawn."""
+        self.line(rank, text)
+
+    def refresh(self) -> None:
+        """Have the lines written; to be called a few times a second."""
+        self._output.flush()
+        self._tell_failure()
+
+    def message(
+        self,
+        text: str,
+        level: Level = "info",
+        *,
+        rank: int | None = None,
+        node: int | None = None,
+    ) -> None:
+        """Write the launcher's own words."""
+        self._output.flush()
+        node = self.node if node is None else node
+        _write(self._words, Entry(text, level=level, node=node, rank=rank))
+        self._words.flush()
+
+    def recall(self, rank: int, lines: Sequence[str]) -> None:
+        """Repeat nothing: who reads JSON finds all lines of a worker by its rank."""
+
+    def _confession(self, text: str) -> str:
+        return Entry(text, level="warning", node=self.node).to_line()
+
+
+def _write(outlet: Outlet, entry: Entry) -> None:
+    outlet.write(entry.to_line())
