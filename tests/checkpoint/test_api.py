@@ -28,6 +28,7 @@ from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing
 from tfdp.checkpoint.index import Extent, Shard, TensorMetadata, check_complete
 from tfdp.checkpoint.index_file import INDEX_FILE, load_index, to_text
+from tfdp.checkpoint.on_all_workers import SingleProcessGroup
 from tfdp.checkpoint.storage import Storage
 from tfdp.cli import main
 from tfdp.sharding.state_tensors import LocalShard, StateTensor
@@ -336,7 +337,7 @@ def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(
             for owner, name in OPERATIONS:
                 _end_at(patch, owner, name, calls, number, error, is_after)
             with contextlib.suppress(Killed, OSError):
-                api.save_state(new_state, directory, api.SingleProcessGroup())
+                api.save_state(new_state, directory, SingleProcessGroup())
             total = next(calls)
         is_new = holds(new, directory, 1)
         assert is_new or holds(old, directory, 1)
@@ -414,6 +415,7 @@ FULL_DISK = """
 import resource, signal, sys
 import numpy as np, tensorflow as tf
 from tfdp.checkpoint import api
+from tfdp.checkpoint.on_all_workers import SingleProcessGroup
 from tfdp.sharding.state_tensors import LocalShard, StateTensor
 directory = sys.argv[1]
 def state(value):
@@ -421,7 +423,7 @@ def state(value):
     def write(values): elements[:] = values
     piece = LocalShard(0, elements.size, lambda: elements, write)
     return [StateTensor("x", elements.shape, "float32", (piece,), (piece,))], elements
-alone = api.SingleProcessGroup()
+alone = SingleProcessGroup()
 api.save_state(state(1)[0], directory, alone)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.RLIM_INFINITY))

@@ -25,6 +25,7 @@ from tfdp.checkpoint.callback_state import (
     to_json,
 )
 from tfdp.checkpoint.index import Index
+from tfdp.checkpoint.on_all_workers import worker_group_of
 from tfdp.checkpoint.random_state import gather_random_states, restore_random_states
 from tfdp.checkpoint.reader import check_model
 from tfdp.checkpoint.run_schema import check_run
@@ -141,7 +142,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Look for a backup; load one from between two epochs."""
-        self._worker_group = api.worker_group_of(self.model)
+        self._worker_group = worker_group_of(self.model)
         self._backups = Backups(self.directory, self.keep, self._worker_group)
         self._batches = ResumedBatches(self.model, self._position, self.batch)
         self._watch = PreemptionWatch(self._notice, self._worker_group)

@@ -3,6 +3,7 @@
 A save goes through these files from top to bottom, a restore from `api` to `reader`:
 
 - `api`: `save` and `restore`, on all workers together.
+- `on_all_workers`: what succeeds on all workers or fails on all.
 - `model_state`: weights and optimizer as named state tensors.
 - `accumulated_gradients`: gradients accumulated for the next update.
 - `index`, `index_file`: which file holds which elements; the index as JSON.

@@ -11,7 +11,6 @@ from typing import Any
 
 import keras
 
-from tfdp.base.context import strategy_of
 from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing
@@ -29,6 +28,10 @@ from tfdp.checkpoint.model_state import (
     RUN_PREFIX,
     model_state,
 )
+from tfdp.checkpoint.on_all_workers import (
+    run_on_all_workers,
+    worker_group_of,
+)
 from tfdp.checkpoint.open_storage import open_storage
 from tfdp.checkpoint.residual_state import (
     ResidualPlan,
@@ -41,8 +44,6 @@ from tfdp.keras_hooks.file_hooks import plain_optimizer
 from tfdp.local_steps import average_replicas_of
 from tfdp.sharding.state_tensors import StateTensor
 
-# A timeout is meant for messages; a slow disk or store may take longer than that.
-_STORAGE_SECONDS = 3600.0
 _INTACT = "What the directory held before is intact."
 _NOTHING_LOADED = "Nothing was loaded."
 _PARTLY_LOADED = "The model may hold some of it; restore again before you go on."
@@ -262,59 +263,6 @@ def _select_tensors(
     return wanted, left_out
 
 
-def run_on_all_workers(
-    worker_group: Any,
-    path: str,
-    verb: str,
-    aftermath: str,
-    topic: str,
-    action: Callable[[], Any],
-) -> Any:
-    """Call a function on every worker; fail on all of them if it fails on one.
-
-    Args:
-        worker_group: `WorkerGroup` between the workers.
-        path: String, the directory that it is done in.
-        verb: String, what was not done to the checkpoint if it fails.
-        aftermath: String, a sentence on what is left then.
-        topic: String, what it is about.
-        action: Callable without arguments.
-
-    Returns:
-        What `action` returns.
-
-    Raises:
-        ValueError: On every worker, if that is what one of them raised.
-        OSError: On every worker, if one raised anything else.
-    """
-    result, error = None, None
-    try:
-        result = action()
-    except Exception as caught:  # noqa: BLE001 whatever it is, all must hear of it
-        error = caught
-    failure = error and [isinstance(error, ValueError), files.error_text(error)]
-    limit = storage_timeout(worker_group)
-    texts = worker_group.all_gather(f"checkpoint: {topic}", json.dumps(failure), limit)
-    replies = [(rank, json.loads(text)) for rank, text in enumerate(texts)]
-    failed = [(rank, *reply) for rank, reply in replies if reply]
-    if not failed:
-        return result
-    worker_group.leave()
-    rank, is_value_error, cause = failed[0]
-    is_common = len(failed) == len(texts) and len(set(texts)) == 1
-    where = "" if is_common else f"worker {rank}: "
-    raise (ValueError if is_value_error else OSError)(
-        f"The checkpoint was not {verb}: {where}{cause.rstrip('.')}. {aftermath} "
-        f"Received: directory={path!r}"
-    ) from error
-
-
-def storage_timeout(worker_group: Any) -> float | None:
-    """Seconds that workers wait for one that reads or writes, or `None`: any time."""
-    seconds = worker_group.timeout_seconds
-    return seconds and max(seconds, _STORAGE_SECONDS)
-
-
 def serialize_model(model: keras.Model) -> str | None:
     """Serialize the model, with the user's own optimizer, for `tfdp convert`."""
     try:
@@ -322,26 +270,3 @@ def serialize_model(model: keras.Model) -> str | None:
             return json.dumps(keras.saving.serialize_keras_object(model))
     except Exception:  # noqa: BLE001 a class of one's own may raise anything
         return None
-
-
-def worker_group_of(model: keras.Model) -> Any:
-    """Worker group of a model's strategy."""
-    strategy = strategy_of(model)
-    return SingleProcessGroup() if strategy is None else strategy.extended.worker_group
-
-
-class SingleProcessGroup:
-    """Worker group of a process without a strategy."""
-
-    rank = 0
-    num_workers = 1
-    timeout_seconds = None
-
-    def all_gather(
-        self, topic: str, text: str = "", timeout_seconds: float | None = None
-    ) -> list[str]:
-        del topic, timeout_seconds
-        return [text]
-
-    def leave(self) -> None:
-        pass
