@@ -128,51 +128,70 @@ def residuals_are_those_of_gradients_without_a_scale(env: Env) -> dict:
     return {}
 
 
-@case("a skipped step leaves residuals alone", setups=registry.ALL, compare=False)
-def skipped_step_leaves_residuals_alone(env: Env) -> dict:
+def skip_a_step(env: Env, name: str, sharding: str) -> dict:
     if env.is_reference:
         return {}
     x, y = common.regression_data(16)
     bad = x[8:].copy(), y[8:].copy()
     # An overflow on the last replica only, in one element of its gradients.
     bad[0][-1], bad[1][-1] = 1e30, 3e38
-    for name, sharding in SHARDINGS.items():
-        with compressed(env, COMPRESSORS[name]):
-            model = model_in_scope(env, loss_scale="dynamic", sharding=sharding)
-            common.fit(model, x[:8], y[:8])
-            before = states_of(env, model), model.get_weights()
-            common.fit(model, *bad)
-            after = states_of(env, model), model.get_weights()
-        assert model.optimizer.skipped_steps == 1, name
-        assert any(np.any(value) for value in before[0].values()), name
-        for key, value in before[0].items():
-            np.testing.assert_array_equal(after[0][key], value, err_msg=name)
-        for old, new in zip(before[1], after[1], strict=True):
-            np.testing.assert_array_equal(new, old, err_msg=name)
+    with compressed(env, COMPRESSORS[name]):
+        model = model_in_scope(env, loss_scale="dynamic", sharding=sharding)
+        common.fit(model, x[:8], y[:8])
+        before = states_of(env, model), model.get_weights()
+        common.fit(model, *bad)
+        after = states_of(env, model), model.get_weights()
+    assert model.optimizer.skipped_steps == 1
+    assert any(np.any(value) for value in before[0].values())
+    for key, value in before[0].items():
+        np.testing.assert_array_equal(after[0][key], value)
+    for old, new in zip(before[1], after[1], strict=True):
+        np.testing.assert_array_equal(new, old)
     return {}
 
 
-@case("a checkpoint has residuals", setups=registry.ALL, compare=False)
-def training_goes_on_exactly_from_a_checkpoint(env: Env) -> dict:
+def go_on_from_a_checkpoint(env: Env, name: str, sharding: str) -> dict:
     if env.is_reference:
         return {}
     x, y = common.regression_data(64)
-    for name, sharding in SHARDINGS.items():
-        folder = env.tmp / name
-        with compressed(env, COMPRESSORS[name]):
-            source = model_in_scope(env, sharding=sharding)
-            common.fit(source, x[:32], y[:32])
-            tfdp.checkpoint.save(source, folder)
-            common.fit(source, x[32:], y[32:])
-            target = model_in_scope(env, sharding=sharding)
-            # Before a step is traced, and after it.
-            for _ in range(2):
-                tfdp.checkpoint.restore(target, folder)
-                common.fit(target, x[32:], y[32:])
-                pairs = zip(source.get_weights(), target.get_weights(), strict=True)
-                for wanted, found in pairs:
-                    np.testing.assert_array_equal(found, wanted, err_msg=name)
+    folder = env.tmp / name
+    with compressed(env, COMPRESSORS[name]):
+        source = model_in_scope(env, sharding=sharding)
+        common.fit(source, x[:32], y[:32])
+        tfdp.checkpoint.save(source, folder)
+        common.fit(source, x[32:], y[32:])
+        target = model_in_scope(env, sharding=sharding)
+        # Before a step is traced, and after it.
+        for _ in range(2):
+            tfdp.checkpoint.restore(target, folder)
+            common.fit(target, x[32:], y[32:])
+            pairs = zip(source.get_weights(), target.get_weights(), strict=True)
+            for wanted, found in pairs:
+                np.testing.assert_array_equal(found, wanted)
     return {}
+
+
+def _of(function: Any, name: str, sharding: str) -> registry.Function:
+    return lambda env: function(env, name, sharding)
+
+
+def _register_state(name: str, sharding: str) -> None:
+    for function, title in (
+        (skip_a_step, "skipped_step_leaves_alone_the_residuals"),
+        (go_on_from_a_checkpoint, "checkpoint_has_the_residuals"),
+    ):
+        registry.register(
+            f"{title}_of_{name}",
+            _of(function, name, sharding),
+            f"{title.replace('_', ' ')} of {name}",
+            setups=registry.ALL,
+            quick_setup="mirrored",
+            compare=False,
+        )
+
+
+for _name, _sharding in SHARDINGS.items():
+    _register_state(_name, _sharding)
 
 
 @case(
@@ -312,11 +331,13 @@ def sparse_gradients_are_left_alone(env: Env) -> dict:
         return common.compiled(model)
 
     with compressed(env, "int8"):
-        results = common.train(env, build, *common.token_data())
+        model = common.build_in_scope(env, build)
+        history = common.fit(model, *common.token_data())
         if not env.is_reference:
-            plan = env.strategy.extended.reducer.plans
-            assert plan is not None
-    return results
+            assert states_of(env, model)
+            plan = env.strategy.communication_plan(model)
+            assert plan.sparse == (model.trainable_variables[0].path,)
+    return {"history": history, "weights": env.weights(model)}
 
 
 @case("random rounding is right on average", setups=("two_by_two",), compare=False)

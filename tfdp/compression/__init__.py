@@ -6,6 +6,7 @@
 - `top_k`: the largest elements.
 - `replica_group`: the replicas of a reduction, as a compressor sees them.
 - `residuals`: what compressors keep from step to step, a value for each replica.
+- `step_residuals`: what a step would assign to them, if it is kept.
 - `compressed_reduce`: a bucket reduced in one level or two, with its residuals.
 """
 

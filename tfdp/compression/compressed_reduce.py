@@ -18,7 +18,8 @@ from tfdp.collectives import (
 from tfdp.compression.checks import check_result
 from tfdp.compression.compressor import Compressor, GradientBucket
 from tfdp.compression.replica_group import NodeGroup, ReplicaGroup
-from tfdp.compression.residuals import BucketResiduals, gradient_unit
+from tfdp.compression.residuals import BucketResiduals
+from tfdp.compression.step_residuals import gradient_unit
 from tfdp.plans.buckets import Entry
 
 

@@ -1,17 +1,16 @@
 """State of compressors: variables with a value of their own on each replica.
 
 A step reads them when it reduces a bucket, and assigns what is new only once it is
-known that the step is kept: `step_residuals` collects it until then.
+known that the step is kept, see `step_residuals`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.compression.checks import check_state
 from tfdp.compression.compressor import Compressor, GradientBucket
-
-_thread = threading.local()
+from tfdp.compression.step_residuals import assign_if_kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,78 +257,13 @@ class BucketResiduals:
             for name, value in new.items()
             if value is not old[name]
         ]
-        collected = _collected()
-        if collected is not None:
-            collected.assignments += [changed]
-        else:
-            StepResiduals(assignments=[changed]).keep_finite()
-
-
-@dataclasses.dataclass
-class StepResiduals:
-    """What a step would assign to the states of compressors.
-
-    Args:
-        unit_of: Callable that returns a scalar tensor, by which gradients are larger
-            than those of the loss, or `None`. Defaults to that of `None`.
-        assignments: List with lists of pairs, a variable and its new value: one for
-            each level of each bucket. Defaults to none.
-    """
-
-    unit_of: Callable[[], tf.Tensor | None] = lambda: None
-    assignments: list[list[tuple[Any, tf.Tensor]]] = dataclasses.field(
-        default_factory=list
-    )
-
-    def keep(self) -> None:
-        """Assign it: the step is kept."""
-        for group in self.assignments:
-            for variable, value in group:
-                variable.assign(value, read_value=False)
-
-    def keep_finite(self) -> None:
-        """Assign what is finite, where nobody knows yet if the step will be kept."""
-        for group in self.assignments:
-            floats = [value for _, value in group if value.dtype.is_floating]
-            flags = [tf.reduce_all(tf.math.is_finite(value)) for value in floats]
-            is_finite = tf.reduce_all([tf.constant(True), *flags])
-            for variable, value in group:
-                old = variable.read_value()
-                variable.assign(tf.where(is_finite, value, old), read_value=False)
-
-
-@contextlib.contextmanager
-def step_residuals(
-    unit_of: Callable[[], tf.Tensor | None] = lambda: None,
-) -> Iterator[StepResiduals]:
-    """Collect what the reductions of this thread would assign.
-
-    Args:
-        unit_of: Callable, see `StepResiduals`. It is called where a bucket is
-            compressed.
-    """
-    outer = _collected()
-    _thread.residuals = collected = StepResiduals(unit_of)
-    try:
-        yield collected
-    finally:
-        _thread.residuals = outer
-
-
-def gradient_unit() -> tf.Tensor | None:
-    """Return by how much this step's gradients are larger than those of the loss."""
-    collected = _collected()
-    return None if collected is None else collected.unit_of()
+        assign_if_kept(changed)
 
 
 def assign(variable: Any, value: np.ndarray) -> None:
     """Assign an array to a variable, outside a step or while one is traced."""
     with tf.init_scope(), tf.device(variable.device):
         variable.assign(value)
-
-
-def _collected() -> StepResiduals | None:
-    return getattr(_thread, "residuals", None)
 
 
 def _variable(array: np.ndarray, device: str) -> Any:

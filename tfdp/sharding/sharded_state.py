@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base.context import replica_context
@@ -17,7 +14,7 @@ from tfdp.coordination.checks import check_same_variables
 from tfdp.options import CommunicationOptions
 from tfdp.parameters.conversion import shard_variables
 from tfdp.parameters.gathers import Gathers, gathers_of
-from tfdp.parameters.shard_groups import Compression, ReduceDtypes, shard_groups_of
+from tfdp.parameters.shard_groups import shard_groups_of
 from tfdp.parameters.sharded_parameter import check_reader
 from tfdp.plans.buckets import Bucket
 from tfdp.plans.shards import (
@@ -35,16 +32,11 @@ from tfdp.sharding.optimizer_state import (
 )
 from tfdp.sharding.options import ShardingOptions
 from tfdp.sharding.parameter_plan import plan_of_parameters
-from tfdp.sharding.shard_collectives import (
-    EagerShardCollectives,
-    GraphShardCollectives,
-    ShardCollectives,
-    WholeGradientCollectives,
-)
 from tfdp.sharding.sharded_layout import ShardedLayout
 from tfdp.sharding.sharded_param_group import ShardedParamGroup, owned_state
 from tfdp.sharding.state_names import slot_names
 from tfdp.sharding.state_tensors import StateTensor
+from tfdp.sharding.step_collectives import StepCollectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,34 +234,17 @@ class ShardedState:
                 "after_bucket": backward.note_reduced,
             }
 
-        def collectives_of(part: ShardedParamGroup) -> ShardCollectives:
-            if tf.executing_eagerly() or self._sums_everything(part):
-                return EagerShardCollectives(self.groups, replica, reducer.sum)
-            if self._extended.algorithm_selector.needs_whole_buckets:
-                return WholeGradientCollectives(
-                    self.groups,
-                    replica,
-                    functools.partial(_sum_gradients, reducer, part.variables),
-                    **around,
-                )
-            return GraphShardCollectives(
-                self.groups,
-                replica,
-                self._reduce_dtypes_of,
-                functools.partial(self._compression_of, part.variables, replica),
-                **around,
-            )
-
+        collectives_of = StepCollectives(
+            self._extended,
+            self.groups,
+            replica,
+            reducer,
+            around,
+            # Units of sharded parameters are looked at one by one: what is gathered for
+            # the backward pass comes between them.
+            may_sum_everything=self._gathers is None,
+        )
         return ShardedLayout(self.parts, replica, collectives_of, reducer, backward)
-
-    def _sums_everything(self, part: ShardedParamGroup) -> bool:
-        """Whether all-reduces take the place of all collectives of an optimizer.
-
-        Units of sharded parameters are looked at one by one: what is gathered for the
-        backward pass comes between them.
-        """
-        by_units = self._gathers is not None
-        return not by_units and part.plan.shards_variables and part.plan.is_lopsided
 
     def _plan_of(self, optimizer: Any) -> ShardPlan:
         """The plan of an inner optimizer, as without sharded parameters."""
@@ -289,51 +264,6 @@ class ShardedState:
             for replica, device in enumerate(self._devices)
         ]
         return ShardedParamGroup(optimizer, variables, plan, states)
-
-    def _compression_of(
-        self,
-        variables: list[Any],
-        replica: int,
-        number: int,
-        bucket: ShardBucket,
-        flat: tf.Tensor,
-    ) -> Compression | None:
-        """How a bucket of gradients is compressed, or `None` where it is not."""
-        num_bytes = flat.shape.num_elements() * flat.dtype.size
-        selector = self._extended.algorithm_selector
-        route = selector.select(num_bytes, flat.dtype.name).compressed
-        if route is None:
-            return None
-        members = [variables[index] for index in sorted(bucket.indices)]
-        return route, self._extended.reducer.residuals.of_bucket(
-            "reduce-scatter", number, members, replica
-        )
-
-    def _reduce_dtypes_of(self, flat: tf.Tensor) -> ReduceDtypes:
-        """The dtypes that gradients travel in, as an all-reduce of them would."""
-        num_bytes = flat.shape.num_elements() * flat.dtype.size
-        route = self._extended.algorithm_selector.select(num_bytes, flat.dtype.name)
-        inner, outer = (
-            None if name is None else tf.as_dtype(name)
-            for name in (route.inner_dtype, route.outer_dtype)
-        )
-        return inner, outer
-
-
-def _sum_gradients(
-    reducer: ReplicaReducer,
-    variables: list[Any],
-    tensors: Mapping[int, tf.Tensor],
-    weight: tf.Tensor | None,
-) -> dict[int, tf.Tensor]:
-    """Sum gradients of variables by position, in the buckets of an all-reduce."""
-    reduced = reducer.reduce_gradients(
-        list(tensors.values()),
-        [variables[index] for index in tensors],
-        may_sum=False,
-        weight=weight,
-    )
-    return dict(zip(tensors, reduced.gradients(), strict=True))
 
 
 def _shown(bucket: ShardBucket, variables: list[Any]) -> Bucket:

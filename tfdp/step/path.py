@@ -24,7 +24,7 @@ from tfdp import _compat
 from tfdp.base import batch_weight
 from tfdp.base.param_groups import ParamGroup
 from tfdp.collectives import step_events
-from tfdp.compression.residuals import step_residuals
+from tfdp.compression.step_residuals import step_residuals
 from tfdp.parameters.sharded_parameter import sharded_parameter
 from tfdp.reduction.gradient_noise import GradientNoise, squared_norm
 from tfdp.step.accumulation import Totals
