@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import json
 import pathlib
 import re
@@ -52,6 +53,17 @@ def weights() -> list[np.ndarray]:
     return weights_in(done.output, num_replicas=1)
 
 
+@contextlib.contextmanager
+def shared_secret(bed: SshdBed) -> collections.abc.Iterator[None]:
+    """Give both hosts a secret in a file."""
+    secret = bed.folder / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    bed.environment["TFDP_JOB_SECRET_FILE"] = str(secret)
+    yield
+    del bed.environment["TFDP_JOB_SECRET_FILE"]
+
+
 def weights_in(output: str, num_replicas: int) -> list[np.ndarray]:
     found = re.findall(r"WEIGHTS (\d+) (\[.*\])", output)
     assert len(found) == 1, output
@@ -66,16 +78,12 @@ def assert_equal(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
 
 
 def test_two_commands_train_as_one_device_does(bed: SshdBed, weights):
-    secret = bed.folder / "secret"
-    secret.write_text("0123456789abcdef")
-    secret.chmod(0o600)
-    bed.environment["TFDP_JOB_SECRET_FILE"] = str(secret)
     line = ("--nodes", "2", "--rendezvous", f"{bed.bed.addresses[0]}:29400")
     script = str(ROOT / SCRIPT)
-    first = bed.start(0, *line, "-n", "2", script)
-    second = bed.start(1, *line, "-n", "1", script)
-    outputs = [ended(process, DEADLINE_SECONDS) for process in (first, second)]
-    del bed.environment["TFDP_JOB_SECRET_FILE"]
+    with shared_secret(bed):
+        first = bed.start(0, *line, "-n", "2", script)
+        second = bed.start(1, *line, "-n", "1", script)
+        outputs = [ended(process, DEADLINE_SECONDS) for process in (first, second)]
     assert [code for code, _ in outputs] == [0, 0], outputs
     assert_equal(weights_in(outputs[0][1], num_replicas=3), weights)
     bed.wait_until_empty(0.5)
@@ -89,6 +97,29 @@ def test_one_command_over_ssh_trains_as_one_device_does(bed: SshdBed, weights):
     assert code == 0, output
     assert_equal(weights_in(output, num_replicas=3), weights)
     assert min(bed.bed.bytes_sent()) > 10_000
+    bed.wait_until_empty(5.0)
+
+
+def test_the_commands_of_the_tutorial_train_on_both_hosts(bed: SshdBed):
+    page = (ROOT / "docs/tutorials/two_machines.md").read_text("utf-8")
+    script = re.search(r"<!-- file: train.py -->\n```python\n(.*?)```", page, re.S)
+    assert script
+    folder = bed.folder / "tutorial"
+    folder.mkdir()
+    (bed.folder / "train.py").write_text(script[1], "utf-8")
+    found = re.findall(r"^tfdp run (--(?:nodes|hosts) .*)$", page, re.M)
+    nodes, hosts = (line.replace("/mnt/shared", str(folder)).split() for line in found)
+    nodes[nodes.index("a")] = bed.bed.addresses[0]
+    hosts[hosts.index("a:1,b:1")] = "host0:1,host1:1"
+    with shared_secret(bed):
+        started = [bed.start(host, *nodes) for host in range(2)]
+        outputs = [ended(process, DEADLINE_SECONDS) for process in started]
+    outputs.append(ended(bed.start(0, *hosts), DEADLINE_SECONDS))
+    assert [code for code, _ in outputs] == [0, 0, 0], outputs
+    for _, output in (outputs[0], outputs[2]):
+        assert "[worker 0] 2 replicas" in output
+        assert "1 all-reduce of 19,240 bytes over 2 replicas" in output
+    assert (folder / "digits.keras").exists()
     bed.wait_until_empty(5.0)
 
 
@@ -140,14 +171,10 @@ def test_a_fault_is_named_ends_all_and_leaves_nothing(bed: SshdBed, name: str):
 
 
 def test_a_network_that_is_cut_ends_two_commands(bed: SshdBed):
-    secret = bed.folder / "secret"
-    secret.write_text("0123456789abcdef")
-    secret.chmod(0o600)
-    bed.environment["TFDP_JOB_SECRET_FILE"] = str(secret)
     (bed.folder / "waits.py").write_text(WAITS)
     line = ("--nodes", "2", "--rendezvous", f"{bed.bed.addresses[0]}:29400")
-    started = [bed.start(host, *line, "-n", "1", "waits.py") for host in range(2)]
-    del bed.environment["TFDP_JOB_SECRET_FILE"]
+    with shared_secret(bed):
+        started = [bed.start(host, *line, "-n", "1", "waits.py") for host in range(2)]
     for host, process in enumerate(started):
         read_until(process, f"[worker {host}] ready")
     bed.set_link("down")

@@ -36,7 +36,8 @@ def train(config: dict[str, Any]) -> None:
 
     strategy = tfdp.auto_strategy()
     num_workers = ray.train.get_context().get_world_size()
-    _note(config, f"{num_workers} workers")
+    place = f", {ray.util.get_node_ip_address()}" if "notes_place" in config else ""
+    _note(config, f"{num_workers} workers{place}")
     with strategy.scope():
         model = build(config.get("rate", 0.05))
     callbacks: list[keras.callbacks.Callback] = [
