@@ -4,7 +4,7 @@
 - `sharded_param_group`, `element_shards`, `variable_shards`: the state of one inner
   optimizer, in flat shards or in whole variables.
 - `sharded_layout`, `sharded_gradients`, `gradient_statistics`: its stages of a step.
-- `shard_collectives`: reduce-scatter and all-gather; `step_collectives`: which of them a
+- `shard_collectives`, `step_collectives`: reduce-scatter and all-gather, and which of them a
   step takes.
 - `state_tensors`, `state_names`, `optimizer_state`, `full_state`: the state as files
   hold it, whole tensors by name.
