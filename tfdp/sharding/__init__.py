@@ -4,8 +4,8 @@
 - `sharded_param_group`, `element_shards`, `variable_shards`: the state of one inner
   optimizer, in flat shards or in whole variables.
 - `sharded_layout`, `sharded_gradients`, `gradient_statistics`: its stages of a step.
-- `shard_collectives`, `step_collectives`: reduce-scatter and all-gather, and which of them a
-  step takes.
+- `shard_collectives`, `step_collectives`: reduce-scatter and all-gather, and which of
+  them a step takes.
 - `state_tensors`, `state_names`, `optimizer_state`, `full_state`: the state as files
   hold it, whole tensors by name.
 - `memory_report`: what the state takes on each replica.
