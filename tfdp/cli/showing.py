@@ -17,14 +17,14 @@ _LAST_LINES_SECONDS = 2.0
 
 @contextlib.contextmanager
 def showing(
-    signals: SignalPipe, until: float | None, log_format: str
+    signals: SignalPipe, until: float | None, log_format: str = "text"
 ) -> Iterator[Screen]:
     """Make a screen; in the end wait for its reader, unless the job is to end.
 
     Args:
         signals: The `SignalPipe`.
         until: Float, by `time.monotonic()`, when the job is stopped, or `None`.
-        log_format: `"text"` or `"json"`.
+        log_format: `"text"` or `"json"`. Defaults to `"text"`.
 
     Yields:
         `Screen`.
