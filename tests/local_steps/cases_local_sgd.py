@@ -174,6 +174,34 @@ def local_steps_launch_collectives_when_an_average_is_due(env: Env) -> dict:
     return {}
 
 
+class Fail(keras.callbacks.Callback):
+    """Ends the run between two averages."""
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        if batch == 1:
+            raise KeyboardInterrupt
+
+
+@case("A `fit` after one that has failed is synchronous", compare=False)
+def a_failed_fit_leaves_no_local_steps_behind(env: Env) -> dict:
+    with env.scope():
+        model = common.compiled(common.mlp(), optimizers.SGD(0.05))
+    first = model.get_weights()
+    data = common.regression_data()
+    callbacks = [tfdp.callbacks.LocalSGD(sync_every=50), Fail()]
+    with pytest.raises(KeyboardInterrupt):
+        common.fit(model, *data, callbacks=callbacks)
+    common.fit(model, *data)
+    expected = Replicas(env.num_replicas, lambda: optimizers.SGD(0.05), first)
+    x, y = data
+    for rows in (slice(0, 8), slice(8, 16)):
+        expected.step(x[rows], y[rows])
+    expected.average()
+    common.fit(expected.models[0], *data)
+    check_weights(env, model, expected.models[0])
+    return {}
+
+
 @case("What cannot be combined says so", compare=False)
 def local_sgd_refuses_what_needs_all_replicas(env: Env) -> dict:
     data = common.regression_data()

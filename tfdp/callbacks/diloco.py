@@ -20,7 +20,7 @@ class DiLoCo(LocalStepsCallback):
     device. The slots of the inner optimizer stay with their node. Moving statistics of
     BatchNormalization and the logs are averaged over all replicas in every step.
 
-    At the end of an epoch, before validation within `fit` and before a backup an outer
+    At the end of an epoch, before `evaluate` and `predict` and before a backup an outer
     step is made, and slots are averaged, so that what is evaluated and saved are the
     outer weights, and one state. Give epochs of at least `sync_every` updates. Sharded
     state, a loss scale and the gradient noise scale cannot be combined with it.

@@ -16,10 +16,10 @@ class LocalSGD(LocalStepsCallback):
     by the samples that it has seen. Moving statistics of BatchNormalization and the
     logs are averaged in every step, as without it.
 
-    The replicas are averaged also at the end of an epoch, before validation within
-    `fit` and before a backup, so that what is evaluated and saved is one model; between
-    averages a callback that reads weights sees those of a replica. Sharded state, a
-    loss scale and the gradient noise scale cannot be combined with it.
+    The replicas are averaged also at the end of an epoch, before `evaluate` and
+    `predict` and before a backup, so that what is evaluated and saved is one model;
+    between averages a callback that reads weights sees those of a replica. Sharded
+    state, a loss scale and the gradient noise scale cannot be combined with it.
 
     Args:
         sync_every: Int, updates from one average to the next. With 1 and plain SGD it

@@ -51,5 +51,5 @@ class LocalStepsCallback(OptimizerCallback):
     def on_train_end(self, logs: Any = None) -> None:
         """Train synchronously again."""
         super().on_train_end(logs)
-        self.optimizer.step_locally(self.options, alone=False)
+        self.optimizer.stop_local_steps()
         self.model.train_function = None

@@ -86,9 +86,6 @@ class BroadcastRestoredState(keras.callbacks.Callback):
 class OptimizerProgressCheck(keras.callbacks.Callback):
     """Stop training that makes no progress; prepare an optimizer's state for files."""
 
-    def on_test_begin(self, logs: Any = None) -> None:
-        average_replicas_of(self.model)
-
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch % _CHECK_EVERY == _CHECK_EVERY - 1:
             self._check()

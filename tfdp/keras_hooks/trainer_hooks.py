@@ -35,6 +35,7 @@ from tfdp.keras_hooks.worker_callbacks import (
     other_callbacks,
     select_callbacks,
 )
+from tfdp.local_steps import average_replicas_of
 from tfdp.parameters.conversion import whole_variables
 from tfdp.reduction import link_measure
 from tfdp.replicas import drift_probe
@@ -71,6 +72,7 @@ def _run_loop(
 ) -> Any:
     arguments = bound.arguments
     each_batch = _agree(name, model, bound, strategy)
+    average_replicas_of(model)
     if name == "fit":
         arguments["callbacks"] = add_optimizer_check(model, arguments.get("callbacks"))
     if strategy is None:

@@ -133,6 +133,10 @@ class OptimizerSettings:
         with _compat.scope_of_optimizer(self):  # of the outer optimizer, too
             self._features.step_locally(options, alone=alone)
 
+    def stop_local_steps(self) -> None:
+        """Let the replicas train synchronously from now on, once they are averaged."""
+        self._features.steps_alone = False
+
     def measure_noise(self, smoothing: float) -> None:
         """Measure the gradient noise scale at each update from now on.
 
