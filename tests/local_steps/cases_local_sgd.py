@@ -7,6 +7,7 @@ from collections.abc import Callable
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdp
 from tests.harness import common, registry
@@ -164,11 +165,19 @@ def local_sgd_accumulates_micro_batches(env: Env) -> dict:
 def local_steps_launch_collectives_when_an_average_is_due(env: Env) -> dict:
     with env.scope():
         model = common.compiled(plans.perceptron(), optimizers.SGD(0.05))
-    callback = tfdp.callbacks.LocalSGD(sync_every=4)
-    callback.set_model(model)
+    x, y = common.regression_data()
+    steps: list[tf.types.experimental.ConcreteFunction] = []
+
+    def keep(batch: int, logs: dict | None) -> None:
+        steps.append(plans.step_of(model.train_function))
+
+    callbacks = [
+        tfdp.callbacks.LocalSGD(sync_every=4),
+        keras.callbacks.LambdaCallback(on_train_batch_end=keep),
+    ]
+    common.fit(model, x[:8], y[:8], callbacks=callbacks)
     key = env.strategy.extended.group.key
-    found = launches(plans.traced_step(model, common.regression_data()))
-    over_replicas = [launch for launch in found if launch.group_key == key]
+    over_replicas = [launch for launch in launches(steps[0]) if launch.group_key == key]
     assert over_replicas
     assert {launch.branch for launch in over_replicas} == {"then_branch"}
     return {}
