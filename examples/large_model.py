@@ -133,7 +133,7 @@ def main() -> None:
         "--logs",
         type=Path,
         metavar="FOLDER",
-        help="write a monitor and a timeline there",
+        help="a monitor and a timeline, which take 60 MB more: use --limit-mb 0",
     )
     args = parser.parse_args()
     if args.short:
