@@ -183,6 +183,16 @@ def local_steps_launch_collectives_when_an_average_is_due(env: Env) -> dict:
     return {}
 
 
+@case("What is flushed at the end of an epoch is averaged, too", compare=False)
+def local_sgd_averages_what_is_flushed(env: Env) -> dict:
+    # 12 batches: two are left over.
+    accumulation = tfdp.callbacks.GradientAccumulation(5, flush="epoch")
+    callback = tfdp.callbacks.LocalSGD(sync_every=50)
+    model, _ = trained_alone(env, adam, accumulation, callback)
+    env.weights(model)  # the same on all replicas
+    return {}
+
+
 class Fail(keras.callbacks.Callback):
     """Ends the run between two averages."""
 
@@ -219,10 +229,13 @@ def local_sgd_refuses_what_needs_all_replicas(env: Env) -> dict:
         ([tfdp.callbacks.LossScaling()], "a loss scale"),
         ([tfdp.callbacks.GradientNoiseScale()], "the gradient noise scale"),
         ([tfdp.callbacks.ConsistencyCheck()], "ConsistencyCheck"),
+        ([tfdp.callbacks.DiLoCo(scope="replica")], "one of `LocalSGD` and `DiLoCo`"),
     ):
         with env.scope():
             model = first_model(adam)
         callbacks = [tfdp.callbacks.LocalSGD(), *others]
         with pytest.raises(ValueError, match=text):
             common.fit(model, *data, callbacks=callbacks)
+    # A `fit` after it, without local steps, may have them.
+    common.fit(model, *data, callbacks=[tfdp.callbacks.ConsistencyCheck()])
     return {}

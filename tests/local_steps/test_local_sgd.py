@@ -46,6 +46,14 @@ def built() -> keras.optimizers.Optimizer:
         ({"fragments": 0}, "`fragments` must be an integer of at least 1"),
         ({"sync_every": 2, "fragments": 3}, "`fragments` must be at most `sync_every`"),
         ({"outer_optimizer": "sgd"}, "`outer_optimizer` must be a Keras optimizer"),
+        (
+            {
+                "outer_optimizer": keras.optimizers.LossScaleOptimizer(
+                    keras.optimizers.SGD()
+                )
+            },
+            "and no wrapper of others",
+        ),
         ({"outer_optimizer": built()}, "has been built for other variables already"),
     ],
 )

@@ -13,7 +13,7 @@ from tfdp import _compat
 from tfdp.base import batch_weight
 from tfdp.base.context import replica_context
 from tfdp.base.param_groups import innermost
-from tfdp.local_steps.node_reducer import node_reducer
+from tfdp.local_steps.node_reducer import NodeReducers
 from tfdp.local_steps.options import LocalStepsOptions
 from tfdp.local_steps.outer_step import OuterStep, Update
 from tfdp.reduction.gradient_reducer import GradientReducer, LocalReducer
@@ -39,6 +39,7 @@ class LocalSteps:
     ) -> None:
         self.options = options
         self._trained = list(variables)
+        self._node_reducers = NodeReducers()
         self.outer = None
         if options.outer is not None:
             self.outer = OuterStep(make_variable, options.outer, variables)
@@ -75,7 +76,7 @@ class LocalSteps:
                 'between nodes. Use `DiLoCo(scope="replica")`, or say with '
                 "`CommunicationOptions(node_size=...)` how many replicas count as one."
             )
-        return node_reducer(strategy, replica_context())
+        return self._node_reducers.of_replica(strategy, replica_context())
 
     def weight(
         self, weight: tf.Tensor | None, reducer: GradientReducer
@@ -98,7 +99,11 @@ class LocalSteps:
             self.outer.begin(self._trained)
 
     def count(self, is_updated: tf.Tensor | bool) -> None:
-        """Add a micro-batch of this replica, which may have made an update."""
+        """Count a micro-batch of this replica, which may have made an update.
+
+        An update of micro-batches that an average has counted already, at the end of
+        an epoch, counts alike for all replicas.
+        """
         samples = _compat.local_part(self.samples)
         added = tf.fill(samples.shape, _own_samples())
         samples.assign_add(added, read_value=False)

@@ -7,70 +7,49 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.reduction.fusion import ReducedGradients
-from tfdp.reduction.gradient_reducer import GradientReducer, LocalReducer
+from tfdp.reduction.gradient_reducer import (
+    GradientReducer,
+    LocalReducer,
+    ReplicaReducer,
+)
 from tfdp.reduction.reducer import Reducer
 
 
-class NodeReducer:
-    """The reducer of a replica's node.
+class NodeReducers:
+    """The reducers over the nodes of local replicas, each made once.
 
-    Args:
-        reducer: `Reducer` over the node's replicas.
-        context: The replica context.
+    A reducer compares the variables with the other workers when it is first used, and
+    not all of these trace a step again when one does.
     """
 
-    def __init__(self, reducer: Reducer, context: Any) -> None:
-        self.num_replicas = reducer.group.size
-        self._reducer = reducer
-        self._replica = _compat.local_replica_id(context)
+    def __init__(self) -> None:
+        self._reducers: dict[int, Reducer] = {}
 
-    def reduce_gradients(
-        self,
-        gradients: list,
-        variables: list[Any],
-        *,
-        may_sum: bool,
-        weight: tf.Tensor | None,
-    ) -> ReducedGradients:
-        """Sum gradients over the node, see `Reducer.reduce_gradients`."""
-        return self._reducer.reduce_gradients(
-            gradients, variables, self._replica, may_sum=may_sum, weight=weight
-        )
+    def of_replica(self, strategy: Any, context: Any) -> GradientReducer:
+        """The reducer over the node of the replica that is running.
 
-    def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Sum tensors that are no gradients over the node."""
-        return list(self._reducer.reduce("SUM", tensors, self._replica))
+        Args:
+            strategy: A tfdp strategy.
+            context: The replica context.
 
-    def gather_rows(
-        self, gradients: list, variables: list[Any], *, may_sum: bool
-    ) -> list:
-        """Put sparse gradients together, see `Reducer.gather_rows`."""
-        return self._reducer.gather_rows(
-            gradients, variables, self._replica, may_sum=may_sum
-        )
-
-
-def node_reducer(strategy: Any, context: Any) -> GradientReducer:
-    """The reducer over the node of the replica that is running.
-
-    Args:
-        strategy: A tfdp strategy.
-        context: The replica context.
-
-    Raises:
-        ValueError: In eager mode, with several replicas in this process.
-    """
-    whole = strategy.extended.reducer
-    nodes = [sorted(positions) for positions in whole.group.nodes]
-    group = whole.group.split(nodes)[_compat.local_replica_id(context)]
-    if group is None or group.size == 1:
-        return LocalReducer()
-    if tf.executing_eagerly() and len(group.devices) > 1:
-        raise ValueError(
-            "Replicas of one process cannot reduce within their node while they run "
-            "eagerly, one after the other. Leave out `run_eagerly=True`."
-        )
-    extended = strategy.extended
-    reducer = Reducer(group, whole.first_rank, whole.options, extended.worker_group)
-    return NodeReducer(reducer, context)
+        Raises:
+            ValueError: In eager mode, with several replicas in this process.
+        """
+        whole = strategy.extended.reducer
+        nodes = [sorted(positions) for positions in whole.group.nodes]
+        group = whole.group.split(nodes)[_compat.local_replica_id(context)]
+        if group is None or group.size == 1:
+            return LocalReducer()
+        if tf.executing_eagerly() and len(group.devices) > 1:
+            raise ValueError(
+                "Replicas of one process cannot reduce within their node while they "
+                "run eagerly, one after the other. Leave out `run_eagerly=True`."
+            )
+        if group.key not in self._reducers:
+            self._reducers[group.key] = Reducer(
+                group,
+                whole.first_rank,
+                whole.options,
+                strategy.extended.worker_group,
+            )
+        return ReplicaReducer(self._reducers[group.key], context)

@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from tfdp.base.param_groups import is_multi
 from tfdp.cluster.words import counted
 
 SCOPES = ("node", "replica")
@@ -31,10 +32,12 @@ class OuterOptions:
     fragments: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.optimizer, keras.optimizers.Optimizer):
+        is_keras = isinstance(self.optimizer, keras.optimizers.Optimizer)
+        wraps = hasattr(self.optimizer, "inner_optimizer") or is_multi(self.optimizer)
+        if not is_keras or wraps:
             raise ValueError(
-                "`outer_optimizer` must be a Keras optimizer. "
-                f"Received: outer_optimizer={self.optimizer!r}"
+                "`outer_optimizer` must be a Keras optimizer, and no wrapper of "
+                f"others. Received: outer_optimizer={self.optimizer!r}"
             )
         if self.optimizer.built:
             raise ValueError(

@@ -25,10 +25,7 @@ from tfdp.local_steps import LocalSteps
 from tfdp.optimizer import arguments
 from tfdp.optimizer.shardable import ShardableOptimizer
 from tfdp.plans.units import UnitOptions
-from tfdp.reduction.gradient_reducer import (
-    GradientReducer,
-    replica_reducer,
-)
+from tfdp.reduction.gradient_reducer import GradientReducer, replica_reducer
 from tfdp.sharding.full_state import FullState
 from tfdp.sharding.options import ShardingOptions
 from tfdp.step.accumulation import (
@@ -213,6 +210,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         """
         if self.accumulated_steps:
             self._traces.run(self, "flush", self._flush)
+            self.average_replicas()
 
     def average_replicas(self) -> None:
         """Exchange what replicas have learned alone, so that all have one state.

@@ -122,15 +122,24 @@ class Features:
         Args:
             options: `LocalStepsOptions`.
             alone: Bool, whether replicas step alone from now on.
+
+        Raises:
+            ValueError: If there are other local steps already.
         """
-        self.steps_alone = alone
-        if options == self.local_options:
-            return
-        self.local_options = options
-        if self.local_steps is not None:
+        if self.local_options not in (None, options):
+            raise ValueError(
+                "Give `fit` one of `LocalSGD` and `DiLoCo`, once: each says when the "
+                "replicas meet."
+            )
+        self.local_options, self.steps_alone = options, alone
+        if self.local_steps is not None and self.local_steps.options != options:
             self._forget(self.local_steps.variables)
             self.local_steps = None
         self._complete()
+
+    def stop_local_steps(self) -> None:
+        """Step synchronously from now on; what local steps hold in common is kept."""
+        self.local_options, self.steps_alone = None, False
 
     def _complete(self) -> None:
         if self._trained is None:

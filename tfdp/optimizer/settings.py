@@ -129,13 +129,16 @@ class OptimizerSettings:
         Args:
             options: `LocalStepsOptions`.
             alone: Bool, whether from now on; else the state for it is only made.
+
+        Raises:
+            ValueError: If this `fit` has other local steps already.
         """
         with _compat.scope_of_optimizer(self):  # of the outer optimizer, too
             self._features.step_locally(options, alone=alone)
 
     def stop_local_steps(self) -> None:
         """Let the replicas train synchronously from now on, once they are averaged."""
-        self._features.steps_alone = False
+        self._features.stop_local_steps()
 
     def measure_noise(self, smoothing: float) -> None:
         """Measure the gradient noise scale at each update from now on.

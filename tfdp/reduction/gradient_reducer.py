@@ -73,7 +73,7 @@ class ReplicaReducer:
     """The reducer as one replica sees it.
 
     Args:
-        reducer: `Reducer` of the strategy.
+        reducer: `Reducer` of the strategy, or of a group that the replica is in.
         context: The replica context.
     """
 
@@ -105,7 +105,10 @@ class ReplicaReducer:
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sum tensors that are no gradients over all replicas."""
-        return list(self._context.strategy.extended.sum_over_replicas(tensors))
+        if self._meets_first():
+            return list(self._context.strategy.extended.sum_over_replicas(tensors))
+        replica = _compat.local_replica_id(self._context)
+        return list(self._reducer.reduce("SUM", tensors, replica))
 
     def gather_rows(
         self, gradients: list, variables: list[Any], *, may_sum: bool
