@@ -79,11 +79,7 @@ def count_workers() -> int:
     Raises:
         ValueError: If the variables do not fit together.
     """
-    own = mpi_rank()
-    if own is not None and not _says_more(own):
-        return own.size if has_mpi4py() else 1
-    cluster = Cluster.from_environment()
-    return 1 if cluster is None or cluster.is_evaluator else cluster.num_workers
+    return _place_of_process()[1]
 
 
 def rank_of_process() -> int:
@@ -95,11 +91,18 @@ def rank_of_process() -> int:
     Raises:
         ValueError: If the variables do not fit together.
     """
+    return _place_of_process()[0]
+
+
+def _place_of_process() -> tuple[int, int]:
+    """Rank, and number of workers; 0 and 1 for who trains or evaluates by itself."""
     own = mpi_rank()
     if own is not None and not _says_more(own):
-        return own.rank if has_mpi4py() else 0
+        return (own.rank, own.size) if has_mpi4py() else (0, 1)
     cluster = Cluster.from_environment()
-    return 0 if cluster is None or cluster.is_evaluator else cluster.rank
+    if cluster is None or cluster.is_evaluator:
+        return 0, 1
+    return cluster.rank, cluster.num_workers
 
 
 def _says_more(own: MpiRank) -> bool:
