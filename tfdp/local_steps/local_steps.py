@@ -16,6 +16,7 @@ from tfdp.base.param_groups import innermost
 from tfdp.local_steps.node_reducer import NodeReducers
 from tfdp.local_steps.options import LocalStepsOptions
 from tfdp.local_steps.outer_step import OuterStep, Update
+from tfdp.reduction.fusion import wide_dtype
 from tfdp.reduction.gradient_reducer import GradientReducer, LocalReducer
 
 
@@ -173,9 +174,8 @@ class LocalSteps:
 
 def _means(variables: Sequence[Any], reducer: GradientReducer, share: Any) -> list:
     """Means over all replicas, each of which counts by its share."""
-    values = [
-        _wide(_compat.local_part(variable).read_value()) for variable in variables
-    ]
+    parts = [_compat.local_part(variable) for variable in variables]
+    values = [tf.cast(part.read_value(), wide_dtype(part.dtype)) for part in parts]
     return reducer.sum(
         [tf.math.multiply_no_nan(v, tf.cast(share, v.dtype)) for v in values]
     )
@@ -227,11 +227,6 @@ def average_replicas_of(model: Any) -> None:
     average = getattr(getattr(model, "optimizer", None), "average_replicas", None)
     if average is not None:
         average()
-
-
-def _wide(value: tf.Tensor) -> tf.Tensor:
-    """Add up halves in float32."""
-    return tf.cast(value, tf.float32) if value.dtype.size < 4 else value
 
 
 def _cond(predicate: tf.Tensor, action: Callable[[], None]) -> None:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base.param_groups import path_of
 from tfdp.local_steps.options import OuterOptions
+from tfdp.reduction.fusion import wide_dtype
 
 Update = Callable[[Any, Sequence[Any], Sequence[Any], Any], None]
 
@@ -41,7 +42,7 @@ class OuterStep:
         self.anchors = [
             make_variable(
                 shape=variable.shape,
-                dtype=_wide(variable.dtype),
+                dtype=wide_dtype(variable.dtype),
                 initializer="zeros",
                 name=f"{path_of(variable).replace('/', '_')}_outer",
             )
@@ -99,8 +100,3 @@ class OuterStep:
         if positions[-1] == len(self.anchors) - 1:
             _compat.count_update(self.optimizer, 1)
         return [part.read_value() for part in parts]
-
-
-def _wide(dtype: Any) -> str:
-    kind = tf.as_dtype(dtype)
-    return "float32" if kind.size < tf.float32.size else kind.name

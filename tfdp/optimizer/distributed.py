@@ -21,9 +21,8 @@ from tfdp.base.param_groups import (
     rate_is_in_slots,
 )
 from tfdp.keras_hooks import file_view, install
-from tfdp.local_steps import LocalSteps
 from tfdp.optimizer import arguments
-from tfdp.optimizer.shardable import ShardableOptimizer
+from tfdp.optimizer.locally_stepping import LocallySteppingOptimizer
 from tfdp.plans.units import UnitOptions
 from tfdp.reduction.gradient_reducer import GradientReducer, replica_reducer
 from tfdp.sharding.full_state import FullState
@@ -34,7 +33,6 @@ from tfdp.step.accumulation import (
     NoAccumulation,
     ShardedAccumulation,
 )
-from tfdp.step.grouped_update import decay_and_update
 from tfdp.step.loss_scale import MOST_SKIPS, LossScaling
 from tfdp.step.path import take_step
 from tfdp.step.state_layout import StateLayout, WholeVariables
@@ -42,7 +40,7 @@ from tfdp.step.step import Schedule, Step, checked_gradients
 
 
 @keras.saving.register_keras_serializable(package="tfdp")
-class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
+class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer):
     """Gives any Keras optimizer the result of one device on many replicas.
 
     Gradients are accumulated on each replica, reduced, unscaled, checked for
@@ -212,15 +210,6 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             self._traces.run(self, "flush", self._flush)
             self.average_replicas()
 
-    def average_replicas(self) -> None:
-        """Exchange what replicas have learned alone, so that all have one state.
-
-        Outside a step, on all workers. Without local steps it does nothing.
-        """
-        local_steps = self._features.local_steps
-        if local_steps is not None and int(local_steps.updates.numpy()):
-            self._traces.run(self, "average", self._average_replicas)
-
     def finalize_variable_values(self, var_list: Any) -> None:
         """Give variables their averages at the end of training, as Keras does."""
         if self.is_sharded:
@@ -304,30 +293,6 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
     def _flush(self) -> None:
         variables = self._traces.variables or _compat.trained_by(self)
         take_step(self._step(variables), None)
-
-    def _average_replicas(self) -> None:
-        assert self._features.local_steps is not None
-        self._features.local_steps.exchange(
-            self.inner_optimizer, _reducer(), decay_and_update
-        )
-
-    def _alone(self) -> LocalSteps | None:
-        """The local steps of a step that is being traced, or `None`."""
-        features = self._features
-        if not features.steps_alone:
-            return None
-        others = {
-            "sharded state": self.sharding != "none",
-            "a loss scale": features.scaling is not None,
-            "the gradient noise scale": features.noise is not None,
-        }
-        if found := [name for name, is_used in others.items() if is_used]:
-            raise ValueError(
-                "Replicas that step alone cannot be combined with "
-                f"{' and '.join(found)}: these need what all replicas have in every "
-                "step. Leave out `LocalSGD` or `DiLoCo`, or the other."
-            )
-        return features.local_steps
 
     def _step(self, variables: list) -> Step:
         self._check_noise()

@@ -7,7 +7,6 @@ from typing import Any
 
 from tfdp import _compat
 from tfdp.base.param_groups import innermost
-from tfdp.local_steps import LocalStepsOptions
 from tfdp.optimizer import arguments
 from tfdp.optimizer.features import Features
 from tfdp.optimizer.traces import Traces
@@ -122,23 +121,6 @@ class OptimizerSettings:
         if accumulation is not None:
             accumulation.rescale(factor)
             accumulation.count.assign(count)
-
-    def step_locally(self, options: LocalStepsOptions, *, alone: bool) -> None:
-        """Let replicas, or nodes, step alone, and meet every so many updates.
-
-        Args:
-            options: `LocalStepsOptions`.
-            alone: Bool, whether from now on; else the state for it is only made.
-
-        Raises:
-            ValueError: If this `fit` has other local steps already.
-        """
-        with _compat.scope_of_optimizer(self):  # of the outer optimizer, too
-            self._features.step_locally(options, alone=alone)
-
-    def stop_local_steps(self) -> None:
-        """Let the replicas train synchronously from now on, once they are averaged."""
-        self._features.stop_local_steps()
 
     def measure_noise(self, smoothing: float) -> None:
         """Measure the gradient noise scale at each update from now on.

@@ -240,6 +240,12 @@ def divided(values: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
     return values / tf.cast(divisor, values.dtype)
 
 
+def wide_dtype(dtype: Any) -> str:
+    """Name of the dtype to add up in: float32, or the own one where that is wider."""
+    kind = tf.as_dtype(dtype)
+    return "float32" if kind.size < tf.float32.size else kind.name
+
+
 def unbucketed(gradients: list) -> ReducedGradients:
     """Gradients that need no bucket, because there is nobody to share with."""
     dense: dict[int, tf.Tensor] = {}

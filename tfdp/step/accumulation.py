@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base.param_groups import path_of
-from tfdp.reduction.fusion import weighted
+from tfdp.reduction.fusion import weighted, wide_dtype
 from tfdp.step.state_layout import reduce_groups
 
 
@@ -93,7 +93,7 @@ class AccumulationState:
         self.sums = [
             make_variable(
                 shape=variable.shape,
-                dtype=_wide(variable.dtype),
+                dtype=wide_dtype(variable.dtype),
                 initializer="zeros",
                 name=f"{path_of(variable).replace('/', '_')}_gradient_sum",
             )
@@ -281,9 +281,3 @@ def _read(variable: Any) -> tf.Tensor:
 def _set_to_zero(variable: Any) -> None:
     part = _compat.local_part(variable)
     part.assign(tf.zeros(part.shape, part.dtype), read_value=False)
-
-
-def _wide(dtype: Any) -> str:
-    """The dtype to add up in: float32, or the variable's where that is wider."""
-    kind = tf.as_dtype(dtype)
-    return "float32" if kind.size < tf.float32.size else kind.name

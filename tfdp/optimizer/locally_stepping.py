@@ -1,0 +1,63 @@
+"""Local steps of a `DistributedOptimizer`: when they are taken, and with what."""
+
+from __future__ import annotations
+
+from tfdp import _compat
+from tfdp.local_steps import LocalSteps, LocalStepsOptions
+from tfdp.optimizer.shardable import ShardableOptimizer
+from tfdp.reduction.gradient_reducer import replica_reducer
+from tfdp.step.grouped_update import decay_and_update
+
+
+class LocallySteppingOptimizer(ShardableOptimizer):
+    """The part of a `DistributedOptimizer` that lets replicas or nodes step alone."""
+
+    def step_locally(self, options: LocalStepsOptions, *, alone: bool) -> None:
+        """Let replicas, or nodes, step alone, and meet every so many updates.
+
+        Args:
+            options: `LocalStepsOptions`.
+            alone: Bool, whether from now on; else the state for it is only made.
+
+        Raises:
+            ValueError: If this `fit` has other local steps already.
+        """
+        with _compat.scope_of_optimizer(self):  # of the outer optimizer, too
+            self._features.step_locally(options, alone=alone)
+
+    def stop_local_steps(self) -> None:
+        """Let the replicas train synchronously from now on, once they are averaged."""
+        self._features.stop_local_steps()
+
+    def average_replicas(self) -> None:
+        """Exchange what replicas have learned alone, so that all have one state.
+
+        Outside a step, on all workers. Without local steps it does nothing.
+        """
+        local_steps = self._features.local_steps
+        if local_steps is not None and int(local_steps.updates.numpy()):
+            self._traces.run(self, "average", self._average_replicas)
+
+    def _average_replicas(self) -> None:
+        assert self._features.local_steps is not None
+        self._features.local_steps.exchange(
+            self.inner_optimizer, replica_reducer(), decay_and_update
+        )
+
+    def _alone(self) -> LocalSteps | None:
+        """The local steps of a step that is being traced, or `None`."""
+        features = self._features
+        if not features.steps_alone:
+            return None
+        others = {
+            "sharded state": self.sharding != "none",
+            "a loss scale": features.scaling is not None,
+            "the gradient noise scale": features.noise is not None,
+        }
+        if found := [name for name, is_used in others.items() if is_used]:
+            raise ValueError(
+                "Replicas that step alone cannot be combined with "
+                f"{' and '.join(found)}: these need what all replicas have in every "
+                "step. Leave out `LocalSGD` or `DiLoCo`, or the other."
+            )
+        return features.local_steps
