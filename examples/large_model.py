@@ -137,7 +137,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.short:
-        args.steps = min(args.steps, 6)
+        args.steps, args.batch_size = min(args.steps, 4), 2
 
     give_back_freed_memory()
     # A layer or two are gathered at a time: less memory than by default.

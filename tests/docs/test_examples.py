@@ -12,7 +12,7 @@ import pytest
 from tests.harness.commands import ROOT, run_python
 
 WORKERS = 2
-DEADLINE_SECONDS = 180
+DEADLINE_SECONDS = 300
 EXAMPLES = {
     "digits": "examples/digits_cnn.py",
     "augmented": "examples/digits_augmented.py",

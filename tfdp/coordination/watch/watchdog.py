@@ -92,6 +92,8 @@ class Watchdog(threading.Thread):
         # Set while an error of TensorFlow waits for the name of the lost worker.
         self._is_urgent = threading.Event()
         self._has_failed = threading.Event()
+        # Whether a port refused in the last check: its process may have ended.
+        self._has_refused = False
         # Set when the main thread has raised the error.
         self._is_raised = threading.Event()
         # What closes connections beside TensorFlow's, with a reason.
@@ -110,8 +112,9 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         """Check the other workers every second until one is lost."""
         while self._failure is None:
-            is_urgent = self._is_urgent.wait(_CHECK_SECONDS)
-            if is_urgent:
+            pause = _URGENT_CHECK_SECONDS if self._has_refused else _CHECK_SECONDS
+            is_urgent = self._is_urgent.wait(pause)
+            if is_urgent or self._has_refused:
                 # Who ends its script says so before its port refuses connections.
                 self._heartbeat.beat_now(_BEAT_SECONDS)
             self._check_workers()
@@ -238,10 +241,13 @@ class Watchdog(threading.Thread):
                 self._blame(rank, cause)
 
     def _probe(self, ranks: list[int]) -> None:
+        self._has_refused = False
         if not ranks:
             return
         results = _probe_ports([self._addresses[rank] for rank in ranks])
         for rank, result in zip(ranks, results, strict=True):
+            if result is ProbeResult.REFUSED:
+                self._has_refused |= not self._detector.status(rank).has_left
             self._detector.record_probe(
                 rank,
                 refused=result is ProbeResult.REFUSED,
