@@ -1,7 +1,8 @@
-"""What compressed gradients cost in quality: held-out losses after as many steps."""
+"""What fewer bytes cost in quality: held-out losses after as many steps."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib.util
 from collections.abc import Callable
@@ -14,14 +15,31 @@ from tools.bench.report import Arguments, Figure, Report
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NUM_REPLICAS, SEEDS = 4, (1, 2, 3)
-# The loss relative to that without compression, by the mean over the seeds.
-GOALS = {"int8": 1.01, "PowerSGD": 1.01}
-DIGITS_EPOCHS, DIGITS_BATCH, DIGITS_STEPS = 15, 64, 330
-CHARACTERS, WIDTH, BLOCKS, STEPS, CHARACTERS_BATCH = 400_000, 64, 2, 300, 64
+DIGITS_BATCH, DIGITS_STEPS = 64, 330
+CHARACTERS, WIDTH, BLOCKS, STEPS, CHARACTERS_BATCH = 2_000_000, 64, 2, 1000, 64
+SYNC_EVERY = 50
+PLAIN = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One way to send less.
+
+    Args:
+        options: Dict, of the communication.
+        callbacks: Callable that makes the callbacks of `fit`. Defaults to none.
+        at_most: Float or `None`, the goal: loss relative to that of `PLAIN`.
+        sync_every: Int, updates from one exchange to the next. Defaults to 1.
+    """
+
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    callbacks: Callable[[], list[Any]] = list
+    at_most: float | None = None
+    sync_every: int = 1
 
 
 def run(args: Arguments) -> None:
-    """Train every model with every compression, from each seed."""
+    """Train every model with every arm, from each seed."""
     import tfdp.testing
 
     devices = tfdp.testing.logical_cpus(NUM_REPLICAS)
@@ -29,7 +47,7 @@ def run(args: Arguments) -> None:
         "benchmark": f"held-out loss on {NUM_REPLICAS} replicas of one process, after "
         "as many steps, all buckets compressed",
         "seeds": ", ".join(map(str, SEEDS)),
-        "digits": f"examples/digits_cnn.py, {DIGITS_EPOCHS} epochs of batches of "
+        "digits": f"examples/digits_cnn.py, {DIGITS_STEPS} steps of batches of "
         f"{DIGITS_BATCH}",
         "characters": f"examples/char_transformer.py, {BLOCKS} blocks of width "
         f"{WIDTH}, {STEPS} steps of batches of {CHARACTERS_BATCH}",
@@ -44,35 +62,46 @@ def _measure(report: Report, model: str, devices: list[str]) -> None:
     """Train a model by all arms, and report the means over the seeds."""
     train, num_steps = TRAINERS[model]
     plain: list[float] = []
-    for name, options in _arms(num_steps).items():
-        losses = [train(_strategy(devices, options), seed) for seed in SEEDS]
-        report.keep("losses", f"{model}: {name}", losses)
-        plain = plain or losses
+    plain_bytes = 0
+    for name, arm in _arms(num_steps).items():
+        runs = [train(_strategy(devices, arm.options), arm, seed) for seed in SEEDS]
+        losses = [run.loss for run in runs]
+        plain, plain_bytes = plain or losses, plain_bytes or runs[0].wire_bytes
+        share = runs[0].wire_bytes / plain_bytes / arm.sync_every
+        relative = [own / other for own, other in zip(losses, plain, strict=True)]
+        kept = {"losses": losses, "relative": relative, "share_of_bytes": share}
+        report.keep(model, name, kept)
         report.add(
             Figure(
-                f"{model}, {name}: held-out loss relative to none's, mean of seeds",
+                f"{model}, {name}: held-out loss relative to {PLAIN}'s, mean of seeds",
                 round(float(np.mean(losses) / np.mean(plain)), 4),
-                at_most=GOALS.get(name),
-                note=", ".join(f"{loss:.4f}" for loss in losses),
+                at_most=arm.at_most,
+                note=f"{share:.3f} of the bytes; "
+                + ", ".join(f"{loss:.4f}" for loss in losses),
             )
         )
 
 
-def _arms(num_steps: int) -> dict[str, dict[str, Any]]:
-    """Options of the communication, by name."""
+def _arms(num_steps: int) -> dict[str, Arm]:
+    """The arms, by name."""
+    from tfdp.callbacks import DiLoCo
     from tfdp.compression import BlockQuantized, PowerSGD, TopK
 
-    compressions = {
-        "int8": "int8",
-        "PowerSGD": PowerSGD(rank=4, start_step=num_steps // 10),
-        "int4": BlockQuantized(bits=4),
-        "TopK": TopK(ratio=0.05),
-    }
+    low_rank = PowerSGD(rank=4, start_step=num_steps // 10)
     return {
-        "none": {},
+        PLAIN: Arm(),
         # How much a loss differs for no other reason than rounding in another order.
-        "none, added up in another order": {"algorithm": "tree"},
-        **{name: {"compression": given} for name, given in compressions.items()},
+        "none, added up in another order": Arm({"algorithm": "tree"}),
+        "bf16": Arm({"compression": "bf16"}),
+        "int8": Arm({"compression": "int8"}, at_most=1.01),
+        "int4": Arm({"compression": BlockQuantized(bits=4)}),
+        "PowerSGD": Arm({"compression": low_rank}, at_most=1.01),
+        "TopK": Arm({"compression": TopK(ratio=0.05)}),
+        "DiLoCo": Arm(
+            callbacks=lambda: [DiLoCo(SYNC_EVERY, scope="replica")],
+            at_most=1.02,
+            sync_every=SYNC_EVERY,
+        ),
     }
 
 
@@ -98,20 +127,30 @@ def _example(name: str) -> Any:
     return module
 
 
-def _digits(strategy: Any, seed: int) -> float:
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The held-out loss of a run, and the bytes that a replica sends to reduce once."""
+
+    loss: float
+    wire_bytes: int
+
+
+def _digits(strategy: Any, arm: Arm, seed: int) -> _Run:
     import keras
+    import tensorflow as tf
 
     example = _example("digits_cnn")
     keras.utils.set_random_seed(seed)
-    train, test = example.load_data()
+    (x, y), test = example.load_data()
+    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(len(x), seed=seed)
     with strategy.scope():
         model = example.build_model()
-        example.compile_model(model, num_steps=DIGITS_STEPS)
-    model.fit(*train, batch_size=DIGITS_BATCH, epochs=DIGITS_EPOCHS, verbose=0)
-    return _held_out_loss(model, *test)
+        example.compile_model(model, DIGITS_STEPS)
+    _train(model, data, DIGITS_BATCH, DIGITS_STEPS, arm)
+    return _result(strategy, model, *test)
 
 
-def _characters(strategy: Any, seed: int) -> float:
+def _characters(strategy: Any, arm: Arm, seed: int) -> _Run:
     import keras
     import tensorflow as tf
 
@@ -120,28 +159,40 @@ def _characters(strategy: Any, seed: int) -> float:
     text, held_out = example.load_text(CHARACTERS)
     train, ids = example.to_ids(text), example.to_ids(held_out)
     data = tf.data.Dataset.from_tensor_slices(example.windows(train))
-    data = data.shuffle(len(train) // example.CONTEXT, seed=seed).repeat()
-    data = data.batch(CHARACTERS_BATCH, drop_remainder=True)
+    data = data.shuffle(len(train) // example.CONTEXT, seed=seed)
     with strategy.scope():
         model = example.build_model(WIDTH, BLOCKS)
         example.compile_model(model, STEPS)
-    model.fit(data, epochs=1, steps_per_epoch=STEPS, shuffle=False, verbose=0)
+    _train(model, data, CHARACTERS_BATCH, STEPS, arm)
     x, y = example.windows(ids)
     whole = len(x) // CHARACTERS_BATCH * CHARACTERS_BATCH
-    return _held_out_loss(model, x[:whole], y[:whole])
+    return _result(strategy, model, x[:whole], y[:whole])
 
 
-def _held_out_loss(model: Any, x: np.ndarray, y: np.ndarray) -> float:
+def _train(model: Any, data: Any, batch: int, num_steps: int, arm: Arm) -> None:
+    """Make all steps in one epoch, at whose end arms may meet once more."""
+    data = data.repeat().batch(batch, drop_remainder=True)
+    model.fit(
+        data,
+        steps_per_epoch=num_steps,
+        shuffle=False,
+        verbose=0,
+        callbacks=arm.callbacks(),
+    )
+
+
+def _result(strategy: Any, model: Any, x: np.ndarray, y: np.ndarray) -> _Run:
     import tensorflow as tf
 
     results = model.evaluate(x, y, batch_size=64, verbose=0, return_dict=True)
+    wire_bytes = strategy.communication_plan(model).wire_bytes
     tf.keras.backend.clear_session()
     gc.collect()
-    return float(results["loss"])
+    return _Run(float(results["loss"]), wire_bytes)
 
 
 # Each model's training, and the number of its steps.
-TRAINERS: dict[str, tuple[Callable[[Any, int], float], int]] = {
+TRAINERS: dict[str, tuple[Callable[[Any, Arm, int], _Run], int]] = {
     "digits": (_digits, DIGITS_STEPS),
     "characters": (_characters, STEPS),
 }
