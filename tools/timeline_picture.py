@@ -14,6 +14,8 @@ COLORS = {
     "update": "#9d755d",
     "communication": "#eeca3b",
     "logs": "#b279a2",
+    "unit": "#72b7b2",  # gathered for the forward pass
+    "unit_again": "#439894",  # and for the backward pass
 }
 BUCKET_COLORS = ("#e45756", "#f58518", "#ff9da6", "#d67195")
 

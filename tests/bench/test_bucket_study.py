@@ -85,6 +85,7 @@ def test_cifar_of_its_real_size_is_read_with_its_labels_and_channels(tmp_path):
     assert test.images[0, 1, 0].tolist() == [0, 0, 30]
 
 
+@pytest.mark.standard
 def test_cifar_is_read_the_same_from_inside_its_folder_and_from_its_archive(cifar):
     packed = cifar / "packed"
     packed.mkdir()

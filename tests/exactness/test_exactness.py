@@ -36,6 +36,7 @@ def test_column_of(clusters: ClusterPool, name: str):
         clusters.check(BUGS[name], "mirrored")
 
 
+@pytest.mark.standard
 def test_gradients_of_the_matrix_are_larger_than_every_limit(clusters: ClusterPool):
     clusters.run(CASES["limits_of_the_matrix_bite"], REFERENCE.name)
 

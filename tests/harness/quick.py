@@ -274,6 +274,7 @@ LEFT_OUT = {
     "gradient_noise_scale_with_accumulation_and_loss_scaling": (
         "gradient_noise_scale_is_that_of_the_replicas_gradients"
     ),
+    "a_wrong_gradient_on_one_replica_is_counted_on_all": "the one of tests/replicas",
     # What costs most, and shows what cheaper cases show.
     "rows_follow_speed": "rebalanced_run_goes_on",
     "structures_of_batches": "structures_of_arrays",
