@@ -325,7 +325,7 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         variables: list,
         reducer: GradientReducer,
     ) -> Accumulator:
-        weight = batch_weight.weight_for(self)
+        weight = reducer.gradient_weight(self)
         if alone := self._alone():
             weight = alone.weight(weight, reducer)
         state = self._features.accumulation
