@@ -130,7 +130,7 @@ def check(
     for own, defined in zip(found, wanted, strict=True):
         allowed = tolerance * max(abs(defined).max(), 1e-3)
         np.testing.assert_allclose(own, defined, rtol=0, atol=allowed)
-    return {"weights": found}
+    return {str(index): weight for index, weight in enumerate(found)}
 
 
 def _register(name: str, *args: typing.Any, **options: typing.Any) -> None:

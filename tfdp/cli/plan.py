@@ -262,9 +262,7 @@ def _plan_of(
     from tfdp.reduction.communication_plan import plan_of_backward_pass
 
     try:
-        buckets, sparse = plan_of_backward_pass(
-            model, options, makes_dense=makes_dense
-        )
+        buckets, sparse = plan_of_backward_pass(model, options, makes_dense=makes_dense)
     except ValueError as error:
         raise click.UsageError(first_line(error)) from error
     if not (buckets.buckets or sparse):

@@ -54,6 +54,8 @@ class CommunicationPlan:
         num_clusters: Int, XLA clusters that the forward and backward pass of each
             replica are compiled in: no bucket is reduced before its cluster has ended.
             Defaults to 0: they are not compiled.
+        gather_ratio: Float, bytes that a gather of parameters sends over those of the
+            parameters. Defaults to 1.
     """
 
     buckets: tuple[Bucket, ...]
@@ -66,6 +68,7 @@ class CommunicationPlan:
     sharding: str = "none"
     memory: MemoryReport | None = None
     num_clusters: int = 0
+    gather_ratio: float = 1.0
 
     @property
     def is_compiled(self) -> bool:
@@ -120,7 +123,8 @@ class CommunicationPlan:
             return 2 * factor * bucket.num_bytes
         # Of sharded state weights come back, not rounded.
         scatter = factor * (2 if route.algorithm.is_adasum else 1)
-        return (scatter + num_gathers * (inner + outer)) * bucket.num_bytes
+        gathers = num_gathers * self.gather_ratio * (inner + outer)
+        return (scatter + gathers) * bucket.num_bytes
 
     @property
     def _title(self) -> str:
@@ -233,7 +237,7 @@ def _sharded_plan(strategy: Any, optimizer: Any) -> CommunicationPlan:
     """Plan of a sharded optimizer's buckets, of which a step may leave some out."""
     plan = BucketPlan(optimizer.shards.buckets)
     routes = strategy.extended.reducer.routes_of(plan)
-    return _build_plan(
+    found = _build_plan(
         strategy,
         plan,
         routes,
@@ -242,6 +246,8 @@ def _sharded_plan(strategy: Any, optimizer: Any) -> CommunicationPlan:
         sharding=optimizer.sharding,
         memory=optimizer.memory_report(),
     )
+    ratio = optimizer.shards.compression_ratio
+    return dataclasses.replace(found, gather_ratio=ratio)
 
 
 def _build_plan(
