@@ -10,7 +10,9 @@ from typing import Any
 from tfdp.links import Links
 
 FLAT_ALGORITHMS = ("ring", "tree", "halving_doubling")
-ALGORITHMS = ("auto", *FLAT_ALGORITHMS, "hierarchical")
+ADASUM = "adasum"
+ALGORITHMS = ("auto", *FLAT_ALGORITHMS, "hierarchical", ADASUM)
+_OF_LEVELS = {"inner": FLAT_ALGORITHMS, "outer": (*FLAT_ALGORITHMS, ADASUM)}
 BACKENDS = ("auto", "nccl", "ring", "direct", "mpi")
 UNEVEN = ("join", "stop")
 COMMUNICATION_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
@@ -38,8 +40,10 @@ class CommunicationOptions:
             `"halving_doubling"`, `"hierarchical"`, or `"auto"`, the fastest
             for each bucket by what is known of the links. A dict such as
             `{"inner": "ring", "outer": "tree"}` is the hierarchical one with
-            an algorithm inside nodes and one across them. Defaults to
-            `"auto"`.
+            an algorithm inside nodes and one across them. `"adasum"` is no mean:
+            gradients are combined pair by pair, as far as they point the same way,
+            those of replicas, or with `{"outer": "adasum"}` those of nodes. Defaults
+            to `"auto"`.
         backend: String, the library that moves the bytes: `"nccl"` (GPUs),
             `"ring"` (TensorFlow's own, over memory and gRPC), `"direct"` (between
             CPU processes: shared memory on one host, TCP between hosts), `"mpi"`
@@ -112,7 +116,7 @@ class CommunicationOptions:
             _check_positive(
                 "timeout_seconds", self.timeout_seconds, "a number of seconds or None"
             )
-        _check_levels("algorithm", self.algorithm, ALGORITHMS, FLAT_ALGORITHMS)
+        _check_levels("algorithm", self.algorithm, ALGORITHMS, _OF_LEVELS)
         _check_one_of("backend", self.backend, BACKENDS)
         if self.interface is not None and (
             not isinstance(self.interface, str) or not self.interface
@@ -124,6 +128,7 @@ class CommunicationOptions:
         _check_one_of("uneven", self.uneven, UNEVEN)
         _check_count("xla_clusters", self.xla_clusters)
         _check_compression(self.compression)
+        _check_adasum(self.algorithm, self.compression)
         _check_nodes(self.node_size, self.nodes)
         if self.links is not None and not isinstance(self.links, Links):
             raise ValueError(
@@ -192,7 +197,7 @@ def _check_levels(
     name: str,
     value: object,
     allowed: tuple[str, ...],
-    of_level: tuple[str, ...] | None = None,
+    of_level: Mapping[str, tuple[str, ...]],
 ) -> None:
     """Check one name for both levels, or a dict from level to name."""
     if not isinstance(value, Mapping):
@@ -200,7 +205,7 @@ def _check_levels(
         return
     _check_keys(name, value)
     for level, choice in value.items():
-        _check_one_of(f'{name}["{level}"]', choice, of_level or allowed)
+        _check_one_of(f'{name}["{level}"]', choice, of_level[level])
 
 
 def _check_keys(name: str, value: Mapping[str, Any]) -> None:
@@ -247,6 +252,25 @@ def _check_whole_buckets(levels: Mapping[str, Any]) -> None:
             "A compressor of whole buckets works on both levels, "
             '`compression=compressor`, or across nodes, `{"outer": compressor}`. '
             f"Received: compression={dict(levels)!r}"
+        )
+
+
+def _check_adasum(algorithm: Any, compression: Any) -> None:
+    """Raise where gradients could not be combined by Adasum as they travel."""
+    levels = algorithm if isinstance(algorithm, Mapping) else {"outer": algorithm}
+    if levels.get("outer") != ADASUM:
+        return
+    if levels.get("inner", "ring") != "ring":
+        raise ValueError(
+            '`algorithm={"outer": "adasum"}` needs the ring inside nodes. '
+            f"Received: algorithm={dict(algorithm)!r}"
+        )
+    given = compression.values() if isinstance(compression, Mapping) else [compression]
+    if any(item not in (None, *COMMUNICATION_DTYPES) for item in given):
+        raise ValueError(
+            '`algorithm="adasum"` is no sum, and what a compressor leaves out is fed '
+            'back to a sum. Use `compression="fp16"` or "bf16". Received: '
+            f"algorithm={algorithm!r}, compression={compression!r}"
         )
 
 

@@ -192,6 +192,14 @@ def test_a_model_that_cannot_be_planned_gets_one_sentence(models, name, words):
         (("--algorithm", "star"), "Received: star"),
         (("--algorithm", "ring:tree,ring"), "Received: ring:tree,ring"),
         (("--algorithm", "hierarchical:star"), "Received: hierarchical:star"),
+        (
+            ("--algorithm", "adasum", "--compression", "int8"),
+            "`algorithm=\"adasum\"` is no sum",
+        ),
+        (
+            ("--algorithm", "hierarchical:tree,adasum"),
+            "Received: hierarchical:tree,adasum",
+        ),
         (("--compression", "int7"), "int7"),
         (("--bucket-mb", "-2"), "Received: -2"),
         (("--bucket-mb", "1e308"), "at most 1,000,000,000. Received: 1e308"),
@@ -322,6 +330,7 @@ def test_the_table_shows_what_travels(capsys):
     [
         (None, "auto"),
         (Algorithm("tree"), "tree"),
+        (Algorithm("adasum"), "adasum"),
         (
             Algorithm("hierarchical", "tree", "ring"),
             {"inner": "tree", "outer": "ring"},

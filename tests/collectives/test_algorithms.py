@@ -7,7 +7,7 @@ import pytest
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
 
-CASE_MODULES = ("collectives.cases_algorithms",)
+CASE_MODULES = ("collectives.cases_adasum", "collectives.cases_algorithms")
 
 
 @pytest.mark.core

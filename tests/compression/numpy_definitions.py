@@ -23,9 +23,9 @@ class Quantized:
         missing = -rows.shape[1] % self._block
         blocks = np.pad(rows, [(0, 0), (0, missing)])
         blocks = blocks.reshape(len(rows), -1, self._block)
-        scales = abs(blocks).max(axis=2, keepdims=True) / np.float32(self._most)
-        inverse = np.divide(1, scales, where=scales > 1e-37, out=np.zeros_like(scales))
-        found = np.rint(blocks * inverse) * scales
+        scales = abs(blocks).max(axis=2, keepdims=True) * np.float32(1 / self._most)
+        divisors = np.where(scales > 1e-37, scales, np.inf).astype(scales.dtype)
+        found = np.rint(blocks / divisors) * scales
         return found.reshape(len(rows), -1)[:, : rows.shape[1]]
 
     def scattered(self, vectors: np.ndarray) -> np.ndarray:

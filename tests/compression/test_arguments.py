@@ -19,6 +19,7 @@ from tfdp.compression import (
     PowerSGD,
     TopK,
 )
+from tfdp.compression.block_code import BlockCode
 from tfdp.plans.buckets import Bucket, Entry
 from tfdp.reduction.algorithm_selector import AlgorithmSelector
 
@@ -150,30 +151,30 @@ def test_a_compressor_that_tells_no_bytes_is_always_used():
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_what_is_not_finite_stays_so(bits: int, value: float):
-    compressor = BlockQuantized(bits=bits, block=16)
+    code = BlockCode(bits=bits, block=16)
     rows = np.ones([2, 64], "float32")
     rows[1, 20] = value
-    words, _ = compressor._encode(tf.constant(rows), None)
-    found = compressor._decode(words).numpy()
+    words, _ = code.encode(tf.constant(rows))
+    found = code.decode(words).numpy()
     assert not np.isfinite(found[1, 16:32]).any()
     np.testing.assert_allclose(found[0], 1, rtol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_zeros_and_the_smallest_numbers_are_decoded(bits: int):
-    compressor = BlockQuantized(bits=bits, block=16)
+    code = BlockCode(bits=bits, block=16)
     rows = np.zeros([1, 48], "float32")
     rows[0, 16:32], rows[0, 40] = 1e-39, 3e38
-    words, _ = compressor._encode(tf.constant(rows), None)
-    found = compressor._decode(words).numpy()
+    words, _ = code.encode(tf.constant(rows))
+    found = code.decode(words).numpy()
     np.testing.assert_allclose(found, rows, rtol=1e-5, atol=1e-30)
 
 
 def test_a_sum_that_was_rounded_is_rounded_to_itself():
-    compressor = BlockQuantized(bits=4, block=16)
+    code = BlockCode(bits=4, block=16)
     draw = np.random.default_rng(0).normal(size=[1, 160]).astype("float32")
-    _, once = compressor._encode(tf.constant(draw), None)
-    _, twice = compressor._encode(once, None)
+    _, once = code.encode(tf.constant(draw))
+    _, twice = code.encode(once)
     np.testing.assert_allclose(twice, once, rtol=1e-6)
 
 

@@ -132,6 +132,7 @@ def test_options_of_units_are_checked():
         ({"reshard_after_forward": "all"}, "`reshard_after_forward` must be one of"),
         ({"prefetch": -1}, "`prefetch` must be an integer of at least 0"),
         ({"prefetch": True}, "`prefetch` must be an integer of at least 0"),
+        ({"gather_compression": "int4"}, "`gather_compression` must be one of"),
     ):
         ((name, value),) = options.items()
         received = f"Received: {name}={value!r}"
@@ -146,6 +147,12 @@ def test_options_of_units_are_checked():
         "are for sharded parameters",
         "prefetch=2",
     )
+    for sharding in ("none", "optimizer", "gradients"):
+        refused(
+            lambda s=sharding: Optimizer(sgd(), sharding=s, gather_compression="int8"),
+            "`gather_compression` is for sharded parameters, stage 3",
+            f"Received: gather_compression='int8', sharding={sharding!r}",
+        )
 
 
 def test_sharding_on_one_device_changes_nothing():

@@ -8,6 +8,7 @@ from tests.harness.registry import Case
 CASE_MODULES = (
     "parameters.cases_parameters",
     "parameters.cases_deferred",
+    "parameters.cases_quantized_gathers",
     "parameters.cases_units",
     "parameters.cases_user_code",
 )

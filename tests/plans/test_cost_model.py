@@ -22,6 +22,7 @@ from tfdp.reduction.link_fit import Sample, fit_links
 
 RING, TREE, HALVING = (Algorithm(n) for n in ("ring", "tree", "halving_doubling"))
 HIERARCHICAL = Algorithm("hierarchical")
+ADASUM = Algorithm("adasum")
 EVERY = (
     RING,
     TREE,
@@ -74,6 +75,15 @@ def cluster(num_nodes: int, node_size: int) -> Topology:
             (4, 3),
             2 * (1 + 24 * 2) + 2 * (1 + 12 * 2) + 4 * (10 + 12 * 2 * 3),
         ),
+        # As halving, and a ring of a few numbers among 2, then 4, of no bytes.
+        (ADASUM, (1, 4), 2 * (1 + 12 * 2) + 2 * (1 + 6 * 2) + 2 * 1 + 6 * 1),
+        (ADASUM, (1, 3), 2 * (1 + 24 * 2) + 2 * (1 + 12 * 2) + 2 * 1),
+        (ADASUM, (2, 2), 2 * (1 + 12 * 2) + 2 * (10 + 6 * 2 * 3) + 2 * 1 + 6 * 10),
+        (
+            Algorithm("hierarchical", outer="adasum"),
+            (2, 2),
+            2 * (1 + 12 * 2) + 2 * (10 + 6 * 2 * 3) + 2 * 10,
+        ),
     ],
     ids=str,
 )
@@ -104,6 +114,7 @@ def test_replicas_that_share_cores_wait_for_all_messages_in_their_node():
         (TREE, (2, 4), 6),
         (HALVING, (2, 4), 6),
         (HALVING, (1, 6), 6),
+        (ADASUM, (1, 4), 6),
         (HIERARCHICAL, (2, 4), 3),
         (HIERARCHICAL, (1, 4), 2),
         (Algorithm("hierarchical", "tree", "halving_doubling"), (2, 4), 6),

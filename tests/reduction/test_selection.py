@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
 
-CASE_MODULES = ("reduction.cases_selection",)
+CASE_MODULES = ("reduction.cases_adasum", "reduction.cases_selection")
 
 
 def test_route(clusters: ClusterPool, case: Case, setup_name: str):

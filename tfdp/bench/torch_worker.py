@@ -93,6 +93,7 @@ def training_step(
     *,
     tuned: bool = False,
     bf16: bool = False,
+    power_sgd_rank: int | None = None,
     alone: bool = False,
 ) -> Callable[[], Any]:
     """A training step on a fixed batch with SGD.
@@ -103,6 +104,8 @@ def training_step(
         tuned: Bool, whether with the settings that serve DDP best. Defaults to
             `False`: with its own.
         bf16: Bool, whether gradients travel as bfloat16. Defaults to `False`.
+        power_sgd_rank: Int, the rank of the factors as which gradients travel from the
+            third step on, or `None`. Defaults to `None`.
         alone: Bool, whether without DDP: nothing is communicated. Defaults to `False`.
 
     Returns:
@@ -112,7 +115,11 @@ def training_step(
 
     network = build(model)
     if not alone:
-        network = _data_parallel(network, tuned=tuned, bf16=bf16)
+        network = _data_parallel(network, tuned=tuned)
+        if bf16:
+            _send_bf16(network)
+        if power_sgd_rank is not None:
+            _send_low_rank(network, power_sgd_rank, batched=tuned)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, foreach=tuned)
     return step_of(network, optimizer, model, batch_size)
 
@@ -146,17 +153,32 @@ def step_of(
     return step
 
 
-def _data_parallel(network: Any, *, tuned: bool, bf16: bool) -> Any:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+def _data_parallel(network: Any, *, tuned: bool) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
-    network = DistributedDataParallel(network, gradient_as_bucket_view=tuned)
-    if bf16:
-        # DDP refuses the hook itself, by its name, without a GPU. Gloo can do it.
-        network.register_comm_hook(
-            None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)
-        )
-    return network
+    return DistributedDataParallel(network, gradient_as_bucket_view=tuned)
+
+
+def _send_bf16(network: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    # DDP refuses the hook itself, by its name, without a GPU. Gloo can do it.
+    network.register_comm_hook(
+        None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)
+    )
+
+
+def _send_low_rank(network: Any, rank: int, *, batched: bool) -> None:
+    """Compress as early as PyTorch lets one: what it feeds back needs its buckets."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    state = powerSGD_hook.PowerSGDState(
+        None,
+        matrix_approximation_rank=rank,
+        start_powerSGD_iter=2,
+        batch_tensors_with_same_shape=batched,
+    )
+    network.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 def _batch(model: Model, size: int) -> tuple[Any, Any]:

@@ -41,6 +41,9 @@ class ShardedOptimizer(OptimizerCallback):
             gathered again inside of nodes only. Defaults to `True`.
         prefetch: In stage 3, an int: units that are gathered ahead of the one that
             computes. Defaults to 1.
+        gather_compression: In stage 3, `"int8"`: matrices and the like are gathered in
+            8 bits an element, and computed with as rounded; each replica's part of
+            them is not rounded. Or `None`. Defaults to `None`.
 
     Raises:
         ValueError: If an argument is none of these.
@@ -51,7 +54,8 @@ class ShardedOptimizer(OptimizerCallback):
     'gradients'
 
     Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054; Ren et al.
-    2021, https://arxiv.org/abs/2101.06840, for offload.
+    2021, https://arxiv.org/abs/2101.06840, for offload; Wang et al. 2023, ZeRO++,
+    https://arxiv.org/abs/2306.10209, for compressed gathers.
     """
 
     # Callbacks that write files have to run on every worker.
@@ -69,11 +73,14 @@ class ShardedOptimizer(OptimizerCallback):
         units: Sequence[str] = (),
         reshard_after_forward: bool | str = True,
         prefetch: int = 1,
+        gather_compression: str | None = None,
     ) -> None:
         super().__init__()
         if isinstance(stage, bool) or stage not in tuple(_STAGES):
             raise ValueError(f"`stage` must be 1, 2 or 3. Received: stage={stage!r}")
-        unit_options = UnitOptions(units, reshard_after_forward, prefetch)
+        unit_options = UnitOptions(
+            units, reshard_after_forward, prefetch, gather_compression
+        )
         self.options = ShardingOptions(
             _STAGES[stage], shard_scope, offload, unit_options
         )

@@ -172,8 +172,8 @@ def _algorithm(text: str) -> Algorithm | None:
         return Algorithm(name, inner or "ring", outer or "ring")
     except ValueError as error:
         raise ValueError(
-            "it must be auto, ring, tree, halving_doubling, hierarchical, or "
-            "hierarchical:INNER,OUTER"
+            "it must be auto, ring, tree, halving_doubling, hierarchical, "
+            "hierarchical:INNER,OUTER, or adasum"
         ) from error
 
 

@@ -99,7 +99,7 @@ Examples:
     show_default=True,
     type=types.ALGORITHM,
     help="auto (the fastest for each bucket), ring, tree, halving_doubling, "
-    "hierarchical, or hierarchical:INNER,OUTER.",
+    "hierarchical, hierarchical:INNER,OUTER, or adasum.",
 )
 @click.option(
     "--compression",
@@ -154,14 +154,18 @@ def plan(
         raise click.UsageError("--overlap is a share of the time that --step-ms gives.")
     topology = _topology(nodes, replicas_per_node)
     links = _links(alpha, beta, DEFAULT_LINKS[backend])
-    options = CommunicationOptions(
-        bucket_mb=bucket_mb,
-        algorithm=algorithm_option(algorithm),
-        compression=compression_option(compression),
-        links=links,
-    )
+    try:
+        options = CommunicationOptions(
+            bucket_mb=bucket_mb,
+            algorithm=algorithm_option(algorithm),
+            compression=compression_option(compression),
+            links=links,
+        )
+    except ValueError as error:  # two that do not go together
+        raise click.UsageError(first_line(error)) from error
     loaded = _loaded(model)
-    buckets, sparse = _plan_of(loaded, model, options)
+    is_adasum = algorithm is not None and algorithm.is_adasum
+    buckets, sparse = _plan_of(loaded, model, options, makes_dense=is_adasum)
     routes, warned = routes_of(buckets, options, topology, backend)
     by_ring = dataclasses.replace(options, algorithm="ring")
     forecast = Forecast(
@@ -252,13 +256,13 @@ def routes_of(
 
 
 def _plan_of(
-    model: Any, path: str, options: CommunicationOptions
+    model: Any, path: str, options: CommunicationOptions, *, makes_dense: bool
 ) -> tuple[BucketPlan, list[str]]:
     """The buckets of a model, and its variables with sparse gradients."""
     from tfdp.reduction.communication_plan import plan_of_backward_pass
 
     try:
-        buckets, sparse = plan_of_backward_pass(model, options)
+        buckets, sparse = plan_of_backward_pass(model, options, makes_dense=makes_dense)
     except ValueError as error:
         raise click.UsageError(first_line(error)) from error
     if not (buckets.buckets or sparse):

@@ -11,11 +11,13 @@ Reading order:
     primitives: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast
     phases: the reduce-scatter and all-gather phases of all-reduce algorithms
     algorithms: all-reduce by ring, tree, halving-doubling, hierarchical
+    adasum: gradients combined pair by pair in the place of a sum
     gather: all-gather of rows of unequal length
     timing: times of collectives, recorded inside the graph
     step_events: other measurements of a step for a monitor
 """
 
+from tfdp.collectives.adasum import adasum, adasum_across_nodes
 from tfdp.collectives.algorithms import (
     FLAT,
     Level,
@@ -46,6 +48,8 @@ __all__ = [
     "ProcessTransport",
     "TensorFlowTransport",
     "Transport",
+    "adasum",
+    "adasum_across_nodes",
     "all_gather",
     "all_reduce",
     "all_to_all",

@@ -57,7 +57,7 @@ def in_two_phases(
         length = flat.shape.num_elements()
         # A ring has as many shards as replicas, halving a power of two.
         size = args.group.size
-        missing = -length % math.lcm(size, _power_of_two_in(size))
+        missing = -length % math.lcm(size, power_of_two_in(size))
         if missing:
             flat = tf.pad(flat, [[0, missing]])
         total = gather(scatter(flat, args), flat, args)
@@ -89,7 +89,7 @@ def _ring_gather(
 
 def _tree_reduce(flat: tf.Tensor, args: PhaseArguments) -> tf.Tensor | None:
     """Reduce up the tree: position 0 gets the sum, all others `None`."""
-    for distance in _powers_below(args.group.size):
+    for distance in powers_below(args.group.size):
         if args.position % (2 * distance) == distance:
             _move(flat, args, distance, upwards=False)
             return None
@@ -102,7 +102,7 @@ def _tree_broadcast(
     shard: tf.Tensor | None, flat: tf.Tensor, args: PhaseArguments
 ) -> tf.Tensor:
     total = flat if shard is None else shard
-    for distance in reversed(_powers_below(args.group.size)):
+    for distance in reversed(powers_below(args.group.size)):
         is_below = args.position % (2 * distance) == distance
         if is_below or _has_partner(args, distance):
             total = _move(total, args, distance, upwards=True)
@@ -139,14 +139,14 @@ def _send(
 
 def _halve(flat: tf.Tensor, args: PhaseArguments) -> tf.Tensor | None:
     """Reduce-scatter by recursive halving, over the largest power of two."""
-    core = _power_of_two_in(args.group.size)
+    core = power_of_two_in(args.group.size)
     pairs = pairs_of("halving_doubling", args.group)
     if args.position >= core:
         _send(flat, args, pairs[core], upwards=False)
         return None
     if args.position + core < args.group.size:
         flat = flat + _send(flat, args, pairs[core], upwards=False)
-    for distance in _powers_below(core):
+    for distance in powers_below(core):
         pair = pairs[distance][args.replica]
         assert pair is not None
         flat = reduce_scatter(
@@ -162,11 +162,11 @@ def _halve(flat: tf.Tensor, args: PhaseArguments) -> tf.Tensor | None:
 def _double(
     shard: tf.Tensor | None, flat: tf.Tensor, args: PhaseArguments
 ) -> tf.Tensor:
-    core = _power_of_two_in(args.group.size)
+    core = power_of_two_in(args.group.size)
     pairs = pairs_of("halving_doubling", args.group)
     if shard is None:
         return _send(flat, args, pairs[core], upwards=True)
-    for distance in reversed(_powers_below(core)):
+    for distance in reversed(powers_below(core)):
         pair = pairs[distance][args.replica]
         assert pair is not None
         shard = all_gather(
@@ -183,14 +183,14 @@ def _double(
 
 def pairs_of(algorithm: str, group: ProcessGroup) -> dict[int, Pairs]:
     """Create the pairs of an algorithm by distance, all at once on every replica."""
-    size, core = group.size, _power_of_two_in(group.size)
+    size, core = group.size, power_of_two_in(group.size)
     distances: dict[int, list[tuple[int, int]]] = {}
     if algorithm == "tree":
-        for distance in _powers_below(size):
+        for distance in powers_below(size):
             lower = list(range(0, size - distance, 2 * distance))
             distances[distance] = [(first, first + distance) for first in lower]
     if algorithm == "halving_doubling":
-        for distance in _powers_below(core):
+        for distance in powers_below(core):
             lower = [p for p in range(core) if not p & distance]
             distances[distance] = [(p, p + distance) for p in lower]
         # Those beyond the power of two hand over to a partner.
@@ -198,12 +198,13 @@ def pairs_of(algorithm: str, group: ProcessGroup) -> dict[int, Pairs]:
     return {distance: group.split(pairs) for distance, pairs in distances.items()}
 
 
-def _powers_below(size: int) -> list[int]:
+def powers_below(size: int) -> list[int]:
     """Return 1, 2, 4, ... below a number."""
     return [1 << exponent for exponent in range((size - 1).bit_length())]
 
 
-def _power_of_two_in(size: int) -> int:
+def power_of_two_in(size: int) -> int:
+    """Return the largest power of two that is not above a number."""
     return 1 << (size.bit_length() - 1)
 
 

@@ -1,7 +1,8 @@
 """Compressed reduction of gradients: fewer bytes on the wire, errors fed back.
 
 - `compressor`: `Compressor`, what a bucket of gradients is reduced by.
-- `block_quantized`: 8 or 4 bits an element, with a scale for each block.
+- `block_code`: floats as 8 or 4 bits each, with a scale for each block.
+- `block_quantized`: 8 or 4 bits an element, and errors fed back.
 - `power_sgd`: matrices of low rank.
 - `top_k`: the largest elements.
 - `replica_group`: the replicas of a reduction, as a compressor sees them.

@@ -7,17 +7,13 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
+from tfdp.compression.block_code import WORD_BYTES, BlockCode
 from tfdp.compression.compressor import Compressor, GradientBucket, State
 from tfdp.compression.replica_group import ReplicaGroup
 
 _BITS = (8, 4)
-# Of int32, which every transport moves.
-_WORD_BYTES = 4
-_SCALE_BYTES = 4
 # Of halves of a block of 4 bits, a whole number of words.
 _BLOCK_MULTIPLE = 16
-# Below it the inverse of a scale is infinite.
-_LEAST_SCALE = 1e-37
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +99,10 @@ class BlockQuantized(Compressor):
             piece += state["sum_residual"]
         wide = tf.cast(piece, tf.float32)[tf.newaxis]  # [1, slice_size]
         noise = self._noise(state, group.position, 1, wide.shape)
-        words, rounded = self._encode(wide, noise)
+        words, rounded = self._code.encode(wide, noise)
         if not self.stochastic:
             state["sum_residual"] = piece - tf.cast(rounded[0], piece.dtype)
-        total = self._decode(group.all_gather(words))  # [size, slice_size]
+        total = self._code.decode(group.all_gather(words))  # [size, slice_size]
         flat = tf.reshape(total, [-1])[: bucket.size]
         return tf.cast(flat, bucket.dtype), state
 
@@ -124,7 +120,7 @@ class BlockQuantized(Compressor):
         missing = -slice_size % self.block
         if missing:
             wide = tf.pad(wide, [[0, 0], [0, missing]])
-        words, rounded = self._encode(
+        words, rounded = self._code.encode(
             wide, self._noise(state, group.position, 0, wide.shape)
         )
         if self.stochastic:
@@ -132,7 +128,7 @@ class BlockQuantized(Compressor):
         else:
             sent = tf.reshape(rounded[:, :slice_size], [-1])
             state["residual"] = flat - tf.cast(sent, flat.dtype)
-        received = self._decode(group.all_to_all(words))
+        received = self._code.decode(group.all_to_all(words))
         piece = tf.reduce_sum(received, axis=0)[:slice_size]
         return tf.cast(piece, bucket.dtype), state
 
@@ -141,23 +137,22 @@ class BlockQuantized(Compressor):
         size = piece.shape[0]
         wide = tf.cast(piece, tf.float32)
         padded = _padded(wide, size + -size % self.block)
-        words, _ = self._encode(padded[tf.newaxis], None)
-        rows = self._decode(group.all_gather(words))[:, :size]
+        words, _ = self._code.encode(padded[tf.newaxis], None)
+        rows = self._code.decode(group.all_gather(words))[:, :size]
         return tf.cast(tf.reshape(rows, [-1]), piece.dtype)
 
     def wire_ratio(self, bucket: GradientBucket) -> float:
         """See `Compressor`: padding to whole blocks counts."""
         slice_size = self._slice_size(bucket)
-        bits = self.bits * slice_size + 8 * _SCALE_BYTES * (slice_size // self.block)
-        return bucket.num_replicas * bits / 8 / bucket.num_bytes
+        sent_bytes = WORD_BYTES * self._code.num_words(slice_size)
+        return bucket.num_replicas * sent_bytes / bucket.num_bytes
 
     def __str__(self) -> str:
         return f"int{self.bits}"
 
     @property
-    def _most(self) -> int:
-        """The largest code; the smallest is its negative."""
-        return 2 ** (self.bits - 1) - 1
+    def _code(self) -> BlockCode:
+        return BlockCode(self.bits, self.block)
 
     def _slice_size(self, bucket: GradientBucket) -> int:
         """Elements of a slice, whole blocks."""
@@ -172,77 +167,6 @@ class BlockQuantized(Compressor):
             return None
         seed = tf.stack([state["steps"], 2 * position + phase])
         return tf.random.stateless_uniform(shape, seed)
-
-    def _encode(
-        self, rows: tf.Tensor, noise: tf.Tensor | None
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Round rows to codes, which travel with their scales as int32.
-
-        An element that is not finite makes its block's scale so, and by that the
-        whole block wherever it is decoded.
-
-        Args:
-            rows: Tensor of shape `[num_rows, row_size]`, float32, whole blocks.
-            noise: Tensor like `rows`, or `None` to round to the nearest.
-
-        Returns:
-            Tuple of the words, of shape `[num_rows, num_words]`, and what they decode
-            to, like `rows`.
-        """
-        num_rows, row_size = rows.shape
-        blocks = tf.reshape(rows, [num_rows, row_size // self.block, self.block])
-        largest = tf.reduce_max(tf.abs(blocks), axis=2, keepdims=True)
-        scales = largest / self._most  # [num_rows, num_blocks, 1]
-        inverse = tf.where(scales > _LEAST_SCALE, 1.0 / scales, 0.0)
-        codes = blocks * inverse
-        if noise is None:
-            codes = tf.round(codes)
-        else:
-            codes = tf.floor(codes + tf.reshape(noise, blocks.shape))
-            codes = tf.minimum(codes, float(self._most))
-        rounded = tf.reshape(codes * scales, rows.shape)
-        words = tf.concat(
-            [
-                _to_words(self._to_bytes(tf.reshape(codes, rows.shape))),
-                tf.bitcast(scales[:, :, 0], tf.int32),
-            ],
-            axis=1,
-        )
-        return words, rounded
-
-    def _decode(self, words: tf.Tensor) -> tf.Tensor:
-        """Decode rows of words, the inverse of `_encode`."""
-        num_rows, num_words = words.shape
-        words_per_block = self.block * self.bits // (8 * _WORD_BYTES)
-        num_blocks = num_words // (words_per_block + 1)
-        num_codes = num_blocks * words_per_block
-        packed = tf.bitcast(words[:, :num_codes], tf.uint8)
-        codes = self._from_bytes(tf.reshape(packed, [num_rows, -1]))
-        blocks = tf.reshape(codes, [num_rows, num_blocks, self.block])
-        scales = tf.bitcast(words[:, num_codes:], tf.float32)
-        return tf.reshape(blocks * scales[:, :, tf.newaxis], [num_rows, -1])
-
-    def _to_bytes(self, codes: tf.Tensor) -> tf.Tensor:
-        """Pack codes of shape `[num_rows, row_size]` into bytes."""
-        if self.bits == 8:
-            return tf.cast(codes, tf.int8)
-        # The first half of a row in the lower bits, the second in the upper ones.
-        low, high = tf.split(codes, 2, axis=1)
-        return tf.cast(low + 16.0 * high + 8.0 * 17.0, tf.uint8)
-
-    def _from_bytes(self, packed: tf.Tensor) -> tf.Tensor:
-        """Unpack bytes, the inverse of `_to_bytes`, into float32."""
-        if self.bits == 8:
-            return tf.cast(tf.bitcast(packed, tf.int8), tf.float32)
-        low = tf.bitwise.bitwise_and(packed, tf.constant(15, tf.uint8))
-        high = tf.bitwise.right_shift(packed, tf.constant(4, tf.uint8))
-        return tf.cast(tf.concat([low, high], axis=1), tf.float32) - 8.0
-
-
-def _to_words(data: tf.Tensor) -> tf.Tensor:
-    num_rows, num_bytes = data.shape
-    shape = [num_rows, num_bytes // _WORD_BYTES, _WORD_BYTES]
-    return tf.bitcast(tf.reshape(data, shape), tf.int32)
 
 
 def _padded(flat: tf.Tensor, size: int) -> tf.Tensor:

@@ -70,6 +70,9 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
             `"node"`: it is gathered again inside of nodes only. Defaults to `True`.
         prefetch: With sharded parameters, an int: units that are gathered ahead of
             the one that computes. Defaults to 1.
+        gather_compression: With sharded parameters, `"int8"`: matrices and the like
+            are gathered in 8 bits an element, and computed with as rounded; each
+            replica's part of them is not rounded. Or `None`. Defaults to `None`.
         name: String or `None`.
 
     Raises:
@@ -95,6 +98,7 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         units: Sequence[str] = (),
         reshard_after_forward: bool | str = True,
         prefetch: int = 1,
+        gather_compression: str | None = None,
         name: str | None = None,
     ) -> None:
         install.install()
@@ -103,7 +107,7 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
             sharding,
             shard_scope,
             offload,
-            UnitOptions(units, reshard_after_forward, prefetch),
+            UnitOptions(units, reshard_after_forward, prefetch, gather_compression),
         )
         scaling = arguments.checked_loss_scale(loss_scale)
         outer = None
@@ -325,7 +329,7 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         variables: list,
         reducer: GradientReducer,
     ) -> Accumulator:
-        weight = batch_weight.weight_for(self)
+        weight = reducer.gradient_weight(self)
         if alone := self._alone():
             weight = alone.weight(weight, reducer)
         state = self._features.accumulation

@@ -53,6 +53,7 @@ class LocallySteppingOptimizer(ShardableOptimizer):
             "sharded state": self.sharding != "none",
             "a loss scale": features.scaling is not None,
             "the gradient noise scale": features.noise is not None,
+            "Adasum": self._combines_means,
         }
         if found := [name for name, is_used in others.items() if is_used]:
             raise ValueError(

@@ -180,6 +180,19 @@ class ShardableOptimizer(OptimizerSettings):
                 '`sharding="optimizer"`, stage 1.'
             )
 
+        if features.noise and self._combines_means:
+            raise ValueError(
+                "The gradient noise scale compares a replica's gradient with the mean "
+                "of all, which Adasum does not compute. Leave out "
+                '`GradientNoiseScale`, or `algorithm="adasum"`.'
+            )
+
+    @property
+    def _combines_means(self) -> bool:
+        """Whether the strategy combines gradients by Adasum."""
+        strategy = self._distribution_strategy
+        return is_tfdp(strategy) and strategy.extended.reducer.combines_means
+
     def _warn_of_one_replica(self) -> None:
         strategy = self._distribution_strategy
         is_alone = is_tfdp(strategy) and strategy.num_replicas_in_sync == 1

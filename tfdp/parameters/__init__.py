@@ -6,6 +6,7 @@ Reading order:
     sharded_parameter: the variable: parts on the replicas, the whole to a model
     host_gathers: a whole parameter on the hosts of workers
     gathers: reads of it, in a step and outside of one
+    quantized_gathers: parameters that travel in 8 bits an element
     compute_order: what the gathers of a step wait for
     step_gathers: the units that the step of a replica gathers while it is traced
     backward_gathers: the same units gathered again for the backward pass

@@ -14,6 +14,7 @@ from tfdp.base.context import replica_context
 from tfdp.collectives import all_gather
 from tfdp.parameters.backward_gathers import BackwardGathers
 from tfdp.parameters.host_gathers import gather_parameter, serve_parameter
+from tfdp.parameters.quantized_gathers import rounded, travels_quantized
 from tfdp.parameters.shard_groups import ShardGroups
 from tfdp.parameters.sharded_parameter import ShardedParameter
 from tfdp.parameters.step_gathers import StepGathers, Unit
@@ -147,7 +148,10 @@ class Gathers:
         # The first local replica of a step gathers for all of them.
         run = _compat.run_of_replicas()
         if parameter.eager_value is None or parameter.eager_value[0] is not run:
-            parameter.eager_value = run, self.gather_on_hosts(parameter)
+            whole = self.gather_on_hosts(parameter)
+            if travels_quantized(parameter, _unit_of(parameter).options):
+                whole = rounded(parameter, whole)
+            parameter.eager_value = run, whole
         return parameter.eager_value[1]
 
     def _meet(self, parameter: ShardedParameter) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -22,6 +22,12 @@ from tfdp.base import batch_weight
 from tfdp.collectives import timing
 from tfdp.parameters.compute_order import ComputeOrder
 from tfdp.parameters.packing import unpack_rows
+from tfdp.parameters.quantized_gathers import (
+    decoded,
+    own_words,
+    sent_bytes,
+    travels_quantized,
+)
 from tfdp.parameters.shard_groups import ShardGroups
 from tfdp.parameters.sharded_parameter import ShardedParameter
 from tfdp.plans.shards import ShardBucket, ShardPlan
@@ -47,6 +53,26 @@ class Unit:
         """Int, the size of its parameters."""
         return sum(item.num_elements * item.dtype.size for item in self.parameters)
 
+    @property
+    def sent_bytes(self) -> int:
+        """Int, what all owners send of it, where layers compute in its own dtypes."""
+        options = self.options
+        members = [p for p in self.parameters if travels_quantized(p, options)]
+        saved = sum(item.num_elements * item.dtype.size for item in members)
+        return self.num_bytes - saved + (sent_bytes(members) if members else 0)
+
+
+class Form(NamedTuple):
+    """In which form parameters travel.
+
+    Args:
+        dtype: `tf.DType`, in which they are read.
+        is_quantized: Bool, whether they travel in 8 bits.
+    """
+
+    dtype: tf.DType
+    is_quantized: bool
+
 
 @dataclasses.dataclass(eq=False)
 class GatheredUnit:
@@ -54,17 +80,17 @@ class GatheredUnit:
 
     Args:
         unit: `Unit`.
-        dtypes: Tuple of `tf.DType`, in which each parameter travelled.
+        dtypes: Tuple of `tf.DType`, in which each parameter is read.
         values: Dict from the `id` of a parameter to its whole value.
-        pieces: Dict from a dtype to what the replica has of the unit when its node has
-            all of it, see `ShardGroups.gather_across_nodes`.
+        pieces: Dict from a `Form` to what the replica has of the unit when its node
+            has all of it, see `ShardGroups.gather_across_nodes`.
         age: Int, age of the last operation before it was first read.
     """
 
     unit: Unit
     dtypes: tuple[tf.DType, ...]
     values: dict[int, tf.Tensor]
-    pieces: dict[tf.DType, tf.Tensor]
+    pieces: dict[Form, tf.Tensor]
     age: int
 
 
@@ -167,64 +193,86 @@ def gather_unit(
     unit: Unit,
     dtypes: Sequence[tf.DType],
     gate: Sequence[tf.Operation],
-    pieces: Mapping[tf.DType, tf.Tensor] | None = None,
+    pieces: Mapping[Form, tf.Tensor] | None = None,
     *,
     label: str = timing.UNIT,
-) -> tuple[dict[int, tf.Tensor], dict[tf.DType, tf.Tensor]]:
-    """Gather a unit on the calling replica, by one all-gather for each dtype.
+) -> tuple[dict[int, tf.Tensor], dict[Form, tf.Tensor]]:
+    """Gather a unit on the calling replica, by one all-gather for each form.
 
     Args:
         step: `StepGathers`.
         unit: `Unit`.
-        dtypes: Sequence of `tf.DType`, in which each parameter travels.
+        dtypes: Sequence of `tf.DType`, in which each parameter is read.
         gate: Sequence of operations that come before.
-        pieces: Dict from a dtype to what the replica has of the unit where its node
+        pieces: Dict from a `Form` to what the replica has of the unit where its node
             has all of it; or `None`: its own part only. Defaults to `None`.
         label: String, what monitors call it. Defaults to that of the forward pass.
 
     Returns:
         Tuple of a dict from the `id` of a parameter to its whole value, and one from
-        a dtype to a piece, like `pieces`.
+        a `Form` to a piece, like `pieces`.
     """
     values: dict[int, tf.Tensor] = {}
-    kept: dict[tf.DType, tf.Tensor] = {}
+    kept: dict[Form, tf.Tensor] = {}
+    forms = [
+        Form(dtype, travels_quantized(parameter, unit.options))
+        for parameter, dtype in zip(unit.parameters, dtypes, strict=True)
+    ]
     device = step.groups.group.devices[step.replica]
     with tf.control_dependencies(list(gate)), tf.device(device):
-        for dtype in dict.fromkeys(dtypes):
+        for form in dict.fromkeys(forms):
             members = [
                 parameter
-                for parameter, own in zip(unit.parameters, dtypes, strict=True)
-                if own == dtype
+                for parameter, own in zip(unit.parameters, forms, strict=True)
+                if own == form
             ]
+            gather = _gather_quantized if form.is_quantized else _gather_plain
             with timing.labelled(f"{label} {unit.number}"):
-                bucket = _bucket(members, dtype)
-                flat, piece = _gather_bucket(
-                    step, unit, members, bucket, (pieces or {}).get(dtype)
+                wholes, piece = gather(
+                    step, unit, members, form.dtype, (pieces or {}).get(form)
                 )
-                wholes = _wholes(members, bucket, flat)
             if piece is not None:
-                kept[dtype] = piece
+                kept[form] = piece
             step.order.begin_with(wholes)
             values.update(zip(map(id, members), wholes, strict=True))
     return values, kept
 
 
-def _gather_bucket(
+def _gather_plain(
     step: StepGathers,
     unit: Unit,
     members: list[ShardedParameter],
-    bucket: ShardBucket,
+    dtype: tf.DType,
     piece: tf.Tensor | None,
-) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Gather a bucket: what `bucket.moved` holds, and the piece that it is made of."""
+) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+    """Gather parameters as they are read, and the piece that they are made of."""
+    bucket = _bucket(members, dtype)
     place: dict[str, int] = {"replica": step.replica, "channel": unit.number}
     if bucket.is_lopsided:
         own = _own_slice(step, members, bucket)
-        return step.groups.gather_bucket(bucket, own, **place), None
+        flat = step.groups.gather_bucket(bucket, own, **place)
+        return _wholes(members, bucket, flat), None
     if piece is None:
         own = _own_slice(step, members, bucket)
         piece = step.groups.gather_across_nodes(own, **place)
-    return step.groups.gather_in_node(piece, **place), piece
+    flat = step.groups.gather_in_node(piece, **place)
+    return _wholes(members, bucket, flat), piece
+
+
+def _gather_quantized(
+    step: StepGathers,
+    unit: Unit,
+    members: list[ShardedParameter],
+    dtype: tf.DType,
+    piece: tf.Tensor | None,
+) -> tuple[list[tf.Tensor], tf.Tensor | None]:
+    """The same in 8 bits. Rows of unequal length are padded: that is still less."""
+    place: dict[str, int] = {"replica": step.replica, "channel": unit.number}
+    if piece is None:
+        own = own_words(members, step.replica)
+        piece = step.groups.gather_across_nodes(own, **place)
+    words = step.groups.gather_in_node(piece, **place)
+    return [tf.cast(whole, dtype) for whole in decoded(members, words)], piece
 
 
 def _bucket(members: list[ShardedParameter], dtype: tf.DType) -> ShardBucket:

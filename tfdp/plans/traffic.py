@@ -8,8 +8,10 @@ import functools
 import numpy as np
 
 from tfdp.cluster import Topology
+from tfdp.options import ADASUM
 from tfdp.options import FLAT_ALGORITHMS as FLAT
 
+# Of the algorithms that sum.
 NAMES = (*FLAT, "hierarchical")
 
 
@@ -18,11 +20,12 @@ class Algorithm:
     """All-reduce algorithm.
 
     Args:
-        name: String, `"ring"`, `"tree"`, `"halving_doubling"` or
-            `"hierarchical"`.
+        name: String, `"ring"`, `"tree"`, `"halving_doubling"`, `"hierarchical"` or
+            `"adasum"`.
         inner: String, the algorithm of `"hierarchical"` inside a node: one of the
             other three. Defaults to `"ring"`.
-        outer: String, its algorithm across nodes. Defaults to `"ring"`.
+        outer: String, its algorithm across nodes: one of these, or `"adasum"`.
+            Defaults to `"ring"`.
 
     Raises:
         ValueError: If a name is unknown.
@@ -38,7 +41,11 @@ class Algorithm:
     outer: str = "ring"
 
     def __post_init__(self) -> None:
-        allowed = {"name": NAMES, "inner": FLAT, "outer": FLAT}
+        allowed = {
+            "name": (*NAMES, ADASUM),
+            "inner": FLAT,
+            "outer": (*FLAT, ADASUM),
+        }
         for field, known in allowed.items():
             value = getattr(self, field)
             if value not in known:
@@ -47,6 +54,16 @@ class Algorithm:
                     f"The `{field}` of an algorithm must be one of {listed}. "
                     f"Received: {field}={value!r}"
                 )
+        if self.outer == ADASUM and self.inner != "ring":
+            raise ValueError(
+                "Adasum across nodes needs the ring inside them. "
+                f"Received: inner={self.inner!r}"
+            )
+
+    @property
+    def is_adasum(self) -> bool:
+        """Bool, whether gradients are combined by Adasum, and not summed."""
+        return ADASUM in (self.name, self.outer)
 
     def __str__(self) -> str:
         if self.name != "hierarchical":
@@ -106,6 +123,8 @@ def _flat(name: str, node_of: np.ndarray) -> tuple[Transfer, ...]:
     """Return the transfers of a flat algorithm, given the node of each position."""
     if name == "ring":
         return _ring(node_of)
+    if name == ADASUM:
+        return _combine_by_pairs(node_of)
     if name == "tree":
         up = _reduce_to_first(node_of)
     else:
@@ -145,6 +164,19 @@ def _halve(node_of: np.ndarray) -> tuple[tuple[Transfer, ...], int]:
         fraction /= 2
         found.append(_transfer(fraction, positions, positions ^ distance, node_of))
     return tuple(found), power
+
+
+def _combine_by_pairs(node_of: np.ndarray) -> tuple[Transfer, ...]:
+    """Return the transfers of Adasum: after each halving a ring of a few numbers."""
+    halves, power = _halve(node_of)
+    up = list(halves[: len(halves) - (power.bit_length() - 1)])
+    positions = np.arange(power)
+    for half, distance in zip(halves[len(up) :], _distances(power), strict=True):
+        block = 2 * distance
+        following = positions // block * block + (positions + 1) % block
+        sums = _transfer(0.0, positions, following, node_of, 2 * (block - 1))
+        up += [half, sums]
+    return (*up, *reversed(halves))
 
 
 def _distances(power: int) -> list[int]:

@@ -14,6 +14,7 @@ from tfdp.plans.shards import Row, Segment, ShardBucket
 Ranges = tuple[tuple[int, int], ...]
 
 _RESHARDS = (True, False, "node")
+_COMPRESSIONS = (None, "int8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,8 @@ class UnitOptions:
             only. Defaults to `True`.
         prefetch: Int, units that are gathered ahead of the one that computes.
             Defaults to 1.
+        gather_compression: `"int8"`, in which matrices and the like travel; or `None`.
+            Defaults to `None`.
 
     Raises:
         ValueError: If an argument is none of these.
@@ -46,6 +49,7 @@ class UnitOptions:
     layers: Sequence[str] = ()
     reshard_after_forward: bool | str = True
     prefetch: int = 1
+    gather_compression: str | None = None
 
     def __post_init__(self) -> None:
         names = self.layers
@@ -67,13 +71,19 @@ class UnitOptions:
                 "`prefetch` must be an integer of at least 0. "
                 f"Received: prefetch={self.prefetch!r}"
             )
+        if self.gather_compression not in _COMPRESSIONS:
+            raise ValueError(
+                f"`gather_compression` must be one of {_COMPRESSIONS}. "
+                f"Received: gather_compression={self.gather_compression!r}"
+            )
 
     @property
     def text(self) -> str:
         """String, the options as arguments of `ShardedOptimizer`."""
         return (
             f"units={list(self.layers)}, reshard_after_forward="
-            f"{self.reshard_after_forward!r}, prefetch={self.prefetch}"
+            f"{self.reshard_after_forward!r}, prefetch={self.prefetch}, "
+            f"gather_compression={self.gather_compression!r}"
         )
 
 

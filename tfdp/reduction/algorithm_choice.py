@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfdp.collectives import FLAT, Level, hierarchical
+from tfdp.collectives import FLAT, Level, adasum, adasum_across_nodes, hierarchical
 from tfdp.compression.compressed_reduce import CompressedRoute, Wire
 from tfdp.compression.compressor import Compressor
+from tfdp.options import ADASUM
 from tfdp.plans.traffic import Algorithm
 
 RING = Algorithm("ring")
@@ -98,11 +99,20 @@ class AlgorithmChoice:
 
     @property
     def all_reduce(self) -> Callable[..., tf.Tensor]:
-        """Callable of the algorithm alone, see `tfdp.collectives.ring`."""
+        """Callable of the algorithm alone, see `tfdp.collectives.ring`.
+
+        That of Adasum asks for the `sizes` of the gradients in a bucket, too.
+        """
         inner, outer = (
             _reduce_dtype(self.inner_dtype),
             _reduce_dtype(self.outer_dtype),
         )
+        if self.algorithm.name == ADASUM:
+            return functools.partial(adasum, reduce_dtype=inner)
+        if self.algorithm.is_adasum:
+            return functools.partial(
+                adasum_across_nodes, inner_dtype=inner, outer_dtype=outer
+            )
         if self.algorithm.name != "hierarchical":
             return functools.partial(FLAT[self.algorithm.name], reduce_dtype=inner)
         return functools.partial(

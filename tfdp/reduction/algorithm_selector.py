@@ -11,7 +11,7 @@ from tfdp.cluster import Topology
 from tfdp.links import DEFAULT_LINKS, Links
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import Bucket, BucketPlan
-from tfdp.plans.cost_model import candidates_for, choose
+from tfdp.plans.cost_model import candidates_for, choose, predict_seconds
 from tfdp.plans.traffic import Algorithm
 from tfdp.reduction.algorithm_choice import RING, AlgorithmChoice
 from tfdp.reduction.compressor_choice import LevelCompressors, best_choice
@@ -31,6 +31,9 @@ class AlgorithmSelector:
         backend: String, `"nccl"`, `"ring"`, `"direct"` or `"mpi"`.
         warn: Bool, whether to warn of options that have no effect here.
             Defaults to `True`.
+
+    Raises:
+        ValueError: If Adasum cannot combine the nodes.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class AlgorithmSelector:
         self._inner, self._outer = options.reduce_dtypes
         self._compressors = LevelCompressors.of(options, topology)
         self._compresses = options.compression is not None
+        self.combines_means = self._fixed is not None and self._fixed.is_adasum
         inner, outer = options.compression_levels
         if outer and not inner and topology.num_nodes == 1:
             problem = problem or (
@@ -63,8 +67,10 @@ class AlgorithmSelector:
 
     @property
     def needs_whole_buckets(self) -> bool:
-        """True if a compressor takes no parts of buckets."""
-        return self._compressors is not None and not self._compressors.cuts_buckets
+        """True if Adasum, or a compressor, takes no parts of buckets."""
+        if self._compressors is None:
+            return self.combines_means
+        return not self._compressors.cuts_buckets
 
     @property
     def is_hierarchical(self) -> bool:
@@ -86,16 +92,19 @@ class AlgorithmSelector:
 
         Args:
             plan: `BucketPlan`.
-            may_compress: Bool, whether buckets may be rounded.
+            may_compress: Bool, whether they are gradients, which may be rounded, and
+                combined by Adasum; other things are summed.
 
         Returns:
             Tuple of `AlgorithmChoice`.
 
         Raises:
-            ValueError: If integers were to be compressed.
+            ValueError: If integers were to be compressed, or combined by Adasum.
         """
         if may_compress and self._compresses:
-            _check_compressible(plan)
+            _check_floating(plan, "`compression`")
+        if may_compress and self.combines_means:
+            _check_floating(plan, "Adasum")
         return tuple(
             self.select(
                 bucket.num_bytes,
@@ -119,7 +128,7 @@ class AlgorithmSelector:
         Args:
             num_bytes: Int, its size.
             dtype: String, its dtype.
-            may_compress: Bool, whether it may be rounded. Defaults to `True`.
+            may_compress: Bool, see `select_for`. Defaults to `True`.
             bucket: `Bucket` with what is in it, or `None` for a part of one.
                 Defaults to `None`.
 
@@ -128,6 +137,10 @@ class AlgorithmSelector:
         """
         if self.topology.num_replicas == 1:
             return AlgorithmChoice()
+        if self.combines_means and not may_compress:
+            algorithm = Algorithm("hierarchical") if self.is_hierarchical else RING
+            seconds = predict_seconds(algorithm, num_bytes, self.topology, self.links)
+            return AlgorithmChoice(algorithm, seconds=seconds)
         plain = self._fastest(num_bytes, None, None)
         if not may_compress or dtype not in _COMPRESSIBLE:
             return plain
@@ -179,11 +192,11 @@ class AlgorithmSelector:
         return tuple(algorithm for algorithm in candidates if algorithm in safe)
 
 
-def _check_compressible(plan: BucketPlan) -> None:
+def _check_floating(plan: BucketPlan, what: str) -> None:
     for bucket in plan:
         if not tf.as_dtype(bucket.dtype).is_floating:
             raise ValueError(
-                "`compression` is for gradients of floating point. Leave it out for "
+                f"{what} is for gradients of floating point. Leave it out for "
                 f"this model. Received: {bucket.entries[0].name!r} of {bucket.dtype}"
             )
 
@@ -201,6 +214,8 @@ def _fixed_algorithm(
         wanted = Algorithm(given)
     if wanted.name != "hierarchical":
         return wanted, ""
+    if wanted.is_adasum:
+        return _adasum_of_nodes(wanted, topology)
     what = '`algorithm="hierarchical"`'
     if topology.num_nodes == 1:
         return Algorithm(wanted.inner), (
@@ -210,5 +225,20 @@ def _fixed_algorithm(
         return RING, (
             f"{what} works as 'ring': it needs equally many replicas on every node, "
             f"which have {', '.join(str(len(node)) for node in topology.nodes)}"
+        )
+    return wanted, ""
+
+
+def _adasum_of_nodes(
+    wanted: Algorithm, topology: Topology
+) -> tuple[Algorithm | None, str]:
+    what = '`algorithm={"outer": "adasum"}`'
+    if topology.num_nodes == 1:
+        return RING, f"{what} is a mean: all replicas are on one node"
+    if not topology.is_even:
+        raise ValueError(
+            f"{what} needs equally many replicas on every node. Use "
+            '`algorithm="adasum"`, between all replicas. Received: nodes of '
+            f"{', '.join(str(len(node)) for node in topology.nodes)} replicas"
         )
     return wanted, ""

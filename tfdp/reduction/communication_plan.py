@@ -54,6 +54,8 @@ class CommunicationPlan:
         num_clusters: Int, XLA clusters that the forward and backward pass of each
             replica are compiled in: no bucket is reduced before its cluster has ended.
             Defaults to 0: they are not compiled.
+        gather_ratio: Float, bytes that a gather of parameters sends over those of the
+            parameters. Defaults to 1.
     """
 
     buckets: tuple[Bucket, ...]
@@ -66,6 +68,7 @@ class CommunicationPlan:
     sharding: str = "none"
     memory: MemoryReport | None = None
     num_clusters: int = 0
+    gather_ratio: float = 1.0
 
     @property
     def is_compiled(self) -> bool:
@@ -116,9 +119,12 @@ class CommunicationPlan:
         outer = (1 - node_size / num_replicas) / node_size
         inner_ratio, outer_ratio = route.byte_ratios(itemsize)
         factor = inner * inner_ratio + outer * outer_ratio
-        # What comes back is as large; of sharded state it is weights, not rounded.
-        back = factor if self.sharding == "none" else inner + outer
-        return (factor + num_gathers * back) * bucket.num_bytes
+        if self.sharding == "none":
+            return 2 * factor * bucket.num_bytes
+        # Of sharded state weights come back, not rounded.
+        scatter = factor * (2 if route.algorithm.is_adasum else 1)
+        gathers = num_gathers * self.gather_ratio * (inner + outer)
+        return (scatter + gathers) * bucket.num_bytes
 
     @property
     def _title(self) -> str:
@@ -126,8 +132,10 @@ class CommunicationPlan:
         what = counted(count, "all-reduce")
         if self.sharding != "none":
             gathers = sum(map(self._gathers_of, range(count)))
+            is_adasum = any(route.algorithm.is_adasum for route in self.routes)
+            reduction = "all-reduce" if is_adasum else "reduce-scatter"
             what = (
-                f"{counted(count, 'reduce-scatter')} and "
+                f"{counted(count, reduction)} and "
                 f"{'up to ' if gathers > count else ''}{counted(gathers, 'all-gather')}"
             )
         after = ", after one XLA cluster" if self.is_compiled else ""
@@ -218,7 +226,9 @@ def _plan_of(strategy: Any, model: Any) -> CommunicationPlan:
             return _build_plan(
                 strategy, plan, routes, sparse, traced=True, memory=memory
             )
-    plan, sparse = plan_of_backward_pass(model, reducer.options)
+    plan, sparse = plan_of_backward_pass(
+        model, reducer.options, makes_dense=reducer.combines_means
+    )
     routes = reducer.routes_of(plan)
     return _build_plan(strategy, plan, routes, sparse, traced=False, memory=memory)
 
@@ -227,7 +237,7 @@ def _sharded_plan(strategy: Any, optimizer: Any) -> CommunicationPlan:
     """Plan of a sharded optimizer's buckets, of which a step may leave some out."""
     plan = BucketPlan(optimizer.shards.buckets)
     routes = strategy.extended.reducer.routes_of(plan)
-    return _build_plan(
+    found = _build_plan(
         strategy,
         plan,
         routes,
@@ -236,6 +246,8 @@ def _sharded_plan(strategy: Any, optimizer: Any) -> CommunicationPlan:
         sharding=optimizer.sharding,
         memory=optimizer.memory_report(),
     )
+    ratio = optimizer.shards.compression_ratio
+    return dataclasses.replace(found, gather_ratio=ratio)
 
 
 def _build_plan(
@@ -261,12 +273,16 @@ def _build_plan(
     )
 
 
-def plan_of_backward_pass(model: Any, options: Any) -> tuple[BucketPlan, list[str]]:
+def plan_of_backward_pass(
+    model: Any, options: Any, *, makes_dense: bool = False
+) -> tuple[BucketPlan, list[str]]:
     """Plan buckets from the backward pass of the sum of the outputs, running nothing.
 
     Args:
         model: Keras model with symbolic inputs.
         options: `CommunicationOptions`.
+        makes_dense: Bool, whether sparse gradients travel as tensors, as for Adasum.
+            Defaults to `False`.
 
     Returns:
         Tuple of a `BucketPlan` and a list of strings, variables whose gradients
@@ -291,7 +307,13 @@ def plan_of_backward_pass(model: Any, options: Any) -> tuple[BucketPlan, list[st
         with tf.GradientTape() as tape:
             outputs = tf.nest.flatten(model(structure, training=True))
             total = tf.add_n([tf.reduce_sum(tf.cast(o, tf.float32)) for o in outputs])
-        found.extend(tape.gradient(total, [v.value for v in variables]))
+        for gradient in tape.gradient(total, [v.value for v in variables]):
+            is_sparse = isinstance(gradient, tf.IndexedSlices)
+            found.append(
+                tf.convert_to_tensor(gradient)
+                if is_sparse and makes_dense
+                else gradient
+            )
         pairs = [(g, v.path) for g, v in zip(found, variables, strict=True)]
         dense = [(g, n) for g, n in pairs if isinstance(g, tf.Tensor)]
         for gradient, variable in zip(found, variables, strict=True):

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.base import batch_weight
 from tfdp.base.context import replica_context
 from tfdp.reduction.fusion import ReducedGradients, unbucketed, weighted
 from tfdp.reduction.reducer import Reducer
@@ -28,6 +29,12 @@ class GradientReducer(Protocol):
         weight: tf.Tensor | None,
     ) -> ReducedGradients:
         """Sum gradients over all replicas, see `Reducer.reduce_gradients`."""
+
+    def gradient_weight(self, optimizer: Any) -> tf.Tensor | None:
+        """Factor of this replica's gradients before they are reduced, or `None`."""
+
+    def prepare(self, gradients: list) -> list:
+        """Bring gradients into the form in which they are reduced."""
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sum tensors that are no gradients over all replicas."""
@@ -56,6 +63,14 @@ class LocalReducer:
         if weight is not None:
             gradients = [weighted(gradient, weight) for gradient in gradients]
         return unbucketed(gradients)
+
+    def gradient_weight(self, optimizer: Any) -> tf.Tensor | None:
+        """See `tfdp.base.batch_weight.weight_for`."""
+        return batch_weight.weight_for(optimizer)
+
+    def prepare(self, gradients: list) -> list:
+        """Leave them as they are."""
+        return gradients
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Leave them as they are."""
@@ -92,6 +107,12 @@ class ReplicaReducer:
     ) -> ReducedGradients:
         """Sum gradients over all replicas, see `Reducer.reduce_gradients`."""
         if self._meets_first():
+            if self._reducer.combines_means:
+                raise ValueError(
+                    "Adasum needs all replicas at once, and those of one process run "
+                    "eagerly one after the other. Leave out `run_eagerly=True`, and "
+                    "call `strategy.run` in a `tf.function`."
+                )
             if weight is not None:
                 gradients = [weighted(gradient, weight) for gradient in gradients]
             return unbucketed(self.sum(gradients))
@@ -102,6 +123,31 @@ class ReplicaReducer:
             may_sum=may_sum,
             weight=weight,
         )
+
+    def gradient_weight(self, optimizer: Any) -> tf.Tensor | None:
+        """Factor that makes gradients add up to those of the global batch.
+
+        For Adasum they add up to the mean of what is combined: of the means of nodes,
+        or of replicas, over their own rows, however many these are.
+
+        Args:
+            optimizer: The optimizer that the gradients are given to.
+
+        Returns:
+            Scalar float64 tensor, or `None` for one.
+        """
+        weight, share = batch_weight.weight_for(optimizer), batch_weight.current()
+        if not self._reducer.combines_means or weight is None or share is None:
+            return weight
+        replica = _compat.local_replica_id(self._context)
+        own = self._reducer.share_of_member(share, replica)
+        return tf.math.divide_no_nan(weight, own * self._reducer.num_members)
+
+    def prepare(self, gradients: list) -> list:
+        """Make tensors of sparse gradients for Adasum; leave others as they are."""
+        if not self._reducer.combines_means:
+            return gradients
+        return [tf.convert_to_tensor(gradient) for gradient in gradients]
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """Sum tensors that are no gradients over all replicas."""

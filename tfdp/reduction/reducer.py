@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.base.param_groups import path_of
-from tfdp.collectives import ProcessGroup, timing
+from tfdp.collectives import ProcessGroup, all_reduce, timing
 from tfdp.compression.compressed_reduce import all_reduce_compressed
 from tfdp.compression.residuals import ResidualStore
 from tfdp.coordination.checks import check_same_plan, check_same_variables
@@ -59,6 +59,40 @@ class Reducer:
         self.plans = TrainedPlans()
         self.residuals = ResidualStore(group.devices)
 
+    @property
+    def combines_means(self) -> bool:
+        """Bool, whether gradients are combined by Adasum, and not summed."""
+        selector = self.algorithm_selector
+        return selector is not None and selector.combines_means
+
+    def share_of_member(self, share: tf.Tensor, replica: int) -> tf.Tensor:
+        """Sum the shares of the batch of those whose mean is one to Adasum.
+
+        Args:
+            share: Scalar tensor, the part of all rows that this replica has.
+            replica: Int, index of the calling replica among the local ones.
+
+        Returns:
+            Scalar tensor, the part that the replica's node has; or its own, where
+            Adasum is between replicas.
+        """
+        if (
+            self.algorithm_selector is None
+            or not self.algorithm_selector.is_hierarchical
+        ):
+            return share
+        node = self.group.split(self.group.nodes)[replica]
+        assert node is not None
+        with timing.labelled("weights"), tf.device(self.group.devices[replica]):
+            return all_reduce(share[tf.newaxis], node, replica)[0]
+
+    @property
+    def num_members(self) -> int:
+        """Int, how many gradients Adasum combines: those of nodes or of replicas."""
+        selector = self.algorithm_selector
+        is_of_nodes = selector is not None and selector.is_hierarchical
+        return len(self.group.nodes) if is_of_nodes else self.group.size
+
     def reduce(self, reduce_op: Any, value: Any, replica: int) -> Any:
         """All-reduce a nest of tensors and `IndexedSlices` of one replica.
 
@@ -88,6 +122,9 @@ class Reducer:
     ) -> ReducedGradients:
         """Sum the gradients of variables over all replicas, bucket by bucket.
 
+        Adasum combines them instead, each times the number of those that it combines:
+        a replica's gradient, as it adds to a mean, is a part of its own mean.
+
         Args:
             gradients: List of tensors and `tf.IndexedSlices`, one for each
                 variable.
@@ -102,6 +139,10 @@ class Reducer:
             `ReducedGradients`, alike on all replicas.
         """
         self._check(variables, replica)
+        if self.combines_means:
+            # Gradients are parts of a mean, and what is combined are means.
+            members = tf.constant(self.num_members, tf.float64)
+            weight = members if weight is None else weight * members
         return self._reduce(gradients, variables, replica, may_sum, weight)
 
     def _reduce(
@@ -180,6 +221,9 @@ class Reducer:
         replica: int,
     ) -> Callable[..., tf.Tensor]:
         """The all-reduce of a bucket, with what its compressors keep of the steps."""
+        if route.algorithm.is_adasum:
+            sizes = [entry.num_elements for entry in bucket.entries]
+            return functools.partial(route.all_reduce, sizes=sizes)
         if route.compressed is None or variables is None:
             return route.all_reduce
         members = [variables[dense[index]] for index in bucket.indices]

@@ -56,6 +56,14 @@ class ShardingOptions:
                 "`offload` is for sharded state: give `sharding` too. "
                 f"Received: offload={self.offload!r}, sharding={self.sharding!r}"
             )
+        if self.sharding != "parameters" and self.units.gather_compression:
+            raise ValueError(
+                "`gather_compression` is for sharded parameters, stage 3. In other "
+                "stages the weights that are gathered are all that a replica has, and "
+                "updates that are smaller than what rounding takes would be lost. "
+                f"Received: gather_compression={self.units.gather_compression!r}, "
+                f"sharding={self.sharding!r}"
+            )
         if self.sharding != "parameters" and self.units != DEFAULT_UNITS:
             raise ValueError(
                 "`units`, `reshard_after_forward` and `prefetch` are for sharded "
@@ -83,6 +91,7 @@ class ShardingOptions:
             "units": list(self.units.layers),
             "reshard_after_forward": self.units.reshard_after_forward,
             "prefetch": self.units.prefetch,
+            "gather_compression": self.units.gather_compression,
         }
 
     @property

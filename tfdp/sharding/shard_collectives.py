@@ -147,7 +147,7 @@ class GraphShardCollectives:
 
 
 class WholeGradientCollectives(GraphShardCollectives):
-    """Shard collectives for compressors of whole buckets, in a graph.
+    """Shard collectives for Adasum and compressors of whole buckets, in a graph.
 
     Gradients are all-reduced by the buckets of an optimizer that is not sharded; each
     replica keeps its slices of the sums.

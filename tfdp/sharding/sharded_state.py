@@ -14,8 +14,9 @@ from tfdp.coordination.checks import check_same_variables
 from tfdp.options import CommunicationOptions
 from tfdp.parameters.conversion import shard_variables
 from tfdp.parameters.gathers import Gathers, gathers_of
+from tfdp.parameters.quantized_gathers import check_constraints
 from tfdp.parameters.shard_groups import shard_groups_of
-from tfdp.parameters.sharded_parameter import check_reader
+from tfdp.parameters.sharded_parameter import check_reader, sharded_parameter
 from tfdp.plans.buckets import Bucket
 from tfdp.plans.shards import (
     ShardBucket,
@@ -101,6 +102,7 @@ class ShardedState:
             extended.worker_group, "sharding the optimizer", every, "shards"
         )
         self._check_alike(options, _trained_parts(optimizer), plans)
+        check_constraints(variables, options.units)
         self._gathers: Gathers | None = None
         if options.shards_parameters:
             self._gathers = gathers_of(extended, self.groups)
@@ -211,6 +213,15 @@ class ShardedState:
     def most_gathered(self) -> int:
         """Int, bytes of parameters that a step has gathered at a time."""
         return 0 if self._gathers is None else self._gathers.most_gathered
+
+    @property
+    def compression_ratio(self) -> float:
+        """Float, bytes of gathers of parameters over those of the parameters."""
+        variables = [v for part in self.parts.values() for v in part.variables]
+        found = [sharded_parameter(variable) for variable in variables]
+        units = {id(p.unit): p.unit for p in found if p is not None}.values()
+        whole = sum(unit.num_bytes for unit in units)
+        return sum(unit.sent_bytes for unit in units) / whole if whole else 1.0
 
     @property
     def accumulated_slices(self) -> list[AccumulatedSlice]:

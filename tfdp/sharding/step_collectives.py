@@ -44,22 +44,37 @@ class StepCollectives:
     may_sum_everything: bool
 
     def __call__(self, part: ShardedParamGroup) -> ShardCollectives:
-        """Return the `ShardCollectives` of a parameter group."""
+        """Return the `ShardCollectives` of a parameter group.
+
+        Raises:
+            ValueError: In eager mode, where gradients are combined by Adasum.
+        """
+        selector = self.extended.algorithm_selector
+        if selector.combines_means and tf.executing_eagerly():
+            raise ValueError(
+                "Adasum with sharded state needs a graph. Leave out "
+                "`run_eagerly=True`, and call `strategy.run` in a `tf.function`."
+            )
+        if selector.combines_means:
+            return self._of_whole_gradients(part)
         is_lopsided = part.plan.shards_variables and part.plan.is_lopsided
         if tf.executing_eagerly() or (self.may_sum_everything and is_lopsided):
             return EagerShardCollectives(self.groups, self.replica, self.reducer.sum)
-        if self.extended.algorithm_selector.needs_whole_buckets:
-            return WholeGradientCollectives(
-                self.groups,
-                self.replica,
-                functools.partial(self._sum_gradients, part.variables),
-                **self.around,
-            )
+        if selector.needs_whole_buckets:
+            return self._of_whole_gradients(part)
         return GraphShardCollectives(
             self.groups,
             self.replica,
             self._reduce_dtypes_of,
             functools.partial(self._compression_of, part.variables),
+            **self.around,
+        )
+
+    def _of_whole_gradients(self, part: ShardedParamGroup) -> ShardCollectives:
+        return WholeGradientCollectives(
+            self.groups,
+            self.replica,
+            functools.partial(self._sum_gradients, part.variables),
             **self.around,
         )
 

@@ -76,8 +76,9 @@ def _reduce(step: Step, totals: Totals) -> list:
     if totals.sums is not None:
         return totals.sums
     assert totals.gradients is not None
+    gradients = step.reducer.prepare(totals.gradients)
     return reduce_groups(
-        step.layout, step.param_groups, step.variables, totals.gradients, totals.weight
+        step.layout, step.param_groups, step.variables, gradients, totals.weight
     )
 
 

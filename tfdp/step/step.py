@@ -10,7 +10,6 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import batch_weight
 from tfdp.base.param_groups import ParamGroup, param_groups_of
 from tfdp.cluster.words import counted
 from tfdp.local_steps import LocalSteps
@@ -82,7 +81,7 @@ def keras_step(optimizer: Any, variables: list, reducer: GradientReducer) -> Ste
         variables: List of Keras variables that have gradients.
         reducer: `GradientReducer`.
     """
-    weight = batch_weight.weight_for(optimizer)
+    weight = reducer.gradient_weight(optimizer)
     accumulates = bool(optimizer.gradient_accumulation_steps)
     return Step(
         optimizer=optimizer,

@@ -202,7 +202,7 @@ BENCHMARKS = [
     benchmark(
         "hosts-compression",
         hosts_compression.run,
-        *(rates_of_link(hosts_compression.RATE), workers_per_host(2), BATCH),
+        *(rates_of_link(hosts_compression.RATE), workers_per_host(2), BATCH, TORCH),
     ),
     benchmark("hosts-plan", algorithms.run_on_hosts, RATES_OF_LINK),
 ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 
 from tfdp.bench.link_rate import bits_per_second
+from tfdp.bench.machine import torch_version
 from tfdp.bench.sides import alternate, started
 from tfdp.bench.stats import paired_ratio
 from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
@@ -25,11 +27,17 @@ MODEL = MODELS["transformer"]
 RATE = "100mbit"
 # Speed over the uncompressed hierarchical all-reduce, and bytes over the link.
 GOALS_OF_SPEED = {"int8": 3.0, "PowerSGD": 5.0}
+# PyTorch's DDP with its hook of the same rank: as it is, and with what serves it best.
+LOW_RANK = "PowerSGD"
+RANK = 4
+DDP_ARMS = {LOW_RANK: False, f"{LOW_RANK} tuned": True}
+GOAL_OF_DDP = 1.2
 GOALS_OF_BYTES = {"int8": 0.27, "int4": 0.14, "PowerSGD": 0.05}
 
 
 def run(args: Arguments) -> None:
     """Measure the transformer with every number of workers on every rate."""
+    version = torch_version(args.torch_python)
     setting = {
         "benchmark": "step of a GradientTape loop with SGD on 2 hosts, network "
         "namespaces joined by a veth pair with tbf, 1 thread each; gradients "
@@ -38,30 +46,54 @@ def run(args: Arguments) -> None:
         "batch": f"{args.batch} for each worker",
         "rates": ", ".join(args.rates),
         "workers per host": ", ".join(map(str, args.workers_per_host)),
+        "torch": version or f"left out: {args.torch_python} has none",
     }
     report = Report(args, setting)
     for workers_per_host in args.workers_per_host:
-        _measure_workers(report, args, workers_per_host)
+        _measure_workers(report, args, workers_per_host, has_torch=bool(version))
     report.finish()
 
 
-def _measure_workers(report: Report, args: Arguments, workers_per_host: int) -> None:
+def _measure_workers(
+    report: Report, args: Arguments, workers_per_host: int, *, has_torch: bool
+) -> None:
     setup = {"batch_size": args.batch, "model": "transformer", "arms": list(ARMS)}
     module = "tools.bench.hosts_compression_worker"
     with TwoHosts(RATE_OF_START) as bed:
-        side = HostsSide(bed, "tfdp", module, setup, workers_per_host)
-        with started(side):
+        sides = [HostsSide(bed, "tfdp", module, setup, workers_per_host)]
+        if has_torch:
+            sides.append(_torch_side(bed, args, workers_per_host))
+        with started(*sides):
             for rate in args.rates:
                 bed.set_rate(rate)
-                _measure_rate(report, bed, side, args.blocks, workers_per_host)
+                _measure_rate(report, bed, sides, args.blocks, workers_per_host)
+
+
+def _torch_side(bed: TwoHosts, args: Arguments, workers_per_host: int) -> HostsSide:
+    told = {
+        "model": dataclasses.asdict(MODEL),
+        "batch_size": args.batch,
+        "power_sgd_rank": RANK,
+    }
+    arms = {name: {**told, "tuned": tuned} for name, tuned in DDP_ARMS.items()}
+    setup = {"arms": arms, "meets": True}
+    module, python = "tfdp.bench.torch_worker", args.torch_python
+    return HostsSide(bed, "ddp", module, setup, workers_per_host, python)
 
 
 def _measure_rate(
-    report: Report, bed: TwoHosts, side: HostsSide, blocks: int, workers_per_host: int
+    report: Report,
+    bed: TwoHosts,
+    sides: list[HostsSide],
+    blocks: int,
+    workers_per_host: int,
 ) -> None:
     """Run the blocks of all arms in turn, and report."""
+    side, *others = sides
     arms = [(side, name) for name in ARMS]
-    times = alternate(arms, blocks=blocks, steps=1, warm_up=2)
+    arms += [(other, name) for other in others for name in DDP_ARMS]
+    # The third step of DDP is the first that is compressed.
+    times = alternate(arms, blocks=blocks, steps=1, warm_up=3)
     idle = idle_bytes_per_second(bed)
     title = f"{NUM_HOSTS} x {workers_per_host}, {bed.rate}"
     has_goals = bed.rate == RATE and workers_per_host > 1
@@ -88,5 +120,18 @@ def _measure_rate(
                     f"{title}, {name}: speed of the step relative to {PLAIN}",
                     paired_ratio(plain, own),
                     at_least=goal,
+                )
+            )
+    for other in others:
+        goal_of_ddp = GOAL_OF_DDP if has_goals else None
+        for name in DDP_ARMS:
+            rival = in_megabytes(other.bytes_per_step(name, blocks, idle))
+            own = in_megabytes(sent[LOW_RANK])
+            report.add(
+                Figure(
+                    f"{title}, {LOW_RANK}: speed of the step relative to DDP's, {name}",
+                    paired_ratio(times[f"ddp/{name}"], times[f"tfdp/{LOW_RANK}"]),
+                    at_least=goal_of_ddp,
+                    note=f"DDP sends {rival} MB per direction, tfdp {own}",
                 )
             )
