@@ -54,6 +54,8 @@ class CommunicationPlan:
         num_clusters: Int, XLA clusters that the forward and backward pass of each
             replica are compiled in: no bucket is reduced before its cluster has ended.
             Defaults to 0: they are not compiled.
+        gain: String, what tuned buckets have gained over the default, or `""`.
+            Defaults to `""`.
     """
 
     buckets: tuple[Bucket, ...]
@@ -66,6 +68,7 @@ class CommunicationPlan:
     sharding: str = "none"
     memory: MemoryReport | None = None
     num_clusters: int = 0
+    gain: str = ""
 
     @property
     def is_compiled(self) -> bool:
@@ -136,6 +139,7 @@ class CommunicationPlan:
         return (
             f"{what} of {counted(self.num_bytes, 'byte')} over "
             f"{counted(self.num_replicas, 'replica')} ({self.backend}){after}"
+            f"{self.gain and f'; tuned: {self.gain}'}"
         )
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
@@ -195,7 +199,9 @@ def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
     """Make the plan of a model's step, see `strategy.communication_plan`."""
     plan = _plan_of(strategy, model)
     num_clusters = strategy.extended.compiled_models.get(model, 0)
-    return dataclasses.replace(plan, num_clusters=num_clusters)
+    tuned = strategy.extended.reducer.tuned_of(model.trainable_variables)
+    gain = "" if tuned is None else tuned.gain
+    return dataclasses.replace(plan, num_clusters=num_clusters, gain=gain)
 
 
 def _plan_of(strategy: Any, model: Any) -> CommunicationPlan:
@@ -211,15 +217,16 @@ def _plan_of(strategy: Any, model: Any) -> CommunicationPlan:
     memory = None
     if hasattr(optimizer, "memory_report") and optimizer.built:
         memory = optimizer.memory_report()
-    for trained, plan, routes in reducer.plans.plans_within(model.trainable_variables):
+    variables = model.trainable_variables
+    for trained, plan, routes in reducer.plans.plans_within(variables):
         if plan.buckets:
             dense = {e.name for bucket in plan for e in bucket.entries}
             sparse = [v.path for v in trained if v.path not in dense]
             return _build_plan(
                 strategy, plan, routes, sparse, traced=True, memory=memory
             )
-    plan, sparse = plan_of_backward_pass(model, reducer.options)
-    routes = reducer.routes_of(plan)
+    plan, sparse = plan_of_backward_pass(model, reducer.options_of(variables))
+    routes = reducer.routes_of(plan, variables=variables)
     return _build_plan(strategy, plan, routes, sparse, traced=False, memory=memory)
 
 
