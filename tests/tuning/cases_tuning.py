@@ -173,7 +173,7 @@ def plans_change_between_micro_batches(env: Env) -> dict:
 @case("what keeps the default buckets", setups=("mirrored",), compare=False)
 def what_cannot_be_tuned_says_so_once(env: Env) -> dict:
     assert _told(env) == _stays(
-        env, "30 steps are too few to try plans, which takes 222"
+        env, "a trial of other plans needs a `fit` of 222 steps, and this one has 30"
     )
     assert _told(env, run_eagerly=True) == _stays(
         env, "with `run_eagerly=True` there is no traced step to try plans with"

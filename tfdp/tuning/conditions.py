@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tfdp import _compat
+from tfdp.cluster.words import counted
 from tfdp.tuning.tuner import most_steps
 
 # A trial takes at most half of a `fit`.
@@ -43,14 +44,16 @@ def shortness(num_steps: int | None, update_steps: int) -> str:
     Example:
 
     >>> shortness(30, 1)
-    '30 steps are too few to try plans, which takes 1578'
+    'a trial of other plans needs a `fit` of 1,578 steps, and this one has 30'
     """
     if num_steps is None:
         return "its data does not tell the number of steps (`steps_per_epoch` does)"
     least = LEAST_PART * most_steps(update_steps)
     if num_steps < least:
-        steps = "1 step is" if num_steps == 1 else f"{num_steps} steps are"
-        return f"{steps} too few to try plans, which takes {least}"
+        return (
+            f"a trial of other plans needs a `fit` of {counted(least, 'step')}, and "
+            f"this one has {num_steps:,}"
+        )
     return ""
 
 

@@ -19,6 +19,8 @@ SIZES_MB = (0.0002, 0.1, 0.25, 0.5, 1.0)
 AUTO, DEFAULT = "auto", "default"
 MODULE = "tools.bench.tuning_worker"
 STEPS = 20
+# A trial has hundreds of steps.
+DEADLINE_SECONDS = 900.0
 # Of the best size, and of the default.
 LEAST_OF_BEST, LEAST_OF_DEFAULT = 0.97, 0.99
 
@@ -57,6 +59,7 @@ def _measure(
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
         side = start()
+        side.deadline_seconds = DEADLINE_SECONDS
         with started(side):
             names = [*map(str, SIZES_MB), DEFAULT, AUTO]
             found = alternate(
