@@ -16,7 +16,7 @@ NO_SIZES = [0, 0.0, -1, -0.5, NAN, INF, -INF, True, False, "25", None, [1]]
 @pytest.mark.parametrize("value", NO_SIZES)
 @pytest.mark.parametrize("name", ["bucket_mb", "first_bucket_mb"])
 def test_size_that_is_no_positive_number_is_refused(name: str, value: object):
-    with pytest.raises(ValueError, match=f"`{name}` must be a size") as caught:
+    with pytest.raises(ValueError, match=f"`{name}` must be .*a size") as caught:
         CommunicationOptions(**{name: value})
     assert str(caught.value).endswith(f"Received: {name}={value!r}")
 
@@ -129,3 +129,30 @@ def test_wrong_interface(interface):
 def test_wrong_number_of_clusters(clusters):
     with pytest.raises(ValueError, match=re.escape(f"xla_clusters={clusters!r}")):
         CommunicationOptions(xla_clusters=clusters)
+
+
+def test_buckets_are_tuned_from_the_default_sizes():
+    options = CommunicationOptions(bucket_mb="auto")
+    default = CommunicationOptions()
+    assert options.tunes_buckets
+    assert not default.tunes_buckets
+    assert options.adapts_buckets
+    assert options.bucket_bytes == default.bucket_bytes
+    assert options.first_bucket_bytes == default.first_bucket_bytes
+
+
+@pytest.mark.parametrize("value", ["Auto", "automatic", "25", ""])
+def test_another_word_for_a_bucket_size_is_refused(value: str):
+    with pytest.raises(
+        ValueError, match='must be "auto" or a size in megabytes'
+    ) as caught:
+        CommunicationOptions(bucket_mb=value)
+    assert str(caught.value).endswith(f"Received: bucket_mb={value!r}")
+
+
+@pytest.mark.parametrize("compression", ["int8", {"outer": "int8"}])
+def test_what_is_kept_for_each_bucket_forbids_tuning(compression: object):
+    with pytest.raises(ValueError, match="buckets have to stay") as caught:
+        CommunicationOptions(bucket_mb="auto", compression=compression)
+    assert "compression=" in str(caught.value)
+    assert CommunicationOptions(bucket_mb="auto", compression="bf16").tunes_buckets

@@ -21,6 +21,7 @@ _LEVELS = ("inner", "outer")
 
 
 DEFAULT_BUCKET_MB = 25.0
+AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +32,10 @@ class CommunicationOptions:
         bucket_mb: Float, largest size of a bucket in megabytes (2**20 bytes).
             Gradients are concatenated into buckets and a bucket is reduced by
             one collective. A variable larger than this has a bucket of its
-            own. Defaults to `25.0`, or to an eighth of all gradients where that
-            is less; another size is taken as it is.
+            own. `"auto"`: a long `fit` tries several plans in its first steps and
+            keeps one that is faster than the default. Defaults to `25.0`, or to an
+            eighth of all gradients where that is less; another size is taken as it
+            is.
         first_bucket_mb: Float, largest size of the first bucket in megabytes.
             It is smaller so that communication starts early in the backward
             pass. Defaults to `1.0`.
@@ -96,7 +99,7 @@ class CommunicationOptions:
     their default sizes.
     """
 
-    bucket_mb: float = DEFAULT_BUCKET_MB
+    bucket_mb: float | str = DEFAULT_BUCKET_MB
     first_bucket_mb: float = 1.0
     algorithm: str | Mapping[str, str] = "auto"
     backend: str = "auto"
@@ -110,8 +113,10 @@ class CommunicationOptions:
     xla_clusters: int = 1
 
     def __post_init__(self) -> None:
-        for field in ("bucket_mb", "first_bucket_mb"):
-            _check_positive(field, getattr(self, field), "a size in megabytes")
+        size = "a size in megabytes"
+        if self.bucket_mb != AUTO:
+            _check_positive("bucket_mb", self.bucket_mb, f'"auto" or {size}')
+        _check_positive("first_bucket_mb", self.first_bucket_mb, size)
         if self.timeout_seconds is not None:
             _check_positive(
                 "timeout_seconds", self.timeout_seconds, "a number of seconds or None"
@@ -129,6 +134,8 @@ class CommunicationOptions:
         _check_count("xla_clusters", self.xla_clusters)
         _check_compression(self.compression)
         _check_adasum(self.algorithm, self.compression)
+        if self.tunes_buckets:
+            _check_nothing_is_kept(self.compression_levels)
         _check_nodes(self.node_size, self.nodes)
         if self.links is not None and not isinstance(self.links, Links):
             raise ValueError(
@@ -154,19 +161,29 @@ class CommunicationOptions:
         return inner, outer
 
     @property
+    def tunes_buckets(self) -> bool:
+        """Bool, whether a long `fit` looks for a plan that is faster."""
+        return self.bucket_mb == AUTO
+
+    @property
     def bucket_bytes(self) -> int:
         """Largest size of a bucket, in bytes."""
-        return int(self.bucket_mb * 2**20)
+        return int(self._largest_mb * 2**20)
 
     @property
     def adapts_buckets(self) -> bool:
         """Bool, whether a small model may have smaller buckets: the default size."""
-        return self.bucket_mb == DEFAULT_BUCKET_MB
+        return self._largest_mb == DEFAULT_BUCKET_MB
 
     @property
     def first_bucket_bytes(self) -> int:
         """Largest size of the first bucket, in bytes."""
-        return int(min(self.first_bucket_mb, self.bucket_mb) * 2**20)
+        return int(min(self.first_bucket_mb, self._largest_mb) * 2**20)
+
+    @property
+    def _largest_mb(self) -> float:
+        size = self.bucket_mb
+        return DEFAULT_BUCKET_MB if isinstance(size, str) else size
 
 
 def _check_positive(name: str, value: object, what: str) -> None:
@@ -271,6 +288,16 @@ def _check_adasum(algorithm: Any, compression: Any) -> None:
             '`algorithm="adasum"` is no sum, and what a compressor leaves out is fed '
             'back to a sum. Use `compression="fp16"` or "bf16". Received: '
             f"algorithm={algorithm!r}, compression={compression!r}"
+        )
+
+
+def _check_nothing_is_kept(levels: tuple[Any, Any]) -> None:
+    """Raise where compressors keep something for each bucket, which has to stay."""
+    if any(given == "int8" or is_compressor(given) for given in levels):
+        raise ValueError(
+            "A compressor keeps what it leaves out for each bucket, so that buckets "
+            'have to stay. With `bucket_mb="auto"` compress to "fp16" or "bf16", or '
+            f"give a size. Received: compression={levels!r}, inside nodes and across"
         )
 
 

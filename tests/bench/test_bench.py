@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.harness.commands import run_python
+from tfdp.base.intervals import median_interval
 from tfdp.bench import compare_report, output, train, train_report
 from tfdp.bench.channel import OnDemand
 from tfdp.bench.collectives import Settings, measure
@@ -31,7 +32,6 @@ from tfdp.bench.stats import (
     Ratio,
     batch_of,
     efficiency,
-    median_interval,
     paired_ratio,
     ratio_to_best,
     speedup,

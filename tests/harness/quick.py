@@ -162,6 +162,8 @@ LEFT_OUT = {
     "warmup_to_the_base_rate_itself": "warmup_raises_the_rate_in_a_straight_line",
     "warmup_resumed_at_its_last_update": "warmup_goes_on_where_it_was_saved",
     # Reduction and sharding.
+    "plans_change_between_micro_batches": "plans_that_change_in_fit_train_*",
+    "trial_that_is_broken_off_leaves_the_default": "plans_that_change_in_fit_train_*",
     "more_replicas_than_variables": "sharded_step_has_two_collectives_for_each_bucket",
     "state_that_is_there_is_shared_out_within_a_window": (
         "backup_restores_sharded_state"

@@ -8,5 +8,6 @@ Reading order:
     xla, deferred_updates: what XLA compiles of a step, and what waits for its end
     active_hooks: hooks that are active while steps are traced
     stand_in_seed: seeds of those who give none
+    intervals: intervals of a median
     files: files that appear whole, and folders that only their owner can read
 """

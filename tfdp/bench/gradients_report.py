@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tfdp.base.intervals import median_interval
 from tfdp.bench.link_rate import bits_per_second
 from tfdp.bench.nccl_tests import algorithm_bandwidth, bus_factor
 from tfdp.bench.output import COLOURS, new_figure, save
 from tfdp.bench.published_models import PublishedModel
-from tfdp.bench.stats import median_interval
 from tfdp.cluster import Topology
 from tfdp.cluster.words import counted
 

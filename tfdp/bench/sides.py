@@ -46,6 +46,9 @@ class Side:
             nothing.
     """
 
+    # The longest wait for a block.
+    deadline_seconds = DEADLINE_SECONDS
+
     def __init__(
         self,
         name: str,
@@ -94,7 +97,7 @@ class Side:
             worker.wait()
 
     def _replies(self) -> list[dict]:
-        deadline = time.monotonic() + DEADLINE_SECONDS
+        deadline = time.monotonic() + self.deadline_seconds
         replies = []
         for rank, worker in enumerate(self._workers):
             assert worker.stdout is not None
@@ -105,7 +108,11 @@ class Side:
             if not line:
                 self._logs[rank].seek(0)
                 last = "".join(self._logs[rank].readlines()[-20:])
-                why = "ended" if ready else f"was silent for {DEADLINE_SECONDS:.0f} s"
+                why = (
+                    "ended"
+                    if ready
+                    else f"was silent for {self.deadline_seconds:.0f} s"
+                )
                 raise RuntimeError(f"Worker {rank} of {self.name} {why}:\n{last}")
             replies.append(json.loads(line))
         return replies

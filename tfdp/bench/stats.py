@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Sequence
 
+from tfdp.base.intervals import median_interval
 from tfdp.cluster.words import counted
 
-CONFIDENCE = 0.95
 SCALINGS = ("weak", "strong")
 
 
@@ -58,24 +57,6 @@ def ratio_to_best(rivals: Sequence[Sequence[float]], own: Sequence[float]) -> Ra
     """
     best = min(rivals, key=lambda times: statistics.median(times[::2]))
     return paired_ratio(best[1::2], own[1::2])
-
-
-def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Order statistics that hold the median with 95 % probability.
-
-    The number of values below the median is binomial, whatever they are
-    distributed like.
-    """
-    ordered = sorted(values)
-    count = len(ordered)
-    tail, skipped = 0.0, 0
-    while skipped < (count - 1) // 2:
-        tail += math.comb(count, skipped) / 2**count
-        if tail > (1 - CONFIDENCE) / 2:
-            break
-        skipped += 1
-    skipped = max(0, skipped - 1)
-    return ordered[skipped], ordered[count - 1 - skipped]
 
 
 def efficiency(

@@ -28,6 +28,7 @@ from tfdp.keras_hooks import file_hooks, loop_agreement, scope_checks
 from tfdp.keras_hooks.logs import merge_logs
 from tfdp.keras_hooks.saving import save_atomically
 from tfdp.keras_hooks.worker_callbacks import (
+    add_bucket_tuning,
     add_optimizer_check,
     backup_callbacks,
     find_callback_problem,
@@ -95,9 +96,11 @@ def _run_loop(
         each_batch=each_batch,
     )
     _choose_callbacks(arguments, chosen, is_fit=name == "fit")
+    tuning = None
     if name == "fit":
         extended = strategy.extended
         steps = link_measure.num_fit_steps(arguments)
+        tuning = add_bucket_tuning(strategy, model, arguments, steps)
         link_measure.load_or_measure_links(
             extended.algorithm_selector,
             extended.group,
@@ -109,7 +112,11 @@ def _run_loop(
     if is_fit:
         _note_model(model)
     with loops.looping(model, name), _recording(model, is_fit=is_fit):
-        result = original(*bound.args, **bound.kwargs)
+        try:
+            result = original(*bound.args, **bound.kwargs)
+        finally:
+            if tuning is not None:
+                tuning.close()
     if name == "fit":
         # The first worker's files are complete when the others go on.
         worker_group.all_gather("the end of fit")

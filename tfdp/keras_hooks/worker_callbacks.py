@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from tfdp import _compat
+from tfdp.base import loops
 from tfdp.base.param_groups import innermost
 from tfdp.keras_hooks.added_callbacks import (
     BroadcastRestoredState,
@@ -18,6 +19,8 @@ from tfdp.keras_hooks.added_callbacks import (
 )
 from tfdp.keras_hooks.rebalancing import Rebalance
 from tfdp.reduction.link_measure import num_fit_steps
+from tfdp.tuning.callback import BucketTuning
+from tfdp.tuning.conditions import describe_batches
 
 # They write what the user names by one path for all workers.
 _WRITERS = (
@@ -176,11 +179,38 @@ def add_optimizer_check(model: Any, callbacks: Any) -> Any:
     is_there = any(isinstance(callback, OptimizerProgressCheck) for callback in given)
     if not is_needed or is_there:
         return callbacks
-    check = OptimizerProgressCheck()
+    return _with_first(model, callbacks, OptimizerProgressCheck())
+
+
+def add_bucket_tuning(
+    strategy: Any, model: Any, arguments: dict[str, Any], num_steps: int | None
+) -> BucketTuning | None:
+    """Add the callback that tunes buckets, before all others, where it is wanted.
+
+    Args:
+        strategy: A tfdp strategy.
+        model: The Keras model.
+        arguments: Dict, the arguments of `fit` by name, in which it is added.
+        num_steps: Int, steps of `fit`, or `None` where that is not known.
+
+    Returns:
+        The callback, or `None`.
+    """
+    options = strategy.extended.options
+    is_within = loops.current() is not None
+    if not options.tunes_buckets or strategy.num_replicas_in_sync == 1 or is_within:
+        return None
+    tuning = BucketTuning(strategy, num_steps, describe_batches(arguments))
+    arguments["callbacks"] = _with_first(model, arguments.get("callbacks"), tuning)
+    return tuning
+
+
+def _with_first(model: Any, callbacks: Any, added: keras.callbacks.Callback) -> Any:
+    """Callbacks with one more before them, or in a list of Keras's after them."""
     if not isinstance(callbacks, keras.callbacks.CallbackList):
-        return [check, *given]
-    check.set_model(model)
-    callbacks.append(check)
+        return [added, *callback_list(callbacks)]
+    added.set_model(model)
+    callbacks.append(added)
     return callbacks
 
 

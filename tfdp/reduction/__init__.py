@@ -8,7 +8,10 @@
 - `algorithm_choice`: a bucket's algorithm, and what travels by it.
 - `compressor_choice`: the choice among those that carry a compressor.
 - `algorithm_selector`: the choice for each bucket of a plan.
+- `tuned_options`: options in place of a strategy's, for the variables of one model.
+- `trained_plans`: the plans of the steps that were traced.
 - `link_measure`, `link_fit`, `link_cache`: the links that this choice depends on.
+- `cache_file`: files of the user's cache.
 - `communication_plan`: all of it as a table for the user.
 - `gradient_noise`: noise scale, from the norms before and after.
 """

@@ -56,6 +56,8 @@ class CommunicationPlan:
             Defaults to 0: they are not compiled.
         gather_ratio: Float, bytes that a gather of parameters sends over those of the
             parameters. Defaults to 1.
+        gain: String, what tuned buckets have gained over the default, or `""`.
+            Defaults to `""`.
     """
 
     buckets: tuple[Bucket, ...]
@@ -69,6 +71,7 @@ class CommunicationPlan:
     memory: MemoryReport | None = None
     num_clusters: int = 0
     gather_ratio: float = 1.0
+    gain: str = ""
 
     @property
     def is_compiled(self) -> bool:
@@ -144,6 +147,7 @@ class CommunicationPlan:
         return (
             f"{what} of {counted(self.num_bytes, 'byte')} over "
             f"{counted(self.num_replicas, 'replica')} ({self.backend}){after}"
+            f"{self.gain and f'; tuned: {self.gain}'}"
         )
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
@@ -203,7 +207,9 @@ def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
     """Make the plan of a model's step, see `strategy.communication_plan`."""
     plan = _plan_of(strategy, model)
     num_clusters = strategy.extended.compiled_models.get(model, 0)
-    return dataclasses.replace(plan, num_clusters=num_clusters)
+    tuned = strategy.extended.reducer.tuned_of(model.trainable_variables)
+    gain = "" if tuned is None else tuned.gain
+    return dataclasses.replace(plan, num_clusters=num_clusters, gain=gain)
 
 
 def _plan_of(strategy: Any, model: Any) -> CommunicationPlan:
@@ -219,7 +225,8 @@ def _plan_of(strategy: Any, model: Any) -> CommunicationPlan:
     memory = None
     if hasattr(optimizer, "memory_report") and optimizer.built:
         memory = optimizer.memory_report()
-    for trained, plan, routes in reducer.plans.plans_within(model.trainable_variables):
+    variables = model.trainable_variables
+    for trained, plan, routes in reducer.plans.plans_within(variables):
         if plan.buckets:
             dense = {e.name for bucket in plan for e in bucket.entries}
             sparse = [v.path for v in trained if v.path not in dense]
@@ -227,9 +234,9 @@ def _plan_of(strategy: Any, model: Any) -> CommunicationPlan:
                 strategy, plan, routes, sparse, traced=True, memory=memory
             )
     plan, sparse = plan_of_backward_pass(
-        model, reducer.options, makes_dense=reducer.combines_means
+        model, reducer.options_of(variables), makes_dense=reducer.combines_means
     )
-    routes = reducer.routes_of(plan)
+    routes = reducer.routes_of(plan, variables=variables)
     return _build_plan(strategy, plan, routes, sparse, traced=False, memory=memory)
 
 

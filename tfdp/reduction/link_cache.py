@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 
-import platformdirs
-
-from tfdp.base.files import read_text, replaced
 from tfdp.links import Links
-
-_FILE_BYTES = 2**20
+from tfdp.reduction.cache_file import cache_path, read_entries, write_entries
 
 
 def links_path() -> pathlib.Path:
-    """Path of the user's file of measured links.
-
-    Returns:
-        A path: `tfdp/links.json` in `XDG_CACHE_HOME`, or in `~/.cache` where that
-        is not an absolute path.
-
-    Source: the XDG base directory specification.
-    """
-    return platformdirs.user_cache_path("tfdp") / "links.json"
+    """Path of the user's file of measured links, `links.json`, see `cache_path`."""
+    return cache_path("links.json")
 
 
 def load_links(key: str, path: pathlib.Path | None = None) -> Links | None:
@@ -55,8 +43,7 @@ def load_links(key: str, path: pathlib.Path | None = None) -> Links | None:
 def store_links(key: str, links: Links, path: pathlib.Path | None = None) -> bool:
     """Store links for another run; other entries of the file stay.
 
-    The file is replaced at once, so that nobody reads half of it. Of two
-    processes that store at the same time, one may lose its entry: it will be
+    Of two processes that store at the same time, one may lose its entry: it will be
     measured again.
 
     Args:
@@ -65,30 +52,18 @@ def store_links(key: str, links: Links, path: pathlib.Path | None = None) -> boo
         path: Path of the file, or `None` for the user's. Defaults to `None`.
 
     Returns:
-        Bool, whether they could be written; a disk that is full or read-only is
-        no reason to stop a training.
+        Bool, whether they could be written.
     """
     path = path or links_path()
     entries = {**_read(path), key: links}
     rows = {name: dataclasses.asdict(entry) for name, entry in entries.items()}
-    text = json.dumps(rows, indent=1)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replaced(path) as temporary:
-            pathlib.Path(temporary).write_text(text, "utf-8")
-    except (OSError, ValueError):
-        return False
-    return True
+    return write_entries(path, rows)
 
 
 def _read(path: pathlib.Path) -> dict[str, Links]:
     """Links by their keys, without entries that are none."""
-    try:
-        entries = json.loads(read_text(path, _FILE_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
     found = {}
-    for key, entry in entries.items() if isinstance(entries, dict) else ():
+    for key, entry in read_entries(path).items():
         with contextlib.suppress(TypeError, KeyError, ValueError):
             found[key] = Links.from_dict(entry)
     return found

@@ -35,6 +35,8 @@ def load_or_measure_links(
     worker_group: WorkerGroup,
     hosts: str,
     num_steps: int | None,
+    *,
+    for_plans: bool = False,
 ) -> None:
     """Set the links of an algorithm selector, the same on all workers.
 
@@ -47,10 +49,13 @@ def load_or_measure_links(
         worker_group: `WorkerGroup`.
         hosts: String, what names the machines.
         num_steps: Int, steps that will be trained, or `None` if unknown.
+        for_plans: Bool, whether plans are proposed by them, so that they are needed
+            also where no algorithm depends on them. Defaults to `False`.
     """
-    if algorithm_selector.are_links_known or not algorithm_selector.depends_on_links:
+    is_needed = for_plans or algorithm_selector.depends_on_links
+    if algorithm_selector.are_links_known or not is_needed:
         return
-    key = _key(algorithm_selector, group, hosts)
+    key = cluster_key(algorithm_selector, group, hosts)
     found = load_links(key) if worker_group.rank == 0 else None
     text = "" if found is None else json.dumps(dataclasses.asdict(found))
     is_long = num_steps is not None and num_steps >= LONG_RUN_STEPS
@@ -67,6 +72,29 @@ def load_or_measure_links(
             algorithm_selector.set_links(Links.from_dict(json.loads(text_of_first)))
         if text_of_first and worker_group.rank == 0:
             store_links(key, algorithm_selector.links)
+
+
+def cluster_key(
+    algorithm_selector: AlgorithmSelector, group: ProcessGroup, hosts: str
+) -> str:
+    """Key of what was measured on a cluster, for a file that outlives the run.
+
+    Args:
+        algorithm_selector: `AlgorithmSelector`.
+        group: `ProcessGroup` of all replicas.
+        hosts: String, what names the machines.
+
+    Returns:
+        String.
+    """
+    parts = (
+        _MODEL_VERSION,
+        algorithm_selector.topology.nodes,
+        group.backend,
+        hosts,
+        tf.__version__,
+    )
+    return json.dumps(parts)
 
 
 def num_fit_steps(arguments: dict[str, Any]) -> int | None:
@@ -157,14 +185,3 @@ def _trace(
             result.numpy()
 
     return run
-
-
-def _key(algorithm_selector: AlgorithmSelector, group: ProcessGroup, hosts: str) -> str:
-    parts = (
-        _MODEL_VERSION,
-        algorithm_selector.topology.nodes,
-        group.backend,
-        hosts,
-        tf.__version__,
-    )
-    return json.dumps(parts)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdp.base import loops
 from tfdp.base.param_groups import path_of
 from tfdp.collectives import ProcessGroup, all_reduce, timing
 from tfdp.compression.compressed_reduce import all_reduce_compressed
@@ -29,6 +31,7 @@ from tfdp.reduction.fusion import (
 )
 from tfdp.reduction.sparse import reduce_indexed_slices
 from tfdp.reduction.trained_plans import TrainedPlans
+from tfdp.reduction.tuned_options import Tuned, TunedOptions
 
 
 class Reducer:
@@ -57,6 +60,9 @@ class Reducer:
         self.options = options
         self._worker_group = worker_group
         self.plans = TrainedPlans()
+        self._tuned = TunedOptions()
+        # What a user has been told of `bucket_mb="auto"`, once.
+        self.told_of_tuning: set[str] = set()
         self.residuals = ResidualStore(group.devices)
 
     @property
@@ -195,13 +201,17 @@ class Reducer:
             names = [str(index) for index in dense]
         else:
             names = [path_of(variables[index]) for index in dense]
-        plan = make_plan(tensors, names, self.options)
-        routes = self.routes_of(plan, are_gradients=variables is not None)
+        options = self.options_of(variables)
+        plan = make_plan(tensors, names, options)
+        routes = self.routes_of(
+            plan, are_gradients=variables is not None, variables=variables
+        )
         if variables is not None and replica == 0:
+            self._warn_of_own_loop()
             # Only once: not all workers trace again when a batch has another size.
-            if plan and not self.plans.plan_of(variables):
+            if plan and not self.plans.plan_of(variables, options):
                 check_same_plan(self._worker_group, plan)
-            self.plans.remember(variables, plan, routes)
+            self.plans.remember(variables, plan, routes, options)
         algorithms = [
             self._algorithm(route, order, bucket, variables, dense, replica)
             for order, (route, bucket) in enumerate(zip(routes, plan, strict=True))
@@ -235,7 +245,11 @@ class Reducer:
         )
 
     def routes_of(
-        self, plan: BucketPlan, *, are_gradients: bool = True
+        self,
+        plan: BucketPlan,
+        *,
+        are_gradients: bool = True,
+        variables: Sequence[Any] | None = None,
     ) -> tuple[AlgorithmChoice, ...]:
         """Choose the algorithm of each bucket of a plan.
 
@@ -243,13 +257,65 @@ class Reducer:
             plan: `BucketPlan`.
             are_gradients: Bool, whether they may be compressed. Defaults to
                 `True`.
+            variables: Sequence of Keras variables whose gradients they are, or
+                `None`. Defaults to `None`.
 
         Returns:
             Tuple of `AlgorithmChoice`.
         """
-        if self.algorithm_selector is None:
+        tuned = self.tuned_of(variables)
+        selector = tuned.algorithm_selector if tuned else self.algorithm_selector
+        if selector is None:
             return (AlgorithmChoice(),) * len(plan)
-        return self.algorithm_selector.select_for(plan, may_compress=are_gradients)
+        return selector.select_for(plan, may_compress=are_gradients)
+
+    def tune(
+        self,
+        variables: Sequence[Any],
+        options: CommunicationOptions | None,
+        gain: str = "",
+    ) -> None:
+        """Reduce the gradients of variables by other options, in steps yet to trace.
+
+        Every worker has to call it, before the same step.
+
+        Args:
+            variables: Sequence of Keras variables, those of a model.
+            options: `CommunicationOptions`, or `None` for the strategy's.
+            gain: String, what they have gained, for people. Defaults to `""`.
+        """
+        tuned = None
+        if options is not None and self.algorithm_selector is not None:
+            topology = self.algorithm_selector.topology
+            selector = AlgorithmSelector(
+                options, topology, self.group.backend, warn=False
+            )
+            tuned = Tuned(options, selector, gain)
+        self._tuned.set(variables, tuned)
+        self.plans.put_last(variables, self.options_of(variables))
+
+    def tuned_of(self, variables: Sequence[Any] | None) -> Tuned | None:
+        """`Tuned` options of variables, or `None` where the strategy's hold."""
+        return None if variables is None else self._tuned.of(variables)
+
+    def options_of(self, variables: Sequence[Any] | None) -> CommunicationOptions:
+        """The options that the gradients of variables are reduced by."""
+        tuned = self.tuned_of(variables)
+        return self.options if tuned is None else tuned.options
+
+    def _warn_of_own_loop(self) -> None:
+        """Warn, once, that nothing is tuned outside of `fit`."""
+        loop = loops.current()
+        in_fit = loop is not None and loop.name == "fit"
+        tells = self.options.tunes_buckets and self._worker_group.rank == 0
+        if in_fit or not tells or "loops" in self.told_of_tuning:
+            return
+        self.told_of_tuning.add("loops")
+        warnings.warn(
+            '`bucket_mb="auto"` tunes the buckets of `fit`. Other loops have those of '
+            "the default, or of what a `fit` of the same model has found.",
+            stacklevel=2,
+        )
 
     def gather_rows(
         self, gradients: list, variables: list[Any], replica: int, *, may_sum: bool

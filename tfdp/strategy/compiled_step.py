@@ -154,11 +154,15 @@ class CompiledStep:
         _check_collectives(concrete.graph)
         _check_order(concrete.graph, updates)
         xla.check(concrete, self._device())
-        options = self.strategy.extended.options
+        extended = self.strategy.extended
         # With several optimizers, each waits for the one before.
-        if options.xla_clusters == 1 or len(updates) != 1:
+        if extended.options.xla_clusters == 1 or len(updates) != 1:
             return _Traced(concrete, updates, weighted)
-        function, num_clusters = cut_at_buckets(concrete, updates[0], options)
+        (update,) = updates
+        variables = update.variables or _compat.trained_by(update.optimizer)
+        tuned = extended.reducer.tuned_of(variables)
+        options = extended.options if tuned is None else tuned.options
+        function, num_clusters = cut_at_buckets(concrete, update, options)
         return _Traced(function, updates, weighted, num_clusters)
 
 

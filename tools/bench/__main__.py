@@ -39,6 +39,7 @@ from tools.bench import (
     single,
     step,
     transport,
+    tuning,
     update,
     wrapping,
     xla,
@@ -182,6 +183,7 @@ BENCHMARKS = [
     benchmark("input-rows", input_rows.run, TORCH),
     benchmark("xla", xla.run, MODELS_TO_COMPILE),
     benchmark("xla-clusters", xla_clusters.run, RATES_OF_LINK),
+    benchmark("tuning", tuning.run, rates_of_link("100mbit")),
     benchmark("compression", compression.run, MODELS_TO_COMPRESS),
     benchmark("hosts", hosts.run, RATES_OF_LINK, workers_per_host(2, 4), MEGABYTES),
     benchmark(

@@ -1,0 +1,94 @@
+"""Keras `fit` of the bucket study's model: fixed bucket sizes, and `"auto"`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from tfdp.bench.channel import Arm, Arms, work
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+# As in docs/bucket_study.md.
+WIDTH, BATCH_SIZE, NUM_IMAGES = 8, 32, 2000
+OUTCOME = "outcome"
+
+
+def new_model(strategy: Any) -> Any:
+    """Make the study's ResNet-18, an eighth of its width, without synchronization."""
+    import keras
+
+    sys.path.insert(0, str(EXAMPLES))
+    from cifar_data import make_images  # type: ignore[import-not-found]
+    from cifar_resnet import build_model  # type: ignore[import-not-found]
+
+    keras.utils.set_random_seed(0)
+    images, _ = make_images(NUM_IMAGES, 10)
+    with strategy.scope():
+        model = build_model(WIDTH, images, sync=False)
+        model.compile(
+            keras.optimizers.AdamW(1e-3),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    return model, images
+
+
+def fit_arm(strategy: Any, bucket_mb: float | str | None) -> Arm:
+    """Seconds per step of `fit`, from the end of the first step on.
+
+    Args:
+        strategy: Strategy.
+        bucket_mb: Float, `"auto"`, which has its trial in the first block, or `None`,
+            the default.
+    """
+    import numpy as np
+
+    import tfdp
+    from tfdp.tuning.tuner import most_steps
+    from tools.bench.fit_blocks import Clock
+
+    options = tfdp.CommunicationOptions()
+    if bucket_mb is not None:
+        options = tfdp.CommunicationOptions(bucket_mb=bucket_mb)
+    model, images = new_model(strategy)
+    size = BATCH_SIZE * strategy.num_replicas_in_sync
+    x, y = images.images[:size], images.labels[:size]
+    extended = strategy.extended
+    needs_trial = bucket_mb == "auto"
+
+    def run(steps: int) -> float:
+        nonlocal needs_trial
+        # All arms share the process's one strategy.
+        extended.options = extended.reducer.options = options
+        if needs_trial:
+            steps, needs_trial = most_steps(1), False
+        clock = Clock(skipped=0)
+        data = [np.concatenate([part] * (steps + 1)) for part in (x, y)]
+        model.fit(*data, batch_size=size, shuffle=False, verbose=0, callbacks=[clock])
+        return clock.seconds
+
+    return run
+
+
+def outcome_of(key_file: Path) -> str:
+    """What the trial has found, as it was kept; only the first worker has it."""
+    return key_file.read_text("utf-8") if key_file.exists() else ""
+
+
+def make_arms(setup: dict[str, Any]) -> Arms:
+    from tfdp.bench.training import make_strategy
+    from tfdp.tuning import conditions
+    from tfdp.tuning.plan_cache import plans_path
+
+    # Steps after the trial are measured by themselves.
+    conditions.LEAST_PART = 1
+    strategy = make_strategy(setup)
+    arms: dict[str, Arm] = {
+        name: fit_arm(strategy, bucket_mb) for name, bucket_mb in setup["arms"].items()
+    }
+    arms[OUTCOME] = lambda steps: outcome_of(plans_path())
+    return arms
+
+
+if __name__ == "__main__":
+    work(make_arms)
