@@ -194,7 +194,7 @@ def test_a_model_that_cannot_be_planned_gets_one_sentence(models, name, words):
         (("--algorithm", "hierarchical:star"), "Received: hierarchical:star"),
         (
             ("--algorithm", "adasum", "--compression", "int8"),
-            "`algorithm=\"adasum\"` is no sum",
+            '`algorithm="adasum"` is no sum',
         ),
         (
             ("--algorithm", "hierarchical:tree,adasum"),

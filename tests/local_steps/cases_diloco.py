@@ -14,6 +14,7 @@ from tests.harness.env import Env
 from tests.local_steps.cases_local_sgd import (
     EPOCHS,
     NUM_ROWS,
+    Make,
     Replicas,
     adam,
     batches,
@@ -35,8 +36,9 @@ class Nodes(Replicas):
         count: int,
         weights: list[np.ndarray],
         outer: optimizers.Optimizer,
+        build: Callable[[Make], keras.Model] = first_model,
     ) -> None:
-        super().__init__(count, adam, weights)
+        super().__init__(count, adam, weights, build)
         self._anchors = [keras.Variable(value) for value in weights]
         self._outer = outer
         self._outer.build(self._anchors)

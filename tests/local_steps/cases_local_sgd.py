@@ -38,10 +38,17 @@ class Replicas:
         count: Number of replicas.
         make: Makes an optimizer.
         weights: What all begin with.
+        build: Makes a model with an optimizer.
     """
 
-    def __init__(self, count: int, make: Make, weights: list[np.ndarray]) -> None:
-        self.models = [first_model(make) for _ in range(count)]
+    def __init__(
+        self,
+        count: int,
+        make: Make,
+        weights: list[np.ndarray],
+        build: Callable[[Make], keras.Model] = first_model,
+    ) -> None:
+        self.models = [build(make) for _ in range(count)]
         self.samples = np.zeros(count)
         for model in self.models:
             model.set_weights(weights)

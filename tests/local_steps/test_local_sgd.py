@@ -11,7 +11,12 @@ import tfdp
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
 
-CASE_MODULES = ("local_steps.cases_local_sgd", "local_steps.cases_diloco")
+CASE_MODULES = (
+    "local_steps.cases_local_sgd",
+    "local_steps.cases_diloco",
+    "local_steps.cases_exchanges",
+    "local_steps.cases_meetings",
+)
 
 
 def test_local_steps(clusters: ClusterPool, case: Case, setup_name: str):
@@ -45,6 +50,25 @@ def built() -> keras.optimizers.Optimizer:
         ({"scope": "host"}, '`scope` must be "node" or "replica"'),
         ({"fragments": 0}, "`fragments` must be an integer of at least 1"),
         ({"sync_every": 2, "fragments": 3}, "`fragments` must be at most `sync_every`"),
+        ({"delay": -1}, "`delay` must be an integer of at least 0"),
+        (
+            {"sync_every": 10, "fragments": 3, "delay": 3},
+            "`delay` must be less than `sync_every / fragments`",
+        ),
+        ({"delay": 1, "mixing": 1.5}, "`mixing` must be a number from 0 to 1"),
+        ({"delay": 1, "mixing": "1"}, "`mixing` must be a number from 0 to 1"),
+        ({"min_participants": 0, "delay": 1}, "`min_participants` must be an integer"),
+        ({"min_participants": 1}, "`min_participants` needs a `delay` of at least 1"),
+        (
+            {"min_participants": 1, "delay": 1, "compression": "int8"},
+            "is for exchanges of one fragment that is not compressed",
+        ),
+        (
+            {"min_participants": 1, "delay": 1, "patience_seconds": -1},
+            "`patience_seconds` must be a number of seconds",
+        ),
+        ({"compression": "int3"}, "`compression` must be one of"),
+        ({"compression": {"outer": "int8"}}, "`compression` of `DiLoCo` is that"),
         ({"outer_optimizer": "sgd"}, "`outer_optimizer` must be a Keras optimizer"),
         (
             {
@@ -60,6 +84,11 @@ def built() -> keras.optimizers.Optimizer:
 def test_bad_arguments_of_diloco_are_named(arguments: dict[str, Any], text: str):
     with pytest.raises(ValueError, match=text):
         tfdp.callbacks.DiLoCo(**arguments)
+
+
+def test_what_is_of_late_outer_steps_only_is_ignored_aloud():
+    with pytest.warns(UserWarning, match="are for late outer steps, and are ignored"):
+        tfdp.callbacks.DiLoCo(scale_by_staleness=True)
 
 
 def test_more_fragments_than_variables_are_refused():

@@ -36,6 +36,11 @@ class Loop:
         """Whether its steps train the model."""
         return self.name in _TRAINING
 
+    @property
+    def steps_alone(self) -> bool:
+        """Whether it trains replicas that meet only now and then."""
+        return self.trains and steps_alone(self.model)
+
 
 _loops: list[Loop] = []
 
@@ -43,6 +48,18 @@ _loops: list[Loop] = []
 def current() -> Loop | None:
     """Return the innermost loop, or `None` outside of any."""
     return _loops[-1] if _loops else None
+
+
+def steps_alone(model: Any) -> bool:
+    """Return whether the replicas of a model train alone, see `tfdp.local_steps`."""
+    features = getattr(getattr(model, "optimizer", None), "features", None)
+    return features is not None and features.steps_alone
+
+
+def in_steps_alone() -> bool:
+    """Return whether the innermost loop trains replicas that meet now and then."""
+    loop = current()
+    return loop is not None and loop.steps_alone
 
 
 def data_is_read() -> None:

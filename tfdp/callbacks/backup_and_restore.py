@@ -34,7 +34,7 @@ from tfdp.coordination.preemption import PREEMPTED, PreemptionNotice, Preemption
 from tfdp.data.batch_change import BatchChange
 from tfdp.data.position import DataPosition
 from tfdp.keras_hooks import install
-from tfdp.local_steps import average_replicas_of
+from tfdp.local_steps import average_replicas_of, batches_between_meetings
 from tfdp.optimizer.arguments import check_strategy
 
 # Of what a backup holds beside tensors; a newer tfdp may know more.
@@ -176,7 +176,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         before = self._total
         self._total += batch - self._last_batch
         self._last_batch = batch
-        if self._watch.is_given(self._total):
+        # Replicas that train alone do not ask each other in between.
+        ask_every = batches_between_meetings(self.model, is_delayed=False)
+        may_ask = ask_every and self._total // ask_every > before // ask_every
+        if may_ask and self._watch.is_given(self._total):
             self._save(self._epoch, batch + 1, logs)
             self._exit()
         every = self.save_freq

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import keras
@@ -17,8 +18,14 @@ class DiLoCo(LocalStepsCallback):
     of what the nodes have learned, by samples, is taken as the gradient of an outer
     optimizer, whose weights all go on from: between nodes the weights travel once in
     `sync_every` updates. What is given up is exactness: the result is not that of one
-    device. The slots of the inner optimizer stay with their node. Moving statistics of
-    BatchNormalization and the logs are averaged over all replicas in every step.
+    device. The slots of the inner optimizer stay with their node. Between outer steps
+    no node waits for another: logs within an epoch are those of the worker, and moving
+    statistics of BatchNormalization those of the replica.
+
+    With `delay` an exchange travels while the replicas go on, and its outer step is
+    made `delay` updates after it was sent; of the weights that a replica has by then
+    it keeps `mixing`, and takes the rest from the common ones. The most updates by
+    which an outer step was late in an epoch is logged as `staleness`.
 
     At the end of an epoch, before `evaluate` and `predict` and before a backup an outer
     step is made, and slots are averaged, so that what is evaluated and saved are the
@@ -35,6 +42,26 @@ class DiLoCo(LocalStepsCallback):
         fragments: Int, parts of the weights that are exchanged one after the other,
             each once in `sync_every` updates, so that less travels at a time. Defaults
             to 1.
+        compression: In which form what was learned travels between nodes, as in
+            `tfdp.CommunicationOptions`: `"fp16"`, `"bf16"`, `"int8"` or another
+            `tfdp.compression.Compressor`, which keeps what it leaves out for the next
+            exchange; or `None`. Defaults to `None`.
+        delay: Int, updates between the begin of an exchange and its outer step, less
+            than `sync_every / fragments`. Workers that TensorFlow's own collectives
+            connect, and GPUs, exchange only then. Defaults to 0.
+        mixing: Float from 0 to 1, how much of its own weights a replica keeps in a
+            delayed outer step. Defaults to 0.5.
+        scale_by_staleness: Bool, whether what is learned from an exchange that is s
+            updates late is multiplied by `sync_every / (sync_every + s)`. Defaults to
+            `False`.
+        min_participants: Int, how many workers make an exchange, the first among them,
+            or `None`: all. An exchange waits `patience_seconds` for those that were
+            there at the last one, and goes on without who is late. That worker takes
+            the common weights when it comes, instead of its own. It needs
+            `backend="direct"`, a `delay`, one fragment, and no compression. Defaults
+            to `None`.
+        patience_seconds: Float, how long an exchange waits for more workers than
+            `min_participants`. Defaults to 1.0.
 
     Raises:
         ValueError: If an argument is none of these; in `fit`, if all replicas are on
@@ -46,7 +73,9 @@ class DiLoCo(LocalStepsCallback):
     [10, 20, 30, 40, 0]
 
     Source: Douillard et al. 2023, https://arxiv.org/abs/2311.08105; Douillard et al.
-    2025, https://arxiv.org/abs/2501.18512, for fragments.
+    2025, https://arxiv.org/abs/2501.18512, for fragments, delay and mixing; Zhang et
+    al. 2016, https://arxiv.org/abs/1511.05950, for smaller updates from stale
+    gradients.
     """
 
     # Settings that all workers have to share.
@@ -59,11 +88,53 @@ class DiLoCo(LocalStepsCallback):
         *,
         scope: str = "node",
         fragments: int = 1,
+        compression: Any = None,
+        delay: int = 0,
+        mixing: float = 0.5,
+        scale_by_staleness: bool = False,
+        min_participants: int | None = None,
+        patience_seconds: float = 1.0,
     ) -> None:
         if outer_optimizer is None:
             outer_optimizer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
-        outer = OuterOptions(outer_optimizer, scope, fragments)
+        if not delay and (scale_by_staleness or mixing != 0.5):
+            warnings.warn(
+                "`mixing` and `scale_by_staleness` are for late outer steps, and are "
+                f"ignored. Received: delay={delay!r}",
+                stacklevel=2,
+            )
+        outer = OuterOptions(
+            outer_optimizer,
+            scope,
+            fragments,
+            compression=compression,
+            delay=delay,
+            mixing=mixing,
+            scales_by_staleness=scale_by_staleness,
+            min_participants=min_participants,
+            patience_seconds=patience_seconds,
+        )
         super().__init__(LocalStepsOptions(sync_every, outer), start_step=0)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Start to look for late outer steps."""
+        super().on_epoch_begin(epoch, logs)
+        exchanges = self._exchanges()
+        if exchanges is not None:
+            exchanges.staleness.assign(0)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Log by how many updates an outer step was late."""
+        exchanges = self._exchanges()
+        if exchanges is not None and logs is not None:
+            logs["staleness"] = int(exchanges.staleness.numpy())
+
+    def _exchanges(self) -> Any:
+        """The exchanges of the model's optimizer, if they are delayed."""
+        local_steps = self.optimizer.features.local_steps
+        if local_steps is None or not self.options.delay:
+            return None
+        return local_steps.exchanges
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -75,4 +146,10 @@ class DiLoCo(LocalStepsCallback):
             "outer_optimizer": keras.saving.serialize_keras_object(outer.optimizer),
             "scope": outer.scope,
             "fragments": outer.fragments,
+            "compression": repr(outer.compression),
+            "delay": outer.delay,
+            "mixing": outer.mixing,
+            "scale_by_staleness": outer.scales_by_staleness,
+            "min_participants": outer.min_participants,
+            "patience_seconds": outer.patience_seconds,
         }

@@ -13,8 +13,9 @@ class LocalSGD(LocalStepsCallback):
     weights and the optimizer's slots instead of gradients. What is given up is
     exactness: between two averages each replica follows its own gradients, clipped by
     themselves, and the result is not that of one device. The average counts a replica
-    by the samples that it has seen. Moving statistics of BatchNormalization and the
-    logs are averaged in every step, as without it.
+    by the samples that it has seen. Between averages no replica waits for another: logs
+    within an epoch are those of the worker, and moving statistics of BatchNormalization
+    those of the replica.
 
     The replicas are averaged also at the end of an epoch, before `evaluate` and
     `predict` and before a backup, so that what is evaluated and saved is one model;

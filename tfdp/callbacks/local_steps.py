@@ -31,6 +31,13 @@ class LocalStepsCallback(OptimizerCallback):
         optimizer.step_locally(self.options, alone=self.start_step == 0)
         self._left = 0
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Prepare what all workers make together, before a step is traced."""
+        super().on_train_begin(logs)
+        local_steps = self.optimizer.features.local_steps
+        if local_steps is not None:
+            local_steps.prepare(self.model.distribute_strategy)
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Start to count batches."""
         self._last_batch = -1

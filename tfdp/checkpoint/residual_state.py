@@ -131,7 +131,12 @@ def _compresses(model: Any) -> bool:
     strategy = strategy_of(model)
     if strategy is None:
         return False
-    return strategy.extended.reducer.options.compression is not None
+    features = getattr(getattr(model, "optimizer", None), "features", None)
+    local_steps = None if features is None else features.local_steps
+    outer = None if local_steps is None else local_steps.options.outer
+    exchange = None if outer is None else outer.compression
+    of_steps = strategy.extended.reducer.options.compression
+    return of_steps is not None or exchange is not None
 
 
 def _tensor_of(

@@ -8,6 +8,7 @@ Reading order:
     process_transport: between CPU processes, by `tfdp.transport`
     process_collectives: the replicas of a process, and those of the others
     bridge: tensors out of a graph to a thread, and back
+    background: functions of the replicas' tensors that run beside the steps
     primitives: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast
     phases: the reduce-scatter and all-gather phases of all-reduce algorithms
     algorithms: all-reduce by ring, tree, halving-doubling, hierarchical

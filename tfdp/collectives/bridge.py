@@ -39,7 +39,7 @@ _COUNT_BITS = 32
 _LEFT_BEHIND = "An earlier step ended with an error on some replicas of a worker only"
 _log = logging.getLogger("tfdp.transport")
 # By the id of a tensor that every function has as an input in which they are.
-_crossings: weakref.WeakValueDictionary[int, _Crossing] = weakref.WeakValueDictionary()
+_crossings: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 # Runs one collective: its ticket, number and the local replicas' data; returns a
 # result for each.
@@ -73,6 +73,16 @@ class _Request(NamedTuple):
 def generation_of(number: int) -> int:
     """Return the number of calls that had ended with an error before a request."""
     return number >> _COUNT_BITS
+
+
+def remember(tensor: tf.Tensor, crossing: Any) -> None:
+    """Tell what crosses between graphs and threads when a call of a graph has failed.
+
+    Args:
+        tensor: Tensor that every function has as an input in which it is.
+        crossing: Object whose `end_call` is called; nothing else keeps it.
+    """
+    _crossings[id(tensor)] = crossing
 
 
 def end_call(inputs: Sequence[Any]) -> Failure | None:
@@ -214,7 +224,7 @@ class _Crossing:
         # Why this replica's step ends, until it has.
         self._failure: Failure | None = None
         self._lock = threading.Lock()
-        _crossings[id(self._number.handle)] = self
+        remember(self._number.handle, self)
         self.exchange = tf.function(
             self._exchange,
             input_signature=[

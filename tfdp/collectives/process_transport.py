@@ -21,7 +21,13 @@ from tfdp.collectives.bridge import Bridge, StepEnded, end_call, generation_of
 from tfdp.collectives.process_collectives import COLLECTIVES, Members
 from tfdp.collectives.transport import SCOPE, Call, Group
 from tfdp.coordination.watch import COLLECTIVE_FAILED, NotConnected
-from tfdp.transport import Communicator, TransportClosed, new_tag, steps_ahead
+from tfdp.transport import (
+    Communicator,
+    Connection,
+    TransportClosed,
+    new_tag,
+    steps_ahead,
+)
 
 # Chains of a device: buckets of different ones are under way at the same time.
 _CHANNELS = 4
@@ -70,6 +76,9 @@ class ProcessTransport:
         new_communicator: Callable of the ranks of a group's workers and a name of the
             group, the same on all, which returns a `Communicator`; or `None` in a
             process that has all replicas.
+        connect: Callable of another worker's rank and a name, the same on both, which
+            returns a `Connection`; or `None` where there is no such thing. Defaults to
+            `None`.
     """
 
     has_reduce_scatter = True
@@ -81,8 +90,10 @@ class ProcessTransport:
         name: str,
         rank: int,
         new_communicator: Callable[[Sequence[int], str], Communicator] | None,
+        connect: Callable[[int, str], Connection] | None = None,
     ) -> None:
         self.name = name
+        self.connect = connect
         self._rank = rank
         self._new_communicator = new_communicator
         self._lanes: weakref.WeakKeyDictionary[Group, dict[int, _Lane]]
@@ -185,7 +196,7 @@ class _Lane:
         self._operations: list[_Operation] = []
         self._tickets: dict[_Operation, int] = {}
         self._lock = threading.Lock()
-        devices = [_host(group.devices[replica]) for _, replica in local]
+        devices = [host_of(group.devices[replica]) for _, replica in local]
         self._bridge = Bridge(f"tfdp {name}", devices, self._run, self.abort)
 
     def exchange(
@@ -281,8 +292,12 @@ def _from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     return tf.bitcast(tf.reshape(data, [-1, dtype.size]), dtype)
 
 
-def _host(device: str) -> str:
-    """The CPU that holds the queues of a device: its own, or that of its host."""
+def host_of(device: str) -> str:
+    """Return the CPU that holds the queues of a device: its own, or its host's.
+
+    Args:
+        device: String.
+    """
     spec = tf.DeviceSpec.from_string(device)
     if spec.device_type == "CPU":
         return device

@@ -8,7 +8,7 @@ import keras
 
 from tfdp import _compat
 from tfdp.base.context import is_tfdp
-from tfdp.local_steps import average_replicas_of
+from tfdp.local_steps import average_replicas_of, batches_between_meetings
 from tfdp.replicas.synchronized_scope import broadcast_variables
 
 # Looking at a variable waits for the step that is under way.
@@ -42,21 +42,35 @@ class SyncStopTraining(keras.callbacks.Callback):
     def __init__(self, strategy: Any) -> None:
         super().__init__()
         self._strategy = strategy
+        self._is_wanted = False
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._synchronize()
 
     def _synchronize(self) -> None:
         worker_group = self._strategy.extended.worker_group
-        stop = bool(self.model.stop_training)
+        stop = self._is_wanted or bool(self.model.stop_training)
         self.model.stop_training = worker_group.any("stop_training", stop)
+        self._is_wanted = False
 
 
 class SyncStopTrainingEachBatch(SyncStopTraining):
-    """Stop all workers after any batch, where callbacks of the user's may decide."""
+    """Stop all workers after any batch, where callbacks of the user's may decide.
+
+    Where replicas train alone, at the next batch after which they meet anyway.
+    """
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._last_batch = -1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._synchronize()
+        before, self._last_batch = self._last_batch, batch
+        every = batches_between_meetings(self.model)
+        if every is not None and (batch + 1) // every > (before + 1) // every:
+            self._synchronize()
+        else:
+            self._is_wanted |= bool(self.model.stop_training)
+            self.model.stop_training = False
 
 
 class BroadcastRestoredState(keras.callbacks.Callback):

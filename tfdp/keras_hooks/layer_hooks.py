@@ -14,10 +14,11 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import xla
+from tfdp.base import loops, xla
 from tfdp.base.context import is_tfdp, replica_context
 from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT
+from tfdp.reduction.gradient_reducer import LocalReducer
 
 # An odd number far from the increments of the counter beside it.
 _SEED_STRIDE = 1_000_003
@@ -25,7 +26,7 @@ _SEED_STRIDE = 1_000_003
 
 def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
     """Synchronized moments, by one all-reduce in place of three."""
-    context = replica_context()
+    context = _context_of_moments()
     if context is None:
         return original(x, axes, keepdims)
     return synchronized_moments(context, x, axes, keepdims)
@@ -33,7 +34,7 @@ def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
 
 def moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) -> Any:
     """Masked moments over the global batch; Keras takes the replica's own samples."""
-    context = replica_context()
+    context = _context_of_moments()
     if context is None or mask is None or not layer.synchronized:
         moments = original(layer, inputs, mask)
         for moment in moments:
@@ -43,6 +44,23 @@ def moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) ->
     kept = [axis % inputs.shape.rank for axis in layer.input_spec.axes]
     axes = [axis for axis in range(inputs.shape.rank) if axis not in kept]
     return synchronized_masked_moments(context, inputs, mask, axes)
+
+
+class _Alone:
+    """Stands for the context of a replica that trains alone."""
+
+    def all_reduce(self, reduce_op: Any, value: Any) -> Any:
+        del reduce_op
+        return value
+
+
+def _context_of_moments() -> Any:
+    """The replica context, over which moments are synchronized, or `None`."""
+    context, loop = replica_context(), loops.current()
+    if context is None or loop is None or not loop.steps_alone:
+        return context
+    local_steps = loop.model.optimizer.features.local_steps
+    return _Alone() if isinstance(local_steps.reducer(), LocalReducer) else context
 
 
 def rematerialize(original: Callable, function: Callable) -> Callable:

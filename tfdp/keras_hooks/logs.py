@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import tensorflow as tf
 
 from tfdp.base import loops
 from tfdp.collectives import timing
+from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.replicas import drift_probe
 from tfdp.replicas.state_merge import merge_states
 from tfdp.replicas.variables import MetricVariable
@@ -21,7 +23,8 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
 
     Metrics are computed again from the merged states of all replicas, so that
     AUC or precision are right too. Any other number that a custom step returns
-    is averaged over the replicas, each by its rows.
+    is averaged over the replicas, each by its rows. Where replicas train alone, logs
+    within an epoch are those of this worker's.
 
     Args:
         strategy: A tfdp strategy.
@@ -56,6 +59,19 @@ def _merge_dict(strategy: Any, model: Any, outputs: dict) -> dict:
     return {name: logs[name] for name in outputs}
 
 
+def mean_over_workers(worker_group: WorkerGroup, logs: Any) -> Any:
+    """Average logs of replicas that train alone, at the end of an epoch.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        logs: Dict of numbers, those of this worker.
+    """
+    own = {name: np.asarray(value).tolist() for name, value in logs.items()}
+    texts = worker_group.all_gather("the logs of an epoch", json.dumps(own))
+    told = [json.loads(text) for text in texts]
+    return {name: np.mean([each[name] for each in told], axis=0) for name in own}
+
+
 def _flatten_logs(logs: dict) -> dict:
     """Flatten dicts within logs, as those of compiled metrics; Keras does so later."""
     flat: dict[str, Any] = {}
@@ -79,10 +95,12 @@ def _merge_states(
 ) -> list[tf.Tensor]:
     """Merge the states of all replicas; drift probes travel along."""
     probes = drift_probe.pending(model)
+    extended = strategy.extended
+    alone = loops.in_steps_alone()
     merged = merge_states(
         [*states, *(probe.rows for probe in probes)],
         [*kinds, *["sum"] * len(probes)],
-        strategy.extended.host_group,
+        extended.own_host_group if alone else extended.host_group,
     )
     for probe, row in zip(probes, merged[len(states) :], strict=True):
         probe.record(row)
@@ -201,6 +219,9 @@ def _weighted_by_rows(local_values: list) -> list[tf.Tensor]:
     loop = loops.current()
     weights = loop.batch_weights if loop is not None else None
     assert weights is not None  # with one replica nothing is merged
+    if loops.in_steps_alone():
+        total = tf.add_n(weights)
+        weights = [tf.math.divide_no_nan(weight, total) for weight in weights]
     return [
         tf.math.multiply_no_nan(_as_number(value), tf.cast(weight, tf.float64))
         for value, weight in zip(local_values, weights, strict=True)

@@ -25,7 +25,7 @@ from tfdp.data import checks
 from tfdp.data import position as data_position
 from tfdp.data.distribute import check_batch_size
 from tfdp.keras_hooks import file_hooks, loop_agreement, scope_checks
-from tfdp.keras_hooks.logs import merge_logs
+from tfdp.keras_hooks.logs import mean_over_workers, merge_logs
 from tfdp.keras_hooks.saving import save_atomically
 from tfdp.keras_hooks.worker_callbacks import (
     add_bucket_tuning,
@@ -36,7 +36,7 @@ from tfdp.keras_hooks.worker_callbacks import (
     other_callbacks,
     select_callbacks,
 )
-from tfdp.local_steps import average_replicas_of
+from tfdp.local_steps import average_replicas_of, go_to_meeting
 from tfdp.parameters.conversion import whole_variables
 from tfdp.reduction import link_measure
 from tfdp.replicas import drift_probe
@@ -72,6 +72,7 @@ def _run_loop(
     strategy: Any,
 ) -> Any:
     arguments = bound.arguments
+    go_to_meeting(model)
     each_batch = _agree(name, model, bound, strategy)
     average_replicas_of(model)
     if name == "fit":
@@ -154,7 +155,12 @@ def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
     position = data_position.current()
     if not logs and position is not None and position.last_logs:
         logs = position.last_logs
-    return original(model, logs)
+    go_to_meeting(model)
+    found = original(model, logs)
+    if found is logs and logs and loops.in_steps_alone():
+        # What a step of the user's own returns; metrics are merged when they are read.
+        return mean_over_workers(model.distribute_strategy.extended.worker_group, logs)
+    return found
 
 
 def _agree(name: str, model: Any, bound: inspect.BoundArguments, strategy: Any) -> bool:

@@ -13,6 +13,7 @@ from tfdp import _compat
 from tfdp.base import batch_weight
 from tfdp.base.context import replica_context
 from tfdp.base.param_groups import innermost
+from tfdp.local_steps.exchanges import Exchanges
 from tfdp.local_steps.node_reducer import NodeReducers
 from tfdp.local_steps.options import LocalStepsOptions
 from tfdp.local_steps.outer_step import OuterStep, Update
@@ -41,12 +42,15 @@ class LocalSteps:
         self.options = options
         self._trained = list(variables)
         self._node_reducers = NodeReducers()
-        self.outer = None
-        if options.outer is not None:
-            self.outer = OuterStep(make_variable, options.outer, variables)
         self._fragments = options.fragments_of(
             [math.prod(variable.shape) for variable in variables]
         )
+        self.outer = self.exchanges = None
+        if options.outer is not None:
+            self.outer = OuterStep(make_variable, options.outer, variables)
+            self.exchanges = Exchanges(
+                make_variable, options, self.outer, self._trained, self._fragments
+            )
         self.updates = make_variable(
             shape=(), dtype="int", initializer="zeros", name="local_updates"
         )
@@ -62,8 +66,29 @@ class LocalSteps:
     @property
     def variables(self) -> list:
         """Keras variables of the optimizer that it has made."""
-        own = [] if self.outer is None else self.outer.variables
-        return [self.updates, self.samples, *own]
+        own = [self.updates, self.samples]
+        for part in self.outer, self.exchanges:
+            own += [] if part is None else part.variables
+        return own
+
+    def prepare(self, strategy: Any) -> None:
+        """Prepare what is not made within a step, on all workers, once.
+
+        Args:
+            strategy: The strategy that trains.
+        """
+        if self.exchanges is not None:
+            self.exchanges.prepare(strategy)
+
+    def rest(self) -> None:
+        """Wait for no worker that is late, nor be waited for, while all meet."""
+        if self.exchanges is not None:
+            self.exchanges.rest()
+
+    def meet(self) -> None:
+        """Go on after all have met."""
+        if self.exchanges is not None:
+            self.exchanges.meet()
 
     def reducer(self) -> GradientReducer:
         """The reducer of the gradients of the replica that is running."""
@@ -91,8 +116,9 @@ class LocalSteps:
         if weight is None:
             # Outside of Keras's loops each one's loss is its part of the global mean.
             return None
-        (total,) = reducer.sum([weight])
-        return tf.math.divide_no_nan(weight, total)
+        own = _own_samples()
+        (total,) = reducer.sum([own])
+        return tf.math.divide_no_nan(own, total)
 
     def begin(self) -> None:
         """Prepare a step, before the first update."""
@@ -106,7 +132,7 @@ class LocalSteps:
         an epoch, counts alike for all replicas.
         """
         samples = _compat.local_part(self.samples)
-        added = tf.fill(samples.shape, _own_samples())
+        added = tf.fill(samples.shape, tf.cast(_own_samples(), samples.dtype))
         samples.assign_add(added, read_value=False)
         updates = _compat.local_part(self.updates)
         updates.assign_add(tf.cast(is_updated, updates.dtype), read_value=False)
@@ -126,12 +152,20 @@ class LocalSteps:
             update: Callable that runs an optimizer, see `OuterStep.update`.
             is_updated: Scalar bool tensor, or bool, alike on all replicas.
         """
-        place = _compat.local_part(self.updates) % self.options.sync_every
+        updates = _compat.local_part(self.updates).read_value()
+        place = updates % self.options.sync_every
         for number, offset in enumerate(self.options.offsets):
-            exchange = functools.partial(
-                self._exchange, number, optimizer, reducer, update
-            )
-            _cond(tf.logical_and(is_updated, tf.equal(place, offset)), exchange)
+            is_due = tf.logical_and(is_updated, tf.equal(place, offset))
+            if not self.options.delay:
+                exchange = functools.partial(
+                    self._exchange, number, optimizer, reducer, update
+                )
+                _cond(is_due, exchange)
+                continue
+            _cond(is_due, functools.partial(self._launch, number, updates))
+            later = (offset + self.options.delay) % self.options.sync_every
+            is_over = tf.logical_and(is_updated, tf.equal(place, later))
+            self._finish(number, is_over, updates, reducer, update)
 
     def exchange(
         self, optimizer: Any, reducer: GradientReducer, update: Update
@@ -143,12 +177,15 @@ class LocalSteps:
             reducer: `GradientReducer` of all replicas.
             update: Callable that runs an optimizer, see `OuterStep.update`.
         """
+        updates = _compat.local_part(self.updates)
         for number in range(len(self._fragments)):
+            if self.options.delay:
+                self._finish(number, True, updates.read_value(), reducer, update)
             self._exchange(number, optimizer, reducer, update)
-        if self.outer is not None:
+        if self.exchanges is not None:
+            self.exchanges.take_common_weights()
             slots = slots_of(optimizer)
             _assign(slots, _means(slots, reducer, 1.0 / reducer.num_replicas))
-        updates = _compat.local_part(self.updates)
         updates.assign(tf.zeros((), updates.dtype), read_value=False)
 
     def _exchange(
@@ -158,18 +195,51 @@ class LocalSteps:
         samples = _compat.local_part(self.samples)
         own = samples[number]
         (total,) = reducer.sum([own])
-        positions = self._fragments[number]
-        variables = [self._trained[position] for position in positions]
+        exchanges, variables = self.exchanges, self._trained
+        learned: Sequence[tf.Tensor] | None = None
+        if exchanges is not None and exchanges.may_differ:
+            # By how much a worker has moved from where it was, not from where all are.
+            learned = exchanges.learned(number)
+            exchanges.take_state_of_first(reducer)
 
         def exchange() -> None:
-            slots = slots_of(optimizer) if self.outer is None else []
-            means = _means([*variables, *slots], reducer, own / total)
-            if self.outer is not None:
-                means = self.outer.update(positions, means, update)
-            _assign([*variables, *slots], means)
+            if exchanges is not None:
+                gradients = exchanges.learned(number) if learned is None else learned
+                exchanges.exchange(number, gradients, own / total, reducer, update)
+            else:
+                state = [*variables, *slots_of(optimizer)]
+                _assign(state, _means(state, reducer, own / total))
             samples.scatter_nd_update([[number]], [0.0])
 
         _cond(total > 0, exchange)
+
+    def _launch(self, number: int, updates: tf.Tensor) -> None:
+        """Send what was learned of a fragment, and go on."""
+        assert self.exchanges is not None
+        samples = _compat.local_part(self.samples)
+        self.exchanges.launch(number, samples[number], updates)
+        samples.scatter_nd_update([[number]], [0.0])
+
+    def _finish(
+        self,
+        number: int,
+        is_over: tf.Tensor | bool,
+        updates: tf.Tensor,
+        reducer: GradientReducer,
+        update: Update,
+    ) -> None:
+        """Use what was sent of a fragment, if anything is under way."""
+        exchanges = self.exchanges
+        assert exchanges is not None
+
+        def give_back(sent: tf.Tensor) -> None:
+            samples = _compat.local_part(self.samples)
+            samples.scatter_nd_add([[number]], [sent])
+
+        finish = functools.partial(
+            exchanges.finish, number, updates, reducer, update, give_back
+        )
+        _cond(tf.logical_and(is_over, exchanges.is_under_way(number)), finish)
 
 
 def _means(variables: Sequence[Any], reducer: GradientReducer, share: Any) -> list:
@@ -189,13 +259,13 @@ def _assign(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> None:
 
 
 def _own_samples() -> tf.Tensor:
-    """Scalar float32 tensor, the samples of this replica's micro-batch.
+    """Scalar float64 tensor, the samples of this replica's micro-batch.
 
     Where Keras's loops do not count them all replicas have as many.
     """
     weight, samples = batch_weight.current(), batch_weight.num_samples()
-    own = tf.constant(1.0) if weight is None else tf.cast(weight, tf.float32)
-    return own if samples is None else own * samples
+    own = tf.constant(1.0, tf.float64) if weight is None else weight
+    return own if samples is None else own * tf.cast(samples, own.dtype)
 
 
 def slots_of(optimizer: Any) -> list:
@@ -214,19 +284,6 @@ def slots_of(optimizer: Any) -> list:
         if len(variable.shape) and tf.as_dtype(variable.dtype).is_floating
     }
     return list(found.values())
-
-
-def average_replicas_of(model: Any) -> None:
-    """Average what the replicas of a model have learned alone; on all workers.
-
-    After local steps every replica would evaluate and save its own weights.
-
-    Args:
-        model: Keras model. Without local steps nothing is done.
-    """
-    average = getattr(getattr(model, "optimizer", None), "average_replicas", None)
-    if average is not None:
-        average()
 
 
 def _cond(predicate: tf.Tensor, action: Callable[[], None]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 
 from tfdp.base.param_groups import is_multi
 from tfdp.cluster.words import counted
+from tfdp.options import CommunicationOptions
 
 SCOPES = ("node", "replica")
 
@@ -22,6 +25,14 @@ class OuterOptions:
         scope: String, who trains synchronously between two outer steps: those of a
             `"node"`, or nobody, each `"replica"` by itself.
         fragments: Int, parts of the weights that are exchanged one after the other.
+        compression: What travels between nodes, as in `CommunicationOptions`, or
+            `None`.
+        delay: Int, inner updates between the begin of an exchange and its use.
+        mixing: Float from 0 to 1, how much of its own weights a replica keeps where
+            it takes the common ones `delay` updates later.
+        scales_by_staleness: Bool, whether an outer update that is late is smaller.
+        min_participants: Int, workers that make an exchange, or `None`: all.
+        patience_seconds: Float, how long an exchange waits for more than these.
 
     Raises:
         ValueError: If one of them is something else.
@@ -30,6 +41,12 @@ class OuterOptions:
     optimizer: Any
     scope: str = "node"
     fragments: int = 1
+    compression: Any = None
+    delay: int = 0
+    mixing: float = 0.5
+    scales_by_staleness: bool = False
+    min_participants: int | None = None
+    patience_seconds: float = 1.0
 
     def __post_init__(self) -> None:
         is_keras = isinstance(self.optimizer, keras.optimizers.Optimizer)
@@ -49,6 +66,49 @@ class OuterOptions:
                 f'`scope` must be "node" or "replica". Received: scope={self.scope!r}'
             )
         check_count("fragments", self.fragments, "parts of the weights")
+        check_count("delay", self.delay, "inner updates", least=0)
+        self._check_compression()
+        is_number = isinstance(self.mixing, (int, float))
+        if not is_number or isinstance(self.mixing, bool) or not 0 <= self.mixing <= 1:
+            raise ValueError(
+                "`mixing` must be a number from 0 to 1. "
+                f"Received: mixing={self.mixing!r}"
+            )
+        if self.min_participants is not None:
+            self._check_rounds()
+
+    def _check_rounds(self) -> None:
+        check_count("min_participants", self.min_participants, "workers")
+        patience = self.patience_seconds
+        is_number = isinstance(patience, (int, float))
+        if not is_number or isinstance(patience, bool) or not 0 <= patience < math.inf:
+            raise ValueError(
+                "`patience_seconds` must be a number of seconds. "
+                f"Received: patience_seconds={patience!r}"
+            )
+        if not self.delay or self.fragments > 1 or self.compression is not None:
+            raise ValueError(
+                "`min_participants` needs a `delay` of at least 1, and is for "
+                "exchanges of one fragment that is not compressed. Received: "
+                f"delay={self.delay}, fragments={self.fragments}, "
+                f"compression={self.compression!r}"
+            )
+
+    def _check_compression(self) -> None:
+        if isinstance(self.compression, Mapping):
+            raise ValueError(
+                "`compression` of `DiLoCo` is that between nodes: one string or "
+                "`tfdp.compression.Compressor`. "
+                f"Received: compression={dict(self.compression)!r}"
+            )
+        CommunicationOptions(compression=self.compression)
+
+    @property
+    def compression_by_level(self) -> Any:
+        """The compression as `CommunicationOptions` take it."""
+        if self.compression is None or self.scope == "replica":
+            return self.compression
+        return {"outer": self.compression}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +136,17 @@ class LocalStepsOptions:
                 f"update. Received: fragments={self.num_fragments}, "
                 f"sync_every={self.sync_every}"
             )
+        if self.delay and self.delay >= self.sync_every // self.num_fragments:
+            raise ValueError(
+                "`delay` must be less than `sync_every / fragments`: an exchange ends "
+                f"before the next one begins. Received: delay={self.delay}, "
+                f"sync_every={self.sync_every}, fragments={self.num_fragments}"
+            )
+
+    @property
+    def delay(self) -> int:
+        """Int, inner updates between the begin of an exchange and its use."""
+        return 0 if self.outer is None else self.outer.delay
 
     @property
     def num_fragments(self) -> int:

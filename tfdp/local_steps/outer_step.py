@@ -64,6 +64,11 @@ class OuterStep:
         slots = [v for v in self.optimizer.variables if len(v.shape)]
         return own | {f"slots/{index}": slot for index, slot in enumerate(slots)}
 
+    @property
+    def carried(self) -> list:
+        """Keras variables that a worker which has missed outer steps has to take."""
+        return [*self.optimizer.variables, *self.anchors]
+
     def begin(self, variables: Sequence[Any]) -> None:
         """Start from the weights that training begins with, once."""
         begun = _compat.local_part(self.is_begun)
@@ -78,12 +83,30 @@ class OuterStep:
 
         tf.cond(begun > 0, lambda: tf.constant(False), copy)
 
-    def update(self, positions: Sequence[int], means: list, update: Update) -> list:
-        """Update some of the common weights by the means of the replicas'.
+    def pseudo_gradients(
+        self, positions: Sequence[int], variables: Sequence[Any]
+    ) -> list[tf.Tensor]:
+        """By how much this replica has moved away from the common weights, negated.
+
+        Args:
+            positions: Sequence of ints, which weights.
+            variables: Sequence of Keras variables, these weights of the replica.
+        """
+        parts = [_compat.local_part(self.anchors[position]) for position in positions]
+        return [
+            part.read_value()
+            - tf.cast(_compat.local_part(variable).read_value(), part.dtype)
+            for part, variable in zip(parts, variables, strict=True)
+        ]
+
+    def update(
+        self, positions: Sequence[int], gradients: Sequence[tf.Tensor], update: Update
+    ) -> list[tf.Tensor]:
+        """Update some of the common weights by the replicas' mean pseudo-gradients.
 
         Args:
             positions: Sequence of ints, which.
-            means: List of tensors, the mean of each over all replicas.
+            gradients: Sequence of tensors, the mean of each over all replicas.
             update: Callable that runs an optimizer, see
                 `tfdp.step.grouped_update.decay_and_update`.
 
@@ -92,11 +115,7 @@ class OuterStep:
         """
         anchors = [self.anchors[position] for position in positions]
         parts = [_compat.local_part(anchor) for anchor in anchors]
-        gradients = [
-            part.read_value() - tf.cast(mean, part.dtype)
-            for part, mean in zip(parts, means, strict=True)
-        ]
-        update(self.optimizer, gradients, anchors, None)
+        update(self.optimizer, list(gradients), anchors, None)
         if positions[-1] == len(self.anchors) - 1:
             _compat.count_update(self.optimizer, 1)
         return [part.read_value() for part in parts]

@@ -35,8 +35,12 @@ class LocallySteppingOptimizer(ShardableOptimizer):
         Outside a step, on all workers. Without local steps it does nothing.
         """
         local_steps = self._features.local_steps
-        if local_steps is not None and int(local_steps.updates.numpy()):
+        if local_steps is None:
+            return
+        local_steps.rest()
+        if int(local_steps.updates.numpy()):
             self._traces.run(self, "average", self._average_replicas)
+        local_steps.meet()
 
     def _average_replicas(self) -> None:
         assert self._features.local_steps is not None

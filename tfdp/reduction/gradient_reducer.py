@@ -89,13 +89,18 @@ class ReplicaReducer:
 
     Args:
         reducer: `Reducer` of the strategy, or of a group that the replica is in.
-        context: The replica context.
+        context: The replica context, or `None` in a graph outside of `strategy.run`.
+        replica: Int, index of the replica among the local ones, or `None` for that of
+            the context. Defaults to `None`.
     """
 
-    def __init__(self, reducer: Reducer, context: Any) -> None:
+    def __init__(
+        self, reducer: Reducer, context: Any, replica: int | None = None
+    ) -> None:
         self.num_replicas = reducer.group.size
         self._reducer = reducer
         self._context = context
+        self._local_id = replica
 
     def reduce_gradients(
         self,
@@ -119,7 +124,7 @@ class ReplicaReducer:
         return self._reducer.reduce_gradients(
             gradients,
             variables,
-            _compat.local_replica_id(self._context),
+            self._replica,
             may_sum=may_sum,
             weight=weight,
         )
@@ -153,8 +158,7 @@ class ReplicaReducer:
         """Sum tensors that are no gradients over all replicas."""
         if self._meets_first():
             return list(self._context.strategy.extended.sum_over_replicas(tensors))
-        replica = _compat.local_replica_id(self._context)
-        return list(self._reducer.reduce("SUM", tensors, replica))
+        return list(self._reducer.reduce("SUM", tensors, self._replica))
 
     def gather_rows(
         self, gradients: list, variables: list[Any], *, may_sum: bool
@@ -165,9 +169,16 @@ class ReplicaReducer:
         return self._reducer.gather_rows(
             gradients,
             variables,
-            _compat.local_replica_id(self._context),
+            self._replica,
             may_sum=may_sum,
         )
+
+    @property
+    def _replica(self) -> int:
+        """Index of the replica among the local ones."""
+        if self._local_id is not None:
+            return self._local_id
+        return _compat.local_replica_id(self._context)
 
     def _meets_first(self) -> bool:
         # Eager replicas of a process run one after the other: a collective would wait

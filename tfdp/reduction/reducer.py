@@ -44,6 +44,10 @@ class Reducer:
         worker_group: `WorkerGroup` between the workers.
         algorithm_selector: `AlgorithmSelector`, chooses the algorithm of each bucket,
             or `None` for the ring. Defaults to `None`.
+        residuals: `ResidualStore` for what compressors keep, or `None` for one of its
+            own. Defaults to `None`.
+        kind: String, what it reduces: its residuals are kept under it. Defaults to
+            `"all-reduce"`.
     """
 
     def __init__(
@@ -53,6 +57,9 @@ class Reducer:
         options: CommunicationOptions,
         worker_group: WorkerGroup,
         algorithm_selector: AlgorithmSelector | None = None,
+        *,
+        residuals: ResidualStore | None = None,
+        kind: str = "all-reduce",
     ) -> None:
         self.group = group
         self.algorithm_selector = algorithm_selector
@@ -63,7 +70,8 @@ class Reducer:
         self._tuned = TunedOptions()
         # What a user has been told of `bucket_mb="auto"`, once.
         self.told_of_tuning: set[str] = set()
-        self.residuals = ResidualStore(group.devices)
+        self.residuals = residuals or ResidualStore(group.devices)
+        self._kind = kind
 
     @property
     def combines_means(self) -> bool:
@@ -241,7 +249,7 @@ class Reducer:
             all_reduce_compressed,
             route=route.compressed,
             entries=bucket.entries,
-            residuals=self.residuals.of_bucket("all-reduce", order, members, replica),
+            residuals=self.residuals.of_bucket(self._kind, order, members, replica),
         )
 
     def routes_of(

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.base import batch_weight, loops
 
 _MERGE_OPS = {"Maximum": "max", "Minimum": "min"}
 # The names that BatchNormalization, and layers modelled on it, give to the
@@ -52,11 +53,21 @@ class MirroredVariable(_Array, _compat.MirroredVariable):
 class StatisticVariable(MirroredVariable):
     """Moving statistic of local batches, averaged over replicas each step.
 
-    Stock replicas drift apart, and saving takes replica 0's.
+    Stock replicas drift apart, and saving takes replica 0's. Where replicas train
+    alone, each follows its own batches until all meet.
     """
 
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        weight = batch_weight.current()
+        if weight is not None and loops.in_steps_alone():
+            # That of a batch without samples may be NaN, and no other makes up for it.
+            before = _compat.local_part(self).read_value()
+            value = tf.where(weight > 0, tf.cast(value, before.dtype), before)
+        return super().assign(value, *args, **kwargs)
+
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        self.distribute_strategy.extended.note_statistic(self)
+        if not loops.in_steps_alone():
+            self.distribute_strategy.extended.note_statistic(self)
         return super()._update_replica(update_fn, value, **kwargs)
 
 

@@ -165,6 +165,14 @@ class ReplicaExtended:
             return self._cross_device_ops
         return self._host_cross_device_ops
 
+    @property
+    def own_host_group(self) -> ProcessGroup:
+        """`ProcessGroup` of this worker alone: of replicas that meet only at times."""
+        size = self.host_group.size
+        (group,) = self.host_group.split([[position] for position in range(size)])
+        assert group is not None
+        return group
+
     # Statistics and metrics of a step.
 
     @contextlib.contextmanager
@@ -182,6 +190,15 @@ class ReplicaExtended:
             statistics = list(self._statistics.values())
         finally:
             self._statistics = outer
+        self.average(statistics, weights)
+
+    def average(self, statistics: list, weights: list | None = None) -> None:
+        """Average moving statistics over all replicas, in cross-replica context.
+
+        Args:
+            statistics: List of mirrored variables.
+            weights: List of scalar tensors, see `step_scope`, or `None`.
+        """
         if statistics and self.group.size > 1:
             equal = [tf.constant(1.0 / self.group.size, tf.float64)] * self.num_local
             with timing.labelled("statistics"):

@@ -52,8 +52,10 @@ def prepare_run(
         _compat.select_replica(replica, args)
         for replica in range(strategy.extended.num_local)
     ]
+    extended = strategy.extended
+    group = extended.own_host_group if loop.steps_alone else extended.host_group
     parts = batch_weights.weigh_batches(
-        local, strategy.extended.host_group, strategy.num_replicas_in_sync, total
+        local, group, strategy.num_replicas_in_sync, total
     )
     drift_probe.begin_step(loop.model, local)
     step_events.record_batch(parts[0].num_samples if parts else _own_samples(local[0]))

@@ -19,6 +19,7 @@ from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.options import CommunicationOptions
 from tfdp.transport import (
     Communicator,
+    Connection,
     Mesh,
     MpiCommunicator,
     TransportError,
@@ -60,15 +61,16 @@ def new_transport(
     name, interfaces = _agreed(name, options, worker_group, host)
     if name not in ("direct", "mpi"):
         return TensorFlowTransport(name)
-    connect: Callable[[Sequence[int], str], Communicator] | None = None
+    form: Callable[[Sequence[int], str], Communicator] | None = None
+    connect: Callable[[int, str], Connection] | None = None
     if name == "mpi":
         timeout_seconds = options.timeout_seconds
         check_job(worker_group.num_workers, worker_group.rank, timeout_seconds)
-        connect = functools.partial(MpiCommunicator, timeout_seconds=timeout_seconds)
+        form = functools.partial(MpiCommunicator, timeout_seconds=timeout_seconds)
     elif worker_group.num_workers > 1:
         mesh = _mesh(options, worker_group, host, interfaces)
-        connect = functools.partial(new_communicator, mesh)
-    transport = ProcessTransport(name, worker_group.rank, connect)
+        form, connect = functools.partial(new_communicator, mesh), mesh.connect
+    transport = ProcessTransport(name, worker_group.rank, form, connect)
     atexit.unregister(_end)
     atexit.register(_end)  # before whatever its communicators have registered
     _transports.add(transport)

@@ -19,6 +19,7 @@ Reading order:
     socket_communicator: collectives over the connections of a mesh
     shared_memory: collectives of the processes of one host
     direct: the best of these for a group
+    rounds: means over those workers that come in time
     mpi_messages: messages over MPI that can be ended
     mpi_communicator: the collectives over MPI
 """
@@ -36,6 +37,7 @@ from tfdp.transport.connections import Connection
 from tfdp.transport.direct import new_communicator
 from tfdp.transport.mesh import Mesh
 from tfdp.transport.mpi_communicator import MpiCommunicator, check_job, is_mpi_job
+from tfdp.transport.rounds import RoundFollower, RoundLeader
 from tfdp.transport.shared_memory import SharedMemoryCommunicator
 from tfdp.transport.socket_communicator import SocketCommunicator
 from tfdp.transport.store import Store
@@ -46,6 +48,8 @@ __all__ = [
     "Mesh",
     "MpiCommunicator",
     "PeerLost",
+    "RoundFollower",
+    "RoundLeader",
     "SharedMemoryCommunicator",
     "SocketCommunicator",
     "Store",

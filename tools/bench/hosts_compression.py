@@ -126,12 +126,12 @@ def _measure_rate(
         goal_of_ddp = GOAL_OF_DDP if has_goals else None
         for name in DDP_ARMS:
             rival = in_megabytes(other.bytes_per_step(name, blocks, idle))
-            own = in_megabytes(sent[LOW_RANK])
+            ours = in_megabytes(sent[LOW_RANK])
             report.add(
                 Figure(
                     f"{title}, {LOW_RANK}: speed of the step relative to DDP's, {name}",
                     paired_ratio(times[f"ddp/{name}"], times[f"tfdp/{LOW_RANK}"]),
                     at_least=goal_of_ddp,
-                    note=f"DDP sends {rival} MB per direction, tfdp {own}",
+                    note=f"DDP sends {rival} MB per direction, tfdp {ours}",
                 )
             )

@@ -1,0 +1,97 @@
+"""Sums of what replicas have learned, each by its samples."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.collectives import ProcessGroup
+from tfdp.reduction.algorithm_selector import AlgorithmSelector
+from tfdp.reduction.fusion import weighted
+from tfdp.reduction.gradient_reducer import GradientReducer
+from tfdp.reduction.reducer import Reducer
+
+
+def new_reducer(
+    strategy: Any, compression: Any, group: ProcessGroup | None = None
+) -> Reducer:
+    """Make the reducer of pseudo-gradients, on all workers.
+
+    What its compressors keep lies with that of the strategy's reducer, so that
+    checkpoints hold both.
+
+    Args:
+        strategy: A tfdp strategy.
+        compression: As in `CommunicationOptions`.
+        group: `ProcessGroup` of all replicas, or `None` for the strategy's. Defaults
+            to `None`.
+    """
+    extended = strategy.extended
+    whole = extended.reducer
+    options = dataclasses.replace(whole.options, compression=compression)
+    known = extended.algorithm_selector
+    selector = AlgorithmSelector(
+        options, known.topology, extended.group.backend, warn=False
+    )
+    if known.are_links_known:
+        selector.set_links(known.links)
+    return Reducer(
+        group or extended.group,
+        whole.first_rank,
+        options,
+        extended.worker_group,
+        selector,
+        residuals=whole.residuals,
+        kind="exchange",
+    )
+
+
+def sums_by_share(
+    reducer: GradientReducer,
+    gradients: Sequence[tf.Tensor],
+    variables: Sequence[Any],
+    share: tf.Tensor,
+    *,
+    compresses: bool,
+) -> list[tf.Tensor]:
+    """Sum pseudo-gradients over all replicas, each of which counts by its share.
+
+    Args:
+        reducer: `GradientReducer` of all replicas.
+        gradients: Sequence of tensors, this replica's.
+        variables: Sequence of the trained Keras variables that they are for.
+        share: Scalar tensor; the shares of all replicas add up to one.
+        compresses: Bool, whether the reducer may round them.
+    """
+    share = tf.cast(share, tf.float64)
+    if not compresses:
+        return reducer.sum([weighted(gradient, share) for gradient in gradients])
+    reduced = reducer.reduce_gradients(
+        list(gradients), list(variables), may_sum=False, weight=share
+    )
+    return reduced.gradients()
+
+
+def sums_by_samples(
+    reducer: GradientReducer,
+    samples: tf.Tensor,
+    gradients: Sequence[tf.Tensor],
+    variables: Sequence[Any],
+    *,
+    compresses: bool,
+) -> list[tf.Tensor]:
+    """Sum pseudo-gradients over all replicas, each of which counts by its samples.
+
+    Args:
+        reducer: `GradientReducer` of all replicas.
+        samples: Scalar tensor, those of this replica.
+        gradients: Sequence of tensors, this replica's.
+        variables: Sequence of the trained Keras variables that they are for.
+        compresses: Bool, whether the reducer may round them.
+    """
+    (total,) = reducer.sum([samples])
+    share = tf.math.divide_no_nan(samples, total)
+    return sums_by_share(reducer, gradients, variables, share, compresses=compresses)
