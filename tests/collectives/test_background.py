@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import numpy as np
@@ -83,3 +84,15 @@ def test_the_step_that_collects_ends_with_the_reason_of_a_failure():
         steps.launch(tf.constant(1.0))
         with pytest.raises(tf.errors.UnavailableError, match="worker 1 has left"):
             steps.collect()
+
+
+def test_one_that_is_garbage_leaves_nothing_in_a_graph_that_is_traced():
+    made = [Background("test", [DEVICE], SPEC, SPEC, add_up)]
+
+    @tf.function(autograph=False)
+    def traced() -> None:
+        made.clear()
+        gc.collect()
+
+    graph = traced.get_concrete_function().graph
+    assert not [op for op in graph.get_operations() if "Queue" in op.type]

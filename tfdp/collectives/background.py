@@ -9,6 +9,7 @@ collects waits only if the function is not through.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import threading
@@ -27,6 +28,8 @@ _CAPACITY = 2
 # Answers a call that has failed: no call has this number.
 _FAILED = tf.int64.max
 _log = logging.getLogger("tfdp.transport")
+
+_backgrounds: weakref.WeakSet[Background] = weakref.WeakSet()
 
 # Takes the tensors of each local replica, and returns results for each.
 Function = Callable[[list[list[tf.Tensor]]], Sequence[Sequence[tf.Tensor]]]
@@ -61,7 +64,10 @@ class Background:
             daemon=True,
         )
         thread.start()
-        weakref.finalize(self, _close, self._boxes, thread)
+        self._thread = thread
+        # Its thread would keep the queues for ever.
+        weakref.finalize(self, _close, self._boxes).atexit = False
+        _backgrounds.add(self)
 
     def launch(self, replica: int, tensors: Sequence[tf.Tensor]) -> None:
         """Hand the tensors of a local replica over, in the graph of a step."""
@@ -73,6 +79,11 @@ class Background:
         They come once all local replicas have launched, and the function is through.
         """
         return self._boxes[replica].collect()
+
+    def end(self) -> None:
+        """End the thread, and wait until it has."""
+        _close(self._boxes)
+        self._thread.join(_CLOSE_SECONDS)
 
     def wait(self) -> None:
         """Wait, outside of a step, until all that was launched has results."""
@@ -160,8 +171,10 @@ class _Boxes:
         return self._failure
 
     def close(self) -> None:
-        for queue in self._requests, self._results:
-            queue.close(cancel_pending_enqueues=True)
+        # Garbage may be collected while a step is traced.
+        with tf.init_scope():
+            for queue in self._requests, self._results:
+                queue.close(cancel_pending_enqueues=True)
 
 
 def new_queue(device: str, specs: Sequence[tf.TensorSpec]) -> tf.queue.FIFOQueue:
@@ -217,8 +230,13 @@ def _serve_call(
     return failure
 
 
-def _close(boxes: Sequence[_Boxes], thread: threading.Thread) -> None:
+def _close(boxes: Sequence[_Boxes]) -> None:
     for own in boxes:
         own.close()
-    if thread is not threading.current_thread():
-        thread.join(_CLOSE_SECONDS)
+
+
+@atexit.register
+def _end_all() -> None:
+    """End the threads before the interpreter does."""
+    for background in list(_backgrounds):
+        background.end()

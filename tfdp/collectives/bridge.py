@@ -280,8 +280,10 @@ class _Crossing:
 
     def close(self) -> None:
         """End what waits at the queues with an error."""
-        for queue in self._requests, self._results:
-            queue.close(cancel_pending_enqueues=True)
+        # Garbage may be collected while a step is traced.
+        with tf.init_scope():
+            for queue in self._requests, self._results:
+                queue.close(cancel_pending_enqueues=True)
 
 
 def array_of(tensor: tf.Tensor) -> np.ndarray:
