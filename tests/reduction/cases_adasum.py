@@ -169,7 +169,12 @@ _register(
 )
 
 
-@case("Adasum on eight replicas", setups=("eight_devices",), compare=False)
+@case(
+    "Adasum on eight replicas",
+    setups=("eight_devices",),
+    full_setups=(),
+    compare=False,
+)
 def adasum_on_eight_replicas(env: Env) -> dict:
     return {
         str(algorithm): check(env, algorithm, data=common.regression_data(24))
@@ -301,12 +306,19 @@ def adasum_refuses_what_it_cannot_do(env: Env) -> dict:
                 fit(eagerly=True)
         reducer = env.strategy.extended.reducer
         plan = make_plan([tf.constant([1, 2])], ["counts"], reducer.options)
-        with pytest.raises(ValueError, match="Adasum is for gradients of floating"):
+        with pytest.raises(
+            ValueError, match="`algorithm` is for gradients of floating"
+        ):
             reducer.routes_of(plan)
     return {}
 
 
-@case("Adasum between nodes that are none", setups=("two_by_two",), compare=False)
+@case(
+    "Adasum between nodes that are none",
+    setups=("two_by_two",),
+    full_setups=(),
+    compare=False,
+)
 def adasum_needs_equal_nodes_and_means_nothing_within_one(env: Env) -> dict:
     if env.is_reference:
         return {}

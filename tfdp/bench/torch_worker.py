@@ -17,6 +17,10 @@ from tfdp.bench.models import (
     Model,
 )
 
+# With several buckets PowerSGD's hook aborts a process (torch 2.13, Gloo): what its
+# callbacks reduce is not started in the same order by all.
+_ONE_BUCKET_MB = 4096.0
+
 
 def build(model: Model) -> Any:
     """The model as `tfdp.bench.keras_models` builds it, layer by layer.
@@ -93,7 +97,7 @@ def training_step(
     *,
     tuned: bool = False,
     bf16: bool = False,
-    power_sgd_rank: int | None = None,
+    power_sgd: dict[str, Any] | None = None,
     alone: bool = False,
 ) -> Callable[[], Any]:
     """A training step on a fixed batch with SGD.
@@ -104,8 +108,8 @@ def training_step(
         tuned: Bool, whether with the settings that serve DDP best. Defaults to
             `False`: with its own.
         bf16: Bool, whether gradients travel as bfloat16. Defaults to `False`.
-        power_sgd_rank: Int, the rank of the factors as which gradients travel from the
-            third step on, or `None`. Defaults to `None`.
+        power_sgd: Dict of arguments of PyTorch's `PowerSGDState`: gradients travel as
+            factors of a low rank from the third step on; or `None`. Defaults to `None`.
         alone: Bool, whether without DDP: nothing is communicated. Defaults to `False`.
 
     Returns:
@@ -115,11 +119,12 @@ def training_step(
 
     network = build(model)
     if not alone:
-        network = _data_parallel(network, tuned=tuned)
+        bucket_mb = None if power_sgd is None else _ONE_BUCKET_MB
+        network = _data_parallel(network, tuned=tuned, bucket_mb=bucket_mb)
         if bf16:
             _send_bf16(network)
-        if power_sgd_rank is not None:
-            _send_low_rank(network, power_sgd_rank, batched=tuned)
+        if power_sgd is not None:
+            _send_low_rank(network, power_sgd)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, foreach=tuned)
     return step_of(network, optimizer, model, batch_size)
 
@@ -153,10 +158,12 @@ def step_of(
     return step
 
 
-def _data_parallel(network: Any, *, tuned: bool) -> Any:
+def _data_parallel(network: Any, *, tuned: bool, bucket_mb: float | None) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
-    return DistributedDataParallel(network, gradient_as_bucket_view=tuned)
+    return DistributedDataParallel(
+        network, gradient_as_bucket_view=tuned, bucket_cap_mb=bucket_mb
+    )
 
 
 def _send_bf16(network: Any) -> None:
@@ -168,16 +175,11 @@ def _send_bf16(network: Any) -> None:
     )
 
 
-def _send_low_rank(network: Any, rank: int, *, batched: bool) -> None:
-    """Compress as early as PyTorch lets one: what it feeds back needs its buckets."""
+def _send_low_rank(network: Any, options: dict[str, Any]) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-    state = powerSGD_hook.PowerSGDState(
-        None,
-        matrix_approximation_rank=rank,
-        start_powerSGD_iter=2,
-        batch_tensors_with_same_shape=batched,
-    )
+    # As early as PyTorch allows: what it feeds back needs buckets that stay.
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, **options)
     network.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 

@@ -42,9 +42,10 @@ class _Matrix:
 class PowerSGD(Compressor):
     """Gradients of matrices in a low rank, by a step of power iteration.
 
-    The gradient M of a variable, a matrix of its last axis and all others, travels as
-    P = M Q and then, with P made orthonormal, as Q = M^T P: two all-reduces of thin
-    matrices, by whatever algorithm the bucket has. The next step begins with this Q.
+    The gradient M of a variable, a matrix of its first axes and its last ones, cut
+    where the factors are smallest, travels as P = M Q and then, with P made
+    orthonormal, as Q = M^T P: two all-reduces of thin matrices, by whatever algorithm
+    the bucket has. The next step begins with this Q.
     What P Q^T lacks of a replica's gradient is added to its next one. Vectors and
     matrices that would gain less than a half travel as they are.
 
@@ -128,12 +129,27 @@ class PowerSGD(Compressor):
     def _find_matrices(self, bucket: GradientBucket) -> Iterator[_Matrix]:
         begin = 0
         for entry in bucket.entries:
-            size, columns = entry.num_elements, (entry.shape or (1,))[-1]
-            rows = math.prod(entry.shape[:-1])
+            size = entry.num_elements
+            rows, columns = _rows_and_columns(entry.shape)
             rank = min(self.rank, rows, columns)
             if rank * (rows + columns) <= _MOST_SHARE * size:
                 yield _Matrix(begin, rows, columns, rank)
             begin += size
+
+
+def _rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Cut the axes of a variable in two, so that factors are the smallest.
+
+    Example: the projection of an attention layer to heads.
+
+    >>> _rows_and_columns((512, 8, 64))
+    (512, 512)
+    """
+    cuts = [
+        (math.prod(shape[:axis]), math.prod(shape[axis:]))
+        for axis in reversed(range(1, len(shape)))
+    ]
+    return min(cuts, key=sum, default=(1, math.prod(shape)))
 
 
 def _first_guess(matrix: _Matrix) -> np.ndarray:

@@ -102,9 +102,9 @@ class AlgorithmSelector:
             ValueError: If integers were to be compressed, or combined by Adasum.
         """
         if may_compress and self._compresses:
-            _check_floating(plan, "`compression`")
+            _check_floating(plan, "compression")
         if may_compress and self.combines_means:
-            _check_floating(plan, "Adasum")
+            _check_floating(plan, "algorithm")
         return tuple(
             self.select(
                 bucket.num_bytes,
@@ -192,11 +192,11 @@ class AlgorithmSelector:
         return tuple(algorithm for algorithm in candidates if algorithm in safe)
 
 
-def _check_floating(plan: BucketPlan, what: str) -> None:
+def _check_floating(plan: BucketPlan, option: str) -> None:
     for bucket in plan:
         if not tf.as_dtype(bucket.dtype).is_floating:
             raise ValueError(
-                f"{what} is for gradients of floating point. Leave it out for "
+                f"`{option}` is for gradients of floating point. Leave it out for "
                 f"this model. Received: {bucket.entries[0].name!r} of {bucket.dtype}"
             )
 
@@ -232,13 +232,14 @@ def _fixed_algorithm(
 def _adasum_of_nodes(
     wanted: Algorithm, topology: Topology
 ) -> tuple[Algorithm | None, str]:
-    what = '`algorithm={"outer": "adasum"}`'
     if topology.num_nodes == 1:
-        return RING, f"{what} is a mean: all replicas are on one node"
+        return RING, (
+            '`algorithm={"outer": "adasum"}` is a mean: all replicas are on one node'
+        )
     if not topology.is_even:
         raise ValueError(
-            f"{what} needs equally many replicas on every node. Use "
-            '`algorithm="adasum"`, between all replicas. Received: nodes of '
-            f"{', '.join(str(len(node)) for node in topology.nodes)} replicas"
+            "Adasum across nodes needs equally many replicas on every node. Use "
+            '`algorithm="adasum"`, between all replicas. Received: nodes with '
+            f"{', '.join(str(len(node)) for node in topology.nodes)}"
         )
     return wanted, ""
