@@ -57,8 +57,9 @@ class BucketTuning(keras.callbacks.Callback):
         self._update_steps = 1
         self._begin = 0.0
         self._last_batch = -1
-        # Traced steps by plan, while plans are tried: going back to one is free.
-        self._functions: dict[Proposal | None, Any] = {}
+        # Traced steps by plan, with their number of XLA clusters, while plans are
+        # tried: going back to one is free.
+        self._functions: dict[Proposal | None, tuple[Any, int]] = {}
         self._plan: Proposal | None = None
         self._in_force: Any = None
 
@@ -146,11 +147,12 @@ class BucketTuning(keras.callbacks.Callback):
         model = self.model
         if model.train_function is not self._in_force:
             self._functions.clear()  # somebody has had the step traced anew
-        self._functions[self._plan] = model.train_function
+        clusters = self._extended.compiled_models
+        self._functions[self._plan] = model.train_function, clusters.get(model, 0)
         self._plan = proposal
         self._tune(None if proposal is None else proposal.choice)
         if proposal in self._functions:
-            model.train_function = self._functions[proposal]
+            model.train_function, clusters[model] = self._functions[proposal]
         else:
             model.make_train_function(force=True)
         self._in_force = model.train_function
