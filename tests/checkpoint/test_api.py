@@ -437,6 +437,7 @@ print("RESTORED", set(elements.tolist()))
 """
 
 
+@pytest.mark.standard
 @pytest.mark.processes
 def test_a_disk_that_takes_no_more_is_said_and_the_previous_one_stays(tmp_path):
     done = run_script(FULL_DISK, tmp_path, deadline_seconds=DEADLINE_SECONDS)

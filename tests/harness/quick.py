@@ -284,6 +284,19 @@ LEFT_OUT = {
     ),
     "a_wrong_gradient_on_one_replica_is_counted_on_all": "the one of tests/replicas",
     # What costs most, and shows what cheaper cases show.
+    "compressed_gradients_send_as_many_bytes_as_planned": (
+        "compressed_sums_of_4_bits_in_levels"
+    ),
+    "quantized_gathers_go_on_inside_of_nodes": "quantized_gathers_send_a_quarter_*",
+    "replicas_read_the_same_rounded_weights": "quantized_gathers_send_a_quarter_*",
+    "what_cannot_be_tuned_says_so_once": "plans_that_change_in_fit_*",
+    "diloco_trains_nodes_synchronously": "diloco_is_resumed_exactly",
+    "adasum_on_eight_replicas": "adasum on fewer replicas",
+    "adasum_keeps_what_is_not_finite": "adasum of finite gradients",
+    "adagrad_with_clipvalue_in_float64": "adagrad_with_clipvalue_in_float32_*",
+    "muon_with_clipnorm_in_float32_and_sharded_parameters": "muon, sharded gradients",
+    "adamax_with_ema_in_float32": "adamax_with_ema_*_and_sharded_optimizer",
+    "transformer_with_adamw": "cnn_with_adamw",
     "rows_follow_speed": "rebalanced_run_goes_on",
     "structures_of_batches": "structures_of_arrays",
     "structures_of_elements": "structures_of_arrays",
