@@ -301,15 +301,17 @@ def adasum_refuses_what_it_cannot_do(env: Env) -> dict:
             fit(tfdp.callbacks.GradientNoiseScale())
         with pytest.raises(ValueError, match="cannot be combined with Adasum"):
             fit(tfdp.callbacks.LocalSGD(2))
-        if env.setup.devices_per_worker > 1:
-            with pytest.raises(ValueError, match="Adasum needs all replicas at once"):
-                fit(eagerly=True)
         reducer = env.strategy.extended.reducer
         plan = make_plan([tf.constant([1, 2])], ["counts"], reducer.options)
         with pytest.raises(
             ValueError, match="`algorithm` is for gradients of floating"
         ):
             reducer.routes_of(plan)
+    # The weights of a node's replicas are added up before their gradients.
+    for algorithm in ("adasum", OUTER) if env.setup.devices_per_worker > 1 else ():
+        eagerly = pytest.raises(ValueError, match="Adasum needs all replicas at once")
+        with routed(env, algorithm=algorithm), eagerly:
+            fit(eagerly=True)
     return {}
 
 

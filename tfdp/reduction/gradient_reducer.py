@@ -111,13 +111,8 @@ class ReplicaReducer:
         weight: tf.Tensor | None,
     ) -> ReducedGradients:
         """Sum gradients over all replicas, see `Reducer.reduce_gradients`."""
+        self._check_graph()
         if self._meets_first():
-            if self._reducer.combines_means:
-                raise ValueError(
-                    "Adasum needs all replicas at once, and those of one process run "
-                    "eagerly one after the other. Leave out `run_eagerly=True`, and "
-                    "call `strategy.run` in a `tf.function`."
-                )
             if weight is not None:
                 gradients = [weighted(gradient, weight) for gradient in gradients]
             return unbucketed(self.sum(gradients))
@@ -141,6 +136,7 @@ class ReplicaReducer:
         Returns:
             Scalar float64 tensor, or `None` for one.
         """
+        self._check_graph()
         weight, share = batch_weight.weight_for(optimizer), batch_weight.current()
         if not self._reducer.combines_means or weight is None or share is None:
             return weight
@@ -179,6 +175,15 @@ class ReplicaReducer:
         if self._local_id is not None:
             return self._local_id
         return _compat.local_replica_id(self._context)
+
+    def _check_graph(self) -> None:
+        """Raise where Adasum would wait for a replica that has not started."""
+        if self._reducer.combines_means and self._meets_first():
+            raise ValueError(
+                "Adasum needs all replicas at once, and those of one process run "
+                "eagerly one after the other. Leave out `run_eagerly=True`, and "
+                "call `strategy.run` in a `tf.function`."
+            )
 
     def _meets_first(self) -> bool:
         # Eager replicas of a process run one after the other: a collective would wait
