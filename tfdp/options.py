@@ -261,7 +261,7 @@ def _check_compression(value: Any) -> None:
 def _check_whole_buckets(levels: Mapping[str, Any]) -> None:
     """Raise where a compressor that needs whole buckets would get parts of them."""
     inner, outer = levels.get("inner"), levels.get("outer")
-    is_alone = not (is_compressor(inner) or inner == "int8")
+    is_alone = not _feeds_back(inner)
     if not getattr(inner, "cuts_buckets", True) or (
         not getattr(outer, "cuts_buckets", True) and not is_alone
     ):
@@ -283,7 +283,7 @@ def _check_adasum(algorithm: Any, compression: Any) -> None:
             f"Received: algorithm={dict(algorithm)!r}"
         )
     given = compression.values() if isinstance(compression, Mapping) else [compression]
-    if any(item not in (None, *COMMUNICATION_DTYPES) for item in given):
+    if any(map(_feeds_back, given)):
         raise ValueError(
             '`algorithm="adasum"` is no sum, and what a compressor leaves out is fed '
             'back to a sum. Use `compression="fp16"` or "bf16". Received: '
@@ -291,9 +291,14 @@ def _check_adasum(algorithm: Any, compression: Any) -> None:
         )
 
 
+def _feeds_back(given: Any) -> bool:
+    """Whether a compression keeps what it leaves out, for the next step."""
+    return given not in (None, *COMMUNICATION_DTYPES)
+
+
 def _check_nothing_is_kept(levels: tuple[Any, Any]) -> None:
     """Raise where compressors keep something for each bucket, which has to stay."""
-    if any(given == "int8" or is_compressor(given) for given in levels):
+    if any(map(_feeds_back, levels)):
         raise ValueError(
             "A compressor keeps what it leaves out for each bucket, so that buckets "
             'have to stay. With `bucket_mb="auto"` compress to "fp16" or "bf16", or '

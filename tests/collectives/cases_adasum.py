@@ -11,11 +11,11 @@ import tensorflow as tf
 from tests.collectives import adasum_definition as definition
 from tests.collectives.cases_algorithms import (
     BF16,
-    _check_same_bits,
-    _sent,
     algorithm_case,
+    check_same_bits,
     new_group,
     node_sizes,
+    sent_by,
 )
 from tests.collectives.cases_primitives import run
 from tests.harness.env import Env
@@ -59,7 +59,7 @@ def check_definition(
         return algorithm(tf.constant(flat(rank)), replica=replica, sizes=SIZES)
 
     results = run(env, reduce)
-    _check_same_bits(env, results)
+    check_same_bits(env, results)
     np.testing.assert_allclose(
         results[0], wanted, rtol=0, atol=error * abs(wanted).max()
     )
@@ -169,7 +169,7 @@ def adasum_keeps_what_is_not_finite(env: Env) -> dict:
 def adasum_sends_halves_and_three_numbers_for_each_tensor(env: Env) -> dict:
     group = new_group(env, node_size=4)
     size = 4 * 1024
-    sent = functools.partial(_sent, env, group=group, length=1024)
+    sent = functools.partial(sent_by, env, group=group, length=1024)
     # Of two tensors and of padding, in float64.
     products = 3 * 3 * 8
     sizes = (1000, 24)

@@ -155,7 +155,7 @@ def algorithms_give_the_same_bits(env: Env) -> dict:
                 return algorithm(tf.constant(own(rank)), group, replica, **reduce_dtype)
 
             results = run(env, reduce)
-            _check_same_bits(env, results)
+            check_same_bits(env, results)
             # bfloat16 keeps 8 bits: of each of N addends, and of the sum.
             error = 2**-8 * (env.num_replicas + 1) if reduce_dtype else 1e-6
             assert np.abs(results[0] - total).max() <= error * np.abs(total).max()
@@ -165,7 +165,7 @@ def algorithms_give_the_same_bits(env: Env) -> dict:
 BF16 = {"reduce_dtype": tf.bfloat16}
 
 
-def _check_same_bits(env: Env, results: list) -> None:
+def check_same_bits(env: Env, results: list) -> None:
     """On all workers: the sums of bits are those of one, times their number."""
     group = new_group(env)
     bits = [np.frombuffer(result.tobytes(), "int32") for result in results]
@@ -270,7 +270,7 @@ def _group_key(operation: tf.Operation) -> int:
     return int(tf.get_static_value(operation.inputs[position]))
 
 
-def _sent(env: Env, algorithm, group: ProcessGroup, length: int) -> dict:
+def sent_by(env: Env, algorithm, group: ProcessGroup, length: int) -> dict:
     """Number of collectives and bytes of their inputs, on the first replica."""
 
     @tf.function(autograph=False)
@@ -302,7 +302,7 @@ def _sent(env: Env, algorithm, group: ProcessGroup, length: int) -> dict:
 def algorithms_launch_so_many_collectives_of_so_many_bytes(env: Env) -> dict:
     group = new_group(env, node_size=4)
     size = 4 * 1024
-    sent = functools.partial(_sent, env, group=group, length=1024)
+    sent = functools.partial(sent_by, env, group=group, length=1024)
     assert sent(ring) == {"Reduce": [size]}
     # Three times up to the first replica and three times down from it.
     assert sent(tree) == {"BcastRecv": [size] * 3, "BcastSend": [size] * 3}

@@ -67,6 +67,12 @@ def test_a_step_that_launches_does_not_wait_and_a_later_one_collects():
         np.testing.assert_array_equal(second, -first)
 
 
+def test_what_only_some_replicas_have_launched_is_not_waited_for():
+    steps = Steps(add_up)
+    steps.background.launch(0, [tf.zeros([2])])
+    steps.background.wait()  # would not return
+
+
 def test_what_is_under_way_outlives_a_step_that_fails():
     steps = Steps(add_up)
     steps.launch(tf.constant(1.0))

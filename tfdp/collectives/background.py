@@ -86,8 +86,11 @@ class Background:
         self._thread.join(_CLOSE_SECONDS)
 
     def wait(self) -> None:
-        """Wait, outside of a step, until all that was launched has results."""
-        self._served.wait_for(self._boxes[0].num_launched)
+        """Wait, outside of a step, until what all local replicas launched has results.
+
+        What a step that failed has launched for some of them is not waited for.
+        """
+        self._served.wait_for(min(own.num_launched for own in self._boxes))
 
 
 class _Count:

@@ -9,7 +9,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.collectives import ProcessGroup
-from tfdp.reduction.algorithm_selector import AlgorithmSelector
 from tfdp.reduction.fusion import weighted
 from tfdp.reduction.gradient_reducer import GradientReducer
 from tfdp.reduction.reducer import Reducer
@@ -31,19 +30,17 @@ def new_reducer(
     """
     extended = strategy.extended
     whole = extended.reducer
-    options = dataclasses.replace(whole.options, compression=compression)
-    known = extended.algorithm_selector
-    selector = AlgorithmSelector(
-        options, known.topology, extended.group.backend, warn=False
+    # Buckets are not tuned: a compressor keeps something for each.
+    bucket_mb = whole.options.bucket_bytes / 2**20
+    options = dataclasses.replace(
+        whole.options, compression=compression, bucket_mb=bucket_mb
     )
-    if known.are_links_known:
-        selector.set_links(known.links)
     return Reducer(
         group or extended.group,
         whole.first_rank,
         options,
         extended.worker_group,
-        selector,
+        extended.algorithm_selector.with_options(options),
         residuals=whole.residuals,
         kind="exchange",
     )

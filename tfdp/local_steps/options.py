@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +14,7 @@ from tfdp.cluster.words import counted
 from tfdp.options import CommunicationOptions
 
 SCOPES = ("node", "replica")
+_MOST = sys.float_info.max
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,24 +69,13 @@ class OuterOptions:
         check_count("fragments", self.fragments, "parts of the weights")
         check_count("delay", self.delay, "inner updates", least=0)
         self._check_compression()
-        is_number = isinstance(self.mixing, (int, float))
-        if not is_number or isinstance(self.mixing, bool) or not 0 <= self.mixing <= 1:
-            raise ValueError(
-                "`mixing` must be a number from 0 to 1. "
-                f"Received: mixing={self.mixing!r}"
-            )
+        _check_number("mixing", self.mixing, "a number from 0 to 1", most=1.0)
         if self.min_participants is not None:
             self._check_rounds()
 
     def _check_rounds(self) -> None:
         check_count("min_participants", self.min_participants, "workers")
-        patience = self.patience_seconds
-        is_number = isinstance(patience, (int, float))
-        if not is_number or isinstance(patience, bool) or not 0 <= patience < math.inf:
-            raise ValueError(
-                "`patience_seconds` must be a number of seconds. "
-                f"Received: patience_seconds={patience!r}"
-            )
+        _check_number("patience_seconds", self.patience_seconds, "a number of seconds")
         if not self.delay or self.fragments > 1 or self.compression is not None:
             raise ValueError(
                 "`min_participants` needs a `delay` of at least 1, and is for "
@@ -214,3 +204,9 @@ def check_count(name: str, value: object, what: str, least: int = 1) -> None:
             f"`{name}` must be an integer of at least {least}, {what}. "
             f"Received: {name}={value!r}"
         )
+
+
+def _check_number(name: str, value: object, what: str, most: float = _MOST) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= most:  # type: ignore[operator]
+        raise ValueError(f"`{name}` must be {what}. Received: {name}={value!r}")

@@ -12,7 +12,8 @@ the gather before it: a unit under way takes memory twice, as it travels and unp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -252,10 +253,8 @@ def _gather_plain(
         own = _own_slice(step, members, bucket)
         flat = step.groups.gather_bucket(bucket, own, **place)
         return _wholes(members, bucket, flat), None
-    if piece is None:
-        own = _own_slice(step, members, bucket)
-        piece = step.groups.gather_across_nodes(own, **place)
-    flat = step.groups.gather_in_node(piece, **place)
+    own_slice = functools.partial(_own_slice, step, members, bucket)
+    flat, piece = _gather_by_level(step, place, own_slice, piece)
     return _wholes(members, bucket, flat), piece
 
 
@@ -268,11 +267,21 @@ def _gather_quantized(
 ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
     """The same in 8 bits. Rows of unequal length are padded: that is still less."""
     place: dict[str, int] = {"replica": step.replica, "channel": unit.number}
-    if piece is None:
-        own = own_words(members, step.replica)
-        piece = step.groups.gather_across_nodes(own, **place)
-    words = step.groups.gather_in_node(piece, **place)
+    own = functools.partial(own_words, members, step.replica)
+    words, piece = _gather_by_level(step, place, own, piece)
     return [tf.cast(whole, dtype) for whole in decoded(members, words)], piece
+
+
+def _gather_by_level(
+    step: StepGathers,
+    place: Mapping[str, int],
+    own: Callable[[], tf.Tensor],
+    piece: tf.Tensor | None,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Gather across nodes, unless that has been done, and inside of them."""
+    if piece is None:
+        piece = step.groups.gather_across_nodes(own(), **place)
+    return step.groups.gather_in_node(piece, **place), piece
 
 
 def _bucket(members: list[ShardedParameter], dtype: tf.DType) -> ShardBucket:

@@ -45,6 +45,7 @@ class AlgorithmSelector:
         warn: bool = True,
     ) -> None:
         self.topology = topology
+        self._backend = backend
         self.links = options.links or DEFAULT_LINKS[backend]
         self.are_links_known = options.links is not None
         self._fixed, problem = _fixed_algorithm(options, topology)
@@ -84,6 +85,17 @@ class AlgorithmSelector:
         """Set measured links; they have to be the same on all workers."""
         self.links = links
         self.are_links_known = True
+
+    def with_options(self, options: CommunicationOptions) -> AlgorithmSelector:
+        """Return a selector of the same replicas and links that has other options.
+
+        Args:
+            options: `CommunicationOptions`.
+        """
+        selector = AlgorithmSelector(options, self.topology, self._backend, warn=False)
+        if self.are_links_known:
+            selector.set_links(self.links)
+        return selector
 
     def select_for(
         self, plan: BucketPlan, *, may_compress: bool

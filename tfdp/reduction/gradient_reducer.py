@@ -138,11 +138,11 @@ class ReplicaReducer:
         """
         self._check_graph()
         weight, share = batch_weight.weight_for(optimizer), batch_weight.current()
-        if not self._reducer.combines_means or weight is None or share is None:
+        members = self._reducer.adasum_members
+        if members is None or weight is None or share is None:
             return weight
-        replica = _compat.local_replica_id(self._context)
-        own = self._reducer.share_of_member(share, replica)
-        return tf.math.divide_no_nan(weight, own * self._reducer.num_members)
+        own = members.share(share, self._replica)
+        return tf.math.divide_no_nan(weight, own * members.count)
 
     def prepare(self, gradients: list) -> list:
         """Make tensors of sparse gradients for Adasum; leave others as they are."""

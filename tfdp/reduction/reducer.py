@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdp.base import loops
 from tfdp.base.param_groups import path_of
-from tfdp.collectives import ProcessGroup, all_reduce, timing
+from tfdp.collectives import ProcessGroup, timing
 from tfdp.compression.compressed_reduce import all_reduce_compressed
 from tfdp.compression.residuals import ResidualStore
 from tfdp.coordination.checks import check_same_plan, check_same_variables
@@ -19,6 +19,7 @@ from tfdp.coordination.progress import progress
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import Bucket, BucketPlan
+from tfdp.reduction.adasum_members import AdasumMembers
 from tfdp.reduction.algorithm_choice import AlgorithmChoice
 from tfdp.reduction.algorithm_selector import AlgorithmSelector
 from tfdp.reduction.fusion import (
@@ -74,38 +75,17 @@ class Reducer:
         self._kind = kind
 
     @property
-    def combines_means(self) -> bool:
-        """Bool, whether gradients are combined by Adasum, and not summed."""
+    def adasum_members(self) -> AdasumMembers | None:
+        """`AdasumMembers` where gradients are combined, or `None`: they are summed."""
         selector = self.algorithm_selector
-        return selector is not None and selector.combines_means
-
-    def share_of_member(self, share: tf.Tensor, replica: int) -> tf.Tensor:
-        """Sum the shares of the batch of those whose mean is one to Adasum.
-
-        Args:
-            share: Scalar tensor, the part of all rows that this replica has.
-            replica: Int, index of the calling replica among the local ones.
-
-        Returns:
-            Scalar tensor, the part that the replica's node has; or its own, where
-            Adasum is between replicas.
-        """
-        if (
-            self.algorithm_selector is None
-            or not self.algorithm_selector.is_hierarchical
-        ):
-            return share
-        node = self.group.split(self.group.nodes)[replica]
-        assert node is not None
-        with timing.labelled("weights"), tf.device(self.group.devices[replica]):
-            return all_reduce(share[tf.newaxis], node, replica)[0]
+        if selector is None or not selector.combines_means:
+            return None
+        return AdasumMembers(self.group, of_nodes=selector.is_hierarchical)
 
     @property
-    def num_members(self) -> int:
-        """Int, how many gradients Adasum combines: those of nodes or of replicas."""
-        selector = self.algorithm_selector
-        is_of_nodes = selector is not None and selector.is_hierarchical
-        return len(self.group.nodes) if is_of_nodes else self.group.size
+    def combines_means(self) -> bool:
+        """Bool, whether gradients are combined by Adasum, and not summed."""
+        return self.adasum_members is not None
 
     def reduce(self, reduce_op: Any, value: Any, replica: int) -> Any:
         """All-reduce a nest of tensors and `IndexedSlices` of one replica.
@@ -153,9 +133,9 @@ class Reducer:
             `ReducedGradients`, alike on all replicas.
         """
         self._check(variables, replica)
-        if self.combines_means:
+        if self.adasum_members is not None:
             # Gradients are parts of a mean, and what is combined are means.
-            members = tf.constant(self.num_members, tf.float64)
+            members = tf.constant(self.adasum_members.count, tf.float64)
             weight = members if weight is None else weight * members
         return self._reduce(gradients, variables, replica, may_sum, weight)
 
@@ -292,13 +272,9 @@ class Reducer:
             options: `CommunicationOptions`, or `None` for the strategy's.
             gain: String, what they have gained, for people. Defaults to `""`.
         """
-        tuned = None
-        if options is not None and self.algorithm_selector is not None:
-            topology = self.algorithm_selector.topology
-            selector = AlgorithmSelector(
-                options, topology, self.group.backend, warn=False
-            )
-            tuned = Tuned(options, selector, gain)
+        tuned, selector = None, self.algorithm_selector
+        if options is not None and selector is not None:
+            tuned = Tuned(options, selector.with_options(options), gain)
         self._tuned.set(variables, tuned)
         self.plans.put_last(variables, self.options_of(variables))
 

@@ -55,26 +55,22 @@ class StepCollectives:
                 "Adasum with sharded state needs a graph. Leave out "
                 "`run_eagerly=True`, and call `strategy.run` in a `tf.function`."
             )
-        if selector.combines_means:
-            return self._of_whole_gradients(part)
         is_lopsided = part.plan.shards_variables and part.plan.is_lopsided
-        if tf.executing_eagerly() or (self.may_sum_everything and is_lopsided):
+        sums_everything = self.may_sum_everything and not selector.combines_means
+        if tf.executing_eagerly() or (sums_everything and is_lopsided):
             return EagerShardCollectives(self.groups, self.replica, self.reducer.sum)
         if selector.needs_whole_buckets:
-            return self._of_whole_gradients(part)
+            return WholeGradientCollectives(
+                self.groups,
+                self.replica,
+                functools.partial(self._sum_gradients, part.variables),
+                **self.around,
+            )
         return GraphShardCollectives(
             self.groups,
             self.replica,
             self._reduce_dtypes_of,
             functools.partial(self._compression_of, part.variables),
-            **self.around,
-        )
-
-    def _of_whole_gradients(self, part: ShardedParamGroup) -> ShardCollectives:
-        return WholeGradientCollectives(
-            self.groups,
-            self.replica,
-            functools.partial(self._sum_gradients, part.variables),
             **self.around,
         )
 

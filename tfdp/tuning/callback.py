@@ -16,7 +16,6 @@ from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import BucketPlan
 from tfdp.plans.traffic import FLAT
 from tfdp.reduction.algorithm_choice import AlgorithmChoice
-from tfdp.reduction.algorithm_selector import AlgorithmSelector
 from tfdp.reduction.link_measure import cluster_key, load_or_measure_links
 from tfdp.tuning.conditions import obstacle, shortness, update_steps
 from tfdp.tuning.plan_cache import KeptPlan, load_plan, plan_key, store_plan
@@ -205,11 +204,7 @@ class BucketTuning(keras.callbacks.Callback):
         self._extended.reducer.tune(variables, self._options_of(choice), gain)
 
     def _options_of(self, choice: PlanChoice | None) -> CommunicationOptions | None:
-        selector = self._extended.algorithm_selector
-        links = selector.links if selector.are_links_known else None
-        if choice is None:
-            return None
-        return choice.options(self._extended.options, links)
+        return None if choice is None else choice.options(self._extended.options)
 
     def _routes_of(
         self, choice: PlanChoice | None, plan: BucketPlan
@@ -217,10 +212,7 @@ class BucketTuning(keras.callbacks.Callback):
         selector = self._extended.algorithm_selector
         options = self._options_of(choice)
         if options is not None:
-            backend = self._extended.group.backend
-            selector = AlgorithmSelector(
-                options, selector.topology, backend, warn=False
-            )
+            selector = selector.with_options(options)
         return selector.select_for(plan, may_compress=True)
 
     def _end(self, outcome: Outcome) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from typing import Any
 
-from tfdp.links import Links
 from tfdp.options import ALGORITHMS, DEFAULT_BUCKET_MB, CommunicationOptions
 
 _MB = 2**20
@@ -55,15 +54,11 @@ class PlanChoice:
         """
         return cls(**entry)
 
-    def options(
-        self, base: CommunicationOptions, links: Links | None = None
-    ) -> CommunicationOptions:
+    def options(self, base: CommunicationOptions) -> CommunicationOptions:
         """Options by which a step has this plan.
 
         Args:
             base: `CommunicationOptions` of the strategy, for all else.
-            links: `Links` that are known, or `None`: those of `base`. Defaults to
-                `None`.
         """
         size = self.bucket_bytes / _MB
         if size == DEFAULT_BUCKET_MB:
@@ -74,7 +69,6 @@ class PlanChoice:
             bucket_mb=size,
             first_bucket_mb=self.first_bucket_bytes / _MB,
             algorithm=self.algorithm or base.algorithm,
-            links=links or base.links,
         )
 
     def __str__(self) -> str:
