@@ -157,6 +157,17 @@ def test_workers_at_a_meeting_neither_wait_nor_are_waited_for(job):
     assert leader().version == 1
 
 
+def test_what_is_read_of_a_meeting_that_is_over_counts_no_more(job):
+    pair = job(1, 2, _SECONDS)
+    pair.ends[0].rest()
+    pair.ends[0].meet()
+    pair.ends[1].rest()
+    pair.ends[1].meet()
+    follower, leader = pair.come(1, 3.0), pair.come(0, 1.0)
+    for reply in follower(), leader():
+        np.testing.assert_array_equal(reply.mean[0], [2.0] * 3)
+
+
 def test_a_round_for_which_too_few_are_left_says_so(job):
     pair = job(1, 2, 0.0)
     leader = pair.come(0, 1.0)

@@ -194,8 +194,10 @@ class RoundLeader:
             # It may be through with a meeting that this worker is still in.
             self._changed.wait_for(lambda: parcel.generation <= self._generation)
             if parcel.version == _RESTS:
-                self._resting.add(rank)
-                self._changed.notify_all()
+                # Read late, it is of a meeting that is over.
+                if parcel.generation == self._generation:
+                    self._resting.add(rank)
+                    self._changed.notify_all()
                 return None
             missed = self._version - parcel.version
             if missed:
