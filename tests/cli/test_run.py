@@ -56,6 +56,8 @@ def wait_for(path):
         time.sleep(0.01)
 """
 SLEEP = "import time; time.sleep(600)"
+# A signal that comes just before a sleep begins is seen only when that sleep ends.
+WAKING_SLEEP = "for _ in range(6000): time.sleep(0.1)"
 IGNORE_SIGNALS = """
 for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(signum, signal.SIG_IGN)
@@ -594,7 +596,7 @@ The error could be from a previous operation. Restart your program to reset.
 def test_ctrl_c_of_a_script_that_does_not_catch_it_takes_two_lines(launcher):
     launcher.script(
         f"import atexit\natexit.register(print, {OF_PEERS!r}.strip())\n"
-        "pathlib.Path(f'ready-{RANK}').touch()\ntime.sleep(600)"
+        f"pathlib.Path(f'ready-{{RANK}}').touch()\n{WAKING_SLEEP}"
     )
     process = launcher.start("-n", "3", "script.py")
     launcher.wait_for("ready-0", "ready-1", "ready-2")
@@ -604,7 +606,7 @@ def test_ctrl_c_of_a_script_that_does_not_catch_it_takes_two_lines(launcher):
     _, stopping, where = output.splitlines()
     assert stopping.startswith("tfdp: SIGINT received, stopping the workers")
     script = launcher.folder / "script.py"
-    line = script.read_text().splitlines().index("time.sleep(600)") + 1
+    line = script.read_text().splitlines().index(WAKING_SLEEP) + 1
     assert where.split("] ")[1] == f"tfdp: interrupted at line {line} of {script}"
     assert all(
         "KeyboardInterrupt" in log.read_text() for log in logs_of(launcher.folder)
