@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import sys
 import tempfile
 import textwrap
 from pathlib import Path
@@ -38,7 +39,7 @@ def doctor(folder: Path, script: str, *arguments: str, **options: str) -> Finish
     path.write_text(text + textwrap.dedent(script))
     words = [word if word != "SCRIPT" else str(path) for word in arguments]
     return run_command(
-        *("python", "-m", "tfdp", "doctor", *words),
+        *(sys.executable, "-m", "tfdp", "doctor", *words),
         deadline_seconds=DEADLINE_SECONDS,
         environment={"TMPDIR": str(folder), "COLUMNS": "200"},
     )

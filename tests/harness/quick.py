@@ -54,6 +54,8 @@ LEFT_OUT = {
     "multi_output_with_adamw": "losses_of_several_outputs_with_sample_weights",
     "*_by_tensorflow": "the same ... by the transport of the strategy",
     # Data.
+    "structures_of_arrays": "dictionaries as inputs",
+    "label_array_is_not_overwritten": "shuffled_data_gives_the_batches_of_one_device",
     "bool_input": "string_input",
     "int64_input": "string_input",
     "odd_batch_size": "partial_last_batch_of_unequal_shares",
@@ -162,6 +164,9 @@ LEFT_OUT = {
     "warmup_to_the_base_rate_itself": "warmup_raises_the_rate_in_a_straight_line",
     "warmup_resumed_at_its_last_update": "warmup_goes_on_where_it_was_saved",
     # Reduction and sharding.
+    "orthogonal_gradients_add_up_and_parallel_ones_average": (
+        "adasum_is_what_its_definition_says"
+    ),
     "adasum_with_a_loss_scale": "adasum_between_nodes_with_both",
     "adasum_with_accumulation": "adasum_between_nodes_with_both",
     "adasum_of_sharded_gradients": "adasum_of_a_sharded_optimizer",
@@ -313,8 +318,8 @@ LEFT_OUT = {
     "adamax_with_ema_in_float32": "adamax_with_ema_*_and_sharded_optimizer",
     "transformer_with_adamw": "cnn_with_adamw",
     "rows_follow_speed": "rebalanced_run_goes_on",
-    "structures_of_batches": "structures_of_arrays",
-    "structures_of_elements": "structures_of_arrays",
+    "structures_of_batches": "dictionaries as inputs",
+    "structures_of_elements": "dictionaries as inputs",
     "one_file_for_all_workers": "a_file_per_worker",
     "partial_last_batch_that_divides_evenly": "partial_last_batch_of_unequal_shares",
     "uint8_input": "string_input",
