@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdp
 from tests.harness import common, registry
@@ -44,8 +46,8 @@ class Nodes(Replicas):
         self._outer.build(self._anchors)
         self.since = np.zeros((len(weights), count))
 
-    def step(self, x: np.ndarray, y: np.ndarray) -> None:
-        super().step(x, y)
+    def step(self, x: np.ndarray, y: np.ndarray, left_out: Iterable[int] = ()) -> None:
+        super().step(x, y, left_out)
         self.since += self.samples
         self.samples[:] = 0
 
@@ -107,6 +109,58 @@ def diloco_exchanges_fragments_in_turn(env: Env) -> dict:
     # The first kernel has 24 of the 33 weights.
     fragments = [(2, [0]), (0, [1, 2, 3])]
     check_weights(env, model, expected_model(env.num_replicas, first, fragments))
+    return {}
+
+
+class Slow(keras.layers.Layer):
+    """Takes some time in each step."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        wait = tf.py_function(lambda: time.sleep(self._seconds), [], [])
+        with tf.control_dependencies([wait]):
+            return tf.identity(x)
+
+
+def is_inner_step(number: int, made: int, share: float, every: int) -> bool:
+    """Whether a worker makes an update: one after an exchange, those, and its share."""
+    return number % every in (0, 1) or made < share * number
+
+
+@case(
+    "A slow worker makes fewer inner steps",
+    compare=False,
+    setups=("two_workers",),
+    full_setups=("two_by_two",),
+)
+def diloco_has_slow_workers_leave_out_inner_steps(env: Env) -> dict:
+    with env.scope():
+        inputs = keras.Input((common.NUM_FEATURES,))
+        x = Slow(0.06 if env.rank else 0.02)(inputs)
+        model = common.compiled(keras.Model(inputs, common.mlp()(x)), adam())
+    first = model.get_weights()
+    callback = tfdp.callbacks.DiLoCo(6, scope="replica", dynamic_steps=True)
+    data = common.regression_data(NUM_ROWS)
+    history = common.fit(model, *data, epochs=3, callbacks=[callback])
+    shares = history["inner_steps"]
+    assert shares[0] == 1 > 0.8 > max(shares[1:])
+    outer = optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+    nodes = Nodes(env.num_replicas, first, outer)
+    slow = range(env.num_replicas // 2, env.num_replicas)
+    for share in shares:
+        made = 0
+        for number, batch in enumerate(batches(), start=1):
+            makes = is_inner_step(number, made, share, 6)
+            made += makes
+            nodes.step(*batch, left_out=() if makes else slow)
+            if number % 6 == 0:
+                nodes.meet([0, 1, 2, 3])
+        nodes.average_slots()
+    assert int(model.optimizer.iterations) == 3 * len(batches())
+    check_weights(env, model, nodes.models[0])
     return {}
 
 

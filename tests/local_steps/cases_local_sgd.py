@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import keras
 import numpy as np
@@ -54,10 +54,13 @@ class Replicas:
             model.set_weights(weights)
             model.optimizer.build(model.trainable_variables)
 
-    def step(self, x: np.ndarray, y: np.ndarray) -> None:
+    def step(self, x: np.ndarray, y: np.ndarray, left_out: Iterable[int] = ()) -> None:
         """Each trains alone on its rows of a global batch, the first have more."""
         parts = np.array_split(np.arange(len(x)), len(self.models))
         for index, (model, rows) in enumerate(zip(self.models, parts, strict=True)):
+            if index in left_out:
+                model.optimizer.iterations.assign_add(1)
+                continue
             model.train_on_batch(x[rows], y[rows])
             self.samples[index] += len(rows)
 

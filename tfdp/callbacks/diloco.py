@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import Any
 
 import keras
 
 from tfdp.callbacks.local_steps import LocalStepsCallback
-from tfdp.local_steps import LocalStepsOptions, OuterOptions
+from tfdp.local_steps import (
+    LocalStepsOptions,
+    OuterOptions,
+    shares,
+    workers_by_node,
+)
 
 
 class DiLoCo(LocalStepsCallback):
@@ -26,6 +32,10 @@ class DiLoCo(LocalStepsCallback):
     made `delay` updates after it was sent; of the weights that a replica has by then
     it keeps `mixing`, and takes the rest from the common ones. The most updates by
     which an outer step was late in an epoch is logged as `staleness`.
+
+    With `dynamic_steps` a slower worker makes fewer inner steps, in proportion to its
+    speed, as it was measured in the epoch before: it leaves out batches of its own, so
+    that the others wait less for it. Of the first epoch all make all steps.
 
     At the end of an epoch, before `evaluate` and `predict` and before a backup an outer
     step is made, and slots are averaged, so that what is evaluated and saved are the
@@ -62,6 +72,9 @@ class DiLoCo(LocalStepsCallback):
             to `None`.
         patience_seconds: Float, how long an exchange waits for more workers than
             `min_participants`. Defaults to 1.0.
+        dynamic_steps: Bool, whether slower workers make fewer inner steps. The
+            smallest part that one makes is logged as `inner_steps`. Gradients must
+            not be accumulated. Defaults to `False`.
 
     Raises:
         ValueError: If an argument is none of these; in `fit`, if all replicas are on
@@ -75,7 +88,8 @@ class DiLoCo(LocalStepsCallback):
     Source: Douillard et al. 2023, https://arxiv.org/abs/2311.08105; Douillard et al.
     2025, https://arxiv.org/abs/2501.18512, for fragments, delay and mixing; Zhang et
     al. 2016, https://arxiv.org/abs/1511.05950, for smaller updates from stale
-    gradients.
+    gradients; Liu et al. 2024, https://arxiv.org/abs/2401.09135, for fewer inner steps
+    of slower workers.
     """
 
     # Settings that all workers have to share.
@@ -94,6 +108,7 @@ class DiLoCo(LocalStepsCallback):
         scale_by_staleness: bool = False,
         min_participants: int | None = None,
         patience_seconds: float = 1.0,
+        dynamic_steps: bool = False,
     ) -> None:
         if outer_optimizer is None:
             outer_optimizer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
@@ -114,17 +129,23 @@ class DiLoCo(LocalStepsCallback):
             min_participants=min_participants,
             patience_seconds=patience_seconds,
         )
-        super().__init__(LocalStepsOptions(sync_every, outer), start_step=0)
+        options = LocalStepsOptions(sync_every, outer, bool(dynamic_steps))
+        super().__init__(options, start_step=0)
+        self._least_share = 1.0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Start to look for late outer steps."""
+        """Start to look for late outer steps, and agree on the inner ones of each."""
         super().on_epoch_begin(epoch, logs)
+        if self.options.is_dynamic:
+            self._share_steps()
         exchanges = self._exchanges()
         if exchanges is not None:
             exchanges.staleness.assign(0)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Log by how many updates an outer step was late."""
+        """Log by how many updates an outer step was late, and who made fewest."""
+        if self.options.is_dynamic and logs is not None:
+            logs["inner_steps"] = self._least_share
         exchanges = self._exchanges()
         if exchanges is not None and logs is not None:
             logs["staleness"] = int(exchanges.staleness.numpy())
@@ -135,6 +156,28 @@ class DiLoCo(LocalStepsCallback):
         if local_steps is None or not self.options.delay:
             return None
         return local_steps.exchanges
+
+    def _share_steps(self) -> None:
+        """Agree with all workers on the part of the inner steps that each makes."""
+        if self.optimizer.accumulation_steps > 1:
+            raise ValueError(
+                "`dynamic_steps` leaves out batches, each of which must be an update. "
+                "Leave out it, or gradient accumulation. Received: "
+                f"accumulation_steps={self.optimizer.accumulation_steps}"
+            )
+        local_steps = self.optimizer.features.local_steps
+        if local_steps is None or local_steps.pace is None:
+            return
+        assert self.options.outer is not None
+        strategy = self.model.distribute_strategy
+        pace = local_steps.pace
+        worker_group = strategy.extended.worker_group
+        texts = worker_group.all_gather(
+            "seconds of an inner step", json.dumps(pace.take_seconds())
+        )
+        nodes = workers_by_node(strategy, self.options.outer.scope)
+        if found := shares([json.loads(text) for text in texts], nodes):
+            pace.share, self._least_share = found[worker_group.rank], min(found)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -152,4 +195,5 @@ class DiLoCo(LocalStepsCallback):
             "scale_by_staleness": outer.scales_by_staleness,
             "min_participants": outer.min_participants,
             "patience_seconds": outer.patience_seconds,
+            "dynamic_steps": self.options.is_dynamic,
         }

@@ -36,7 +36,7 @@ from tfdp.keras_hooks.worker_callbacks import (
     other_callbacks,
     select_callbacks,
 )
-from tfdp.local_steps import average_replicas_of, go_to_meeting
+from tfdp.local_steps import average_replicas_of, go_to_meeting, paced
 from tfdp.parameters.conversion import whole_variables
 from tfdp.reduction import link_measure
 from tfdp.replicas import drift_probe
@@ -241,7 +241,8 @@ def _make_function(
         with progress.computing():
             return function(*args, **kwargs)
 
-    setattr(model, name, compute)
+    is_training = name == "train_function"
+    setattr(model, name, paced(model, compute) if is_training else compute)
     return result
 
 

@@ -6,6 +6,7 @@
 - `exchanges`: outer steps of each fragment, at once or some updates later.
 - `exchange_reducer`: sums of what replicas have learned, compressed if asked.
 - `in_flight`: what was sent and is not used yet, and who adds it up meanwhile.
+- `pace`: inner steps that slow workers leave out.
 - `rounds`: exchanges that go on without workers that are late.
 - `node_reducer`: sums over the replicas of a node.
 - `meetings`: when all replicas are made alike.
@@ -18,6 +19,7 @@ from tfdp.local_steps.meetings import (
     go_to_meeting,
 )
 from tfdp.local_steps.options import LocalStepsOptions, OuterOptions
+from tfdp.local_steps.pace import paced, shares, workers_by_node
 
 __all__ = [
     "LocalSteps",
@@ -26,4 +28,7 @@ __all__ = [
     "average_replicas_of",
     "batches_between_meetings",
     "go_to_meeting",
+    "paced",
+    "shares",
+    "workers_by_node",
 ]

@@ -17,6 +17,7 @@ from tfdp.local_steps.exchanges import Exchanges
 from tfdp.local_steps.node_reducer import NodeReducers
 from tfdp.local_steps.options import LocalStepsOptions
 from tfdp.local_steps.outer_step import OuterStep, Update
+from tfdp.local_steps.pace import Pace
 from tfdp.reduction.fusion import wide_dtype
 from tfdp.reduction.gradient_reducer import GradientReducer, LocalReducer
 
@@ -42,6 +43,7 @@ class LocalSteps:
         self.options = options
         self._trained = list(variables)
         self._node_reducers = NodeReducers()
+        self.pace = Pace(options) if options.is_dynamic else None
         self._fragments = options.fragments_of(
             [math.prod(variable.shape) for variable in variables]
         )
@@ -87,6 +89,8 @@ class LocalSteps:
 
     def meet(self) -> None:
         """Go on after all have met."""
+        if self.pace is not None:
+            self.pace.restart()
         if self.exchanges is not None:
             self.exchanges.meet()
 

@@ -109,6 +109,8 @@ class LocalStepsOptions:
         sync_every: Int, updates from one exchange to the next.
         outer: `OuterOptions`, or `None`: weights and slots are averaged. Defaults to
             `None`.
+        is_dynamic: Bool, whether slower workers make fewer inner steps. Defaults to
+            `False`.
 
     Raises:
         ValueError: If `sync_every` is no integer of at least 1, or too small for the
@@ -117,6 +119,7 @@ class LocalStepsOptions:
 
     sync_every: int
     outer: OuterOptions | None = None
+    is_dynamic: bool = False
 
     def __post_init__(self) -> None:
         check_count("sync_every", self.sync_every, "updates from one exchange on")

@@ -15,9 +15,10 @@ from tools.bench.report import Arguments, Figure, Report
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NUM_REPLICAS, SEEDS = 4, (1, 2, 3)
-DIGITS_BATCH, DIGITS_STEPS = 64, 330
-CHARACTERS, WIDTH, BLOCKS, STEPS, CHARACTERS_BATCH = 2_000_000, 64, 2, 1000, 64
+DIGITS_BATCH, DIGITS_STEPS = 64, 1000
+CHARACTERS, WIDTH, BLOCKS, STEPS, CHARACTERS_BATCH = 2_000_000, 64, 2, 3000, 32
 SYNC_EVERY = 50
+WARMUP_SHARE = 10  # of the examples' learning rates
 PLAIN = "none"
 
 
@@ -30,12 +31,20 @@ class Arm:
         callbacks: Callable that makes the callbacks of `fit`. Defaults to none.
         at_most: Float or `None`, the goal: loss relative to that of `PLAIN`.
         sync_every: Int, updates from one exchange to the next. Defaults to 1.
+        plain_steps: Int, updates at the beginning that nothing is left out of.
+            Defaults to 0.
     """
 
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     callbacks: Callable[[], list[Any]] = list
     at_most: float | None = None
     sync_every: int = 1
+    plain_steps: int = 0
+
+    def share_of_bytes(self, share: float, num_steps: int) -> float:
+        """The share of the bytes of a run, given that of an exchange."""
+        plain = self.plain_steps / num_steps
+        return plain + (1 - plain) * share / self.sync_every
 
 
 def run(args: Arguments) -> None:
@@ -67,7 +76,7 @@ def _measure(report: Report, model: str, devices: list[str]) -> None:
         runs = [train(_strategy(devices, arm.options), arm, seed) for seed in SEEDS]
         losses = [run.loss for run in runs]
         plain, plain_bytes = plain or losses, plain_bytes or runs[0].wire_bytes
-        share = runs[0].wire_bytes / plain_bytes / arm.sync_every
+        share = arm.share_of_bytes(runs[0].wire_bytes / plain_bytes, num_steps)
         relative = [own / other for own, other in zip(losses, plain, strict=True)]
         kept = {"losses": losses, "relative": relative, "share_of_bytes": share}
         report.keep(model, name, kept)
@@ -84,10 +93,8 @@ def _measure(report: Report, model: str, devices: list[str]) -> None:
 
 def _arms(num_steps: int) -> dict[str, Arm]:
     """The arms, by name."""
-    from tfdp.callbacks import DiLoCo
-    from tfdp.compression import BlockQuantized, PowerSGD, TopK
+    from tfdp.compression import BlockQuantized, TopK
 
-    low_rank = PowerSGD(rank=4, start_step=num_steps // 10)
     return {
         PLAIN: Arm(),
         # How much a loss differs for no other reason than rounding in another order.
@@ -95,14 +102,42 @@ def _arms(num_steps: int) -> dict[str, Arm]:
         "bf16": Arm({"compression": "bf16"}),
         "int8": Arm({"compression": "int8"}, at_most=1.01),
         "int4": Arm({"compression": BlockQuantized(bits=4)}),
-        "PowerSGD": Arm({"compression": low_rank}, at_most=1.01),
+        "PowerSGD, rank 16": _low_rank(16, num_steps),
+        "PowerSGD, rank 4": _low_rank(4, num_steps, at_most=1.01),
+        "PowerSGD, rank 1": _low_rank(1, num_steps),
         "TopK": Arm({"compression": TopK(ratio=0.05)}),
-        "DiLoCo": Arm(
-            callbacks=lambda: [DiLoCo(SYNC_EVERY, scope="replica")],
-            at_most=1.02,
-            sync_every=SYNC_EVERY,
-        ),
+        "DiLoCo": _outer(at_most=1.02),
+        "DiLoCo, int8": _outer(compression="int8"),
+        "DiLoCo, momentum of 0.9": _outer(momentum=0.9),
     }
+
+
+def _low_rank(rank: int, num_steps: int, at_most: float | None = None) -> Arm:
+    from tfdp.compression import PowerSGD
+
+    # The warmup of the learning rate is over then.
+    start = num_steps // WARMUP_SHARE
+    compression = PowerSGD(rank=rank, start_step=start)
+    return Arm({"compression": compression}, at_most=at_most, plain_steps=start)
+
+
+def _outer(
+    *,
+    momentum: float = 0.7,
+    compression: str | None = None,
+    at_most: float | None = None,
+) -> Arm:
+    """DiLoCo; its own momentum of 0.9 is one for hundreds of outer steps."""
+    import keras
+
+    from tfdp.callbacks import DiLoCo
+
+    def callbacks() -> list[Any]:
+        outer = keras.optimizers.SGD(0.7, momentum=momentum, nesterov=True)
+        return [DiLoCo(SYNC_EVERY, outer, scope="replica", compression=compression)]
+
+    # No gradients travel; the strategy's plan counts the bytes of what does instead.
+    return Arm({"compression": compression}, callbacks, at_most, sync_every=SYNC_EVERY)
 
 
 def _strategy(devices: list[str], options: dict[str, Any]) -> Any:
