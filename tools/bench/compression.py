@@ -16,7 +16,7 @@ from tools.bench.report import Arguments, Figure, Report
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NUM_REPLICAS, SEEDS = 4, (1, 2, 3)
 DIGITS_BATCH, DIGITS_STEPS = 64, 1000
-CHARACTERS, WIDTH, BLOCKS, STEPS, CHARACTERS_BATCH = 2_000_000, 64, 2, 3000, 32
+CHARACTERS, WIDTH, BLOCKS, STEPS, CHARACTERS_BATCH = 2_000_000, 64, 2, 5000, 32
 SYNC_EVERY = 50
 WARMUP_SHARE = 10  # of the examples' learning rates
 PLAIN = "none"

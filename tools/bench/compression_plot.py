@@ -1,0 +1,65 @@
+"""Plot of what fewer bytes cost: the fraction of communication against the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tfdp.bench.output import new_panels, save
+
+if TYPE_CHECKING:  # it is an extra
+    from matplotlib.axes import Axes
+
+
+def plot(models: Mapping[str, Mapping[str, Any]], caption: str, path: Path) -> None:
+    """Draw s against the held-out loss of each way to send less.
+
+    Args:
+        models: Mapping from models to mappings from arms to what
+            `tools.bench compression` keeps: `relative` losses by seed, and
+            `share_of_bytes`.
+        caption: String, the machine and the versions.
+        path: Path of the PNG file.
+    """
+    title = "What fewer bytes cost"
+    figure, panels = new_panels(title, len(models), caption)
+    for axes, (model, arms) in zip(panels, models.items(), strict=True):
+        _panel(axes, model, arms)
+    save(figure, path)
+
+
+def communication_fraction(share_of_bytes: float) -> float:
+    """Return the part of a step that is communication, without overlap.
+
+    Args:
+        share_of_bytes: Float, of those of plain gradients, which take as long as the
+            rest of the step on the link that is looked at.
+
+    Example:
+
+    >>> communication_fraction(1.0), communication_fraction(0.25)
+    (0.5, 0.2)
+    """
+    return share_of_bytes / (1 + share_of_bytes)
+
+
+def _panel(axes: Axes, model: str, arms: Mapping[str, Any]) -> None:
+    axes.axhline(0, color="0.4", linewidth=1, marker="")
+    for name, arm in arms.items():
+        percents = 100 * (np.array(arm["relative"]) - 1)
+        mean = float(percents.mean())
+        x = 100 * communication_fraction(arm["share_of_bytes"])
+        spread = [[mean - percents.min()], [percents.max() - mean]]
+        axes.errorbar([x], [mean], yerr=spread, capsize=3, linestyle="")
+        axes.annotate(
+            name, (x, mean), xytext=(5, 4), textcoords="offset points", fontsize=7
+        )
+    axes.set_xscale("log")
+    axes.set_xlim(0.2, 100)
+    axes.set_xlabel("s: communication in a step, %, where plain gradients take half")
+    axes.set_ylabel("held-out loss above that of plain gradients, %")
+    seeds = {len(arm["relative"]) for arm in arms.values()}
+    axes.set_title(f"{model}: mean and range of {max(seeds)} seeds")
