@@ -98,7 +98,7 @@ def _arms(num_steps: int) -> dict[str, Arm]:
     return {
         PLAIN: Arm(),
         # How much a loss differs for no other reason than rounding in another order.
-        "none, added up in another order": Arm({"algorithm": "tree"}),
+        "none, as a tree": Arm({"algorithm": "tree"}),
         "bf16": Arm({"compression": "bf16"}),
         "int8": Arm({"compression": "int8"}, at_most=1.01),
         "int4": Arm({"compression": BlockQuantized(bits=4)}),

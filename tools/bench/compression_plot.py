@@ -10,6 +10,10 @@ import numpy as np
 
 from tfdp.bench.output import new_panels, save
 
+# Percent of a step.
+_RIGHT = 30
+_TICKS = (0.5, 1, 2, 5, 10, 20, 50)
+
 if TYPE_CHECKING:  # it is an extra
     from matplotlib.axes import Axes
 
@@ -54,11 +58,20 @@ def _panel(axes: Axes, model: str, arms: Mapping[str, Any]) -> None:
         x = 100 * communication_fraction(arm["share_of_bytes"])
         spread = [[mean - percents.min()], [percents.max() - mean]]
         axes.errorbar([x], [mean], yerr=spread, capsize=3, linestyle="")
+        # Names on the left, or they would leave the axes.
+        side = -1 if x > _RIGHT else 1
         axes.annotate(
-            name, (x, mean), xytext=(5, 4), textcoords="offset points", fontsize=7
+            name,
+            (x, mean),
+            xytext=(5 * side, 4),
+            textcoords="offset points",
+            ha="right" if side < 0 else "left",
+            fontsize=7,
         )
     axes.set_xscale("log")
     axes.set_xlim(0.2, 100)
+    axes.set_xticks(_TICKS, [f"{tick:g}" for tick in _TICKS])
+    axes.set_xticks([], minor=True)
     axes.set_xlabel("s: communication in a step, %, where plain gradients take half")
     axes.set_ylabel("held-out loss above that of plain gradients, %")
     seeds = {len(arm["relative"]) for arm in arms.values()}
