@@ -56,7 +56,6 @@ LEFT_OUT = {
     # Data.
     "structures_of_arrays": "dictionaries as inputs",
     "label_array_is_not_overwritten": "shuffled_data_gives_the_batches_of_one_device",
-    "bool_input": "string_input",
     "int64_input": "string_input",
     "odd_batch_size": "partial_last_batch_of_unequal_shares",
     "shuffled_arrays_of_other_seeds_*": "shuffling_without_seeds_*",
@@ -136,7 +135,6 @@ LEFT_OUT = {
     "synchronized_batch_normalization_with_a_mask": "synchronized_batch_normalization",
     "step_with_compute_loss_in_float64": "compute_loss_overridden",
     "gradients_applied_twice": "gan_with_two_optimizers",
-    "average_loss": "average_loss_of_the_global_batch",
     "scaled_regularization_loss": "loss_divided_by_the_replicas",
     "adversaries_with_two_optimizers": "gan_with_two_optimizers",
     "add_loss_of_a_*": "add_loss",
@@ -145,7 +143,6 @@ LEFT_OUT = {
     "loop_inside_a_function": "loop_with_an_optimizer_built_beforehand",
     "loop_inside_run_is_a_loop_around_it": "loop_inside_a_replica_is_refused_or_right",
     "binary_metrics": "regression_metrics",
-    "label_metrics": "regression_metrics",
     "synchronized_batch_normalization_with_a_mask_in_float64": "... without a mask",
     "gru": "masked_lstm",
     "three_steps_per_execution": "three_steps_per_execution_and_a_partial_batch",

@@ -125,13 +125,22 @@ def test_who_is_slower_makes_fewer_steps():
     assert shares([0.2, None], [[0], [1]]) is None
 
 
-def test_a_node_of_several_workers_makes_its_steps_together():
-    group = types.SimpleNamespace(nodes=((0, 1), (2, 3)), workers=[0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("nodes", "workers", "together"),
+    [
+        (((0, 1), (2, 3)), [0, 1, 2, 3], [[0, 1], [2, 3]]),
+        (((0, 1), (2, 3)), [0, 0, 1, 1], [[0], [1]]),
+        # Nodes that workers are cut by: each has collectives with the next.
+        (((0, 1), (2, 3), (4, 5), (6, 7)), [0, 0, 0, 1, 1, 2, 2, 3], [[0, 1, 2, 3]]),
+    ],
+)
+def test_a_node_of_several_workers_makes_its_steps_together(nodes, workers, together):
+    group = types.SimpleNamespace(nodes=nodes, workers=workers)
     extended = types.SimpleNamespace(
         group=group, worker_group=types.SimpleNamespace(num_workers=4)
     )
     strategy = types.SimpleNamespace(extended=extended)
-    assert workers_by_node(strategy, "node") == [[0, 1], [2, 3]]
+    assert workers_by_node(strategy, "node") == together
     assert workers_by_node(strategy, "replica") == [[0], [1], [2], [3]]
 
 

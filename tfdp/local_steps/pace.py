@@ -158,22 +158,34 @@ def shares(
         share = min(slowest) / own
         if share < _AS_FAST:
             for worker in node:
-                result[worker] = min(result[worker], share)
+                result[worker] = share
     return result
 
 
 def workers_by_node(strategy: Any, scope: str) -> list[list[int]]:
-    """Return the workers that make their inner steps together, for each node.
+    """Return the workers that make their inner steps together.
+
+    Those of a node, whose replicas communicate in each of them; and of several nodes
+    where a worker is a part of more than one.
 
     Args:
         strategy: A tfdp strategy.
         scope: String, `"node"` or `"replica"`.
+
+    Returns:
+        List of lists of ints, each worker in one of them.
     """
     extended = strategy.extended
     group = extended.group
     if scope == "replica" or not group.nodes or group.workers is None:
         return [[worker] for worker in range(extended.worker_group.num_workers)]
-    return [sorted({group.workers[place] for place in node}) for node in group.nodes]
+    together: list[set[int]] = []
+    for node in group.nodes:
+        workers = {group.workers[place] for place in node}
+        joined = [other for other in together if other & workers]
+        together = [other for other in together if not other & workers]
+        together.append(workers.union(*joined))
+    return [sorted(workers) for workers in together]
 
 
 def _pace_of(model: Any) -> Pace | None:
