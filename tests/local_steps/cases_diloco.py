@@ -139,14 +139,15 @@ def is_inner_step(number: int, made: int, share: float, every: int) -> bool:
 def diloco_has_slow_workers_leave_out_inner_steps(env: Env) -> dict:
     with env.scope():
         inputs = keras.Input((common.NUM_FEATURES,))
-        x = Slow(0.06 if env.rank else 0.02)(inputs)
+        # So much that a busy machine makes nobody else the slow one.
+        x = Slow(0.25 if env.rank else 0.0)(inputs)
         model = common.compiled(keras.Model(inputs, common.mlp()(x)), adam())
     first = model.get_weights()
     callback = tfdp.callbacks.DiLoCo(6, scope="replica", dynamic_steps=True)
     data = common.regression_data(NUM_ROWS)
     history = common.fit(model, *data, epochs=3, callbacks=[callback])
     shares = history["inner_steps"]
-    assert shares[0] == 1 > 0.8 > max(shares[1:])
+    assert shares[0] == 1 > 0.8 > max(shares[1:]), shares
     outer = optimizers.SGD(0.7, momentum=0.9, nesterov=True)
     nodes = Nodes(env.num_replicas, first, outer)
     slow = range(env.num_replicas // 2, env.num_replicas)
