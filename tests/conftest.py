@@ -17,9 +17,9 @@ from tests.harness.registry import Case, load_cases
 # other way round.
 _cache = tempfile.TemporaryDirectory(prefix="tfdp-cache-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
-# On two busy cores oneDNN's operations of TensorFlow 2.21 give now and then another
-# result in plain Keras on one device, too (see docs/troubleshooting.md). Read when
-# TensorFlow is imported, and inherited by all that the tests start.
+# On two busy cores plain Keras on one device, too, has now and then another result, and
+# had none in 100 runs without oneDNN (see docs/exactness.md). Read when TensorFlow is
+# imported, and inherited by all that the tests start.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 
