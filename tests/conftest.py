@@ -17,10 +17,6 @@ from tests.harness.registry import Case, load_cases
 # other way round.
 _cache = tempfile.TemporaryDirectory(prefix="tfdp-cache-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
-# On two busy cores plain Keras on one device, too, has now and then another result, and
-# had none in 100 runs without oneDNN (see docs/exactness.md). Read when TensorFlow is
-# imported, and inherited by all that the tests start.
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
