@@ -21,7 +21,12 @@ from tests.local_steps.cases_local_sgd import (
     adam,
     batches,
     check_weights,
+    data_with_overflows,
     first_model,
+    inner_variables,
+    momentum,
+    scale_of,
+    scaled,
     trained_alone,
 )
 
@@ -39,8 +44,9 @@ class Nodes(Replicas):
         weights: list[np.ndarray],
         outer: optimizers.Optimizer,
         build: Callable[[Make], keras.Model] = first_model,
+        make: Make = adam,
     ) -> None:
-        super().__init__(count, adam, weights, build)
+        super().__init__(count, make, weights, build)
         self._anchors = [keras.Variable(value) for value in weights]
         self._outer = outer
         self._outer.build(self._anchors)
@@ -66,7 +72,7 @@ class Nodes(Replicas):
             self.since[position] = 0
 
     def average_slots(self) -> None:
-        slots = [[v for v in m.optimizer.variables if v.shape] for m in self.models]
+        slots = [[v for v in inner_variables(m) if v.shape] for m in self.models]
         for variables in zip(*slots, strict=True):
             mean = np.mean([variable.numpy() for variable in variables], axis=0)
             for variable in variables:
@@ -182,6 +188,35 @@ def diloco_trains_nodes_synchronously(env: Env) -> dict:
         model, *data, epochs=EPOCHS, callbacks=[tfdp.callbacks.DiLoCo(SYNC_EVERY)]
     )
     check_weights(env, model, expected_model(2, first, EVERYTHING))
+    return {}
+
+
+@case(
+    "The node that overflows skips its step, and no other",
+    compare=False,
+    setups=("two_by_two",),
+    full_setups=(),
+)
+def diloco_skips_an_overflow_in_its_node(env: Env) -> dict:
+    options = tfdp.CommunicationOptions(node_size=env.setup.devices_per_worker)
+    strategy = tfdp.MultiWorkerMirroredStrategy(communication=options)
+    with strategy.scope():
+        model = first_model(momentum)
+    outer = optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+    nodes = Nodes(2, model.get_weights(), outer, make=scaled)
+    scaling = tfdp.callbacks.LossScaling(initial_scale=16.0, growth_steps=4)
+    x, y = data_with_overflows()
+    callbacks = [tfdp.callbacks.DiLoCo(SYNC_EVERY), scaling]
+    history = common.fit(model, x, y, callbacks=callbacks)
+    for number, start in enumerate(range(0, len(x), common.BATCH_SIZE), start=1):
+        rows = slice(start, start + common.BATCH_SIZE)
+        nodes.step(x[rows], y[rows])
+        if number % SYNC_EVERY == 0 or rows.stop == len(x):
+            nodes.meet([0, 1, 2, 3])
+    nodes.average_slots()
+    check_weights(env, model, nodes.models[0])
+    assert history["loss_scale"] == [min(map(scale_of, nodes.models))]
+    assert history["skipped_steps"] == [1]
     return {}
 
 

@@ -14,6 +14,7 @@ from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.harness.launches import launches
 from tests.reduction import cases_plans as plans
+from tests.step.cases_loss_scale import with_an_overflow
 
 case = registry.case
 optimizers = keras.optimizers
@@ -25,6 +26,33 @@ EPOCHS = 2
 
 def adam() -> optimizers.Optimizer:
     return optimizers.Adam(0.05)
+
+
+def momentum() -> optimizers.Optimizer:
+    return optimizers.SGD(0.05, momentum=0.9)
+
+
+def scaled() -> optimizers.Optimizer:
+    """What Keras has for `LossScaling(16.0, growth_steps=4)`."""
+    return optimizers.LossScaleOptimizer(
+        momentum(), initial_scale=16.0, dynamic_growth_steps=4
+    )
+
+
+def scale_of(model: keras.Model) -> float:
+    return float(getattr(model.optimizer, "dynamic_scale", 1.0))
+
+
+def inner_variables(model: keras.Model) -> list:
+    optimizer = model.optimizer
+    return getattr(optimizer, "inner_optimizer", optimizer).variables
+
+
+def data_with_overflows() -> tuple:
+    """The last replica overflows in the second batch, the first one in the sixth."""
+    x, y = common.regression_data(9 * common.BATCH_SIZE)
+    x, y = with_an_overflow(x, y, row=2 * common.BATCH_SIZE - 1)
+    return with_an_overflow(x, y, row=5 * common.BATCH_SIZE)
 
 
 def first_model(make: Make) -> keras.Model:
@@ -61,13 +89,15 @@ class Replicas:
             if index in left_out:
                 model.optimizer.iterations.assign_add(1)
                 continue
+            scale = scale_of(model)
             model.train_on_batch(x[rows], y[rows])
-            self.samples[index] += len(rows)
+            # Of a step that was skipped nothing was learned.
+            self.samples[index] += len(rows) * (scale_of(model) >= scale)
 
     def average(self) -> None:
         """Weights and slots become means, by samples."""
         states = [
-            [*m.trainable_variables, *(v for v in m.optimizer.variables if v.shape)]
+            [*m.trainable_variables, *(v for v in inner_variables(m) if v.shape)]
             for m in self.models
         ]
         for variables in zip(*states, strict=True):
@@ -231,12 +261,33 @@ def a_failed_fit_leaves_no_local_steps_behind(env: Env) -> dict:
     return {}
 
 
+@case("An overflow is skipped where it is", compare=False, setups=registry.ALL)
+def local_sgd_skips_an_overflow_where_it_is(env: Env) -> dict:
+    scaling = tfdp.callbacks.LossScaling(initial_scale=16.0, growth_steps=4)
+    with env.scope():
+        model = first_model(momentum)
+    expected = Replicas(env.num_replicas, scaled, model.get_weights())
+    x, y = data_with_overflows()
+    callbacks = [tfdp.callbacks.LocalSGD(sync_every=5), scaling]
+    history = common.fit(model, x, y, callbacks=callbacks)
+    for number in range(9):
+        rows = slice(number * common.BATCH_SIZE, (number + 1) * common.BATCH_SIZE)
+        expected.step(x[rows], y[rows])
+        if number in (4, 8):
+            expected.average()
+    check_weights(env, model, expected.models[0])
+    assert history["loss_scale"] == [min(map(scale_of, expected.models))]
+    assert history["skipped_steps"] == [1 if env.num_replicas > 1 else 2]
+    assert int(model.optimizer.iterations.numpy()) == 9
+    env.read(model.optimizer.variables)  # alike on the replicas
+    return {}
+
+
 @case("What cannot be combined says so", compare=False)
 def local_sgd_refuses_what_needs_all_replicas(env: Env) -> dict:
     data = common.regression_data()
     for others, text in (
         ([tfdp.callbacks.ShardedOptimizer()], "sharded state"),
-        ([tfdp.callbacks.LossScaling()], "a loss scale"),
         ([tfdp.callbacks.GradientNoiseScale()], "the gradient noise scale"),
         ([tfdp.callbacks.ConsistencyCheck()], "ConsistencyCheck"),
         ([tfdp.callbacks.DiLoCo(scope="replica")], "one of `LocalSGD` and `DiLoCo`"),

@@ -40,7 +40,7 @@ class DiLoCo(LocalStepsCallback):
     At the end of an epoch, before `evaluate` and `predict` and before a backup an outer
     step is made, and slots are averaged, so that what is evaluated and saved are the
     outer weights, and one state. Give epochs of at least `sync_every` updates. Sharded
-    state, a loss scale and the gradient noise scale cannot be combined with it.
+    state and the gradient noise scale cannot be combined with it.
 
     Args:
         sync_every: Int, updates from one outer step to the next. Defaults to 100.

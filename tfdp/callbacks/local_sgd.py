@@ -20,7 +20,7 @@ class LocalSGD(LocalStepsCallback):
     The replicas are averaged also at the end of an epoch, before `evaluate` and
     `predict` and before a backup, so that what is evaluated and saved is one model;
     between averages a callback that reads weights sees those of a replica. Sharded
-    state, a loss scale and the gradient noise scale cannot be combined with it.
+    state and the gradient noise scale cannot be combined with it.
 
     Args:
         sync_every: Int, updates from one average to the next. With 1 and plain SGD it

@@ -129,24 +129,30 @@ class LocalSteps:
         if self.outer is not None:
             self.outer.begin(self._trained)
 
-    def count(self, is_updated: tf.Tensor | bool) -> None:
-        """Count a micro-batch of this replica, which may have made an update.
+    def count(self, is_due: tf.Tensor | bool, is_kept: tf.Tensor | bool) -> None:
+        """Count a micro-batch of this replica.
 
         An update of micro-batches that an average has counted already, at the end of
         an epoch, counts alike for all replicas.
+
+        Args:
+            is_due: Scalar bool tensor, or bool, whether an update was due; alike on
+                all replicas.
+            is_kept: Scalar bool tensor, or bool, false where an overflow was skipped,
+                so that nothing was learned from the samples.
         """
         samples = _compat.local_part(self.samples)
-        added = tf.fill(samples.shape, tf.cast(_own_samples(), samples.dtype))
-        samples.assign_add(added, read_value=False)
+        own = tf.cast(_own_samples(), samples.dtype) * tf.cast(is_kept, samples.dtype)
+        samples.assign_add(tf.fill(samples.shape, own), read_value=False)
         updates = _compat.local_part(self.updates)
-        updates.assign_add(tf.cast(is_updated, updates.dtype), read_value=False)
+        updates.assign_add(tf.cast(is_due, updates.dtype), read_value=False)
 
     def exchange_if_due(
         self,
         optimizer: Any,
         reducer: GradientReducer,
         update: Update,
-        is_updated: tf.Tensor | bool,
+        is_due: tf.Tensor | bool,
     ) -> None:
         """Exchange the fragments whose turn it is after an update.
 
@@ -154,21 +160,22 @@ class LocalSteps:
             optimizer: Keras optimizer, no wrapper.
             reducer: `GradientReducer` of all replicas.
             update: Callable that runs an optimizer, see `OuterStep.update`.
-            is_updated: Scalar bool tensor, or bool, alike on all replicas.
+            is_due: Scalar bool tensor, or bool, whether an update was due; alike on
+                all replicas.
         """
         updates = _compat.local_part(self.updates).read_value()
         place = updates % self.options.sync_every
         for number, offset in enumerate(self.options.offsets):
-            is_due = tf.logical_and(is_updated, tf.equal(place, offset))
+            begins = tf.logical_and(is_due, tf.equal(place, offset))
             if not self.options.delay:
                 exchange = functools.partial(
                     self._exchange, number, optimizer, reducer, update
                 )
-                _cond(is_due, exchange)
+                _cond(begins, exchange)
                 continue
-            _cond(is_due, functools.partial(self._launch, number, updates))
+            _cond(begins, functools.partial(self._launch, number, updates))
             later = (offset + self.options.delay) % self.options.sync_every
-            is_over = tf.logical_and(is_updated, tf.equal(place, later))
+            is_over = tf.logical_and(is_due, tf.equal(place, later))
             self._finish(number, is_over, updates, reducer, update)
 
     def exchange(

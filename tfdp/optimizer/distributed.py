@@ -171,7 +171,8 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
             loss = tf.convert_to_tensor(loss)
             if loss.dtype.size < tf.float32.size:
                 loss = tf.cast(loss, tf.float32)
-            loss = batch_weight.weigh_loss(loss, [self])
+            if not features.steps_alone:  # else it has a weight within its node
+                loss = batch_weight.weigh_loss(loss, [self])
             loss = loss * tf.cast(scale, loss.dtype)
         return self.inner_optimizer.scale_loss(loss)
 

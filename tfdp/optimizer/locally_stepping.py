@@ -43,10 +43,11 @@ class LocallySteppingOptimizer(ShardableOptimizer):
         local_steps.meet()
 
     def _average_replicas(self) -> None:
-        assert self._features.local_steps is not None
-        self._features.local_steps.exchange(
-            self.inner_optimizer, replica_reducer(), decay_and_update
-        )
+        features, reducer = self._features, replica_reducer()
+        assert features.local_steps is not None
+        features.local_steps.exchange(self.inner_optimizer, reducer, decay_and_update)
+        if features.scale is not None:
+            features.scale.agree(reducer)
 
     def _alone(self) -> LocalSteps | None:
         """The local steps of a step that is being traced, or `None`."""
@@ -55,7 +56,6 @@ class LocallySteppingOptimizer(ShardableOptimizer):
             return None
         others = {
             "sharded state": self.sharding != "none",
-            "a loss scale": features.scaling is not None,
             "the gradient noise scale": features.noise is not None,
             "Adasum": self._combines_means,
         }

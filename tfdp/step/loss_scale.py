@@ -11,6 +11,8 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.base.context import replica_context
+from tfdp.reduction.gradient_reducer import GradientReducer
 
 # Skips in a row, at the smallest scale, after which training has failed.
 MOST_SKIPS = 10
@@ -146,6 +148,35 @@ class LossScale:
         size = self.non_finite.shape[0]
         where = [[position] for position in positions]
         _set(self.non_finite, tf.scatter_nd(where, culprits, [size]))
+
+    def agree(self, reducer: GradientReducer) -> None:
+        """Make one state of those of replicas that have stepped alone.
+
+        That is the smallest scale, at which none of them has overflowed, and the most
+        skipped steps.
+
+        Args:
+            reducer: `GradientReducer` of all replicas.
+        """
+        chosen = [
+            (self.value, tf.reduce_min),
+            (self.good_steps, tf.reduce_min),
+            (self.skips_at_minimum, tf.reduce_min),
+            (self.skipped_steps, tf.reduce_max),
+            (self.non_finite, tf.reduce_max),
+        ]
+        own = [_in_own_row(variable, reducer.num_replicas) for variable, _ in chosen]
+        for (variable, choose), rows in zip(chosen, reducer.sum(own), strict=True):
+            _set(variable, choose(rows, axis=0))
+
+
+def _in_own_row(variable: Any, num_replicas: int) -> tf.Tensor:
+    """Float64 tensor, a value in this replica's row, and zero in all others."""
+    context = replica_context()
+    replica = 0 if context is None else context.replica_id_in_sync_group
+    own = tf.cast(_local(variable).read_value(), tf.float64)
+    row = tf.one_hot(replica, num_replicas, dtype=own.dtype)
+    return tf.tensordot(row, own, axes=0)  # [num_replicas, ...]
 
 
 def not_finite(gradient: Any) -> tf.Tensor:

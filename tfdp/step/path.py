@@ -8,8 +8,8 @@ Everything above `2 reduce` is the replica's own; everything below it is compute
 from the sums of all replicas and so alike on each, branches included. A step with
 an overflow anywhere is skipped everywhere and changes the scale and its counters; what
 compression has left out is kept for the next step only where this one is. With local
-steps 2 reduces nothing, or within a node, and 10 exchanges what was learned when that
-is due.
+steps 2 reduces nothing, or within a node, which then skips a step by itself, and 10
+exchanges what was learned when that is due.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tfdp.base import batch_weight
 from tfdp.base.param_groups import ParamGroup
 from tfdp.collectives import step_events
 from tfdp.compression.step_residuals import step_residuals
+from tfdp.local_steps import LocalSteps
 from tfdp.parameters.sharded_parameter import sharded_parameter
 from tfdp.reduction.gradient_noise import GradientNoise, squared_norm
 from tfdp.step.accumulation import Totals
@@ -67,8 +68,13 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
     is_updated, is_kept = _update_if(is_due, update)
     _average(step, is_kept)  # 7
     _constrain(step, is_kept)  # 8
-    _count(step, is_updated, is_kept)  # 9
-    _exchange(step, is_updated)  # 10
+    if step.local_steps is None:
+        _count(step, is_updated, is_kept)  # 9
+    else:
+        # What one replica skips others make: it counts on all, which so meet.
+        is_due = True if is_due is None else is_due
+        _count(step, is_due, True)
+        _exchange(step, step.local_steps, is_due, is_kept)  # 10
 
 
 def _reduce(step: Step, totals: Totals) -> list:
@@ -207,13 +213,15 @@ def _count(step: Step, is_updated: tf.Tensor | bool, is_kept: tf.Tensor | bool) 
         _compat.count_update(optimizer, tf.cast(counts, tf.int64))
 
 
-def _exchange(step: Step, is_updated: tf.Tensor | bool) -> None:
+def _exchange(
+    step: Step,
+    local_steps: LocalSteps,
+    is_due: tf.Tensor | bool,
+    is_kept: tf.Tensor | bool,
+) -> None:
     """Exchange what replicas have learned alone, after so many updates."""
-    if step.local_steps is not None:
-        step.local_steps.count(is_updated)
-        step.local_steps.exchange_if_due(
-            step.optimizer, step.reducer, decay_and_update, is_updated
-        )
+    local_steps.count(is_due, is_kept)
+    local_steps.exchange_if_due(step.optimizer, step.reducer, decay_and_update, is_due)
 
 
 def _update_if(
