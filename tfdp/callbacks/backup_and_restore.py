@@ -30,6 +30,7 @@ from tfdp.checkpoint.random_state import gather_random_states, restore_random_st
 from tfdp.checkpoint.reader import check_model
 from tfdp.checkpoint.run_schema import check_run
 from tfdp.checkpoint.run_state import CALLBACKS_PREFIX, LoadPlan, RunState
+from tfdp.cluster.islands import Island
 from tfdp.coordination.preemption import PREEMPTED, PreemptionNotice, PreemptionWatch
 from tfdp.data.batch_change import BatchChange
 from tfdp.data.position import DataPosition
@@ -143,7 +144,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Look for a backup; load one from between two epochs."""
         self._worker_group = worker_group_of(self.model)
-        self._backups = Backups(self.directory, self.keep, self._worker_group)
+        self._backups = Backups(self._folder(), self.keep, self._worker_group)
         self._batches = ResumedBatches(self.model, self._position, self.batch)
         self._watch = PreemptionWatch(self._notice, self._worker_group)
         self._epoch, self._last_batch, self._total = 0, -1, 0
@@ -234,6 +235,13 @@ class BackupAndRestore(keras.callbacks.Callback):
         tensors = state.tensors_to_save(in_epoch=batches > 0)
         serialize = functools.partial(api.serialize_model, self.model)
         self._backups.save(self._total, tensors, run, serialize)
+
+    def _folder(self) -> str:
+        """The directory, or in it that of an island, which is a job of its own."""
+        island = Island.from_environment()
+        if island is None:
+            return self.directory
+        return f"{self.directory.rstrip('/')}/island-{island.index}"
 
     def _exit(self) -> None:
         self._notice.is_answered = True

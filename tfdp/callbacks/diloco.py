@@ -9,12 +9,15 @@ from typing import Any
 import keras
 
 from tfdp.callbacks.local_steps import LocalStepsCallback
+from tfdp.cluster.islands import Island
+from tfdp.islands.training import IslandTraining
 from tfdp.local_steps import (
     LocalStepsOptions,
     OuterOptions,
     shares,
     workers_by_node,
 )
+from tfdp.optimizer.distributed import DistributedOptimizer
 
 
 class DiLoCo(LocalStepsCallback):
@@ -94,6 +97,8 @@ class DiLoCo(LocalStepsCallback):
 
     # Settings that all workers have to share.
     compared = ("settings",)
+    # See `tfdp.islands`.
+    trains_islands = True
 
     def __init__(
         self,
@@ -132,10 +137,49 @@ class DiLoCo(LocalStepsCallback):
         options = LocalStepsOptions(sync_every, outer, bool(dynamic_steps))
         super().__init__(options, start_step=0)
         self._least_share = 1.0
+        self._island: IslandTraining | None = None
+
+    def set_model(self, model: Any) -> None:
+        """Switch local steps on; or, on an island, prepare its exchanges."""
+        island = Island.from_environment()
+        if island is not None:
+            self._island = IslandTraining(model, self.options, self.settings, island)
+        super().set_model(model)
+
+    def switch_on(self, optimizer: DistributedOptimizer) -> None:
+        """Make the state of local steps, which an island has none of."""
+        if self._island is None:
+            super().switch_on(optimizer)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Join the other islands, when all else is ready."""
+        if self._island is None:
+            super().on_train_batch_begin(batch, logs)
+        else:
+            self._island.begin()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Exchange what an island has learned, when that is due."""
+        if self._island is not None:
+            self._island.batches_end(batch - self._last_batch)
+            self._last_batch = batch
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Evaluate an island's outer weights."""
+        if self._island is not None and self.is_in_fit:
+            self._island.meet()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Train synchronously again; leave the other islands."""
+        super().on_train_end(logs)
+        if self._island is not None:
+            self._island.end()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Start to look for late outer steps, and agree on the inner ones of each."""
         super().on_epoch_begin(epoch, logs)
+        if self._island is not None:
+            self._island.staleness = 0
         if self.options.is_dynamic:
             self._share_steps()
         exchanges = self._exchanges()
@@ -144,6 +188,11 @@ class DiLoCo(LocalStepsCallback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Log by how many updates an outer step was late, and who made fewest."""
+        if self._island is not None:
+            self._island.meet()
+            if logs is not None:
+                logs["islands"] = self._island.participants
+                logs["staleness"] = self._island.staleness
         if self.options.is_dynamic and logs is not None:
             logs["inner_steps"] = self._least_share
         exchanges = self._exchanges()

@@ -179,15 +179,15 @@ class Job:
         Raises:
             OSError: If a worker cannot be started.
         """
-        for cluster in self._clusters:
-            self._start(cluster)
+        for index in range(len(self._clusters)):
+            self._start(index)
         start = time.monotonic()
-        while self._running():
+        while not self._is_over():
             self._turn()
             if self._signals.received:
                 return self._end_by_signal(self._signals.received[0])
-            if self._failed:
-                return self._end_by_failure(self._failed)
+            if self._failed and (code := self._after_failure(self._failed)):
+                return code
             if self._others is not None and (order := self._others.order()):
                 return self._end_by_order(order)
             if self._screen.has_no_reader:
@@ -196,7 +196,25 @@ class Job:
             if until is not None and now >= until:
                 return self._end_by_timeout()
             self._ask_to_save(now - start)
+        return self._end_code()
+
+    # What other kinds of jobs do otherwise.
+
+    def _is_over(self) -> bool:
+        return not self._running()
+
+    def _end_code(self) -> int:
+        """The exit code of a job whose workers have all ended."""
         return 0
+
+    def _after_failure(self, failed: Worker) -> int | None:
+        """End the job, or go on where `None` is returned."""
+        return self._end_by_failure(failed)
+
+    def _environment(self, index: int) -> dict[str, str]:
+        """The environment of a worker of this machine."""
+        cluster, slot = self._clusters[index], self._slots[index]
+        return worker_environment(cluster, slot, self._id, len(self._clusters))
 
     def _ask_to_save(self, elapsed: float) -> None:
         """Ask when it is time, and again while nobody has done it."""
@@ -211,17 +229,15 @@ class Job:
     def _running(self) -> list[Worker]:
         return [worker for worker in self._workers if worker.is_running]
 
-    def _start(self, cluster: Cluster) -> None:
-        index = cluster.rank - self._first_rank
+    def _start(self, index: int) -> None:
+        """Start a worker of this machine, in place of one that has ended if any has."""
         worker = Worker(
-            cluster.rank,
+            self._first_rank + index,
             self._command,
-            worker_environment(
-                cluster, self._slots[index], self._id, len(self._clusters)
-            ),
+            self._environment(index),
             self._logs[index],
         )
-        self._workers.append(worker)
+        self._workers[index : index + 1] = [worker]
         self._selector.register(worker, selectors.EVENT_READ, data=worker)
         assert self._guard.stdin is not None
         with contextlib.suppress(OSError):

@@ -11,12 +11,14 @@ import click
 
 from tfdp.bench.machine import num_cores
 from tfdp.cli import parameter_types as types
+from tfdp.cli.island_options import IslandOptions, island_options
 from tfdp.cli.launch import check_num_workers, make_clusters, make_log_dir
 from tfdp.cli.node import JobSecret
 from tfdp.cli.node_options import NodeOptions, node_options
 from tfdp.cli.other_launchers import HintingCommand
 from tfdp.cli.program import check_platform, check_program
 from tfdp.cli.restarts import RestartOptions
+from tfdp.cli.run_islands import run_islands
 from tfdp.cli.run_settings import AutoCount, RunSettings
 from tfdp.cli.run_where import run_as_node, run_here, run_on_hosts
 from tfdp.cli.showing import showing
@@ -126,6 +128,7 @@ under Kubernetes run the script itself.
     type=click.Choice(("text", "json")),
     help="text, or json: each line of the output is a JSON object.",
 )
+@island_options
 @node_options
 @click.option(
     "-m",
@@ -142,6 +145,7 @@ def run(
     context: click.Context,
     num_workers: int | None,
     where: NodeOptions,
+    islands: IslandOptions,
     min_workers: int | None,
     grow_after: float | None,
     **arguments: Any,
@@ -156,6 +160,7 @@ def run(
     where.check(min_workers)
     if where.hosts is not None:
         settings = RunSettings(num_workers=num_workers or AutoCount(1), **arguments)
+        _check_islands(islands, settings, where, min_workers, grow_after)
         sys.exit(run_on_hosts(where.hosts, where, settings))
     if num_workers is None:
         raise click.MissingParameter(
@@ -163,6 +168,7 @@ def run(
             param=next(p for p in context.command.params if p.name == "num_workers"),
         )
     settings = RunSettings(num_workers=num_workers, **arguments)
+    _check_islands(islands, settings, where, min_workers, grow_after)
     check_program(settings.script, settings.is_module)
     again = _restart_options(
         num_workers, settings.max_restarts, min_workers, grow_after
@@ -179,12 +185,30 @@ def run(
         contextlib.closing(SignalPipe()) as signals,
         showing(signals, until, settings.log_format) as screen,
     ):
-        if where.is_one_machine:
+        if islands.is_used:
+            code = run_islands(settings, islands, folder, screen, signals, until)
+        elif where.is_one_machine:
             code = run_here(settings, again, folder, screen, signals, until)
         else:
             secret = context.find_object(JobSecret)
             code = run_as_node(settings, where, secret, folder, screen, signals, until)
     sys.exit(code)
+
+
+def _check_islands(
+    islands: IslandOptions,
+    settings: RunSettings,
+    where: NodeOptions,
+    min_workers: int | None,
+    grow_after: float | None,
+) -> None:
+    others = {
+        "--min-workers": min_workers is not None,
+        "--grow-after": grow_after is not None,
+        "--rebalance": settings.rebalance,
+    }
+    given = [name for name, is_given in others.items() if is_given]
+    islands.check(settings.num_workers, where, given)
 
 
 def _restart_options(

@@ -46,6 +46,21 @@ def parse(text: str) -> dict[str, Any] | None:
     }
 
 
+def read_settings(text: str) -> dict[str, Any]:
+    """Read the `tfdp` key of `TF_CONFIG`, the launcher's own settings.
+
+    Args:
+        text: String, JSON.
+
+    Returns:
+        Dict, empty where there is none.
+
+    Raises:
+        ValueError: If the text is not what `TF_CONFIG` has to be.
+    """
+    return _read_tfdp_key(_load_object(text))
+
+
 def check_job_name(name: object) -> None:
     """Check the name of a job.
 

@@ -10,6 +10,7 @@ itself. Reading order:
         py_dataset_rows, stored_rows, loader_rows
     index_source: elements that are loaded by their index
     own_data, own_batches: data that a worker has for itself
+    island_rows: rows of a worker that is a job of its own
     file_shards: files of which each worker reads its own
     rows, weighted_rows: rows of a batch for each replica, equal or by weight
     per_replica_dataset, element_specs: the distributed dataset on CPUs

@@ -18,6 +18,7 @@ from tfdp import _compat, user_code
 from tfdp.data.batch_sizes import batch_size_of
 from tfdp.data.early_rows import Division, divide_early
 from tfdp.data.file_shards import FileShard
+from tfdp.data.island_rows import island_in_training, rows_of_island
 from tfdp.data.own_data import distribute_by_policy, distribute_own_files
 from tfdp.data.per_replica_dataset import (
     PREFETCHED_STEPS,
@@ -53,6 +54,8 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
     """
     if not isinstance(dataset, tf.data.Dataset) or not _has_rows(dataset):
         return stock.experimental_distribute_dataset(dataset, options)
+    if (island := island_in_training()) is not None:
+        dataset = rows_of_island(dataset, island)
     check_batch_size(strategy, batch_size_of(dataset), "The dataset's batch size")
     extended = strategy.extended
     policy = dataset.options().experimental_distribute.auto_shard_policy

@@ -14,10 +14,12 @@ import keras
 from tfdp import _compat, user_code
 from tfdp.base import loops, stand_in_seed
 from tfdp.base.context import is_tfdp
+from tfdp.cluster.islands import Island
 from tfdp.coordination.progress import progress
 from tfdp.data import position as data_position
 from tfdp.data.determinism import SeededShuffle
 from tfdp.data.distribute import is_endless, steps_per_batch
+from tfdp.data.island_rows import island_in_training, rows_of_island
 from tfdp.data.lengths import ENDLESS, Length, agreed_steps, dropped_batches
 from tfdp.data.own_data import num_own_steps
 from tfdp.data.own_rows import with_own_rows
@@ -43,13 +45,21 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
         )
     if is_tfdp(strategy):
         _warn_of_no_end(strategy, iterator)
+    island = island_in_training() if is_tfdp(strategy) else None
     loops.data_is_read()
+
+    def of_epoch() -> Any:
+        return _dataset(strategy, iterator, island)
+
+    if island is not None and _compat.shuffles_arrays(iterator.data_adapter):
+        # All islands alike, each of which takes its rows.
+        _compat.set_dataset_of_epoch(iterator, SeededShuffle(island.seed, of_epoch))
     position = data_position.current()
     if position is not None and position.iterator is None:
         if _compat.shuffles_arrays(iterator.data_adapter) and not _has_order(iterator):
             _compat.set_dataset_of_epoch(
                 iterator,
-                SeededShuffle(_new_seed(), lambda: _dataset(strategy, iterator)),
+                SeededShuffle(_new_seed(), of_epoch),
             )
         extended = strategy.extended
         position.attach(
@@ -165,9 +175,11 @@ def _new_seed() -> int:
     return random.SystemRandom().getrandbits(30)
 
 
-def _dataset(strategy: Any, iterator: Any) -> Any:
+def _dataset(strategy: Any, iterator: Any, island: Island | None = None) -> Any:
     """Distribute the dataset of the arrays that Keras was given."""
     dataset = iterator.data_adapter.get_tf_dataset()
+    if island is not None:
+        dataset = rows_of_island(dataset, island)
     return strategy.experimental_distribute_dataset(dataset)
 
 

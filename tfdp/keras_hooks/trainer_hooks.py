@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base import loops
 from tfdp.base.context import is_tfdp, strategy_of
+from tfdp.cluster.islands import Island
 from tfdp.collectives import timing
 from tfdp.coordination.progress import progress
 from tfdp.data import checks
@@ -31,6 +32,7 @@ from tfdp.keras_hooks.worker_callbacks import (
     add_bucket_tuning,
     add_optimizer_check,
     backup_callbacks,
+    callbacks_of_island,
     find_callback_problem,
     order_callbacks,
     other_callbacks,
@@ -76,7 +78,9 @@ def _run_loop(
     each_batch = _agree(name, model, bound, strategy)
     average_replicas_of(model)
     if name == "fit":
-        arguments["callbacks"] = add_optimizer_check(model, arguments.get("callbacks"))
+        arguments["callbacks"] = add_optimizer_check(
+            model, callbacks_of_island(strategy, arguments.get("callbacks"))
+        )
     if strategy is None:
         scope_checks.check_outside_scope(model, name)
         if name == "fit":
@@ -87,7 +91,7 @@ def _run_loop(
     _check_data(model, arguments)
     if name != "predict":
         check_batch_size(strategy, arguments.get("batch_size"), "`batch_size`")
-    if worker_group.rank > 0 and worker_group.num_workers > 1:
+    if not _shows_progress(worker_group):
         arguments["verbose"] = 0
     chosen = select_callbacks(
         strategy,
@@ -122,6 +126,14 @@ def _run_loop(
         # The first worker's files are complete when the others go on.
         worker_group.all_gather("the end of fit")
     return result
+
+
+def _shows_progress(worker_group: Any) -> bool:
+    """Return whether this worker, or island, is the one that shows its progress."""
+    if worker_group.num_workers > 1:
+        return worker_group.rank == 0
+    island = Island.from_environment()
+    return island is None or island.index == 0
 
 
 def _note_model(model: Any) -> None:

@@ -10,6 +10,7 @@ import keras
 from tfdp import _compat
 from tfdp.base import loops
 from tfdp.base.param_groups import innermost
+from tfdp.cluster.islands import Island
 from tfdp.keras_hooks.added_callbacks import (
     BroadcastRestoredState,
     OptimizerProgressCheck,
@@ -76,6 +77,34 @@ def select_callbacks(
         if strategy.extended.balance is not None:
             chosen.append(Rebalance(strategy, strategy.extended.balance))
     return chosen
+
+
+def callbacks_of_island(strategy: Any, callbacks: Any) -> Any:
+    """Select the callbacks of `fit` that this island runs: the first writes files.
+
+    Args:
+        strategy: A tfdp strategy, or `None`.
+        callbacks: What the user gave to Keras.
+
+    Returns:
+        List of callbacks, or what was given where this process is no island.
+
+    Raises:
+        ValueError: If nothing would bring the islands together.
+    """
+    island = Island.from_environment()
+    if island is None:
+        return callbacks
+    given = callback_list(callbacks)
+    if strategy is None or not any(hasattr(c, "trains_islands") for c in given):
+        raise ValueError(
+            "The workers of `tfdp run --islands` train with a strategy of tfdp and "
+            "`tfdp.callbacks.DiLoCo`, which brings them together. Add what is missing, "
+            "or leave out `--islands`."
+        )
+    if island.index == 0 or isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    return [callback for callback in given if not isinstance(callback, _WRITERS)]
 
 
 def order_callbacks(callbacks: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Tests of islands: workers that are jobs of their own."""

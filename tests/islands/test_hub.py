@@ -1,0 +1,214 @@
+"""The hub and its members, on threads of one process and without TensorFlow."""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from tfdp.cluster.islands import Island
+from tfdp.islands.hub import Hub
+from tfdp.islands.member import Member
+
+SECRET = "0123456789abcdef"
+SETTINGS = {"sync_every": 4, "least": None, "patience_seconds": 0.2}
+DEADLINE_SECONDS = 20.0
+Open = collections.abc.Callable[..., Hub]
+
+
+@pytest.fixture
+def open_hub() -> collections.abc.Iterator[Open]:
+    with contextlib.ExitStack() as stack:
+
+        def make(count: int, join_seconds: float = DEADLINE_SECONDS) -> Hub:
+            hub = Hub(("127.0.0.1", 0), SECRET, count, join_seconds)
+            return stack.enter_context(hub)
+
+        yield make
+
+
+def island(hub: Hub, index: int, secret: str = SECRET) -> Island:
+    return Island(index, 4, f"127.0.0.1:{hub.port}", secret)
+
+
+def at_once(*functions: collections.abc.Callable) -> list:
+    with ThreadPoolExecutor(len(functions)) as pool:
+        futures = [pool.submit(function) for function in functions]
+        return [future.result(DEADLINE_SECONDS) for future in futures]
+
+
+def join(hub: Hub, *indices: int, settings: dict | None = None) -> list[Member]:
+    """Members that join at once; each begins with its own index as the state."""
+    members = [Member(island(hub, index)) for index in indices]
+    joined = at_once(
+        *(
+            lambda m=member, i=index: m.join(
+                settings or SETTINGS, [np.full(2, i, "f4")]
+            )
+            for member, index in zip(members, indices, strict=True)
+        )
+    )
+    for _, standing in joined:
+        np.testing.assert_array_equal(standing.state[0], np.full(2, min(indices)))
+    return members
+
+
+def bring(member: Member, version: int, value: float, samples: float = 1.0):
+    return member.exchange(version, samples, [np.full((2, 1), value, "f4")])
+
+
+def test_an_exchange_is_the_mean_by_samples_and_one_keeps_its_state(open_hub):
+    first, second = join(open_hub(2), 0, 1)
+    replies = at_once(
+        lambda: bring(first, 0, 1.0, samples=3.0), lambda: bring(second, 0, 5.0)
+    )
+    for reply in replies:
+        np.testing.assert_allclose(reply.mean[0], np.full((2, 1), 2.0))
+        assert (reply.version, reply.participants, reply.standing) == (1, 2, None)
+    assert [reply.keeps for reply in replies] == [True, False]
+
+
+def test_who_joins_later_gets_the_state_that_was_kept_and_the_means_since(open_hub):
+    hub = open_hub(2)
+    first, second = join(hub, 0, 1)
+    for version in range(3):
+        (reply, _) = at_once(
+            lambda v=version: bring(first, v, v), lambda v=version: bring(second, v, v)
+        )
+        if version == 1:
+            first.keep(reply.version, [np.array([7.0, 7.0], "f4")])
+    # What is kept is not answered: the hub has it when this island is served again.
+    late = Member(island(hub, 2))
+    version, standing = late.join(SETTINGS, [np.zeros(2, "f4")])
+    assert version == 3
+    np.testing.assert_array_equal(standing.state[0], [7.0, 7.0])
+    np.testing.assert_array_equal(np.ravel(standing.means), [2.0, 2.0])
+
+
+def test_nobody_waits_for_an_island_that_has_gone(open_hub):
+    first, second = join(open_hub(2), 0, 1)
+    second.close()
+    reply = bring(first, 0, 1.0)
+    assert reply.participants == 1
+    # Also where it goes while it is waited for.
+    hub = open_hub(2)
+    first, second = join(hub, 0, 1)
+    threading.Timer(0.3, second.close).start()
+    assert bring(first, 0, 1.0).participants == 1
+
+
+def test_without_least_an_exchange_waits_for_all_that_are_there(open_hub):
+    first, second = join(open_hub(2), 0, 1)
+    begin = time.monotonic()
+
+    def late() -> object:
+        time.sleep(0.6)  # patience is over
+        return bring(second, 0, 3.0)
+
+    reply, _ = at_once(lambda: bring(first, 0, 1.0), late)
+    assert time.monotonic() - begin > 0.5
+    np.testing.assert_allclose(reply.mean[0], np.full((2, 1), 2.0))
+
+
+def test_with_least_a_late_one_is_left_out_and_counts_in_the_next(open_hub):
+    first, second = join(open_hub(2), 0, 1, settings={**SETTINGS, "least": 1})
+    reply = bring(first, 0, 1.0)  # after patience
+    assert reply.participants == 1
+    first.keep(1, [np.array([4.0, 4.0], "f4")])
+    time.sleep(0.2)
+    behind = bring(second, 0, 9.0)
+    assert behind.version == 1
+    assert behind.standing is not None
+    np.testing.assert_array_equal(behind.standing.state[0], [4.0, 4.0])
+    assert behind.standing.means == []
+    replies = at_once(lambda: bring(first, 1, 0.0), lambda: bring(second, 1, 3.0))
+    for reply in replies:  # of 0, 3 and the 9 that came late
+        np.testing.assert_allclose(reply.mean[0], np.full((2, 1), 4.0))
+
+
+def test_an_exchange_of_too_few_waits_for_one_that_comes_back(open_hub):
+    hub = open_hub(2)
+    settings = {**SETTINGS, "least": 2}
+    first, second = join(hub, 0, 1, settings=settings)
+    second.close()
+
+    def back() -> object:
+        time.sleep(0.5)
+        member = Member(island(hub, 1))
+        version, _ = member.join(settings, [np.zeros(2, "f4")])
+        return bring(member, version, 3.0)
+
+    reply, _ = at_once(lambda: bring(first, 0, 1.0), back)
+    assert reply.participants == 2
+
+
+def test_the_first_wait_for_the_others_but_not_for_those_that_have_ended(open_hub):
+    hub = open_hub(2)
+    member = Member(island(hub, 0))
+    threading.Timer(0.3, hub.ended, [1]).start()
+    begin = time.monotonic()
+    member.join(SETTINGS, [np.zeros(2, "f4")])
+    assert 0.2 < time.monotonic() - begin < DEADLINE_SECONDS / 2
+    begin = time.monotonic()
+    Member(island(open_hub(2, join_seconds=0.3), 0)).join(SETTINGS, [np.zeros(2)])
+    assert time.monotonic() - begin < DEADLINE_SECONDS / 2
+
+
+def test_islands_of_other_settings_are_refused_with_what_differs(open_hub):
+    hub = open_hub(1)
+    join(hub, 0)
+    other = Member(island(hub, 1))
+    with pytest.raises(ValueError, match=r"sync_every is 8 here, and 4 on others"):
+        other.join({**SETTINGS, "sync_every": 8}, [np.zeros(2, "f4")])
+
+
+def test_strangers_change_nothing(open_hub):
+    hub = open_hub(2)
+    with pytest.raises(RuntimeError, match="has not the secret of these islands"):
+        Member(island(hub, 0, secret="another secret!!"))
+    for data in (b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 64, b""):
+        with socket.create_connection(("127.0.0.1", hub.port)) as sock:
+            sock.sendall(data)
+    silent = socket.create_connection(("127.0.0.1", hub.port))
+    with silent:
+        first, second = join(hub, 0, 1)
+        replies = at_once(lambda: bring(first, 0, 1.0), lambda: bring(second, 0, 3.0))
+    assert [reply.participants for reply in replies] == [2, 2]
+
+
+def test_a_member_that_breaks_the_rules_is_gone_and_no_other_is(open_hub):
+    hub = open_hub(2)
+    first, second = join(hub, 0, 1)
+    second._connection.send_bytes(b"no message")
+    assert bring(first, 0, 1.0).participants == 1
+
+
+def test_without_its_hub_an_island_says_so(open_hub, monkeypatch):
+    hub = open_hub(1)
+    (member,) = join(hub, 0)
+    hub.__exit__()
+    with pytest.raises(RuntimeError, match=r"The hub of the islands .* has gone"):
+        bring(member, 0, 1.0)
+    monkeypatch.setattr("tfdp.islands.member._CONNECT_SECONDS", 0.3)
+    with pytest.raises(RuntimeError, match="cannot be reached"):
+        Member(Island(0, 2, f"127.0.0.1:{hub.port}", SECRET))
+
+
+def test_all_dtypes_and_shapes_travel_as_they_are(open_hub):
+    (member,) = join(open_hub(1), 0)
+    arrays = [
+        np.arange(6, dtype="f4").reshape(2, 3),
+        np.float64(1.5),
+        np.zeros((0, 3), "f4"),
+        np.arange(12, dtype="f8").reshape(3, 4)[:, ::2],
+    ]
+    reply = member.exchange(0, 1.0, arrays)
+    for sent, received in zip(arrays, reply.mean, strict=True):
+        np.testing.assert_array_equal(received, sent)
+        assert received.dtype == np.asarray(sent).dtype

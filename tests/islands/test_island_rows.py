@@ -1,0 +1,63 @@
+"""Rows of an island: together all rows of each batch, and never none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.harness import common
+from tfdp.callbacks import DiLoCo
+from tfdp.cluster.islands import Island
+from tfdp.data.island_rows import rows_of_island
+from tfdp.islands.training import IslandTraining
+
+NUM_ROWS, BATCH_SIZE = 21, 10
+
+
+def islands(count: int) -> list[Island]:
+    return [Island(index, count, "h:1", "s") for index in range(count)]
+
+
+def from_generator() -> tf.data.Dataset:
+    """A dataset of which rows cannot be taken before they are prepared."""
+    spec = tf.TensorSpec([], tf.int64)
+    dataset = tf.data.Dataset.from_generator(
+        lambda: iter(range(NUM_ROWS)), output_signature=spec
+    )
+    return dataset.batch(BATCH_SIZE)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: tf.data.Dataset.range(NUM_ROWS).batch(BATCH_SIZE), from_generator]
+)
+def test_each_row_is_that_of_one_island_and_no_batch_is_empty(make):
+    parts = [
+        list(rows_of_island(make(), island).as_numpy_iterator())
+        for island in islands(3)
+    ]
+    assert [len(batches) for batches in parts] == [3, 2, 2]  # the last has one row
+    assert all(len(batch) for batches in parts for batch in batches)
+    seen = np.concatenate([batch for batches in parts for batch in batches])
+    np.testing.assert_array_equal(np.sort(seen), np.arange(NUM_ROWS))
+
+
+def test_all_islands_have_one_seed_and_other_jobs_another():
+    assert len({island.seed for island in islands(3)}) == 1
+    assert Island(0, 3, "h:1", "another").seed != islands(3)[0].seed
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"fragments": 2}, "`fragments`"),
+        ({"compression": "int8"}, "`compression`"),
+        ({"delay": 2, "scale_by_staleness": True}, "`scale_by_staleness`"),
+        ({"dynamic_steps": True}, "`dynamic_steps`"),
+        ({"scope": "replica"}, '`scope="replica"`'),
+    ],
+)
+def test_what_islands_cannot_do_is_refused_by_its_name(options, name):
+    callback = DiLoCo(8, **options)
+    with pytest.raises(ValueError, match=name):
+        IslandTraining(common.mlp(), callback.options, {}, islands(2)[0])

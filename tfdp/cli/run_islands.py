@@ -1,0 +1,116 @@
+"""`tfdp run --islands`: the islands of this machine, and their hub."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator
+
+import click
+
+from tfdp.cli.attempts import run_job
+from tfdp.cli.island_job import IslandJob
+from tfdp.cli.island_options import IslandOptions
+from tfdp.cli.job import JobOptions
+from tfdp.cli.launch import make_clusters
+from tfdp.cli.log_file import LogFile
+from tfdp.cli.run_settings import RunSettings
+from tfdp.cli.screen import Screen
+from tfdp.cli.signals import SignalPipe
+from tfdp.cluster import counted, split_address
+from tfdp.cluster.islands import Island
+from tfdp.rendezvous.errors import RendezvousError
+from tfdp.rendezvous.secret import VARIABLE, new_secret, read_secret
+
+
+def run_islands(
+    settings: RunSettings,
+    options: IslandOptions,
+    folder: pathlib.Path,
+    screen: Screen,
+    signals: SignalPipe,
+    until: float | None,
+) -> int:
+    """Run the islands of this machine, and the hub if it is here.
+
+    Args:
+        settings: `RunSettings`.
+        options: `IslandOptions`.
+        folder: Path of the logs.
+        screen: The `Screen` that shows the output.
+        signals: The `SignalPipe`.
+        until: Float, by `time.monotonic()`, when all is stopped, or `None`.
+
+    Returns:
+        Int, the exit code: `0` if all islands have ended well, or that of the first
+        one that was given up.
+
+    Raises:
+        click.ClickException: If the hub cannot listen, or an island not be started.
+    """
+    count, total = settings.num_workers, options.total or settings.num_workers
+    secret = _secret(options)
+    indices = range(options.first, options.first + count)
+    try:
+        logs = [LogFile(folder / f"island-{i}.log", screen.warn) for i in indices]
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    with _hub(options, secret, total) as (hub, ended):
+        screen.message(
+            f"tfdp: starting {counted(count, 'island')} of {total}, which meet at "
+            f"{hub}; logs in {folder}"
+        )
+        # A worker of its own cluster each.
+        clusters = [
+            make_clusters(1, settings.devices_per_worker or 1)[0] for _ in indices
+        ]
+        job = IslandJob(
+            [Island(index, total, hub, secret) for index in indices],
+            settings.max_restarts,
+            ended,
+            command=settings.command,
+            clusters=clusters,
+            logs=logs,
+            screen=screen,
+            signals=signals,
+            options=JobOptions(until, settings.grace),
+        )
+        return run_job(job)
+
+
+@contextlib.contextmanager
+def _hub(
+    options: IslandOptions, secret: str, total: int
+) -> Iterator[tuple[str, Callable[[int], None]]]:
+    """Run the hub inside if it is on this machine; yields its address, too."""
+    if options.first > 0:
+        assert options.hub is not None
+        yield options.hub, lambda index: None
+        return
+    # NumPy takes a moment, which no other command should wait for.
+    from tfdp.islands.hub import Hub
+
+    address = split_address(options.hub) if options.hub else ("127.0.0.1", 0)
+    try:
+        hub = Hub(address, secret, total)
+    except OSError as error:
+        raise click.ClickException(
+            f"The hub of the islands cannot listen at {address[0]}, port {address[1]}: "
+            f"{error.strerror or error}. --hub is an address of the machine with "
+            "--first-island 0"
+        ) from error
+    with hub:
+        yield options.hub or f"127.0.0.1:{hub.port}", hub.ended
+
+
+def _secret(options: IslandOptions) -> str:
+    try:
+        given = read_secret()
+    except RendezvousError as error:
+        raise click.UsageError(str(error)) from error
+    if given is None and options.hub is not None:
+        raise click.UsageError(
+            f"--hub needs {VARIABLE}, the name of a file with one secret on all "
+            "machines, which only you can read"
+        )
+    return given or new_secret()

@@ -1,0 +1,13 @@
+"""Islands: workers that train as jobs of their own and meet in outer steps only.
+
+One that ends stops no other, and one that comes back goes on from what all have in
+common. Files, in reading order:
+
+- `frames`: arrays over a connection whose ends have proved themselves.
+- `hub`: means over the islands that come in time, and the state for those that join.
+- `member`: the hub as an island sees it.
+- `outer_state`: weights that all islands have in common, and their optimizer.
+- `training`: exchanges of an island while it trains.
+
+Only the last two import TensorFlow: a hub runs in the launcher.
+"""

@@ -1,0 +1,115 @@
+"""Arrays over a connection whose ends have proved that they have one secret."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import (
+    Connection,
+    answer_challenge,
+    deliver_challenge,
+)
+from typing import Any
+
+import numpy as np
+
+from tfdp.transport.communicator import Array
+from tfdp.transport.schedules import bytes_of
+
+# More is no head of a message.
+_MOST_HEAD_BYTES = 1 << 22
+# What a connection raises whose other end has gone.
+GONE = (EOFError, OSError, AuthenticationError)
+
+
+def secured(sock: socket.socket, secret: str, *, is_hub: bool) -> Connection:
+    """Make a connection of a socket, once both ends have proved themselves.
+
+    Args:
+        sock: TCP socket, which belongs to the connection from then on.
+        secret: String.
+        is_hub: Bool, whether this end asks first.
+
+    Raises:
+        AuthenticationError: If the other end has another secret.
+        OSError, EOFError: If it has gone.
+    """
+    sock.setblocking(True)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A machine that is gone without a word is noticed within minutes.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in ("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    connection = Connection(sock.detach())
+    key = secret.encode()
+    try:
+        for turn in (deliver_challenge, answer_challenge)[:: 1 if is_hub else -1]:
+            turn(connection, key)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def send(
+    connection: Connection, head: dict[str, Any], arrays: Sequence[Array] = ()
+) -> None:
+    """Send a message.
+
+    Args:
+        connection: `Connection`.
+        head: Dict that JSON can hold.
+        arrays: Sequence of arrays. Defaults to none.
+
+    Raises:
+        OSError: If the other end has gone.
+    """
+    own = [np.asarray(array) for array in arrays]
+    specs = [(array.dtype.str, array.shape) for array in own]
+    connection.send_bytes(json.dumps({**head, "arrays": specs}).encode())
+    for array in own:
+        if array.size:
+            connection.send_bytes(_bytes_of(array))
+
+
+def receive(connection: Connection) -> tuple[dict[str, Any], list[Array]]:
+    """Receive a message.
+
+    Args:
+        connection: `Connection`.
+
+    Returns:
+        Tuple of a dict, and a list of arrays.
+
+    Raises:
+        EOFError, OSError: If the other end has gone.
+    """
+    head = json.loads(connection.recv_bytes(_MOST_HEAD_BYTES))
+    arrays = []
+    for dtype, shape in head.pop("arrays"):
+        array = np.empty(shape, np.dtype(dtype))
+        if array.size:
+            connection.recv_bytes_into(_bytes_of(array))
+        arrays.append(array)
+    return head, arrays
+
+
+def close(connection: Connection) -> None:
+    """Close a connection, also one on which another thread waits."""
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(fileno=connection.fileno()) as sock,
+    ):
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        sock.detach()
+    with contextlib.suppress(OSError):
+        connection.close()
+
+
+def _bytes_of(array: Array) -> memoryview:
+    return bytes_of(np.ascontiguousarray(array).reshape(-1))

@@ -1,0 +1,172 @@
+"""The hub as an island sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from collections.abc import Sequence
+from multiprocessing import AuthenticationError
+from typing import Any
+
+from tfdp.cluster.address import split_address
+from tfdp.cluster.islands import Island
+from tfdp.islands.frames import GONE, close, receive, secured, send
+from tfdp.transport.communicator import Array
+
+_CONNECT_SECONDS = 60.0
+_RETRY_SECONDS = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """What all islands have in common, for one that has missed how it became so.
+
+    Args:
+        state: List of arrays, the state after some exchange.
+        means: List of lists of arrays, those of the exchanges since, in their order.
+    """
+
+    state: list[Array]
+    means: list[list[Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """The end of an exchange for one island.
+
+    Args:
+        version: Int, exchanges so far.
+        mean: List of arrays, the mean of those who came.
+        standing: `Standing` if the island was behind, which replaces its own state, or
+            `None`.
+        keeps: Bool, whether it is to send the hub the state that follows.
+        participants: Int, islands in this exchange; 0 if the island was behind.
+    """
+
+    version: int
+    mean: list[Array]
+    standing: Standing | None
+    keeps: bool
+    participants: int
+
+
+class Member:
+    """Connection of an island to the hub.
+
+    Args:
+        island: `Island`.
+
+    Raises:
+        RuntimeError: If the hub cannot be reached, or has another secret.
+    """
+
+    def __init__(self, island: Island) -> None:
+        self._island = island
+        self._connection = _connect(island)
+
+    def join(
+        self, settings: dict[str, Any], state: Sequence[Array]
+    ) -> tuple[int, Standing]:
+        """Join the others, and wait for those that start.
+
+        Args:
+            settings: Dict that JSON can hold, alike on all islands.
+            state: Sequence of arrays, from which all go on if this is the first island.
+
+        Returns:
+            Tuple of the number of exchanges so far, and the `Standing`.
+
+        Raises:
+            ValueError: If others have other settings.
+            RuntimeError: If the hub has gone.
+        """
+        head = {"kind": "join", "index": self._island.index, "settings": settings}
+        answer, arrays = self._ask(head, state)
+        if "error" in answer:
+            raise ValueError(
+                f"The islands do not fit together: {answer['error']}. Start all with "
+                "the same script and settings."
+            )
+        return answer["version"], _standing(answer, arrays)
+
+    def exchange(self, version: int, samples: float, arrays: Sequence[Array]) -> Reply:
+        """Bring arrays to the exchange that follows a version, and wait for its mean.
+
+        Args:
+            version: Int, exchanges that this island has made.
+            samples: Float, by which it counts.
+            arrays: Sequence of arrays.
+
+        Returns:
+            `Reply`.
+
+        Raises:
+            RuntimeError: If the hub has gone.
+        """
+        head = {"kind": "exchange", "version": version, "samples": samples}
+        answer, found = self._ask(head, arrays)
+        if answer.get("is_behind"):
+            standing = _standing(answer, found)
+            return Reply(answer["version"], [], standing, False, 0)
+        return Reply(
+            answer["version"], found, None, answer["keeps"], answer["participants"]
+        )
+
+    def keep(self, version: int, state: Sequence[Array]) -> None:
+        """Leave the state after an exchange with the hub, for those who join.
+
+        Raises:
+            RuntimeError: If the hub has gone.
+        """
+        try:
+            send(self._connection, {"kind": "state", "version": version}, state)
+        except GONE as error:
+            raise self._gone() from error
+
+    def close(self) -> None:
+        """Leave; the others do not wait for this island any more."""
+        close(self._connection)
+
+    def _ask(
+        self, head: dict[str, Any], arrays: Sequence[Array]
+    ) -> tuple[dict[str, Any], list[Array]]:
+        try:
+            send(self._connection, head, arrays)
+            return receive(self._connection)
+        except GONE as error:
+            raise self._gone() from error
+
+    def _gone(self) -> RuntimeError:
+        return RuntimeError(
+            f"The hub of the islands ({self._island.hub}) has gone: the launcher that "
+            "ran it has ended. Start all again."
+        )
+
+
+def _connect(island: Island) -> Any:
+    address = split_address(island.hub)
+    deadline = time.monotonic() + _CONNECT_SECONDS
+    while True:
+        try:
+            sock = socket.create_connection(address, timeout=5.0)
+            return secured(sock, island.secret, is_hub=False)
+        except AuthenticationError as error:
+            raise RuntimeError(
+                f"What listens at {island.hub} has not the secret of these islands. "
+                "Another job may have taken its port, or the secret's file differs."
+            ) from error
+        except (OSError, EOFError) as error:
+            if time.monotonic() >= deadline:
+                raise RuntimeError(
+                    f"The hub of the islands ({island.hub}) cannot be reached: {error}."
+                    " See whether its launcher runs, and the firewall between."
+                ) from error
+        time.sleep(_RETRY_SECONDS)
+
+
+def _standing(answer: dict[str, Any], arrays: list[Array]) -> Standing:
+    state, rest = arrays[: answer["num_state"]], arrays[answer["num_state"] :]
+    size = answer["num_mean"]
+    means = [rest[begin : begin + size] for begin in range(0, len(rest), size or 1)]
+    return Standing(state, means)

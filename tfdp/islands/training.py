@@ -1,0 +1,225 @@
+"""Exchanges of an island while it trains."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.cluster.islands import Island
+from tfdp.islands.member import Member
+from tfdp.islands.outer_state import OuterState
+from tfdp.local_steps import LocalStepsOptions
+from tfdp.transport.communicator import Array
+
+
+class IslandTraining:
+    """An island's part of DiLoCo: what it has learned travels beside its steps.
+
+    Args:
+        model: Keras model.
+        options: `LocalStepsOptions` with an outer step.
+        settings: Dict that JSON can hold, which all islands have to share.
+        island: `Island`.
+
+    Raises:
+        ValueError: If the options have what islands cannot do.
+
+    Source: Douillard et al. 2023, https://arxiv.org/abs/2311.08105.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        options: LocalStepsOptions,
+        settings: dict[str, Any],
+        island: Island,
+    ) -> None:
+        _check(options)
+        assert options.outer is not None
+        self._model = model
+        self._options = options
+        self._outer_options = options.outer
+        self._settings = settings
+        self._island = island
+        self._member: Member | None = None
+        self._state: OuterState | None = None
+        self._version = 0
+        # What the weights were after the last exchange.
+        self._common: list[Array] = []
+        self._batches = 0
+        # Updates since what is learned was sent last; and when that was, if its
+        # exchange is under way.
+        self._learned = 0
+        self._sent_at = 0
+        self._exchange: _Task | None = None
+        self.staleness = self.participants = 0
+
+    @property
+    def _updates(self) -> int:
+        return self._batches // _micro_batches(self._model.optimizer)
+
+    def begin(self) -> None:
+        """Join the others, once, and go on from what all have in common."""
+        if self._member is not None:
+            return
+        weights, statistics = self._weights(), self._statistics()
+
+        def join() -> None:
+            self._member = Member(self._island)
+            template = self._outer_options.optimizer
+            self._state = OuterState(template, weights, statistics)
+            settings = {
+                **self._settings,
+                "least": self._outer_options.min_participants,
+                "patience_seconds": self._outer_options.patience_seconds,
+            }
+            self._version, standing = self._member.join(settings, self._state.arrays)
+            self._state.take(standing)
+
+        _Task(join).result()
+        assert self._state is not None
+        self._common = self._state.weights
+        self._assign(self._common, self._state.statistics)
+
+    def batches_end(self, count: int) -> None:
+        """Send what was learned when it is time, and use what has come.
+
+        Args:
+            count: Int, batches of this execution.
+        """
+        before = self._updates
+        self._batches += count
+        self._learned += self._updates - before
+        delay, every = self._options.delay, self._options.sync_every
+        if self._exchange is not None and self._updates - self._sent_at >= delay:
+            self._finish(self._outer_options.mixing)
+        if self._updates // every > before // every:
+            self._launch()
+            if not delay:
+                self._finish(0.0)
+
+    def meet(self) -> None:
+        """Go on from what all have in common: the end of an epoch, or an evaluation."""
+        if self._exchange is not None:
+            self._finish(self._outer_options.mixing)
+        if self._learned:
+            self._launch()
+            self._finish(0.0)
+
+    def end(self) -> None:
+        """Leave the others; they do not wait for this island any more."""
+        if self._member is not None:
+            self._member.close()
+
+    def _launch(self) -> None:
+        own = zip(self._common, self._weights(), strict=True)
+        arrays = [before - now for before, now in own]
+        samples = float(self._learned)
+        self._learned, self._sent_at = 0, self._updates
+        statistics = self._statistics()
+        self._exchange = _Task(lambda: self._exchanged(samples, [*arrays, *statistics]))
+
+    def _exchanged(self, samples: float, arrays: list[Array]) -> bool:
+        """Exchange, on a thread; returns whether this island was behind."""
+        member, state = self._member, self._state
+        assert member is not None
+        assert state is not None
+        reply = member.exchange(self._version, samples, arrays)
+        if reply.standing is not None:
+            state.take(reply.standing)
+        else:
+            state.step(reply.mean)
+            self.participants = reply.participants
+        self._version = reply.version
+        if reply.keeps:
+            member.keep(reply.version, state.arrays)
+        return reply.standing is not None
+
+    def _finish(self, mixing: float) -> None:
+        """Take the common weights, but for a part of what was learned meanwhile."""
+        assert self._exchange is not None
+        assert self._state is not None
+        exchange, self._exchange = self._exchange, None
+        was_behind = exchange.result()
+        self.staleness = max(self.staleness, self._updates - self._sent_at)
+        self._common, mixed = self._state.weights, self._state.weights
+        if mixing and not was_behind:
+            mixed = [
+                mixing * own + (1.0 - mixing) * common
+                for own, common in zip(self._weights(), self._common, strict=True)
+            ]
+        self._assign(mixed, self._state.statistics)
+
+    def _weights(self) -> list[Array]:
+        """What the model has: float32, or wider where it is."""
+        return [_wide(variable) for variable in self._model.trainable_variables]
+
+    def _statistics(self) -> list[Array]:
+        return [_wide(variable) for variable in self._averaged()]
+
+    def _averaged(self) -> list[Any]:
+        return [
+            variable
+            for variable in self._model.non_trainable_variables
+            if tf.as_dtype(variable.dtype).is_floating
+        ]
+
+    def _assign(self, weights: list[Array], statistics: list[Array]) -> None:
+        variables = [*self._model.trainable_variables, *self._averaged()]
+        for variable, array in zip(variables, [*weights, *statistics], strict=True):
+            variable.assign(array)
+
+
+class _Task(threading.Thread):
+    """A function on a thread of its own, which does not outlive the process."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__(name="tfdp island", daemon=True)
+        self._function = function
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._result = self._function()
+        except BaseException as error:  # noqa: BLE001  it is raised by `result`
+            self._error = error
+
+    def result(self) -> Any:
+        """Wait for the end; return or raise what the function did."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+def _wide(variable: Any) -> Array:
+    value = np.array(variable)
+    return value.astype("float32") if value.dtype.itemsize < 4 else value
+
+
+def _micro_batches(optimizer: Any) -> int:
+    own = getattr(optimizer, "accumulation_steps", None)
+    return own or getattr(optimizer, "gradient_accumulation_steps", None) or 1
+
+
+def _check(options: LocalStepsOptions) -> None:
+    outer = options.outer
+    assert outer is not None
+    others = {
+        "fragments": outer.fragments > 1,
+        "compression": outer.compression is not None,
+        "scale_by_staleness": outer.scales_by_staleness,
+        "dynamic_steps": options.is_dynamic,
+        'scope="replica"': outer.scope != "node",
+    }
+    if found := [f"`{name}`" for name, is_used in others.items() if is_used]:
+        raise ValueError(
+            "Islands exchange whole weights as they are, each at its own pace. Leave "
+            f"out {', '.join(found)}, or `--islands`."
+        )
