@@ -64,7 +64,7 @@ def test_a_hub_needs_a_secret_and_an_address_of_this_machine(launcher):
     secret.chmod(0o600)
     launcher.environment["TFDP_JOB_SECRET_FILE"] = str(secret)
     result = launcher.run(*arguments)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "cannot listen at 192.0.2.1, port 29500" in result.stdout
 
 

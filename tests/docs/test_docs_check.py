@@ -11,7 +11,7 @@ def test_a_package_without_line_in_readme_is_found(tmp_path, monkeypatch):
     page.write_text("\n".join(x for x in lines if "[`step`]" not in x), "utf-8")
     monkeypatch.setattr(docs_check, "README", page)
     (found,) = [x for x in docs_check.check_packages() if x.startswith("README")]
-    assert "sharding, step, local_steps" in found.partition("; they are ")[0]
+    assert "sharding, step, islands, local_steps" in found.partition("; they are ")[0]
     assert "sharding, local_steps" in found.partition("; they are ")[2]
 
 

@@ -212,3 +212,26 @@ def test_all_dtypes_and_shapes_travel_as_they_are(open_hub):
     for sent, received in zip(arrays, reply.mean, strict=True):
         np.testing.assert_array_equal(received, sent)
         assert received.dtype == np.asarray(sent).dtype
+
+
+def test_each_fit_has_a_meeting_of_its_own(open_hub):
+    hub = open_hub(1)
+    (member,) = join(hub, 0)
+    bring(member, 0, 1.0)
+    member.close()
+    again = Member(island(hub, 0), fit=1)
+    version, standing = again.join({**SETTINGS, "sync_every": 9}, [np.full(2, 5.0)])
+    assert version == 0
+    np.testing.assert_array_equal(standing.state[0], [5.0, 5.0])
+    assert standing.means == []
+
+
+def test_an_island_that_comes_a_second_time_takes_its_own_place(open_hub):
+    hub = open_hub(2)
+    first, second = join(hub, 0, 1)
+    again = Member(island(hub, 1))  # the connection of before is still open
+    version, _ = again.join(SETTINGS, [np.zeros(2, "f4")])
+    replies = at_once(lambda: bring(first, 0, 1.0), lambda: bring(again, version, 3.0))
+    assert [reply.participants for reply in replies] == [2, 2]
+    with pytest.raises(RuntimeError, match="has gone"):
+        bring(second, 1, 1.0)

@@ -17,6 +17,7 @@ import pytest
 from tests.cli.test_run import Launcher
 from tests.harness import common
 from tests.harness.tiers import standard
+from tfdp.cluster import free_ports
 
 pytestmark = pytest.mark.processes
 SCRIPT = str(pathlib.Path(__file__).with_name("train.py"))
@@ -81,11 +82,29 @@ def expected(first: list[np.ndarray]) -> list[np.ndarray]:
     return nodes.models[0].get_weights()
 
 
-@pytest.mark.parametrize("devices", [1, standard(2)])
-def test_islands_equal_nodes_that_are_brought_together_by_hand(launcher, devices):
-    code, output = ended(
-        launcher.start("-n", "2", "-D", str(devices), "--islands", SCRIPT, arguments())
-    )
+def of_one_machine(launcher: Launcher) -> tuple[int, str]:
+    return ended(launcher.start("-n", "2", "--islands", SCRIPT, arguments()))
+
+
+def of_two_machines(launcher: Launcher) -> tuple[int, str]:
+    """Two launchers, with two devices in each island."""
+    secret = launcher.folder / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    launcher.environment["TFDP_JOB_SECRET_FILE"] = str(secret)
+    (port,) = free_ports(1)
+    line = ["-n", "1", "-D", "2", "--islands", "--hub", f"127.0.0.1:{port}"]
+    line += ["--num-islands", "2", "--first-island"]
+    both = [launcher.start(*line, str(i), SCRIPT, arguments()) for i in range(2)]
+    codes, outputs = zip(*map(ended, both), strict=True)
+    return max(codes), "".join(outputs)
+
+
+@pytest.mark.parametrize(
+    ("run", "devices"), [(of_one_machine, 1), standard(of_two_machines, 2)]
+)
+def test_islands_equal_nodes_that_are_brought_together_by_hand(launcher, run, devices):
+    code, output = run(launcher)
     assert code == 0, output
     folder = launcher.folder
     for own, other in zip(

@@ -40,6 +40,9 @@ class DiLoCo(LocalStepsCallback):
     speed, as it was measured in the epoch before: it leaves out batches of its own, so
     that the others wait less for it. Of the first epoch all make all steps.
 
+    Under `tfdp run --islands` the nodes are jobs of their own, which meet in outer
+    steps and nowhere else: one that is gone stops no other.
+
     At the end of an epoch, before `evaluate` and `predict` and before a backup an outer
     step is made, and slots are averaged, so that what is evaluated and saved are the
     outer weights, and one state. Give epochs of at least `sync_every` updates. Sharded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 from collections.abc import Callable, Iterator
 
@@ -96,7 +97,7 @@ def _hub(
     except OSError as error:
         raise click.ClickException(
             f"The hub of the islands cannot listen at {address[0]}, port {address[1]}: "
-            f"{error.strerror or error}. --hub is an address of the machine with "
+            f"{os.strerror(error.errno or 0)}. --hub is an address of the machine with "
             "--first-island 0"
         ) from error
     with hub:

@@ -4,7 +4,8 @@ One that ends stops no other, and one that comes back goes on from what all have
 common. Files, in reading order:
 
 - `frames`: arrays over a connection whose ends have proved themselves.
-- `hub`: means over the islands that come in time, and the state for those that join.
+- `meeting`: means over the islands that come in time, and the state for who joins.
+- `hub`: the process that islands connect to, one meeting for each `fit`.
 - `member`: the hub as an island sees it.
 - `outer_state`: weights that all islands have in common, and their optimizer.
 - `training`: exchanges of an island while it trains.

@@ -56,13 +56,16 @@ class Member:
 
     Args:
         island: `Island`.
+        fit: Int, number of this `fit` in its process; those of one number meet.
+            Defaults to 0.
 
     Raises:
         RuntimeError: If the hub cannot be reached, or has another secret.
     """
 
-    def __init__(self, island: Island) -> None:
+    def __init__(self, island: Island, fit: int = 0) -> None:
         self._island = island
+        self._fit = fit
         self._connection = _connect(island)
 
     def join(
@@ -81,7 +84,7 @@ class Member:
             ValueError: If others have other settings.
             RuntimeError: If the hub has gone.
         """
-        head = {"kind": "join", "index": self._island.index, "settings": settings}
+        head = {"index": self._island.index, "fit": self._fit, "settings": settings}
         answer, arrays = self._ask(head, state)
         if "error" in answer:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,9 @@ from tfdp.islands.member import Member
 from tfdp.islands.outer_state import OuterState
 from tfdp.local_steps import LocalStepsOptions
 from tfdp.transport.communicator import Array
+
+# Of a process that trains several times.
+_fits = itertools.count()
 
 
 class IslandTraining:
@@ -69,7 +73,7 @@ class IslandTraining:
         weights, statistics = self._weights(), self._statistics()
 
         def join() -> None:
-            self._member = Member(self._island)
+            self._member = Member(self._island, next(_fits))
             template = self._outer_options.optimizer
             self._state = OuterState(template, weights, statistics)
             settings = {

@@ -1,0 +1,251 @@
+"""A meeting: means over the islands that come in time, and the state for who joins.
+
+Nobody trains here. An exchange is over when all islands that are there have come; or,
+with `least`, when as many have come and `patience_seconds` are over. One that comes
+later is behind: it gets the state that another one has kept here, and the means since,
+and so makes the outer steps that it has missed. What it brings counts in the next
+exchange, if it has missed no more than one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tfdp.transport.communicator import Array
+
+Message = tuple[dict[str, Any], list[Array]]
+
+
+@dataclasses.dataclass
+class Parcel:
+    """What an island brings to an exchange, and the reply once there is one.
+
+    Args:
+        version: Int, exchanges that it has made.
+        samples: Float, by which it counts.
+        arrays: List of arrays.
+        reply: Tuple of the head and the arrays of the reply, or `None`.
+    """
+
+    version: int
+    samples: float
+    arrays: list[Array]
+    reply: Message | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Member:
+    """An island while it is there; one that comes back is another member.
+
+    Args:
+        index: Int, the island's.
+        has_begun: Bool, whether it has joined, and is waited for.
+        is_away: Bool, whether it has missed the last exchange.
+        parcel: `Parcel` that waits for the end of an exchange, or `None`.
+    """
+
+    index: int
+    has_begun: bool = False
+    is_away: bool = False
+    parcel: Parcel | None = None
+
+
+class Meeting:
+    """The exchanges of one `fit` of all islands.
+
+    Args:
+        expected: Set of ints, islands that the first ones wait for.
+        join_seconds: Float, for how long.
+    """
+
+    def __init__(self, expected: set[int], join_seconds: float) -> None:
+        self._expected = expected
+        self._begins_by = time.monotonic() + join_seconds
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._members: dict[int, Member] = {}
+        self._first_states: dict[int, list[Array]] = {}
+        self._settings: dict[str, Any] | None = None
+        # Exchanges so far; the state after one of them, and the means since.
+        self._version = 0
+        self._state: tuple[int, list[Array]] | None = None
+        self._means: list[tuple[int, list[Array]]] = []
+        self._late: list[Parcel] = []
+        self._deadline = 0.0
+
+    def close(self) -> None:
+        """End all that waits."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def expect_no_more(self, index: int) -> None:
+        """Take note that an island does not come any more."""
+        with self._changed:
+            self._expected.discard(index)
+            self._changed.notify_all()
+
+    def new_member(self, index: int) -> Member:
+        """Let an island in, in place of what it was before."""
+        member = Member(index)
+        with self._changed:
+            self._members[index] = member
+        return member
+
+    def leave(self, member: Member) -> None:
+        """Take note that an island has gone: nobody waits for it any more."""
+        with self._changed:
+            if self._members.get(member.index) is member:
+                del self._members[member.index]
+            member.parcel = None
+            self._changed.notify_all()
+
+    def join(
+        self, member: Member, settings: dict[str, Any], state: list[Array]
+    ) -> Message:
+        """Return the state from which an island goes on, once the first ones are there.
+
+        Args:
+            member: `Member`.
+            settings: Dict, which all have to share.
+            state: List of arrays, its own.
+        """
+        with self._changed:
+            self._settings = self._settings or settings
+            if settings != self._settings:
+                return {"error": _difference(settings, self._settings)}, []
+            self._expected.discard(member.index)
+            self._first_states[member.index] = state
+            self._changed.notify_all()
+            self._changed.wait_for(self._may_begin, self._begins_by - time.monotonic())
+            if self._state is None:
+                # All begin with the weights of the first of them.
+                self._state = 0, self._first_states[min(self._first_states)]
+            self._first_states.pop(member.index, None)
+            member.has_begun = True
+            return self._standing()
+
+    def exchange(self, member: Member, parcel: Parcel) -> Message:
+        """Return the mean over those that come, or what a late one has missed.
+
+        Args:
+            member: `Member`.
+            parcel: `Parcel`.
+
+        Raises:
+            EOFError: If the meeting is closed, or the island has come a second time.
+        """
+        with self._changed:
+            missed = self._version - parcel.version
+            if missed:
+                member.is_away = False
+                if missed == 1:
+                    self._late.append(parcel)
+                return self._standing(is_behind=True)
+            if not self._waiting():
+                self._deadline = time.monotonic() + self._setting("patience_seconds")
+            member.parcel = parcel
+            self._changed.notify_all()
+            while parcel.reply is None:
+                if self._is_closed or self._members.get(member.index) is not member:
+                    raise EOFError
+                left = self._deadline - time.monotonic()
+                if self._is_complete(is_late=left <= 0):
+                    self._end_exchange()
+                else:
+                    self._changed.wait(left if left > 0 else None)
+            return parcel.reply
+
+    def keep(self, version: int, state: list[Array]) -> None:
+        """Keep the state after an exchange, for those who join.
+
+        Args:
+            version: Int, the number of the exchange.
+            state: List of arrays.
+        """
+        with self._changed:
+            if self._state is None or version > self._state[0]:
+                self._state = version, state
+                self._means = [pair for pair in self._means if pair[0] > version]
+
+    def _may_begin(self) -> bool:
+        return self._is_closed or self._state is not None or not self._expected
+
+    def _standing(self, **more: Any) -> Message:
+        """The state that is kept, and the means since: together the state of now."""
+        assert self._state is not None
+        version, state = self._state
+        means = [mean for number, mean in self._means if number > version]
+        head = {
+            "version": self._version,
+            "num_state": len(state),
+            "num_mean": len(means[0]) if means else 0,
+            **more,
+        }
+        return head, [*state, *(array for mean in means for array in mean)]
+
+    def _waiting(self) -> list[Member]:
+        return [m for m in self._members.values() if m.parcel is not None]
+
+    def _is_complete(self, *, is_late: bool) -> bool:
+        least = self._setting("least")
+        missing = [
+            m for m in self._members.values() if m.has_begun and m.parcel is None
+        ]
+        if least is None:
+            return not missing
+        is_enough = len(self._waiting()) >= least
+        return is_enough and (is_late or all(m.is_away for m in missing))
+
+    def _end_exchange(self) -> None:
+        waiting = self._waiting()
+        parcels = [m.parcel for m in waiting if m.parcel is not None] + self._late
+        mean = _mean([(parcel.samples, parcel.arrays) for parcel in parcels])
+        self._version += 1
+        self._means.append((self._version, mean))
+        keeper = min(member.index for member in waiting)
+        for member in self._members.values():
+            member.is_away = member.parcel is None
+            if member.parcel is not None:
+                head = {
+                    "version": self._version,
+                    "participants": len(waiting),
+                    "keeps": member.index == keeper,
+                }
+                member.parcel.reply, member.parcel = (head, mean), None
+        self._late = []
+        self._changed.notify_all()
+
+    def _setting(self, name: str) -> Any:
+        assert self._settings is not None
+        return self._settings[name]
+
+
+def _mean(parts: Sequence[tuple[float, Sequence[Array]]]) -> list[Array]:
+    """Mean of arrays, each by its samples."""
+    total = sum(samples for samples, _ in parts) or 1.0
+    columns = zip(*(arrays for _, arrays in parts), strict=True)
+    shares = [samples / total for samples, _ in parts]
+    return [
+        np.asarray(
+            sum(share * array for share, array in zip(shares, column, strict=True)),
+            column[0].dtype,
+        )
+        for column in columns
+    ]
+
+
+def _difference(own: dict[str, Any], others: dict[str, Any]) -> str:
+    """The first setting in which an island differs from the others."""
+    for name, value in others.items():
+        if own.get(name) != value:
+            own_text, text = json.dumps(own.get(name)), json.dumps(value)
+            return f"{name} is {own_text} here, and {text} on others"
+    return f"it has more settings: {', '.join(sorted(set(own) - set(others)))}"
