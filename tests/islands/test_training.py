@@ -72,11 +72,11 @@ def expected(first: list[np.ndarray]) -> list[np.ndarray]:
 
     nodes = Nodes(2, first, outer())
     x, y = data()
-    for _ in range(EPOCHS):
+    for epoch in range(EPOCHS):
         for number in range(NUM_BATCHES):
             rows = slice(number * common.BATCH_SIZE, (number + 1) * common.BATCH_SIZE)
             nodes.step(x[rows], y[rows])
-            done = _ * NUM_BATCHES + number + 1
+            done = epoch * NUM_BATCHES + number + 1
             if done % SYNC_EVERY == 0 or number + 1 == NUM_BATCHES:
                 nodes.meet([0, 1, 2, 3])
     return nodes.models[0].get_weights()

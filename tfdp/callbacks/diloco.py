@@ -160,12 +160,12 @@ class DiLoCo(LocalStepsCallback):
             super().on_train_batch_begin(batch, logs)
         else:
             self._island.begin()
+            self._last_batch = batch - 1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Exchange what an island has learned, when that is due."""
         if self._island is not None:
             self._island.batches_end(batch - self._last_batch)
-            self._last_batch = batch
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Evaluate an island's outer weights."""

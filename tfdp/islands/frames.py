@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import (
     Connection,
@@ -19,6 +20,9 @@ import numpy as np
 from tfdp.transport.communicator import Array
 from tfdp.transport.schedules import bytes_of
 
+# How long the other end may take to prove itself.
+_PROOF_SECONDS = 10
+_TIMEVAL = struct.Struct("ll")
 # More is no head of a message.
 _MOST_HEAD_BYTES = 1 << 22
 # What a connection raises whose other end has gone.
@@ -44,6 +48,7 @@ def secured(sock: socket.socket, secret: str, *, is_hub: bool) -> Connection:
     for name, value in ("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    _limit_silence(sock, _PROOF_SECONDS)
     connection = Connection(sock.detach())
     key = secret.encode()
     try:
@@ -52,6 +57,8 @@ def secured(sock: socket.socket, secret: str, *, is_hub: bool) -> Connection:
     except BaseException:
         connection.close()
         raise
+    with _socket_of(connection) as own:
+        _limit_silence(own, 0)
     return connection
 
 
@@ -100,15 +107,24 @@ def receive(connection: Connection) -> tuple[dict[str, Any], list[Array]]:
 
 def close(connection: Connection) -> None:
     """Close a connection, also one on which another thread waits."""
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(fileno=connection.fileno()) as sock,
-    ):
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
-        sock.detach()
+    with contextlib.suppress(OSError), _socket_of(connection) as sock:
+        sock.shutdown(socket.SHUT_RDWR)
     with contextlib.suppress(OSError):
         connection.close()
+
+
+@contextlib.contextmanager
+def _socket_of(connection: Connection) -> Iterator[socket.socket]:
+    sock = socket.socket(fileno=connection.fileno())
+    try:
+        yield sock
+    finally:
+        sock.detach()
+
+
+def _limit_silence(sock: socket.socket, seconds: int) -> None:
+    """Let reading fail after so long without a byte; 0: never."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(seconds, 0))
 
 
 def _bytes_of(array: Array) -> memoryview:

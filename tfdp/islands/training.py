@@ -150,13 +150,13 @@ class IslandTraining:
         exchange, self._exchange = self._exchange, None
         was_behind = exchange.result()
         self.staleness = max(self.staleness, self._updates - self._sent_at)
-        self._common, mixed = self._state.weights, self._state.weights
+        weights = self._common = self._state.weights
         if mixing and not was_behind:
-            mixed = [
+            weights = [
                 mixing * own + (1.0 - mixing) * common
                 for own, common in zip(self._weights(), self._common, strict=True)
             ]
-        self._assign(mixed, self._state.statistics)
+        self._assign(weights, self._state.statistics)
 
     def _weights(self) -> list[Array]:
         """What the model has: float32, or wider where it is."""
