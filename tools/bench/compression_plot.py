@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from tfdp.bench.output import new_panels, save
+from tools.bench.compression import PLAIN, ratio_of_means
 
 # Percent of a step.
 _RIGHT = 30
@@ -23,8 +22,7 @@ def plot(models: Mapping[str, Mapping[str, Any]], caption: str, path: Path) -> N
 
     Args:
         models: Mapping from models to mappings from arms to what
-            `tools.bench compression` keeps: `relative` losses by seed, and
-            `share_of_bytes`.
+            `tools.bench compression` keeps: `losses` by seed, and `share_of_bytes`.
         caption: String, the machine and the versions.
         path: Path of the PNG file.
     """
@@ -52,18 +50,17 @@ def communication_fraction(share_of_bytes: float) -> float:
 
 def _panel(axes: Axes, model: str, arms: Mapping[str, Any]) -> None:
     axes.axhline(0, color="0.4", linewidth=1, marker="")
-    for name, arm in arms.items():
-        percents = 100 * (np.array(arm["relative"]) - 1)
-        mean = float(percents.mean())
+    for number, (name, arm) in enumerate(arms.items()):
+        ratio, error = ratio_of_means(arm["losses"], arms[PLAIN]["losses"])
+        mean = 100 * (ratio - 1)
         x = 100 * communication_fraction(arm["share_of_bytes"])
-        spread = [[mean - percents.min()], [percents.max() - mean]]
-        axes.errorbar([x], [mean], yerr=spread, capsize=3, linestyle="")
+        axes.errorbar([x], [mean], yerr=[100 * error], capsize=3, linestyle="")
         # Names on the left, or they would leave the axes.
         side = -1 if x > _RIGHT else 1
         axes.annotate(
             name,
             (x, mean),
-            xytext=(5 * side, 4),
+            xytext=(5 * side, -10 if number % 2 else 4),
             textcoords="offset points",
             ha="right" if side < 0 else "left",
             fontsize=7,
@@ -74,5 +71,5 @@ def _panel(axes: Axes, model: str, arms: Mapping[str, Any]) -> None:
     axes.set_xticks([], minor=True)
     axes.set_xlabel("s: communication in a step, %, where plain gradients take half")
     axes.set_ylabel("held-out loss above that of plain gradients, %")
-    seeds = {len(arm["relative"]) for arm in arms.values()}
-    axes.set_title(f"{model}: mean and range of {max(seeds)} seeds")
+    seeds = len(arms[PLAIN]["losses"])
+    axes.set_title(f"{model}: mean of {seeds} seeds and its standard error")
