@@ -61,7 +61,7 @@ def complete(tmp_path) -> Callable[[str], str]:
     ("words", "completed"),
     [
         ("tfdp r", "run"),
-        ("tfdp run --nu", "--num-workers"),
+        ("tfdp run --num-w", "--num-workers"),
         ("tfdp bench train --scaling w", "weak"),
     ],
 )

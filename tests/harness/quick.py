@@ -355,6 +355,7 @@ LEFT_OUT = {
     "contrastive_loss_of_gathered_rows": "loss_that_is_a_function_of_sums",
     "second_fit": "checkpoints_at_one_path",
     "plain_files_open_under_the_strategy": "saved_files_open_in_plain_keras",
+    "local_sgd_skips_an_overflow_where_it_is": "diloco_skips_an_overflow_in_its_node",
     "swap_ema_weights": "ema_overwrite_frequency",
     "predict_with_several_steps_per_execution": "predict_returns_101_rows_in_order",
     "set_weights_under_the_strategy": "saved_files_open_in_plain_keras",

@@ -24,6 +24,11 @@ SIZES = {LARGE: BUCKETS, LATENCY: SMALL}
 # Small ones of which each waits for the one before, in one step of the graph: what a
 # step pays for one, without the call of the step.
 ROW, NUM_IN_ROW = "4 KB, in a row", 20
+# Of buckets: whether each size has a transport of its own that is the faster one.
+BY_SIZE = {
+    name: [size // 4]
+    for name, size in (("64 KB", MB // 16), ("1 MB", MB), ("8 MB", 8 * MB))
+}
 CHUNKS = tuple(kb << 10 for kb in (256, 512, 1024, 2048, 4096))
 WIRES = ("memory", "tcp", "unix")
 CPU = "cpu_seconds"
@@ -70,6 +75,9 @@ def _measure(args: Arguments, folder: str, *, with_torch: bool) -> Blocks:
         small = [(side, f"{wire}{LATENCY}") for side, wire in rivals]
         small.append((sides["direct"], ROW))
         found |= alternate(small, blocks=args.blocks, steps=100, slowest=of_all)
+        for name in BY_SIZE:
+            between = [(sides["ring"], name), (sides["direct"], name)]
+            found |= alternate(between, blocks=args.blocks, steps=20, slowest=of_all)
     return found
 
 
@@ -80,7 +88,8 @@ def _tensorflow(backend: str) -> Side:
         "communication": {"backend": backend},
         "meters": True,
         "arms": {
-            name: (lengths, 0) for name, lengths in (SIZES | {ROW: SMALL}).items()
+            name: (lengths, 0)
+            for name, lengths in (SIZES | BY_SIZE | {ROW: SMALL}).items()
         },
         "in_a_row": {ROW: NUM_IN_ROW},
     }
@@ -92,6 +101,10 @@ def _figures(blocks: Blocks) -> list[Figure]:
     name = "100 MB, CPU time of a process: that of the ring relative to direct"
     ratio = _ratio(blocks, f"ring/{LARGE}", f"direct/{LARGE}", CPU)
     figures.append(Figure(name, ratio, at_least=2.0))
+    for size in (*BY_SIZE, *SIZES):
+        name = f"{size} in the graph, speed relative to TensorFlow's own ring"
+        ratio = _ratio(blocks, f"ring/{size}", f"direct/{size}")
+        figures.append(Figure(name, ratio, at_least=1.0))
     return [*figures, *_chunks(blocks)]
 
 
