@@ -6,6 +6,7 @@ import contextlib
 import doctest
 import importlib
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tfdp.cluster import (
     Cluster,
     accepts_connections,
     check_port_free,
+    free_ports,
     rendezvous,
     split_address,
     unreachable_workers,
@@ -515,3 +517,12 @@ def test_a_connection_of_a_port_to_itself_is_no_answer(monkeypatch):
 
     monkeypatch.setattr(socket, "create_connection", connect_to_itself)
     assert not accepts_connections(f"127.0.0.1:{port}", timeout_seconds=1)
+
+
+def test_ports_are_not_drawn_from_the_generator_of_the_script():
+    random.seed(1)
+    before = random.getstate()
+    first = free_ports(3)
+    assert random.getstate() == before
+    random.seed(1)
+    assert free_ports(3) != first  # a seed of the script's does not repeat them

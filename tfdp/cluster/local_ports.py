@@ -50,7 +50,8 @@ def reserved_ports(count: int) -> Iterator[tuple[list[int], list[socket.socket]]
     sockets: list[socket.socket] = []
     # Every socket stays bound until all are chosen, so that no two are equal.
     with contextlib.ExitStack() as stack:
-        for port in random.sample(candidates, len(candidates)):
+        # Not from the generator that a script may have seeded.
+        for port in random.Random().sample(candidates, len(candidates)):
             if len(ports) == count:
                 break
             with contextlib.suppress(OSError):
