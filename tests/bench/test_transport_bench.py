@@ -35,7 +35,8 @@ def test_cpu_time_is_of_the_steps_that_are_timed():
 def test_figures_are_of_the_arms_that_they_name():
     seconds = {"gloo": 2.0, "direct": 1.0, "ring": 8.0, "bytes/memory": 0.5}
     seconds |= {"bytes/tcp": 4.0, "bytes/unix": 4.0}
-    arms = {f"{n}/{size}": s for n, s in seconds.items() for size in transport.SIZES}
+    sizes = (*transport.SIZES, *transport.BY_SIZE)
+    arms = {f"{n}/{size}": s for n, s in seconds.items() for size in sizes}
     arms["direct/4 KB, in a row"] = 10.0
     arms |= {transport._with_chunks(size): size / 2**21 for size in transport.CHUNKS}
     blocks = {n: [{"seconds": s, "cpu_seconds": s / 2}] * 4 for n, s in arms.items()}
@@ -46,13 +47,14 @@ def test_figures_are_of_the_arms_that_they_name():
         value = figure.value
         return getattr(value, "median", value), figure.met
 
-    assert of("100 MB in the graph, speed") == (2.0, True)
+    assert of("100 MB in the graph, speed relative to Gloo") == (2.0, True)
     assert of("100 MB by shared memory, speed") == (4.0, True)
     assert of("100 MB by TCP") == (0.5, False)
-    assert of("4 KB in the graph, speed") == (2.0, True)
+    assert of("4 KB in the graph, speed relative to Gloo") == (2.0, True)
     assert of("4 KB in the graph, 20 in a row") == (4.0, True)
     assert of("4 KB by TCP") == (0.5, False)
     assert of("100 MB, CPU time of a process: that of the ring") == (8.0, True)
+    assert of("1 MB in the graph, speed relative to TensorFlow") == (8.0, True)
     assert of("100 MB by shared memory, chunks of 4096 kB") == (0.052, None)
     assert of("chunks of 2048 kB, speed") == (0.125, None)
     without = {n: found for n, found in blocks.items() if not n.startswith("gloo")}

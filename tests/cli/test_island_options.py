@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import json
+import socket
 
 import pytest
 from click.testing import CliRunner
@@ -51,10 +52,11 @@ def test_options_that_do_not_fit_get_one_sentence(
     assert words in result.output.splitlines()[-1]
 
 
-def test_a_hub_needs_a_secret_and_an_address_of_this_machine(launcher):
+def test_a_hub_needs_a_secret_and_a_free_port(launcher):
     launcher.script("pass")
-    # An address of documentation, RFC 5737, which is no machine's.
-    arguments = ["-n", "1", "--islands", "--hub", "192.0.2.1:29500", "script.py"]
+    taken = socket.create_server(("127.0.0.1", 0))
+    hub = f"127.0.0.1:{taken.getsockname()[1]}"
+    arguments = ["-n", "1", "--islands", "--hub", hub, "script.py"]
     launcher.environment.pop("TFDP_JOB_SECRET_FILE", None)
     result = launcher.run(*arguments)
     assert result.returncode == 2
@@ -63,9 +65,11 @@ def test_a_hub_needs_a_secret_and_an_address_of_this_machine(launcher):
     secret.write_text("0123456789abcdef")
     secret.chmod(0o600)
     launcher.environment["TFDP_JOB_SECRET_FILE"] = str(secret)
-    result = launcher.run(*arguments)
+    with taken:
+        result = launcher.run(*arguments)
     assert result.returncode == 2
-    assert "cannot listen at 192.0.2.1, port 29500" in result.stdout
+    port = hub.partition(":")[2]
+    assert f"cannot listen at 127.0.0.1, port {port}" in result.stdout
 
 
 def test_an_island_is_read_as_it_was_written():

@@ -14,7 +14,7 @@ import pytest
 
 from tfdp.cluster.islands import Island
 from tfdp.islands.hub import Hub
-from tfdp.islands.member import Member
+from tfdp.islands.member import Member, tell_end
 
 SECRET = "0123456789abcdef"
 SETTINGS = {"sync_every": 4, "least": None, "patience_seconds": 0.2}
@@ -27,8 +27,8 @@ def open_hub() -> collections.abc.Iterator[Open]:
     with contextlib.ExitStack() as stack:
 
         def make(count: int, join_seconds: float = DEADLINE_SECONDS) -> Hub:
-            hub = Hub(("127.0.0.1", 0), SECRET, count, join_seconds)
-            return stack.enter_context(hub)
+            server = socket.create_server(("127.0.0.1", 0))
+            return stack.enter_context(Hub(server, SECRET, count, join_seconds))
 
         yield make
 
@@ -239,3 +239,45 @@ def test_an_island_that_comes_a_second_time_takes_its_own_place(open_hub):
     assert [reply.participants for reply in replies] == [2, 2]
     with pytest.raises(RuntimeError, match="has gone"):
         bring(second, 1, 1.0)
+
+
+def test_fewer_than_least_go_on_when_no_more_will_come(open_hub):
+    settings = {**SETTINGS, "least": 2}
+    # One is through with its `fit`.
+    first, second = join(open_hub(2), 0, 1, settings=settings)
+    second.close(is_through=True)
+    assert bring(first, 0, 1.0).participants == 1
+    # The process of one has ended for good while it is waited for.
+    hub = open_hub(2)
+    first, _ = join(hub, 0, 1, settings=settings)
+    threading.Timer(0.3, tell_end, [island(hub, 1)]).start()
+    assert bring(first, 0, 1.0).participants == 1
+
+
+def test_all_begin_with_the_state_that_has_most_updates(open_hub):
+    hub = open_hub(3)
+    members = [Member(island(hub, index)) for index in range(3)]
+    updates = 0, 8, 8  # the first one begins anew, the others are resumed
+    joined = at_once(
+        *(
+            lambda m=member, i=index: m.join(SETTINGS, [np.full(2, i)], updates[i])
+            for index, member in enumerate(members)
+        )
+    )
+    for _, standing in joined:
+        np.testing.assert_array_equal(standing.state[0], [1, 1])
+
+
+def test_a_hub_is_needed_until_those_that_have_been_there_have_ended(open_hub):
+    hub = open_hub(2, join_seconds=0.3)
+    assert not hub.is_needed
+    (member,) = join(hub, 0)
+    assert hub.is_needed
+    member.close(is_through=True)
+    assert hub.is_needed  # for its next `fit`, or after a restart
+    hub.ended(0)
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while hub.is_needed:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not hub._meetings or hub._meetings[0]._may_come == {1}

@@ -72,12 +72,11 @@ def expected(first: list[np.ndarray]) -> list[np.ndarray]:
 
     nodes = Nodes(2, first, outer())
     x, y = data()
-    for epoch in range(EPOCHS):
-        for number in range(NUM_BATCHES):
-            rows = slice(number * common.BATCH_SIZE, (number + 1) * common.BATCH_SIZE)
+    for _ in range(EPOCHS):
+        for number in range(1, NUM_BATCHES + 1):
+            rows = slice((number - 1) * common.BATCH_SIZE, number * common.BATCH_SIZE)
             nodes.step(x[rows], y[rows])
-            done = epoch * NUM_BATCHES + number + 1
-            if done % SYNC_EVERY == 0 or number + 1 == NUM_BATCHES:
+            if number % SYNC_EVERY == 0 or number == NUM_BATCHES:
                 nodes.meet([0, 1, 2, 3])
     return nodes.models[0].get_weights()
 
@@ -86,16 +85,24 @@ def of_one_machine(launcher: Launcher) -> tuple[int, str]:
     return ended(launcher.start("-n", "2", "--islands", SCRIPT, arguments()))
 
 
-def of_two_machines(launcher: Launcher) -> tuple[int, str]:
-    """Two launchers, with two devices in each island."""
+def start_on_two_machines(launcher: Launcher, *args: str, devices: int = 1) -> list:
+    """Starts a launcher with one island for each of two arguments of the script."""
     secret = launcher.folder / "secret"
     secret.write_text("0123456789abcdef")
     secret.chmod(0o600)
     launcher.environment["TFDP_JOB_SECRET_FILE"] = str(secret)
     (port,) = free_ports(1)
-    line = ["-n", "1", "-D", "2", "--islands", "--hub", f"127.0.0.1:{port}"]
+    line = ["-n", "1", "-D", str(devices), "--islands", "--hub", f"127.0.0.1:{port}"]
     line += ["--num-islands", "2", "--first-island"]
-    both = [launcher.start(*line, str(i), SCRIPT, arguments()) for i in range(2)]
+    return [
+        launcher.start(*line, str(index), SCRIPT, each)
+        for index, each in enumerate(args)
+    ]
+
+
+def of_two_machines(launcher: Launcher) -> tuple[int, str]:
+    """Two launchers, with two devices in each island."""
+    both = start_on_two_machines(launcher, arguments(), arguments(), devices=2)
     codes, outputs = zip(*map(ended, both), strict=True)
     return max(codes), "".join(outputs)
 
@@ -178,6 +185,21 @@ def test_an_island_that_stands_still_costs_the_others_no_step(launcher):
     assert code == 0, output
     assert len(steps(folder, 1)) == 44
     assert history(folder, 0)["staleness"] == [2, 2, 2, 2]
+
+
+@pytest.mark.standard
+def test_the_hub_stays_until_islands_of_other_machines_are_through(launcher):
+    options = {"delay": 2, "min_participants": 1, "patience_seconds": 0.1}
+    first, second = start_on_two_machines(
+        launcher, arguments(1, **options), arguments(2, 0.15, **options)
+    )
+    wait_for_steps(launcher.folder, 0, 11)
+    code, output = ended(first)
+    assert code == 0, output
+    assert "waiting for islands of other machines, which need the hub" in output
+    code, output = ended(second)
+    assert code == 0, output
+    assert len(steps(launcher.folder, 1)) == 22
 
 
 @pytest.mark.standard

@@ -167,10 +167,11 @@ class DiLoCo(LocalStepsCallback):
         if self._island is not None:
             self._island.batches_end(batch - self._last_batch)
 
-    def on_test_begin(self, logs: Any = None) -> None:
-        """Evaluate an island's outer weights."""
-        if self._island is not None and self.is_in_fit:
-            self._island.meet()
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Prepare what is made before the first step."""
+        super().on_train_begin(logs)
+        if self._island is not None:
+            self._island.fit_begins()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Train synchronously again; leave the other islands."""

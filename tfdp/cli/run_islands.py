@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import dataclasses
+import functools
 import pathlib
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,8 +23,14 @@ from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
 from tfdp.cluster import counted, split_address
 from tfdp.cluster.islands import Island
+from tfdp.rendezvous.address import listen
 from tfdp.rendezvous.errors import RendezvousError
 from tfdp.rendezvous.secret import VARIABLE, new_secret, read_secret
+
+if TYPE_CHECKING:
+    from tfdp.islands.hub import Hub
+
+_TURN_SECONDS = 0.2
 
 
 def run_islands(
@@ -56,19 +65,20 @@ def run_islands(
         logs = [LogFile(folder / f"island-{i}.log", screen.warn) for i in indices]
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    with _hub(options, secret, total) as (hub, ended):
+    with _hub(options, secret, total) as (address, hub):
         screen.message(
             f"tfdp: starting {counted(count, 'island')} of {total}, which meet at "
-            f"{hub}; logs in {folder}"
+            f"{address}; logs in {folder}"
         )
         # A worker of its own cluster each.
         clusters = [
             make_clusters(1, settings.devices_per_worker or 1)[0] for _ in indices
         ]
+        islands = [Island(index, total, address, secret) for index in indices]
         job = IslandJob(
-            [Island(index, total, hub, secret) for index in indices],
+            islands,
             settings.max_restarts,
-            ended,
+            functools.partial(_tell_end, hub, islands[0]),
             command=settings.command,
             clusters=clusters,
             logs=logs,
@@ -76,32 +86,60 @@ def run_islands(
             signals=signals,
             options=JobOptions(until, settings.grace),
         )
-        return run_job(job)
+        code = run_job(job)
+        if hub is not None:
+            _wait_for_others(hub, screen, signals, until)
+        return code
 
 
 @contextlib.contextmanager
 def _hub(
     options: IslandOptions, secret: str, total: int
-) -> Iterator[tuple[str, Callable[[int], None]]]:
-    """Run the hub inside if it is on this machine; yields its address, too."""
+) -> Iterator[tuple[str, Hub | None]]:
+    """Run the hub inside if it is on this machine; yields its address and it."""
     if options.first > 0:
         assert options.hub is not None
-        yield options.hub, lambda index: None
+        yield options.hub, None
         return
     # NumPy takes a moment, which no other command should wait for.
     from tfdp.islands.hub import Hub
 
-    address = split_address(options.hub) if options.hub else ("127.0.0.1", 0)
+    host, port = split_address(options.hub) if options.hub else ("127.0.0.1", 0)
     try:
-        hub = Hub(address, secret, total)
-    except OSError as error:
+        server = listen(host, port, is_node_0=True)
+    except RendezvousError as error:
         raise click.ClickException(
-            f"The hub of the islands cannot listen at {address[0]}, port {address[1]}: "
-            f"{os.strerror(error.errno or 0)}. --hub is an address of the machine with "
-            "--first-island 0"
+            f"The hub of the islands cannot listen at {host}, port {port}: "
+            f"{getattr(error.__cause__, 'strerror', error)}. Give --hub an address of "
+            "the machine with --first-island 0, and a port that is free there"
         ) from error
-    with hub:
-        yield options.hub or f"127.0.0.1:{hub.port}", hub.ended
+    assert server is not None
+    with Hub(server, secret, total) as hub:
+        yield options.hub or f"127.0.0.1:{hub.port}", hub
+
+
+def _tell_end(hub: Hub | None, first: Island, index: int) -> None:
+    """Tell the hub, wherever it is, that an island has ended for good."""
+    if hub is not None:
+        hub.ended(index)
+        return
+    from tfdp.islands.member import tell_end
+
+    tell_end(dataclasses.replace(first, index=index))
+
+
+def _wait_for_others(
+    hub: Hub, screen: Screen, signals: SignalPipe, until: float | None
+) -> None:
+    """Wait until the islands of other machines are through, which need the hub."""
+    if hub.is_needed:
+        screen.message(
+            "tfdp: waiting for islands of other machines, which need the hub"
+        )
+    while hub.is_needed and not signals.received:
+        if until is not None and time.monotonic() >= until:
+            return
+        signals.wait(_TURN_SECONDS)
 
 
 def _secret(options: IslandOptions) -> str:

@@ -85,7 +85,7 @@ class Island:
 
     @property
     def seed(self) -> int:
-        """Int, drawn at random for the job, the same on all its islands."""
+        """Int, the same on all islands of a job, by its secret."""
         digest = hashlib.sha256(self.secret.encode()).digest()
         return int.from_bytes(digest[:4], "big") >> 1
 

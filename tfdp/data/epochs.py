@@ -51,7 +51,9 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
     def of_epoch() -> Any:
         return _dataset(strategy, iterator, island)
 
-    if island is not None and _compat.shuffles_arrays(iterator.data_adapter):
+    is_shuffled = _compat.shuffles_arrays(iterator.data_adapter)
+    has_seed = _compat.global_seed() not in (None, stand_in_seed.seed())
+    if island is not None and is_shuffled and not has_seed:
         # All islands alike, each of which takes its rows.
         _compat.set_dataset_of_epoch(iterator, SeededShuffle(island.seed, of_epoch))
     position = data_position.current()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 from tfdp.base import loops
 from tfdp.cluster.islands import Island
 from tfdp.data.early_rows import divide_early
-from tfdp.data.rows import divide_batches, first_tensor, in_turn, num_rows
+from tfdp.data.rows import divide_batches, in_turn
 
 
 def island_in_training() -> Island | None:
@@ -21,7 +19,9 @@ def island_in_training() -> Island | None:
 
 
 def rows_of_island(dataset: tf.data.Dataset, island: Island) -> tf.data.Dataset:
-    """Take an island's rows of each batch, and leave out batches of which it has none.
+    """Take an island's rows of each batch that has a row for each island.
+
+    A last batch of fewer is left out by all: islands make as many steps.
 
     Args:
         dataset: `tf.data.Dataset` of batches.
@@ -34,9 +34,5 @@ def rows_of_island(dataset: tf.data.Dataset, island: Island) -> tf.data.Dataset:
     divided = divide_early(dataset, ranks, island.count).dataset
     if divided is None:
         divided = divide_batches(dataset, ranks, island.count)
-    own = in_turn(divided).filter(_has_rows)
-    return own.with_options(dataset.options())
-
-
-def _has_rows(*batch: Any) -> tf.Tensor:
-    return num_rows(first_tensor(batch)) > 0
+    enough = divided.filter(lambda parts, total: total >= float(island.count))
+    return in_turn(enough).with_options(dataset.options())

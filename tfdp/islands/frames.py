@@ -20,6 +20,13 @@ import numpy as np
 from tfdp.transport.communicator import Array
 from tfdp.transport.schedules import bytes_of
 
+# Seconds, and their like: also where it is gone while something is sent to it.
+_LIVENESS = {
+    "TCP_KEEPIDLE": 30,
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 60_000,
+}
 # How long the other end may take to prove itself.
 _PROOF_SECONDS = 10
 _TIMEVAL = struct.Struct("ll")
@@ -45,7 +52,7 @@ def secured(sock: socket.socket, secret: str, *, is_hub: bool) -> Connection:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     # A machine that is gone without a word is noticed within minutes.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in ("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3):
+    for name, value in _LIVENESS.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     _limit_silence(sock, _PROOF_SECONDS)

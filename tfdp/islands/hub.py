@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
 from tfdp.islands.frames import GONE, close, receive, secured, send
-from tfdp.islands.meeting import Meeting, Parcel
+from tfdp.islands.meeting import Meeting, Member, Parcel
 
 # How long those who come first wait for the others, which may still start.
 JOIN_SECONDS = 120.0
+_RETRY_SECONDS = 0.1
 
 
 class Hub:
     """The place where islands meet; to be used as a context manager.
 
     Args:
-        address: Tuple of the host and the port to listen on; port 0: any.
+        server: Listening TCP socket, which is its own from then on.
         secret: String, which all islands have.
         count: Int, islands that may come.
         join_seconds: Float, how long the first ones wait for the others. Defaults to
@@ -27,29 +29,26 @@ class Hub:
 
     Attributes:
         port: Int, the one that it listens on.
-
-    Raises:
-        OSError: If it cannot listen there.
     """
 
     def __init__(
         self,
-        address: tuple[str, int],
+        server: socket.socket,
         secret: str,
         count: int,
         join_seconds: float = JOIN_SECONDS,
     ) -> None:
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._server = socket.create_server(address, family=family)
-        self.port: int = self._server.getsockname()[1]
+        self._server = server
+        self.port: int = server.getsockname()[1]
         self._secret = secret
         self._join_seconds = join_seconds
         self._lock = threading.Lock()
         self._is_closed = False
         self._connections: set[Connection] = set()
         self._meetings: dict[int, Meeting] = {}
-        # Islands that have not ended for good.
+        # Islands that have not ended for good, and of those that have been here.
         self._expected = set(range(count))
+        self._seen: set[int] = set()
         self._start(self._accept)
 
     def __enter__(self) -> Hub:
@@ -68,6 +67,12 @@ class Hub:
         for connection in connections:
             close(connection)
 
+    @property
+    def is_needed(self) -> bool:
+        """Bool, whether an island is there, or has been and may come back."""
+        with self._lock:
+            return bool(self._connections or self._seen & self._expected)
+
     def ended(self, index: int) -> None:
         """Take note that an island has ended for good: nobody waits for it.
 
@@ -84,11 +89,12 @@ class Hub:
         threading.Thread(target=target, args=args, name="tfdp hub", daemon=True).start()
 
     def _accept(self) -> None:
-        while True:
+        while not self._is_closed:
             try:
                 sock, _ = self._server.accept()
-            except OSError:
-                return
+            except OSError:  # it is closed; or too many files are open, for a while
+                time.sleep(_RETRY_SECONDS)
+                continue
             self._start(self._serve, sock)
 
     def _serve(self, sock: socket.socket) -> None:
@@ -100,29 +106,51 @@ class Hub:
         with self._lock:
             is_late = self._is_closed
             self._connections.add(connection)
-        # Whoever breaks the rules is gone, too.
-        with contextlib.suppress(*GONE, KeyError, TypeError, ValueError):
-            if not is_late:
-                self._serve_member(connection)
-        with self._lock:
-            self._connections.discard(connection)
-        close(connection)
+        try:
+            # Whoever breaks the rules is gone, too.
+            with contextlib.suppress(*GONE, KeyError, TypeError, ValueError):
+                if not is_late:
+                    self._answer(connection)
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            close(connection)
 
-    def _serve_member(self, connection: Connection) -> None:
+    def _answer(self, connection: Connection) -> None:
         head, arrays = receive(connection)
-        meeting, index = self._meeting(int(head["fit"])), int(head["index"])
+        index = int(head["index"])
+        if head["kind"] == "ended":
+            self.ended(index)
+            send(connection, {})
+            return
+        with self._lock:
+            self._seen.add(index)
+        number = int(head["fit"])
+        meeting = self._meeting(number)
         member = meeting.new_member(index)
         try:
-            send(connection, *meeting.join(member, head["settings"], arrays))
-            while True:
-                head, arrays = receive(connection)
-                if head["kind"] == "state":
-                    meeting.keep(int(head["version"]), arrays)
-                    continue
-                parcel = Parcel(int(head["version"]), float(head["samples"]), arrays)
-                send(connection, *meeting.exchange(member, parcel))
+            reply = meeting.join(member, head["settings"], int(head["updates"]), arrays)
+            send(connection, *reply)
+            self._serve_member(connection, meeting, member)
         finally:
             meeting.leave(member)
+            with self._lock:
+                if meeting.is_over:  # its state is of no use to anybody
+                    self._meetings.pop(number, None)
+
+    def _serve_member(
+        self, connection: Connection, meeting: Meeting, member: Member
+    ) -> None:
+        while True:
+            head, arrays = receive(connection)
+            if head["kind"] == "bye":
+                meeting.expect_no_more(member.index)
+                return
+            if head["kind"] == "state":
+                meeting.keep(int(head["version"]), arrays)
+                continue
+            parcel = Parcel(int(head["version"]), float(head["samples"]), arrays)
+            send(connection, *meeting.exchange(member, parcel))
 
     def _meeting(self, number: int) -> Meeting:
         with self._lock:

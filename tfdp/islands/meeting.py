@@ -61,17 +61,19 @@ class Meeting:
     """The exchanges of one `fit` of all islands.
 
     Args:
-        expected: Set of ints, islands that the first ones wait for.
+        expected: Set of ints, islands that may come, for which the first ones wait.
         join_seconds: Float, for how long.
     """
 
     def __init__(self, expected: set[int], join_seconds: float) -> None:
-        self._expected = expected
+        # Who has not come yet; and who may come, or come again.
+        self._expected, self._may_come = set(expected), set(expected)
         self._begins_by = time.monotonic() + join_seconds
         self._changed = threading.Condition()
         self._is_closed = False
         self._members: dict[int, Member] = {}
-        self._first_states: dict[int, list[Array]] = {}
+        # Of those who wait for the first exchange, with their updates.
+        self._first_states: dict[int, tuple[int, list[Array]]] = {}
         self._settings: dict[str, Any] | None = None
         # Exchanges so far; the state after one of them, and the means since.
         self._version = 0
@@ -86,10 +88,18 @@ class Meeting:
             self._is_closed = True
             self._changed.notify_all()
 
+    @property
+    def is_over(self) -> bool:
+        """Bool, whether nobody is there, and nobody will come."""
+        with self._changed:
+            return not self._members and not self._may_come
+
     def expect_no_more(self, index: int) -> None:
-        """Take note that an island does not come any more."""
+        """Take note that an island is through, or does not come any more."""
         with self._changed:
             self._expected.discard(index)
+            self._may_come.discard(index)
+            self._members.pop(index, None)
             self._changed.notify_all()
 
     def new_member(self, index: int) -> Member:
@@ -108,13 +118,18 @@ class Meeting:
             self._changed.notify_all()
 
     def join(
-        self, member: Member, settings: dict[str, Any], state: list[Array]
+        self,
+        member: Member,
+        settings: dict[str, Any],
+        updates: int,
+        state: list[Array],
     ) -> Message:
         """Return the state from which an island goes on, once the first ones are there.
 
         Args:
             member: `Member`.
             settings: Dict, which all have to share.
+            updates: Int, those that it has made before, as where it is resumed.
             state: List of arrays, its own.
         """
         with self._changed:
@@ -122,12 +137,11 @@ class Meeting:
             if settings != self._settings:
                 return {"error": _difference(settings, self._settings)}, []
             self._expected.discard(member.index)
-            self._first_states[member.index] = state
+            self._first_states[member.index] = updates, state
             self._changed.notify_all()
             self._changed.wait_for(self._may_begin, self._begins_by - time.monotonic())
             if self._state is None:
-                # All begin with the weights of the first of them.
-                self._state = 0, self._first_states[min(self._first_states)]
+                self._state = 0, self._furthest()
             self._first_states.pop(member.index, None)
             member.has_begun = True
             return self._standing()
@@ -175,6 +189,11 @@ class Meeting:
                 self._state = version, state
                 self._means = [pair for pair in self._means if pair[0] > version]
 
+    def _furthest(self) -> list[Array]:
+        """The state with most updates, and of several that of the first island."""
+        states = self._first_states
+        return states[max(states, key=lambda index: (states[index][0], -index))][1]
+
     def _may_begin(self) -> bool:
         return self._is_closed or self._state is not None or not self._expected
 
@@ -201,7 +220,8 @@ class Meeting:
         ]
         if least is None:
             return not missing
-        is_enough = len(self._waiting()) >= least
+        # Fewer where no more will come.
+        is_enough = len(self._waiting()) >= min(least, len(self._may_come))
         return is_enough and (is_late or all(m.is_away for m in missing))
 
     def _end_exchange(self) -> None:

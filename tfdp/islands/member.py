@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 import time
@@ -15,6 +16,8 @@ from tfdp.islands.frames import GONE, close, receive, secured, send
 from tfdp.transport.communicator import Array
 
 _CONNECT_SECONDS = 60.0
+# A launcher has more to do.
+_TELL_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 
 
@@ -66,16 +69,18 @@ class Member:
     def __init__(self, island: Island, fit: int = 0) -> None:
         self._island = island
         self._fit = fit
-        self._connection = _connect(island)
+        self._connection = _connect(island, _CONNECT_SECONDS)
 
     def join(
-        self, settings: dict[str, Any], state: Sequence[Array]
+        self, settings: dict[str, Any], state: Sequence[Array], updates: int = 0
     ) -> tuple[int, Standing]:
         """Join the others, and wait for those that start.
 
         Args:
             settings: Dict that JSON can hold, alike on all islands.
-            state: Sequence of arrays, from which all go on if this is the first island.
+            state: Sequence of arrays, from which all begin if this island is the one
+                with most updates, or the first of several.
+            updates: Int, those that it has made before. Defaults to 0.
 
         Returns:
             Tuple of the number of exchanges so far, and the `Standing`.
@@ -84,7 +89,13 @@ class Member:
             ValueError: If others have other settings.
             RuntimeError: If the hub has gone.
         """
-        head = {"index": self._island.index, "fit": self._fit, "settings": settings}
+        head = {
+            "kind": "join",
+            "index": self._island.index,
+            "fit": self._fit,
+            "settings": settings,
+            "updates": updates,
+        }
         answer, arrays = self._ask(head, state)
         if "error" in answer:
             raise ValueError(
@@ -127,8 +138,16 @@ class Member:
         except GONE as error:
             raise self._gone() from error
 
-    def close(self) -> None:
-        """Leave; the others do not wait for this island any more."""
+    def close(self, *, is_through: bool = False) -> None:
+        """Leave; the others do not wait for this island any more.
+
+        Args:
+            is_through: Bool, whether it does not come back to this `fit`. Defaults to
+                `False`.
+        """
+        if is_through:
+            with contextlib.suppress(*GONE):
+                send(self._connection, {"kind": "bye"})
         close(self._connection)
 
     def _ask(
@@ -147,9 +166,22 @@ class Member:
         )
 
 
-def _connect(island: Island) -> Any:
+def tell_end(island: Island) -> None:
+    """Tell the hub on another machine that an island has ended for good.
+
+    Args:
+        island: `Island`.
+    """
+    with contextlib.suppress(*GONE, RuntimeError):  # its launcher has ended, too
+        connection = _connect(island, _TELL_SECONDS)
+        send(connection, {"kind": "ended", "index": island.index})
+        receive(connection)
+        close(connection)
+
+
+def _connect(island: Island, within_seconds: float) -> Any:
     address = split_address(island.hub)
-    deadline = time.monotonic() + _CONNECT_SECONDS
+    deadline = time.monotonic() + within_seconds
     while True:
         try:
             sock = socket.create_connection(address, timeout=5.0)

@@ -36,12 +36,12 @@ class OuterState:
     @property
     def weights(self) -> list[Array]:
         """List of arrays, the trained weights."""
-        return [np.array(anchor) for anchor in self._anchors]
+        return [np.array(anchor.numpy()) for anchor in self._anchors]
 
     @property
     def arrays(self) -> list[Array]:
         """List of arrays, the whole state."""
-        slots = [np.array(variable) for variable in self._optimizer.variables]
+        slots = [np.array(variable.numpy()) for variable in self._optimizer.variables]
         return [*slots, *self.weights, *self.statistics]
 
     def step(self, mean: Sequence[Array]) -> None:

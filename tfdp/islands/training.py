@@ -4,20 +4,46 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from tfdp.cluster.islands import Island
+from tfdp.cluster.words import counted
 from tfdp.islands.member import Member
 from tfdp.islands.outer_state import OuterState
 from tfdp.local_steps import LocalStepsOptions
+from tfdp.replicas.variables import StatisticVariable
 from tfdp.transport.communicator import Array
 
 # Of a process that trains several times.
 _fits = itertools.count()
+# Those that train at the moment, by model.
+_running: weakref.WeakKeyDictionary[Any, IslandTraining] = weakref.WeakKeyDictionary()
+
+
+def meet_islands(model: Any) -> None:
+    """Go on from what all islands have in common, where a model trains on one.
+
+    Before the model is evaluated.
+
+    Args:
+        model: Keras model.
+    """
+    if (training := _running.get(model)) is not None:
+        training.meet()
+
+
+def leave_islands(model: Any) -> None:
+    """Leave the other islands, where the `fit` of a model has not done so: it failed.
+
+    Args:
+        model: Keras model.
+    """
+    if (training := _running.get(model)) is not None:
+        training.end(is_through=False)
 
 
 class IslandTraining:
@@ -42,13 +68,14 @@ class IslandTraining:
         settings: dict[str, Any],
         island: Island,
     ) -> None:
-        _check(options)
+        _check(options, island)
         assert options.outer is not None
         self._model = model
         self._options = options
         self._outer_options = options.outer
         self._settings = settings
         self._island = island
+        self._fit = 0
         self._member: Member | None = None
         self._state: OuterState | None = None
         self._version = 0
@@ -66,6 +93,10 @@ class IslandTraining:
     def _updates(self) -> int:
         return self._batches // _micro_batches(self._model.optimizer)
 
+    def fit_begins(self) -> None:
+        """Count this `fit`, also if nothing is left of it to train."""
+        self._fit = next(_fits)
+
     def begin(self) -> None:
         """Join the others, once, and go on from what all have in common."""
         if self._member is not None:
@@ -73,7 +104,7 @@ class IslandTraining:
         weights, statistics = self._weights(), self._statistics()
 
         def join() -> None:
-            self._member = Member(self._island, next(_fits))
+            self._member = Member(self._island, self._fit)
             template = self._outer_options.optimizer
             self._state = OuterState(template, weights, statistics)
             settings = {
@@ -81,13 +112,17 @@ class IslandTraining:
                 "least": self._outer_options.min_participants,
                 "patience_seconds": self._outer_options.patience_seconds,
             }
-            self._version, standing = self._member.join(settings, self._state.arrays)
+            updates = int(self._model.optimizer.iterations.numpy())
+            self._version, standing = self._member.join(
+                settings, self._state.arrays, updates
+            )
             self._state.take(standing)
 
         _Task(join).result()
         assert self._state is not None
         self._common = self._state.weights
         self._assign(self._common, self._state.statistics)
+        _running[self._model] = self
 
     def batches_end(self, count: int) -> None:
         """Send what was learned when it is time, and use what has come.
@@ -99,25 +134,39 @@ class IslandTraining:
         self._batches += count
         self._learned += self._updates - before
         delay, every = self._options.delay, self._options.sync_every
-        if self._exchange is not None and self._updates - self._sent_at >= delay:
+        is_due = self._updates // every > before // every
+        is_over = is_due or self._updates - self._sent_at >= delay
+        if self._exchange is not None and is_over:
             self._finish(self._outer_options.mixing)
-        if self._updates // every > before // every:
+        if is_due:
             self._launch()
             if not delay:
                 self._finish(0.0)
 
     def meet(self) -> None:
-        """Go on from what all have in common: the end of an epoch, or an evaluation."""
+        """Go on from what all have in common: the end of an epoch, or an evaluation.
+
+        The next exchange is due after as many updates as at the beginning.
+        """
         if self._exchange is not None:
-            self._finish(self._outer_options.mixing)
+            # Nothing of its own is left to an island that has learned nothing since.
+            self._finish(self._outer_options.mixing if self._learned else 0.0)
         if self._learned:
             self._launch()
             self._finish(0.0)
+        self._batches %= _micro_batches(self._model.optimizer)
+        self._sent_at = 0
 
-    def end(self) -> None:
-        """Leave the others; they do not wait for this island any more."""
+    def end(self, *, is_through: bool = True) -> None:
+        """Leave the others; they do not wait for this island any more.
+
+        Args:
+            is_through: Bool, whether it has come to the end of its `fit`. Defaults to
+                `True`.
+        """
+        _running.pop(self._model, None)
         if self._member is not None:
-            self._member.close()
+            self._member.close(is_through=is_through)
 
     def _launch(self) -> None:
         own = zip(self._common, self._weights(), strict=True)
@@ -149,6 +198,8 @@ class IslandTraining:
         assert self._state is not None
         exchange, self._exchange = self._exchange, None
         was_behind = exchange.result()
+        if was_behind:
+            self._learned = 0  # which it goes on without
         self.staleness = max(self.staleness, self._updates - self._sent_at)
         weights = self._common = self._state.weights
         if mixing and not was_behind:
@@ -168,8 +219,8 @@ class IslandTraining:
     def _averaged(self) -> list[Any]:
         return [
             variable
-            for variable in self._model.non_trainable_variables
-            if tf.as_dtype(variable.dtype).is_floating
+            for variable in self._model.variables
+            if isinstance(variable.value, StatisticVariable)
         ]
 
     def _assign(self, weights: list[Array], statistics: list[Array]) -> None:
@@ -203,7 +254,7 @@ class _Task(threading.Thread):
 
 
 def _wide(variable: Any) -> Array:
-    value = np.array(variable)
+    value = np.array(variable.numpy())
     return value.astype("float32") if value.dtype.itemsize < 4 else value
 
 
@@ -212,9 +263,15 @@ def _micro_batches(optimizer: Any) -> int:
     return own or getattr(optimizer, "gradient_accumulation_steps", None) or 1
 
 
-def _check(options: LocalStepsOptions) -> None:
+def _check(options: LocalStepsOptions, island: Island) -> None:
     outer = options.outer
     assert outer is not None
+    if outer.min_participants is not None and outer.min_participants > island.count:
+        raise ValueError(
+            "`min_participants` must be at most the number of islands. Received: "
+            f"min_participants={outer.min_participants}, "
+            f"{counted(island.count, 'island')}"
+        )
     others = {
         "fragments": outer.fragments > 1,
         "compression": outer.compression is not None,

@@ -25,6 +25,7 @@ from tfdp.coordination.progress import progress
 from tfdp.data import checks
 from tfdp.data import position as data_position
 from tfdp.data.distribute import check_batch_size
+from tfdp.islands.training import leave_islands, meet_islands
 from tfdp.keras_hooks import file_hooks, loop_agreement, scope_checks
 from tfdp.keras_hooks.logs import mean_over_workers, merge_logs
 from tfdp.keras_hooks.saving import save_atomically
@@ -75,6 +76,7 @@ def _run_loop(
 ) -> Any:
     arguments = bound.arguments
     go_to_meeting(model)
+    meet_islands(model)
     each_batch = _agree(name, model, bound, strategy)
     average_replicas_of(model)
     if name == "fit":
@@ -196,7 +198,7 @@ def _agree(name: str, model: Any, bound: inspect.BoundArguments, strategy: Any) 
 
 @contextlib.contextmanager
 def _recording(model: Any, *, is_fit: bool) -> Iterator[None]:
-    """Undo after `fit` what its callbacks added to what is traced."""
+    """Undo after `fit` what its callbacks added to what is traced; leave islands."""
     if not is_fit:
         with _unrecorded():
             yield
@@ -205,6 +207,7 @@ def _recording(model: Any, *, is_fit: bool) -> Iterator[None]:
     try:
         yield
     finally:
+        leave_islands(model)
         was_recorded = timing.recorders.deactivate_since(recorders)
         if drift_probe.probes.deactivate_since(watches) or was_recorded:
             model.train_function = None

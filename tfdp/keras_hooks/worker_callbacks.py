@@ -102,9 +102,11 @@ def callbacks_of_island(strategy: Any, callbacks: Any) -> Any:
             "`tfdp.callbacks.DiLoCo`, which brings them together. Add what is missing, "
             "or leave out `--islands`."
         )
-    if island.index == 0 or isinstance(callbacks, keras.callbacks.CallbackList):
+    if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
-    return [callback for callback in given if not isinstance(callback, _WRITERS)]
+    chosen = [c for c in given if island.index == 0 or not isinstance(c, _WRITERS)]
+    # At the end of an epoch the others see the weights that all have in common.
+    return sorted(chosen, key=lambda callback: not hasattr(callback, "trains_islands"))
 
 
 def order_callbacks(callbacks: Any) -> Any:

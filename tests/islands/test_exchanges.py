@@ -1,0 +1,118 @@
+"""Exchanges of one island in this process, with a hub of its own."""
+
+from __future__ import annotations
+
+import collections.abc
+import json
+import socket
+
+import keras
+import numpy as np
+import pytest
+
+import tfdp
+from tests.harness import common
+from tfdp.cluster import Cluster
+from tfdp.cluster.islands import Island
+from tfdp.islands.hub import Hub
+
+NUM_BATCHES = 12
+SECRET = "0123456789abcdef"
+
+
+@pytest.fixture
+def hub(monkeypatch) -> collections.abc.Iterator[Hub]:
+    """A hub of one island, which this process is."""
+    with Hub(socket.create_server(("127.0.0.1", 0)), SECRET, 1) as hub:
+        config = json.loads(Cluster(("127.0.0.1:1",)).to_tf_config())
+        Island(0, 1, f"127.0.0.1:{hub.port}", SECRET).add_to(config)
+        monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+        yield hub
+
+
+def fit(
+    callback: tfdp.callbacks.DiLoCo,
+    *others: keras.callbacks.Callback,
+    steps_per_execution: int = 1,
+    epochs: int = 2,
+) -> keras.Model:
+    with tfdp.MirroredStrategy(["CPU:0"]).scope():
+        layers = [keras.layers.Dense(3), keras.layers.BatchNormalization()]
+        layers[0].trainable = False
+        model = keras.Sequential(
+            [keras.Input((common.NUM_FEATURES,)), *layers, keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse", steps_per_execution=steps_per_execution)
+    data = common.regression_data(NUM_BATCHES * common.BATCH_SIZE)
+    common.fit(
+        model,
+        *data,
+        epochs=epochs,
+        validation_data=data,
+        callbacks=[*others, callback],
+    )
+    return model
+
+
+class AtTheEnd(keras.callbacks.Callback):
+    """Keeps the weights at the end of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.weights = [v.numpy() for v in self.model.trainable_variables]
+
+
+@pytest.mark.parametrize("sync_every", [4, 5])
+def test_an_epoch_ends_on_the_common_weights_whatever_is_under_way(hub, sync_every):
+    callback, watch = tfdp.callbacks.DiLoCo(sync_every, delay=2), AtTheEnd()
+    # Callbacks that stand before it see them too.
+    fit(callback, watch)
+    training = callback._island
+    assert training is not None
+    for seen, common_value in zip(watch.weights, training._common, strict=True):
+        np.testing.assert_array_equal(seen, common_value)
+
+
+def test_exchanges_are_due_after_as_many_updates_in_each_epoch(hub):
+    callback = tfdp.callbacks.DiLoCo(5)
+    fit(callback, epochs=3)
+    assert callback._island is not None
+    assert callback._island._version == 3 * 3  # after 5, 10 and 12
+
+
+def test_an_exchange_is_over_before_the_next_begins_with_several_steps(hub):
+    callback = tfdp.callbacks.DiLoCo(8, delay=7)
+    fit(callback, steps_per_execution=3)
+    assert callback._island is not None
+    # After 9 of 12, and at the end.
+    assert callback._island._version == 2 * 2
+
+
+def test_of_other_variables_moving_statistics_are_averaged_only(hub):
+    callback = tfdp.callbacks.DiLoCo(4)
+    model = fit(callback, epochs=1)
+    assert callback._island is not None
+    names = [variable.path.split("/")[-1] for variable in callback._island._averaged()]
+    assert names == ["moving_mean", "moving_variance"]
+    assert len(model.non_trainable_variables) > len(names)
+
+
+def test_a_fit_that_fails_leaves_the_others(hub):
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 5:
+                raise KeyError("of the user's own")
+
+    with pytest.raises(KeyError, match="of the user's own"):
+        fit(tfdp.callbacks.DiLoCo(4), Fails())
+    (meeting,) = hub._meetings.values()
+    with meeting._changed:
+        assert meeting._changed.wait_for(lambda: not meeting._members, 20.0)
+    # A later `fit` is another meeting.
+    again = tfdp.callbacks.DiLoCo(4)
+    fit(again, epochs=1)
+    assert again._island is not None
+    assert again._island._version == 3
