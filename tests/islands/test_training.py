@@ -134,7 +134,7 @@ def test_islands_equal_nodes_that_are_brought_together_by_hand(launcher, run, de
 
 @pytest.mark.standard
 def test_an_island_that_is_killed_stops_no_other_and_comes_back(launcher):
-    options = arguments(epochs=5, seconds=0.15, backup="backups")
+    options = arguments(epochs=5, seconds=0.1, backup="backups", waits_at=40)
     process = launcher.start(
         "-n", "2", "--islands", "--max-restarts", "1", SCRIPT, options
     )
@@ -178,7 +178,7 @@ def test_an_island_that_stands_still_costs_the_others_no_step(launcher):
     os.kill(stopped, signal.SIGSTOP)
     try:
         wait_for_steps(folder, 0, 44)
-        assert len(steps(folder, 1)) < 12
+        assert len(steps(folder, 1)) < 30
     finally:
         os.kill(stopped, signal.SIGCONT)
     code, output = ended(process)
@@ -191,7 +191,7 @@ def test_an_island_that_stands_still_costs_the_others_no_step(launcher):
 def test_the_hub_stays_until_islands_of_other_machines_are_through(launcher):
     options = {"delay": 2, "min_participants": 1, "patience_seconds": 0.1}
     first, second = start_on_two_machines(
-        launcher, arguments(1, **options), arguments(2, 0.15, **options)
+        launcher, arguments(1, **options), arguments(2, 0.4, **options)
     )
     wait_for_steps(launcher.folder, 0, 11)
     code, output = ended(first)

@@ -26,19 +26,36 @@ def outer() -> keras.optimizers.Optimizer:
 
 
 class Steps(keras.callbacks.Callback):
-    """Writes the time of each step, which takes a while, into a file."""
+    """Writes the time of each step, which takes a while, into a file.
 
-    def __init__(self, seconds: float) -> None:
+    Args:
+        seconds: How long a step takes at least.
+        waits_at: The first island's step at which it waits until the second one, which
+            was killed, is back and has made a step; or 0.
+    """
+
+    def __init__(self, seconds: float, waits_at: int) -> None:
         super().__init__()
         self._seconds = seconds
+        self._waits_at = waits_at if ISLAND.index == 0 else 0
+        self._num_steps = 0
         self._file = open(f"steps-{ISLAND.index}", "a")  # noqa: SIM115
 
     def on_train_batch_end(self, batch, logs=None):
         time.sleep(self._seconds)
         print(os.getpid(), time.monotonic(), file=self._file, flush=True)
+        self._num_steps += 1
+        while self._num_steps == self._waits_at and not self._is_other_back():
+            time.sleep(0.05)
+
+    def _is_other_back(self) -> bool:
+        lines = pathlib.Path("steps-1").read_text().splitlines()
+        return len({line.split()[0] for line in lines}) > 1
 
 
-def main(epochs: int, seconds: float, backup: str, **options: object) -> None:
+def main(
+    epochs: int, seconds: float, backup: str, waits_at: int = 0, **options: object
+) -> None:
     # The islands begin with different weights, and train from those of the first.
     keras.utils.set_random_seed(ISLAND.index)
     strategy = tfdp.auto_strategy()
@@ -46,7 +63,10 @@ def main(epochs: int, seconds: float, backup: str, **options: object) -> None:
         model = common.compiled(common.mlp(), keras.optimizers.Adam(0.05))
     if ISLAND.index == 0:
         np.savez("first.npz", *model.get_weights())
-    callbacks = [tfdp.callbacks.DiLoCo(SYNC_EVERY, outer(), **options), Steps(seconds)]
+    callbacks = [
+        tfdp.callbacks.DiLoCo(SYNC_EVERY, outer(), **options),
+        Steps(seconds, waits_at),
+    ]
     if backup:
         callbacks.append(tfdp.callbacks.BackupAndRestore(backup, save_freq=5))
     x, y = data()
