@@ -105,7 +105,11 @@ def _unordered_of_fit(env: Env, switches: Switches, *more: object) -> list:
     return [pair for graph in graphs for pair in unordered(graph)]
 
 
-@registry.case("Each update comes after the reads of its step", setups=("mirrored",))
+@registry.case(
+    "Each update comes after the reads of its step",
+    setups=("mirrored",),
+    full_setups=(),
+)
 def no_update_passes_a_read_of_its_variable(env: Env) -> dict:
     if env.is_reference:
         _see_the_fault_of_tensorflow(env)
