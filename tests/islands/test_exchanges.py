@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import json
 import socket
+import time
 
 import keras
 import numpy as np
@@ -14,6 +15,8 @@ import tfdp
 from tests.harness import common
 from tfdp.cluster import Cluster
 from tfdp.cluster.islands import Island
+from tfdp.islands import frames
+from tfdp.islands import training as island_training
 from tfdp.islands.hub import Hub
 
 NUM_BATCHES = 12
@@ -116,3 +119,34 @@ def test_a_fit_that_fails_leaves_the_others(hub):
     fit(again, epochs=1)
     assert again._island is not None
     assert again._island._version == 3
+
+
+def test_an_island_that_the_hub_has_taken_for_gone_joins_again(hub):
+    class Cut(keras.callbacks.Callback):
+        """Ends the connection in the middle of an epoch, from the other side."""
+
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 5:
+                for connection in list(hub._connections):
+                    frames.close(connection)
+
+    callback = tfdp.callbacks.DiLoCo(4)
+    fit(callback, Cut(), epochs=1)
+    training = callback._island
+    assert training is not None
+    # The second of three was lost with the connection, and what it would have brought.
+    assert training._version == 2
+    assert training.participants == 1
+
+
+def test_who_waits_for_long_says_so(hub, monkeypatch, capsys):
+    callback = tfdp.callbacks.DiLoCo(4)
+    fit(callback, epochs=1)
+    training = callback._island
+    assert training is not None
+    assert "has waited" not in capsys.readouterr().err
+    monkeypatch.setattr(island_training, "_WARN_AFTER_SECONDS", 0.1)
+    training._exchange = island_training._Task(lambda: bool(time.sleep(0.5)))
+    training._finish(0.0)
+    said = capsys.readouterr().err
+    assert "tfdp: island 0 has waited for 0.1 s for the others" in said

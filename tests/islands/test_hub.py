@@ -14,7 +14,7 @@ import pytest
 
 from tfdp.cluster.islands import Island
 from tfdp.islands.hub import Hub
-from tfdp.islands.member import Member, tell_end
+from tfdp.islands.member import HubGone, Member, tell_end
 
 SECRET = "0123456789abcdef"
 SETTINGS = {"sync_every": 4, "least": None, "patience_seconds": 0.2}
@@ -280,4 +280,18 @@ def test_a_hub_is_needed_until_those_that_have_been_there_have_ended(open_hub):
     while hub.is_needed:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert not hub._meetings or hub._meetings[0]._may_come == {1}
+
+
+def test_an_island_that_gives_no_sign_of_life_has_gone(open_hub, monkeypatch):
+    monkeypatch.setattr("tfdp.islands.frames._SILENT_SECONDS", 1)
+    monkeypatch.setattr("tfdp.islands.member.BEAT_SECONDS", 0.1)
+    first, second = join(open_hub(2), 0, 1)
+    time.sleep(1.5)  # both are there, and compute
+    replies = at_once(lambda: bring(first, 0, 1.0), lambda: bring(second, 0, 3.0))
+    assert [reply.participants for reply in replies] == [2, 2]
+    second._is_closed.set()  # as if it stood still: its connection stays open
+    begin = time.monotonic()
+    assert bring(first, 1, 1.0).participants == 1
+    assert time.monotonic() - begin < DEADLINE_SECONDS / 2
+    with pytest.raises(HubGone):
+        bring(second, 1, 1.0)

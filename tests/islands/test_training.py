@@ -101,8 +101,9 @@ def start_on_two_machines(launcher: Launcher, *args: str, devices: int = 1) -> l
 
 
 def of_two_machines(launcher: Launcher) -> tuple[int, str]:
-    """Two launchers, with two devices in each island."""
-    both = start_on_two_machines(launcher, arguments(), arguments(), devices=2)
+    """Two launchers, with two devices in each island, which shard and scale."""
+    each = arguments(shards=True)
+    both = start_on_two_machines(launcher, each, each, devices=2)
     codes, outputs = zip(*map(ended, both), strict=True)
     return max(codes), "".join(outputs)
 

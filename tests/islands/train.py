@@ -54,7 +54,12 @@ class Steps(keras.callbacks.Callback):
 
 
 def main(
-    epochs: int, seconds: float, backup: str, waits_at: int = 0, **options: object
+    epochs: int,
+    seconds: float,
+    backup: str,
+    waits_at: int = 0,
+    shards: bool = False,
+    **options: object,
 ) -> None:
     # The islands begin with different weights, and train from those of the first.
     keras.utils.set_random_seed(ISLAND.index)
@@ -67,6 +72,11 @@ def main(
         tfdp.callbacks.DiLoCo(SYNC_EVERY, outer(), **options),
         Steps(seconds, waits_at),
     ]
+    if shards:
+        callbacks += [
+            tfdp.callbacks.ShardedOptimizer(stage=3),
+            tfdp.callbacks.LossScaling(initial_scale=16.0),
+        ]
     if backup:
         callbacks.append(tfdp.callbacks.BackupAndRestore(backup, save_freq=5))
     x, y = data()

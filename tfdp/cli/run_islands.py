@@ -17,8 +17,8 @@ from tfdp.cli.island_job import IslandJob
 from tfdp.cli.island_options import IslandOptions
 from tfdp.cli.job import JobOptions
 from tfdp.cli.launch import make_clusters
-from tfdp.cli.log_file import LogFile
 from tfdp.cli.run_settings import RunSettings
+from tfdp.cli.run_where import open_logs, warn_of_surroundings
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
 from tfdp.cluster import counted, split_address
@@ -61,18 +61,17 @@ def run_islands(
     count, total = settings.num_workers, options.total or settings.num_workers
     secret = _secret(options)
     indices = range(options.first, options.first + count)
-    try:
-        logs = [LogFile(folder / f"island-{i}.log", screen.warn) for i in indices]
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
+    logs = open_logs(folder, [f"island-{i}.log" for i in indices], screen)
     with _hub(options, secret, total) as (address, hub):
         screen.message(
             f"tfdp: starting {counted(count, 'island')} of {total}, which meet at "
             f"{address}; logs in {folder}"
         )
-        # A worker of its own cluster each.
+        warn_of_surroundings(screen, count, settings.devices_per_worker)
+        # Each the only worker of a cluster of its own.
         clusters = [
-            make_clusters(1, settings.devices_per_worker or 1)[0] for _ in indices
+            dataclasses.replace(each, workers=(each.workers[each.rank],), task_index=0)
+            for each in make_clusters(count, settings.devices_per_worker or 1)
         ]
         islands = [Island(index, total, address, secret) for index in indices]
         job = IslandJob(

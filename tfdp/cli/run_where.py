@@ -59,8 +59,8 @@ def run_here(
     num_workers = settings.num_workers
     screen.node = 0
     names = [f"worker-{rank}.log" for rank in range(num_workers)]
-    logs = _open_logs(folder, names, screen)
-    history = _open_logs(
+    logs = open_logs(folder, names, screen)
+    history = open_logs(
         folder, ["restarts.log"] if settings.max_restarts else [], screen
     )
     _announce(screen, num_workers, settings.devices_per_worker, folder)
@@ -113,19 +113,19 @@ def run_as_node(
     screen.node = where.node_rank
     hello = make_hello(where, settings)
 
-    def open_logs(node_rank: int, first_rank: int, num_workers: int) -> Logs:
+    def logs_of_node(node_rank: int, first_rank: int, num_workers: int) -> Logs:
         ranks = range(first_rank, first_rank + settings.num_workers)
         kept = ["restarts.log"] if settings.max_restarts and node_rank == 0 else []
         logs = Logs(
-            _open_logs(folder, [f"worker-{rank}.log" for rank in ranks], screen),
-            _open_logs(folder, kept, screen),
+            open_logs(folder, [f"worker-{rank}.log" for rank in ranks], screen),
+            open_logs(folder, kept, screen),
         )
         screen.node = node_rank
         told = announcement(
             node_rank, nodes, first_rank, settings.num_workers, num_workers, folder
         )
         screen.message(f"tfdp: {told}")
-        _warn(screen, settings.num_workers, settings.devices_per_worker)
+        warn_of_surroundings(screen, settings.num_workers, settings.devices_per_worker)
         return logs
 
     def say(text: str) -> None:
@@ -141,7 +141,7 @@ def run_as_node(
                     "rebalance": settings.rebalance,
                 },
                 OtherNodes(member, screen),
-                open_logs,
+                logs_of_node,
                 screen,
                 signals,
                 settings.grace,
@@ -187,7 +187,17 @@ def run_on_hosts(
         return job.run()
 
 
-def _open_logs(folder: pathlib.Path, names: list[str], screen: Screen) -> list[LogFile]:
+def open_logs(folder: pathlib.Path, names: list[str], screen: Screen) -> list[LogFile]:
+    """Open logs of workers.
+
+    Args:
+        folder: Path.
+        names: List of strings, of the files.
+        screen: The `Screen` that is told where one cannot be written later.
+
+    Raises:
+        click.UsageError: If one cannot be opened.
+    """
     try:
         return [LogFile(folder / name, screen.warn) for name in names]
     except ValueError as error:
@@ -203,10 +213,11 @@ def _announce(
         f"tfdp: starting {counted(num_workers, 'worker')}, {threads} of "
         f"{counted(num_cores(), 'CPU core')}{each}; logs in {folder}"
     )
-    _warn(screen, num_workers, devices)
+    warn_of_surroundings(screen, num_workers, devices)
 
 
-def _warn(screen: Screen, num_workers: int, devices: int | None) -> None:
+def warn_of_surroundings(screen: Screen, num_workers: int, devices: int | None) -> None:
+    """Warn of a `TF_CONFIG` that is set, and of fewer GPUs than workers."""
     if os.environ.get("TF_CONFIG"):
         screen.warn(
             "tfdp: warning: TF_CONFIG was set already; the workers get another. Under "

@@ -29,6 +29,9 @@ _LIVENESS = {
 }
 # How long the other end may take to prove itself.
 _PROOF_SECONDS = 10
+# An island sends a sign of life so often, and without any for so long has gone.
+BEAT_SECONDS = 5.0
+_SILENT_SECONDS = 60
 _TIMEVAL = struct.Struct("ll")
 # More is no head of a message.
 _MOST_HEAD_BYTES = 1 << 22
@@ -42,7 +45,8 @@ def secured(sock: socket.socket, secret: str, *, is_hub: bool) -> Connection:
     Args:
         sock: TCP socket, which belongs to the connection from then on.
         secret: String.
-        is_hub: Bool, whether this end asks first.
+        is_hub: Bool, whether this end asks first, and then waits for what the other
+            one sends no longer than for a minute without a sign of life.
 
     Raises:
         AuthenticationError: If the other end has another secret.
@@ -61,11 +65,14 @@ def secured(sock: socket.socket, secret: str, *, is_hub: bool) -> Connection:
     try:
         for turn in (deliver_challenge, answer_challenge)[:: 1 if is_hub else -1]:
             turn(connection, key)
+    except AssertionError as error:  # of Python 3.11, by what is no challenge
+        connection.close()
+        raise AuthenticationError("no challenge") from error
     except BaseException:
         connection.close()
         raise
     with _socket_of(connection) as own:
-        _limit_silence(own, 0)
+        _limit_silence(own, _SILENT_SECONDS if is_hub else 0)
     return connection
 
 

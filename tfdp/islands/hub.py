@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tfdp.islands.frames import GONE, close, receive, secured, send
-from tfdp.islands.meeting import Meeting, Member, Parcel
+from tfdp.islands.meeting import Meeting, Parcel, Participant
 
 # How long those who come first wait for the others, which may still start.
 JOIN_SECONDS = 120.0
@@ -131,7 +131,8 @@ class Hub:
         try:
             reply = meeting.join(member, head["settings"], int(head["updates"]), arrays)
             send(connection, *reply)
-            self._serve_member(connection, meeting, member)
+            if member.has_begun:
+                self._serve_member(connection, meeting, member)
         finally:
             meeting.leave(member)
             with self._lock:
@@ -139,10 +140,12 @@ class Hub:
                     self._meetings.pop(number, None)
 
     def _serve_member(
-        self, connection: Connection, meeting: Meeting, member: Member
+        self, connection: Connection, meeting: Meeting, member: Participant
     ) -> None:
         while True:
             head, arrays = receive(connection)
+            if head["kind"] == "beat":
+                continue
             if head["kind"] == "bye":
                 meeting.expect_no_more(member.index)
                 return

@@ -41,7 +41,7 @@ class Parcel:
 
 
 @dataclasses.dataclass(eq=False)
-class Member:
+class Participant:
     """An island while it is there; one that comes back is another member.
 
     Args:
@@ -71,7 +71,7 @@ class Meeting:
         self._begins_by = time.monotonic() + join_seconds
         self._changed = threading.Condition()
         self._is_closed = False
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, Participant] = {}
         # Of those who wait for the first exchange, with their updates.
         self._first_states: dict[int, tuple[int, list[Array]]] = {}
         self._settings: dict[str, Any] | None = None
@@ -102,14 +102,14 @@ class Meeting:
             self._members.pop(index, None)
             self._changed.notify_all()
 
-    def new_member(self, index: int) -> Member:
+    def new_member(self, index: int) -> Participant:
         """Let an island in, in place of what it was before."""
-        member = Member(index)
+        member = Participant(index)
         with self._changed:
             self._members[index] = member
         return member
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: Participant) -> None:
         """Take note that an island has gone: nobody waits for it any more."""
         with self._changed:
             if self._members.get(member.index) is member:
@@ -119,7 +119,7 @@ class Meeting:
 
     def join(
         self,
-        member: Member,
+        member: Participant,
         settings: dict[str, Any],
         updates: int,
         state: list[Array],
@@ -127,7 +127,7 @@ class Meeting:
         """Return the state from which an island goes on, once the first ones are there.
 
         Args:
-            member: `Member`.
+            member: `Participant`.
             settings: Dict, which all have to share.
             updates: Int, those that it has made before, as where it is resumed.
             state: List of arrays, its own.
@@ -146,11 +146,11 @@ class Meeting:
             member.has_begun = True
             return self._standing()
 
-    def exchange(self, member: Member, parcel: Parcel) -> Message:
+    def exchange(self, member: Participant, parcel: Parcel) -> Message:
         """Return the mean over those that come, or what a late one has missed.
 
         Args:
-            member: `Member`.
+            member: `Participant`.
             parcel: `Parcel`.
 
         Raises:
@@ -210,7 +210,7 @@ class Meeting:
         }
         return head, [*state, *(array for mean in means for array in mean)]
 
-    def _waiting(self) -> list[Member]:
+    def _waiting(self) -> list[Participant]:
         return [m for m in self._members.values() if m.parcel is not None]
 
     def _is_complete(self, *, is_late: bool) -> bool:

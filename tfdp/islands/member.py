@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from multiprocessing import AuthenticationError
@@ -12,13 +13,17 @@ from typing import Any
 
 from tfdp.cluster.address import split_address
 from tfdp.cluster.islands import Island
-from tfdp.islands.frames import GONE, close, receive, secured, send
+from tfdp.islands.frames import BEAT_SECONDS, GONE, close, receive, secured, send
 from tfdp.transport.communicator import Array
 
 _CONNECT_SECONDS = 60.0
 # A launcher has more to do.
 _TELL_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
+
+
+class HubGone(RuntimeError):
+    """The connection to the hub has ended."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +75,10 @@ class Member:
         self._island = island
         self._fit = fit
         self._connection = _connect(island, _CONNECT_SECONDS)
+        # Held while the hub is asked, and knows that this island waits.
+        self._lock = threading.Lock()
+        self._is_closed = threading.Event()
+        threading.Thread(target=self._beat, name="tfdp beat", daemon=True).start()
 
     def join(
         self, settings: dict[str, Any], state: Sequence[Array], updates: int = 0
@@ -116,7 +125,7 @@ class Member:
             `Reply`.
 
         Raises:
-            RuntimeError: If the hub has gone.
+            HubGone: If the hub has gone, or has taken this island for gone.
         """
         head = {"kind": "exchange", "version": version, "samples": samples}
         answer, found = self._ask(head, arrays)
@@ -131,12 +140,9 @@ class Member:
         """Leave the state after an exchange with the hub, for those who join.
 
         Raises:
-            RuntimeError: If the hub has gone.
+            HubGone: If the hub has gone.
         """
-        try:
-            send(self._connection, {"kind": "state", "version": version}, state)
-        except GONE as error:
-            raise self._gone() from error
+        self._send({"kind": "state", "version": version}, state)
 
     def close(self, *, is_through: bool = False) -> None:
         """Leave; the others do not wait for this island any more.
@@ -145,22 +151,37 @@ class Member:
             is_through: Bool, whether it does not come back to this `fit`. Defaults to
                 `False`.
         """
+        self._is_closed.set()
         if is_through:
-            with contextlib.suppress(*GONE):
-                send(self._connection, {"kind": "bye"})
+            with contextlib.suppress(HubGone):
+                self._send({"kind": "bye"})
         close(self._connection)
 
     def _ask(
         self, head: dict[str, Any], arrays: Sequence[Array]
     ) -> tuple[dict[str, Any], list[Array]]:
-        try:
-            send(self._connection, head, arrays)
-            return receive(self._connection)
-        except GONE as error:
-            raise self._gone() from error
+        with self._lock:
+            try:
+                send(self._connection, head, arrays)
+                return receive(self._connection)
+            except GONE as error:
+                raise self._gone() from error
 
-    def _gone(self) -> RuntimeError:
-        return RuntimeError(
+    def _send(self, head: dict[str, Any], arrays: Sequence[Array] = ()) -> None:
+        with self._lock:
+            try:
+                send(self._connection, head, arrays)
+            except GONE as error:
+                raise self._gone() from error
+
+    def _beat(self) -> None:
+        """Send signs of life, until this island leaves."""
+        with contextlib.suppress(HubGone):  # the next exchange says so
+            while not self._is_closed.wait(BEAT_SECONDS):
+                self._send({"kind": "beat"})
+
+    def _gone(self) -> HubGone:
+        return HubGone(
             f"The hub of the islands ({self._island.hub}) has gone: the launcher that "
             "ran it has ended. Start all again."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -12,12 +13,13 @@ import numpy as np
 
 from tfdp.cluster.islands import Island
 from tfdp.cluster.words import counted
-from tfdp.islands.member import Member
+from tfdp.islands.member import HubGone, Member
 from tfdp.islands.outer_state import OuterState
 from tfdp.local_steps import LocalStepsOptions
 from tfdp.replicas.variables import StatisticVariable
 from tfdp.transport.communicator import Array
 
+_WARN_AFTER_SECONDS = 30.0
 # Of a process that trains several times.
 _fits = itertools.count()
 # Those that train at the moment, by model.
@@ -101,28 +103,32 @@ class IslandTraining:
         """Join the others, once, and go on from what all have in common."""
         if self._member is not None:
             return
+        _running[self._model] = self
         weights, statistics = self._weights(), self._statistics()
+        updates = int(self._model.optimizer.iterations.numpy())
 
         def join() -> None:
-            self._member = Member(self._island, self._fit)
             template = self._outer_options.optimizer
             self._state = OuterState(template, weights, statistics)
-            settings = {
-                **self._settings,
-                "least": self._outer_options.min_participants,
-                "patience_seconds": self._outer_options.patience_seconds,
-            }
-            updates = int(self._model.optimizer.iterations.numpy())
-            self._version, standing = self._member.join(
-                settings, self._state.arrays, updates
-            )
-            self._state.take(standing)
+            self._join(updates)
 
         _Task(join).result()
         assert self._state is not None
         self._common = self._state.weights
         self._assign(self._common, self._state.statistics)
-        _running[self._model] = self
+
+    def _join(self, updates: int) -> None:
+        """Connect to the hub, and take what all have in common; on a thread."""
+        assert self._state is not None
+        settings = {
+            **self._settings,
+            "least": self._outer_options.min_participants,
+            "patience_seconds": self._outer_options.patience_seconds,
+        }
+        self._member = Member(self._island, self._fit)
+        found = self._member.join(settings, self._state.arrays, updates)
+        self._version, standing = found
+        self._state.take(standing)
 
     def batches_end(self, count: int) -> None:
         """Send what was learned when it is time, and use what has come.
@@ -173,15 +179,21 @@ class IslandTraining:
         arrays = [before - now for before, now in own]
         samples = float(self._learned)
         self._learned, self._sent_at = 0, self._updates
-        statistics = self._statistics()
-        self._exchange = _Task(lambda: self._exchanged(samples, [*arrays, *statistics]))
+        arrays += self._statistics()
+        updates = int(self._model.optimizer.iterations.numpy())
+        self._exchange = _Task(lambda: self._exchanged(samples, arrays, updates))
 
-    def _exchanged(self, samples: float, arrays: list[Array]) -> bool:
+    def _exchanged(self, samples: float, arrays: list[Array], updates: int) -> bool:
         """Exchange, on a thread; returns whether this island was behind."""
         member, state = self._member, self._state
         assert member is not None
         assert state is not None
-        reply = member.exchange(self._version, samples, arrays)
+        try:
+            reply = member.exchange(self._version, samples, arrays)
+        except HubGone:  # which had heard nothing for too long; or the network had
+            member.close()
+            self._join(updates)
+            return True
         if reply.standing is not None:
             state.take(reply.standing)
         else:
@@ -197,6 +209,15 @@ class IslandTraining:
         assert self._exchange is not None
         assert self._state is not None
         exchange, self._exchange = self._exchange, None
+        exchange.join(_WARN_AFTER_SECONDS)
+        if exchange.is_alive():
+            print(
+                f"tfdp: island {self._island.index} has waited for "
+                f"{_WARN_AFTER_SECONDS:g} s for the others in an exchange of `DiLoCo`; "
+                "with `min_participants` it would go on without those that are late.",
+                file=sys.stderr,
+                flush=True,
+            )
         was_behind = exchange.result()
         if was_behind:
             self._learned = 0  # which it goes on without
