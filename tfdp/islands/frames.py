@@ -67,7 +67,7 @@ def secured(sock: socket.socket, secret: str, *, is_hub: bool) -> Connection:
             turn(connection, key)
     except AssertionError as error:  # of Python 3.11, by what is no challenge
         connection.close()
-        raise AuthenticationError("no challenge") from error
+        raise AuthenticationError from error
     except BaseException:
         connection.close()
         raise
