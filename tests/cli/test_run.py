@@ -18,6 +18,7 @@ import sys
 import termios
 import textwrap
 import time
+import types
 import uuid
 import zipfile
 
@@ -476,6 +477,26 @@ def test_a_bar_is_shown_now_and_then_in_files(tmp_path, monkeypatch):
     assert text == "1/9"
     assert (tmp_path / "log").read_text("utf-8") == "1/9\n"
     assert (tmp_path / "output").read_text("utf-8") == "[worker 0] 1/9\n"
+
+
+def test_a_line_is_not_shown_in_halves(tmp_path, monkeypatch):
+    # Unbuffered, as under the launcher, Python writes a line and its end apart.
+    now = [0.0]
+    clock = types.SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(worker, "time", clock)
+    code = "import time; print('half', end='', flush=True); time.sleep(600)"
+    log = LogFile(tmp_path / "log", pytest.fail)
+    process = worker.Worker(0, [sys.executable, "-c", code], dict(os.environ), log)
+    now[0] = 60.0  # nothing was written for a minute
+    while not process.unfinished:
+        process.read()
+    assert process.snapshot() is None
+    now[0] += worker._SNAPSHOT_SECONDS
+    assert process.snapshot() == "half"
+    assert process.snapshot() is None
+    process.send(signal.SIGKILL)
+    process.close()
+    log.close()
 
 
 def test_the_failing_workers_last_lines_are_seen_and_the_others_are_stopped(

@@ -55,7 +55,8 @@ class Worker:
         self.exit_code: int | None = None
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self._reader = LineReader()
-        self._logged_at = time.monotonic()
+        # When the line being drawn began, or anything was logged after that.
+        self._shown_at = time.monotonic()
         # A session of its own: Ctrl-C reaches the launcher alone, which passes it
         # on, and all that the worker starts can be found again.
         self._process = subprocess.Popen(
@@ -107,7 +108,11 @@ class Worker:
             return []
         if not data:
             return None
+        is_new_line = not self.unfinished
         lines = self._reader.feed(data)
+        if is_new_line:
+            # Python writes a line and its end apart: the half of one is no bar.
+            self._shown_at = time.monotonic()
         self._note(lines)
         return lines
 
@@ -130,7 +135,7 @@ class Worker:
         once for each of these moments, and not for each step.
         """
         text = self.unfinished
-        if not text or time.monotonic() - self._logged_at < _SNAPSHOT_SECONDS:
+        if not text or time.monotonic() - self._shown_at < _SNAPSHOT_SECONDS:
             return None
         self._log_lines([text])
         return text
@@ -141,7 +146,7 @@ class Worker:
             self._log_lines(lines)
 
     def _log_lines(self, lines: list[str]) -> None:
-        self._logged_at = time.monotonic()
+        self._shown_at = time.monotonic()
         self.log.write("".join(f"{without_escapes(line).rstrip()}\n" for line in lines))
 
     def poll(self) -> bool:
