@@ -2,7 +2,8 @@
 
     python tools/docs_check.py
 
-Each package of tfdp/ has a line in README and a docstring in its `__init__`; the walks
+Each package of tfdp/ has a line in README, and a docstring in its `__init__` that names
+its files; the walks
 of docs/step.md name what is there; links and Python blocks of all pages hold; public
 names have docstrings and stand on a page.
 """
@@ -73,6 +74,16 @@ def check_packages() -> Iterator[str]:
         docstring = ast.get_docstring(ast.parse((ROOT / path).read_text("utf-8")))
         if len((docstring or "").split()) < MIN_WORDS:
             yield f"{path}: no docstring that says what the package is for"
+        for module in modules_of(ROOT / "tfdp" / name):
+            if not re.search(rf"\b{module}\b", docstring or ""):
+                yield f"{path}: the docstring does not name {module}"
+
+
+def modules_of(package: Path) -> list[str]:
+    """List the modules and packages that are in a package, without private ones."""
+    files = [file.stem for file in package.glob("*.py")]
+    folders = [init.parent.name for init in package.glob("*/__init__.py")]
+    return sorted(name for name in files + folders if not name.startswith("_"))
 
 
 def check_walk() -> Iterator[str]:

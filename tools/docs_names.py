@@ -21,8 +21,8 @@ def public_names() -> dict[str, str]:
         Dict from names such as `"tfdp.callbacks.LossScaling"` to modules. Of a
         module without `__all__`, the functions whose docstring has an example.
     """
-    names = {}
-    for name, home in _literal("tfdp", "_HOMES").items():
+    names = {f"tfdp.ray.{name}": home for name, home in _homes("tfdp.ray")}
+    for name, home in _homes("tfdp"):
         if home != f"tfdp.{name}":
             names[f"tfdp.{name}"] = home
             continue
@@ -83,6 +83,11 @@ def _literal(module: str, name: str) -> Any:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             return ast.literal_eval(node.value)
     return None
+
+
+def _homes(package: str) -> list[tuple[str, str]]:
+    """Public names of a package that loads them late, and the modules of each."""
+    return list(_literal(package, "_HOMES").items())
 
 
 def _imports(module: str) -> dict[str, str]:

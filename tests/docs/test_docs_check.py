@@ -15,6 +15,17 @@ def test_a_package_without_line_in_readme_is_found(tmp_path, monkeypatch):
     assert "sharding, islands, local_steps" in found.partition("; they are ")[2]
 
 
+def test_a_file_that_its_package_does_not_name_is_found(monkeypatch):
+    assert list(docs_check.check_packages()) == []
+    found_in = docs_check.modules_of
+    monkeypatch.setattr(
+        docs_check, "modules_of", lambda package: [*found_in(package), "newcomer"]
+    )
+    first, *others = docs_check.check_packages()
+    assert first.endswith("the docstring does not name newcomer")
+    assert len(others) == len(docs_check.packages()) - 1
+
+
 def test_a_walk_that_names_what_is_not_there_is_found(tmp_path, monkeypatch):
     assert list(docs_check.check_walk()) == []
     page = tmp_path / "step.md"

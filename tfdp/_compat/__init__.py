@@ -10,7 +10,9 @@ rooms write `_compat.name`: all names are gathered below. Read in this order:
     graphs           operations of a graph under construction
     seeds            global seeds and random states
     distribute       classes of tf.distribute, values that each replica has its own of
+    tensor_reads     variables that are put together from tensors
     datasets         tf.data: datasets, distributed datasets and iterators
+    pipelines        stages of a tf.data pipeline, built again upon another one
     keras_data       Keras's data adapters and epoch iterators
     keras_model      Keras's models: strategy, symbolic build, epochs
     keras_optimizer  Keras's optimizers: what they train, the parts of an update

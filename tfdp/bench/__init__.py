@@ -13,7 +13,7 @@ worker that trains), `torch_worker` (its rival, which needs no TensorFlow),
 `published_models` (shapes of gradients). Beside it: `local_replicas` (which are on one
 node), `link_rate`, `tcp_bytes` (what connections have sent).
 
-The benchmarks, each with a file for its table and plot: `collectives` (with
-`collectives_worker` and `nccl_tests`), `gradients` (`tfdp bench models`, with
-`gradients_worker`), `train`, `compare`.
+The benchmarks: `collectives` (with `collectives_worker` and `nccl_tests`), `gradients`
+(`tfdp bench models`, with `gradients_worker`), `train`, `compare`; their tables and plots
+are in `collectives_report`, `gradients_report`, `train_report` and `compare_report`.
 """

@@ -10,8 +10,10 @@ milliseconds. Reading order:
     address, ports, local_ports: check, probe and find ports; rendezvous of workers
     join_guard: deadline of a worker that joins
     backoff: pauses of those who wait without a signal
+    islands: workers that are jobs of their own
     topology, nodes: replicas of each node, and how they are found
     devices: local devices that hold a replica
+    process_tree: processes killed with all that they have started
     words: numbers with their nouns, for messages
 """
 

@@ -4,6 +4,7 @@ Reading order:
     shard_groups: the process groups of those who share parameters or state
     packing: parts of several variables as one flat tensor, and back
     sharded_parameter: the variable: parts on the replicas, the whole to a model
+    deferred: parameters that are sharded as soon as they are made
     host_gathers: a whole parameter on the hosts of workers
     gathers: reads of it, in a step and outside of one
     quantized_gathers: parameters that travel in 8 bits an element

@@ -3,6 +3,7 @@
 Reading order:
     buckets: gradients of each collective
     shards: owners of the elements of the optimizer state
+    units: sharded parameters that are gathered together, and who holds what
     file_owners: files of each worker, balanced by size
     memory: bytes of training state on a replica
     traffic: messages of all-reduce algorithms

@@ -1,8 +1,11 @@
-"""Sharded optimizer state (ZeRO-1 and ZeRO-2): each replica owns and updates a shard.
+"""Sharded optimizer state (ZeRO-1 to 3): each replica owns and updates a shard.
 
+- `options`: what is sharded, and among whom.
 - `sharded_state`: builds the state, shows it to a step and to files.
 - `sharded_param_group`, `element_shards`, `variable_shards`: the state of one inner
   optimizer, in flat shards or in whole variables.
+- `parameter_plan`, `parameter_state`: the same where parameters are sharded (ZeRO-3), by
+  their units, and for checkpoints.
 - `sharded_layout`, `sharded_gradients`, `gradient_statistics`: its stages of a step.
 - `shard_collectives`, `step_collectives`: reduce-scatter and all-gather, and which of
   them a step takes.
