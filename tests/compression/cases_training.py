@@ -284,6 +284,26 @@ def compressor_is_off_where_it_would_not_gain(env: Env) -> dict:
     return {}
 
 
+@case("Momentum of a compressor", setups=("two_by_two",), compare=False)
+def momentum_correction_has_all_buckets_or_says_so(env: Env) -> dict:
+    if env.is_reference:
+        return {}
+    corrected = TopK(ratio=0.6, momentum=0.9)
+    with routed(env, compression=corrected, links=SLOW):
+        model = model_in_scope(env)
+        common.fit(model, *common.regression_data(8))
+        # Also a bucket that gains nothing.
+        assert any("momentum" in name for name in states_of(env, model))
+    with routed(env, compression=corrected, links=SLOW):
+        with env.scope():
+            table = keras.layers.Embedding(common.NUM_TOKENS, 4)
+            parts = [table, keras.layers.Flatten(), keras.layers.Dense(1)]
+            model = common.compiled(keras.Sequential(parts))
+        with pytest.warns(UserWarning, match="rows of sparse gradients are not"):
+            common.fit(model, *common.token_data(8))
+    return {}
+
+
 class WrongShape(Compressor):
     def reduce(self, bucket, state, group):
         return group.all_reduce(bucket.flat)[:-1], state

@@ -94,6 +94,22 @@ def test_an_exchange_is_over_before_the_next_begins_with_several_steps(hub):
     assert callback._island._version == 2 * 2
 
 
+def test_what_is_flushed_at_the_end_of_an_epoch_is_exchanged(hub):
+    callback = tfdp.callbacks.DiLoCo(2)
+    # 12 batches: two updates, an exchange after them, and two batches that are left.
+    flush = tfdp.callbacks.GradientAccumulation(5, flush="epoch")
+    watch = AtTheEnd()
+    model = fit(callback, flush, watch)
+    training = callback._island
+    assert training is not None
+    assert training._version == 2 * 2
+    assert int(model.optimizer.iterations.numpy()) == 2 * 3
+    for variable, value in zip(
+        model.trainable_variables, training._common, strict=True
+    ):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
 def test_of_other_variables_moving_statistics_are_averaged_only(hub):
     callback = tfdp.callbacks.DiLoCo(4)
     model = fit(callback, epochs=1)

@@ -46,10 +46,11 @@ class Nodes(Replicas):
         make: Make = adam,
     ) -> None:
         super().__init__(count, make, weights, build)
-        self._anchors = [keras.Variable(value) for value in weights]
+        trained = self.models[0].trainable_variables
+        self._anchors = [keras.Variable(variable.numpy()) for variable in trained]
         self._outer = outer
         self._outer.build(self._anchors)
-        self.since = np.zeros((len(weights), count))
+        self.since = np.zeros((len(trained), count))
 
     def step(self, x: np.ndarray, y: np.ndarray, left_out: Iterable[int] = ()) -> None:
         super().step(x, y, left_out)

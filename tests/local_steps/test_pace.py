@@ -77,6 +77,21 @@ def test_nobody_leaves_out_an_exchange_nor_all_between_two(outer: dict, places: 
     assert len(made) == 5 * 2 * len(places)
 
 
+def test_a_part_of_an_execution_is_left_out_like_the_rest():
+    pace = Pace(LocalStepsOptions(100, is_dynamic=True))
+    pace.share = 0.01
+    model, batches = model_of(4), iter(range(10))
+
+    def compute(iterator: Any) -> dict:
+        return {"made": [next(iterator) for _ in range(4)]}
+
+    for _ in range(3):
+        assert pace.step(model, compute, batches) == {"made": [0, 1, 2, 3]}
+    assert int(model.optimizer.iterations) == 6
+    with pytest.raises(StopIteration):
+        pace.step(model, compute, batches)
+
+
 def test_executions_of_several_steps_are_left_out_as_a_whole():
     assert made_by(0.01, rounds=1, at_a_time=3) == [1, 2, 3, 10, 11, 12]
 

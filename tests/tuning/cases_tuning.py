@@ -74,7 +74,7 @@ def tuned(env: Env, **constants: int) -> collections.abc.Iterator[StepClock | No
             yield clock
         finally:
             extended.options = extended.reducer.options = before
-            extended.reducer.told_of_tuning.clear()
+            extended.reducer.told.clear()
 
 
 def new_model(env: Env, clock: StepClock | None, **options: typing.Any) -> keras.Model:

@@ -62,6 +62,23 @@ def in_steps_alone() -> bool:
     return loop is not None and loop.steps_alone
 
 
+def check_steps_alone(optimizer: Any) -> None:
+    """Raise where replicas step alone, and not by this optimizer.
+
+    Args:
+        optimizer: The Keras optimizer of an update.
+
+    Raises:
+        ValueError: If the model was compiled with another one.
+    """
+    if in_steps_alone() and _loops[-1].model.optimizer is not optimizer:
+        raise ValueError(
+            "Replicas that step alone have one optimizer, the one that the model was "
+            "compiled with. Leave out `LocalSGD` or `DiLoCo` for a model with several. "
+            f"Received: an update by {optimizer.name!r}"
+        )
+
+
 def data_is_read() -> None:
     """Record that a loop has been given data; a `fit` gets its training data first."""
     for loop in _loops[-1:]:

@@ -14,6 +14,7 @@ worker that trains), `torch_worker` (its rival, which needs no TensorFlow),
 node), `link_rate`, `tcp_bytes` (what connections have sent).
 
 The benchmarks: `collectives` (with `collectives_worker` and `nccl_tests`), `gradients`
-(`tfdp bench models`, with `gradients_worker`), `train`, `compare`; their tables and plots
-are in `collectives_report`, `gradients_report`, `train_report` and `compare_report`.
+(`tfdp bench models`, with `gradients_worker`), `train`, `compare`; their tables and
+plots are in `collectives_report`, `gradients_report`, `train_report` and
+`compare_report`.
 """

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdp.callbacks.optimizer_callback import OptimizerCallback
+from tfdp.islands.training import meet_islands_after_flush
 from tfdp.optimizer.distributed import DistributedOptimizer
 from tfdp.plans.schedules import check_steps, steps_at_epoch
 
@@ -79,5 +80,6 @@ class GradientAccumulation(OptimizerCallback):
         self._flush()
 
     def _flush(self) -> None:
-        if self.flush and self.is_in_fit:
+        if self.flush and self.is_in_fit and self.optimizer.accumulated_steps:
             self.optimizer.flush()
+            meet_islands_after_flush(self.model)

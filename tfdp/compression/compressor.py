@@ -148,6 +148,11 @@ class Compressor:
         """
         return group.all_gather(piece)
 
+    @property
+    def replaces_momentum(self) -> bool:
+        """Bool, whether it acts as the optimizer's momentum: all has to pass by it."""
+        return False
+
     def wire_ratio(self, bucket: GradientBucket) -> float | None:
         """Return the bytes that a bucket travels in, over those of an all-reduce.
 

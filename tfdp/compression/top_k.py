@@ -29,7 +29,8 @@ class TopK(Compressor):
             Defaults to 0.01.
         momentum: Float, momentum correction: the momentum of an SGD that has none of
             its own any more. It acts on each replica before elements are chosen, so
-            that those which wait lose none. Defaults to 0.0: without.
+            that those which wait lose none; all buckets are compressed then, also
+            those that gain nothing. Defaults to 0.0: without.
 
     Raises:
         ValueError: If `ratio` is not above 0 and at most 1, or `momentum` not from 0
@@ -81,6 +82,11 @@ class TopK(Compressor):
         if self.momentum:
             new["momentum"] = _set_at(added, places, tf.zeros_like(values))
         return total, new
+
+    @property
+    def replaces_momentum(self) -> bool:
+        """See `Compressor`: with momentum correction."""
+        return self.momentum > 0
 
     def wire_ratio(self, bucket: GradientBucket) -> float:
         """See `Compressor`: an all-reduce sends everything about twice."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import threading
@@ -36,6 +37,16 @@ def meet_islands(model: Any) -> None:
     """
     if (training := _running.get(model)) is not None:
         training.meet()
+
+
+def meet_islands_after_flush(model: Any) -> None:
+    """Exchange an update of the batches that were left over, where islands train.
+
+    Args:
+        model: Keras model.
+    """
+    if (training := _running.get(model)) is not None:
+        training.flushed()
 
 
 def leave_islands(model: Any) -> None:
@@ -163,6 +174,12 @@ class IslandTraining:
         self._batches %= _micro_batches(self._model.optimizer)
         self._sent_at = 0
 
+    def flushed(self) -> None:
+        """Count an update of the batches that were left over, and meet."""
+        self._learned += 1
+        self._batches -= self._batches % _micro_batches(self._model.optimizer)
+        self.meet()
+
     def end(self, *, is_through: bool = True) -> None:
         """Leave the others; they do not wait for this island any more.
 
@@ -201,7 +218,8 @@ class IslandTraining:
             self.participants = reply.participants
         self._version = reply.version
         if reply.keeps:
-            member.keep(reply.version, state.arrays)
+            with contextlib.suppress(HubGone):  # the next exchange joins again
+                member.keep(reply.version, state.arrays)
         return reply.standing is not None
 
     def _finish(self, mixing: float) -> None:

@@ -14,11 +14,11 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import loops, xla
+from tfdp.base import xla
 from tfdp.base.context import is_tfdp, replica_context
 from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT
-from tfdp.reduction.gradient_reducer import LocalReducer
+from tfdp.losses.training_group import group_that_steps_alone
 
 # An odd number far from the increments of the counter beside it.
 _SEED_STRIDE = 1_000_003
@@ -46,21 +46,9 @@ def moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) ->
     return synchronized_masked_moments(context, inputs, mask, axes)
 
 
-class _Alone:
-    """Stands for the context of a replica that trains alone."""
-
-    def all_reduce(self, reduce_op: Any, value: Any) -> Any:
-        del reduce_op
-        return value
-
-
 def _context_of_moments() -> Any:
-    """The replica context, over which moments are synchronized, or `None`."""
-    context, loop = replica_context(), loops.current()
-    if context is None or loop is None or not loop.steps_alone:
-        return context
-    local_steps = loop.model.optimizer.features.local_steps
-    return _Alone() if isinstance(local_steps.reducer(), LocalReducer) else context
+    """The context over which moments are synchronized, or `None`."""
+    return group_that_steps_alone() or replica_context()
 
 
 def rematerialize(original: Callable, function: Callable) -> Callable:

@@ -16,10 +16,11 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import batch_weight
-from tfdp.base.context import in_tfdp_scope, replica_context
+from tfdp.base.context import in_tfdp_scope
 from tfdp.collectives import step_events
 from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT, ROWS
+from tfdp.losses.training_group import context_and_share
 
 # Each replica is traced in its own thread.
 _thread = threading.local()
@@ -121,7 +122,7 @@ def _global_mean_correction(weights: Any, dtype: Any) -> Any:
     the replica counts by its share of the samples. The mean over the global
     batch divides by the sum of all replicas' weights.
     """
-    context, share = replica_context(), batch_weight.current()
+    context, share = context_and_share()
     if context is None or share is None:
         return tf.ones([], dtype)
     own = tf.reduce_sum(tf.cast(weights, tf.float64))

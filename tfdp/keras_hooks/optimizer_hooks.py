@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import batch_weight
+from tfdp.base import batch_weight, loops
 from tfdp.base.context import replica_context
 from tfdp.base.deferred_updates import defer
 from tfdp.base.param_groups import innermost
@@ -35,6 +35,7 @@ def apply(
         return None
     if len(grads) == 0:
         return None
+    loops.check_steps_alone(optimizer)
     gradients, variables = checked_gradients(optimizer, grads, trainable_variables)
     with keras.name_scope(optimizer.name, caller=optimizer):
         gradients, variables = _compat.overwrite_by_gradients(

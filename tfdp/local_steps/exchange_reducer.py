@@ -89,6 +89,7 @@ def sums_by_samples(
         variables: Sequence of the trained Keras variables that they are for.
         compresses: Bool, whether the reducer may round them.
     """
+    samples = tf.cast(samples, tf.float64)
     (total,) = reducer.sum([samples])
     share = tf.math.divide_no_nan(samples, total)
     return sums_by_share(reducer, gradients, variables, share, compresses=compresses)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import batch_weight
-from tfdp.base.context import replica_context
+from tfdp.base.context import is_tfdp, replica_context
 from tfdp.base.param_groups import innermost
 from tfdp.local_steps.exchanges import Exchanges
 from tfdp.local_steps.node_reducer import NodeReducers
@@ -42,7 +42,7 @@ class LocalSteps:
     ) -> None:
         self.options = options
         self._trained = list(variables)
-        self._node_reducers = NodeReducers()
+        self._node_reducers = NodeReducers(variables)
         self.pace = Pace(options) if options.is_dynamic else None
         self._fragments = options.fragments_of(
             [math.prod(variable.shape) for variable in variables]
@@ -100,7 +100,7 @@ class LocalSteps:
         if outer is None or outer.scope == "replica":
             return LocalReducer()
         strategy = tf.distribute.get_strategy()
-        if len(strategy.extended.group.nodes) < 2:
+        if not is_tfdp(strategy) or len(strategy.extended.group.nodes) < 2:
             raise ValueError(
                 "All replicas are on one node, so that there is nothing to exchange "
                 'between nodes. Use `DiLoCo(scope="replica")`, or say with '
@@ -197,6 +197,8 @@ class LocalSteps:
             self.exchanges.take_common_weights()
             slots = slots_of(optimizer)
             _assign(slots, _means(slots, reducer, 1.0 / reducer.num_replicas))
+        if self.outer is not None:
+            self.outer.end()
         updates.assign(tf.zeros((), updates.dtype), read_value=False)
 
     def _exchange(
@@ -204,7 +206,7 @@ class LocalSteps:
     ) -> None:
         """Exchange a fragment, unless nothing was done since it was the last time."""
         samples = _compat.local_part(self.samples)
-        own = samples[number]
+        own = tf.cast(samples[number], tf.float64)
         (total,) = reducer.sum([own])
         exchanges, variables = self.exchanges, self._trained
         learned: Sequence[tf.Tensor] | None = None

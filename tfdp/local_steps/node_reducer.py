@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.coordination.checks import check_same_variables
 from tfdp.reduction.gradient_reducer import (
     GradientReducer,
     LocalReducer,
@@ -18,11 +20,17 @@ from tfdp.reduction.reducer import Reducer
 class NodeReducers:
     """The reducers over the nodes of local replicas, each made once.
 
-    A reducer compares the variables with the other workers when it is first used, and
-    not all of these trace a step again when one does.
+    The variables are compared with those of all workers when the first one is asked
+    for: not all nodes have a reducer, and not all workers trace a step again when one
+    does.
+
+    Args:
+        variables: Sequence of the trained Keras variables.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Sequence[Any]) -> None:
+        self._variables = list(variables)
+        self._is_compared = False
         self._reducers: dict[int, Reducer] = {}
 
     def of_replica(self, strategy: Any, context: Any) -> GradientReducer:
@@ -33,11 +41,15 @@ class NodeReducers:
             context: The replica context.
 
         Raises:
-            ValueError: In eager mode, with several replicas in this process.
+            ValueError: In eager mode, with several replicas in this process; or if a
+                worker trains other variables.
         """
         whole = strategy.extended.reducer
         nodes = [sorted(positions) for positions in whole.group.nodes]
-        group = whole.group.split(nodes)[_compat.local_replica_id(context)]
+        replica = _compat.local_replica_id(context)
+        if replica == 0:
+            self._compare(strategy.extended.worker_group)
+        group = whole.group.split(nodes)[replica]
         if group is None or group.size == 1:
             return LocalReducer()
         if tf.executing_eagerly() and len(group.devices) > 1:
@@ -51,5 +63,13 @@ class NodeReducers:
                 whole.first_rank,
                 whole.options,
                 strategy.extended.worker_group,
+                compares=False,
             )
         return ReplicaReducer(self._reducers[group.key], context)
+
+    def _compare(self, worker_group: Any) -> None:
+        if not self._is_compared:
+            self._is_compared = True
+            check_same_variables(
+                worker_group, "first training step", self._variables, "trains"
+            )

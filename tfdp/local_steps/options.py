@@ -62,6 +62,7 @@ class OuterOptions:
                 "`outer_optimizer` has been built for other variables already. Give a "
                 f"new one. Received: {self.optimizer.name}"
             )
+        self._check_features()
         if self.scope not in SCOPES:
             raise ValueError(
                 f'`scope` must be "node" or "replica". Received: scope={self.scope!r}'
@@ -72,6 +73,14 @@ class OuterOptions:
         _check_number("mixing", self.mixing, "a number from 0 to 1", most=1.0)
         if self.min_participants is not None:
             self._check_rounds()
+
+    def _check_features(self) -> None:
+        names = ("use_ema", "gradient_accumulation_steps", "loss_scale_factor")
+        if found := [name for name in names if getattr(self.optimizer, name, None)]:
+            raise ValueError(
+                "`outer_optimizer` makes one update of each exchange, whose result all "
+                f"go on from. Leave out {', '.join(f'`{name}`' for name in found)}."
+            )
 
     def _check_rounds(self) -> None:
         check_count("min_participants", self.min_participants, "workers")
@@ -153,6 +162,16 @@ class LocalStepsOptions:
         return [
             (i + 1) * self.sync_every // count % self.sync_every for i in range(count)
         ]
+
+    def num_groups(self, strategy: Any) -> int:
+        """Return how many replicas or nodes step alone.
+
+        Args:
+            strategy: A tfdp strategy.
+        """
+        if self.outer is None or self.outer.scope == "replica":
+            return strategy.num_replicas_in_sync
+        return len(strategy.extended.group.nodes)
 
     def fragments_of(self, sizes: list[int]) -> list[list[int]]:
         """Cut variables into fragments of about equal size, in their order.

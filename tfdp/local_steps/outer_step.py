@@ -34,7 +34,9 @@ class OuterStep:
         variables: Sequence[Any],
     ) -> None:
         template = options.optimizer
-        self.optimizer = type(template).from_config(template.get_config())
+        with tf.init_scope():  # a step may be traced, and the rate is read
+            config = template.get_config()
+        self.optimizer = type(template).from_config(config)
         # No assignment here: the first step may be under way, being traced.
         self.is_begun = make_variable(
             shape=(), dtype="int", initializer="zeros", name="outer_is_begun"
@@ -69,15 +71,26 @@ class OuterStep:
         """Keras variables that a worker which has missed outer steps has to take."""
         return [*self.optimizer.variables, *self.anchors]
 
+    def end(self) -> None:
+        """Start anew from the weights of the next step: callbacks may change them."""
+        begun = _compat.local_part(self.is_begun)
+        begun.assign(tf.zeros((), begun.dtype), read_value=False)
+
     def begin(self, variables: Sequence[Any]) -> None:
-        """Start from the weights that training begins with, once."""
+        """Start from the weights that training begins with, at first and after `end`.
+
+        Where a weight is what an anchor of more digits was rounded to, that stays.
+        """
         begun = _compat.local_part(self.is_begun)
 
         def copy() -> tf.Tensor:
             for anchor, variable in zip(self.anchors, variables, strict=True):
                 part = _compat.local_part(anchor)
                 value = _compat.local_part(variable).read_value()
-                part.assign(tf.cast(value, part.dtype), read_value=False)
+                before = part.read_value()
+                is_kept = tf.equal(tf.cast(before, value.dtype), value)
+                value = tf.where(is_kept, before, tf.cast(value, part.dtype))
+                part.assign(value, read_value=False)
             begun.assign(tf.ones((), begun.dtype), read_value=False)
             return tf.constant(True)
 
@@ -115,7 +128,8 @@ class OuterStep:
         """
         anchors = [self.anchors[position] for position in positions]
         parts = [_compat.local_part(anchor) for anchor in anchors]
-        update(self.optimizer, list(gradients), anchors, None)
+        clipped = _compat.clip_gradients(self.optimizer, list(gradients))
+        update(self.optimizer, clipped, anchors, None)
         if positions[-1] == len(self.anchors) - 1:
             _compat.count_update(self.optimizer, 1)
         return [part.read_value() for part in parts]

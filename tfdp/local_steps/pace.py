@@ -92,8 +92,14 @@ class Pace:
 
     def _leave_out(self, model: Any, iterator: Any, count: int) -> None:
         """Pass batches over; schedules and exchanges count them as the others do."""
-        for _ in range(count):
-            next(iterator)
+        for number in range(count):
+            try:
+                next(iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                if not number:
+                    raise
+                count = number  # the last execution of an epoch may be a part of one
+                break
         optimizer = model.optimizer
         for variable in optimizer.iterations, optimizer.features.local_steps.updates:
             for replica in range(model.distribute_strategy.extended.num_local):

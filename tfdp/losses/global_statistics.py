@@ -16,10 +16,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import batch_weight
-from tfdp.base.context import replica_context
 from tfdp.losses.row_forms.form import Kind
 from tfdp.losses.row_forms.forms import Forms
+from tfdp.losses.training_group import context_and_share
 
 _LINEAR = (Kind.COUNT, Kind.TERMS, Kind.TOTAL)
 
@@ -59,8 +58,8 @@ def global_statistic(
         `GlobalStatistic`, or `None` where it depends on rows in another way, such as
         by their maximum.
     """
-    context, weight = replica_context(), batch_weight.current()
     found = _operations(forms, tensor)
+    context, weight = context_and_share()
     if found is None or context is None or _compat.in_loop_of_replica():
         return None
     operations, inputs = found

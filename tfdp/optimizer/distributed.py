@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import batch_weight
+from tfdp.base import batch_weight, loops
 from tfdp.base.context import replica_context
 from tfdp.base.deferred_updates import defer
 from tfdp.base.param_groups import (
@@ -198,6 +198,7 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
             )
         if defer(self, grads, trainable_variables):
             return
+        loops.check_steps_alone(self)
         if trainable_variables is not None and not self.built:
             self.build(list(trainable_variables))
         gradients, variables = checked_gradients(self, grads, trainable_variables)

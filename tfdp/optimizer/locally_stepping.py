@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tfdp import _compat
+from tfdp.base.context import is_tfdp
 from tfdp.local_steps import LocalSteps, LocalStepsOptions
 from tfdp.optimizer.shardable import ShardableOptimizer
 from tfdp.reduction.gradient_reducer import replica_reducer
@@ -22,8 +23,10 @@ class LocallySteppingOptimizer(ShardableOptimizer):
         Raises:
             ValueError: If this `fit` has other local steps already.
         """
+        strategy = _compat.strategy_of_optimizer(self)
+        num_groups = options.num_groups(strategy) if is_tfdp(strategy) else 1
         with _compat.scope_of_optimizer(self):  # of the outer optimizer, too
-            self._features.step_locally(options, alone=alone)
+            self._features.step_locally(options, alone=alone, num_groups=num_groups)
 
     def stop_local_steps(self) -> None:
         """Let the replicas train synchronously from now on, once they are averaged."""
@@ -46,8 +49,13 @@ class LocallySteppingOptimizer(ShardableOptimizer):
         features, reducer = self._features, replica_reducer()
         assert features.local_steps is not None
         features.local_steps.exchange(self.inner_optimizer, reducer, decay_and_update)
-        if features.scale is not None:
-            features.scale.agree(reducer)
+        scale, accumulation = features.scale, features.accumulation
+        if scale is None:
+            return
+        before = scale.read()
+        scale.agree(reducer)
+        if accumulation is not None:  # of another scale on each replica until now
+            accumulation.rescale_own(scale.read() / before)
 
     def _alone(self) -> LocalSteps | None:
         """The local steps of a step that is being traced, or `None`."""

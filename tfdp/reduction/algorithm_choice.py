@@ -84,6 +84,14 @@ class AlgorithmChoice:
         return any(math.isnan(ratio) for ratio in self.ratios)
 
     @property
+    def is_needed(self) -> bool:
+        """Bool, whether its compressors do more than to send less."""
+        return any(
+            compressor is not None and compressor.replaces_momentum
+            for compressor in self.compressors
+        )
+
+    @property
     def compressed(self) -> CompressedRoute | None:
         """`CompressedRoute`, or `None` where no level has a compressor."""
         if self.compressors == (None, None):

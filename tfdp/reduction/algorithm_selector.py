@@ -171,7 +171,8 @@ class AlgorithmSelector:
         if compressed is None:
             return plain
         is_worth_it = compressed.seconds < plain.seconds * (1 - _LEAST_GAIN)
-        return compressed if is_worth_it or compressed.is_unpredictable else plain
+        is_taken = is_worth_it or compressed.is_unpredictable or compressed.is_needed
+        return compressed if is_taken else plain
 
     def _fastest(
         self,

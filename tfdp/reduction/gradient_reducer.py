@@ -113,6 +113,9 @@ class ReplicaReducer:
         """Sum gradients over all replicas, see `Reducer.reduce_gradients`."""
         self._check_graph()
         if self._meets_first():
+            self._reducer.warn_of_momentum(
+                "eager steps of several replicas in one process are not compressed"
+            )
             if weight is not None:
                 gradients = [weighted(gradient, weight) for gradient in gradients]
             return unbucketed(self.sum(gradients))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -49,6 +49,8 @@ class Reducer:
             own. Defaults to `None`.
         kind: String, what it reduces: its residuals are kept under it. Defaults to
             `"all-reduce"`.
+        compares: Bool, whether variables and plans are compared with those of all
+            workers when they are new. Defaults to `True`.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Reducer:
         *,
         residuals: ResidualStore | None = None,
         kind: str = "all-reduce",
+        compares: bool = True,
     ) -> None:
         self.group = group
         self.algorithm_selector = algorithm_selector
@@ -69,10 +72,11 @@ class Reducer:
         self._worker_group = worker_group
         self.plans = TrainedPlans()
         self._tuned = TunedOptions()
-        # What a user has been told of `bucket_mb="auto"`, once.
-        self.told_of_tuning: set[str] = set()
+        # What a user has been told, once.
+        self.told: set[str] = set()
         self.residuals = residuals or ResidualStore(group.devices)
         self._kind = kind
+        self._compares = compares
 
     @property
     def adasum_members(self) -> AdasumMembers | None:
@@ -133,6 +137,10 @@ class Reducer:
             `ReducedGradients`, alike on all replicas.
         """
         self._check(variables, replica)
+        if self.group.size == 1:
+            self.warn_of_momentum("with one replica nothing is compressed")
+        elif any(map(_is_sparse, gradients)):
+            self.warn_of_momentum("rows of sparse gradients are not compressed")
         if self.adasum_members is not None:
             # Gradients are parts of a mean, and what is combined are means.
             members = tf.constant(self.adasum_members.count, tf.float64)
@@ -194,10 +202,13 @@ class Reducer:
         routes = self.routes_of(
             plan, are_gradients=variables is not None, variables=variables
         )
+        if variables is not None and any(route.compressed is None for route in routes):
+            self.warn_of_momentum("some of them are sent whole")
         if variables is not None and replica == 0:
             self._warn_of_own_loop()
             # Only once: not all workers trace again when a batch has another size.
-            if plan and not self.plans.plan_of(variables, options):
+            is_new = plan and not self.plans.plan_of(variables, options)
+            if is_new and self._compares:
                 check_same_plan(self._worker_group, plan)
             self.plans.remember(variables, plan, routes, options)
         algorithms = [
@@ -292,12 +303,34 @@ class Reducer:
         loop = loops.current()
         in_fit = loop is not None and loop.name == "fit"
         tells = self.options.tunes_buckets and self._worker_group.rank == 0
-        if in_fit or not tells or "loops" in self.told_of_tuning:
+        if in_fit or not tells or "loops" in self.told:
             return
-        self.told_of_tuning.add("loops")
+        self.told.add("loops")
         warnings.warn(
             '`bucket_mb="auto"` tunes the buckets of `fit`. Other loops have those of '
             "the default, or of what a `fit` of the same model has found.",
+            stacklevel=2,
+        )
+
+    def warn_of_momentum(self, reason: str) -> None:
+        """Warn, once, of gradients that a compressor with momentum does not see.
+
+        Args:
+            reason: String, why it does not.
+        """
+        given = self.options.compression
+        compressors = given.values() if isinstance(given, Mapping) else [given]
+        has_momentum = any(
+            getattr(compressor, "replaces_momentum", False)
+            for compressor in compressors
+        )
+        if not has_momentum or "momentum" in self.told:
+            return
+        self.told.add("momentum")
+        warnings.warn(
+            "The `momentum` of `TopK` acts on gradients that are compressed, and here "
+            f"{reason}: these are trained without momentum. Give it to the optimizer, "
+            "and none to `TopK`.",
             stacklevel=2,
         )
 
@@ -325,7 +358,7 @@ class Reducer:
 
     def _check(self, variables: list[Any], replica: int) -> None:
         """Compare the trained variables across workers, once for each set."""
-        if replica == 0 and self.plans.plan_of(variables) is None:
+        if self._compares and replica == 0 and self.plans.plan_of(variables) is None:
             self.plans.remember(variables, BucketPlan(()))
             check_same_variables(
                 self._worker_group, "first training step", variables, "trains"

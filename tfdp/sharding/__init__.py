@@ -4,8 +4,8 @@
 - `sharded_state`: builds the state, shows it to a step and to files.
 - `sharded_param_group`, `element_shards`, `variable_shards`: the state of one inner
   optimizer, in flat shards or in whole variables.
-- `parameter_plan`, `parameter_state`: the same where parameters are sharded (ZeRO-3), by
-  their units, and for checkpoints.
+- `parameter_plan`, `parameter_state`: the same where parameters are sharded (ZeRO-3),
+  by their units, and for checkpoints.
 - `sharded_layout`, `sharded_gradients`, `gradient_statistics`: its stages of a step.
 - `shard_collectives`, `step_collectives`: reduce-scatter and all-gather, and which of
   them a step takes.

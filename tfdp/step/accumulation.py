@@ -148,6 +148,17 @@ class AccumulationState:
         for variable in self.sums:
             _compat.copy_local_parts(variable, variable, factor)
 
+    def rescale_own(self, factor: tf.Tensor) -> None:
+        """Multiply this replica's sums, within a step, when its loss scale changes.
+
+        Args:
+            factor: Scalar tensor.
+        """
+        for variable in self.sums:
+            part = _compat.local_part(variable)
+            value = part.read_value() * tf.cast(factor, part.dtype)
+            part.assign(value, read_value=False)
+
     def reset(self) -> None:
         """Set sums and counter to zero."""
         for variable in (*self.sums, self.count):

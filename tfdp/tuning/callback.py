@@ -229,7 +229,7 @@ class BucketTuning(keras.callbacks.Callback):
 
     def _tell_of_kept(self, kept: KeptPlan) -> None:
         """Say once with which plan a `fit` begins that has no trial."""
-        told = self._extended.reducer.told_of_tuning
+        told = self._extended.reducer.told
         if self._extended.worker_group.rank or self._key in told or not kept.choice:
             return
         told.add(self._key)
@@ -241,7 +241,7 @@ class BucketTuning(keras.callbacks.Callback):
     def _stay(self, reason: str) -> None:
         """Have the default, and say so once."""
         self._take(KeptPlan(None))
-        told = self._extended.reducer.told_of_tuning
+        told = self._extended.reducer.told
         if self._extended.worker_group.rank == 0 and reason not in told:
             told.add(reason)
             user_code.warn(f"{_NAME} stays with the default buckets: {reason}.")

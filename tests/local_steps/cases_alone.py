@@ -1,0 +1,296 @@
+"""Replicas that step alone: their losses, their sums, and what they begin with."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tests.harness import common, registry
+from tests.harness.env import Env
+from tests.harness.launches import launches
+from tests.local_steps.cases_diloco import EVERYTHING, Nodes, expected_model
+from tests.local_steps.cases_local_sgd import (
+    EPOCHS,
+    NUM_ROWS,
+    Make,
+    Replicas,
+    momentum,
+    trained_alone,
+)
+from tests.reduction import cases_plans as plans
+from tfdp import _compat
+
+case = registry.case
+layers, optimizers = keras.layers, keras.optimizers
+SYNC_EVERY = 4
+NUM_STEPS = 5
+
+
+def sgd() -> optimizers.Optimizer:
+    return optimizers.SGD(0.05)
+
+
+def masked(make: Make) -> keras.Model:
+    """A model whose loss is a mean over the tokens that are there."""
+    model = keras.Sequential(
+        [
+            keras.Input((NUM_STEPS,), dtype="int32"),
+            layers.Embedding(common.NUM_TOKENS, 4, mask_zero=True),
+            layers.Dense(1),
+        ]
+    )
+    return common.compiled(model, make())
+
+
+def root_mean_square(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+    """No mean over rows."""
+    return keras.ops.sqrt(keras.ops.mean(keras.ops.square(y_true - y_pred)))
+
+
+def of_a_root(make: Make) -> keras.Model:
+    """A model with a loss of all rows, and moments of all rows."""
+    model = keras.Sequential(
+        [
+            keras.Input((NUM_STEPS,), dtype="float32"),
+            layers.Dense(6, activation="tanh"),
+            layers.BatchNormalization(synchronized=True),
+            layers.Dense(1),
+        ]
+    )
+    return common.compiled(model, make(), loss=root_mean_square)
+
+
+def token_batches() -> tuple[np.ndarray, np.ndarray, list[slice]]:
+    """Tokens, of which another part is missing in each row, and targets."""
+    rng = np.random.default_rng(3)
+    x = rng.integers(1, common.NUM_TOKENS, size=(NUM_ROWS, NUM_STEPS))
+    kept = rng.integers(1, NUM_STEPS + 1, size=NUM_ROWS)
+    x[np.arange(NUM_STEPS) >= kept[:, np.newaxis]] = 0
+    y = rng.normal(size=(NUM_ROWS, NUM_STEPS, 1)).astype("float32")
+    starts = range(0, NUM_ROWS, common.BATCH_SIZE)
+    return x.astype("int32"), y, [slice(i, i + common.BATCH_SIZE) for i in starts]
+
+
+def data_of(build: object) -> tuple[np.ndarray, np.ndarray, list[slice]]:
+    x, y, batches = token_batches()
+    return (x, y, batches) if build is masked else (x / 10, y[:, 0], batches)
+
+
+def check_trained(env: Env, model: keras.Model, expected: keras.Model) -> None:
+    """The trained weights of all replicas are those of a model on one device."""
+    pairs = zip(model.trainable_variables, expected.trainable_variables, strict=True)
+    for variable, wanted in pairs:
+        (found,) = env.read([variable]).values()
+        # Moments of one or two rows make more of the rounding of sums.
+        np.testing.assert_allclose(
+            found, wanted.numpy(), atol=1e-4, err_msg=variable.path
+        )
+
+
+@case("A loss of all rows is that of the replica's own", compare=False)
+def losses_of_replicas_alone_are_of_their_own_rows(env: Env) -> dict:
+    for build in masked, of_a_root:
+        x, y, batches = data_of(build)
+        with env.scope():
+            model = build(momentum)
+        expected = Replicas(env.num_replicas, momentum, model.get_weights(), build)
+        steps: list = []
+
+        def keep(
+            batch: int,
+            logs: dict | None,
+            steps: list = steps,
+            model: keras.Model = model,
+        ) -> None:
+            steps.append(plans.step_of(model.train_function))
+
+        callbacks = [
+            tfdp.callbacks.LocalSGD(SYNC_EVERY),
+            keras.callbacks.LambdaCallback(on_train_batch_end=keep),
+        ]
+        common.fit(model, x, y, epochs=1, callbacks=callbacks)
+        for number, rows in enumerate(batches, start=1):
+            expected.step(x[rows], y[rows])
+            if number % SYNC_EVERY == 0:
+                expected.average()
+        check_trained(env, model, expected.models[0])
+        assert {launch.branch for launch in launches(steps[0])} == {"then_branch"}
+    return {}
+
+
+@case(
+    "A loss of all rows is that of the node's own",
+    compare=False,
+    setups=("two_by_two",),
+    full_setups=(),
+)
+def losses_of_nodes_are_of_their_own_rows(env: Env) -> dict:
+    options = tfdp.CommunicationOptions(node_size=env.setup.devices_per_worker)
+    for build in masked, of_a_root:
+        strategy = tfdp.MultiWorkerMirroredStrategy(communication=options)
+        x, y, batches = data_of(build)
+        with strategy.scope():
+            model = build(momentum)
+        outer = optimizers.SGD(0.7)
+        nodes = Nodes(2, model.get_weights(), outer, build, momentum)
+        diloco = tfdp.callbacks.DiLoCo(SYNC_EVERY, optimizers.SGD(0.7))
+        # The last batch is smaller, and not divided evenly.
+        common.fit(model, x, y, epochs=1, callbacks=[diloco])
+        every = list(range(len(model.trainable_variables)))
+        for number, rows in enumerate(batches, start=1):
+            nodes.step(x[rows], y[rows])
+            if number % SYNC_EVERY == 0 or rows.stop >= NUM_ROWS:
+                nodes.meet(every)
+        check_trained(env, model, nodes.models[0])
+    return {}
+
+
+def trained_twice(env: Env, callbacks: list, change: float) -> keras.Model:
+    """Trains, multiplies the weights by a number, and trains on."""
+    with env.scope():
+        model = common.compiled(common.mlp(), sgd())
+    data = common.regression_data(NUM_ROWS)
+    for factor in 1.0, change:
+        model.set_weights([factor * value for value in model.get_weights()])
+        common.fit(model, *data, epochs=EPOCHS, callbacks=callbacks)
+    return model
+
+
+@case("A second `fit` begins with the weights that there are", setups=registry.BOTH)
+def diloco_goes_on_from_weights_that_were_set(env: Env) -> dict:
+    diloco = tfdp.callbacks.DiLoCo(1, optimizers.SGD(1.0), scope="replica")
+    callbacks = [] if env.is_reference else [diloco]
+    return {"weights": env.weights(trained_twice(env, callbacks, change=0.5))}
+
+
+@case("Batches that are left over count as before", setups=registry.BOTH)
+def left_over_batches_of_local_steps_are_those_of_one_device(env: Env) -> dict:
+    with env.scope():
+        model = common.compiled(common.mlp(), sgd())
+    data = common.regression_data(3 * common.BATCH_SIZE)
+    for alone in True, False, True:
+        # Three batches: with the next one an update is due.
+        callbacks: list = [tfdp.callbacks.GradientAccumulation(2)]
+        callbacks += [tfdp.callbacks.LocalSGD(1)] if alone else []
+        if env.is_reference:
+            callbacks = callbacks[:1]
+        common.fit(model, *data, epochs=1, callbacks=callbacks)
+    return {"weights": env.weights(model)}
+
+
+@case(
+    "Sums of another loss scale on each replica keep their meaning",
+    compare=False,
+    setups=("mirrored",),  # workers share out what is left over
+    full_setups=(),
+)
+def left_over_batches_have_the_scale_that_replicas_agree_on(env: Env) -> dict:
+    callbacks = [
+        tfdp.callbacks.LossScaling(64.0),
+        tfdp.callbacks.GradientAccumulation(2),
+        tfdp.callbacks.LocalSGD(100),
+    ]
+
+    class Halve(keras.callbacks.Callback):
+        """Has the last replica halve its scale, as an overflow would."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.before: list[np.ndarray] = []
+
+        def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+            # Before callbacks of the end of the epoch, all have met.
+            if batch != 2:
+                return
+            optimizer = self.model.optimizer
+            last = env.num_replicas - 1
+            _compat.local_value(optimizer.features.scale.value, last).assign(32.0)
+            self.before = sums_of(self.model, env)
+
+    halve = Halve()
+    with env.scope():
+        model = common.compiled(common.mlp(), sgd())
+    data = common.regression_data(3 * common.BATCH_SIZE)
+    common.fit(model, *data, epochs=1, callbacks=[*callbacks, halve])
+    assert model.optimizer.loss_scale == 32.0
+    for before, after in zip(halve.before, sums_of(model, env), strict=True):
+        # And after `fit` a replica's sum is its part of the mean over all again.
+        wanted = before / 2 / env.num_replicas
+        np.testing.assert_allclose(after, wanted, rtol=1e-6)
+    return {}
+
+
+def sums_of(model: keras.Model, env: Env) -> list[np.ndarray]:
+    """What the first local replica has accumulated."""
+    sums = model.optimizer.features.accumulation.sums
+    return [_compat.local_value(variable, 0).numpy() for variable in sums]
+
+
+@case("The outer optimizer clips", compare=False)
+def diloco_clips_outer_gradients(env: Env) -> dict:
+    outer = optimizers.SGD(1.0, clipvalue=1e-3)
+    callback = tfdp.callbacks.DiLoCo(SYNC_EVERY, outer, scope="replica")
+    model, first = trained_alone(env, sgd, callback)
+    # Three outer steps in each of two epochs.
+    for value, before in zip(env.weights(model).values(), first, strict=True):
+        assert 0 < np.abs(value - before).max() <= 6.1e-3
+    return {}
+
+
+class TwoOptimizers(keras.Model):
+    """Trains each of two layers by an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [layers.Dense(3), layers.Dense(1)]
+        self.own = [sgd(), sgd()]
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return self.parts[1](self.parts[0](x))
+
+    def train_step(self, data: tuple) -> dict:
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        for part, optimizer in zip(self.parts, self.own, strict=True):
+            variables = part.trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@case("Local steps of another optimizer say so", compare=False)
+def local_steps_of_several_optimizers_say_so(env: Env) -> dict:
+    for callback in (
+        tfdp.callbacks.LocalSGD(3),
+        tfdp.callbacks.DiLoCo(3, scope="replica"),
+    ):
+        with env.scope():
+            model = TwoOptimizers()
+            model.compile("sgd", "mse")
+        with pytest.raises(ValueError, match="have one optimizer, the one that the"):
+            common.fit(model, *common.regression_data(), callbacks=[callback])
+    return {}
+
+
+@case(
+    "One device makes outer steps, too",
+    compare=False,
+    setups=("mirrored",),
+    full_setups=(),
+)
+def diloco_of_one_device_makes_outer_steps(env: Env) -> dict:
+    first = common.compiled(common.mlp(), optimizers.Adam(0.05))
+    begun = first.get_weights()
+    callback = tfdp.callbacks.DiLoCo(SYNC_EVERY, scope="replica")
+    data = common.regression_data(NUM_ROWS)
+    common.fit(first, *data, epochs=EPOCHS, callbacks=[callback])
+    wanted = expected_model(1, begun, EVERYTHING).get_weights()
+    for found, value in zip(first.get_weights(), wanted, strict=True):
+        np.testing.assert_allclose(found, value, atol=1e-5)
+    other = common.compiled(common.mlp(), sgd())
+    with pytest.raises(ValueError, match="All replicas are on one node"):
+        common.fit(other, *data, callbacks=[tfdp.callbacks.DiLoCo(SYNC_EVERY)])
+    return {}
