@@ -21,6 +21,7 @@ from tests.local_steps.cases_local_sgd import (
     trained_alone,
 )
 from tests.reduction import cases_plans as plans
+from tests.step.cases_loss_scale import with_an_overflow
 from tfdp import _compat
 
 case = registry.case
@@ -217,9 +218,34 @@ def left_over_batches_have_the_scale_that_replicas_agree_on(env: Env) -> dict:
     common.fit(model, *data, epochs=1, callbacks=[*callbacks, halve])
     assert model.optimizer.loss_scale == 32.0
     for before, after in zip(halve.before, sums_of(model, env), strict=True):
-        # And after `fit` a replica's sum is its part of the mean over all again.
-        wanted = before / 2 / env.num_replicas
-        np.testing.assert_allclose(after, wanted, rtol=1e-6)
+        np.testing.assert_allclose(after, before / 2, rtol=1e-6)
+    return {}
+
+
+@case("A replica that skipped its update adds nothing to an average", compare=False)
+def micro_batches_of_a_skipped_update_do_not_count(env: Env) -> dict:
+    # The last replica overflows in the second of two micro-batches.
+    x, y = common.regression_data(2 * common.BATCH_SIZE)
+    x, y = with_an_overflow(x, y, row=2 * common.BATCH_SIZE - 1)
+    with env.scope():
+        model = common.compiled(common.mlp(), sgd())
+
+    def accumulating() -> optimizers.Optimizer:
+        return optimizers.SGD(0.05, gradient_accumulation_steps=2)
+
+    expected = Replicas(env.num_replicas, accumulating, model.get_weights())
+    callbacks = [
+        tfdp.callbacks.LossScaling(64.0),
+        tfdp.callbacks.GradientAccumulation(2),
+        tfdp.callbacks.LocalSGD(1),
+    ]
+    common.fit(model, x, y, epochs=1, callbacks=callbacks)
+    for rows in np.split(np.arange(len(x)), 2):
+        expected.step(x[rows], y[rows])
+    others = [m.get_weights() for m in expected.models[:-1]]
+    means = [np.mean(values, axis=0) for values in zip(*others, strict=True)]
+    for found, wanted in zip(env.weights(model).values(), means, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
     return {}
 
 
@@ -246,7 +272,7 @@ class TwoOptimizers(keras.Model):
     def __init__(self) -> None:
         super().__init__()
         self.parts = [layers.Dense(3), layers.Dense(1)]
-        self.own = [sgd(), sgd()]
+        self.first_optimizer, self.second_optimizer = sgd(), sgd()
 
     def call(self, x: tf.Tensor) -> tf.Tensor:
         return self.parts[1](self.parts[0](x))
@@ -255,7 +281,8 @@ class TwoOptimizers(keras.Model):
         x, y = data
         with tf.GradientTape(persistent=True) as tape:
             loss = self.compute_loss(y=y, y_pred=self(x, training=True))
-        for part, optimizer in zip(self.parts, self.own, strict=True):
+        own = self.first_optimizer, self.second_optimizer
+        for part, optimizer in zip(self.parts, own, strict=True):
             variables = part.trainable_variables
             optimizer.apply(tape.gradient(loss, variables), variables)
         return {"loss": loss}
@@ -270,7 +297,10 @@ def local_steps_of_several_optimizers_say_so(env: Env) -> dict:
         with env.scope():
             model = TwoOptimizers()
             model.compile("sgd", "mse")
-        with pytest.raises(ValueError, match="have one optimizer, the one that the"):
+        with (
+            pytest.warns(match="`model.first_optimizer` and `model.second_optimizer`"),
+            pytest.raises(ValueError, match="have one optimizer, the one that the"),
+        ):
             common.fit(model, *common.regression_data(), callbacks=[callback])
     return {}
 

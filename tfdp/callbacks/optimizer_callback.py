@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import keras
@@ -37,9 +38,21 @@ class OptimizerCallback(keras.callbacks.Callback):
             )
         check_strategy(model.distribute_strategy)
         is_new = not isinstance(model.optimizer, DistributedOptimizer)
+        self._warn_of_others(model)
         self.switch_on(distributed_optimizer(model))
         if is_new or model.optimizer.needs_trace:
             model.train_function = None
+
+    def _warn_of_others(self, model: Any) -> None:
+        """Warn of optimizers that a model, such as a GAN, has beside its own."""
+        if others := _other_optimizers(model):
+            name = type(self).__name__
+            warnings.warn(
+                f"`{name}` is for `model.optimizer`, the one of `compile`, and not for "
+                f"{' and '.join(f'`model.{other}`' for other in others)}. Make each of "
+                "these a `tfdp.DistributedOptimizer`, which has the same settings.",
+                stacklevel=2,
+            )
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
         """Switch the callback's feature on.
@@ -61,6 +74,21 @@ class OptimizerCallback(keras.callbacks.Callback):
     def optimizer(self) -> DistributedOptimizer:
         """`DistributedOptimizer` of the model."""
         return self.model.optimizer
+
+
+def _other_optimizers(model: Any) -> list[str]:
+    """Names of a model's attributes that are optimizers of their own, in plain Keras."""
+    own, known = model.optimizer, set()
+    while own is not None:
+        known.add(id(own))
+        own = getattr(own, "inner_optimizer", None)
+    return [
+        name
+        for name, value in vars(model).items()
+        if isinstance(value, keras.optimizers.Optimizer)
+        and not isinstance(value, DistributedOptimizer)
+        and id(value) not in known
+    ]
 
 
 def distributed_optimizer(model: Any) -> DistributedOptimizer:

@@ -64,14 +64,26 @@ class LocalSteps:
             initializer="zeros",
             name="local_samples",
         )
+        # Of micro-batches whose update is still to be made.
+        self.waiting_samples = make_variable(
+            shape=(), dtype="float32", initializer="zeros", name="local_waiting_samples"
+        )
 
     @property
     def variables(self) -> list:
         """Keras variables of the optimizer that it has made."""
-        own = [self.updates, self.samples]
+        own = [self.updates, self.samples, self.waiting_samples]
         for part in self.outer, self.exchanges:
             own += [] if part is None else part.variables
         return own
+
+    @property
+    def num_groups(self) -> int:
+        """Int, the replicas, or nodes, that step alone."""
+        strategy, outer = tf.distribute.get_strategy(), self.options.outer
+        if outer is None or outer.scope == "replica" or not is_tfdp(strategy):
+            return strategy.num_replicas_in_sync
+        return len(strategy.extended.group.nodes)
 
     def prepare(self, strategy: Any) -> None:
         """Prepare what is not made within a step, on all workers, once.
@@ -130,10 +142,9 @@ class LocalSteps:
             self.outer.begin(self._trained)
 
     def count(self, is_due: tf.Tensor | bool, is_kept: tf.Tensor | bool) -> None:
-        """Count a micro-batch of this replica.
+        """Count a micro-batch of this replica, once its update is made.
 
-        An update of micro-batches that an average has counted already, at the end of
-        an epoch, counts alike for all replicas.
+        Micro-batches that are left over where all meet count in no average.
 
         Args:
             is_due: Scalar bool tensor, or bool, whether an update was due; alike on
@@ -142,8 +153,15 @@ class LocalSteps:
                 so that nothing was learned from the samples.
         """
         samples = _compat.local_part(self.samples)
-        own = tf.cast(_own_samples(), samples.dtype) * tf.cast(is_kept, samples.dtype)
-        samples.assign_add(tf.fill(samples.shape, own), read_value=False)
+        own = tf.cast(_own_samples(), samples.dtype)
+        if is_due is not True:
+            waiting = _compat.local_part(self.waiting_samples)
+            own += waiting.read_value()
+            left = tf.where(is_due, tf.zeros_like(own), own)
+            waiting.assign(left, read_value=False)
+            is_kept = tf.logical_and(is_due, is_kept)
+        learned_from = own * tf.cast(is_kept, own.dtype)
+        samples.assign_add(tf.fill(samples.shape, learned_from), read_value=False)
         updates = _compat.local_part(self.updates)
         updates.assign_add(tf.cast(is_due, updates.dtype), read_value=False)
 
@@ -200,6 +218,8 @@ class LocalSteps:
         if self.outer is not None:
             self.outer.end()
         updates.assign(tf.zeros((), updates.dtype), read_value=False)
+        waiting = _compat.local_part(self.waiting_samples)
+        waiting.assign(tf.zeros((), waiting.dtype), read_value=False)
 
     def _exchange(
         self, number: int, optimizer: Any, reducer: GradientReducer, update: Update

@@ -163,16 +163,6 @@ class LocalStepsOptions:
             (i + 1) * self.sync_every // count % self.sync_every for i in range(count)
         ]
 
-    def num_groups(self, strategy: Any) -> int:
-        """Return how many replicas or nodes step alone.
-
-        Args:
-            strategy: A tfdp strategy.
-        """
-        if self.outer is None or self.outer.scope == "replica":
-            return strategy.num_replicas_in_sync
-        return len(strategy.extended.group.nodes)
-
     def fragments_of(self, sizes: list[int]) -> list[list[int]]:
         """Cut variables into fragments of about equal size, in their order.
 

@@ -331,15 +331,15 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         variables: list,
         reducer: GradientReducer,
     ) -> Accumulator:
-        weight = reducer.gradient_weight(self)
+        weight, num_groups = reducer.gradient_weight(self), 1
         if alone := self._alone():
-            weight = alone.weight(weight, reducer)
+            weight, num_groups = alone.weight(weight, reducer), alone.num_groups
         state = self._features.accumulation
         if state is None:
             return NoAccumulation(weight)
         if not self.accumulates_sums:
             positions = [_compat.index_in(self, variable) for variable in variables]
-            return LocalAccumulation(state, positions, weight)
+            return LocalAccumulation(state, positions, weight, num_groups)
         return ShardedAccumulation(state, layout, param_groups, variables, weight)
 
     def _schedule(self, group: ParamGroup) -> Schedule:

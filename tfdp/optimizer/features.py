@@ -44,7 +44,6 @@ class Features:
         self.local_options: LocalStepsOptions | None = None
         self.local_steps: LocalSteps | None = None
         self.steps_alone = False
-        self._num_groups = 1
 
     @property
     def traced_parts(self) -> tuple:
@@ -117,15 +116,12 @@ class Features:
             self._forget(self.noise.variables)
         self.noise = GradientNoise(self._make_variable, smoothing)
 
-    def step_locally(
-        self, options: LocalStepsOptions, *, alone: bool, num_groups: int
-    ) -> None:
+    def step_locally(self, options: LocalStepsOptions, *, alone: bool) -> None:
         """Prepare local steps, and begin with them or not yet.
 
         Args:
             options: `LocalStepsOptions`.
             alone: Bool, whether replicas step alone from now on.
-            num_groups: Int, the replicas or nodes that do.
 
         Raises:
             ValueError: If there are other local steps already.
@@ -135,9 +131,6 @@ class Features:
                 "Give `fit` one of `LocalSGD` and `DiLoCo`, once: each says when the "
                 "replicas meet."
             )
-        if alone and not self.steps_alone:
-            self._num_groups = num_groups
-            self._rescale_sums(num_groups)
         self.local_options, self.steps_alone = options, alone
         if self.local_steps is not None and self.local_steps.options != options:
             self._forget(self.local_steps.variables)
@@ -146,14 +139,7 @@ class Features:
 
     def stop_local_steps(self) -> None:
         """Step synchronously from now on; what local steps hold in common is kept."""
-        if self.steps_alone:
-            self._rescale_sums(1 / self._num_groups)
         self.local_options, self.steps_alone = None, False
-
-    def _rescale_sums(self, factor: float) -> None:
-        """Keep the meaning of what is accumulated: parts of one mean, or own means."""
-        if self.accumulation is not None and factor != 1:
-            self.accumulation.rescale(factor)
 
     def _complete(self) -> None:
         if self._trained is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tfdp import _compat
-from tfdp.base.context import is_tfdp
 from tfdp.local_steps import LocalSteps, LocalStepsOptions
 from tfdp.optimizer.shardable import ShardableOptimizer
 from tfdp.reduction.gradient_reducer import replica_reducer
@@ -23,10 +22,8 @@ class LocallySteppingOptimizer(ShardableOptimizer):
         Raises:
             ValueError: If this `fit` has other local steps already.
         """
-        strategy = _compat.strategy_of_optimizer(self)
-        num_groups = options.num_groups(strategy) if is_tfdp(strategy) else 1
         with _compat.scope_of_optimizer(self):  # of the outer optimizer, too
-            self._features.step_locally(options, alone=alone, num_groups=num_groups)
+            self._features.step_locally(options, alone=alone)
 
     def stop_local_steps(self) -> None:
         """Let the replicas train synchronously from now on, once they are averaged."""

@@ -172,12 +172,21 @@ class LocalAccumulation:
         state: `AccumulationState`.
         positions: List of ints, the position of each gradient's sum.
         weight: Scalar tensor, the weight of this replica, or `None`.
+        num_groups: Int, the replicas or nodes that step alone: what each adds up is a
+            part of the mean over all, as files hold it, and an update is of its own
+            mean. Defaults to 1.
     """
 
     def __init__(
-        self, state: AccumulationState, positions: list[int], weight: tf.Tensor | None
+        self,
+        state: AccumulationState,
+        positions: list[int],
+        weight: tf.Tensor | None,
+        num_groups: int = 1,
     ) -> None:
-        self._state, self._positions, self._weight = state, positions, weight
+        self._state, self._positions = state, positions
+        self._num_groups = 1 if weight is None else num_groups
+        self._weight = None if weight is None else weight / self._num_groups
 
     def take(
         self, gradients: list | None
@@ -191,7 +200,7 @@ class LocalAccumulation:
 
     def _release(self) -> Totals:
         sums, count = self._state.release(self._positions)
-        return Totals(sums, count=count)
+        return Totals([total * self._num_groups for total in sums], count=count)
 
 
 class ShardedAccumulation:
