@@ -246,7 +246,7 @@ def _fetched(site: Path) -> Iterator[str]:
 def _wrong_members(site: Path) -> Iterator[str]:
     """Compare the entries of the API reference with the public names and MEMBERS."""
     wanted = set()
-    for public, module in docs_names.public_names().items():
+    for public, module in docs_names.documented_names().items():
         home = f"{module}.{public.rpartition('.')[2]}"
         wanted |= {home, *(f"{home}.{name}" for name in MEMBERS.get(public, ()))}
     page = (site / "api.html").read_text("utf-8")

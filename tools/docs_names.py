@@ -21,7 +21,7 @@ def public_names() -> dict[str, str]:
         Dict from names such as `"tfdp.callbacks.LossScaling"` to modules. Of a
         module without `__all__`, the functions whose docstring has an example.
     """
-    names = {f"tfdp.ray.{name}": home for name, home in _homes("tfdp.ray")}
+    names = {}
     for name, home in _homes("tfdp"):
         if home != f"tfdp.{name}":
             names[f"tfdp.{name}"] = home
@@ -31,6 +31,17 @@ def public_names() -> dict[str, str]:
     return names
 
 
+def documented_names() -> dict[str, str]:
+    """Find the names of the API reference: the public ones, and those of `tfdp.ray`.
+
+    Returns:
+        Dict as of `public_names`. `tfdp.ray` is imported by its own name, with Ray.
+    """
+    return public_names() | {
+        f"tfdp.ray.{name}": home for name, home in _homes("tfdp.ray")
+    }
+
+
 def entries(name: str) -> dict[str, str]:
     """Find the public names that an entry of the API reference stands for.
 
@@ -38,20 +49,20 @@ def entries(name: str) -> dict[str, str]:
         name: String, a public name or a public module.
 
     Returns:
-        Part of `public_names()`.
+        Part of `documented_names()`.
     """
     return {
         public: home
-        for public, home in public_names().items()
+        for public, home in documented_names().items()
         if public == name or public.startswith(f"{name}.")
     }
 
 
 def missing_names() -> list[str]:
-    """List the public names that docs/api.md has no entry for."""
+    """List the names that docs/api.md has no entry for."""
     given = ENTRY.findall(API_PAGE.read_text("utf-8"))
     found = {public for name in given for public in entries(name)}
-    return sorted(set(public_names()) - found)
+    return sorted(set(documented_names()) - found)
 
 
 def docstring_of(name: str, home: str) -> str | None:

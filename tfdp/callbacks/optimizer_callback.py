@@ -77,7 +77,7 @@ class OptimizerCallback(keras.callbacks.Callback):
 
 
 def _other_optimizers(model: Any) -> list[str]:
-    """Names of a model's attributes that are optimizers of their own, in plain Keras."""
+    """Names of a model's attributes that are other optimizers, of plain Keras."""
     own, known = model.optimizer, set()
     while own is not None:
         known.add(id(own))
