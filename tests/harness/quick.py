@@ -262,6 +262,13 @@ LEFT_OUT = {
     "local_sgd_begins_after_synchronous_steps": "local_sgd_averages_what_models_*",
     "local_sgd_accumulates_micro_batches": "local_sgd_averages_what_models_*",
     "local_sgd_is_resumed_exactly": "diloco_is_resumed_exactly",
+    "losses_of_nodes_are_of_their_own_rows": "losses_of_replicas_alone_*",
+    "micro_batches_of_a_skipped_update_do_not_count": (
+        "diloco_skips_an_overflow_in_its_node"
+    ),
+    "left_over_batches_of_local_steps_are_those_of_one_device": (
+        "left_over_batches_have_the_scale_*"
+    ),
     "diloco_exchanges_fragments_in_turn": "diloco_makes_outer_steps_of_what_*",
     "diloco_of_single_steps_is_synchronous": "local_sgd_of_single_steps_*",
     "diloco_scales_late_exchanges_of_fragments": "diloco_uses_exchanges_later",
