@@ -8,6 +8,7 @@ from tests.harness.registry import Case
 CASE_MODULES = (
     "losses.cases_losses",
     "losses.cases_scalar_losses",
+    "losses.cases_seen",
     "losses.cases_several_outputs",
     "losses.cases_weighting",
 )

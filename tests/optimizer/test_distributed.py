@@ -16,7 +16,7 @@ from tfdp.step import grouped_update
 from tfdp.step.flat_params import FlatParameter
 from tfdp.step.loss_scale import LossScaling
 
-CASE_MODULES = ("optimizer.cases_custom_loops",)
+CASE_MODULES = ("optimizer.cases_custom_loops", "optimizer.cases_lifecycle")
 optimizers = keras.optimizers
 ELEMENTWISE = sorted(param_groups._ELEMENTWISE, key=lambda kind: kind.__name__)
 

@@ -5,6 +5,7 @@ Reading order:
     loops: the loop of Keras that is running
     batch_weight: weight of a replica's rows in the sums over a global batch
     param_groups: variables by optimizer, and properties of Keras's optimizers
+    wrappers: optimizers that were wrapped, and those beside a model's own
     xla, deferred_updates: what XLA compiles of a step, and what waits for its end
     active_hooks: hooks that are active while steps are traced
     stand_in_seed: seeds of those who give none

@@ -93,7 +93,9 @@ class LearningRateWarmup(OptimizerCallback):
             # Another model, or another optimizer: a warmup of its own.
             self._optimizer = optimizer
             self._stage = _WAITING
-        if self._stage != _OVER:
+        if self._stage == _WAITING and optimizer.has_warmed_up:
+            self._stage = _OVER  # the last factor is in the rate already
+        if self._stage == _WAITING:
             self._has_trained = (
                 optimizer.was_traced or self.model.train_function is not None
             )

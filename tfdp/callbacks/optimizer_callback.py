@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from tfdp.base.wrappers import other_optimizers
 from tfdp.keras_hooks import install
 from tfdp.optimizer.arguments import check_strategy
 from tfdp.optimizer.distributed import DistributedOptimizer
@@ -45,7 +46,12 @@ class OptimizerCallback(keras.callbacks.Callback):
 
     def _warn_of_others(self, model: Any) -> None:
         """Warn of optimizers that a model, such as a GAN, has beside its own."""
-        if others := _other_optimizers(model):
+        others = [
+            name
+            for name, optimizer in other_optimizers(model).items()
+            if not isinstance(optimizer, DistributedOptimizer)
+        ]
+        if others:
             name = type(self).__name__
             warnings.warn(
                 f"`{name}` is for `model.optimizer`, the one of `compile`, and not for "
@@ -74,21 +80,6 @@ class OptimizerCallback(keras.callbacks.Callback):
     def optimizer(self) -> DistributedOptimizer:
         """`DistributedOptimizer` of the model."""
         return self.model.optimizer
-
-
-def _other_optimizers(model: Any) -> list[str]:
-    """Names of a model's attributes that are other optimizers, of plain Keras."""
-    own, known = model.optimizer, set()
-    while own is not None:
-        known.add(id(own))
-        own = getattr(own, "inner_optimizer", None)
-    return [
-        name
-        for name, value in vars(model).items()
-        if isinstance(value, keras.optimizers.Optimizer)
-        and not isinstance(value, DistributedOptimizer)
-        and id(value) not in known
-    ]
 
 
 def distributed_optimizer(model: Any) -> DistributedOptimizer:

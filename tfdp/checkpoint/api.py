@@ -26,6 +26,7 @@ from tfdp.checkpoint.model_state import (
     LOSS_SCALE_PREFIX,
     OUTER_PREFIX,
     RUN_PREFIX,
+    check_others_are_built,
     model_state,
 )
 from tfdp.checkpoint.on_all_workers import (
@@ -123,6 +124,7 @@ def restore(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     found: list[ResidualPlan] = []
 
     def others(index: Index) -> tuple[list[StateTensor], list[str]]:
+        check_others_are_built(model, (entry.name for entry in index.tensors))
         found.append(plan_residuals(model, index))
         return found[-1].tensors, found[-1].left_out
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -17,15 +17,23 @@ import numpy as np
 from tfdp import _compat
 from tfdp.base.context import strategy_of
 from tfdp.base.param_groups import innermost, is_multi
+from tfdp.base.wrappers import other_optimizers
 from tfdp.keras_hooks.file_view import VariableView
 from tfdp.parameters.sharded_parameter import sharded_parameter
 from tfdp.sharding import slot_names, variable_name
 from tfdp.sharding.parameter_state import parameter_state
-from tfdp.sharding.state_tensors import READ_ELEMENTS, LocalShard, StateTensor
+from tfdp.sharding.state_tensors import (
+    READ_ELEMENTS,
+    LocalShard,
+    StateTensor,
+    renamed,
+)
 
 # What names begin with that a checkpoint may have or not.
 LOSS_SCALE_PREFIX, ACCUMULATED_PREFIX = "loss_scale", "accumulated"
 OUTER_PREFIX = "outer"
+# Of optimizers that a model has beside its own, by the attribute.
+OTHERS_PREFIX = "others"
 # What they begin with that only a backup has: the state of a `fit` that is under way.
 RUN_PREFIX = "run"
 # What Keras counts in.
@@ -68,7 +76,47 @@ def model_state(model: keras.Model) -> list[StateTensor]:
             with model.distribute_strategy.scope():
                 optimizer.build(model.trainable_variables)
         tensors += _optimizer_state(optimizer, shard_writer)
+    for name, other in other_optimizers(model).items():
+        if other.built:
+            _check_no_sums(name, other)
+            tensors += [
+                renamed(tensor, f"{OTHERS_PREFIX}/{name}/{tensor.name}")
+                for tensor in _optimizer_state(other, shard_writer)
+            ]
     return tensors
+
+
+def check_others_are_built(model: keras.Model, saved: Iterable[str]) -> None:
+    """Raise where a file has the state of an optimizer that has no variables yet.
+
+    Args:
+        model: As for `model_state`.
+        saved: Iterable of strings, names of the tensors of the file.
+
+    Raises:
+        ValueError: Naming the optimizer.
+    """
+    names = {name.split("/")[1] for name in saved if name.startswith(OTHERS_PREFIX)}
+    for name, optimizer in other_optimizers(model).items():
+        if name in names and not optimizer.built:
+            raise ValueError(
+                "The state of another optimizer of the model was saved, and it has no "
+                "variables yet. Build it first, in the scope, for the variables that "
+                f"it trains. Received: the attribute {name!r}"
+            )
+
+
+def _check_no_sums(name: str, optimizer: Any) -> None:
+    """Raise where an optimizer beside the model's own accumulates."""
+    steps = getattr(optimizer, "accumulation_steps", None)
+    parts = innermost(getattr(optimizer, "inner_optimizer", optimizer))
+    steps = max([steps or 1, *(p.gradient_accumulation_steps or 1 for p in parts)])
+    if steps > 1:
+        raise ValueError(
+            "Backups and checkpoints have the accumulated gradients of "
+            "`model.optimizer` only. Let the model's other optimizers make an update "
+            f"of each batch. Received: {name!r} with {steps} micro-batches"
+        )
 
 
 class ShardWriter:

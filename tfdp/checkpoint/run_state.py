@@ -24,6 +24,7 @@ from tfdp.checkpoint.model_state import (
     COUNTER,
     RUN_PREFIX,
     ShardWriter,
+    check_others_are_built,
     model_state,
     shard_writer_of,
 )
@@ -99,6 +100,7 @@ class RunState:
             `LoadPlan`.
         """
         saved = {entry.name for entry in index.tensors}
+        check_others_are_built(self._model, saved)
         tensors, left_out = self._common_tensors(), []
         has_sums = any(name.startswith(f"{_SUMS}/") for name in saved)
         replicas = metadata["replicas"]
@@ -199,6 +201,9 @@ def metric_variables(
     variables = [v for metric in model.metrics for v in metric.variables]
     own = [getattr(variable.value, "merge", "sum") for variable in variables]
     kinds = own if merges is None or len(merges) != len(own) else merges
+    for variable, kind in zip(variables, kinds, strict=True):
+        if hasattr(variable.value, "merge"):
+            variable.value.merge = kind  # also where no step is left to be traced
     return [
         PerReplicaVariable(f"{_METRICS}/{number}", variable, kind)
         for number, (variable, kind) in enumerate(zip(variables, kinds, strict=True))

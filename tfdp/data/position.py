@@ -228,8 +228,12 @@ class DataPosition:
                 if is_kept:
                     self._taken = list(taken)
                     return current
-            elif matters:
+            elif matters and taken[number]:
                 _compat.begin_shuffles(source)
+            elif matters:
+                # Keras made it and read nothing: of several shuffles only the last
+                # has drawn a seed.
+                iter(source)
         self._taken = list(taken)
         if self._order is not None:
             self._order.epoch = len(taken)

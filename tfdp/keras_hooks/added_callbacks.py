@@ -8,6 +8,7 @@ import keras
 
 from tfdp import _compat
 from tfdp.base.context import is_tfdp
+from tfdp.base.wrappers import other_optimizers
 from tfdp.local_steps import average_replicas_of, batches_between_meetings
 from tfdp.replicas.synchronized_scope import broadcast_variables
 
@@ -91,6 +92,8 @@ class BroadcastRestoredState(keras.callbacks.Callback):
         _compat.set_initial_epoch(self.model, epoch)
         optimizer: Any = self.model.optimizer
         variables = self.model.variables + optimizer.variables
+        for other in other_optimizers(self.model).values():
+            variables = variables + other.variables
         theirs = {id(v) for v in getattr(optimizer, "own_by_replica", [])}
         variables = [v for v in variables if id(v) not in theirs]
         seen = {id(v.value): v.value for v in variables if _is_replicated(v)}

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base import loops
 from tfdp.base.context import is_tfdp, strategy_of
+from tfdp.base.wrappers import wrapper_of
 from tfdp.cluster.islands import Island
 from tfdp.collectives import timing
 from tfdp.coordination.progress import progress
@@ -40,7 +41,7 @@ from tfdp.keras_hooks.worker_callbacks import (
     select_callbacks,
 )
 from tfdp.local_steps import average_replicas_of, go_to_meeting, paced
-from tfdp.parameters.conversion import whole_variables
+from tfdp.parameters.conversion import num_conversions, whole_variables
 from tfdp.reduction import link_measure
 from tfdp.replicas import drift_probe
 
@@ -75,6 +76,7 @@ def _run_loop(
     strategy: Any,
 ) -> Any:
     arguments = bound.arguments
+    _drop_stale_functions(model)
     go_to_meeting(model)
     meet_islands(model)
     each_batch = _agree(name, model, bound, strategy)
@@ -234,6 +236,7 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
     with progress.looping(name), strategy.extended.explaining():
         worker_group = strategy.extended.worker_group
         _note_model(model)
+        _drop_stale_functions(model)
         loop_agreement.agree_on_batch(worker_group, name, model, given)
         checks.check_batch(strategy, model, given)
         with loops.looping(model, name, whole_batches=True), _unrecorded():
@@ -256,9 +259,18 @@ def _make_function(
         with progress.computing():
             return function(*args, **kwargs)
 
-    is_training = name == "train_function"
-    setattr(model, name, paced(model, compute) if is_training else compute)
+    step: Any = paced(model, compute) if name == "train_function" else compute
+    step.made_after = num_conversions()
+    setattr(model, name, step)
     return result
+
+
+def _drop_stale_functions(model: Any) -> None:
+    """Have steps traced again that were traced before variables were sharded."""
+    for name in ("train_function", "test_function", "predict_function"):
+        function = getattr(model, name, None)
+        if getattr(function, "made_after", num_conversions()) != num_conversions():
+            setattr(model, name, None)
 
 
 make_train_function = functools.partial(_make_function, "train_function")
@@ -363,5 +375,8 @@ def compile_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> 
         scope_checks.move_metrics_into_scope(strategy, bound.arguments)
         result = original(*bound.args, **bound.kwargs)
         file_hooks.unwrap_loss_scaling(model)
+        if (wrapper := wrapper_of(model.optimizer)) is not None:
+            # A callback has wrapped it in a `fit` before: its state is there.
+            model.optimizer = wrapper
         scope_checks.move_optimizer_into_scope(strategy, model.optimizer)
     return result

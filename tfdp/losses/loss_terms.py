@@ -39,9 +39,14 @@ def gradient(
 ) -> Any:
     """Replace `tf.GradientTape.gradient`: gradients of a loss as a mean over rows."""
     with backward_pass():
-        return _gradient(
+        gradients = _gradient(
             original, tape, target, sources, output_gradients, unconnected_gradients
         )
+    if _has_variables(sources):
+        for tensor in tf.nest.flatten(gradients):
+            # What a step logs of it, such as a norm, is that of a mean over rows.
+            set_form(tensor, MEAN)
+    return gradients
 
 
 def _gradient(
@@ -255,10 +260,11 @@ def _warn_of_unsupported(forms: Forms, term: Any, form: Form) -> None:
         _warn_of_function(forms, origin.name)
     elif form.kind is Kind.PAIRS and forms.should_warn("pairs"):
         warnings.warn(
-            "A loss compares rows of a batch with each other or with their mean "
-            f"(operation {origin.name!r}), so that replicas that each see their own "
-            "rows do not get that of one device. Compute it from the rows of all "
-            "replicas, by `tfdp.all_gather`.",
+            "A loss compares rows of a batch with each other or with their mean, or "
+            f"selects some (operation {origin.name!r}), so that replicas that each see "
+            "their own rows do not get that of one device. Compute it from the rows of "
+            "all replicas, by `tfdp.all_gather`; of some rows, as a sum over a mask "
+            "divided by the sum of the mask.",
             stacklevel=2,
         )
     elif form.kind is Kind.STATISTIC and forms.should_warn("statistic"):

@@ -69,6 +69,23 @@ def agreed_steps(accumulation_steps: Any, own_steps: int) -> int:
     return max(steps, own_steps)
 
 
+def check_accumulation(optimizer: Any) -> None:
+    """Raise if an optimizer accumulates by itself, once it is built.
+
+    Args:
+        optimizer: Keras optimizer that a `DistributedOptimizer` wraps.
+
+    Raises:
+        ValueError: If it was not known before: a `MultiOptimizer` made by a function.
+    """
+    if any(part.gradient_accumulation_steps for part in innermost(optimizer)):
+        raise ValueError(
+            "A `MultiOptimizer` that is made by a function has its optimizers when it "
+            "is built. Leave out their `gradient_accumulation_steps`, and give "
+            "`accumulation_steps` to `DistributedOptimizer`."
+        )
+
+
 def checked_loss_scale(loss_scale: Any) -> LossScaling | None:
     """Check the loss scale of the constructor.
 

@@ -20,6 +20,7 @@ from tfdp.base.param_groups import (
     path_of,
     rate_is_in_slots,
 )
+from tfdp.base.wrappers import note_wrapper
 from tfdp.keras_hooks import file_view, install
 from tfdp.optimizer import arguments
 from tfdp.optimizer.locally_stepping import LocallySteppingOptimizer
@@ -123,6 +124,7 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         scaling = scaling or (outer and file_view.loss_scaling_of(outer))
         self._set_up_features(optimizer, steps, scaling)
         self._set_up_sharding(options)
+        note_wrapper(optimizer, self)
         if optimizer.built:
             self.build(_compat.trained_by(optimizer))
             self._inherit(outer if loss_scale is None else None, own_steps)
@@ -147,6 +149,7 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
             self._shards = self._sharding(list(variables))
         elif is_new:
             self.inner_optimizer.build(list(variables))
+        arguments.check_accumulation(self.inner_optimizer)
         trained = _compat.trained_by(self.inner_optimizer)
         _compat.set_trained(self, trained)
         slices = None
@@ -220,7 +223,7 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         """Give variables their averages at the end of training, as Keras does."""
         if self.is_sharded:
             if any(part.use_ema for part in innermost(self.inner_optimizer)):
-                self._traces.run(self, "finalize", self._overwrite_with_averages)
+                self.overwrite_with_averages(var_list)
             return
         for part in innermost(self.inner_optimizer):
             if part.use_ema:

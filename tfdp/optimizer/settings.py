@@ -37,6 +37,8 @@ class OptimizerSettings:
     Those of the wrapped optimizer show through.
     """
 
+    # Whether a warmup has ended: no other one begins.
+    has_warmed_up = False
     weight_decay = InnerAttribute()
     clipnorm = InnerAttribute()
     clipvalue = InnerAttribute()
@@ -155,6 +157,7 @@ class OptimizerSettings:
 
         A schedule never gets it, so that there it goes on.
         """
+        self.has_warmed_up = True
         if self._has_rate_variables():
             self.warmup = None
 
@@ -162,7 +165,13 @@ class OptimizerSettings:
         self, var_list: Any = None, var_names: Any = None
     ) -> None:
         """Exclude variables from weight decay, as in Keras."""
-        for part in innermost(self.inner_optimizer):
+        parts = innermost(self.inner_optimizer)
+        if not parts:
+            raise ValueError(
+                "A `MultiOptimizer` that is made by a function has its optimizers when "
+                "it is built. Call `exclude_from_weight_decay` of each of them."
+            )
+        for part in parts:
             part.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
 
     # Counters and state.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdp import _compat, user_code
 from tfdp.base.context import is_tfdp
 from tfdp.base.param_groups import ParamGroup, param_groups_of
+from tfdp.cluster import counted
 from tfdp.keras_hooks.saving import is_saving
 from tfdp.optimizer.settings import OptimizerSettings
 from tfdp.parameters.conversion import parameters_in_order
@@ -25,6 +26,7 @@ class ShardableOptimizer(OptimizerSettings):
     """The part of a `DistributedOptimizer` that decides where its state lies."""
 
     built: bool
+    name: str
     _distribution_strategy: Any
 
     def _set_up_sharding(self, options: ShardingOptions) -> None:
@@ -129,6 +131,42 @@ class ShardableOptimizer(OptimizerSettings):
         if self.accumulated_steps and not self.accumulates_sums:
             self._traces.run(self, "redistribute", self._redistribute)
 
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Set the values of `variables`, as Keras does.
+
+        Args:
+            weights: Sequence of arrays, one for each of `variables`.
+
+        Raises:
+            ValueError: If there are more or fewer of them, or state is sharded.
+        """
+        variables = self.variables
+        if self.is_sharded or len(weights) != len(variables):
+            raise ValueError(
+                "`set_weights` of an optimizer takes a value for each of its "
+                "`variables`, which sharded state is no part of; use "
+                "`model.load_weights`, or `tfdp.checkpoint`, for that. Received: "
+                f"{counted(len(weights), 'value')}, for "
+                f"{counted(len(variables), 'variable')}"
+            )
+        for variable, value in zip(variables, weights, strict=True):
+            variable.assign(value)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Write the variables to a Keras file, where this is not `model.optimizer`.
+
+        Raises:
+            ValueError: If not all of its state is in them.
+        """
+        if self.is_sharded or self.accumulated_steps:
+            raise ValueError(
+                "A Keras file has no sharded state and no accumulated gradients of an "
+                "optimizer that a model has beside `model.optimizer`. Use "
+                "`tfdp.checkpoint`, or save after whole updates. "
+                f"Received: {self.name!r}"
+            )
+        super().save_own_variables(store)  # type: ignore[misc]
+
     def swap_averages(self) -> None:
         """Swap weights with their moving averages, outside a step."""
         self._traces.run(self, "swap", self._swap_averages)
@@ -137,9 +175,21 @@ class ShardableOptimizer(OptimizerSettings):
         """Restart moving averages at the weights, outside a step."""
         self._traces.run(self, "restart", self._restart_averages)
 
-    def _overwrite_with_averages(self) -> None:
-        for layout, part in self._averaged():
-            layout.overwrite_with_average(part)
+    def overwrite_with_averages(self, variables: Sequence[Any]) -> None:
+        """Give some variables the values of their averages, outside a step.
+
+        Args:
+            variables: Sequence of Keras variables.
+        """
+        known = {id(variable) for variable in variables}
+        trained = _compat.trained_by(self)
+        chosen = [index for index, v in enumerate(trained) if id(v) in known]
+
+        def overwrite() -> None:
+            for layout, part in self._averaged():
+                layout.overwrite_with_average(part, known)
+
+        self._traces.run(self, f"finalize {chosen}", overwrite)
 
     def _swap_averages(self) -> None:
         for layout, part in self._averaged():

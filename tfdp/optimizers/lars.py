@@ -161,6 +161,22 @@ class LARS(keras.optimizers.Optimizer):
         self._excluded_keys = frozenset(self._var_key(v) for v in var_list or ())
         self._excluded_names = "|".join(var_names or ())
 
+    def exclude_alike(
+        self, other: LARS, variables: Sequence[Any], theirs: Sequence[Any]
+    ) -> None:
+        """Exclude from another one's adaptation what this one excludes.
+
+        Args:
+            other: `LARS`, not built.
+            variables: Sequence of variables of this one.
+            theirs: Sequence of variables of the other, which stand for them.
+        """
+        other._excluded_keys = frozenset(
+            other._var_key(its)
+            for own, its in zip(variables, theirs, strict=True)
+            if self._is_excluded_from_adaptation(own)
+        )
+
     def build(self, variables: Sequence[Any]) -> None:
         """Make a velocity for each variable, unless the momentum is zero."""
         if self.built:

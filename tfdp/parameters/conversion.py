@@ -24,6 +24,19 @@ from tfdp.plans.units import (
     plan_units,
 )
 
+# Of all conversions in this process: a function traced before one has old variables.
+_num_conversions = 0
+
+
+def num_conversions() -> int:
+    """Return how often variables were given another storage in this process."""
+    return _num_conversions
+
+
+def _count_conversion() -> None:
+    global _num_conversions
+    _num_conversions += 1
+
 
 def parameters_in_order(model: Any, trained: Sequence[Any]) -> list[Any]:
     """The parameters of a model that an optimizer shards, in the order of its layers.
@@ -71,6 +84,8 @@ def shard_variables(
     """
     check_layers(options.layers, [path_of(variable) for variable in variables])
     new = [v for v in variables if not _has_unit(v)]
+    if new:
+        _count_conversion()
     for variable in new:
         if sharded_parameter(variable) is None:
             _shard(variable, strategy, gathers, devices)
@@ -100,6 +115,7 @@ def divide_again(
         value = whole if is_whole else _elements(whole, own)
         parts.append(_compat.variable_like(old, value, old.device))
     parameter.replace_parts(parts, ranges)
+    _count_conversion()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import batch_weight, loops
+from tfdp.base.context import replica_context
 
 _MERGE_OPS = {"Maximum": "max", "Minimum": "min"}
 # The names that BatchNormalization, and layers modelled on it, give to the
@@ -79,22 +80,38 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
     """
 
     merge = "sum"
+    # What all components together were set to last, outside of a step.
+    _begins_with: Any = None
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        in_replica = tf.distribute.in_cross_replica_context() is False
+        in_replica = replica_context() is not None
         if in_replica and tf.is_symbolic_tensor(value):
             op = value.op
             while op.type in ("Identity", "Cast"):
                 op = op.inputs[0].op
-            self.merge = _MERGE_OPS.get(op.type, self.merge)
+            before, self.merge = self.merge, _MERGE_OPS.get(op.type, self.merge)
+            if before == "sum" != self.merge and self._begins_with is not None:
+                self._begin_whole(self._begins_with)
         elif not in_replica and self.merge != "sum":
             # Stock divides by the number of replicas, so that the sum is right.
             for component in self.values:
                 component.assign(value)
             return self
         elif not in_replica and self.dtype.is_integer:
+            self._begins_with = None if tf.is_symbolic_tensor(value) else value
             return self._assign_parts(tf.convert_to_tensor(value, self.dtype))
+        elif not in_replica and not tf.is_symbolic_tensor(value):
+            self._begins_with = value
         return super().assign(value, *args, **kwargs)
+
+    def _begin_whole(self, value: Any) -> None:
+        """Give each component what was divided, before it was known how they merge.
+
+        That is while the first step is traced: no update has been made.
+        """
+        with tf.init_scope():
+            for component in self.values:
+                component.assign(tf.cast(value, component.dtype))
 
     def _assign_parts(self, total: tf.Tensor) -> Any:
         """Divide an integer among the replicas; the first gets the remainder.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -220,11 +220,23 @@ class ShardedLayout:
         own = self._sharded(group)
         self._state(own).average(group.optimizer, own.variables)
 
-    def overwrite_with_average(self, group: ParamGroup) -> None:
-        """All-gathers the averages by bucket."""
+    def overwrite_with_average(
+        self, group: ParamGroup, chosen: Container[int] | None = None
+    ) -> None:
+        """All-gathers the averages by bucket.
+
+        Args:
+            group: `ParamGroup`.
+            chosen: Container of the `id`s of the variables that are overwritten, or
+                `None` for all. Defaults to `None`.
+        """
         own = self._sharded(group)
-        everything = frozenset(range(len(own.variables)))
-        self._spread(own, self._state(own).averages(), everything)
+        present = frozenset(
+            index
+            for index, variable in enumerate(own.variables)
+            if chosen is None or id(variable) in chosen
+        )
+        self._spread(own, self._state(own).averages(), present)
 
     def swap_with_average(self, group: ParamGroup) -> None:
         """Give variables the values of their averages, and the other way round."""

@@ -48,6 +48,9 @@ class VariableShards:
                 mine = [_compat.copy_of(variable) for variable in mine]
                 self._copies = dict(zip(self.owned, mine, strict=True))
             self.clone = _compat.plain_clone(optimizer)
+            if hasattr(optimizer, "exclude_alike"):  # no part of the config
+                wholes = [variables[index] for index in self.owned]
+                optimizer.exclude_alike(self.clone, wholes, mine)
             before = _settings_of(self.clone)
             # An owner of nothing needs no slots, and not every class makes none.
             if mine:

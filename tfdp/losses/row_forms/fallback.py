@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
+
+from tfdp import _compat
 from tfdp.losses.row_forms.form import (
     PAIRS,
     ROWS_SOMEWHERE,
@@ -14,6 +17,9 @@ from tfdp.losses.row_forms.form import (
     Kind,
     ReplicaPower,
 )
+
+# Which input of an operation has the axes that it works along.
+_AXIS_INPUT = {"Roll": 2, "ReverseV2": 1, "Cumsum": 1, "Cumprod": 1}
 
 
 def opaque(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> list[Form]:
@@ -28,7 +34,7 @@ def fallback(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Any
     """Rule of any other operation: rows stay rows where the first axis is as long."""
     del replica_power_of
     kinds = {form.kind for form in inputs}
-    if Kind.PAIRS in kinds:
+    if Kind.PAIRS in kinds or (Kind.ROWS in kinds and _mixes_rows(op, inputs)):
         return PAIRS
     if Kind.ROWS in kinds:
         return [_of_rows(op, inputs, output) for output in op.outputs]
@@ -39,6 +45,19 @@ def fallback(op: Any, inputs: list[Form], replica_power_of: ReplicaPower) -> Any
     if kinds & {Kind.TOTAL, Kind.STATISTIC, Kind.TERMS}:
         return STATISTIC
     return UNKNOWN
+
+
+def _mixes_rows(op: Any, inputs: list[Form]) -> bool:
+    """Return whether an operation moves rows, adds them up in turn or selects some."""
+    if op.type == "Where":  # of a mask: what it selects has another number of rows
+        return inputs[0].axis == 0
+    if inputs[0].axis != 0:
+        return False
+    if op.type == "TopKV2":
+        return op.inputs[0].shape.rank == 1
+    place = _AXIS_INPUT.get(op.type)
+    axes = None if place is None else _compat.constant_value(op.inputs[place])
+    return axes is not None and 0 in np.ravel(axes) % op.inputs[0].shape.rank
 
 
 def _of_rows(op: Any, inputs: list[Form], output: Any) -> Form:
