@@ -202,8 +202,12 @@ def other_optimizers_are_backed_up_and_restored(env: Env) -> dict:
     with pytest.raises(KeyboardInterrupt):
         fit(two(env), tfdp.callbacks.BackupAndRestore(folder), StopAfterTwo(), epochs=4)
     resumed = two(env)
-    fit(resumed, tfdp.callbacks.BackupAndRestore(folder), epochs=4)
+    kept = tfdp.callbacks.BackupAndRestore(folder, delete_at_end=False)
+    fit(resumed, kept, epochs=4)
     assert difference(wanted, resumed.get_weights()) == 0.0
+    unbuilt = two(env, is_built=False)
+    with pytest.warns(UserWarning, match="is left out, since it has no variables yet"):
+        fit(unbuilt, tfdp.callbacks.BackupAndRestore(folder), epochs=5)
     folder = str(env.tmp / "checkpoint")
     tfdp.checkpoint.save(model, folder)
     again = two(env)

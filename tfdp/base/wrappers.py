@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import keras
 
-_wrappers: weakref.WeakKeyDictionary[Any, weakref.ref] = weakref.WeakKeyDictionary()
+from tfdp.base.param_groups import innermost
+
+_ATTRIBUTE = "_tfdp_wrapper"
 
 
 def note_wrapper(optimizer: Any, wrapper: Any) -> None:
-    """Remember what has taken over an optimizer, for as long as both live.
+    """Remember what has taken over an optimizer: from now on they live together.
 
     Args:
         optimizer: Keras optimizer.
         wrapper: `DistributedOptimizer` around it.
     """
-    _wrappers[optimizer] = weakref.ref(wrapper)
+    # Not by `setattr`, by which Keras would take it for a part of the optimizer.
+    vars(optimizer)[_ATTRIBUTE] = wrapper
 
 
 def wrapper_of(optimizer: Any) -> Any:
     """Return the `DistributedOptimizer` that has taken over an optimizer, or `None`."""
-    found = _wrappers.get(optimizer) if optimizer is not None else None
-    return None if found is None else found()
+    return None if optimizer is None else vars(optimizer).get(_ATTRIBUTE)
 
 
 def other_optimizers(model: Any) -> dict[str, Any]:
@@ -35,13 +36,30 @@ def other_optimizers(model: Any) -> dict[str, Any]:
     Returns:
         Dict from names of attributes to Keras optimizers, in one order.
     """
-    own, known = getattr(model, "optimizer", None), set()
-    while own is not None:
+    found = {
+        name: value
+        for name, value in sorted(vars(model).items())
+        if isinstance(value, keras.optimizers.Optimizer)
+    }
+    own = getattr(model, "optimizer", None)
+    known = {
+        id(part) for optimizer in [own, *found.values()] for part in _parts(optimizer)
+    }
+    if own is not None:
         known.add(id(own))
-        own = getattr(own, "inner_optimizer", None)
-    found = {}
-    for name, value in sorted(vars(model).items()):
-        if isinstance(value, keras.optimizers.Optimizer) and id(value) not in known:
+    others = {}
+    for name, value in found.items():
+        if id(value) not in known:
             known.add(id(value))
-            found[name] = value
-    return found
+            others[name] = value
+    return others
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """The optimizers within one, which are no others beside it."""
+    parts = []
+    while optimizer is not None:
+        parts += [part for part in innermost(optimizer) if part is not optimizer]
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+        parts += [] if optimizer is None else [optimizer]
+    return parts

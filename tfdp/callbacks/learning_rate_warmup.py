@@ -146,6 +146,8 @@ class LearningRateWarmup(OptimizerCallback):
         self._stage = state["stage"]
         if self._stage == _WAITING:
             return
+        if self._stage == _OVER:
+            self.optimizer.has_warmed_up = True
         options = state["options"]
         self.optimizer.warmup = None if options is None else WarmupOptions(**options)
 

@@ -27,6 +27,7 @@ from tfdp.checkpoint.model_state import (
     OUTER_PREFIX,
     RUN_PREFIX,
     check_others_are_built,
+    match_others,
     model_state,
 )
 from tfdp.checkpoint.on_all_workers import (
@@ -230,6 +231,7 @@ def _select_tensors(
     scale, outer = f"{LOSS_SCALE_PREFIX}/", f"{OUTER_PREFIX}/"
     optional = (scale, outer)
     wanted = [t for t in state if t.name in saved or not t.name.startswith(optional)]
+    wanted, left_out_others = match_others(wanted, saved)
     wanted += [tensor for tensor in accumulated if tensor.name in saved]
     names = {tensor.name for tensor in wanted}
     left_out = [n for n in saved if n.startswith(scale) and n not in names]
@@ -247,7 +249,7 @@ def _select_tensors(
             "not use, so that it is left out.",
             stacklevel=3,
         )
-    left_out += of_outer
+    left_out += of_outer + left_out_others
     of_run = [name for name in saved if name.startswith(f"{RUN_PREFIX}/")]
     if any(name.startswith(f"{RUN_PREFIX}/{ACCUMULATED_PREFIX}/") for name in of_run):
         warnings.warn(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -96,7 +97,7 @@ def check_others_are_built(model: keras.Model, saved: Iterable[str]) -> None:
     Raises:
         ValueError: Naming the optimizer.
     """
-    names = {name.split("/")[1] for name in saved if name.startswith(OTHERS_PREFIX)}
+    names = {_other_of(name) for name in saved}
     for name, optimizer in other_optimizers(model).items():
         if name in names and not optimizer.built:
             raise ValueError(
@@ -104,6 +105,41 @@ def check_others_are_built(model: keras.Model, saved: Iterable[str]) -> None:
                 "variables yet. Build it first, in the scope, for the variables that "
                 f"it trains. Received: the attribute {name!r}"
             )
+
+
+def match_others(
+    tensors: Sequence[StateTensor], saved: Iterable[str]
+) -> tuple[list[StateTensor], list[str]]:
+    """Leave out optimizers, beside the model's own, that only one side has.
+
+    Args:
+        tensors: Sequence of `StateTensor` of the model.
+        saved: Iterable of strings, names of the tensors of the file.
+
+    Returns:
+        Tuple of the tensors to read, and the names in the file that are not read.
+    """
+    saved = list(saved)
+    own = {_other_of(tensor.name) for tensor in tensors} | {None}
+    theirs = {_other_of(name) for name in saved} | {None}
+    for names, text in (
+        (theirs - own, "is left out, since it has no variables yet: build it before"),
+        (own - theirs, "was not saved, and goes on as it is"),
+    ):
+        if names:
+            listed = ", ".join(repr(name) for name in sorted(map(str, names)))
+            warnings.warn(
+                f"The state of another optimizer of the model {text}: {listed}.",
+                stacklevel=3,
+            )
+    kept = [tensor for tensor in tensors if _other_of(tensor.name) in theirs]
+    return kept, [name for name in saved if _other_of(name) not in own]
+
+
+def _other_of(name: str) -> str | None:
+    """The attribute of another optimizer that a tensor belongs to, or `None`."""
+    first, _, rest = name.partition("/")
+    return rest.partition("/")[0] if first == OTHERS_PREFIX else None
 
 
 def _check_no_sums(name: str, optimizer: Any) -> None:

@@ -24,7 +24,7 @@ from tfdp.checkpoint.model_state import (
     COUNTER,
     RUN_PREFIX,
     ShardWriter,
-    check_others_are_built,
+    match_others,
     model_state,
     shard_writer_of,
 )
@@ -100,8 +100,7 @@ class RunState:
             `LoadPlan`.
         """
         saved = {entry.name for entry in index.tensors}
-        check_others_are_built(self._model, saved)
-        tensors, left_out = self._common_tensors(), []
+        tensors, left_out = match_others(self._common_tensors(), saved)
         has_sums = any(name.startswith(f"{_SUMS}/") for name in saved)
         replicas = metadata["replicas"]
         if has_sums or with_metrics:
@@ -118,7 +117,7 @@ class RunState:
                 replicas,
             )
         else:
-            left_out = [name for name in saved if name.startswith(f"{_METRICS}/")]
+            left_out += [name for name in saved if name.startswith(f"{_METRICS}/")]
         label = "within the epoch" if with_metrics else "at its start"
         residuals = plan_residuals(self._model, index)
         tensors += residuals.tensors

@@ -45,6 +45,16 @@ from tfdp.parameters.conversion import num_conversions, whole_variables
 from tfdp.reduction import link_measure
 from tfdp.replicas import drift_probe
 
+# Which of a model's functions a loop of Keras calls.
+_FUNCTION_OF = {
+    "fit": "train_function",
+    "train_on_batch": "train_function",
+    "evaluate": "test_function",
+    "test_on_batch": "test_function",
+    "predict": "predict_function",
+    "predict_on_batch": "predict_function",
+}
+
 
 def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = strategy_of(model)
@@ -76,7 +86,7 @@ def _run_loop(
     strategy: Any,
 ) -> Any:
     arguments = bound.arguments
-    _drop_stale_functions(model)
+    _drop_stale_function(model, name)
     go_to_meeting(model)
     meet_islands(model)
     each_batch = _agree(name, model, bound, strategy)
@@ -236,7 +246,7 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
     with progress.looping(name), strategy.extended.explaining():
         worker_group = strategy.extended.worker_group
         _note_model(model)
-        _drop_stale_functions(model)
+        _drop_stale_function(model, name)
         loop_agreement.agree_on_batch(worker_group, name, model, given)
         checks.check_batch(strategy, model, given)
         with loops.looping(model, name, whole_batches=True), _unrecorded():
@@ -265,12 +275,12 @@ def _make_function(
     return result
 
 
-def _drop_stale_functions(model: Any) -> None:
-    """Have steps traced again that were traced before variables were sharded."""
-    for name in ("train_function", "test_function", "predict_function"):
-        function = getattr(model, name, None)
-        if getattr(function, "made_after", num_conversions()) != num_conversions():
-            setattr(model, name, None)
+def _drop_stale_function(model: Any, loop: str) -> None:
+    """Have a step traced again that was traced before variables were sharded."""
+    name = _FUNCTION_OF[loop]
+    function = getattr(model, name, None)
+    if getattr(function, "made_after", num_conversions()) != num_conversions():
+        setattr(model, name, None)
 
 
 make_train_function = functools.partial(_make_function, "train_function")

@@ -59,8 +59,10 @@ def global_statistic(
         by their maximum.
     """
     found = _operations(forms, tensor)
+    if found is None or _compat.in_loop_of_replica():
+        return None
     context, weight = context_and_share()
-    if found is None or context is None or _compat.in_loop_of_replica():
+    if context is None:
         return None
     operations, inputs = found
     sizes = [value.shape.num_elements() for value in inputs]

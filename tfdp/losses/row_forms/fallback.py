@@ -57,7 +57,8 @@ def _mixes_rows(op: Any, inputs: list[Form]) -> bool:
         return op.inputs[0].shape.rank == 1
     place = _AXIS_INPUT.get(op.type)
     axes = None if place is None else _compat.constant_value(op.inputs[place])
-    return axes is not None and 0 in np.ravel(axes) % op.inputs[0].shape.rank
+    rank = op.inputs[0].shape.rank
+    return axes is not None and bool(rank) and 0 in np.ravel(axes) % rank
 
 
 def _of_rows(op: Any, inputs: list[Form], output: Any) -> Form:
