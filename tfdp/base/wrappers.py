@@ -11,6 +11,13 @@ from tfdp.base.param_groups import innermost
 _ATTRIBUTE = "_tfdp_wrapper"
 
 
+class _Link:
+    """What a wrapped optimizer knows of its wrapper."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+
+
 def note_wrapper(optimizer: Any, wrapper: Any) -> None:
     """Remember what has taken over an optimizer: from now on they live together.
 
@@ -18,13 +25,14 @@ def note_wrapper(optimizer: Any, wrapper: Any) -> None:
         optimizer: Keras optimizer.
         wrapper: `DistributedOptimizer` around it.
     """
-    # Not by `setattr`, by which Keras would take it for a part of the optimizer.
-    vars(optimizer)[_ATTRIBUTE] = wrapper
+    # Not the wrapper itself: Keras writes to files what it finds in an optimizer.
+    vars(optimizer)[_ATTRIBUTE] = _Link(wrapper)
 
 
 def wrapper_of(optimizer: Any) -> Any:
     """Return the `DistributedOptimizer` that has taken over an optimizer, or `None`."""
-    return None if optimizer is None else vars(optimizer).get(_ATTRIBUTE)
+    link = None if optimizer is None else vars(optimizer).get(_ATTRIBUTE)
+    return None if link is None else link.wrapper
 
 
 def other_optimizers(model: Any) -> dict[str, Any]:
