@@ -3,9 +3,8 @@
     python tools/docs_check.py
 
 Each package of tfdp/ has a line in README, and a docstring in its `__init__` that names
-its files; the walks
-of docs/step.md name what is there; links and Python blocks of all pages hold; public
-names have docstrings and stand on a page.
+its files; the walks of docs/step.md name what is there; links and Python blocks of all
+pages hold; public names have docstrings and stand on a page.
 """
 
 from __future__ import annotations

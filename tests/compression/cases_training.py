@@ -301,6 +301,11 @@ def momentum_correction_has_all_buckets_or_says_so(env: Env) -> dict:
             model = common.compiled(keras.Sequential(parts))
         with pytest.warns(UserWarning, match="rows of sparse gradients are not"):
             common.fit(model, *common.token_data(8))
+    options = tfdp.CommunicationOptions(compression=corrected)
+    with tfdp.MirroredStrategy(["CPU:0"], communication=options).scope():
+        model = common.compiled(common.mlp(UNITS))
+    with pytest.warns(UserWarning, match="with one replica nothing is compressed"):
+        common.fit(model, *common.regression_data(8))
     return {}
 
 

@@ -266,6 +266,35 @@ def diloco_clips_outer_gradients(env: Env) -> dict:
     return {}
 
 
+def of_gathered_rows(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+    """A loss that compares each row with the mean of all."""
+    mean = tf.reduce_mean(tfdp.all_gather(y_pred), axis=0)
+    return tf.reduce_mean(tf.square(y_true - y_pred) + tf.square(y_pred - mean))
+
+
+@case("Gathered rows are those of the replica alone", compare=False)
+def replicas_alone_gather_their_own_rows(env: Env) -> dict:
+    def build(make: Make) -> keras.Model:
+        return common.compiled(common.mlp(), make(), loss=of_gathered_rows)
+
+    with env.scope():
+        model = build(sgd)
+    expected = Replicas(env.num_replicas, sgd, model.get_weights(), build)
+    x, y = common.regression_data(2 * common.BATCH_SIZE)
+    common.fit(model, x, y, epochs=1, callbacks=[tfdp.callbacks.LocalSGD(9)])
+    for rows in np.split(np.arange(len(x)), 2):
+        expected.step(x[rows], y[rows])
+    expected.average()
+    check_trained(env, model, expected.models[0])
+    if env.setup.is_multi_worker and env.setup.devices_per_worker > 1:
+        options = tfdp.CommunicationOptions(node_size=env.setup.devices_per_worker)
+        with tfdp.MultiWorkerMirroredStrategy(communication=options).scope():
+            model = build(sgd)
+        with pytest.raises(ValueError, match="those of different nodes train apart"):
+            common.fit(model, x, y, callbacks=[tfdp.callbacks.DiLoCo(9)])
+    return {}
+
+
 class TwoOptimizers(keras.Model):
     """Trains each of two layers by an optimizer of its own."""
 

@@ -80,6 +80,10 @@ def built() -> keras.optimizers.Optimizer:
             "and no wrapper of others",
         ),
         ({"outer_optimizer": built()}, "has been built for other variables already"),
+        (
+            {"outer_optimizer": keras.optimizers.SGD(0.7, use_ema=True)},
+            "makes one update of each exchange.* Leave out `use_ema`",
+        ),
     ],
 )
 def test_bad_arguments_of_diloco_are_named(arguments: dict[str, Any], text: str):

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tests.harness import common, registry
 from tests.harness.env import Env
+from tfdp.checkpoint.run_state import metric_variables
 
 case = registry.case
 ONE_PROCESS: dict[str, Any] = {"setups": ("mirrored",), "full_setups": ()}
@@ -99,6 +100,25 @@ class Least(keras.metrics.Metric):
 
     def reset_state(self) -> None:
         self.least.assign(1.0)
+
+
+@case("Whole numbers of a metric begin with their own value", **ONE_PROCESS)
+def integers_of_metrics_are_set_outside_of_the_scope(env: Env) -> dict:
+    with env.scope():
+        metric = keras.metrics.Metric(name="count")
+        count = metric.add_variable((), "zeros", dtype="int32", name="count")
+    count.assign(1)
+    return {"count": int(keras.ops.convert_to_numpy(count.value))}
+
+
+@case("How a metric merges is told by a backup", compare=False, **ONE_PROCESS)
+def merges_of_metrics_are_restored(env: Env) -> dict:
+    model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
+    common.fit(model, *common.regression_data(8), epochs=1)
+    variables = [v for metric in model.metrics for v in metric.variables]
+    metric_variables(model, ["max"] * len(variables))
+    assert [variable.value.merge for variable in variables] == ["max"] * len(variables)
+    return {}
 
 
 @case("A metric that begins with one is that of one device", **ONE_PROCESS)

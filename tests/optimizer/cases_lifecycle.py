@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
@@ -15,6 +16,7 @@ from tests.harness.env import Env
 
 optimizers = keras.optimizers
 BATCHES = 4
+ACCUMULATES = {"gradient_accumulation_steps": 2}
 NUM_ROWS = BATCHES * common.BATCH_SIZE
 
 
@@ -66,8 +68,15 @@ def warmup_goes_on_in_the_next_fit(env: Env) -> dict:
         rates.append(float(model.optimizer.learning_rate.numpy()))
     fit(model, tfdp.callbacks.LearningRateWarmup(steps=2))
     rates.append(float(model.optimizer.learning_rate.numpy()))
+    # So it does after a resume, which tells the callback that it was over.
+    resumed = built(env, optimizers.SGD(rates[-1]))
+    again = tfdp.callbacks.LearningRateWarmup(steps=2)
+    again.set_model(resumed)
+    again.set_state(warmup.get_state())
+    fit(resumed, tfdp.callbacks.LearningRateWarmup(steps=2))
+    rates.append(float(resumed.optimizer.learning_rate.numpy()))
     wanted = 0.01 * env.num_replicas
-    np.testing.assert_allclose(rates, [0.01, 0.01, wanted, wanted], rtol=1e-6)
+    np.testing.assert_allclose(rates, [0.01, 0.01, *[wanted] * 3], rtol=1e-6)
     return {}
 
 
@@ -206,13 +215,19 @@ def other_optimizers_are_backed_up_and_restored(env: Env) -> dict:
     fit(resumed, kept, epochs=4)
     assert difference(wanted, resumed.get_weights()) == 0.0
     unbuilt = two(env, is_built=False)
-    with pytest.warns(UserWarning, match="is left out, since it has no variables yet"):
+    with pytest.warns(UserWarning, match="is left out: it is not there, or built by"):
         fit(unbuilt, tfdp.callbacks.BackupAndRestore(folder), epochs=5)
     folder = str(env.tmp / "checkpoint")
     tfdp.checkpoint.save(model, folder)
     again = two(env)
     tfdp.checkpoint.restore(again, folder)
     assert int(again.other.iterations.numpy()) == 4 * BATCHES
+    tfdp.checkpoint.save(two(env, is_built=False), folder + " of none")
+    with pytest.warns(UserWarning, match="was not saved, and goes on as it is"):
+        tfdp.checkpoint.restore(again, folder + " of none")
+    accumulating = two(env, functools.partial(optimizers.Adam, **ACCUMULATES))
+    with pytest.raises(ValueError, match=r"gradients of `model\.optimizer` only"):
+        tfdp.checkpoint.save(accumulating, folder)
     with pytest.raises(ValueError, match="state of another optimizer of the model was"):
         tfdp.checkpoint.restore(two(env, is_built=False), folder)
     return {}

@@ -5,6 +5,7 @@ A save goes through these files from top to bottom, a restore from `api` to `rea
 - `api`: `save` and `restore`, on all workers together.
 - `on_all_workers`: what succeeds on all workers or fails on all.
 - `model_state`: weights and optimizer as named state tensors.
+- `other_optimizers`: those that a model has beside `model.optimizer`.
 - `accumulated_gradients`: gradients accumulated for the next update.
 - `index`, `index_file`: which file holds which elements; the index as JSON.
 - `schema`: types and bounds of what is read from a file.

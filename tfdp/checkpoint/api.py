@@ -26,8 +26,6 @@ from tfdp.checkpoint.model_state import (
     LOSS_SCALE_PREFIX,
     OUTER_PREFIX,
     RUN_PREFIX,
-    check_others_are_built,
-    match_others,
     model_state,
 )
 from tfdp.checkpoint.on_all_workers import (
@@ -35,6 +33,7 @@ from tfdp.checkpoint.on_all_workers import (
     worker_group_of,
 )
 from tfdp.checkpoint.open_storage import open_storage
+from tfdp.checkpoint.other_optimizers import check_others_are_built, match_others
 from tfdp.checkpoint.residual_state import (
     ResidualPlan,
     plan_residuals,

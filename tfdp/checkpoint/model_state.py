@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -19,6 +18,7 @@ from tfdp import _compat
 from tfdp.base.context import strategy_of
 from tfdp.base.param_groups import innermost, is_multi
 from tfdp.base.wrappers import other_optimizers
+from tfdp.checkpoint.other_optimizers import OTHERS_PREFIX, check_no_sums
 from tfdp.keras_hooks.file_view import VariableView
 from tfdp.parameters.sharded_parameter import sharded_parameter
 from tfdp.sharding import slot_names, variable_name
@@ -33,8 +33,6 @@ from tfdp.sharding.state_tensors import (
 # What names begin with that a checkpoint may have or not.
 LOSS_SCALE_PREFIX, ACCUMULATED_PREFIX = "loss_scale", "accumulated"
 OUTER_PREFIX = "outer"
-# Of optimizers that a model has beside its own, by the attribute.
-OTHERS_PREFIX = "others"
 # What they begin with that only a backup has: the state of a `fit` that is under way.
 RUN_PREFIX = "run"
 # What Keras counts in.
@@ -79,80 +77,12 @@ def model_state(model: keras.Model) -> list[StateTensor]:
         tensors += _optimizer_state(optimizer, shard_writer)
     for name, other in other_optimizers(model).items():
         if other.built:
-            _check_no_sums(name, other)
+            check_no_sums(name, other)
             tensors += [
                 renamed(tensor, f"{OTHERS_PREFIX}/{name}/{tensor.name}")
                 for tensor in _optimizer_state(other, shard_writer)
             ]
     return tensors
-
-
-def check_others_are_built(model: keras.Model, saved: Iterable[str]) -> None:
-    """Raise where a file has the state of an optimizer that has no variables yet.
-
-    Args:
-        model: As for `model_state`.
-        saved: Iterable of strings, names of the tensors of the file.
-
-    Raises:
-        ValueError: Naming the optimizer.
-    """
-    names = {_other_of(name) for name in saved}
-    for name, optimizer in other_optimizers(model).items():
-        if name in names and not optimizer.built:
-            raise ValueError(
-                "The state of another optimizer of the model was saved, and it has no "
-                "variables yet. Build it first, in the scope, for the variables that "
-                f"it trains. Received: the attribute {name!r}"
-            )
-
-
-def match_others(
-    tensors: Sequence[StateTensor], saved: Iterable[str]
-) -> tuple[list[StateTensor], list[str]]:
-    """Leave out optimizers, beside the model's own, that only one side has.
-
-    Args:
-        tensors: Sequence of `StateTensor` of the model.
-        saved: Iterable of strings, names of the tensors of the file.
-
-    Returns:
-        Tuple of the tensors to read, and the names in the file that are not read.
-    """
-    saved = list(saved)
-    own = {_other_of(tensor.name) for tensor in tensors} | {None}
-    theirs = {_other_of(name) for name in saved} | {None}
-    for names, text in (
-        (theirs - own, "is left out, since it has no variables yet: build it before"),
-        (own - theirs, "was not saved, and goes on as it is"),
-    ):
-        if names:
-            listed = ", ".join(repr(name) for name in sorted(map(str, names)))
-            warnings.warn(
-                f"The state of another optimizer of the model {text}: {listed}.",
-                stacklevel=3,
-            )
-    kept = [tensor for tensor in tensors if _other_of(tensor.name) in theirs]
-    return kept, [name for name in saved if _other_of(name) not in own]
-
-
-def _other_of(name: str) -> str | None:
-    """The attribute of another optimizer that a tensor belongs to, or `None`."""
-    first, _, rest = name.partition("/")
-    return rest.partition("/")[0] if first == OTHERS_PREFIX else None
-
-
-def _check_no_sums(name: str, optimizer: Any) -> None:
-    """Raise where an optimizer beside the model's own accumulates."""
-    steps = getattr(optimizer, "accumulation_steps", None)
-    parts = innermost(getattr(optimizer, "inner_optimizer", optimizer))
-    steps = max([steps or 1, *(p.gradient_accumulation_steps or 1 for p in parts)])
-    if steps > 1:
-        raise ValueError(
-            "Backups and checkpoints have the accumulated gradients of "
-            "`model.optimizer` only. Let the model's other optimizers make an update "
-            f"of each batch. Received: {name!r} with {steps} micro-batches"
-        )
 
 
 class ShardWriter:

@@ -24,10 +24,10 @@ from tfdp.checkpoint.model_state import (
     COUNTER,
     RUN_PREFIX,
     ShardWriter,
-    match_others,
     model_state,
     shard_writer_of,
 )
+from tfdp.checkpoint.other_optimizers import match_others
 from tfdp.checkpoint.replica_state import (
     PerReplicaVariable,
     local_replicas,

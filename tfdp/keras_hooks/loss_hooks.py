@@ -20,7 +20,7 @@ from tfdp.base.context import in_tfdp_scope
 from tfdp.collectives import step_events
 from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT, ROWS
-from tfdp.losses.training_group import context_and_share
+from tfdp.losses.training_group import context_and_share, reduced
 
 # Each replica is traced in its own thread.
 _thread = threading.local()
@@ -29,29 +29,16 @@ _thread = threading.local()
 def all_reduce(
     original: Callable, context: Any, reduce_op: Any, value: Any, options: Any = None
 ) -> Any:
-    """Pass gradients back so that each replica's loss counts by its rows.
-
-    What replicas have together, such as synchronized moments, carries the gradients of
-    all their losses to each replica, whose optimizer multiplies them by its own weight.
-    """
+    """Pass gradients back so that each replica's loss counts by its rows."""
     flat = tf.nest.flatten(value)
     is_plain = all(isinstance(x, tf.Tensor) and x.dtype.is_floating for x in flat)
     if batch_weight.current() is None or not is_plain:
         return original(context, reduce_op, value, options)
 
-    @tf.custom_gradient
-    def reduce(*tensors: tf.Tensor) -> Any:
-        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-            weight = batch_weight.weight_of_upstream()
-            if weight is None:
-                return original(context, reduce_op, list(upstream), options)
-            parts = [x * tf.cast(weight, x.dtype) for x in upstream]
-            totals = original(context, reduce_op, parts, options)
-            return [tf.math.divide_no_nan(t, tf.cast(weight, t.dtype)) for t in totals]
+    def reduce(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+        return original(context, reduce_op, tensors, options)
 
-        return tuple(original(context, reduce_op, list(tensors), options)), gradient
-
-    results = reduce(*flat)
+    results = reduced(flat, reduce, batch_weight.weight_of_upstream)
     for result in results:
         loss_terms.set_form(result, CONSTANT)
     return tf.nest.pack_sequence_as(value, results)

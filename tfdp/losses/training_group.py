@@ -6,6 +6,7 @@ these.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -33,7 +34,7 @@ class TrainingGroup:
         return isinstance(self._reducer, LocalReducer)
 
     def all_reduce(self, reduce_op: Any, value: Any) -> Any:
-        """Sum tensors; gradients are passed back as by `loss_hooks.all_reduce`.
+        """Sum tensors, see `reduced`.
 
         Args:
             reduce_op: `tf.distribute.ReduceOp.SUM`.
@@ -42,24 +43,39 @@ class TrainingGroup:
         assert reduce_op == tf.distribute.ReduceOp.SUM
         if self.is_alone:
             return value
-        results = self._sum(*tf.nest.flatten(value))
-        return tf.nest.pack_sequence_as(value, tf.nest.flatten(results))
+        results = reduced(tf.nest.flatten(value), self._reducer.sum, lambda: self.share)
+        return tf.nest.pack_sequence_as(value, results)
 
-    def _sum(self, *tensors: tf.Tensor) -> Any:
-        reducer, share = self._reducer, self.share
 
-        @tf.custom_gradient
-        def reduce(*inputs: tf.Tensor) -> Any:
-            def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
-                parts = [x * tf.cast(share, x.dtype) for x in upstream]
-                totals = reducer.sum(parts)
-                return [
-                    tf.math.divide_no_nan(t, tf.cast(share, t.dtype)) for t in totals
-                ]
+def reduced(
+    tensors: Sequence[tf.Tensor],
+    reduce: Callable[[list[tf.Tensor]], Sequence[tf.Tensor]],
+    weight_of_upstream: Callable[[], tf.Tensor | None],
+) -> list[tf.Tensor]:
+    """All-reduce tensors; pass gradients back so that each loss counts by its rows.
 
-            return tuple(reducer.sum(list(inputs))), gradient
+    What replicas have together, such as synchronized moments, carries the gradients of
+    all their losses to each replica, whose optimizer multiplies them by its own weight.
 
-        return reduce(*tensors)
+    Args:
+        tensors: Sequence of tensors of floats.
+        reduce: Callable that all-reduces a list of tensors.
+        weight_of_upstream: Callable that returns this replica's weight in the backward
+            pass, a scalar tensor, or `None` where the loss has it already.
+    """
+
+    @tf.custom_gradient
+    def forward(*inputs: tf.Tensor) -> Any:
+        def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+            weight = weight_of_upstream()
+            if weight is None:
+                return list(reduce(list(upstream)))
+            totals = reduce([x * tf.cast(weight, x.dtype) for x in upstream])
+            return [tf.math.divide_no_nan(t, tf.cast(weight, t.dtype)) for t in totals]
+
+        return tuple(reduce(list(inputs))), gradient
+
+    return tf.nest.flatten(forward(*tensors))
 
 
 def group_that_steps_alone() -> TrainingGroup | None:
