@@ -284,6 +284,29 @@ def _validated(rank: int) -> dict:
     return {"validation_data": (X[: 8 + rank], Y[: 8 + rank])}
 
 
+WEIGHTS = np.linspace(0, 1, 16, dtype="float32")
+CLASSES = (Y > 0).astype("int32")
+OFF = tf.data.experimental.AutoShardPolicy.OFF
+
+
+def _order(rank: int) -> np.ndarray:
+    """What `np.random.permutation` without a seed gives on each worker."""
+    return np.random.RandomState(rank).permutation(16)
+
+
+def _sliced(*arrays: typing.Any) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(arrays)
+
+
+def _files(*names: str) -> tf.data.Dataset:
+    return tf.data.TextLineDataset(list(names)).batch(8)
+
+
+def _generated(x: np.ndarray, y: np.ndarray) -> typing.Iterator:
+    for start in range(0, 16, 8):
+        yield x[start : start + 8], y[start : start + 8]
+
+
 # What each worker calls: the method of a model, its arguments, and those of `compile`.
 DIFFERENT_CALLS: dict[str, typing.Callable[[int], tuple]] = {
     "steps of fit": lambda r: ("fit", (X, Y), {}, {"steps_per_execution": 1 + r}),
@@ -321,9 +344,53 @@ DIFFERENT_CALLS: dict[str, typing.Callable[[int], tuple]] = {
         {"class_weight": {0: 1.0, 1: 2.0 + r}},
         {},
     ),
+    "order of rows": lambda r: ("fit", (X[_order(r)], Y[_order(r)]), {}, {}),
+    "order of targets": lambda r: ("fit", (X, {"a": Y[_order(r)]}), {}, {}),
+    "values of evaluate": lambda r: ("evaluate", (X, Y + r), {}, {}),
+    "values of predict": lambda r: ("predict", ([X, X[:, ::-1]][r],), {}, {}),
+    "one value": lambda r: ("fit", (X, CLASSES + r * (np.arange(16) == 7)), {}, {}),
+    "values of weights": lambda r: (
+        "fit",
+        (X, Y),
+        {"sample_weight": [WEIGHTS, WEIGHTS[::-1]][r]},
+        {},
+    ),
+    "order of validation": lambda r: (
+        "fit",
+        (X, Y),
+        {"validation_data": (X, Y[_order(r)])},
+        {},
+    ),
+    "split of a dataset": lambda r: (
+        "fit",
+        (_sliced(X[_order(r)][:8], Y[_order(r)][:8]).shuffle(8, seed=1).batch(8),),
+        {},
+        {},
+    ),
+    "order of a dataset": lambda r: (
+        "evaluate",
+        (_sliced(X[_order(r)], Y[_order(r)]).batch(8),),
+        {},
+        {},
+    ),
+    "validation by a dataset": lambda r: (
+        "fit",
+        (X, Y),
+        {"validation_data": _sliced(X, Y[_order(r)]).batch(8)},
+        {},
+    ),
+    "order of files": lambda r: (
+        "predict",
+        (_files(*[f"/of{r}/{name}" for name in ["ab", "ba"][r]]),),
+        {},
+        {},
+    ),
+    "some other files": lambda r: ("predict", (_files("/a", ["/b", "/c"][r]),), {}, {}),
     "train_on_batch": lambda r: ("train_on_batch", (X[r:], Y[r:]), {}, {}),
     "test_on_batch": lambda r: ("test_on_batch", (X, [Y, Y[:, 0]][r]), {}, {}),
     "predict_on_batch": lambda r: ("predict_on_batch", (X[r:],), {}, {}),
+    "order of a batch": lambda r: ("train_on_batch", (X[_order(r)], Y), {}, {}),
+    "values of a batch": lambda r: ("predict_on_batch", (X + r,), {}, {}),
     "optimizer": lambda r: (
         "fit",
         (X, Y),

@@ -118,6 +118,10 @@ def test_structures_that_do_not_fit_are_refused_by_every_worker(clusters, setup_
             assert results[f"local/{name}/seconds"] < WITHIN_SECONDS, name
 
 
+VALUES = "Workers give `{}` arrays of different values, so that some rows would be"
+SOURCES = "Workers have datasets of different values, so that some elements would be"
+ORDER = " with the same rows in another order on worker 1 than on worker 0"
+OTHER = " with other values on worker 1 than on worker 0"
 KEYS = ("method", "type", "text", "seconds")
 SETTINGS = "Workers call `{}` with different settings."
 ARRAYS = "Workers give `{}` different arrays."
@@ -155,6 +159,26 @@ OF_CALLS = {
         "sample_weight: nothing on worker 0, {'rows': 16, 'shape': [None], 'dtype': "
         "'float32'} on worker 1",
     ),
+    "order of rows": (VALUES, f"Received: x, y{ORDER}"),
+    "order of targets": (VALUES, f"Received: y['a']{ORDER}"),
+    "values of evaluate": (VALUES, f"Received: y{OTHER}"),
+    "values of predict": (VALUES, f"Received: x{OTHER}"),
+    "one value": (VALUES, f"Received: y{OTHER}"),
+    "values of weights": (VALUES, f"Received: sample_weight{ORDER}"),
+    "order of validation": (VALUES, f"Received: validation_data[1]{ORDER}"),
+    "split of a dataset": (
+        SOURCES,
+        f"Received: from_tensor_slices[0], from_tensor_slices[1]{OTHER}",
+    ),
+    "order of a dataset": (
+        SOURCES,
+        f"Received: from_tensor_slices[0], from_tensor_slices[1]{ORDER}",
+    ),
+    "validation by a dataset": (SOURCES, f"Received: from_tensor_slices[1]{ORDER}"),
+    "order of files": (SOURCES, f"Received: from_tensor_slices[0]{ORDER}"),
+    "some other files": (SOURCES, f"Received: from_tensor_slices[0]{OTHER}"),
+    "order of a batch": (VALUES, f"Received: x{ORDER}"),
+    "values of a batch": (VALUES, f"Received: x{OTHER}"),
     "train_on_batch": (ARRAYS, "x/rows: 16 on worker 0, 15 on worker 1"),
     "test_on_batch": (ARRAYS, "y/shape/1: 1 on worker 0, nothing on worker 1"),
     "predict_on_batch": (ARRAYS, "x/rows: 16 on worker 0, 15 on worker 1"),

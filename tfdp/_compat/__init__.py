@@ -52,6 +52,7 @@ from tfdp._compat.datasets import (
     shards_of,
     shuffle_seeds,
     size_of_batch_stage,
+    sources_of,
     strategy_of_iterator,
     that_asks,
     type_spec_of,

@@ -31,6 +31,14 @@ CompositeTensor = tf.__internal__.CompositeTensor
 # takes for an argument that is made of tensors.
 DistributedDatasetsFromFunction = input_lib.DistributedDatasetsFromFunction
 DistributedIteratorInterface = distribute_types.DistributedIteratorInterface
+# By the class of a source of elements: its name, and what holds its tensors.
+_SOURCES = {
+    "TensorDataset": ("from_tensors", ("_tensors",)),
+    "TensorSliceDataset": ("from_tensor_slices", ("_tensors",)),
+    "RangeDataset": ("range", ("_start", "_step")),
+}
+# Sources that do not list the dataset of file names which they read.
+_HIDE_NAMES = ("TextLineDatasetV2", "FixedLengthRecordDatasetV2")
 
 
 def dataset_batch_size(dataset: tf.data.Dataset) -> int:
@@ -137,6 +145,26 @@ def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
         for part in dataset_inputs(dataset)
         if type(part).__name__ == "_ShuffleDataset"
     ]
+
+
+def sources_of(dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
+    """The tensors that the elements of a dataset come from, and the names of files.
+
+    Not those of datasets that a function makes or captures, nor where a range ends.
+
+    Returns:
+        Dict by the function that the user has called, and a number.
+    """
+    found: dict[str, tf.Tensor] = {}
+    for part in dataset_inputs(dataset):
+        kind = kind_of_part(part)
+        if kind in _HIDE_NAMES:
+            found |= sources_of(part._filenames)
+        name, attributes = _SOURCES.get(kind, ("", ()))
+        for tensor in tf.nest.flatten([getattr(part, each) for each in attributes]):
+            if tensor.dtype not in (tf.variant, tf.resource):
+                found[f"{name}[{len(found)}]"] = tensor
+    return found
 
 
 def shards_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:

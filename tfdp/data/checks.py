@@ -81,10 +81,25 @@ def describe_arrays(given: dict[str, Any]) -> dict[str, Any] | None:
     >>> describe_arrays({"x": {"a": tf.zeros([8, 3])}, "y": None})
     {"x['a']": {'rows': 8, 'shape': [None, 3], 'dtype': 'float32'}}
     """
+    arrays = named_arrays(given)
+    if arrays is None:
+        return None
+    return {name: _described(leaf) for name, leaf in arrays.items()}
+
+
+def named_arrays(given: dict[str, Any]) -> dict[str, Any] | None:
+    """Return arrays by names that tell their places.
+
+    Args:
+        given: Dict of nests of arrays by name.
+
+    Returns:
+        Dict, or `None` if there is anything but arrays.
+    """
     if not all(_is_array(leaf) for leaf in keras.tree.flatten(given)):
         return None
     return {
-        name + "".join(f"[{step!r}]" for step in path): _described(leaf)
+        name + "".join(f"[{step!r}]" for step in path): leaf
         for name, part in given.items()
         for path, leaf in keras.tree.flatten_with_path(part)
         if leaf is not None

@@ -76,7 +76,7 @@ def divide_early(
     after: list[Stage] = []
     stage = batches
     while _compat.kind_of_part(stage) not in BATCHES:
-        if _is_of_arrays(stage):
+        if is_of_arrays(stage):
             return Division(_divided_arrays(stage, after, ranks, num_replicas))
         again = stage_of_batches(stage)
         if again is None:
@@ -98,7 +98,7 @@ def divide_early(
     return Division(own.with_options(batches.options()), obstacle)
 
 
-def _is_of_arrays(stage: tf.data.Dataset) -> bool:
+def is_of_arrays(stage: tf.data.Dataset) -> bool:
     """Return whether a stage is Keras's `map` that gathers rows of arrays."""
     is_map = _compat.kind_of_part(stage) in MAPS
     return is_map and _compat.name_of_map(stage).startswith(_OF_ARRAYS)

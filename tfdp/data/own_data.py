@@ -21,7 +21,12 @@ from tfdp.data.per_replica_dataset import (
 )
 from tfdp.data.raw_elements import CHOOSE, MAPS, PASS_ON
 from tfdp.data.rows import rows_of_ranks
-from tfdp.data.same_datasets import check_not_sharded, check_same_elements
+from tfdp.data.same_datasets import (
+    check_not_sharded,
+    check_same_elements,
+    check_same_values,
+    values_of_sources,
+)
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 # Stages that read no files themselves. With them an element would be read and prepared
@@ -42,13 +47,19 @@ def distribute_by_policy(
     many steps as there are workers, as TensorFlow defines it.
     """
     worker_group = strategy.extended.worker_group
-    own = [_compat.shards_of(dataset), describe_spec(dataset.element_spec)]
+    values = values_of_sources(dataset)
+    own = [
+        _compat.shards_of(dataset),
+        describe_spec(dataset.element_spec),
+        values.fingerprints() if policy == _POLICY.FILE else {},
+    ]
     texts = worker_group.all_gather("a dataset's shards", json.dumps(own))
-    shards, specs = zip(*map(json.loads, texts), strict=True)
+    shards, specs, sources = zip(*map(json.loads, texts), strict=True)
     check_same_elements(worker_group, specs)
     if policy == _POLICY.OFF:
         return _of_own_batches(strategy, dataset, options)
     check_not_sharded(shards)
+    check_same_values(worker_group, sources, values)
     # One record in a batch: any two may have different shapes.
     records = _records_of(dataset).batch(1)
     probe = stock.experimental_distribute_dataset(records, options)

@@ -14,7 +14,9 @@ from tfdp.base import loops
 from tfdp.coordination.differences import describe_difference
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.data.batch_sizes import describe_sizes, sizes_of_batches
+from tfdp.data.early_rows import is_of_arrays
 from tfdp.data.element_specs import describe_spec, without_unknown_sizes
+from tfdp.data.fingerprints import ArrayValues, find_difference
 from tfdp.data.per_replica_dataset import ReadOptions
 
 
@@ -26,26 +28,67 @@ def compare(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
         whether their batches have equally many rows.
 
     Raises:
-        ValueError: If workers would shuffle differently, or have other elements.
+        ValueError: If workers would shuffle differently, or have other elements, or
+            make them of tensors with other values.
     """
     worker_group = strategy.extended.worker_group
     if worker_group.num_workers == 1:
         return ReadOptions(asks_workers=False)
+    values = values_of_sources(dataset)
     own = [
         _compat.shuffle_seeds(dataset),
         int(dataset.cardinality().numpy()),
         sizes_of_batches(dataset),
         _compat.shards_of(dataset),
         describe_spec(dataset.element_spec),
+        values.fingerprints(),
     ]
     texts = worker_group.all_gather("a dataset's order and length", json.dumps(own))
-    seeds, lengths, sizes, shards, specs = zip(*map(json.loads, texts), strict=True)
+    told = zip(*map(json.loads, texts), strict=True)
+    seeds, lengths, sizes, shards, specs, sources = told
     check_same_elements(worker_group, specs)
     _check_same_shuffle(list(seeds))
     check_not_sharded(shards)
+    check_same_values(worker_group, sources, values)
     if _lengths_differ(strategy, list(lengths)):
         return ReadOptions(asks_workers=True, same_rows=False)
     return ReadOptions(asks_workers=False, same_rows=_same_rows(sizes))
+
+
+def values_of_sources(dataset: tf.data.Dataset) -> ArrayValues:
+    """Return the values of the tensors and file names that a dataset is made of.
+
+    What `map` and the like make of them may be random and differ. Arrays that `fit` was
+    given are compared before, see `tfdp.keras_hooks.loop_agreement`.
+    """
+    is_of_fit = any(is_of_arrays(part) for part in _compat.dataset_inputs(dataset))
+    sources = {} if is_of_fit else _compat.sources_of(dataset)
+    return ArrayValues(sources, are_sources=True)
+
+
+def check_same_values(
+    worker_group: WorkerGroup, told: Sequence[dict], values: ArrayValues
+) -> None:
+    """Raise if datasets are made of tensors, or of files, that differ.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        told: Sequence, for each worker the fingerprints of its sources.
+        values: `ArrayValues` of this worker's sources.
+
+    Raises:
+        ValueError: If so.
+    """
+    found = find_difference(worker_group, "a dataset's order and length", told, values)
+    if found:
+        worker_group.leave()
+        raise ValueError(
+            "Workers have datasets of different values, so that some elements would be "
+            "read twice and others never. Draw, shuffle, split and list data alike on "
+            "every worker, by one seed and in sorted order, or set "
+            "`AutoShardPolicy.OFF` for data of its own on each. "
+            f"Received: {found}"
+        )
 
 
 def check_same_elements(worker_group: WorkerGroup, specs: Sequence[dict]) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from tfdp.coordination.differences import describe_difference
 from tfdp.coordination.worker_group import WorkerGroup
-from tfdp.data.checks import describe_arrays
+from tfdp.data.checks import describe_arrays, named_arrays
+from tfdp.data.fingerprints import ArrayValues, find_difference
 from tfdp.keras_hooks import configs
 from tfdp.keras_hooks.worker_callbacks import (
     callback_list,
@@ -67,7 +68,7 @@ def agree_on_loop(
         own["callbacks"] = tfdp_callback_names(callbacks)
         own["each_batch"] = decide_per_batch(callbacks)
     found = configs.configs_of(name, model, callbacks)
-    told = _compare(worker_group, name, own, found)
+    told = _compare(worker_group, name, own, found, _values_of(arguments))
     return any(text.get("each_batch") for text in told)
 
 
@@ -102,12 +103,13 @@ def agree_on_batch(
     digest = hashlib.sha256(f"{before} {json.dumps(arrays)}".encode()).hexdigest()
     if number & (number + 1) == 0:  # the call is a power of two
         found = configs.configs_of(name, model, []) if number == 0 else {}
+        given = named_arrays({part: arguments.get(part) for part in _DATA})
         own = {
             "settings": _of_model(model)
             | {"class_weight": configs.comparable(arguments.get("class_weight"))},
             "arrays": [arrays, {"all batches so far": digest}],
         }
-        _compare(worker_group, name, own, found)
+        _compare(worker_group, name, own, found, ArrayValues(given or {}))
     calls[name] = (number + 1, digest)
 
 
@@ -133,25 +135,48 @@ def _arrays_of(arguments: dict[str, Any]) -> list[dict[str, Any] | None]:
     found = describe_arrays({name: arguments.get(name) for name in _DATA})
     if found is not None:
         found["batch_size"] = arguments.get("batch_size") or _KERAS_BATCH_SIZE
+    return [found, describe_arrays(_validation_parts(arguments))]
+
+
+def _validation_parts(arguments: dict[str, Any]) -> dict[str, Any]:
     validation = arguments.get("validation_data")
     if not isinstance(validation, (tuple, list)):
-        return [found, None]
-    parts = {f"validation_data[{i}]": part for i, part in enumerate(validation)}
-    return [found, describe_arrays(parts)]
+        return {"validation_data": validation}
+    return {f"validation_data[{i}]": part for i, part in enumerate(validation)}
+
+
+def _values_of(arguments: dict[str, Any]) -> ArrayValues:
+    """The values of the arrays for a loop and for its validation.
+
+    They are read anew in each call: a script may shuffle an array in place.
+    """
+    given = {name: arguments.get(name) for name in _DATA}
+    parts = named_arrays(given), named_arrays(_validation_parts(arguments))
+    return ArrayValues(
+        {key: leaf for part in parts for key, leaf in (part or {}).items()}
+    )
 
 
 def _compare(
-    worker_group: WorkerGroup, name: str, own: dict[str, Any], found: dict[str, Any]
+    worker_group: WorkerGroup,
+    name: str,
+    own: dict[str, Any],
+    found: dict[str, Any],
+    values: ArrayValues,
 ) -> list[dict[str, Any]]:
     """Gather what all workers have, and raise on all of them if it differs."""
     topic = f"the settings of {name}"
-    own = own | {"configs": configs.fingerprint(found)}
+    own = own | {
+        "configs": configs.fingerprint(found),
+        "values": values.fingerprints(),
+    }
     told = [json.loads(t) for t in worker_group.all_gather(topic, json.dumps(own))]
     problem = (
         told[0].get("problem")
         or describe_mismatch([text.get("callbacks", []) for text in told])
         or _setting_problem(name, told)
         or _array_problem(name, told)
+        or _value_problem(worker_group, name, told, values)
         or _config_problem(worker_group, topic, told, found)
     )
     if problem:
@@ -182,6 +207,24 @@ def _array_problem(name: str, told: list[dict[str, Any]]) -> str:
                 f"own with `AutoShardPolicy.OFF`. Received: {found}"
             )
     return ""
+
+
+def _value_problem(
+    worker_group: WorkerGroup, name: str, told: list[dict], values: ArrayValues
+) -> str:
+    """Describe where values of arrays differ, unless only by rounding."""
+    prints = [text["values"] for text in told]
+    topic = f"the settings of {name}"
+    found = find_difference(worker_group, topic, prints, values)
+    if not found:
+        return ""
+    return (
+        f"Workers give `{name}` arrays of different values, so that some rows would be "
+        "read twice and others never. Draw, shuffle, split and list data alike on "
+        "every worker, by one seed and in sorted order, or give each a "
+        "`tf.data.Dataset` of its own with `AutoShardPolicy.OFF`. "
+        f"Received: {found}"
+    )
 
 
 def _config_problem(
