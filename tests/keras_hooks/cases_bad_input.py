@@ -307,6 +307,20 @@ def _generated(x: np.ndarray, y: np.ndarray) -> typing.Iterator:
         yield x[start : start + 8], y[start : start + 8]
 
 
+class Batches(keras.utils.PyDataset):
+    """Batches of arrays."""
+
+    def __init__(self, *arrays: np.ndarray) -> None:
+        super().__init__()
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple:
+        return tuple(array[8 * index : 8 * index + 8] for array in self.arrays)
+
+
 # What each worker calls: the method of a model, its arguments, and those of `compile`.
 DIFFERENT_CALLS: dict[str, typing.Callable[[int], tuple]] = {
     "steps of fit": lambda r: ("fit", (X, Y), {}, {"steps_per_execution": 1 + r}),
@@ -386,6 +400,18 @@ DIFFERENT_CALLS: dict[str, typing.Callable[[int], tuple]] = {
         {},
     ),
     "some other files": lambda r: ("predict", (_files("/a", ["/b", "/c"][r]),), {}, {}),
+    "order of a generator": lambda r: (
+        "fit",
+        (_generated(X, CLASSES[_order(r)]),),
+        {},
+        {},
+    ),
+    "order of a PyDataset": lambda r: (
+        "evaluate",
+        (Batches(X[_order(r)], np.eye(2, dtype="float32")[CLASSES[_order(r), 0]]),),
+        {},
+        {},
+    ),
     "train_on_batch": lambda r: ("train_on_batch", (X[r:], Y[r:]), {}, {}),
     "test_on_batch": lambda r: ("test_on_batch", (X, [Y, Y[:, 0]][r]), {}, {}),
     "predict_on_batch": lambda r: ("predict_on_batch", (X[r:],), {}, {}),

@@ -119,7 +119,7 @@ def test_structures_that_do_not_fit_are_refused_by_every_worker(clusters, setup_
 
 
 VALUES = "Workers give `{}` arrays of different values, so that some rows would be"
-SOURCES = "Workers have datasets of different values, so that some elements would be"
+SOURCES = "Workers have data of different values, so that some rows would be read twice"
 ORDER = " with the same rows in another order on worker 1 than on worker 0"
 OTHER = " with other values on worker 1 than on worker 0"
 KEYS = ("method", "type", "text", "seconds")
@@ -177,6 +177,8 @@ OF_CALLS = {
     "validation by a dataset": (SOURCES, f"Received: from_tensor_slices[1]{ORDER}"),
     "order of files": (SOURCES, f"Received: from_tensor_slices[0]{ORDER}"),
     "some other files": (SOURCES, f"Received: from_tensor_slices[0]{OTHER}"),
+    "order of a generator": (SOURCES, f"Received: y{OTHER}"),
+    "order of a PyDataset": (SOURCES, f"Received: y{OTHER}"),
     "order of a batch": (VALUES, f"Received: x{ORDER}"),
     "values of a batch": (VALUES, f"Received: x{OTHER}"),
     "train_on_batch": (ARRAYS, "x/rows: 16 on worker 0, 15 on worker 1"),

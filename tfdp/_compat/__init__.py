@@ -97,12 +97,14 @@ from tfdp._compat.graphs import (
 )
 from tfdp._compat.keras_data import (
     ArrayDataAdapter,
+    PyDatasetAdapter,
     RowsOfPyDatasetAdapter,
     TorchDataLoaderAdapter,
     can_convert_arrays,
     dataset_maker,
     distributed_dataset,
     epoch_progress,
+    first_batch_of,
     holds_arrays,
     inputs_of,
     is_torch_dataloader,

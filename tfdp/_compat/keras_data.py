@@ -88,6 +88,28 @@ def source_of(adapter: Any) -> Any:
     return adapter
 
 
+def first_batch_of(adapter: Any) -> Any:
+    """The first batch of a generator or a `PyDataset`, which Keras reads for its spec.
+
+    Returns:
+        The batch, or `None` of other data.
+    """
+    batches = getattr(adapter, "_first_batches", None) or [None]
+    return getattr(adapter, "first_batch", batches[0])
+
+
+class PyDatasetAdapter(py_dataset_adapter.PyDatasetAdapter):
+    """Keras's adapter of a `PyDataset`, which keeps the first batch that it reads."""
+
+    first_batch: Any = None
+
+    def _standardize_batch(self, batch: Any) -> Any:
+        batch = super()._standardize_batch(batch)
+        if self.first_batch is None:
+            self.first_batch = batch
+        return batch
+
+
 class RowsOfPyDatasetAdapter(py_dataset_adapter.PyDatasetAdapter):
     """Keras's adapter of a `PyDataset`, for one whose items are `{"rows", "total"}`.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import random
 import warnings
@@ -19,12 +20,13 @@ from tfdp.coordination.progress import progress
 from tfdp.data import position as data_position
 from tfdp.data.determinism import SeededShuffle
 from tfdp.data.distribute import is_endless, steps_per_batch
+from tfdp.data.fingerprints import ArrayValues, class_labels
 from tfdp.data.island_rows import island_in_training, rows_of_island
 from tfdp.data.lengths import ENDLESS, Length, agreed_steps, dropped_batches
 from tfdp.data.own_data import num_own_steps
 from tfdp.data.own_rows import with_own_rows
 from tfdp.data.per_replica_dataset import PerReplicaDataset, ReadOptions
-from tfdp.data.same_datasets import stops_at_shortest
+from tfdp.data.same_datasets import check_same_values, stops_at_shortest
 from tfdp.data.uneven_inputs import ShortestDataset
 
 
@@ -186,7 +188,11 @@ def _dataset(strategy: Any, iterator: Any, island: Island | None = None) -> Any:
 
 
 def _gather_lengths(strategy: Any, adapter: Any) -> list[Length]:
-    """Gather the length of each worker's data."""
+    """Gather the length of each worker's data, and compare the first batch.
+
+    Raises:
+        ValueError: If first batches hold other labels.
+    """
     rows = None
     if _compat.holds_arrays(adapter):
         rows = int(adapter.batch_size), int(adapter.partial_batch_size or 0)
@@ -199,9 +205,14 @@ def _gather_lengths(strategy: Any, adapter: Any) -> list[Length]:
         steps = math.ceil(steps * each)
     if steps is None and is_endless(source):
         steps = ENDLESS
-    own = Length(steps, each, rows).to_json()
-    texts = strategy.extended.worker_group.all_gather("the number of batches", own)
-    return [Length.from_json(text) for text in texts]
+    length = Length(steps, each, rows).to_json()
+    values = ArrayValues(class_labels(_compat.first_batch_of(adapter)))
+    worker_group, topic = strategy.extended.worker_group, "the number of batches"
+    own = json.dumps([length, values.fingerprints()])
+    texts = worker_group.all_gather(topic, own)
+    lengths, labels = zip(*map(json.loads, texts), strict=True)
+    check_same_values(worker_group, topic, labels, values)
+    return [Length.from_json(text) for text in lengths]
 
 
 def _warn_of_dropped_batches(extended: Any, lengths: list[Length]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import h5py
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -205,6 +206,46 @@ class _Part:
         if values.dtype.kind != "O":
             return False
         return any(b"/" in _encoded(item) for item in values.ravel().tolist())
+
+
+def class_labels(batch: Any) -> dict[str, np.ndarray]:
+    """Return the targets of a batch that are labels of classes, by name.
+
+    Each worker may augment rows at random, which changes features, and targets such as
+    masks or the words of a text; it keeps the class of a row.
+
+    Args:
+        batch: Batch of a generator or of a `PyDataset`, or `None`.
+
+    Example:
+
+    >>> batch = np.zeros([2, 8]), {"kind": np.array([3, 1]), "box": np.zeros([2, 4])}
+    >>> class_labels(batch)
+    {"y['kind']": array([3, 1])}
+    """
+    if not isinstance(batch, tuple) or len(batch) < 2:
+        return {}
+    return {
+        "y" + "".join(f"[{step!r}]" for step in path): np.asarray(leaf)
+        for path, leaf in keras.tree.flatten_with_path(batch[1])
+        if _holds_labels(leaf)
+    }
+
+
+def _holds_labels(targets: Any) -> bool:
+    """Whether each row has one whole number or string, or is one-hot."""
+    if not hasattr(targets, "shape") or isinstance(targets, _compat.CompositeTensor):
+        return False
+    if len(targets.shape) not in (1, 2) or _is_scipy_sparse(targets):
+        return False
+    values = _as_numpy(targets)
+    is_number = values.dtype.kind in "biuf"
+    if values.ndim == 2 and values.shape[1] > 1:
+        is_binary = is_number and bool(np.isin(values, (0, 1)).all())
+        return is_binary and bool((values.sum(axis=1) == 1).all())
+    return values.dtype.kind in "OSU" or (
+        is_number and bool((values == np.trunc(values)).all())
+    )
 
 
 def find_difference(

@@ -53,13 +53,14 @@ def distribute_by_policy(
         describe_spec(dataset.element_spec),
         values.fingerprints() if policy == _POLICY.FILE else {},
     ]
-    texts = worker_group.all_gather("a dataset's shards", json.dumps(own))
+    topic = "a dataset's shards"
+    texts = worker_group.all_gather(topic, json.dumps(own))
     shards, specs, sources = zip(*map(json.loads, texts), strict=True)
     check_same_elements(worker_group, specs)
     if policy == _POLICY.OFF:
         return _of_own_batches(strategy, dataset, options)
     check_not_sharded(shards)
-    check_same_values(worker_group, sources, values)
+    check_same_values(worker_group, topic, sources, values)
     # One record in a batch: any two may have different shapes.
     records = _records_of(dataset).batch(1)
     probe = stock.experimental_distribute_dataset(records, options)

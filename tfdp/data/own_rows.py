@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdp import _compat, user_code
@@ -55,14 +56,21 @@ def with_own_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments | {"x": StoredArraysAdapter(arguments)}
     if _compat.is_torch_dataloader(source):
         return arguments | {"x": _rows_of_loader(strategy, source)}
-    if not gives_rows(source):
-        return arguments
-    if strategy.extended.balance is not None:
-        tell_of_obstacle(strategy, OF_BALANCE)
+    if not isinstance(source, keras.utils.PyDataset):
         return arguments
     if arguments.get("y") is not None or arguments.get("sample_weight") is not None:
         return arguments  # of which Keras raises
-    return arguments | {"x": _rows_of_py_dataset(strategy, source, arguments)}
+    has_rows = gives_rows(source)
+    if has_rows and strategy.extended.balance is not None:
+        tell_of_obstacle(strategy, OF_BALANCE)
+    elif has_rows:
+        return arguments | {"x": _rows_of_py_dataset(strategy, source, arguments)}
+    adapter = _compat.PyDatasetAdapter(
+        source,
+        class_weight=arguments.get("class_weight"),
+        shuffle=arguments.get("shuffle", False),
+    )
+    return arguments | {"x": adapter}
 
 
 def _rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) -> Any:

@@ -19,6 +19,8 @@ from tfdp.data.element_specs import describe_spec, without_unknown_sizes
 from tfdp.data.fingerprints import ArrayValues, find_difference
 from tfdp.data.per_replica_dataset import ReadOptions
 
+_TOPIC = "a dataset's order and length"
+
 
 def compare(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
     """Compare a dataset with those of the other workers.
@@ -43,13 +45,13 @@ def compare(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
         describe_spec(dataset.element_spec),
         values.fingerprints(),
     ]
-    texts = worker_group.all_gather("a dataset's order and length", json.dumps(own))
+    texts = worker_group.all_gather(_TOPIC, json.dumps(own))
     told = zip(*map(json.loads, texts), strict=True)
     seeds, lengths, sizes, shards, specs, sources = told
     check_same_elements(worker_group, specs)
     _check_same_shuffle(list(seeds))
     check_not_sharded(shards)
-    check_same_values(worker_group, sources, values)
+    check_same_values(worker_group, _TOPIC, sources, values)
     if _lengths_differ(strategy, list(lengths)):
         return ReadOptions(asks_workers=True, same_rows=False)
     return ReadOptions(asks_workers=False, same_rows=_same_rows(sizes))
@@ -67,27 +69,27 @@ def values_of_sources(dataset: tf.data.Dataset) -> ArrayValues:
 
 
 def check_same_values(
-    worker_group: WorkerGroup, told: Sequence[dict], values: ArrayValues
+    worker_group: WorkerGroup, topic: str, told: Sequence[dict], values: ArrayValues
 ) -> None:
-    """Raise if datasets are made of tensors, or of files, that differ.
+    """Raise if data that all workers should read alike has other values on some.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
-        told: Sequence, for each worker the fingerprints of its sources.
-        values: `ArrayValues` of this worker's sources.
+        topic: String, what is compared, for messages.
+        told: Sequence, for each worker the fingerprints of its values.
+        values: `ArrayValues` of this worker.
 
     Raises:
         ValueError: If so.
     """
-    found = find_difference(worker_group, "a dataset's order and length", told, values)
+    found = find_difference(worker_group, topic, told, values)
     if found:
         worker_group.leave()
         raise ValueError(
-            "Workers have datasets of different values, so that some elements would be "
-            "read twice and others never. Draw, shuffle, split and list data alike on "
-            "every worker, by one seed and in sorted order, or set "
-            "`AutoShardPolicy.OFF` for data of its own on each. "
-            f"Received: {found}"
+            "Workers have data of different values, so that some rows would be read "
+            "twice and others never. Draw, shuffle, split and list data alike on every "
+            "worker, by one seed and in sorted order, or give each a `tf.data.Dataset` "
+            f"of its own with `AutoShardPolicy.OFF`. Received: {found}"
         )
 
 
