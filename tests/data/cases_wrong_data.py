@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import typing
 import warnings
 
@@ -111,4 +112,75 @@ def a_dataset_without_an_end(env: Env) -> dict:
     found = [str(w.message) for w in caught]
     found = [text for text in found if "never ends" in text]
     assert len(found) == (env.rank == 0 and not env.is_reference), found
+    return {}
+
+
+class Augmented(keras.utils.PyDataset):
+    """Batches whose rows are augmented at random, on each worker by itself."""
+
+    def __init__(self, rank: int, *arrays: np.ndarray) -> None:
+        super().__init__()
+        self.arrays = arrays
+        self.random = np.random.RandomState(rank)
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple:
+        rows = slice(BATCH * index, BATCH * index + BATCH)
+        x, y = (array[rows] for array in self.arrays)
+        return x + self.random.normal(size=x.shape).astype("float32"), y
+
+
+def _lines(folder: pathlib.Path) -> tf.data.Dataset:
+    """A dataset of files that each worker has in a folder of its own."""
+    folder.mkdir(exist_ok=True)
+    paths = [folder / "a.txt", folder / "b.txt"]
+    for path in paths:
+        path.write_text("1\n2\n3\n4\n")
+    lines = tf.data.TextLineDataset([str(path) for path in paths])
+    ones = tf.ones([common.NUM_FEATURES])
+    return lines.map(lambda line: (tf.strings.to_number(line) * ones, [1.0]))
+
+
+@case(
+    "Data that differs between workers on purpose, or by rounding: an error",
+    compare=False,
+    setups=("two_workers",),
+    full_setups=("two_by_two",),
+)
+def data_that_may_differ_between_workers(env: Env) -> dict:
+    x, y = common.regression_data(2 * BATCH)
+    classes = (y > 0).astype("float32")
+    rounded = x * np.float32(1 + 1e-6 * env.rank)
+    own = common.regression_data(2 * BATCH, seed=env.rank)
+    augmented = Augmented(env.rank, x, classes)
+    random = np.random.RandomState(env.rank)
+    off = tf.data.Options()
+    off.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.OFF
+    )
+
+    def noisy(x: tf.Tensor, y: tf.Tensor) -> tuple:
+        noise = tf.numpy_function(lambda: random.normal(), [], tf.float64)
+        return x + tf.cast(tf.ensure_shape(noise, []), tf.float32), y
+
+    model = common.build_in_scope(env, build)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # each worker prepares all rows
+        for data in (
+            _of(*own).batch(BATCH).with_options(off),
+            _of(x, y).map(noisy).batch(BATCH),
+            (augmented[index] for index in range(2)),
+            augmented,
+            _lines(env.tmp / f"of{env.rank}").batch(BATCH),
+        ):
+            common.fit(model, data)
+            assert all(np.isfinite(w).all() for w in env.weights(model).values())
+    common.fit(model, rounded, y, validation_data=(rounded, y))
+    model.evaluate(rounded, y, verbose=0)
+    model.predict(rounded, verbose=0)
+    model.train_on_batch(rounded[:BATCH], y[:BATCH])
+    # Nor is an error spared by this.
+    assert "in another order" in sentence_of(env, x[:: 1 - 2 * env.rank], y=y)
     return {}

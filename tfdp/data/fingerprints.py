@@ -18,7 +18,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _compat
 from tfdp.coordination.worker_group import WorkerGroup
 
 # SHA-256 of so many bytes takes 50 ms at 0.5 GB/s, the rate of a processor without
@@ -37,10 +36,11 @@ _MOST_BLOCKS = 64
 _BLOCK_SIZE = 1024
 # Of larger arrays nobody tells whether they hold the same rows in another order.
 _ORDERED_BYTES = 250_000_000
-_ORDERED_ROWS = 250_000
+_ORDERED_ROWS = 100_000
 _NUM_KEPT_HASHES = 32
 _MOST_GROUPS = 3
 
+_COMPOSITE = (tf.RaggedTensor, tf.SparseTensor)
 _SAME_ROWS = "with the same rows in another order"
 _OTHER_VALUES = "with other values"
 
@@ -117,7 +117,7 @@ class ArrayValues:
         """A digest of the rows in any order, and the smallest hashes of rows."""
         array, parts = self._arrays[name], self._parts[name]
         num_bytes = sum(part.num_bytes for part in parts)
-        is_plain = not isinstance(array, _compat.CompositeTensor)
+        is_plain = not isinstance(array, _COMPOSITE)
         is_plain = is_plain and not _is_scipy_sparse(array)
         is_small = num_bytes <= _ORDERED_BYTES and parts[0].num_rows <= _ORDERED_ROWS
         if not is_plain or not is_small or any(part.is_stored for part in parts):
@@ -225,27 +225,28 @@ def class_labels(batch: Any) -> dict[str, np.ndarray]:
     """
     if not isinstance(batch, tuple) or len(batch) < 2:
         return {}
-    return {
-        "y" + "".join(f"[{step!r}]" for step in path): np.asarray(leaf)
+    found = {
+        "y" + "".join(f"[{step!r}]" for step in path): _labels(leaf)
         for path, leaf in keras.tree.flatten_with_path(batch[1])
-        if _holds_labels(leaf)
     }
+    return {name: labels for name, labels in found.items() if labels is not None}
 
 
-def _holds_labels(targets: Any) -> bool:
-    """Whether each row has one whole number or string, or is one-hot."""
-    if not hasattr(targets, "shape") or isinstance(targets, _compat.CompositeTensor):
-        return False
-    if len(targets.shape) not in (1, 2) or _is_scipy_sparse(targets):
-        return False
-    values = _as_numpy(targets)
+def _labels(targets: Any) -> np.ndarray | None:
+    """Targets of which each row is one whole number or string, or one-hot."""
+    if len(getattr(targets, "shape", ())) not in (1, 2):
+        return None
+    try:
+        values = _as_numpy(targets)
+    except Exception:  # noqa: BLE001 an array is any class of a user's
+        return None
     is_number = values.dtype.kind in "biuf"
     if values.ndim == 2 and values.shape[1] > 1:
-        is_binary = is_number and bool(np.isin(values, (0, 1)).all())
-        return is_binary and bool((values.sum(axis=1) == 1).all())
-    return values.dtype.kind in "OSU" or (
-        is_number and bool((values == np.trunc(values)).all())
-    )
+        is_binary = is_number and np.isin(values, (0, 1)).all()
+        return values if is_binary and (values.sum(axis=1) == 1).all() else None
+    is_whole = is_number and (values == np.trunc(values)).all()
+    is_label = values.ndim in (1, 2) and (is_whole or values.dtype.kind in "OSU")
+    return values if is_label else None
 
 
 def find_difference(
@@ -363,7 +364,7 @@ def _parts_of(array: Any) -> list[_Part]:
     if array is None:
         return []
     try:
-        if isinstance(array, _compat.CompositeTensor):
+        if isinstance(array, _COMPOSITE):
             arrays = tf.nest.flatten(array, expand_composites=True)
         elif _is_scipy_sparse(array):
             rows = array.tocsr()
