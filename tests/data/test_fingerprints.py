@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ import scipy.sparse
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.data import fingerprints
-from tfdp.data.fingerprints import ArrayValues, class_labels, find_difference
+from tfdp.data import batch_labels, fingerprints
+from tfdp.data.batch_labels import LabelRecord, class_labels
+from tfdp.data.fingerprints import ArrayValues, find_difference
 from tfdp.data.same_datasets import values_of_sources
 
 WITHIN_SECONDS = 60.0
@@ -315,3 +316,26 @@ def test_labels_of_classes_are_those_that_augmentation_keeps():
 def test_arrays_of_fit_are_not_read_again_as_sources():
     adapter = _compat.ArrayDataAdapter(numbers(), np.arange(NUM_ROWS), batch_size=4)
     assert values_of_sources(adapter.get_tf_dataset()).fingerprints() == {}
+
+
+def test_labels_are_kept_of_the_pass_that_began_last_and_only_if_asked():
+    record = LabelRecord(restarts=True)
+    labels = np.zeros(2, "int32")
+
+    def batches() -> Iterator[tuple]:
+        for number in range(1, 4):
+            labels[:] = number  # a generator uses its array again
+            yield None, labels
+
+    assert len(list(record.watch(batches()))) == 3
+    assert record.labels_of(1) == {}
+    record.is_active = True
+    before = record.watch(batches())
+    next(before)
+    list(record.watch(batches()))
+    list(before)
+    assert [record.labels_of(n)["y"].tolist() for n in (1, 3)] == [[1, 1], [3, 3]]
+    assert record.labels_of(4) == {}
+    with mock.patch.object(batch_labels, "_NUM_KEPT", 2):
+        list(record.watch(batches()))
+    assert [len(record.labels_of(n)) for n in (1, 2, 3)] == [0, 1, 1]

@@ -249,3 +249,77 @@ def another_interval_on_one_worker(env: Env) -> dict:
     assert "worker 0 at 'ConsistencyCheck(every=10)'" in text
     assert "worker 1 at 'ConsistencyCheck(every=11)'" in text
     return {}
+
+
+NUM_BATCHES = 6
+
+
+def _rows(order: np.ndarray, number: int) -> tuple:
+    """A batch of rows in some order, augmented on each worker by itself."""
+    x, y = common.regression_data(NUM_BATCHES * common.BATCH_SIZE)
+    rows = order[common.BATCH_SIZE * number : common.BATCH_SIZE * (number + 1)]
+    return x[rows] + np.random.default_rng().normal(), (y[rows] > 0).astype("int32")
+
+
+def _generated(other_from: int) -> typing.Iterator:
+    """Batches whose rows are others from a batch on, in two epochs."""
+    order = np.arange(NUM_BATCHES * common.BATCH_SIZE)
+    for number in range(2 * NUM_BATCHES):
+        if number + 1 == other_from:
+            order = order[::-1]
+        yield _rows(order, number % NUM_BATCHES)
+
+
+class Shuffled(keras.utils.PyDataset):
+    """Batches in an order that each epoch draws."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self.random = np.random.RandomState(seed)
+        self.order = np.arange(NUM_BATCHES * common.BATCH_SIZE)
+
+    def __len__(self) -> int:
+        return NUM_BATCHES
+
+    def __getitem__(self, index: int) -> tuple:
+        return _rows(self.order, index)
+
+    def on_epoch_end(self) -> None:
+        self.random.shuffle(self.order)
+
+
+@case(
+    "Later batches of a generator or `PyDataset` are others on one worker: no word",
+    compare=False,
+    setups=("two_workers",),
+    full_setups=("two_by_two",),
+)
+def labels_that_come_to_differ_are_found(env: Env) -> dict:
+    def fit(data: typing.Any, **options: typing.Any) -> Steps:
+        steps = Steps()
+        with env.scope():
+            model = common.compiled(common.mlp())
+        check = tfdp.callbacks.ConsistencyCheck(every=2)
+        common.fit(model, data, epochs=2, callbacks=[steps, check], **options)
+        return steps
+
+    per_epoch = {"steps_per_epoch": NUM_BATCHES}
+    assert fit(_generated(0), **per_epoch).count == 2 * NUM_BATCHES
+    assert fit(Shuffled(0)).count == 2 * NUM_BATCHES
+    found = "Workers have data of different values(.|\n)*Received: y of batch {} with"
+    with pytest.raises(ValueError, match=found.format(4)):
+        fit(_generated(3 * env.rank), **per_epoch)
+    with pytest.raises(ValueError, match=found.format(10)):
+        fit(_generated(9 * env.rank), **per_epoch)
+    with pytest.raises(ValueError, match=found.format(2)):
+        fit(Shuffled(env.rank))  # batches of an epoch count from one
+    return {}
+
+
+class Steps(keras.callbacks.Callback):
+    """Counts steps."""
+
+    count = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.count += 1

@@ -99,9 +99,22 @@ def first_batch_of(adapter: Any) -> Any:
 
 
 class PyDatasetAdapter(py_dataset_adapter.PyDatasetAdapter):
-    """Keras's adapter of a `PyDataset`, which keeps the first batch that it reads."""
+    """Keras's adapter of a `PyDataset`, which keeps the first batch that it reads.
+
+    Args:
+        watch: Function of the iterator of a pass, which returns another one.
+        *args: As of Keras's.
+        **kwargs: As of Keras's.
+    """
 
     first_batch: Any = None
+
+    def __init__(self, watch: Callable, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._watch = watch
+
+    def _get_iterator(self) -> Any:
+        return self._watch(super()._get_iterator())
 
     def _standardize_batch(self, batch: Any) -> Any:
         batch = super()._standardize_batch(batch)

@@ -23,6 +23,8 @@ class Loop:
             training: a `fit` reads that first, and may validate later.
         batch_weights: List of scalar tensors, weights of the local replicas in the
             running step, or `None` with one replica.
+        label_record: `tfdp.data.batch_labels.LabelRecord` of the training data, or
+            `None` of data that is no Python code of the user.
     """
 
     model: Any
@@ -30,6 +32,7 @@ class Loop:
     whole_batches: bool = False
     awaits_training_data: bool = False
     batch_weights: list | None = None
+    label_record: Any = None
 
     @property
     def trains(self) -> bool:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import keras
 
 from tfdp import user_code
+from tfdp.base import loops
 from tfdp.base.context import strategy_of
 from tfdp.callbacks.arguments import check_count
 from tfdp.cluster.words import counted
+from tfdp.data.batch_labels import LabelRecord
+from tfdp.data.fingerprints import ArrayValues
+from tfdp.data.same_datasets import check_same_values
 from tfdp.keras_hooks import install
 from tfdp.optimizer.arguments import check_strategy
 from tfdp.replicas.drift import check_weights, raise_difference
@@ -31,6 +36,10 @@ class ConsistencyCheck(keras.callbacks.Callback):
     parameters each replica has another part; they are left out, with a warning, also
     where nodes have copies of them (`shard_scope="node"`).
 
+    Of a Python generator or a `PyDataset` workers also compare, by a short message, the
+    class labels of the batch of that step: a worker that has drawn other random numbers
+    would continue with other rows.
+
     Args:
         every: Int, steps from one check to the next. With `steps_per_execution` the
             last check of an execution counts. Defaults to 100.
@@ -39,6 +48,7 @@ class ConsistencyCheck(keras.callbacks.Callback):
         ValueError: If `every` is not positive; in `fit`, if the model's strategy is not
             tfdp's.
         RuntimeError: In `fit`, on every worker, if replicas differ.
+        ValueError: In `fit`, on every worker, if batches hold other labels.
 
     Example:
 
@@ -58,6 +68,7 @@ class ConsistencyCheck(keras.callbacks.Callback):
         install.install()
         self.every = every
         self._probe: DriftProbe | None = None
+        self._labels: LabelRecord | None = None
         self._step = 0
         self._last_batch = -1
 
@@ -70,7 +81,7 @@ class ConsistencyCheck(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Compare the weights, and trace steps with checks."""
-        self._probe = None
+        self._probe = self._labels = None
         self._step = 0
         strategy = strategy_of(self.model)
         if strategy is None or strategy.num_replicas_in_sync == 1:
@@ -85,6 +96,7 @@ class ConsistencyCheck(keras.callbacks.Callback):
         self._check("before the first step")
         self._probe = DriftProbe(strategy, self.model, self.every)
         self._probe.start()
+        self._labels = self._record_of_labels(strategy)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Start to count batches."""
@@ -102,12 +114,37 @@ class ConsistencyCheck(keras.callbacks.Callback):
         if len({number for number in numbers if number}) > 1:
             strategy = strategy_of(self.model)
             raise_difference(strategy, self.model, f"at step {step} of `fit`", numbers)
+        if self._labels is not None:
+            self._check_labels(batch + 1 if self._labels.restarts else self._step)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Compare the weights that training has ended with."""
         if self._probe is not None:
             self._probe = None
             self._check("after the last step")
+
+    def _record_of_labels(self, strategy: Any) -> LabelRecord | None:
+        """Return the record of this worker's labels, if all workers have one."""
+        worker_group = strategy.extended.worker_group
+        loop = loops.current()
+        record = None if loop is None else loop.label_record
+        if worker_group.num_workers == 1 or worker_group.any(
+            "labels of batches", record is None
+        ):
+            return None
+        record.is_active = True
+        return record
+
+    def _check_labels(self, number: int) -> None:
+        """Compare the labels of a batch that all workers have trained on."""
+        worker_group = strategy_of(self.model).extended.worker_group
+        labels = self._labels.labels_of(number) if self._labels is not None else {}
+        values = ArrayValues(
+            {f"{name} of batch {number}": label for name, label in labels.items()}
+        )
+        topic = f"ConsistencyCheck(every={self.every}): labels"
+        texts = worker_group.all_gather(topic, json.dumps(values.fingerprints()))
+        check_same_values(worker_group, topic, list(map(json.loads, texts)), values)
 
     def _warn_of_parts(self) -> None:
         weights = self.model.weights

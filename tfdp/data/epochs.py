@@ -18,9 +18,10 @@ from tfdp.base.context import is_tfdp
 from tfdp.cluster.islands import Island
 from tfdp.coordination.progress import progress
 from tfdp.data import position as data_position
+from tfdp.data.batch_labels import class_labels
 from tfdp.data.determinism import SeededShuffle
 from tfdp.data.distribute import is_endless, steps_per_batch
-from tfdp.data.fingerprints import ArrayValues, class_labels
+from tfdp.data.fingerprints import ArrayValues
 from tfdp.data.island_rows import island_in_training, rows_of_island
 from tfdp.data.lengths import ENDLESS, Length, agreed_steps, dropped_batches
 from tfdp.data.own_data import num_own_steps

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import h5py
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -122,7 +121,7 @@ class ArrayValues:
         is_small = num_bytes <= _ORDERED_BYTES and parts[0].num_rows <= _ORDERED_ROWS
         if not is_plain or not is_small or any(part.is_stored for part in parts):
             return None
-        rows = _as_numpy(array).reshape(parts[0].num_rows, -1)
+        rows = as_numpy(array).reshape(parts[0].num_rows, -1)
         hashes = sorted(
             hashlib.blake2b(
                 _bytes_of(row, only_names=self._are_sources), digest_size=8
@@ -167,13 +166,13 @@ class _Part:
     def read(self) -> np.ndarray:
         """Read the chosen rows."""
         if self.num_read == self.num_rows:
-            return _as_numpy(self._array)
+            return as_numpy(self._array)
         last = self.num_read - 1
         rows = np.arange(self.num_read) * (self.num_rows - 1) // last
         if tf.is_tensor(self._array):
             return tf.gather(self._array, rows).numpy()
         by_position = getattr(self._array, "iloc", self._array)  # of pandas
-        return _as_numpy(by_position[rows])
+        return as_numpy(by_position[rows])
 
     def describe(self, digest: str) -> Any:
         """Return the projection and the norm of each block, or else the digest."""
@@ -206,47 +205,6 @@ class _Part:
         if values.dtype.kind != "O":
             return False
         return any(b"/" in _encoded(item) for item in values.ravel().tolist())
-
-
-def class_labels(batch: Any) -> dict[str, np.ndarray]:
-    """Return the targets of a batch that are labels of classes, by name.
-
-    Each worker may augment rows at random, which changes features, and targets such as
-    masks or the words of a text; it keeps the class of a row.
-
-    Args:
-        batch: Batch of a generator or of a `PyDataset`, or `None`.
-
-    Example:
-
-    >>> batch = np.zeros([2, 8]), {"kind": np.array([3, 1]), "box": np.zeros([2, 4])}
-    >>> class_labels(batch)
-    {"y['kind']": array([3, 1])}
-    """
-    if not isinstance(batch, tuple) or len(batch) < 2:
-        return {}
-    found = {
-        "y" + "".join(f"[{step!r}]" for step in path): _labels(leaf)
-        for path, leaf in keras.tree.flatten_with_path(batch[1])
-    }
-    return {name: labels for name, labels in found.items() if labels is not None}
-
-
-def _labels(targets: Any) -> np.ndarray | None:
-    """Targets of which each row is one whole number or string, or one-hot."""
-    if len(getattr(targets, "shape", ())) not in (1, 2):
-        return None
-    try:
-        values = _as_numpy(targets)
-    except Exception:  # noqa: BLE001 an array is any class of a user's
-        return None
-    is_number = values.dtype.kind in "biuf"
-    if values.ndim == 2 and values.shape[1] > 1:
-        is_binary = is_number and np.isin(values, (0, 1)).all()
-        return values if is_binary and (values.sum(axis=1) == 1).all() else None
-    is_whole = is_number and (values == np.trunc(values)).all()
-    is_label = values.ndim in (1, 2) and (is_whole or values.dtype.kind in "OSU")
-    return values if is_label else None
 
 
 def find_difference(
@@ -393,7 +351,8 @@ def _item_bytes(array: Any) -> int:
     return _OBJECT_BYTES if dtype.kind == "O" else dtype.itemsize
 
 
-def _as_numpy(array: Any) -> np.ndarray:
+def as_numpy(array: Any) -> np.ndarray:
+    """Return an array of any class as one of NumPy, read whole."""
     if hasattr(array, "detach"):  # of torch
         array = array.detach().cpu()
     return np.asarray(array[()] if isinstance(array, h5py.Dataset) else array)

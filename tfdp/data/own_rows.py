@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +20,11 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat, user_code
+from tfdp.base import loops
 from tfdp.coordination.differences import describe_difference
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.data import loader_rows
+from tfdp.data.batch_labels import LabelRecord
 from tfdp.data.distribute import OF_BALANCE, distribute_divided, tell_of_obstacle
 from tfdp.data.early_rows import divide_rows
 from tfdp.data.element_specs import describe_spec
@@ -56,6 +59,8 @@ def with_own_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments | {"x": StoredArraysAdapter(arguments)}
     if _compat.is_torch_dataloader(source):
         return arguments | {"x": _rows_of_loader(strategy, source)}
+    if isinstance(source, types.GeneratorType):
+        return arguments | {"x": _record_of_loop(restarts=False).watch(source)}
     if not isinstance(source, keras.utils.PyDataset):
         return arguments
     if arguments.get("y") is not None or arguments.get("sample_weight") is not None:
@@ -65,12 +70,22 @@ def with_own_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         tell_of_obstacle(strategy, OF_BALANCE)
     elif has_rows:
         return arguments | {"x": _rows_of_py_dataset(strategy, source, arguments)}
+    record = _record_of_loop(restarts=arguments.get("steps_per_epoch") is None)
     adapter = _compat.PyDatasetAdapter(
+        record.watch,
         source,
         class_weight=arguments.get("class_weight"),
         shuffle=arguments.get("shuffle", False),
     )
     return arguments | {"x": adapter}
+
+
+def _record_of_loop(*, restarts: bool) -> LabelRecord:
+    """Return a record of labels, that of the running `fit` if it is for training."""
+    record, loop = LabelRecord(restarts=restarts), loops.current()
+    if loop is not None and loop.awaits_training_data:
+        loop.label_record = record
+    return record
 
 
 def _rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) -> Any:
