@@ -97,9 +97,9 @@ from tfdp._compat.graphs import (
 )
 from tfdp._compat.keras_data import (
     ArrayDataAdapter,
-    PyDatasetAdapter,
     RowsOfPyDatasetAdapter,
     TorchDataLoaderAdapter,
+    adapter_of_py_dataset,
     can_convert_arrays,
     dataset_maker,
     distributed_dataset,

@@ -98,29 +98,26 @@ def first_batch_of(adapter: Any) -> Any:
     return getattr(adapter, "first_batch", batches[0])
 
 
-class PyDatasetAdapter(py_dataset_adapter.PyDatasetAdapter):
+def adapter_of_py_dataset(watch: Callable, **arguments: Any) -> Any:
     """Keras's adapter of a `PyDataset`, which keeps the first batch that it reads.
 
     Args:
         watch: Function of the iterator of a pass, which returns another one.
-        *args: As of Keras's.
-        **kwargs: As of Keras's.
+        **arguments: Those of the adapter.
     """
+    adapter: Any = data_adapters.get_data_adapter(**arguments)
+    iterate, standardize = adapter._get_iterator, adapter._standardize_batch
+    adapter.first_batch = None
 
-    first_batch: Any = None
-
-    def __init__(self, watch: Callable, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._watch = watch
-
-    def _get_iterator(self) -> Any:
-        return self._watch(super()._get_iterator())
-
-    def _standardize_batch(self, batch: Any) -> Any:
-        batch = super()._standardize_batch(batch)
-        if self.first_batch is None:
-            self.first_batch = batch
+    def standardize_and_keep(batch: Any) -> Any:
+        batch = standardize(batch)
+        if adapter.first_batch is None:
+            adapter.first_batch = batch
         return batch
+
+    adapter._get_iterator = lambda: watch(iterate())
+    adapter._standardize_batch = standardize_and_keep
+    return adapter
 
 
 class RowsOfPyDatasetAdapter(py_dataset_adapter.PyDatasetAdapter):

@@ -115,7 +115,7 @@ class ConsistencyCheck(keras.callbacks.Callback):
             strategy = strategy_of(self.model)
             raise_difference(strategy, self.model, f"at step {step} of `fit`", numbers)
         if self._labels is not None:
-            self._check_labels(batch + 1 if self._labels.restarts else self._step)
+            self._check_labels(self._labels)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Compare the weights that training has ended with."""
@@ -125,22 +125,22 @@ class ConsistencyCheck(keras.callbacks.Callback):
 
     def _record_of_labels(self, strategy: Any) -> LabelRecord | None:
         """Return the record of this worker's labels, if all workers have one."""
-        worker_group = strategy.extended.worker_group
-        loop = loops.current()
+        worker_group, loop = strategy.extended.worker_group, loops.current()
         record = None if loop is None else loop.label_record
-        if worker_group.num_workers == 1 or worker_group.any(
-            "labels of batches", record is None
-        ):
+        if worker_group.num_workers == 1:
+            return None
+        if worker_group.any("labels of batches", record is None) or record is None:
             return None
         record.is_active = True
         return record
 
-    def _check_labels(self, number: int) -> None:
-        """Compare the labels of a batch that all workers have trained on."""
+    def _check_labels(self, labels: LabelRecord) -> None:
+        """Compare the labels of the batch that all workers have trained on."""
         worker_group = strategy_of(self.model).extended.worker_group
-        labels = self._labels.labels_of(number) if self._labels is not None else {}
+        number = self._last_batch + 1 if labels.restarts else self._step
+        found = labels.labels_of(number)
         values = ArrayValues(
-            {f"{name} of batch {number}": label for name, label in labels.items()}
+            {f"{name} of batch {number}": found[name] for name in found}
         )
         topic = f"ConsistencyCheck(every={self.every}): labels"
         texts = worker_group.all_gather(topic, json.dumps(values.fingerprints()))

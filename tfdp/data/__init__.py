@@ -4,6 +4,7 @@ Public are `tfdp.data.from_source` and `tfdp.data.shard_files`; the rest is for 
 itself. Reading order:
     distribute: a dataset as one that gives every replica its rows
     same_datasets: comparison of the workers' datasets
+    fingerprints, batch_labels: values of arrays and of batches, to compare workers by
     batch_sizes: rows of all batches, as far as known before they are read
     early_rows, raw_elements: rows that are taken before they are prepared
     own_rows: data of Keras's loops of which each worker reads its rows only, by

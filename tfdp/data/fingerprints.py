@@ -77,23 +77,23 @@ class ArrayValues:
         """Describe the values of some arrays by more than a digest.
 
         Returns:
-            Dict by name: for each part of the array its blocks, or a digest of what is
-            not rounded; a digest of the rows in any order and some hashes of rows, or
-            `None`; and whether these are paths of files.
+            Dict by name, with `None` for what cannot be described. Its entries are the
+            blocks of each part of the array, or a digest where nothing is rounded; a
+            digest of the rows in any order and some hashes of rows, or `None`; and
+            whether the values are paths.
         """
         return {name: self._describe(name) for name in names}
 
-    def _describe(self, name: str) -> dict[str, Any]:
+    def _describe(self, name: str) -> dict[str, Any] | None:
         parts = self._parts[name]
-        digests = [self._hashed(part) for part in parts]
         try:
             return {
-                "parts": [p.describe(d) for p, d in zip(parts, digests, strict=True)],
+                "parts": [part.describe(self._hashed(part)) for part in parts],
                 "rows": self._rows(name),
                 "paths": self._are_sources and any(p.holds_paths() for p in parts),
             }
         except Exception:  # noqa: BLE001 the other workers wait for the description
-            return {"parts": digests, "rows": None, "paths": False}
+            return None
 
     def _all_parts(self) -> Iterator[_Part]:
         for parts in self._parts.values():
@@ -159,8 +159,9 @@ class _Part:
             budget, most = _STORED_BYTES, _STORED_ROWS
         if self.num_bytes <= budget:
             return
-        # A row of a chunked HDF5 dataset is read with its whole chunk.
-        row_bytes *= (getattr(self._array, "chunks", None) or [1])[0]
+        if self.is_stored and getattr(self._array, "chunks", None):
+            # A row of a chunked HDF5 dataset is read with its whole chunk.
+            row_bytes *= self._array.chunks[0]
         self.num_read = min(max(budget // row_bytes, 2), most, self.num_rows)
 
     def read(self) -> np.ndarray:
@@ -244,15 +245,15 @@ def find_difference(
     texts = worker_group.all_gather(f"{topic}: values", own)
     described = [json.loads(texts[rank]) for rank in firsts]
     groups = list(ranks.values())[1:]
-    found = [
+    sentences = [
         f"{_describe_pair(described[0], other)} on {_workers(of_group)}"
         for of_group, other in zip(groups, described[1:], strict=True)
         if _different_names(described[0], other)
     ]
-    if not found:
+    if not sentences:
         return ""
-    more = [] if len(found) <= _MOST_GROUPS else ["others on more workers"]
-    return f"{'; '.join([*found[:_MOST_GROUPS], *more])} than on worker 0"
+    more = ["others on more workers"] if len(sentences) > _MOST_GROUPS else []
+    return f"{'; '.join([*sentences[:_MOST_GROUPS], *more])} than on worker 0"
 
 
 def _are_comparable(found: list[Any]) -> bool:
@@ -270,7 +271,9 @@ def _different_names(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return [name for name in first if _is_different(first[name], other[name])]
 
 
-def _is_different(first: dict[str, Any], other: dict[str, Any]) -> bool:
+def _is_different(first: dict | None, other: dict | None) -> bool:
+    if first is None or other is None:
+        return True  # as their digests are
     if first["paths"] and other["paths"] and first["rows"] and other["rows"]:
         # Copies of the data may have other names, but not the names of other files.
         return bool(set(first["rows"][1]) & set(other["rows"][1]))

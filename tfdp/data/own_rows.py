@@ -71,12 +71,9 @@ def with_own_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     elif has_rows:
         return arguments | {"x": _rows_of_py_dataset(strategy, source, arguments)}
     record = _record_of_loop(restarts=arguments.get("steps_per_epoch") is None)
-    adapter = _compat.PyDatasetAdapter(
-        record.watch,
-        source,
-        class_weight=arguments.get("class_weight"),
-        shuffle=arguments.get("shuffle", False),
-    )
+    names = ("x", "class_weight", "shuffle")
+    given = {name: arguments[name] for name in names if name in arguments}
+    adapter = _compat.adapter_of_py_dataset(record.watch, **given)
     return arguments | {"x": adapter}
 
 
