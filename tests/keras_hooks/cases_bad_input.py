@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdp
+from tests.data.cases_distribute import Policy, with_policy
 from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case
@@ -387,6 +388,12 @@ DIFFERENT_CALLS: dict[str, typing.Callable[[int], tuple]] = {
     "order of files": lambda r: (
         "predict",
         (_files(*[f"/of{r}/{name}" for name in ["ab", "ba"][r]]),),
+        {},
+        {},
+    ),
+    "order of shards": lambda r: (
+        "fit",
+        (with_policy(_files(*["ab", "ba"][r]), Policy.FILE),),
         {},
         {},
     ),

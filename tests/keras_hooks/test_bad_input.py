@@ -170,6 +170,7 @@ OF_CALLS = {
     ),
     "validation by a dataset": (SOURCES, f"Received: from_tensor_slices[1]{ORDER}"),
     "order of files": (SOURCES, f"Received: from_tensor_slices[0]{ORDER}"),
+    "order of shards": (SOURCES, f"Received: from_tensor_slices[0]{ORDER}"),
     "order of a generator": (SOURCES, f"Received: y{OTHER}"),
     "order of a PyDataset": (SOURCES, f"Received: y{OTHER}"),
     "order of a batch": (VALUES, f"Received: x{ORDER}"),
