@@ -180,7 +180,8 @@ class _Part:
     def describe(self, digest: str) -> Any:
         """Return the projection and the norm of each block, or else the digest."""
         values = self.read()
-        is_float = values.dtype.kind in "fcV"  # V of bfloat16 and float8
+        # Of the kind V are bfloat16 and float8, and records.
+        is_float = values.dtype.kind in "fcV" and values.dtype.names is None
         if not is_float and (values.dtype.kind not in "biu" or values.itemsize > 1):
             return digest
         if values.dtype.kind == "c":
@@ -299,14 +300,14 @@ def _parts_differ(first: Any, other: Any) -> bool:
 
 def _describe_pair(first: dict[str, Any], other: dict[str, Any]) -> str:
     names = _different_names(first, other)
-    same_rows = all(
-        first[name]["rows"]
-        and other[name]["rows"]
-        # A hash of all rows, in any order.
-        and first[name]["rows"][0] == other[name]["rows"][0]
-        for name in names
-    )
+    same_rows = all(_have_same_rows(first[name], other[name]) for name in names)
     return f"{', '.join(names)} {_SAME_ROWS if same_rows else _OTHER_VALUES}"
+
+
+def _have_same_rows(first: dict | None, other: dict | None) -> bool:
+    if first is None or other is None or not first["rows"] or not other["rows"]:
+        return False
+    return first["rows"][0] == other["rows"][0]
 
 
 def _workers(ranks: list[int]) -> str:
@@ -365,9 +366,8 @@ def as_numpy(array: Any) -> np.ndarray:
 
 def _bytes_of(values: np.ndarray, *, only_names: bool) -> Any:
     """The bytes of an array, the same on all machines."""
-    if values.dtype.names is not None:
-        raise TypeError("Fields of records have bytes between them that mean nothing.")
-    if values.dtype.kind == "O":
+    # Between the fields of a record there may be bytes that mean nothing.
+    if values.dtype.kind == "O" or values.dtype.names is not None:
         texts = [_encoded(item) for item in values.ravel().tolist()]
         if only_names:
             texts = [text.rpartition(b"/")[2] for text in texts]
