@@ -54,7 +54,7 @@ LEFT_OUT = {
     "multi_output_with_adamw": "losses_of_several_outputs_with_sample_weights",
     "*_by_tensorflow": "the same ... by the transport of the strategy",
     # Data.
-    "labels_that_come_to_differ_are_found": "the first batch of `different_calls`",
+    "labels_that_come_to_differ_are_found": "different_calls",
     "structures_of_arrays": "dictionaries as inputs",
     "label_array_is_not_overwritten": "shuffled_data_gives_the_batches_of_one_device",
     "int64_input": "string_input",
