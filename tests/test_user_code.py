@@ -40,6 +40,7 @@ def library_function(text: str, **names):
 @pytest.fixture(autouse=True)
 def nothing_started(monkeypatch):
     monkeypatch.setattr(user_code, "_started_at", [])
+    monkeypatch.setattr(user_code, "_started_by", [])
 
 
 def test_the_line_that_starts_tensorflow_is_that_of_the_user_and_not_of_a_library():

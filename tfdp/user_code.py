@@ -18,6 +18,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from tfdp.forks import Owner
+
 # Of Python and of installed packages, and this one in a checkout.
 _LIBRARIES = tuple(
     folder + os.sep
@@ -31,6 +33,7 @@ _LIBRARIES = tuple(
 # TensorFlow 2.19 to 2.21.
 _CONTEXT = "tensorflow.python.eager.context"
 _started_at: list[str] = []
+_started_by: list[Owner] = []
 
 
 def warn(message: str) -> None:
@@ -99,6 +102,19 @@ def start_of_tensorflow() -> str:
     return _started_at[0] if _started_at else "before tfdp was imported"
 
 
+def check_process_of_tensorflow(call: str) -> None:
+    """Raise in a process that was forked from one in which TensorFlow had started.
+
+    Args:
+        call: String, the call that needs TensorFlow.
+
+    Raises:
+        RuntimeError: In a forked process.
+    """
+    for owner in _started_by:
+        owner.check(call)
+
+
 def _watch(module: Any) -> None:
     """Look on until TensorFlow makes its devices, and then no longer."""
     context = module.Context
@@ -106,12 +122,14 @@ def _watch(module: Any) -> None:
     if module._context is not None and module._context._initialized:
         importer = place_of(inspect.currentframe())
         _started_at[:] = [f"before tfdp was imported at {importer}"]
+        _started_by[:] = [Owner()]
         return
 
     @functools.wraps(original)
     def ensure_initialized(self: Any) -> None:
         if not self._initialized:
             _started_at[:] = [f"at {place_of(inspect.currentframe())}"]
+            _started_by[:] = [Owner()]
         context.ensure_initialized = original
         original(self)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from keras.src import backend as keras_backend
 from keras.src.backend.common import symbolic_scope
 
 from tfdp._compat.owners import TensorFlowTrainer
+from tfdp.forks import TemporaryDirectory
 
 OWN_STEPS = ("train_step", "test_step")
 
@@ -124,7 +124,7 @@ def backup_that_writes_nothing(callback: Any) -> Any:
 
     What it notes beside the weights goes to a directory of its own.
     """
-    folder = tempfile.TemporaryDirectory()
+    folder = TemporaryDirectory()
     twin = object.__new__(type(callback))
     vars(twin).update(vars(callback))
     path = os.path.join(folder.name, "training_metadata.json")

@@ -12,13 +12,13 @@ import concurrent.futures
 import contextlib
 import importlib
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tfdp.checkpoint.storage import Fetch, Publish, Storage, StoreError
 from tfdp.cluster.words import counted
+from tfdp.forks import TemporaryDirectory
 
 # Who speaks to a store. fsspec knows more of them, and says so itself.
 _PACKAGES = {
@@ -122,7 +122,7 @@ class ObjectStore(Storage):
     @contextlib.contextmanager
     def writing(self) -> Iterator[tuple[str, Publish]]:
         """Yield a temporary folder, and what uploads files and removes them there."""
-        with tempfile.TemporaryDirectory(prefix="tfdp-") as folder:
+        with TemporaryDirectory() as folder:
 
             def publish(names: Sequence[str]) -> None:
                 for name in names:
@@ -134,7 +134,7 @@ class ObjectStore(Storage):
     @contextlib.contextmanager
     def reading(self) -> Iterator[Fetch]:
         """Yield what downloads objects into a temporary folder of limited size."""
-        with tempfile.TemporaryDirectory(prefix="tfdp-") as folder:
+        with TemporaryDirectory() as folder:
             kept: dict[str, int] = {}  # bytes by name, the latest used last
 
             def fetch(names: Sequence[str]) -> str:

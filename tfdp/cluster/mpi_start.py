@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -16,6 +16,7 @@ from tfdp.cluster.backoff import Backoff
 from tfdp.cluster.join_guard import start_deadline
 from tfdp.cluster.mpi_job import LONGEST_PAUSE_SECONDS, MpiJob
 from tfdp.cluster.mpi_launcher import MpiRank, has_mpi4py, mpi_rank
+from tfdp.forks import at_exit
 
 _DEFAULT_START_SECONDS = 300.0
 # On MPI_COMM_WORLD, which is the user's; any int that nobody else takes.
@@ -66,7 +67,7 @@ def _start(timeout_seconds: float | None) -> MpiJob:
     lock = _lock_of(mpi, library)
     everyone = tuple(range(mpi.COMM_WORLD.size))
     job = MpiJob(mpi, mpi.COMM_WORLD, lock, everyone, library)
-    atexit.register(_end, job)
+    at_exit(functools.partial(_end, job))
     found = job.exchange({"program": _program()}, timeout_seconds, tag=_WORLD_TAG)
     _check_programs([each["program"] for each in found])
     # All are here, so this does not wait.

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from tfdp.cluster.address import split_address
 from tfdp.cluster.spec import Cluster
+from tfdp.forks import close_in_forks
 
 _WARN_AFTER_SECONDS = 10.0
 _TOGETHER_SECONDS = 1.0
@@ -167,12 +168,13 @@ def _listening(address: str, num_workers: int) -> Iterator[None]:
     check_port_free(address)
     _, port = split_address(address)
     dual = socket.has_dualstack_ipv6()
-    with socket.create_server(
+    server = socket.create_server(
         ("", port),
         family=socket.AF_INET6 if dual else socket.AF_INET,
         dualstack_ipv6=dual,
         backlog=max(128, 2 * num_workers),
-    ):
+    )
+    with close_in_forks(server):
         yield
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfdp import _compat
+from tfdp import _compat, forks
 from tfdp.collectives.bridge import Failure, remember
 from tfdp.coordination.watch import COLLECTIVE_FAILED, NotConnected
 
@@ -66,7 +66,7 @@ class Background:
         thread.start()
         self._thread = thread
         # Its thread would keep the queues for ever.
-        weakref.finalize(self, _close, self._boxes).atexit = False
+        forks.finalize(self, _close, self._boxes)
         _backgrounds.add(self)
 
     def launch(self, replica: int, tensors: Sequence[tf.Tensor]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdp import forks
 from tfdp.collectives.bridge import Bridge, StepEnded, end_call, generation_of
 from tfdp.collectives.process_collectives import COLLECTIVES, Members
 from tfdp.collectives.transport import SCOPE, Call, Group
@@ -167,7 +168,7 @@ class ProcessTransport:
                 lane = _Lane(name, group, self._rank, self._new_communicator)
                 lanes[channel] = lane
                 # Its thread would keep it for ever.
-                weakref.finalize(group, lane.end, waits=False).atexit = False
+                forks.finalize(group, lane.end, waits=False)
             return lanes[channel]
 
 

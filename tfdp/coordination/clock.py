@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+from tfdp.forks import in_forks
+
 # The watchdog reads the clock every second: after so long without, this process was
 # suspended, or its machine was too busy to run it.
 _LONGEST_GAP_SECONDS = 2.5
@@ -56,5 +58,11 @@ class ProcessClock:
         ended_at, length = self._last_pause
         return length if now - ended_at <= seconds else 0.0
 
+    def reset_in_fork(self) -> None:
+        """Replace a lock that another thread may have held at the fork."""
+        self._lock = threading.Lock()
+        self._is_watched = False
+
 
 clock = ProcessClock()
+in_forks(clock.reset_in_fork)

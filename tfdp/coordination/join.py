@@ -20,8 +20,10 @@ from tfdp.cluster import (
     rendezvous,
     unreachable_workers,
 )
+from tfdp.cluster.address import split_address
 from tfdp.cluster.devices import resolve_devices, set_logical_cpus
 from tfdp.coordination.preemption import restore_python_handler
+from tfdp.forks import close_port_in_forks
 from tfdp.options import CommunicationOptions
 
 _DEFAULT_HEARTBEAT_SECONDS = 60.0
@@ -135,6 +137,8 @@ def joining(worker: Worker) -> Iterator[None]:
         restore_python_handler()
         if worker.cluster is not None:
             _joined[:] = [worker.cluster]
+            _, port = split_address(worker.cluster.workers[worker.rank])
+            close_port_in_forks(port)
     except (tf.errors.OpError, RuntimeError) as error:
         if worker.cluster is None:
             raise

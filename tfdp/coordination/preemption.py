@@ -6,7 +6,10 @@ import json
 import signal
 import threading
 import time
+import weakref
 from typing import Any
+
+from tfdp.forks import in_forks
 
 # The exit code of a worker that has saved its training and is to be started again:
 # EX_TEMPFAIL of sysexits.h.
@@ -15,6 +18,7 @@ PREEMPTED = 75
 # them. A process without a handler ignores it, unlike SIGTERM.
 SAVE_SIGNAL = getattr(signal, "SIGURG", signal.SIGTERM)
 _SIGNALS = tuple({signal.SIGTERM, SAVE_SIGNAL})
+_listening: weakref.WeakSet[PreemptionNotice] = weakref.WeakSet()
 # Seconds of training between two all-gathers of the workers' notices.
 _ASK_SECONDS = 1.0
 
@@ -50,6 +54,7 @@ class PreemptionNotice:
         """Install the signal handlers."""
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and not self._before:
+            _listening.add(self)
             for number in _SIGNALS:
                 self._before[number] = signal.signal(number, self._record)
 
@@ -57,16 +62,28 @@ class PreemptionNotice:
         """Restore the previous signal handlers."""
         if not self._before:
             return
+        self.restore()
+        if signal.SIGTERM in self._given and not self.is_answered:
+            signal.raise_signal(signal.SIGTERM)  # it came when all was done
+
+    def restore(self) -> None:
+        """Restore the previous signal handlers, without acting on what was recorded."""
+        _listening.discard(self)
         for number, handler in self._before.items():
             # None: it was set by other means than Python's, which cannot set it back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
-        if signal.SIGTERM in self._given and not self.is_answered:
-            signal.raise_signal(signal.SIGTERM)  # it came when all was done
 
     def _record(self, number: int, frame: Any) -> None:
         del frame
         self._given.add(number)
+
+
+@in_forks
+def _restore_handlers() -> None:
+    """Let SIGTERM end a forked process, such as one of a pool: it saves nothing."""
+    for notice in list(_listening):
+        notice.restore()
 
 
 class PreemptionWatch:

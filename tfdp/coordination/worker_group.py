@@ -7,7 +7,6 @@ coordination service, which the first worker hosts.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import json
@@ -17,7 +16,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfdp import _compat
+from tfdp import _compat, forks
 from tfdp.coordination.clock import clock
 from tfdp.coordination.progress import progress
 
@@ -57,13 +56,14 @@ class WorkerGroup:
         self._calls = itertools.count()
         self._prefixes = itertools.count()
         self._last_call: str | None = None
+        self.owner = forks.Owner()
         # Hooks of the failure detector: check the worker that is waited for, and
         # translate errors of the store. See `tfdp.coordination.watch`.
         self.check: Callable[[int, bool, str], None] = lambda rank, is_over, call: None
         self.guard: Callable[[], contextlib.AbstractContextManager]
         self.guard = contextlib.nullcontext
         if rank == 0 and num_workers > 1:
-            atexit.register(self._wait_for_readers)
+            forks.at_exit(self._wait_for_readers)
 
     def new_prefix(self) -> str:
         """Return a new key prefix; all workers call it in the same order."""
@@ -89,6 +89,7 @@ class WorkerGroup:
         """
         if self.num_workers == 1:
             return [text]
+        self.owner.check(topic)
         with progress.all_gathering(topic), self.guard():
             return self._all_gather(topic, text, timeout_seconds)
 

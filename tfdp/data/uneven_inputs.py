@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.collectives import all_reduce
+from tfdp.forks import keep_in_forks
 
 
 def has_next_step(strategy: Any, has_data: tf.Tensor, *, stops: bool) -> tf.Tensor:
@@ -77,6 +78,7 @@ class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor
     def __init__(self, iterator: Any, strategy: Any) -> None:
         self._iterator = iterator
         self.strategy = strategy
+        keep_in_forks(iterator)
 
     def __iter__(self) -> Any:
         return self

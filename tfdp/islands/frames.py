@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from tfdp.forks import close_in_forks
 from tfdp.transport.communicator import Array
 from tfdp.transport.schedules import bytes_of
 
@@ -60,7 +61,7 @@ def secured(sock: socket.socket, secret: str, *, is_hub: bool) -> Connection:
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     _limit_silence(sock, _PROOF_SECONDS)
-    connection = Connection(sock.detach())
+    connection = close_in_forks(Connection(sock.detach()))
     key = secret.encode()
     try:
         for turn in (deliver_challenge, answer_challenge)[:: 1 if is_hub else -1]:

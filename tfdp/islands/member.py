@@ -13,6 +13,7 @@ from typing import Any
 
 from tfdp.cluster.address import split_address
 from tfdp.cluster.islands import Island
+from tfdp.forks import close_in_forks
 from tfdp.islands.frames import BEAT_SECONDS, GONE, close, receive, secured, send
 from tfdp.transport.communicator import Array
 
@@ -205,7 +206,7 @@ def _connect(island: Island, within_seconds: float) -> Any:
     deadline = time.monotonic() + within_seconds
     while True:
         try:
-            sock = socket.create_connection(address, timeout=5.0)
+            sock = close_in_forks(socket.create_connection(address, timeout=5.0))
             return secured(sock, island.secret, is_hub=False)
         except AuthenticationError as error:
             raise RuntimeError(

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from tfdp import user_code
 from tfdp.cluster.islands import Island
 from tfdp.cluster.words import counted
+from tfdp.forks import Owner
 from tfdp.islands.member import HubGone, Member
 from tfdp.islands.outer_state import OuterState
 from tfdp.local_steps import LocalStepsOptions
@@ -89,6 +91,7 @@ class IslandTraining:
         self._settings = settings
         self._island = island
         self._fit = 0
+        self._owner = Owner()
         self._member: Member | None = None
         self._state: OuterState | None = None
         self._version = 0
@@ -108,6 +111,7 @@ class IslandTraining:
 
     def fit_begins(self) -> None:
         """Count this `fit`, also if nothing is left of it to train."""
+        user_code.check_process_of_tensorflow("`fit`")
         self._fit = next(_fits)
 
     def begin(self) -> None:
@@ -188,7 +192,7 @@ class IslandTraining:
                 `True`.
         """
         _running.pop(self._model, None)
-        if self._member is not None:
+        if self._member is not None and self._owner.is_current:
             self._member.close(is_through=is_through)
 
     def _launch(self) -> None:

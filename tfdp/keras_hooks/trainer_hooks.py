@@ -58,6 +58,8 @@ _FUNCTION_OF = {
 
 def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
     strategy = strategy_of(model)
+    if strategy is not None:
+        strategy.extended.worker_group.owner.check(f"`{name}`")
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     resuming = (
         backup_callbacks(bound.arguments.get("callbacks")) if name == "fit" else []
@@ -242,6 +244,7 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
         if name == "train_on_batch":
             scope_checks.warn_of_separate_training(model, name)
         return original(model, *args, **kwargs)
+    strategy.extended.worker_group.owner.check(f"`{name}`")
     given = inspect.signature(original).bind(model, *args, **kwargs).arguments
     with progress.looping(name), strategy.extended.explaining():
         worker_group = strategy.extended.worker_group

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.collectives.timing import Recorder
+from tfdp.forks import TemporaryDirectory
 from tfdp.monitor.meter import Meter
 from tfdp.monitor.readings import (
     Interval,
@@ -71,13 +71,13 @@ class Profile:
     """A profile of what runs between its begin and its end."""
 
     def __init__(self) -> None:
-        self._folder: tempfile.TemporaryDirectory | None = None
+        self._folder: TemporaryDirectory | None = None
 
     def begin(self) -> bool:
         """Start the profiler, and return whether it was free."""
         if self._folder is not None:
             return True
-        self._folder = tempfile.TemporaryDirectory(prefix="tfdp-profile-")
+        self._folder = TemporaryDirectory(prefix="tfdp-profile-")
         try:
             tf.profiler.experimental.start(self._folder.name)
         except tf.errors.AlreadyExistsError:  # TensorBoard's callback, say

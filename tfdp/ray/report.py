@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from tfdp import checkpoint as checkpoints
+from tfdp.forks import TemporaryDirectory
 
 FILE_NAME = "model.keras"
 _FORMATS = ("keras", "tfdp", None)
@@ -98,7 +98,7 @@ class ReportCallback(keras.callbacks.Callback):
 @contextlib.contextmanager
 def _saved(model: Any) -> Iterator[str]:
     """A folder with the model in it. All workers save: state may be sharded."""
-    with tempfile.TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder:
         model.save(os.path.join(folder, FILE_NAME))
         yield folder
 

@@ -95,6 +95,7 @@ class _Strategy:
         Returns:
             What `fn` returns, one value per replica.
         """
+        self.extended.worker_group.owner.check("`strategy.run`")
         fn, args, weights = replica_step.prepare_run(self, fn, args)
         with self.extended.step_scope(weights):
             result = super().run(fn, args, kwargs, options)  # type: ignore[misc]
@@ -165,7 +166,7 @@ class MirroredStrategy(_Strategy, tf.distribute.MirroredStrategy):
         *,
         communication: CommunicationOptions | None = None,
     ) -> None:
-        install.install()
+        _begin()
         self._collective_key_base = next_stock_key_base()
         options = communication or CommunicationOptions()
         extended = SingleWorkerReplicaExtended(
@@ -202,7 +203,7 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
         devices: Sequence[str] | None = None,
         communication: CommunicationOptions | None = None,
     ) -> None:
-        install.install()
+        _begin()
         self._collective_key_base = next_stock_key_base()
         options = communication or CommunicationOptions()
         worker = start_worker(cluster_resolver, devices, options)
@@ -212,6 +213,11 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
         extended = MultiWorkerReplicaExtended(self, worker=worker, options=options)
         tf.distribute.Strategy.__init__(self, extended)
         random_seed.agree_on_seed(self)
+
+
+def _begin() -> None:
+    user_code.check_process_of_tensorflow("A strategy")
+    install.install()
 
 
 def _warn_of_processes_apart(cluster: Cluster | None) -> None:
@@ -259,7 +265,7 @@ def auto_strategy(
     >>> auto_strategy().num_replicas_in_sync
     2
     """
-    install.install()
+    _begin()
     timeout_seconds = communication.timeout_seconds if communication else None
     cluster = find_cluster(timeout_seconds)
     _warn_of_processes_apart(cluster)

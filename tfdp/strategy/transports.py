@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import json
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfdp import _compat
+from tfdp import _compat, forks
 from tfdp.collectives import ProcessTransport, TensorFlowTransport, Transport
 from tfdp.coordination.watch import Watchdog
 from tfdp.coordination.worker_group import WorkerGroup
@@ -71,8 +70,7 @@ def new_transport(
         mesh = _mesh(options, worker_group, host, interfaces)
         form, connect = functools.partial(new_communicator, mesh), mesh.connect
     transport = ProcessTransport(name, worker_group.rank, form, connect)
-    atexit.unregister(_end)
-    atexit.register(_end)  # before whatever its communicators have registered
+    forks.at_exit(_end)  # before whatever its communicators have registered
     _transports.add(transport)
     return transport
 

@@ -6,7 +6,6 @@ and a callback of MLflow's runs on each. Only what comes of it is not kept.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import inspect
 import logging
@@ -20,6 +19,7 @@ from typing import Any
 
 import wrapt
 
+from tfdp.forks import at_exit
 from tfdp.tracking import first_worker
 
 # What a run of the first worker's is found by, which the other store does not have.
@@ -41,7 +41,7 @@ def watch(mlflow: ModuleType) -> None:
         functools.partial(_restore, mlflow, mlflow.get_tracking_uri(), logger.level)
     )
     folder = tempfile.mkdtemp(prefix="tfdp-mlflow-")
-    atexit.register(_throw_away, mlflow, folder)
+    at_exit(functools.partial(_throw_away, mlflow, folder))
     # A folder is made in milliseconds, a database in seconds.
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     # MLflow makes a store of a folder that is not there.

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import socket
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, TypeAlias
@@ -22,29 +20,6 @@ from tfdp.transport.flows import Flow, Piece, run
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _CLOSED = "it has closed its connections"
-# Of this process: a process that it forks must not keep them open when it ends.
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def own(sock: socket.socket) -> socket.socket:
-    """Close a socket in every process that this one forks.
-
-    Args:
-        sock: `socket.socket`.
-
-    Returns:
-        The same.
-    """
-    _sockets.add(sock)
-    return sock
-
-
-def _close_after_fork() -> None:
-    for sock in list(_sockets):
-        sock.close()
-
-
-os.register_at_fork(after_in_child=_close_after_fork)
 
 
 @dataclasses.dataclass(frozen=True)

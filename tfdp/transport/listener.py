@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from tfdp.forks import close_in_forks
 from tfdp.transport import handshake
-from tfdp.transport.connections import Ending, own
+from tfdp.transport.connections import Ending
 from tfdp.transport.control import ControlLine
 
 _logger = logging.getLogger("tfdp.transport")
@@ -94,7 +95,7 @@ class Listener:
         self._strangers: dict[socket.socket, Stranger] = {}
         self._num_refused = 0
         self._selector = selectors.PollSelector()  # without a descriptor
-        self._wakes, self._waker = map(own, socket.socketpair())
+        self._wakes, self._waker = map(close_in_forks, socket.socketpair())
         self._new_lines: list[ControlLine] = []
         self._lines: set[ControlLine] = set()
         self._is_closed = False
@@ -161,7 +162,7 @@ class Listener:
         except OSError:  # it is gone again, or there are too many open files
             time.sleep(0.01)
             return
-        stranger = Stranger(own(sock), _described(sock, address))
+        stranger = Stranger(close_in_forks(sock), _described(sock, address))
         self._strangers[sock] = stranger
         if len(self._strangers) > _MOST_STRANGERS:
             self._refuse(stranger, "too many others have said nothing so far")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import secrets
 import socket
 import threading
@@ -12,6 +11,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 
+from tfdp.forks import Owner, close_in_forks
 from tfdp.transport import handshake
 from tfdp.transport.addresses import (
     Addresses,
@@ -26,7 +26,7 @@ from tfdp.transport.communicator import (
     TransportClosed,
     TransportError,
 )
-from tfdp.transport.connections import Connection, Ending, own
+from tfdp.transport.connections import Connection, Ending
 from tfdp.transport.control import LANE as CONTROL
 from tfdp.transport.control import ControlLine
 from tfdp.transport.dialling import Failed, WrongSecret, dial
@@ -85,7 +85,7 @@ class Mesh:
         self._use_unix = use_unix
         self._changed = threading.Condition()
         self._closed: str | None = None
-        self._pid = os.getpid()
+        self._owner = Owner()
         self._addresses: dict[int, Addresses] = {}
         self._accepted: dict[tuple[int, bytes], socket.socket] = {}
         self._lines: dict[int, ControlLine] = {}
@@ -158,8 +158,10 @@ class Mesh:
         Args:
             reason: String, which the peers are told.
         """
+        if not self._owner.is_current:
+            return
         with self._changed:
-            if self._closed is not None or os.getpid() != self._pid:
+            if self._closed is not None:
                 return
             self._closed = reason
             connections = list(self._connections)
@@ -322,8 +324,8 @@ class Mesh:
     def _new_socket(self, there: Addresses) -> tuple[socket.socket, tuple | str]:
         """Return a socket to dial with, and what it is to be connected to."""
         if self._use_unix and there.machine == self.addresses.machine:
-            return own(socket.socket(socket.AF_UNIX)), f"\0{there.unix_name}"
-        sock = own(socket.socket(family_of(there.ip)))
+            return close_in_forks(socket.socket(socket.AF_UNIX)), f"\0{there.unix_name}"
+        sock = close_in_forks(socket.socket(family_of(there.ip)))
         ip = self.addresses.ip
         # From the interface that this worker listens on, where it leads there.
         if family_of(ip) == sock.family and is_loopback(ip) == is_loopback(there.ip):

@@ -6,8 +6,8 @@ import contextlib
 import secrets
 import socket
 
+from tfdp.forks import close_in_forks
 from tfdp.transport.addresses import family_of, socket_address
-from tfdp.transport.connections import own
 
 _BACKLOG = 512
 _UNIX_BUFFER_BYTES = 1 << 20
@@ -19,7 +19,7 @@ _LOCAL_TCP_BUFFER_BYTES = 512 << 10
 
 def listen_tcp(address: str) -> socket.socket:
     """Listen on one address, and a port that the system chooses."""
-    sock = own(socket.socket(family_of(address), socket.SOCK_STREAM))
+    sock = close_in_forks(socket.socket(family_of(address), socket.SOCK_STREAM))
     sock.bind(socket_address(address, 0))
     sock.listen(_BACKLOG)
     return sock
@@ -27,7 +27,7 @@ def listen_tcp(address: str) -> socket.socket:
 
 def listen_unix() -> socket.socket:
     """Listen under a name that nobody guesses, and that leaves no file."""
-    sock = own(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    sock = close_in_forks(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     sock.bind(f"\0tfdp-{secrets.token_hex(16)}")
     sock.listen(_BACKLOG)
     return sock

@@ -9,7 +9,6 @@ Reading order:
 
 from __future__ import annotations
 
-import atexit
 import sys
 import sysconfig
 import traceback
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from tfdp import forks
 from tfdp.coordination.watch.errors import (
     COLLECTIVE_FAILED,
     NotConnected,
@@ -48,7 +48,7 @@ def watch(
     if not _watchdogs:
         watchdog = Watchdog(worker_group, addresses, limit_seconds)
         watchdog.start()
-        atexit.register(watchdog.leave)
+        forks.at_exit(watchdog.leave)
         _watchdogs.append(watchdog)
         _explain_uncaught(watchdog)
     worker_group.check = _watchdogs[0].check
@@ -69,7 +69,8 @@ def _explain_uncaught(watchdog: Watchdog) -> None:
             print(f"tfdp: interrupted{where}", file=sys.stderr, flush=True)
             return
         before(kind, error, trace)
-        watchdog.explain_uncaught(error)
+        if watchdog.owner.is_current:
+            watchdog.explain_uncaught(error)
 
     sys.excepthook = show
 

@@ -32,6 +32,7 @@ from tfdp.coordination.watch.errors import (
 from tfdp.coordination.watch.failure_detector import FailureDetector
 from tfdp.coordination.watch.heartbeat import Heartbeat
 from tfdp.coordination.worker_group import WorkerGroup
+from tfdp.forks import Owner
 
 DEFAULT_LIMIT_SECONDS = 60.0
 _CHECK_SECONDS, _URGENT_CHECK_SECONDS, _PROBE_SECONDS = 1.0, 0.1, 2.0
@@ -81,6 +82,7 @@ class Watchdog(threading.Thread):
         limit_seconds: float | None = None,
     ) -> None:
         super().__init__(name="tfdp watchdog", daemon=True)
+        self.owner = Owner()
         limit = limit_seconds or DEFAULT_LIMIT_SECONDS
         self._timeout_seconds = limit_seconds
         others = [r for r in range(len(addresses)) if r != worker_group.rank]
@@ -132,23 +134,27 @@ class Watchdog(threading.Thread):
         """
         try:
             yield
-        except _ERRORS_OF_OTHERS as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            if self.owner.is_current:
+                self._report_error(error)
+            raise
+
+    def _report_error(self, error: BaseException) -> None:
+        """Raise the loss of a worker behind an error, or pass the error to the others."""
+        if isinstance(error, _ERRORS_OF_OTHERS):
             place = progress.current.name
             has_tried = isinstance(error, NotConnected)
             seconds = _SHORT_DIAGNOSIS_SECONDS if has_tried else _DIAGNOSIS_SECONDS
             if self._await_failure(seconds):
                 raise self._error(place, bucket_of_error(str(error))) from error
             self._heartbeat.last_error = _describe(error)
-            raise
-        except WorkerLost:
-            raise
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            if isinstance(error, SystemExit) and error.code == PREEMPTED:
-                raise  # as all do
-            # If it ends the script, the others have its text.
-            self._heartbeat.last_error = _describe(error)
-            self._heartbeat.beat_now(_BEAT_SECONDS)
-            raise
+            return
+        is_preempted = isinstance(error, SystemExit) and error.code == PREEMPTED
+        if isinstance(error, WorkerLost) or is_preempted:
+            return  # as on all workers
+        # If it ends the script, the others have its text.
+        self._heartbeat.last_error = _describe(error)
+        self._heartbeat.beat_now(_BEAT_SECONDS)
 
     def explain_uncaught(self, error: BaseException) -> None:
         """Print which worker is lost if an uncaught error is due to it.
