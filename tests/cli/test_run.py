@@ -1298,7 +1298,7 @@ def test_ports_are_distinct_free_and_outside_the_kernels_own_range():
     ("files", "processes", "most", "reason"),
     [
         (10**6, -1, 128, "64 for each of its 2 CPU cores"),
-        (256, -1, 96, r"its limit of open files, 256 \(ulimit -n\)"),
+        (256, -1, 16, r"of open files, 256 \(ulimit -n\): each of 17 needs 260"),
         (-1, 20, 20, "its limit of processes"),
         (-1, -1, 128, "CPU cores"),
     ],
@@ -1309,6 +1309,7 @@ def test_more_workers_than_the_machine_can_hold_are_refused(
     limits = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_NPROC: processes}
     monkeypatch.setattr(resource, "getrlimit", lambda what: (limits[what], -1))
     monkeypatch.setattr(launch, "num_cores", lambda: 2)
+    monkeypatch.setattr(launch, "visible_gpus", list)
     launch.check_num_workers(most)
     with pytest.raises(ValueError, match=f"holds {most}, .*{reason}"):
         launch.check_num_workers(most + 1)

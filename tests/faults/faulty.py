@@ -14,7 +14,14 @@ from pathlib import Path
 from tests.faults.plan import Fault, JobPlan, Setting
 
 BUSY_SECONDS = 30.0
+# Longer than the others may take to hear of a death.
+CHILD_SECONDS = 15.0
 FILLER = "filler"
+SIGNALS = {
+    **dict.fromkeys(("kill", "crash", "damage"), signal.SIGKILL),
+    "stop": signal.SIGSTOP,
+    "sigterm": signal.SIGTERM,
+}
 _PAGE_BYTES = 4096
 
 
@@ -64,12 +71,10 @@ class Trigger:
 
 
 def _let_happen(fault: Fault, setting: Setting) -> None:
-    if fault.kind in ("kill", "crash", "damage"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    if fault.kind == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if fault.kind == "sigterm":
-        os.kill(os.getpid(), signal.SIGTERM)
+    if fault.leaves_child:
+        _leave_child()
+    if fault.kind in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[fault.kind])
     if fault.kind == "pause":
         _pause(fault.seconds)
         return
@@ -83,6 +88,14 @@ def _let_happen(fault: Fault, setting: Setting) -> None:
         for command in setting.cut_commands:
             subprocess.run(command, check=True)
     time.sleep(fault.seconds)
+
+
+def _leave_child() -> None:
+    """Forks a process with all that is open here, in a session of its own."""
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(CHILD_SECONDS)
+        os._exit(0)
 
 
 def _pause(seconds: float) -> None:

@@ -80,6 +80,7 @@ class Fault:
         num_pages: Int, how much room there is left where a disk is `full`.
         hits_all: Bool, whether it happens to all workers, not to one.
         after: Float, seconds after `start`, where the phase is `any`.
+        leaves_child: Bool, whether a process that the worker has forked outlives it.
     """
 
     kind: str
@@ -92,6 +93,7 @@ class Fault:
     num_pages: int = 0
     hits_all: bool = False
     after: float = 0.0
+    leaves_child: bool = False
 
     @property
     def place(self) -> tuple[str, str]:

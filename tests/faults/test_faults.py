@@ -69,7 +69,8 @@ def needs(kind: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, full(2)])
 def test_the_death_of_a_worker_in_training_is_named_on_all_others(rank: int):
-    outcome = check(JobPlan(3, Fault("kill", "training", rank, step=5)))
+    fault = Fault("kill", "training", rank, step=5, leaves_child=rank == 0)
+    outcome = check(JobPlan(3, fault))
     assert outcome.first.ends[rank].code == EXIT_KILLED
     for other in {0, 1, 2} - {rank}:
         said = sentence_of(outcome.first, other)

@@ -15,6 +15,7 @@ from tfdp.base.files import make_private_folder
 from tfdp.bench.machine import num_cores
 from tfdp.cluster import Cluster, counted, free_ports
 from tfdp.cluster.gpus import own_gpus, visible_gpus
+from tfdp.cluster.open_files import limit_for
 
 _WORKERS_PER_CORE = 64
 # Of the launcher: a pipe and a log for each, and what it opens meanwhile.
@@ -78,7 +79,13 @@ def check_num_workers(num_workers: int) -> None:
     ]
     if open_files != resource.RLIM_INFINITY:
         most = max(1, (open_files - _OTHER_FILES) // _FILES_PER_WORKER)
-        bounds.append((most, f"by its limit of open files, {open_files} (ulimit -n)"))
+        reason = f"by its limit of open files, {open_files} (ulimit -n)"
+        bounds.append((most, reason))
+        connects = not visible_gpus()  # else NCCL does
+        needed = limit_for(num_workers, connects=connects)
+        while most > 1 and limit_for(most, connects=connects) > open_files:
+            most -= 1
+        bounds.append((most, f"{reason}: each of {num_workers} needs {needed}"))
     if processes != resource.RLIM_INFINITY:
         bounds.append((processes, "by its limit of processes (ulimit -u)"))
     most, reason = min(bounds)

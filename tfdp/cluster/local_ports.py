@@ -8,6 +8,8 @@ import random
 import socket
 from collections.abc import Iterator
 
+from tfdp.cluster.open_files import lack_of_files
+
 _LOWEST_PORT = 10000
 _PORT_RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
 
@@ -54,8 +56,11 @@ def reserved_ports(count: int) -> Iterator[tuple[list[int], list[socket.socket]]
         for port in random.Random().sample(candidates, len(candidates)):
             if len(ports) == count:
                 break
-            with contextlib.suppress(OSError):
+            try:
                 probe = stack.enter_context(socket.socket())
+            except OSError as error:
+                raise ValueError(lack_of_files(error) or str(error)) from error
+            with contextlib.suppress(OSError):
                 probe.bind(("", port))  # TensorFlow listens on all interfaces
                 ports.append(port)
                 sockets.append(probe)

@@ -57,6 +57,7 @@ class Background:
     ) -> None:
         self._boxes = [_Boxes(device, specs, result_specs) for device in devices]
         self._served = _Count()
+        self._owner = forks.Owner()
         thread = threading.Thread(
             target=_serve,
             args=(self._boxes, function, self._served),
@@ -82,6 +83,8 @@ class Background:
 
     def end(self) -> None:
         """End the thread, and wait until it has."""
+        if not self._owner.is_current:
+            return
         _close(self._boxes)
         self._thread.join(_CLOSE_SECONDS)
 

@@ -22,6 +22,7 @@ from tfdp.cluster import (
 )
 from tfdp.cluster.address import split_address
 from tfdp.cluster.devices import resolve_devices, set_logical_cpus
+from tfdp.cluster.open_files import check_open_files
 from tfdp.coordination.preemption import restore_python_handler
 from tfdp.forks import close_port_in_forks
 from tfdp.options import CommunicationOptions
@@ -82,8 +83,8 @@ def start_worker(
         A `Worker`.
 
     Raises:
-        ValueError: If the cluster is wrong, this worker's port is taken, or
-            TensorFlow has already started.
+        ValueError: If the cluster is wrong, this worker's port is taken, it may open
+            too few files, or TensorFlow has already started.
         TimeoutError: If another worker does not start in time.
     """
     cluster = (
@@ -107,6 +108,12 @@ def start_worker(
         )
     if cluster.devices_per_worker:
         set_logical_cpus(cluster.devices_per_worker)
+    check_open_files(
+        cluster.num_workers,
+        one_host=len(set(cluster.hosts)) == 1,
+        connects=options.backend in ("auto", "direct")
+        and not tf.config.list_physical_devices("GPU"),
+    )
     missing = rendezvous(cluster, options.timeout_seconds)
     if missing:
         assert options.timeout_seconds is not None  # else it waits for ever

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import threading
 import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tfdp.cluster.open_files import lack_of_files
 from tfdp.islands.frames import GONE, close, receive, secured, send
 from tfdp.islands.meeting import Meeting, Parcel, Participant
 
@@ -44,6 +46,7 @@ class Hub:
         self._join_seconds = join_seconds
         self._lock = threading.Lock()
         self._is_closed = False
+        self._has_warned = False
         self._connections: set[Connection] = set()
         self._meetings: dict[int, Meeting] = {}
         # Islands that have not ended for good, and of those that have been here.
@@ -92,10 +95,17 @@ class Hub:
         while not self._is_closed:
             try:
                 sock, _ = self._server.accept()
-            except OSError:  # it is closed; or too many files are open, for a while
+            except OSError as error:  # it is closed; or files are lacking, for a while
+                self._warn_of_lack(error)
                 time.sleep(_RETRY_SECONDS)
                 continue
             self._start(self._serve, sock)
+
+    def _warn_of_lack(self, error: OSError) -> None:
+        lack = lack_of_files(error)
+        if lack is not None and not self._has_warned:
+            self._has_warned = True
+            print(f"tfdp: no island can connect: {lack}", file=sys.stderr, flush=True)
 
     def _serve(self, sock: socket.socket) -> None:
         """Answer one island until it has gone."""

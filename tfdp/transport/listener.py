@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from tfdp.cluster.open_files import lack_of_files
 from tfdp.forks import close_in_forks
 from tfdp.transport import handshake
 from tfdp.transport.connections import Ending
@@ -32,6 +33,9 @@ class Host(Protocol):
 
     def accepted(self, sock: socket.socket, claim: handshake.Claim) -> None:
         """Take over the connection of another worker."""
+
+    def lacks_files(self, sentence: str) -> None:
+        """Take note that no connection can be accepted, and why."""
 
     def told(self, peer: int, lane: str, ending: Ending) -> None:
         """Take note why a peer closes a connection."""
@@ -159,8 +163,10 @@ class Listener:
     def _accept(self, listening: socket.socket) -> None:
         try:
             sock, address = listening.accept()
-        except OSError:  # it is gone again, or there are too many open files
-            time.sleep(0.01)
+        except OSError as error:
+            if (lack := lack_of_files(error)) is not None:
+                self._host.lacks_files(lack)
+            time.sleep(0.01)  # it is gone again, or waits for a file
             return
         stranger = Stranger(close_in_forks(sock), _described(sock, address))
         self._strangers[sock] = stranger

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 
+from tfdp.cluster.open_files import lack_of_files
 from tfdp.forks import Owner, close_in_forks
 from tfdp.transport import handshake
 from tfdp.transport.addresses import (
@@ -85,6 +86,8 @@ class Mesh:
         self._use_unix = use_unix
         self._changed = threading.Condition()
         self._closed: str | None = None
+        # Why the listener accepts nobody at the moment.
+        self._lack: str | None = None
         self._owner = Owner()
         self._addresses: dict[int, Addresses] = {}
         self._accepted: dict[tuple[int, bytes], socket.socket] = {}
@@ -208,11 +211,18 @@ class Mesh:
             self._add_line(ControlLine(sock, claim.rank))
             return
         with self._changed:
+            self._lack = None
             before = self._accepted.pop((claim.rank, claim.lane), None)
             self._accepted[claim.rank, claim.lane] = sock
             self._changed.notify_all()
         if before is not None:  # whose other end has tried again
             before.close()
+
+    def lacks_files(self, sentence: str) -> None:
+        """End the calls that wait for a connection which cannot be accepted."""
+        with self._changed:
+            self._lack = sentence
+            self._changed.notify_all()
 
     def told(self, peer: int, lane: str, ending: Ending) -> None:
         """Keep the reason for which a peer closes a connection."""
@@ -299,7 +309,10 @@ class Mesh:
         while True:
             if peer in self._gone:
                 raise self._ended(peer)
-            sock, target = self._new_socket(addresses)
+            try:
+                sock, target = self._new_socket(addresses)
+            except OSError as error:
+                raise TransportError(lack_of_files(error) or str(error)) from error
             left = deadline - time.monotonic()
             try:
                 with self._interruptible(sock):
@@ -341,6 +354,7 @@ class Mesh:
                     key in self._accepted
                     or peer in self._gone
                     or self._closed is not None
+                    or self._lack is not None
                 ),
                 max(0.0, deadline - time.monotonic()),
             )
@@ -350,6 +364,8 @@ class Mesh:
                 raise self._was_closed()
             if peer in self._gone:
                 raise self._ended(peer)
+            if self._lack is not None:
+                raise TransportError(self._lack)
             raise self._did_not_come(peer)
         tune(sock)
         sock.settimeout(None)

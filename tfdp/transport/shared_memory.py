@@ -33,6 +33,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from tfdp.cluster.open_files import lack_of_files
 from tfdp.transport.arithmetic import sum_into
 from tfdp.transport.calls import HEADER_BYTES, Call, call_of
 from tfdp.transport.communicator import Array, TransportError
@@ -308,10 +309,16 @@ def _new_memory(num_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _logged_lack_of_memory() -> Iterator[None]:
-    """Log what the system says where it gives no memory, and go on."""
+    """Log what the system says where it gives no memory, and continue.
+
+    Raises:
+        TransportError: If it gives no file: connections need files, too.
+    """
     try:
         yield
     except OSError as error:
+        if (lack := lack_of_files(error)) is not None:
+            raise TransportError(lack) from error
         _log_lack_of_memory(error.strerror or str(error))
 
 

@@ -140,7 +140,7 @@ class Watchdog(threading.Thread):
             raise
 
     def _report_error(self, error: BaseException) -> None:
-        """Raise the loss of a worker behind an error, or pass the error to the others."""
+        """Raise the loss of a worker that led to an error, or tell the others of it."""
         if isinstance(error, _ERRORS_OF_OTHERS):
             place = progress.current.name
             has_tried = isinstance(error, NotConnected)
