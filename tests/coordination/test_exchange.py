@@ -51,7 +51,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 @pytest.fixture
 def workers(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[WorkerGroup]:
     """Three workers of one cluster."""
-    monkeypatch.setattr(module.atexit, "register", lambda function: None)
+    monkeypatch.setattr(module.forks, "at_exit", lambda function: None)
     made = [WorkerGroup(rank, 3, timeout_seconds=0.6) for rank in range(3)]
     for worker in made:
         worker._prefix = "cluster"

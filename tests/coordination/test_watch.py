@@ -16,6 +16,7 @@ import tensorflow as tf
 import tfdp
 from tfdp import _compat
 from tfdp.cluster import ProbeResult, free_ports, probe_port
+from tfdp.cluster.process_identity import ProcessIdentity
 from tfdp.coordination import watch as watch_module
 from tfdp.coordination.clock import ProcessClock
 from tfdp.coordination.preemption import PREEMPTED
@@ -62,6 +63,20 @@ def test_a_port_that_refuses_twice_in_a_row_is_that_of_a_process_that_has_ended(
     assert known.cause(1) == ""
     known.record_probe(1, refused=True, accepted=False)
     assert "its process has ended" in known.cause(1)
+
+
+def test_a_port_that_a_forked_process_holds_is_no_sign_of_life(clock: Clock):
+    known = FailureDetector([1, 2], limit_seconds=60)
+    own = ProcessIdentity.current()
+    known.record_process(1, dataclasses.replace(own, started="before this one"))
+    known.record_process(2, own)
+    for rank in (1, 2):
+        for _ in range(2):
+            known.record_probe(rank, refused=False, accepted=True)
+    assert known.cause(1) == (
+        f"its process has ended (process {own.pid} of this machine)"
+    )
+    assert known.cause(2) == ""
 
 
 def test_who_stands_still_is_lost_at_the_limit_and_not_before(clock: Clock):

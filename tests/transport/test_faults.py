@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import resource
 import signal
 import threading
 import time
@@ -21,6 +22,7 @@ from tfdp.transport import (
     SharedMemoryCommunicator,
     SocketCommunicator,
     TransportClosed,
+    TransportError,
     flows,
 )
 
@@ -300,3 +302,26 @@ def disagree_and_learn(worker: Worker) -> tuple[int, str]:
 def test_the_reason_reaches_members_that_are_no_neighbours():
     found = run(5, disagree_and_learn)
     assert found[1:] == [(0, "it ran out of memory")] * 4
+
+
+def run_out_of_files(worker: Worker) -> tuple[str, float]:
+    """The worker that accepts connections may open no more files."""
+    mesh = worker.mesh()
+    worker.meet("begin")
+    if worker.rank == 0:
+        num_open = len(os.listdir("/proc/self/fd")) - 1  # but for the listing's own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_open, num_open))
+    begin = time.monotonic()
+    with pytest.raises((TransportError, PeerLost)) as caught:
+        worker.group(mesh)
+    seconds = time.monotonic() - begin
+    mesh.close(str(caught.value))
+    return str(caught.value), seconds
+
+
+@by_sockets
+def test_a_worker_that_may_open_no_more_files_says_so_at_once(wire):
+    (text, seconds), _ = run(2, run_out_of_files, wire=wire, deadline_seconds=60.0)
+    assert "its limit is" in text
+    assert "(`ulimit -n`)" in text
+    assert seconds < 5.0  # half of the time that a worker is waited for

@@ -6,6 +6,8 @@ import errno
 import os
 import resource
 
+from tfdp.cluster.words import counted
+
 # Measured by /proc/self/fd, with TensorFlow 2.19 to 2.21: polling and the sockets of a
 # server of two workers; each further worker is one more connection of the first one.
 _SERVER_FILES = 8
@@ -73,8 +75,9 @@ def check_open_files(num_workers: int, *, one_host: bool, connects: bool) -> Non
     )
     if needed > limit:
         raise ValueError(
-            f"This worker may open {limit} files (`ulimit -n`), and needs {needed} to "
-            f"train with {num_workers} workers. {_remedy(needed)}"
+            f"This worker may open {counted(limit, 'file')} (`ulimit -n`), and needs "
+            f"{needed} to train with {counted(num_workers, 'worker')}. "
+            f"{_remedy(needed)}"
         )
 
 

@@ -69,8 +69,7 @@ def _explain_uncaught(watchdog: Watchdog) -> None:
             print(f"tfdp: interrupted{where}", file=sys.stderr, flush=True)
             return
         before(kind, error, trace)
-        if watchdog.owner.is_current:
-            watchdog.explain_uncaught(error)
+        watchdog.explain_uncaught(error)
 
     sys.excepthook = show
 

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Sequence
 
+from tfdp.cluster.process_identity import ProcessIdentity
 from tfdp.coordination.clock import clock
 from tfdp.coordination.progress import WorkerProgress
 from tfdp.coordination.watch.errors import SCRIPT_ENDED
@@ -29,6 +30,8 @@ class WorkerStatus:
         idle_seconds: Float, for how long it has used next to no processor.
         refusals: Int, how often in a row its port has refused a connection.
         accepted: Bool, whether its port accepted the last connection.
+        process: `ProcessIdentity`, or `None` before it is known.
+        evidence: String, what the last probe has shown that it failed by.
     """
 
     last_heartbeat: float
@@ -38,6 +41,8 @@ class WorkerStatus:
     idle_seconds: float = 0.0
     refusals: int = 0
     accepted: bool = True
+    process: ProcessIdentity | None = None
+    evidence: str = ""
 
 
 class FailureDetector:
@@ -82,12 +87,26 @@ class FailureDetector:
             status.has_left, status.last_error = has_left, last_error
             status.idle_seconds = idle_seconds
 
+    def record_process(self, rank: int, process: ProcessIdentity) -> None:
+        """Record which process a worker is."""
+        with self._lock:
+            self._status[rank].process = process
+
     def record_probe(self, rank: int, *, refused: bool, accepted: bool) -> None:
-        """Record the result of a connection attempt to a worker's port."""
+        """Record the result of a connection attempt to a worker's port.
+
+        A connection is no sign of life: a process that the worker has forked may hold
+        the port.
+        """
+        process = self.status(rank).process
+        has_ended = not refused and process is not None and process.has_ended()
         with self._lock:
             status = self._status[rank]
-            status.refusals = status.refusals + 1 if refused else 0
+            status.refusals = status.refusals + 1 if refused or has_ended else 0
             status.accepted = accepted
+            status.evidence = "its port refuses connections"
+            if has_ended and process is not None:
+                status.evidence = f"process {process.pid} of this machine"
 
     def status(self, rank: int) -> WorkerStatus:
         """Return a copy of a worker's status."""
@@ -143,7 +162,7 @@ class FailureDetector:
         after = f", after {status.last_error}" if status.last_error else ""
         if status.has_left:
             return f"{SCRIPT_ENDED}{after}"
-        return f"its process has ended{after} (its port refuses connections)"
+        return f"its process has ended{after} ({status.evidence})"
 
     def stragglers(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
         """Return the progress of the workers that are behind this one, by rank."""

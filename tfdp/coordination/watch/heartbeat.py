@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.cluster.process_identity import ProcessIdentity
 from tfdp.coordination.clock import clock
 from tfdp.coordination.progress import WorkerProgress, progress
 from tfdp.coordination.watch.errors import WorkerFailure
@@ -76,6 +77,7 @@ class Heartbeat(threading.Thread):
         self._prefix = worker_group.new_prefix()
         self._detector = detector
         self._idle = IdleMeter()
+        self._process = dataclasses.asdict(ProcessIdentity.current())
         self._count = 0
         self._is_notice_repeated = False
         self._counts_seen: dict[int, int] = {}
@@ -159,6 +161,7 @@ class Heartbeat(threading.Thread):
             "idle_seconds": self.idle_seconds,
             "last_error": self.last_error,
             "has_left": self.has_left,
+            "process": self._process,
             "failure": self.failure and dataclasses.asdict(self.failure),
         }
 
@@ -172,6 +175,8 @@ class Heartbeat(threading.Thread):
         # Before anything else: who leaves because of another one is not to blame.
         if beat.get("failure") and self.failure is None:
             self.failure = WorkerFailure(**beat["failure"])
+        if beat.get("process"):  # of its own report, not of the summary
+            self._detector.record_process(rank, ProcessIdentity(**beat["process"]))
         self._detector.record_heartbeat(rank, age, WorkerProgress(**beat["progress"]))
         self._detector.record_status(
             rank,

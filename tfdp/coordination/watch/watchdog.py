@@ -94,8 +94,8 @@ class Watchdog(threading.Thread):
         # Set while an error of TensorFlow waits for the name of the lost worker.
         self._is_urgent = threading.Event()
         self._has_failed = threading.Event()
-        # Whether a port refused in the last check: its process may have ended.
-        self._has_refused = False
+        # Whether the last check found a process that may have ended.
+        self._may_have_ended = False
         # Set when the main thread has raised the error.
         self._is_raised = threading.Event()
         # What closes connections beside TensorFlow's, with a reason.
@@ -114,9 +114,9 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         """Check the other workers every second until one is lost."""
         while self._failure is None:
-            pause = _URGENT_CHECK_SECONDS if self._has_refused else _CHECK_SECONDS
+            pause = _URGENT_CHECK_SECONDS if self._may_have_ended else _CHECK_SECONDS
             is_urgent = self._is_urgent.wait(pause)
-            if is_urgent or self._has_refused:
+            if is_urgent or self._may_have_ended:
                 # Who ends its script says so before its port refuses connections.
                 self._heartbeat.beat_now(_BEAT_SECONDS)
             self._check_workers()
@@ -162,6 +162,8 @@ class Watchdog(threading.Thread):
         Args:
             error: What ends the script: in a loop of the user's own, TensorFlow's.
         """
+        if not self.owner.is_current:
+            return
         is_own = isinstance(error, Exception) and not isinstance(error, WorkerLost)
         text = _describe(error)
         if not is_own or text == self._heartbeat.last_error:
@@ -247,18 +249,18 @@ class Watchdog(threading.Thread):
                 self._blame(rank, cause)
 
     def _probe(self, ranks: list[int]) -> None:
-        self._has_refused = False
+        self._may_have_ended = False
         if not ranks:
             return
         results = _probe_ports([self._addresses[rank] for rank in ranks])
         for rank, result in zip(ranks, results, strict=True):
-            if result is ProbeResult.REFUSED:
-                self._has_refused |= not self._detector.status(rank).has_left
             self._detector.record_probe(
                 rank,
                 refused=result is ProbeResult.REFUSED,
                 accepted=result is ProbeResult.ACCEPTED,
             )
+            status = self._detector.status(rank)
+            self._may_have_ended |= status.refusals > 0 and not status.has_left
 
     def _blame(self, rank: int, cause: str) -> None:
         """Set the failure of another worker, or that of this one which it follows."""
