@@ -209,7 +209,9 @@ def _enter_fork() -> None:
     for function in _hooks:
         function()
     if _server_ports:
-        _close_servers(_server_ports)
+        # Where the system lists no descriptors, they stay open.
+        with contextlib.suppress(OSError):
+            _close_servers(_server_ports)
     _server_ports.clear()
 
 

@@ -1299,7 +1299,7 @@ def test_ports_are_distinct_free_and_outside_the_kernels_own_range():
     [
         (10**6, -1, 128, "64 for each of its 2 CPU cores"),
         (256, -1, 16, r"of open files, 256 \(ulimit -n\): each of 17 needs 260"),
-        (-1, 20, 20, "its limit of processes"),
+        (-1, 1600, 10, r"limit of threads, 1600 \(ulimit -u\): each needs 160"),
         (-1, -1, 128, "CPU cores"),
     ],
 )
@@ -1310,6 +1310,8 @@ def test_more_workers_than_the_machine_can_hold_are_refused(
     monkeypatch.setattr(resource, "getrlimit", lambda what: (limits[what], -1))
     monkeypatch.setattr(launch, "num_cores", lambda: 2)
     monkeypatch.setattr(launch, "visible_gpus", list)
+    monkeypatch.setattr(launch, "needed_threads", lambda: 160)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     launch.check_num_workers(most)
     with pytest.raises(ValueError, match=f"holds {most}, .*{reason}"):
         launch.check_num_workers(most + 1)

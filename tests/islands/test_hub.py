@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -295,3 +296,23 @@ def test_an_island_that_gives_no_sign_of_life_has_gone(open_hub, monkeypatch):
     assert time.monotonic() - begin < DEADLINE_SECONDS / 2
     with pytest.raises(HubGone):
         bring(second, 1, 1.0)
+
+
+def test_a_hub_that_may_open_no_more_files_says_so_once(capsys, monkeypatch):
+    monkeypatch.setattr("tfdp.islands.hub._RETRY_SECONDS", 0.001)
+
+    class Full(socket.socket):
+        num_asked = 0
+
+        def accept(self):
+            self.num_asked += 1
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    server = Full()
+    server.bind(("127.0.0.1", 0))
+    server.listen()
+    with Hub(server, SECRET, 1):
+        while server.num_asked < 5:
+            time.sleep(0.001)
+    said = capsys.readouterr().err
+    assert said.count("no island can connect: This process may open no more files") == 1

@@ -15,7 +15,7 @@ from tfdp.base.files import make_private_folder
 from tfdp.bench.machine import num_cores
 from tfdp.cluster import Cluster, counted, free_ports
 from tfdp.cluster.gpus import own_gpus, visible_gpus
-from tfdp.cluster.open_files import limit_for
+from tfdp.cluster.limits import limit_for, limit_of_threads, needed_threads
 
 _WORKERS_PER_CORE = 64
 # Of the launcher: a pipe and a log for each, and what it opens meanwhile.
@@ -70,7 +70,6 @@ def check_num_workers(num_workers: int) -> None:
         ValueError: If there are too many.
     """
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     bounds = [
         (
             _WORKERS_PER_CORE * num_cores(),
@@ -86,8 +85,10 @@ def check_num_workers(num_workers: int) -> None:
         while most > 1 and limit_for(most, connects=connects) > open_files:
             most -= 1
         bounds.append((most, f"{reason}: each of {num_workers} needs {needed}"))
-    if processes != resource.RLIM_INFINITY:
-        bounds.append((processes, "by its limit of processes (ulimit -u)"))
+    if (threads := limit_of_threads()) is not None:
+        each = needed_threads()
+        reason = f"by its limit of threads, {threads} (ulimit -u): each needs {each}"
+        bounds.append((max(1, threads // each), reason))
     most, reason = min(bounds)
     if num_workers > most:
         raise ValueError(

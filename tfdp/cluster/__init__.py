@@ -8,7 +8,7 @@ milliseconds. Reading order:
     own_addresses, gpus: what the host of a worker has
     other_launchers: processes that nothing there tells of each other
     address, ports, local_ports: check, probe and find ports; rendezvous of workers
-    open_files: what a worker needs, and the limit of its process
+    limits: open files and threads that a worker needs, and may have
     process_identity: whether a process of this machine runs
     join_guard: deadline of a worker that joins
     backoff: pauses of those who wait without a signal

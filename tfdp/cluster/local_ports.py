@@ -8,7 +8,7 @@ import random
 import socket
 from collections.abc import Iterator
 
-from tfdp.cluster.open_files import lack_of_files
+from tfdp.cluster.limits import lack_of_files
 
 _LOWEST_PORT = 10000
 _PORT_RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"

@@ -22,7 +22,7 @@ from tfdp.cluster import (
 )
 from tfdp.cluster.address import split_address
 from tfdp.cluster.devices import resolve_devices, set_logical_cpus
-from tfdp.cluster.open_files import check_open_files
+from tfdp.cluster.limits import check_limits
 from tfdp.coordination.preemption import restore_python_handler
 from tfdp.forks import close_port_in_forks
 from tfdp.options import CommunicationOptions
@@ -108,7 +108,7 @@ def start_worker(
         )
     if cluster.devices_per_worker:
         set_logical_cpus(cluster.devices_per_worker)
-    check_open_files(
+    check_limits(
         cluster.num_workers,
         one_host=len(set(cluster.hosts)) == 1,
         connects=options.backend in ("auto", "direct")

@@ -10,7 +10,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tfdp.cluster.open_files import lack_of_files
+from tfdp.cluster.limits import lack_of_files
 from tfdp.islands.frames import GONE, close, receive, secured, send
 from tfdp.islands.meeting import Meeting, Parcel, Participant
 

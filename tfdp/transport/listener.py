@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from tfdp.cluster.open_files import lack_of_files
+from tfdp.cluster.limits import lack_of_files
 from tfdp.forks import close_in_forks
 from tfdp.transport import handshake
 from tfdp.transport.connections import Ending

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 
-from tfdp.cluster.open_files import lack_of_files
+from tfdp.cluster.limits import lack_of_files
 from tfdp.forks import Owner, close_in_forks
 from tfdp.transport import handshake
 from tfdp.transport.addresses import (

@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tfdp.cluster.open_files import lack_of_files
+from tfdp.cluster.limits import lack_of_files
 from tfdp.transport.arithmetic import sum_into
 from tfdp.transport.calls import HEADER_BYTES, Call, call_of
 from tfdp.transport.communicator import Array, TransportError

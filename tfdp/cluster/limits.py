@@ -1,10 +1,12 @@
-"""Open files: what a worker needs, checked against the limit of its process."""
+"""Limits of a process: open files and threads, compared with what a worker needs."""
 
 from __future__ import annotations
 
 import errno
 import os
 import resource
+
+import psutil
 
 from tfdp.cluster.words import counted
 
@@ -15,6 +17,8 @@ _SERVER_FILES = 8
 _MESH_FILES = 4
 # Channels of collectives between the replicas, and one of small values.
 _LANES = 5
+# Measured with two workers on two cores, by /proc/self/status: 138.
+_THREADS, _THREADS_PER_CORE = 120, 8
 # Python's own at its start; a guard, a file of data and a log at some moment.
 _OWN_FILES = _OTHER_FILES = 8
 
@@ -56,8 +60,8 @@ def limit_for(num_workers: int, *, connects: bool) -> int:
     return _OWN_FILES + needed_files(num_workers, one_host=True, connects=connects)
 
 
-def check_open_files(num_workers: int, *, one_host: bool, connects: bool) -> None:
-    """Check that this process may open the files that it needs as a worker.
+def check_limits(num_workers: int, *, one_host: bool, connects: bool) -> None:
+    """Check that this process may have the files and threads that a worker needs.
 
     Args:
         num_workers: Int, of the job.
@@ -65,8 +69,43 @@ def check_open_files(num_workers: int, *, one_host: bool, connects: bool) -> Non
         connects: Bool, see `needed_files`.
 
     Raises:
-        ValueError: If its limit is lower.
+        ValueError: If a limit is lower.
     """
+    if num_workers > 1:
+        _check_files(num_workers, one_host=one_host, connects=connects)
+        _check_threads()
+
+
+def needed_threads() -> int:
+    """Return how many threads a worker has, by the number of cores."""
+    return _THREADS + _THREADS_PER_CORE * (os.cpu_count() or 1)
+
+
+def limit_of_threads() -> int | None:
+    """Return how many threads and processes this user may have, `None` for any."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    # The system does not apply it to root.
+    return None if limit == resource.RLIM_INFINITY or not os.geteuid() else limit
+
+
+def _check_threads() -> None:
+    limit, needed = limit_of_threads(), needed_threads()
+    if limit is None:
+        return
+    used = sum(
+        process.info["num_threads"] or 0
+        for process in psutil.process_iter(["uids", "num_threads"])
+        if process.info["uids"] and process.info["uids"].real == os.getuid()
+    )
+    if used + needed > limit:
+        raise ValueError(
+            f"This user may have {counted(limit, 'thread')} (`ulimit -u`) and has "
+            f"{used}, and a worker needs {needed}. Raise the limit where the workers "
+            "are started, or stop other processes."
+        )
+
+
+def _check_files(num_workers: int, *, one_host: bool, connects: bool) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return
