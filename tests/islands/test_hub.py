@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections.abc
 import contextlib
 import errno
+import os
+import signal
 import socket
 import threading
 import time
@@ -102,6 +104,30 @@ def test_nobody_waits_for_an_island_that_has_gone(open_hub):
     first, second = join(hub, 0, 1)
     threading.Timer(0.3, second.close).start()
     assert bring(first, 0, 1.0).participants == 1
+
+
+def _end_with_a_child(hub: Hub) -> None:
+    """Joins as island 1, and ends while a process that it has forked lives."""
+    try:
+        Member(island(hub, 1)).join(SETTINGS, [np.full(2, 1, "f4")])
+        if os.fork() == 0:
+            time.sleep(6.0)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    finally:
+        os._exit(1)
+
+
+def test_an_island_that_was_killed_has_gone_though_a_process_it_forked_lives(open_hub):
+    hub = open_hub(2)
+    pid = os.fork()
+    if pid == 0:
+        _end_with_a_child(hub)
+    (first,) = join(hub, 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    begin = time.monotonic()
+    assert bring(first, 0, 1.0).participants == 1
+    assert time.monotonic() - begin < 3.0
 
 
 def test_without_least_an_exchange_waits_for_all_that_are_there(open_hub):
