@@ -84,12 +84,13 @@ def at_exit(function: _Function) -> _Function:
     """
     atexit.unregister(function)
     atexit.register(function)
-    _exits.append(function)
+    if function not in _exits:
+        _exits.append(function)
     return function
 
 
 def in_forks(function: _Function) -> _Function:
-    """Call a function in each process that this one forks, as its first action.
+    """Call a function in each process that this one forks, before any other code.
 
     Args:
         function: Callable, which must not take a lock that other threads hold.
@@ -206,13 +207,13 @@ def _enter_fork() -> None:
         with contextlib.suppress(OSError):
             opened.close()
     _open.clear()
-    for function in _hooks:
-        function()
     if _server_ports:
         # Where the system lists no descriptors, they stay open.
         with contextlib.suppress(OSError):
             _close_servers(_server_ports)
     _server_ports.clear()
+    for function in _hooks:
+        function()
 
 
 def _close_servers(ports: set[int]) -> None:

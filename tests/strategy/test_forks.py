@@ -6,6 +6,7 @@ import atexit
 import gc
 import multiprocessing
 import os
+import subprocess
 import textwrap
 import threading
 import time
@@ -67,6 +68,9 @@ def fit_and_fork(num_local: int) -> dict:
             if pid == 0:
                 raise Forked
             codes["in a callback"] = _code_of(pid)
+            # Runs in a fork, too, before it becomes another program.
+            done = subprocess.run(["true"], preexec_fn=os.setsid, check=False)
+            codes["another program"] = done.returncode
 
     def rows():
         for index in range(4):
@@ -93,6 +97,7 @@ def fit_and_fork(num_local: int) -> dict:
     codes["that trains"], texts = _calls_in_a_fork(
         lambda: model.fit(x, x[:, :1], verbose=0),
         lambda: model.train_on_batch(x, x[:, :1]),
+        strategy.scope,
         tfdp.MirroredStrategy,
     )
     model.fit(x, x[:, :1], batch_size=8, verbose=0)  # all are as they were
@@ -122,11 +127,12 @@ def _calls_in_a_fork(*calls: Callable[[], object]) -> tuple[int | str, list[str]
 def check(found: dict) -> None:
     assert found["codes"] == {
         "in a callback": 3,
+        "another program": 0,
         "in a data source": 6,
         "after training": 4,
         "that trains": 5,
     }
-    calls = ("`fit`", "`train_on_batch`", "A strategy")
+    calls = ("`fit`", "`train_on_batch`", "`strategy.scope`", "A strategy")
     for call, text in zip(calls, found["texts"], strict=True):
         assert text.startswith(f"{call} was called in process ")
         assert "which was forked from process " in text

@@ -47,6 +47,7 @@ class _Strategy:
 
         Raises:
             ValueError: If `init` is neither.
+            RuntimeError: In a process that was forked after the strategy was made.
 
         Example:
 
@@ -60,6 +61,7 @@ class _Strategy:
         >>> layer.kernel.numpy().shape
         (4, 3)
         """
+        self.extended.worker_group.owner.check("`strategy.scope`")
         if init not in (None, "deferred"):
             raise ValueError(
                 f'`init` must be `None` or "deferred". Received: init={init!r}'
