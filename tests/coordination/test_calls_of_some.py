@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import time
+
 import keras
 import pytest
 
@@ -29,3 +32,32 @@ def test_who_evaluates_alone_is_told_so(tmp_path):
     assert text.startswith("Worker 1 ("), text
     assert "has come to the end of its script, and this one waits for it" in text
     assert "at 'the settings of evaluate'" in text
+
+
+def raise_inside_the_scope(layout: Layout, rank: int) -> dict:
+    """Raises on the second worker, in a scope that the first one leaves."""
+    try:
+        with tfdp.MultiWorkerMirroredStrategy().scope():
+            model = common.compiled(keras.Sequential([keras.layers.Dense(1)]))
+            common.fit(model, *common.regression_data(16))
+            if rank == 1:
+                raise KeyError("no such layer")
+            common.mlp()
+    except KeyError:
+        # As Python does at the end of a script, which this process is none of.
+        sys.excepthook(*sys.exc_info())
+        raise
+    return {}
+
+
+@pytest.mark.processes
+@pytest.mark.standard
+def test_an_error_of_one_worker_inside_the_scope_is_named_by_the_other(tmp_path):
+    begin = time.monotonic()
+    result = run(Layout(2, 1), raise_inside_the_scope, tmp_path, {})
+    assert time.monotonic() - begin < 60
+    own, other = result.answers
+    assert (other["error"], other["text"]) == ("KeyError", "'no such layer'")
+    assert own["error"] == "WorkerLost", result.output[-3000:]
+    assert own["text"].startswith("Worker 1 ("), own["text"]
+    assert "its script has ended, after KeyError: 'no such layer'" in own["text"]

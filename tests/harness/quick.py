@@ -53,6 +53,11 @@ LEFT_OUT = {
     "embedding_lstm_with_adamw": "masked_lstm",
     "multi_output_with_adamw": "losses_of_several_outputs_with_sample_weights",
     "*_by_tensorflow": "the same ... by the transport of the strategy",
+    # Scopes.
+    "temporary_variables_of_one_worker": "saving_alone_inside_the_scope",
+    "garbage_of_one_worker": "models_of_one_worker",
+    "an_error_that_one_worker_handles": "models_of_one_worker",
+    "loops_inside_the_scope": "fits inside scopes of other cases",
     # Data.
     "labels_that_come_to_differ_are_found": "different_calls",
     "structures_of_arrays": "dictionaries as inputs",

@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 
+from tfdp.base.context import strategy_of
 from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing
@@ -43,6 +44,7 @@ from tfdp.checkpoint.storage import Storage, StoreError
 from tfdp.coordination.checks import check_same_variables
 from tfdp.keras_hooks.file_hooks import plain_optimizer
 from tfdp.local_steps import average_replicas_of
+from tfdp.replicas.synchronized_scope import synchronize_new_variables
 from tfdp.sharding.state_tensors import StateTensor
 
 _INTACT = "What the directory held before is intact."
@@ -88,6 +90,9 @@ def save(model: keras.Model, directory: str | os.PathLike[str]) -> None:
 
 def _make_alike(model: keras.Model) -> None:
     """Have one state of all replicas, on any worker."""
+    strategy = strategy_of(model)
+    if strategy is not None:
+        synchronize_new_variables(strategy)  # of a scope that is not left yet
     average_replicas_of(model)
     redistribute_accumulated_gradients(model)
 

@@ -11,7 +11,8 @@ from typing import Any
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.plans.buckets import BucketPlan
 
-_AUTO_NUMBER = re.compile(r"_\d+(?=/|:|$)")
+# Also within the name of a slot, which holds that of its variable.
+_AUTO_NUMBER = re.compile(r"_\d+(?=[/:_]|$)")
 
 
 def check_same_variables(
@@ -30,7 +31,7 @@ def check_same_variables(
     """
     if worker_group.num_workers == 1:
         return
-    signatures = [_signature(variable) for variable in variables]
+    signatures = [signature_of(variable) for variable in variables]
     digest = hashlib.sha256(json.dumps(signatures).encode()).hexdigest()
     same, _ = worker_group.all_equal(topic, digest)
     if same:
@@ -94,6 +95,12 @@ def _variable_difference(models: list, verb: str) -> str:
             variables.
         verb: String, see `check_same_variables`.
     """
+    text = "Workers have different models. Build the same one on every worker."
+    if verb == "creates":
+        text = (
+            "Workers have different models. Build the same one on every worker, and "
+            "outside of `strategy.scope()` what one of them needs alone."
+        )
     first_signatures, first_descriptions = models[0]
     for rank, (signatures, descriptions) in enumerate(models[1:], start=1):
         for index in range(max(len(signatures), len(first_signatures))):
@@ -104,14 +111,14 @@ def _variable_difference(models: list, verb: str) -> str:
             ours = descriptions[index] if own else "nothing"
             theirs = first_descriptions[index] if first else "nothing"
             return (
-                "Workers have different models. Build the same one on every "
-                f"worker. First difference, variable {index}: worker 0 {verb} "
+                f"{text} First difference, variable {index}: worker 0 {verb} "
                 f"{theirs}, worker {rank} {verb} {ours}."
             )
-    return "Workers have different models. Build the same one on every worker."
+    return text
 
 
-def _signature(variable: Any) -> list:
+def signature_of(variable: Any) -> list:
+    """Return the name, shape and dtype by which workers compare a variable."""
     # Automatic numbers differ when a worker has built another model before.
     return [_AUTO_NUMBER.sub("", _name(variable)), *_type(variable)]
 

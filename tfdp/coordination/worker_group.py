@@ -53,7 +53,8 @@ class WorkerGroup:
         self.num_workers = num_workers
         self.timeout_seconds = timeout_seconds
         self._prefix = f"tfdp/{next(_instances)}"
-        self._calls = itertools.count()
+        # All-gathers that this worker has begun.
+        self.num_calls = 0
         self._prefixes = itertools.count()
         self._last_call: str | None = None
         self.owner = forks.Owner()
@@ -96,7 +97,8 @@ class WorkerGroup:
     def _all_gather(
         self, topic: str, text: str, timeout_seconds: float | None
     ) -> list[str]:
-        call = f"{self._prefix}/{next(self._calls)}"
+        call = f"{self._prefix}/{self.num_calls}"
+        self.num_calls += 1
         limit = timeout_seconds or self.timeout_seconds
         message = json.dumps({"topic": topic, "text": text})
         if self.rank == 0:

@@ -21,6 +21,7 @@ from tfdp.base.context import num_replicas_of, strategy_of
 from tfdp.keras_hooks.file_view import loss_scaling_of, sharded_tensors
 from tfdp.keras_hooks.saving import is_saving, save_atomically
 from tfdp.parameters.served_reads import parameters_of, reading_alone, serve_reads
+from tfdp.replicas.synchronized_scope import local_variables
 from tfdp.sharding.full_state import FullState, gather_full_state
 
 
@@ -37,7 +38,8 @@ def save_file(
     if strategy is None or is_saving():
         return save(model, filepath, *args, **kwargs)
     # `keras.saving.save_model` comes here without a method of the model.
-    return save_atomically(strategy, save, model, filepath, *args, **kwargs)
+    with local_variables(strategy):
+        return save_atomically(strategy, save, model, filepath, *args, **kwargs)
 
 
 def _save_with_plain_optimizer(
@@ -95,7 +97,7 @@ def load_with_plain_optimizer(
     """Call a function of Keras that loads with the plain optimizer."""
     if getattr(getattr(model, "optimizer", None), "is_sharded", False):
         _check_all_see(model.optimizer, args[0] if args else kwargs.get("filepath"))
-    with plain_optimizer(model):
+    with local_variables(strategy_of(model)), plain_optimizer(model):
         return original(model, *args, **kwargs)
 
 

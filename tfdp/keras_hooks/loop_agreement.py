@@ -24,6 +24,7 @@ from tfdp.keras_hooks.worker_callbacks import (
     find_callback_problem,
     tfdp_callback_names,
 )
+from tfdp.replicas.synchronized_scope import synchronize_created
 
 _DATA = ("x", "y", "sample_weight")
 _KERAS_BATCH_SIZE = 32
@@ -39,12 +40,14 @@ _calls = weakref.WeakKeyDictionary()
 
 
 def agree_on_loop(
-    worker_group: WorkerGroup, name: str, model: Any, bound: inspect.BoundArguments
+    strategy: Any, name: str, model: Any, bound: inspect.BoundArguments
 ) -> bool:
     """Raise on every worker if they would not run the same loop.
 
+    Variables that they have created in a scope that is not left yet are synchronized.
+
     Args:
-        worker_group: `WorkerGroup` between the workers.
+        strategy: A tfdp strategy of several workers.
         name: String, `"fit"`, `"evaluate"` or `"predict"`.
         model: The Keras model.
         bound: The arguments of the call.
@@ -63,12 +66,12 @@ def agree_on_loop(
     callbacks: list = []
     if name == "fit":
         callbacks = callback_list(arguments.get("callbacks"))
-        if worker_group.rank == 0:
+        if strategy.extended.worker_group.rank == 0:
             own["problem"] = find_callback_problem(callbacks, arguments)
         own["callbacks"] = tfdp_callback_names(callbacks)
         own["each_batch"] = decide_per_batch(callbacks)
     found = configs.configs_of(name, model, callbacks)
-    told = _compare(worker_group, name, own, found, _values_of(arguments))
+    told = _compare(strategy, name, own, found, _values_of(arguments))
     return any(text.get("each_batch") for text in told)
 
 
@@ -78,7 +81,7 @@ def is_within_fit(bound: inspect.BoundArguments) -> bool:
 
 
 def agree_on_batch(
-    worker_group: WorkerGroup, name: str, model: Any, arguments: dict[str, Any]
+    strategy: Any, name: str, model: Any, arguments: dict[str, Any]
 ) -> None:
     """Raise on every worker if they give a step different batches.
 
@@ -87,7 +90,7 @@ def agree_on_batch(
     compares nothing.
 
     Args:
-        worker_group: `WorkerGroup` between the workers.
+        strategy: A tfdp strategy.
         name: String, such as `"train_on_batch"`.
         model: The Keras model.
         arguments: Dict, the arguments of the call by name.
@@ -95,7 +98,7 @@ def agree_on_batch(
     Raises:
         ValueError: Naming the first difference.
     """
-    if worker_group.num_workers == 1:
+    if strategy.extended.worker_group.num_workers == 1:
         return
     arrays = describe_arrays({part: arguments.get(part) for part in _DATA})
     calls = _calls.setdefault(model, {})
@@ -109,7 +112,7 @@ def agree_on_batch(
             | {"class_weight": configs.comparable(arguments.get("class_weight"))},
             "arrays": [arrays, {"all batches so far": digest}],
         }
-        _compare(worker_group, name, own, found, ArrayValues(given or {}))
+        _compare(strategy, name, own, found, ArrayValues(given or {}))
     calls[name] = (number + 1, digest)
 
 
@@ -158,19 +161,23 @@ def _values_of(arguments: dict[str, Any]) -> ArrayValues:
 
 
 def _compare(
-    worker_group: WorkerGroup,
+    strategy: Any,
     name: str,
     own: dict[str, Any],
     found: dict[str, Any],
     values: ArrayValues,
 ) -> list[dict[str, Any]]:
     """Gather what all workers have, and raise on all of them if it differs."""
+    worker_group: WorkerGroup = strategy.extended.worker_group
     topic = f"the settings of {name}"
+    created = strategy.extended.new_variables.take()
     own = own | {
         "configs": configs.fingerprint(found),
+        "created": created.summary,
         "values": values.fingerprints(),
     }
     told = [json.loads(t) for t in worker_group.all_gather(topic, json.dumps(own))]
+    synchronize_created(strategy, created, [text["created"] for text in told])
     problem = (
         told[0].get("problem")
         or describe_mismatch([text.get("callbacks", []) for text in told])

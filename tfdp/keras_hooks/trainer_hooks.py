@@ -44,6 +44,7 @@ from tfdp.local_steps import average_replicas_of, go_to_meeting, paced
 from tfdp.parameters.conversion import num_conversions, whole_variables
 from tfdp.reduction import link_measure
 from tfdp.replicas import drift_probe
+from tfdp.replicas.synchronized_scope import local_variables
 
 # Which of a model's functions a loop of Keras calls.
 _FUNCTION_OF = {
@@ -201,7 +202,7 @@ def _agree(name: str, model: Any, bound: inspect.BoundArguments, strategy: Any) 
         return False
     worker_group = None if strategy is None else strategy.extended.worker_group
     if worker_group is not None and worker_group.num_workers > 1:
-        return loop_agreement.agree_on_loop(worker_group, name, model, bound)
+        return loop_agreement.agree_on_loop(strategy, name, model, bound)
     if name == "fit":
         arguments = bound.arguments
         problem = find_callback_problem(arguments.get("callbacks"), arguments)
@@ -247,10 +248,9 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
     strategy.extended.worker_group.owner.check(f"`{name}`")
     given = inspect.signature(original).bind(model, *args, **kwargs).arguments
     with progress.looping(name), strategy.extended.explaining():
-        worker_group = strategy.extended.worker_group
         _note_model(model)
         _drop_stale_function(model, name)
-        loop_agreement.agree_on_batch(worker_group, name, model, given)
+        loop_agreement.agree_on_batch(strategy, name, model, given)
         checks.check_batch(strategy, model, given)
         with loops.looping(model, name, whole_batches=True), _unrecorded():
             return original(model, *args, **kwargs)
@@ -318,10 +318,10 @@ def save(
     strategy = strategy_of(model)
     if strategy is None:
         return original(model, filepath, *args, **kwargs)
-    if original.__name__ == "export":
-        with whole_variables(model):
-            return save_atomically(strategy, original, model, filepath, *args, **kwargs)
-    return save_atomically(strategy, original, model, filepath, *args, **kwargs)
+    is_export = original.__name__ == "export"
+    whole = whole_variables(model) if is_export else contextlib.nullcontext()
+    with whole, local_variables(strategy):
+        return save_atomically(strategy, original, model, filepath, *args, **kwargs)
 
 
 def build_symbolically(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import gc
+import hashlib
+import json
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,13 +15,87 @@ import tensorflow as tf
 
 from tfdp.base.context import in_replica_thread
 from tfdp.collectives import broadcast
-from tfdp.coordination.checks import check_same_variables
+from tfdp.coordination.checks import check_same_variables, signature_of
+from tfdp.coordination.worker_group import WorkerGroup
 
 # One broadcast carries many variables, but not so many that a second copy of
 # a large model has to fit into host memory.
 _CHUNK_BYTES = 64 * 2**20
 # The heartbeats of workers wait behind a message on a slow link, and must not for long.
 MESSAGE_BYTES = 2**22
+_TOPIC = "leaving strategy.scope()"
+
+
+class NewVariables:
+    """Variables that a worker has created since all had the same values.
+
+    It does not keep them alive, but remembers those that are gone: when a worker
+    collects its garbage must not decide whether it waits for the others.
+    """
+
+    def __init__(self) -> None:
+        self._records: list[tuple[weakref.ref[Any], list]] = []
+        self._are_local = False
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, variable: Any) -> None:
+        """Add a variable that was created."""
+        if not self._are_local:
+            self._records.append((weakref.ref(variable), signature_of(variable)))
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[None]:
+        """Leave out what is created inside, which one worker may do alone."""
+        outer, self._are_local = self._are_local, True
+        try:
+            yield
+        finally:
+            self._are_local = outer
+
+    def take(self) -> CreatedVariables:
+        """Remove all, and return them for `synchronize_created`."""
+        records, self._records = self._records, []
+        return CreatedVariables(records)
+
+
+class CreatedVariables:
+    """What a worker has created, kept while workers compare and broadcast it.
+
+    Args:
+        records: List of pairs, a reference to a variable and its signature.
+    """
+
+    def __init__(self, records: list[tuple[weakref.ref[Any], list]]) -> None:
+        self._signatures = [signature for _, signature in records]
+        self._variables = [reference() for reference, _ in records]
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """Dict for the other workers: digests, and the positions of those gone."""
+        if not self._variables:
+            return None
+        gone = [index for index, v in enumerate(self._variables) if v is None]
+        alive = [s for index, s in enumerate(self._signatures) if index not in {*gone}]
+        return {
+            "created": _digest(self._signatures),
+            "alive": _digest(alive),
+            "gone": gone,
+        }
+
+    def without(self, gone: set[int]) -> list[Any]:
+        """Return the variables that are alive, but for some positions."""
+        return [
+            v for i, v in enumerate(self._variables) if v is not None and i not in gone
+        ]
+
+    def collect_garbage(self) -> None:
+        """Forget the variables that nothing else refers to."""
+        references = [None if v is None else weakref.ref(v) for v in self._variables]
+        self._variables = []
+        gc.collect()
+        self._variables = [None if r is None else r() for r in references]
 
 
 class SynchronizedScope:
@@ -33,46 +112,108 @@ class SynchronizedScope:
         self._strategy = strategy
         self._stock = stock
         self._defers = defers
-        self._outer: list[bool] = []
+        self._outer: list[tuple[bool, int]] = []
 
     def __enter__(self) -> Any:
         extended = self._strategy.extended
-        self._outer.append(extended.defers_parameters)
+        calls = extended.worker_group.num_calls
+        self._outer.append((extended.defers_parameters, calls))
         extended.defers_parameters |= self._defers
-        return self._stock.__enter__()
+        result = self._stock.__enter__()
+        extended.num_scopes += 1
+        return result
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
-        self._strategy.extended.defers_parameters = self._outer.pop()
+        extended = self._strategy.extended
+        extended.defers_parameters, calls = self._outer.pop()
+        extended.num_scopes -= 1
         result = self._stock.__exit__(kind, error, trace)
-        if kind is None:
+        # Of scopes within each other the last is left by all workers.
+        if kind is None and not extended.num_scopes:
+            # Workers that have met inside leave together: one may have created
+            # variables alone, of which the others do not know.
+            have_met = extended.worker_group.num_calls > calls
             # Its collectives are the first of a script: a firewall shows here.
-            with self._strategy.extended.explaining():
-                synchronize_new_variables(self._strategy)
+            with extended.explaining():
+                synchronize_new_variables(self._strategy, have_met=have_met)
         return result
 
 
-def synchronize_new_variables(strategy: Any) -> None:
+def synchronize_new_variables(strategy: Any, *, have_met: bool = False) -> None:
     """Broadcast the first worker's values of variables created since the last call.
 
     Stock broadcasts each variable when it is created, and hangs if another
     worker creates a different one. Here they are compared first and then
     travel together.
+
+    Args:
+        strategy: A tfdp strategy.
+        have_met: Bool, whether all workers are here, also those without new variables.
+            Defaults to `False`.
+
+    Raises:
+        ValueError: On every worker, if some have created other variables.
     """
-    pending = getattr(strategy.extended, "new_variables", None)
-    if pending and not in_replica_thread():
-        with tf.init_scope():
-            _synchronize(strategy)
-
-
-def _synchronize(strategy: Any) -> None:
-    pending = strategy.extended.new_variables
-    variables = [v for v in (reference() for reference in pending) if v is not None]
-    pending.clear()
-    worker_group = strategy.extended.worker_group
-    if worker_group.num_workers == 1:
+    new = new_variables_of(strategy)
+    if new is None or in_replica_thread() or not (new or have_met):
         return
-    check_same_variables(worker_group, "leaving strategy.scope()", variables, "creates")
-    broadcast_variables(strategy, variables)
+    with tf.init_scope():
+        created = new.take()
+        text = json.dumps(created.summary)
+        texts = strategy.extended.worker_group.all_gather(_TOPIC, text)
+        synchronize_created(strategy, created, [json.loads(text) for text in texts])
+
+
+def new_variables_of(strategy: Any) -> NewVariables | None:
+    """Return the new variables of this worker, or `None` where there is one worker."""
+    extended = strategy.extended
+    return None if extended.worker_group.num_workers == 1 else extended.new_variables
+
+
+@contextlib.contextmanager
+def local_variables(strategy: Any) -> Iterator[None]:
+    """Create variables inside that one worker may have alone, as a file's views.
+
+    Args:
+        strategy: A strategy, tfdp's or another one, or `None`.
+    """
+    new = getattr(getattr(strategy, "extended", None), "new_variables", None)
+    with contextlib.nullcontext() if new is None else new.local():
+        yield
+
+
+def synchronize_created(
+    strategy: Any, created: CreatedVariables, summaries: list[dict[str, Any] | None]
+) -> None:
+    """Broadcast what all workers have created. All workers call it.
+
+    What a worker has created alone, and what is gone there already, is left out.
+
+    Args:
+        strategy: A tfdp strategy of several workers.
+        created: `CreatedVariables`, this worker's.
+        summaries: List of what `summary` was on each worker.
+
+    Raises:
+        ValueError: On every worker, if some have other variables.
+    """
+    nothing: dict[str, Any] = {"created": "", "alive": "", "gone": []}
+    told = [summary or nothing for summary in summaries]
+    gone: set[int] = set()
+    if len({text["created"] for text in told}) == 1:
+        gone = {index for text in told for index in text["gone"]}
+    elif len({text["alive"] for text in told}) > 1:
+        created.collect_garbage()
+        variables = created.without(set())
+        group: WorkerGroup = strategy.extended.worker_group
+        check_same_variables(group, _TOPIC, variables, "creates")
+    broadcast_variables(strategy, created.without(gone))
+
+
+def _digest(signatures: list) -> str:
+    if not signatures:
+        return ""
+    return hashlib.sha256(json.dumps(signatures).encode()).hexdigest()
 
 
 def broadcast_variables(strategy: Any, variables: Sequence[Any]) -> None:

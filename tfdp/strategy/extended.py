@@ -27,6 +27,7 @@ from tfdp.parameters.deferred import deferred_parameter, is_deferred
 from tfdp.reduction.algorithm_selector import AlgorithmSelector
 from tfdp.reduction.reducer import Reducer
 from tfdp.replicas.state_merge import average_statistics, merge_states
+from tfdp.replicas.synchronized_scope import NewVariables
 from tfdp.replicas.variables import (
     MetricVariable,
     MirroredVariable,
@@ -62,6 +63,8 @@ class ReplicaExtended:
     user_counts_replicas = False
     # Whether new parameters are sharded at once, see `tfdp.parameters.deferred`.
     defers_parameters = False
+    # How many of its scopes are entered, one within the other.
+    num_scopes = 0
     # By which rows follow the workers' speed, see `tfdp run --rebalance`.
     balance: LoadBalancer | None = None
     _collective_keys: Any
@@ -252,7 +255,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
     ) -> None:
         self.options = options
         self.worker = worker
-        self.new_variables: list[Any] = []
+        self.new_variables = NewVariables()
         # What a user has been told of the data, once.
         self.told: set[str] = set()
         self._std_server_started = has_joined(worker)
@@ -316,7 +319,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         variable = super()._create_variable(next_creator, **kwargs)
         is_mirrored = isinstance(variable, MirroredVariable) and not variable.has_parts
         if tf.executing_eagerly() and is_mirrored:
-            self.new_variables.append(weakref.ref(variable))
+            self.new_variables.add(variable)
         return variable
 
 

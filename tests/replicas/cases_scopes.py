@@ -1,0 +1,164 @@
+"""What workers do inside a scope, together and alone, and how leaving it ends."""
+
+from __future__ import annotations
+
+import gc
+
+import keras
+import pytest
+
+import tfdp
+from tests.harness import common
+from tests.harness.env import Env
+from tests.harness.registry import case
+
+TWO = {"setups": ("two_workers",), "full_setups": (), "compare": False}
+
+
+def accumulating() -> keras.Model:
+    """A model whose files hold a view of the optimizer, which saving makes."""
+    optimizer = tfdp.DistributedOptimizer(
+        keras.optimizers.Adam(0.01), accumulation_steps=2, loss_scale="dynamic"
+    )
+    return common.compiled(common.mlp(), optimizer)
+
+
+def assert_trains(env: Env, model: keras.Model) -> dict:
+    """Trains once more: workers that have lost each other would wait here."""
+    common.fit(model, *common.regression_data(16), epochs=1)
+    # By position: automatic names differ where one worker has made more models.
+    return {str(i): value for i, value in enumerate(env.weights(model).values())}
+
+
+@case("Scopes: `fit` with a checkpoint inside, and saving on one worker", **TWO)
+def saving_alone_inside_the_scope(env: Env) -> dict:
+    x, y = common.regression_data(16)
+    with env.scope():
+        model = accumulating()
+        keep = keras.callbacks.ModelCheckpoint(str(env.tmp / "best.keras"))
+        common.fit(model, x, y, callbacks=[keep])
+        if env.rank == 0:
+            model.save(env.tmp / "alone.keras")
+            model.save_weights(env.tmp / "alone.weights.h5")
+    assert_trains(env, model)
+    if env.rank == 1:
+        with env.scope():
+            keras.saving.save_model(model, env.tmp / "other.keras")
+    return assert_trains(env, model)
+
+
+def temporary() -> None:
+    """Creates variables that are garbage when it returns, or later."""
+    common.compiled(common.mlp(), keras.optimizers.Adam(0.01))
+
+
+@case("Scopes: what one worker makes alone and drops changes nothing", **TWO)
+def temporary_variables_of_one_worker(env: Env) -> dict:
+    x, y = common.regression_data(16)
+    for rank in range(2):
+        with env.scope():
+            model = common.compiled(common.mlp())
+            common.fit(model, x, y)
+            if env.rank == rank:
+                model.save(env.tmp / "model.keras")
+                other = keras.models.load_model(env.tmp / "model.keras")
+                keras.models.clone_model(other)
+                del other
+                with env.scope():
+                    temporary()
+            assert_trains(env, model)
+            if env.rank == rank:
+                temporary()
+    # No call of all workers is inside of this scope.
+    with env.scope():
+        if env.rank == 1:
+            model.save(env.tmp / "again.keras")
+    return assert_trains(env, model)
+
+
+@case("Scopes: garbage that one worker has collected, and another has not", **TWO)
+def garbage_of_one_worker(env: Env) -> dict:
+    gc.disable()
+    try:
+        with env.scope():
+            temporary()
+            if env.rank == 0:
+                gc.collect()
+            model = common.compiled(common.mlp())
+            temporary()
+            if env.rank == 1:
+                gc.collect()
+        with env.scope():
+            temporary()
+            if env.rank == 1:
+                gc.collect()
+        return assert_trains(env, model)
+    finally:
+        gc.enable()
+
+
+@case("Scopes: a model of one worker alone is named on both", **TWO)
+def models_of_one_worker(env: Env) -> dict:
+    x, y = common.regression_data(16)
+    model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
+    for rank in range(2):
+        for names_at_exit in (False, True):
+            own: list[keras.Model] = []
+            with pytest.raises(ValueError) as caught:  # noqa: PT012, SIM117
+                with env.scope():
+                    common.fit(model, x, y, epochs=1)
+                    if env.rank == rank:
+                        own.append(common.mlp())
+                    if not names_at_exit:
+                        model.evaluate(x, y, verbose=0)
+            text = str(caught.value)
+            assert "outside of `strategy.scope()` what one of them needs alone" in text
+            assert f"worker {1 - rank} creates nothing" in text
+            assert f"worker {rank} creates '" in text
+    return assert_trains(env, model)
+
+
+@case("Scopes: one within the other, and loops inside, start from one state", **TWO)
+def loops_inside_the_scope(env: Env) -> dict:
+    x, y = common.regression_data(16)
+
+    def started_apart() -> keras.Model:
+        model = common.compiled(common.mlp())
+        # As if its initializers were not seeded.
+        for weight in model.weights:
+            for part in weight.value.values:
+                part.assign(part + env.rank)
+        return model
+
+    with env.scope():
+        with env.scope():
+            model = started_apart()
+        losses = [model.evaluate(x, y, verbose=0)]
+        weights = [env.weights(model)]
+        model = started_apart()
+        weights.append({"predicted": model.predict(x, verbose=0)})
+        model = started_apart()
+        tfdp.checkpoint.save(model, env.tmp / "saved")
+        model = started_apart()
+        losses.append(model.train_on_batch(x, y))
+        weights.append(env.weights(model))
+        model = started_apart()
+    weights.append(env.weights(model))
+    return {"losses": losses, **{str(i): part for i, part in enumerate(weights)}}
+
+
+@case("Scopes: an error inside that one worker handles is no hang", **TWO)
+def an_error_that_one_worker_handles(env: Env) -> dict:
+    x, y = common.regression_data(16)
+    model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
+    with pytest.raises(RuntimeError, match="different calls") as caught:  # noqa: PT012
+        try:
+            with env.scope():
+                common.fit(model, x, y, epochs=1)
+                if env.rank == 1:
+                    raise KeyError("no such layer")
+        except KeyError:
+            model.evaluate(x, y, verbose=0)
+    assert "worker 0 at 'leaving strategy.scope()'" in str(caught.value)
+    assert "worker 1 at 'the settings of evaluate'" in str(caught.value)
+    return assert_trains(env, model)
