@@ -11,6 +11,7 @@ CASE_MODULES = (
     "parameters.cases_quantized_gathers",
     "parameters.cases_units",
     "parameters.cases_user_code",
+    "parameters.cases_assignments",
 )
 
 

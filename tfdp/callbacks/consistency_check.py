@@ -17,6 +17,7 @@ from tfdp.data.fingerprints import ArrayValues
 from tfdp.data.same_datasets import check_same_values
 from tfdp.keras_hooks import install
 from tfdp.optimizer.arguments import check_strategy
+from tfdp.replicas.assigned_values import sharded_weights
 from tfdp.replicas.drift import check_weights, raise_difference
 from tfdp.replicas.drift_probe import DriftProbe
 
@@ -33,8 +34,9 @@ class ConsistencyCheck(keras.callbacks.Callback):
 
     The checksums are computed on the replicas' own devices and travel with the logs: no
     further communication. With one replica there is nothing to compare. Of sharded
-    parameters each replica has another part; they are left out, with a warning, also
-    where nodes have copies of them (`shard_scope="node"`).
+    parameters each replica has another part: of these it is compared, with a warning,
+    what the workers have assigned to them outside of steps (`set_weights`, `assign`,
+    `load_weights`), also where nodes have copies of them (`shard_scope="node"`).
 
     Of a Python generator or a `PyDataset` workers also compare, by a short message, the
     class labels of the batch of that step: a worker that has drawn other random numbers
@@ -102,6 +104,11 @@ class ConsistencyCheck(keras.callbacks.Callback):
         """Start to count batches."""
         self._last_batch = -1
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Show the step what was assigned to sharded parameters before it."""
+        if self._probe is not None:
+            self._probe.update_assigned()
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Read the result of a check, if there was one."""
         before = self._step
@@ -147,13 +154,13 @@ class ConsistencyCheck(keras.callbacks.Callback):
         check_same_values(worker_group, topic, list(map(json.loads, texts)), values)
 
     def _warn_of_parts(self) -> None:
-        weights = self.model.weights
-        sharded = [w for w in weights if getattr(w.value, "has_parts", False)]
+        sharded = sharded_weights(self.model)
         if sharded:
             user_code.warn(
                 f"ConsistencyCheck leaves out {len(sharded)} of "
-                f"{counted(len(weights), 'weight')}: parameters that are sharded, of "
-                "which each replica has another part."
+                f"{counted(len(self.model.weights), 'weight')}: parameters that are "
+                "sharded, of which each replica has another part. It compares what "
+                "workers assign to them outside of steps."
             )
 
     def _check(self, when: str) -> None:

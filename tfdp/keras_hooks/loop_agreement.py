@@ -24,6 +24,7 @@ from tfdp.keras_hooks.worker_callbacks import (
     find_callback_problem,
     tfdp_callback_names,
 )
+from tfdp.replicas.assigned_values import sharded_weights
 from tfdp.replicas.synchronized_scope import synchronize_created
 
 _DATA = ("x", "y", "sample_weight")
@@ -71,7 +72,7 @@ def agree_on_loop(
         own["callbacks"] = tfdp_callback_names(callbacks)
         own["each_batch"] = decide_per_batch(callbacks)
     found = configs.configs_of(name, model, callbacks)
-    told = _compare(strategy, name, own, found, _values_of(arguments))
+    told = _compare(strategy, name, model, own, found, _values_of(arguments))
     return any(text.get("each_batch") for text in told)
 
 
@@ -112,7 +113,8 @@ def agree_on_batch(
             | {"class_weight": configs.comparable(arguments.get("class_weight"))},
             "arrays": [arrays, {"all batches so far": digest}],
         }
-        _compare(strategy, name, own, found, ArrayValues(given or {}))
+        values = ArrayValues(given or {})
+        _compare(strategy, name, model, own, found, values)
     calls[name] = (number + 1, digest)
 
 
@@ -163,6 +165,7 @@ def _values_of(arguments: dict[str, Any]) -> ArrayValues:
 def _compare(
     strategy: Any,
     name: str,
+    model: Any,
     own: dict[str, Any],
     found: dict[str, Any],
     values: ArrayValues,
@@ -174,6 +177,7 @@ def _compare(
     own = own | {
         "configs": configs.fingerprint(found),
         "created": created.summary,
+        "assigned": _assigned_to(model),
         "values": values.fingerprints(),
     }
     told = [json.loads(t) for t in worker_group.all_gather(topic, json.dumps(own))]
@@ -185,6 +189,7 @@ def _compare(
         or _array_problem(name, told)
         or _value_problem(worker_group, name, told, values)
         or _config_problem(worker_group, topic, told, found)
+        or _assignment_problem(worker_group, topic, told, model)
     )
     if problem:
         worker_group.leave()
@@ -232,6 +237,47 @@ def _value_problem(
         "`tf.data.Dataset` of its own with `AutoShardPolicy.OFF`. "
         f"Received: {found}"
     )
+
+
+def _assigned_to(model: Any) -> str:
+    """Digest of what was assigned to sharded parameters, or `""`."""
+    records = [weight.value.assigned for weight in sharded_weights(model)]
+    if not any(record.digest or record.is_mixed for record in records):
+        return ""
+    text = json.dumps([[record.digest, record.is_mixed] for record in records])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _assignment_problem(
+    worker_group: WorkerGroup, topic: str, told: list[dict], model: Any
+) -> str:
+    """Describe the first sharded parameter of which workers have parts of other values.
+
+    The assignments are not compared again if all have made the same.
+    """
+    if not any(text["assigned"] for text in told):
+        return ""
+    weights = sharded_weights(model)
+    records = [weight.value.assigned for weight in weights]
+    own = [[record.digest, record.is_mixed, record.text] for record in records]
+    all_own = [own] * len(told)
+    if len({text["assigned"] for text in told}) > 1:
+        texts = worker_group.all_gather(f"{topic}: assigned values", json.dumps(own))
+        all_own = [json.loads(text) for text in texts]
+    problem = ""
+    by_weight = zip(*all_own, strict=True)
+    for weight, record, entries in zip(weights, records, by_weight, strict=True):
+        are_alike = all(entry[:2] == entries[0][:2] for entry in entries)
+        if not problem and (not are_alike or record.is_mixed):
+            found = [f"{entry[2]} on worker {r}" for r, entry in enumerate(entries)]
+            problem = (
+                "Workers hold parts of different values of a sharded parameter. Assign "
+                "the same to it on every worker, by the same calls of `set_weights`, "
+                "`assign` and `load_weights`. "
+                f"Received: {weight.path!r}, {', '.join(found)}"
+            )
+        record.compared(are_alike=are_alike)
+    return problem
 
 
 def _config_problem(

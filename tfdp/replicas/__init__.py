@@ -6,5 +6,6 @@ Reading order:
     random_seed: agreement on one seed
     state_merge: metric states and statistics of all replicas as one
     checksum: checksums of weights
+    assigned_values: what workers have assigned to sharded parameters
     drift, drift_probe: detection of replicas with different weights
 """

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.cluster.words import counted
+from tfdp.replicas.assigned_values import sharded_weights
 from tfdp.replicas.checksum import checksums
 
 # A message with hundreds of names would not be read.
@@ -136,7 +137,8 @@ def _raise_drift(
 ) -> NoReturn:
     all_tables = _all_gather(strategy, "replicas that differ", tables)
     strategy.extended.worker_group.leave()
-    paths = [weight.path for weight in replicated_weights(model)]
+    compared = [*replicated_weights(model), *sharded_weights(model)]
+    paths = [weight.path for weight in compared]
     found = describe_difference(totals, all_tables, paths, _replica_names(strategy))
     raise RuntimeError(
         f"Replicas have drifted apart, as seen {when}: {found}. Every replica makes "
@@ -153,13 +155,17 @@ def _all_gather(strategy: Any, topic: str, own: list) -> list:
 
 
 def _local_checksums(strategy: Any, model: Any) -> list[list[int]]:
-    """Compute the checksum of each weight on each local replica."""
+    """Compute the checksum of each weight on each local replica.
+
+    Of a sharded one it is that of what was assigned to it outside of steps.
+    """
+    assigned = [weight.value.assigned.checksum for weight in sharded_weights(model)]
     weights = [weight.value for weight in replicated_weights(model)]
     tables = []
     for replica, device in enumerate(strategy.extended.group.devices):
         with tf.device(device):
             parts = [weight.values[replica].read_value() for weight in weights]
-            tables.append(checksums(parts).numpy().tolist())
+            tables.append([*checksums(parts).numpy().tolist(), *assigned])
     return tables
 
 

@@ -17,6 +17,11 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base.active_hooks import ActiveHooks
+from tfdp.replicas.assigned_values import (
+    checksum_of_text,
+    num_assigned,
+    sharded_weights,
+)
 from tfdp.replicas.checksum import checksums, combined
 from tfdp.replicas.drift import replicated_weights
 
@@ -43,6 +48,9 @@ class DriftProbe:
         self._result = _compat.plain_variable(
             np.zeros([1 + self._num_replicas]), _DTYPE, self._host
         )
+        # What this worker has assigned to sharded weights, and when that was looked at.
+        self._assigned = _compat.plain_variable(0, tf.int64, self._host)
+        self._num_assigned = -1
         self._step: tf.Tensor | None = None
         self._is_due: tf.Tensor | None = None
         # For each local replica, `[num_replicas]`: its checksum at its own rank.
@@ -51,6 +59,15 @@ class DriftProbe:
     def start(self) -> None:
         """Activate the probe for steps that are traced from now on."""
         probes.activate(self)
+
+    def update_assigned(self) -> None:
+        """Let the next check see what was assigned to sharded weights before it."""
+        if self._num_assigned == num_assigned():
+            return
+        self._num_assigned = num_assigned()
+        records = [weight.value.assigned for weight in sharded_weights(self.model)]
+        digest = "".join(record.digest for record in records)
+        self._assigned.assign(checksum_of_text(digest))
 
     def read(self) -> tuple[int, list[float]]:
         """Return the step of the last check, and a checksum of each replica.
@@ -118,7 +135,9 @@ class DriftProbe:
             with tf.device(device):
                 numbers.append(_as_one_operation(functools.partial(_checksum, parts)))
         with tf.device(self._host):
-            return tf.stack([tf.cast(number, _DTYPE) for number in numbers])
+            # Both are of 33 bits, and so is their sum of at most 34 exact in 53.
+            assigned = tf.cast(self._assigned.read_value(), _DTYPE)
+            return tf.stack([tf.cast(number, _DTYPE) + assigned for number in numbers])
 
     def _no_checksums(self) -> tf.Tensor:
         with tf.device(self._host):

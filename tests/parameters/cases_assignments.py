@@ -1,0 +1,105 @@
+"""Assignments to sharded parameters that only some workers make are named by all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tfdp
+from tests.harness import common
+from tests.harness.env import Env
+from tests.harness.registry import case
+from tests.parameters.cases_user_code import compiled
+
+SETUPS = ("two_workers", "two_by_two")
+OPTIONS: dict[str, Any] = {"setups": SETUPS, "full_setups": (), "compare": False}
+
+
+def refused(env: Env, model: keras.Model, path: str, *counts: str) -> None:
+    """Checks that each loop names the parameter, however often it is called."""
+    x, y = common.regression_data(16)
+    assert env.setup.num_workers == len(counts)
+    for call in (
+        lambda: common.fit(model, x, y),
+        lambda: model.evaluate(x, y, verbose=0),
+        lambda: model.predict(x, verbose=0),
+    ):
+        with pytest.raises(ValueError, match="parts of different values") as caught:
+            call()
+        text = str(caught.value)
+        assert f"Received: {path!r}, " in text
+        for rank, count in enumerate(counts):
+            assert (f"{count} (" in text) == (count != "nothing"), text
+            assert f"on worker {rank}" in text
+        counts = ("nothing",) * len(counts)
+
+
+@case("Sharded parameters: a value assigned on one worker only is named", **OPTIONS)
+def values_of_one_worker(env: Env) -> dict:
+    x, y = common.regression_data(16)
+    model = compiled(env, common.mlp)
+    common.fit(model, x, y)
+    weights = model.get_weights()
+
+    def repair() -> None:
+        model.set_weights(weights)
+        model.evaluate(x, y, verbose=0)
+
+    kernel = model.layers[0].kernel
+    if env.rank == 1:
+        kernel.assign(weights[0])
+    refused(env, model, kernel.path, "nothing", "1 value")
+    repair()
+    # By other values, though as many.
+    bias = model.layers[1].bias
+    bias.assign(weights[3] + env.rank)
+    refused(env, model, bias.path, "1 value", "1 value")
+    if env.rank == 0:
+        bias.value.assign_add(weights[3])
+    refused(env, model, bias.path, "1 value", "nothing")
+    repair()
+    # What replaces all of it counts for all that was assigned before.
+    if env.rank == 0:
+        kernel.value.assign_add(weights[0])
+    with pytest.raises(ValueError, match="parts of different values"):
+        model.train_on_batch(x, y)
+    repair()
+    return {"history": common.fit(model, x, y)}
+
+
+class Assign(keras.callbacks.Callback):
+    """Assigns a parameter on one worker after a batch."""
+
+    def __init__(self, env: Env, batch: int):
+        super().__init__()
+        self.is_here = env.rank == 1
+        self.batch = batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.is_here and batch == self.batch:
+            kernel = self.model.layers[0].kernel
+            kernel.assign(np.ones(kernel.shape, "float32"))
+
+
+@case("Drift: what one worker assigns to a sharded parameter is named", **OPTIONS)
+def consistency_check_names_what_one_worker_assigns(env: Env) -> dict:
+    model = compiled(env, common.mlp)
+    data = common.regression_data()
+    for batch, when in ((3, "at step 6 of `fit`"), (11, "after the last step")):
+        check = tfdp.callbacks.ConsistencyCheck(every=3)
+        with (
+            pytest.warns(UserWarning, match="leaves out 4 of 4 weights"),
+            pytest.raises(RuntimeError, match="Replicas have drifted apart") as caught,
+        ):
+            common.fit(model, *data, callbacks=[Assign(env, batch), check])
+        text = str(caught.value)
+        assert f"as seen {when}" in text
+        assert f"in {model.layers[0].kernel.path!r} (1 of 4 variables)" in text
+        assert "of worker 1, localhost)" in text
+        with pytest.raises(ValueError, match="parts of different values"):
+            common.fit(model, *data)
+        model.set_weights([np.ones(w.shape, "float32") for w in model.weights])
+    return {"history": common.fit(model, *data)}
