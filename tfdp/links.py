@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
-import sys
 from typing import Any
+
+from tfdp.arguments import checked_bool, checked_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Link:
 
     def __post_init__(self) -> None:
         for field in ("alpha_seconds", "seconds_per_byte"):
-            _check_not_negative(field, getattr(self, field))
+            object.__setattr__(self, field, _not_negative(field, getattr(self, field)))
 
     def seconds(self, num_bytes: float) -> float:
         """Return the seconds that a message takes."""
@@ -51,7 +51,8 @@ class Links:
             too: on CPUs, its cores and memory. Defaults to `False`.
 
     Raises:
-        ValueError: If a number is negative or not finite.
+        ValueError: If a number is negative or not finite, or something is no number,
+            no bool or no `Link`.
     """
 
     inside: Link
@@ -60,7 +61,16 @@ class Links:
     is_inside_shared: bool = False
 
     def __post_init__(self) -> None:
-        _check_not_negative("operation_seconds", self.operation_seconds)
+        for field in ("inside", "across"):
+            if not isinstance(getattr(self, field), Link):
+                raise ValueError(
+                    f"`{field}` must be a `tfdp.Link`. "
+                    f"Received: {field}={getattr(self, field)!r}"
+                )
+        seconds = _not_negative("operation_seconds", self.operation_seconds)
+        object.__setattr__(self, "operation_seconds", seconds)
+        is_shared = checked_bool("is_inside_shared", self.is_inside_shared)
+        object.__setattr__(self, "is_inside_shared", is_shared)
 
     @classmethod
     def from_dict(cls, entry: dict[str, Any]) -> Links:
@@ -73,19 +83,11 @@ class Links:
         True
         """
         levels = {name: Link(**entry[name]) for name in ("inside", "across")}
-        links = cls(**{**entry, **levels})
-        if type(links.is_inside_shared) is not bool:
-            raise ValueError("`is_inside_shared` of links must be true or false.")
-        return links
+        return cls(**{**entry, **levels})
 
 
-def _check_not_negative(name: str, value: float) -> None:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= sys.float_info.max:
-        raise ValueError(
-            f"`{name}` of a link must be a number that is not negative. "
-            f"Received: {name}={value!r}"
-        )
+def _not_negative(name: str, value: float) -> float:
+    return checked_number(name, value, "a number that is not negative", least=0)
 
 
 # What is assumed where nothing was measured, by backend. `"ring"`: TensorFlow's

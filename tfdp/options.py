@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfdp.arguments import checked_integer, checked_number
 from tfdp.links import Links
 
 FLAT_ALGORITHMS = ("ring", "tree", "halving_doubling")
@@ -114,13 +114,11 @@ class CommunicationOptions:
 
     def __post_init__(self) -> None:
         size = "a size in megabytes"
-        if self.bucket_mb != AUTO:
-            _check_positive("bucket_mb", self.bucket_mb, f'"auto" or {size}')
-        _check_positive("first_bucket_mb", self.first_bucket_mb, size)
+        if not self.tunes_buckets:
+            self._set_positive("bucket_mb", f'"auto" or {size}')
+        self._set_positive("first_bucket_mb", size)
         if self.timeout_seconds is not None:
-            _check_positive(
-                "timeout_seconds", self.timeout_seconds, "a number of seconds or None"
-            )
+            self._set_positive("timeout_seconds", "a number of seconds or None")
         _check_levels("algorithm", self.algorithm, ALGORITHMS, _OF_LEVELS)
         _check_one_of("backend", self.backend, BACKENDS)
         if self.interface is not None and (
@@ -131,11 +129,15 @@ class CommunicationOptions:
                 f"or None. Received: interface={self.interface!r}"
             )
         _check_one_of("uneven", self.uneven, UNEVEN)
-        _check_count("xla_clusters", self.xla_clusters)
+        clusters = checked_integer("xla_clusters", self.xla_clusters, 1)
+        object.__setattr__(self, "xla_clusters", clusters)
         _check_compression(self.compression)
         _check_adasum(self.algorithm, self.compression)
         if self.tunes_buckets:
             _check_nothing_is_kept(self.compression_levels)
+        if self.node_size is not None:
+            size_of_node = checked_integer("node_size", self.node_size, 1, "or None")
+            object.__setattr__(self, "node_size", size_of_node)
         _check_nodes(self.node_size, self.nodes)
         if self.links is not None and not isinstance(self.links, Links):
             raise ValueError(
@@ -163,7 +165,7 @@ class CommunicationOptions:
     @property
     def tunes_buckets(self) -> bool:
         """Bool, whether a long `fit` looks for a plan that is faster."""
-        return self.bucket_mb == AUTO
+        return isinstance(self.bucket_mb, str) and self.bucket_mb == AUTO
 
     @property
     def bucket_bytes(self) -> int:
@@ -185,21 +187,10 @@ class CommunicationOptions:
         size = self.bucket_mb
         return DEFAULT_BUCKET_MB if isinstance(size, str) else size
 
-
-def _check_positive(name: str, value: object, what: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"`{name}` must be {what}. Received: {name}={value!r}")
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(
-            f"`{name}` must be {what}, greater than zero. Received: {name}={value!r}"
-        )
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(
-            f"`{name}` must be an integer of at least 1. Received: {name}={value!r}"
-        )
+    def _set_positive(self, name: str, what: str) -> None:
+        text = f"{what}, greater than zero"
+        value = checked_number(name, getattr(self, name), text, above=0)
+        object.__setattr__(self, name, value)
 
 
 def _check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -307,16 +298,6 @@ def _check_nothing_is_kept(levels: tuple[Any, Any]) -> None:
 
 
 def _check_nodes(node_size: object, nodes: object) -> None:
-    if node_size is not None:
-        if isinstance(node_size, bool) or not isinstance(node_size, int):
-            raise ValueError(
-                "`node_size` must be an integer of at least 1, or None. "
-                f"Received: node_size={node_size!r}"
-            )
-        if node_size < 1:
-            raise ValueError(
-                f"`node_size` must be at least 1. Received: node_size={node_size!r}"
-            )
     if nodes is not None and (
         isinstance(nodes, str)
         or not isinstance(nodes, Sequence)

@@ -53,8 +53,7 @@ def test_accumulation_steps_that_are_no_positive_integer_are_refused(steps):
 
 @pytest.mark.parametrize("scale", ["static", 0, -2.0, math.nan, math.inf, True, [1.0]])
 def test_loss_scale_that_is_no_positive_number_is_refused(scale):
-    name = "initial_scale" if scale == math.inf else "loss_scale"
-    expected = "positive number", f"Received: {name}={scale!r}"
+    expected = "positive number", f"Received: loss_scale={scale!r}"
     refused(lambda: Optimizer(sgd(), loss_scale=scale), *expected)
 
 
@@ -213,9 +212,10 @@ def test_unknown_flush_is_refused():
 @pytest.mark.parametrize("name", ["epochs", "steps", "initial_factor"])
 @pytest.mark.parametrize("value", [0, -1, "5", True])
 def test_warmup_whose_length_or_factor_is_not_positive_is_refused(name, value):
+    what = "an integer of at least 1" if name == "steps" else "a positive number"
     refused(
         lambda: callbacks.LearningRateWarmup(**{name: value}),
-        f"`{name}` must be a positive number",
+        f"`{name}` must be {what}",
         f"Received: {name}={value!r}",
     )
 

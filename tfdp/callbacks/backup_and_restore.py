@@ -12,7 +12,8 @@ from typing import Any
 import keras
 
 from tfdp import _compat
-from tfdp.callbacks.arguments import check_directory, is_count
+from tfdp.arguments import checked_bool, checked_integer, is_integer, plain
+from tfdp.callbacks.arguments import check_directory
 from tfdp.callbacks.resumed_batches import ResumedBatches
 from tfdp.checkpoint import api, schema
 from tfdp.checkpoint.backups import Backups, IncompatibleBackup
@@ -113,11 +114,11 @@ class BackupAndRestore(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         install.install()
-        _check_arguments(directory, save_freq, keep, batch)
+        _check_arguments(directory, save_freq, batch)
         self.directory = os.fspath(directory)
-        self.save_freq = save_freq
-        self.keep = keep
-        self.delete_at_end = delete_at_end
+        self.save_freq = plain(save_freq)
+        self.keep = checked_integer("keep", keep, 1)
+        self.delete_at_end = checked_bool("delete_at_end", delete_at_end)
         self.batch = batch
         self._others: list[Any] = []
         self._pending_load: tuple[Index, LoadPlan] | None = None
@@ -344,16 +345,13 @@ class BackupAndRestore(keras.callbacks.Callback):
             _compat.build_symbolically(self.model, spec)
 
 
-def _check_arguments(directory: Any, save_freq: Any, keep: Any, batch: Any) -> None:
+def _check_arguments(directory: Any, save_freq: Any, batch: Any) -> None:
     check_directory(directory)
-    if save_freq != "epoch" and not is_count(save_freq):
+    is_epoch = isinstance(save_freq, str) and save_freq == "epoch"
+    if not is_epoch and not is_integer(save_freq, least=1):
         raise ValueError(
             '`save_freq` must be "epoch" or an integer of at least 1. '
             f"Received: save_freq={save_freq!r}"
-        )
-    if not is_count(keep):
-        raise ValueError(
-            f"`keep` must be an integer of at least 1. Received: keep={keep!r}"
         )
     if batch not in ("global", "per_replica"):
         raise ValueError(

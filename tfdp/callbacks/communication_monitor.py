@@ -9,9 +9,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from tfdp.arguments import checked_bool, checked_integer
 from tfdp.base.context import strategy_of
 from tfdp.base.files import problem_of_folder
-from tfdp.callbacks.arguments import check_count
 from tfdp.callbacks.measuring_callback import MeasuringCallback
 from tfdp.coordination.mailbox import Mailbox
 from tfdp.coordination.worker_group import WorkerGroup
@@ -85,10 +85,9 @@ class CommunicationMonitor(MeasuringCallback):
         self, log_dir: str | os.PathLike[str], every: int = 10, histogram: bool = True
     ) -> None:
         super().__init__()
-        check_count("every", every)
         self.log_dir = Path(log_dir)
-        self.every = every
-        self.histogram = histogram
+        self.every = checked_integer("every", every, 1)
+        self.histogram = checked_bool("histogram", histogram)
         self._epoch = 0
         self._num_fits = 0
         self._run_report: RunReport | None = None
@@ -107,8 +106,10 @@ class CommunicationMonitor(MeasuringCallback):
             `StepStatistics`.
 
         Raises:
+            ValueError: If `num_steps` is no integer of at least 1.
             RuntimeError: If no step has been measured yet.
         """
+        num_steps = checked_integer("num_steps", num_steps, 1)
         last = list(self._recent)[-num_steps:]
         if not last or self._last_meter is None:
             raise RuntimeError(

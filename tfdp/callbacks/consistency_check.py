@@ -8,9 +8,9 @@ from typing import Any
 import keras
 
 from tfdp import user_code
+from tfdp.arguments import checked_integer
 from tfdp.base import loops
 from tfdp.base.context import strategy_of
-from tfdp.callbacks.arguments import check_count
 from tfdp.cluster.words import counted
 from tfdp.data.batch_labels import LabelRecord
 from tfdp.data.fingerprints import ArrayValues
@@ -66,9 +66,8 @@ class ConsistencyCheck(keras.callbacks.Callback):
 
     def __init__(self, every: int = 100) -> None:
         super().__init__()
-        check_count("every", every)
+        self.every = checked_integer("every", every, 1)
         install.install()
-        self.every = every
         self._probe: DriftProbe | None = None
         self._labels: LabelRecord | None = None
         self._step = 0

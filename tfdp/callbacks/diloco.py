@@ -120,12 +120,6 @@ class DiLoCo(LocalStepsCallback):
     ) -> None:
         if outer_optimizer is None:
             outer_optimizer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
-        if not delay and (scale_by_staleness or mixing != 0.5):
-            warnings.warn(
-                "`mixing` and `scale_by_staleness` are for late outer steps, and are "
-                f"ignored. Received: delay={delay!r}",
-                stacklevel=2,
-            )
         outer = OuterOptions(
             outer_optimizer,
             scope,
@@ -137,7 +131,13 @@ class DiLoCo(LocalStepsCallback):
             min_participants=min_participants,
             patience_seconds=patience_seconds,
         )
-        options = LocalStepsOptions(sync_every, outer, bool(dynamic_steps))
+        if not delay and (scale_by_staleness or mixing != 0.5):
+            warnings.warn(
+                "`mixing` and `scale_by_staleness` are for late outer steps, and are "
+                f"ignored. Received: delay={delay!r}",
+                stacklevel=2,
+            )
+        options = LocalStepsOptions(sync_every, outer, dynamic_steps)
         super().__init__(options, start_step=0)
         self._least_share = 1.0
         self._island: IslandTraining | None = None

@@ -45,7 +45,11 @@ class GradientAccumulation(OptimizerCallback):
             raise ValueError(
                 f'`flush` must be `None` or "epoch". Received: flush={flush!r}'
             )
-        self.steps = steps
+        self.steps: int | dict[int, int] = (
+            {int(first): int(number) for first, number in steps.items()}
+            if isinstance(steps, Mapping)
+            else int(steps)
+        )
         self.flush = flush
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tfdp.arguments import checked_number
 from tfdp.callbacks.optimizer_callback import OptimizerCallback
 from tfdp.optimizer.distributed import DistributedOptimizer
 
@@ -31,12 +32,8 @@ class GradientNoiseScale(OptimizerCallback):
 
     def __init__(self, smoothing: float = 0.99) -> None:
         super().__init__()
-        is_number = isinstance(smoothing, (int, float))
-        if not is_number or not 0 <= smoothing < 1:
-            raise ValueError(
-                "`smoothing` must be a number from 0 to below 1. "
-                f"Received: smoothing={smoothing!r}"
-            )
+        bounds = "a number from 0 to below 1"
+        smoothing = checked_number("smoothing", smoothing, bounds, least=0, below=1)
         self.smoothing = float(smoothing)
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:

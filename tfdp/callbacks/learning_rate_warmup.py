@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from tfdp.arguments import checked_bool, checked_integer, checked_number
 from tfdp.callbacks.optimizer_callback import OptimizerCallback
 from tfdp.optimizer.distributed import DistributedOptimizer
 from tfdp.plans.schedules import steps_at_epoch
@@ -68,20 +69,15 @@ class LearningRateWarmup(OptimizerCallback):
                 f"Received: epochs={epochs}, steps={steps}"
             )
         epochs = 5 if epochs is None and steps is None else epochs
-        for name, value in (
-            ("epochs", epochs),
-            ("steps", steps),
-            ("initial_factor", initial_factor),
-        ):
-            if value is not None and not _is_positive(value):
-                raise ValueError(
-                    f"`{name}` must be a positive number. Received: {name}={value!r}"
-                )
-        self.epochs = epochs
-        self.steps = steps
-        self.initial_factor = initial_factor
-        self.scale_with_replicas = scale_with_replicas
-        self.momentum_correction = momentum_correction
+        self.epochs = _positive("epochs", epochs)
+        self.steps = None if steps is None else checked_integer("steps", steps, 1)
+        self.initial_factor = _positive("initial_factor", initial_factor)
+        self.scale_with_replicas = checked_bool(
+            "scale_with_replicas", scale_with_replicas
+        )
+        self.momentum_correction = checked_bool(
+            "momentum_correction", momentum_correction
+        )
         self._stage = _WAITING
         self._optimizer: DistributedOptimizer | None = None
         self._has_trained = False
@@ -170,6 +166,7 @@ class LearningRateWarmup(OptimizerCallback):
         return WarmupOptions(steps, first, last, start, self.momentum_correction)
 
 
-def _is_positive(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and value > 0
+def _positive(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    return checked_number(name, value, "a positive number", above=0)

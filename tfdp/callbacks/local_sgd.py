@@ -46,4 +46,4 @@ class LocalSGD(LocalStepsCallback):
 
     def __init__(self, sync_every: int = 8, start_step: int = 0) -> None:
         super().__init__(LocalStepsOptions(sync_every), start_step)
-        self.sync_every = sync_every
+        self.sync_every = self.options.sync_every

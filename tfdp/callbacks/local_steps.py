@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tfdp.arguments import checked_integer
 from tfdp.callbacks.optimizer_callback import OptimizerCallback
 from tfdp.local_steps import LocalStepsOptions
-from tfdp.local_steps.options import check_count
 from tfdp.optimizer.distributed import DistributedOptimizer
 
 
@@ -20,9 +20,9 @@ class LocalStepsCallback(OptimizerCallback):
 
     def __init__(self, options: LocalStepsOptions, start_step: int) -> None:
         super().__init__()
-        check_count("start_step", start_step, "updates that are made before", least=0)
+        what = "updates that are made before"
         self.options = options
-        self.start_step = start_step
+        self.start_step = checked_integer("start_step", start_step, 0, what)
         self._left = 0  # synchronous updates, at least
         self._last_batch = -1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tfdp.arguments import checked_integer
 from tfdp.callbacks.optimizer_callback import OptimizerCallback
 from tfdp.optimizer.distributed import DistributedOptimizer
 from tfdp.step import loss_scale
@@ -43,14 +44,10 @@ class LossScaling(OptimizerCallback):
         min_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        if growth_steps is None:
-            raise ValueError(
-                "`growth_steps` must be an integer of at least 1. "
-                "Received: growth_steps=None"
-            )
         self.scaling = loss_scale.LossScaling(
             initial_scale=initial_scale,
-            growth_steps=growth_steps,
+            # `None` would be a scale that stays as it is.
+            growth_steps=checked_integer("growth_steps", growth_steps, 1),
             min_scale=min_scale,
         )
 

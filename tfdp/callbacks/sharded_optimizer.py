@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tfdp.arguments import is_integer
 from tfdp.callbacks.optimizer_callback import OptimizerCallback
 from tfdp.optimizer.distributed import DistributedOptimizer
 from tfdp.plans.units import UnitOptions
@@ -76,7 +77,7 @@ class ShardedOptimizer(OptimizerCallback):
         gather_compression: str | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(stage, bool) or stage not in tuple(_STAGES):
+        if not is_integer(stage) or stage not in tuple(_STAGES):
             raise ValueError(f"`stage` must be 1, 2 or 3. Received: stage={stage!r}")
         unit_options = UnitOptions(
             units, reshard_after_forward, prefetch, gather_compression

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from tfdp.arguments import is_integer
 from tfdp.base.context import strategy_of
 from tfdp.base.files import problem_of_folder
 from tfdp.callbacks.measuring_callback import MeasuringCallback
@@ -154,12 +155,12 @@ class Timeline(MeasuringCallback):
 
 def _check_steps(steps: Any) -> tuple[int, int]:
     is_pair = isinstance(steps, (tuple, list)) and len(steps) == 2
-    if not is_pair or not all(type(step) is int for step in steps):
+    if not is_pair or not all(map(is_integer, steps)):
         raise ValueError(
             "`steps` must be the numbers of the first and the last step, such as "
             f"(10, 15). Received: steps={steps!r}"
         )
-    first, last = steps
+    first, last = map(int, steps)
     if first < 2 or last < first:
         raise ValueError(
             "`steps` must begin at 2 or later, since the first step is traced, and "

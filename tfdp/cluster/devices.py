@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp import _compat, user_code
+from tfdp.arguments import is_integer
 
 # A replica needs cores of its own to pay; with more replicas the rows of each get
 # fewer before the communication does.
@@ -69,11 +70,12 @@ def set_logical_cpus(count: int) -> list[str]:
         ValueError: If `count` is not positive, or TensorFlow has started with
             another number of devices.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    if not is_integer(count, least=1):
         raise ValueError(
             "The number of logical CPU devices must be an integer of at least 1. "
             f"Received: {count!r}"
         )
+    count = int(count)
     if _compat.is_context_initialized():
         existing = _names("CPU")
         if len(existing) == count:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from tfdp.arguments import checked_integer
 from tfdp.cluster.topology import Topology
 from tfdp.cluster.words import counted
 
@@ -59,7 +60,7 @@ def topology_of(
     >>> topology_of(["a", "b", "c"], 2, nodes=["left", "right", "left"]).nodes
     ((0, 1, 4, 5), (2, 3))
     """
-    _check_count("replicas_per_worker", replicas_per_worker)
+    checked_integer("replicas_per_worker", replicas_per_worker, 1)
     num_replicas = len(hosts) * replicas_per_worker
     if node_size is not None and nodes is not None:
         raise ValueError(
@@ -83,15 +84,8 @@ def _group(labels: Sequence[Hashable]) -> Topology:
     return Topology(tuple(map(tuple, nodes.values())))
 
 
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(
-            f"`{name}` must be an int of at least 1. Received: {name}={value!r}"
-        )
-
-
 def _check_node_size(node_size: int, num_replicas: int) -> None:
-    _check_count("node_size", node_size)
+    checked_integer("node_size", node_size, 1)
     if num_replicas % node_size:
         raise ValueError(
             f"`node_size` must divide the number of replicas, {num_replicas}; leave "

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
+from tfdp.arguments import checked_bool, is_integer, plain
 from tfdp.compression.block_code import WORD_BYTES, BlockCode
 from tfdp.compression.compressor import Compressor, GradientBucket, State
 from tfdp.compression.replica_group import ReplicaGroup
@@ -55,19 +56,17 @@ class BlockQuantized(Compressor):
     compresses_gathers = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or self.bits not in _BITS:
+        if not is_integer(self.bits) or self.bits not in _BITS:
             raise ValueError(f"`bits` must be 8 or 4. Received: bits={self.bits!r}")
-        is_int = isinstance(self.block, int) and not isinstance(self.block, bool)
-        if not is_int or self.block < 1 or self.block % _BLOCK_MULTIPLE:
+        if not is_integer(self.block, least=1) or self.block % _BLOCK_MULTIPLE:
             raise ValueError(
                 f"`block` must be a multiple of {_BLOCK_MULTIPLE}. "
                 f"Received: block={self.block!r}"
             )
-        if not isinstance(self.stochastic, bool):
-            raise ValueError(
-                "`stochastic` must be True or False. "
-                f"Received: stochastic={self.stochastic!r}"
-            )
+        stochastic = checked_bool("stochastic", self.stochastic)
+        object.__setattr__(self, "stochastic", stochastic)
+        object.__setattr__(self, "bits", plain(self.bits))
+        object.__setattr__(self, "block", plain(self.block))
 
     def state(self, bucket: GradientBucket) -> State:
         """Return the errors to feed back, or the number of steps that were made."""

@@ -1,4 +1,4 @@
-"""Checks of the arguments of compressors, and of what they return."""
+"""Checks of what compressors return."""
 
 from __future__ import annotations
 
@@ -6,31 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
-
-
-def check_integer(name: str, value: Any, least: int) -> None:
-    """Raise unless an argument is an integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(
-            f"`{name}` must be an integer of at least {least}. "
-            f"Received: {name}={value!r}"
-        )
-
-
-def check_fraction(name: str, value: Any, *, may_be_one: bool) -> None:
-    """Raise unless an argument is a number between 0 and 1.
-
-    Args:
-        name: String, the argument's.
-        value: What was given for it.
-        may_be_one: Bool: above 0 and at most 1 if so, else from 0 and below 1.
-    """
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not (0 < value <= 1 if may_be_one else 0 <= value < 1):
-        bounds = "above 0 and at most 1" if may_be_one else "from 0 and below 1"
-        raise ValueError(
-            f"`{name}` must be a number {bounds}. Received: {name}={value!r}"
-        )
 
 
 def check_result(

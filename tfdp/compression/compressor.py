@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp.arguments import checked_integer
 from tfdp.compression.replica_group import ReplicaGroup
 from tfdp.plans.buckets import Entry
 
@@ -38,6 +39,11 @@ class GradientBucket:
     num_replicas: int
     entries: tuple[Entry, ...] = ()
     flat: Any = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", checked_integer("size", self.size, 0))
+        num_replicas = checked_integer("num_replicas", self.num_replicas, 1)
+        object.__setattr__(self, "num_replicas", num_replicas)
 
     @property
     def num_bytes(self) -> int:

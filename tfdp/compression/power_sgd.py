@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.compression.checks import check_integer
+from tfdp.arguments import checked_integer
 from tfdp.compression.compressor import Compressor, GradientBucket, State
 from tfdp.compression.replica_group import ReplicaGroup
 
@@ -69,8 +69,9 @@ class PowerSGD(Compressor):
     start_step: int = 10
 
     def __post_init__(self) -> None:
-        check_integer("rank", self.rank, 1)
-        check_integer("start_step", self.start_step, 0)
+        object.__setattr__(self, "rank", checked_integer("rank", self.rank, 1))
+        start_step = checked_integer("start_step", self.start_step, 0)
+        object.__setattr__(self, "start_step", start_step)
 
     def state(self, bucket: GradientBucket) -> State:
         """Return the errors to feed back, the factors Q, and the updates made."""

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import tensorflow as tf
 
-from tfdp.compression.checks import check_fraction
+from tfdp.arguments import checked_number
 from tfdp.compression.compressor import Compressor, GradientBucket, State
 from tfdp.compression.replica_group import ReplicaGroup
 
@@ -52,8 +52,14 @@ class TopK(Compressor):
     cuts_buckets = True
 
     def __post_init__(self) -> None:
-        check_fraction("ratio", self.ratio, may_be_one=True)
-        check_fraction("momentum", self.momentum, may_be_one=False)
+        ratio = checked_number(
+            "ratio", self.ratio, "a number above 0 and at most 1", above=0, most=1
+        )
+        momentum = checked_number(
+            "momentum", self.momentum, "a number from 0 and below 1", least=0, below=1
+        )
+        object.__setattr__(self, "ratio", ratio)
+        object.__setattr__(self, "momentum", momentum)
 
     def state(self, bucket: GradientBucket) -> State:
         """Return what waits to be sent, and the momentum."""

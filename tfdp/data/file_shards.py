@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat, user_code
+from tfdp.arguments import is_integer, plain
 from tfdp.base.context import in_tfdp_scope
 from tfdp.cluster import count_workers, counted
 from tfdp.coordination.worker_group import WorkerGroup, latest_group
@@ -132,8 +133,9 @@ def shard_files(
     >>> [line.decode() for line in lines.as_numpy_iterator()]
     ['0 a', '1 a', '0 b', '1 b', '2 a', '2 b']
     """
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+    if seed is not None and not is_integer(seed):
         raise ValueError(f"`seed` must be an integer or None. Received: seed={seed!r}")
+    seed = plain(seed)
     patterns = _patterns_of(pattern)
     worker_group = _worker_group()
     files = _list(patterns)

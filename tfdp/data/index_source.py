@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.arguments import is_integer, plain
 from tfdp.data.raw_elements import no_autograph
 
 
@@ -47,8 +48,9 @@ def from_source(source: Any, *, seed: int | None = None) -> tf.data.Dataset:
     [0. 1. 2.] [0 1 4]
     [3. 4.] [ 9 16]
     """
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+    if seed is not None and not is_integer(seed):
         raise ValueError(f"`seed` must be an integer or None. Received: seed={seed!r}")
+    seed = plain(seed)
     num_elements = _length(source)
     if num_elements == 0:
         raise ValueError(f"`source` has no element. Received: source={source!r}")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 
+from tfdp.arguments import checked_bool, checked_integer, checked_number
 from tfdp.base.param_groups import is_multi
 from tfdp.cluster.words import counted
 from tfdp.options import CommunicationOptions
 
 SCOPES = ("node", "replica")
-_MOST = sys.float_info.max
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +66,24 @@ class OuterOptions:
             raise ValueError(
                 f'`scope` must be "node" or "replica". Received: scope={self.scope!r}'
             )
-        check_count("fragments", self.fragments, "parts of the weights")
-        check_count("delay", self.delay, "inner updates", least=0)
+        self._set_integer("fragments", "parts of the weights")
+        self._set_integer("delay", "inner updates", least=0)
         self._check_compression()
-        _check_number("mixing", self.mixing, "a number from 0 to 1", most=1.0)
+        self._set_number("mixing", "a number from 0 to 1", most=1.0)
+        self._set_number("patience_seconds", "a number of seconds")
+        by_staleness = checked_bool("scale_by_staleness", self.scales_by_staleness)
+        object.__setattr__(self, "scales_by_staleness", by_staleness)
         if self.min_participants is not None:
+            self._set_integer("min_participants", "workers")
             self._check_rounds()
+
+    def _set_integer(self, name: str, what: str, least: int = 1) -> None:
+        value = checked_integer(name, getattr(self, name), least, what)
+        object.__setattr__(self, name, value)
+
+    def _set_number(self, name: str, what: str, most: float | None = None) -> None:
+        value = checked_number(name, getattr(self, name), what, least=0, most=most)
+        object.__setattr__(self, name, value)
 
     def _check_features(self) -> None:
         names = ("use_ema", "gradient_accumulation_steps", "loss_scale_factor")
@@ -83,8 +94,6 @@ class OuterOptions:
             )
 
     def _check_rounds(self) -> None:
-        check_count("min_participants", self.min_participants, "workers")
-        _check_number("patience_seconds", self.patience_seconds, "a number of seconds")
         if not self.delay or self.fragments > 1 or self.compression is not None:
             raise ValueError(
                 "`min_participants` needs a `delay` of at least 1, and is for "
@@ -131,7 +140,11 @@ class LocalStepsOptions:
     is_dynamic: bool = False
 
     def __post_init__(self) -> None:
-        check_count("sync_every", self.sync_every, "updates from one exchange on")
+        what = "updates from one exchange on"
+        sync_every = checked_integer("sync_every", self.sync_every, 1, what)
+        object.__setattr__(self, "sync_every", sync_every)
+        is_dynamic = checked_bool("dynamic_steps", self.is_dynamic)
+        object.__setattr__(self, "is_dynamic", is_dynamic)
         if self.num_fragments > self.sync_every:
             raise ValueError(
                 "`fragments` must be at most `sync_every`: one is exchanged after an "
@@ -197,28 +210,3 @@ class LocalStepsOptions:
             fragments[-1].append(index)
             done += size
         return fragments
-
-
-def check_count(name: str, value: object, what: str, least: int = 1) -> None:
-    """Check an integer of a user's.
-
-    Args:
-        name: String, of the argument.
-        value: What was given.
-        what: String, what it counts.
-        least: Int, the smallest one. Defaults to 1.
-
-    Raises:
-        ValueError: If it is no integer, or too small.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(
-            f"`{name}` must be an integer of at least {least}, {what}. "
-            f"Received: {name}={value!r}"
-        )
-
-
-def _check_number(name: str, value: object, what: str, most: float = _MOST) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= most:  # type: ignore[operator]
-        raise ValueError(f"`{name}` must be {what}. Received: {name}={value!r}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.arguments import checked_integer, checked_number
 from tfdp.base.context import is_tfdp
 from tfdp.base.param_groups import innermost
 from tfdp.step.loss_scale import LossScaling
@@ -40,13 +40,7 @@ def checked_steps(steps: Any) -> int:
     Raises:
         ValueError: If it is no integer of at least one.
     """
-    is_int = isinstance(steps, numbers.Integral) and not isinstance(steps, bool)
-    if not is_int or steps < 1:
-        raise ValueError(
-            "`accumulation_steps` must be an integer of at least 1. "
-            f"Received: accumulation_steps={steps!r}"
-        )
-    return int(steps)
+    return checked_integer("accumulation_steps", steps, 1)
 
 
 def agreed_steps(accumulation_steps: Any, own_steps: int) -> int:
@@ -96,15 +90,8 @@ def checked_loss_scale(loss_scale: Any) -> LossScaling | None:
         return loss_scale
     if isinstance(loss_scale, str) and loss_scale == "dynamic":
         return LossScaling()
-    is_number = isinstance(loss_scale, numbers.Real) and not isinstance(
-        loss_scale, bool
-    )
-    if not is_number or not loss_scale > 0:
-        raise ValueError(
-            '`loss_scale` must be `None`, "dynamic" or a positive number. '
-            f"Received: loss_scale={loss_scale!r}"
-        )
-    scale = float(loss_scale)
+    what = '`None`, "dynamic" or a positive number'
+    scale = float(checked_number("loss_scale", loss_scale, what, above=0))
     return LossScaling(
         initial_scale=scale, growth_steps=None, min_scale=min(scale, 1.0)
     )

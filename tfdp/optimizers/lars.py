@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
+import numbers
 import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
+
+from tfdp.arguments import checked_bool, checked_number
 
 # What Keras's layers call their biases and the parameters of normalisation. Most
 # have one axis, but the biases of attention and of GRU have two.
@@ -100,20 +103,27 @@ class LARS(keras.optimizers.Optimizer):
         exclude_biases_and_norms: bool = True,
         **kwargs: Any,
     ) -> None:
-        _check("momentum", momentum, 0 <= _finite(momentum) <= 1, "from 0 to 1")
-        _check(
+        not_negative = "a number of at least zero"
+        if isinstance(learning_rate, (numbers.Real, np.bool_)):
+            what = f"{not_negative}, a schedule or a callable"
+            rate = checked_number("learning_rate", learning_rate, what, least=0)
+            learning_rate = float(rate)
+        momentum = checked_number(
+            "momentum", momentum, "a number from 0 to 1", least=0, most=1
+        )
+        trust_coefficient = checked_number(
             "trust_coefficient",
             trust_coefficient,
-            _finite(trust_coefficient) > 0,
-            "greater than zero",
+            "a number greater than zero",
+            above=0,
         )
-        _check(
-            "weight_decay",
-            weight_decay,
-            weight_decay is None or _finite(weight_decay) >= 0,
-            "of at least zero, or None",
-        )
-        _check("epsilon", epsilon, _finite(epsilon) >= 0, "of at least zero")
+        if weight_decay is not None:
+            weight_decay = checked_number(
+                "weight_decay", weight_decay, f"{not_negative}, or None", least=0
+            )
+        epsilon = checked_number("epsilon", epsilon, not_negative, least=0)
+        nesterov = checked_bool("nesterov", nesterov)
+        excludes = checked_bool("exclude_biases_and_norms", exclude_biases_and_norms)
         if nesterov and not momentum:
             warnings.warn(
                 "`nesterov=True` changes nothing without momentum. Give a "
@@ -127,7 +137,7 @@ class LARS(keras.optimizers.Optimizer):
         self.trust_coefficient = trust_coefficient
         self.nesterov = nesterov
         self.epsilon = epsilon
-        self.exclude_biases_and_norms = exclude_biases_and_norms
+        self.exclude_biases_and_norms = excludes
         self.exclude_from_layer_adaptation()
 
     def exclude_from_layer_adaptation(
@@ -274,16 +284,3 @@ def _densify(gradient: Any, variable: Any, dtype: tf.DType) -> tf.Tensor:
 
 def _norm(tensor: tf.Tensor) -> tf.Tensor:
     return tf.sqrt(tf.reduce_sum(tf.square(tensor)))  # []
-
-
-def _finite(value: Any) -> float:
-    """Value if it is a finite number, else NaN, which fails comparisons."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else math.nan
-
-
-def _check(name: str, value: Any, is_right: bool, what: str) -> None:
-    if not is_right:
-        raise ValueError(
-            f"`{name}` must be a number {what}. Received: {name}={value!r}"
-        )

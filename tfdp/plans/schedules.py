@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping
-from typing import Any
+
+from tfdp.arguments import checked_integer, checked_number, is_integer
 
 RULES = ("linear", "sqrt")
 
@@ -41,8 +41,9 @@ def scale_learning_rate(
     weird trick for parallelizing convolutional neural networks",
     https://arxiv.org/abs/1404.5997, for the square root.
     """
-    _check_positive("learning_rate", learning_rate)
-    _check_positive("scale", scale)
+    positive = "a number greater than zero"
+    learning_rate = checked_number("learning_rate", learning_rate, positive, above=0)
+    scale = checked_number("scale", scale, positive, above=0)
     if rule not in RULES:
         listed = " or ".join(f'"{known}"' for known in RULES)
         raise ValueError(f"`rule` must be {listed}. Received: rule={rule!r}")
@@ -71,7 +72,7 @@ def steps_at_epoch(steps: int | Mapping[int, int], epoch: int) -> int:
     [8, 8, 4, 4]
     """
     check_steps(steps)
-    _check_integer("epoch", epoch, at_least=0)
+    checked_integer("epoch", epoch, 0)
     if not isinstance(steps, Mapping):
         return int(steps)
     begun = [first for first in steps if first <= epoch]
@@ -90,34 +91,14 @@ def check_steps(steps: int | Mapping[int, int], *, name: str = "steps") -> None:
             from integers of at least 0 to such, or is an empty dict.
     """
     if not isinstance(steps, Mapping):
-        _check_integer(name, steps, at_least=1)
+        checked_integer(name, steps, 1)
         return
     is_right = all(
-        _is_integer(first, at_least=0) and _is_integer(number, at_least=1)
+        is_integer(first, least=0) and is_integer(number, least=1)
         for first, number in steps.items()
     )
     if not steps or not is_right:
         raise ValueError(
             f"`{name}` must map at least one epoch, an integer >= 0, to a number "
             f"of micro-batches, an integer >= 1. Received: {name}={steps!r}"
-        )
-
-
-def _is_integer(value: Any, *, at_least: int) -> bool:
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return is_integer and value >= at_least
-
-
-def _check_integer(name: str, value: Any, *, at_least: int) -> None:
-    if not _is_integer(value, at_least=at_least):
-        raise ValueError(
-            f"`{name}` must be an integer >= {at_least}. Received: {name}={value!r}"
-        )
-
-
-def _check_positive(name: str, value: Any) -> None:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value) and value > 0):
-        raise ValueError(
-            f"`{name}` must be a number greater than zero. Received: {name}={value!r}"
         )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import numbers
 from collections.abc import Sequence
 
+from tfdp.arguments import checked_integer, plain
 from tfdp.plans.buckets import Entry
 from tfdp.plans.shards import Row, Segment, ShardBucket
 
@@ -60,17 +60,14 @@ class UnitOptions:
             )
         object.__setattr__(self, "layers", tuple(dict.fromkeys(names)))
         reshard = self.reshard_after_forward
-        if reshard != "node" and not isinstance(reshard, bool):
+        if not isinstance(plain(reshard), (bool, str)) or reshard not in _RESHARDS:
             raise ValueError(
                 f"`reshard_after_forward` must be one of {_RESHARDS}. "
                 f"Received: reshard_after_forward={reshard!r}"
             )
-        is_int = isinstance(self.prefetch, numbers.Integral)
-        if not is_int or isinstance(self.prefetch, bool) or self.prefetch < 0:
-            raise ValueError(
-                "`prefetch` must be an integer of at least 0. "
-                f"Received: prefetch={self.prefetch!r}"
-            )
+        object.__setattr__(self, "reshard_after_forward", plain(reshard))
+        prefetch = checked_integer("prefetch", self.prefetch, 0)
+        object.__setattr__(self, "prefetch", prefetch)
         if self.gather_compression not in _COMPRESSIONS:
             raise ValueError(
                 f"`gather_compression` must be one of {_COMPRESSIONS}. "

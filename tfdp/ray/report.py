@@ -12,6 +12,7 @@ import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from tfdp import checkpoint as checkpoints
+from tfdp.arguments import checked_integer
 from tfdp.forks import TemporaryDirectory
 
 FILE_NAME = "model.keras"
@@ -56,13 +57,9 @@ class ReportCallback(keras.callbacks.Callback):
                 f"`checkpoint` must be one of {_FORMATS}. "
                 f"Received: checkpoint={checkpoint!r}"
             )
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(
-                f"`every` must be an integer of at least 1. Received: every={every!r}"
-            )
         self.metrics = metrics
         self.checkpoint = checkpoint
-        self.every = every
+        self.every = checked_integer("every", every, 1)
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Check that there is a folder that all workers can write into.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.arguments import checked_integer, checked_number
 from tfdp.base.context import replica_context
 from tfdp.reduction.gradient_reducer import GradientReducer
 
@@ -45,24 +45,17 @@ class LossScaling:
 
     def __post_init__(self) -> None:
         for name in ("initial_scale", "min_scale"):
-            value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not 0 < value < math.inf:
-                raise ValueError(
-                    f"`{name}` must be a positive number. Received: {name}={value!r}"
-                )
+            given = getattr(self, name)
+            value = checked_number(name, given, "a positive number", above=0)
+            object.__setattr__(self, name, value)
         if self.min_scale > self.initial_scale:
             raise ValueError(
                 "`min_scale` must not be above `initial_scale`. Received: "
                 f"min_scale={self.min_scale}, initial_scale={self.initial_scale}"
             )
-        steps = self.growth_steps
-        is_int = isinstance(steps, int) and not isinstance(steps, bool)
-        if steps is not None and (not is_int or steps < 1):
-            raise ValueError(
-                "`growth_steps` must be an integer of at least 1. "
-                f"Received: growth_steps={steps!r}"
-            )
+        if self.growth_steps is not None:
+            steps = checked_integer("growth_steps", self.growth_steps, 1)
+            object.__setattr__(self, "growth_steps", steps)
 
     @property
     def is_dynamic(self) -> bool:
