@@ -58,6 +58,7 @@ LEFT_OUT = {
     "garbage_of_one_worker": "models_of_one_worker",
     "an_error_that_one_worker_handles": "models_of_one_worker",
     "loops_inside_the_scope": "fits inside scopes of other cases",
+    "consistency_check_names_what_one_worker_assigns": "values_of_one_worker",
     # Data.
     "labels_that_come_to_differ_are_found": "different_calls",
     "structures_of_arrays": "dictionaries as inputs",

@@ -27,7 +27,7 @@ def refused(env: Env, model: keras.Model, path: str, *counts: str) -> None:
         lambda: model.evaluate(x, y, verbose=0),
         lambda: model.predict(x, verbose=0),
     ):
-        with pytest.raises(ValueError, match="parts of different values") as caught:
+        with pytest.raises(ValueError, match="assigned different values") as caught:
             call()
         text = str(caught.value)
         assert f"Received: {path!r}, " in text
@@ -64,9 +64,39 @@ def values_of_one_worker(env: Env) -> dict:
     # What replaces all of it counts for all that was assigned before.
     if env.rank == 0:
         kernel.value.assign_add(weights[0])
-    with pytest.raises(ValueError, match="parts of different values"):
+    with pytest.raises(ValueError, match="assigned different values"):
         model.train_on_batch(x, y)
     repair()
+    return {"history": common.fit(model, x, y)}
+
+
+@case("Sharded state: weights of one worker only are named, in each stage", **OPTIONS)
+def weights_of_one_worker_beside_sharded_state(env: Env) -> dict:
+    x, y = common.regression_data(16)
+    for stage in (3, 2):
+        with env.scope():
+            model = common.compiled(common.mlp())
+        before = model.get_weights()
+        if env.rank == 1:
+            model.set_weights([weight + 1 for weight in before])
+        callbacks = [tfdp.callbacks.ShardedOptimizer(stage=stage)]
+        with pytest.raises(RuntimeError, match="apart, as seen before the") as error:
+            common.fit(model, x, y, callbacks=callbacks)
+        assert f"in {model.weights[0].path!r} (4 of " in str(error.value)
+    with env.scope():
+        model = common.compiled(common.mlp())
+    common.fit(model, x, y, callbacks=callbacks)
+    kernel = model.layers[0].kernel
+    if env.rank == 0:
+        kernel.assign(before[0])
+    refused(env, model, kernel.path, "1 value", "nothing")
+    model.set_weights(before)
+    # A step mixes what one worker assigns before the next check, for all replicas.
+    check = tfdp.callbacks.ConsistencyCheck(every=3)
+    with pytest.raises(RuntimeError, match="drifted apart, as seen at step 6") as error:
+        common.fit(model, *common.regression_data(), callbacks=[Assign(env, 3), check])
+    assert f"in {kernel.path!r} (1 of 4 variables)" in str(error.value)
+    model.set_weights(before)
     return {"history": common.fit(model, x, y)}
 
 
@@ -99,7 +129,7 @@ def consistency_check_names_what_one_worker_assigns(env: Env) -> dict:
         assert f"as seen {when}" in text
         assert f"in {model.layers[0].kernel.path!r} (1 of 4 variables)" in text
         assert "of worker 1, localhost)" in text
-        with pytest.raises(ValueError, match="parts of different values"):
+        with pytest.raises(ValueError, match="assigned different values"):
             common.fit(model, *data)
         model.set_weights([np.ones(w.shape, "float32") for w in model.weights])
     return {"history": common.fit(model, *data)}

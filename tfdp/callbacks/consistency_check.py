@@ -17,8 +17,8 @@ from tfdp.data.fingerprints import ArrayValues
 from tfdp.data.same_datasets import check_same_values
 from tfdp.keras_hooks import install
 from tfdp.optimizer.arguments import check_strategy
-from tfdp.replicas.assigned_values import sharded_weights
-from tfdp.replicas.drift import check_weights, raise_difference
+from tfdp.replicas.assigned_values import recorded_weights
+from tfdp.replicas.drift import check_weights, compared_weights, raise_difference
 from tfdp.replicas.drift_probe import DriftProbe
 
 
@@ -104,7 +104,7 @@ class ConsistencyCheck(keras.callbacks.Callback):
         self._last_batch = -1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Show the step what was assigned to sharded parameters before it."""
+        """Show the step what was assigned before it where state is sharded."""
         if self._probe is not None:
             self._probe.update_assigned()
 
@@ -153,7 +153,8 @@ class ConsistencyCheck(keras.callbacks.Callback):
         check_same_values(worker_group, topic, list(map(json.loads, texts)), values)
 
     def _warn_of_parts(self) -> None:
-        sharded = sharded_weights(self.model)
+        weights = recorded_weights(self.model)
+        sharded = [weight for weight in weights if weight.value.has_parts]
         if sharded:
             user_code.warn(
                 f"ConsistencyCheck leaves out {len(sharded)} of "
@@ -165,4 +166,5 @@ class ConsistencyCheck(keras.callbacks.Callback):
     def _check(self, when: str) -> None:
         # Workers that are given other settings are at different calls.
         topic = f"ConsistencyCheck(every={self.every})"
-        check_weights(strategy_of(self.model), self.model, topic, when)
+        weights = compared_weights(self.model)
+        check_weights(strategy_of(self.model), weights, topic, when)

@@ -24,7 +24,7 @@ from tfdp.keras_hooks.worker_callbacks import (
     find_callback_problem,
     tfdp_callback_names,
 )
-from tfdp.replicas.assigned_values import sharded_weights
+from tfdp.replicas.assigned_values import recorded_weights
 from tfdp.replicas.synchronized_scope import synchronize_created
 
 _DATA = ("x", "y", "sample_weight")
@@ -240,8 +240,8 @@ def _value_problem(
 
 
 def _assigned_to(model: Any) -> str:
-    """Digest of what was assigned to sharded parameters, or `""`."""
-    records = [weight.value.assigned for weight in sharded_weights(model)]
+    """Digest of what was assigned to weights of which each worker has a part."""
+    records = [weight.value.assigned for weight in recorded_weights(model)]
     if not any(record.digest or record.is_mixed for record in records):
         return ""
     text = json.dumps([[record.digest, record.is_mixed] for record in records])
@@ -251,13 +251,13 @@ def _assigned_to(model: Any) -> str:
 def _assignment_problem(
     worker_group: WorkerGroup, topic: str, told: list[dict], model: Any
 ) -> str:
-    """Describe the first sharded parameter of which workers have parts of other values.
+    """Describe the first weight of which workers have parts of different values.
 
     The assignments are not compared again if all have made the same.
     """
     if not any(text["assigned"] for text in told):
         return ""
-    weights = sharded_weights(model)
+    weights = recorded_weights(model)
     records = [weight.value.assigned for weight in weights]
     own = [[record.digest, record.is_mixed, record.text] for record in records]
     all_own = [own] * len(told)
@@ -271,9 +271,9 @@ def _assignment_problem(
         if not problem and (not are_alike or record.is_mixed):
             found = [f"{entry[2]} on worker {r}" for r, entry in enumerate(entries)]
             problem = (
-                "Workers hold parts of different values of a sharded parameter. Assign "
-                "the same to it on every worker, by the same calls of `set_weights`, "
-                "`assign` and `load_weights`. "
+                "Workers have assigned different values to a weight of which each "
+                "keeps or updates its own part. Assign the same to it on every worker, "
+                "by the same calls of `set_weights`, `assign` and `load_weights`. "
                 f"Received: {weight.path!r}, {', '.join(found)}"
             )
         record.compared(are_alike=are_alike)

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.base.context import replica_context
 from tfdp.parameters.packing import elements_of
 from tfdp.plans.shards import Segment
 from tfdp.plans.units import Ranges
@@ -77,7 +78,6 @@ class ShardedParameter(MirroredVariable):
         self.unit: Any = None
         self.eager_value: tuple[Any, tf.Tensor] | None = None
         self.eager_source: tf.Tensor | None = None
-        # What this worker has assigned to it, and all others should have too.
         self.assigned = AssignedValues()
         super().__init__(strategy, list(parts), tf.VariableAggregation.NONE)
 
@@ -130,14 +130,14 @@ class ShardedParameter(MirroredVariable):
         del args, kwargs
         value = tf.convert_to_tensor(value, self.dtype)
         value.shape.assert_is_compatible_with(self.whole_shape)
-        self._record(value, replaces=True)
+        self.record(value, replaces=True)
         return self._update_parts(lambda part, own: part.assign(own), value)
 
     def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> ShardedParameter:
         """Add to the whole; each replica takes its part of it."""
         del args, kwargs
         delta = tf.convert_to_tensor(delta, self.dtype)
-        self._record(delta, replaces=False)
+        self.record(delta, replaces=False)
         return self._update_parts(lambda part, own: part.assign_add(own), delta)
 
     def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> ShardedParameter:
@@ -154,16 +154,12 @@ class ShardedParameter(MirroredVariable):
         part.assign(tf.reshape(value, part.shape), read_value=False)
         self.reader.forget(self)
 
-    def _record(self, value: tf.Tensor, *, replaces: bool) -> None:
-        """Record what is assigned outside of a step, for comparison by the workers."""
-        worker_group = self.distribute_strategy.extended.worker_group
-        if worker_group.num_workers > 1 and _running_replica() is None:
-            self.assigned.add(value, replaces=replaces)
-
     def _update_parts(self, update: Callable, value: tf.Tensor) -> ShardedParameter:
         flat = tf.reshape(value, [-1])
-        replica = _running_replica()
-        replicas = range(len(self.values)) if replica is None else [replica]
+        context = replica_context()
+        replicas: Sequence[int] = range(len(self.values))
+        if context is not None:
+            replicas = [_compat.local_replica_id(context)]
         for replica in replicas:
             part = self.values[replica]
             start, stop = self.ranges[self.reader.owner(replica)]
@@ -172,14 +168,6 @@ class ShardedParameter(MirroredVariable):
                 update(part, tf.reshape(own, part.shape))
         self.reader.forget(self)
         return self
-
-
-def _running_replica() -> int | None:
-    """Index of the replica among the local ones whose step runs, or `None`."""
-    context = tf.distribute.get_replica_context()
-    if context is None or not tf.distribute.has_strategy():
-        return None
-    return _compat.local_replica_id(context)
 
 
 def sharded_parameter(variable: Any) -> ShardedParameter | None:

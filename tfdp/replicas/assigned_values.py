@@ -1,7 +1,9 @@
-"""Record of what a worker has assigned to sharded parameters outside of steps.
+"""Record of what a worker has assigned outside of steps, where state is sharded.
 
-Of a sharded parameter each worker holds other elements, so that no checksum of them
-tells whether all workers have made the same assignments. These are compared instead.
+Of a sharded parameter each worker holds other elements, and of one whose optimizer
+state is sharded it updates other elements, which the others get: after a step no
+checksum tells whether all workers have made the same assignments. These are compared
+instead.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ def num_assigned() -> int:
 
 
 class AssignedValues:
-    """What was assigned to one parameter since workers compared it last."""
+    """What a worker has assigned to one weight since all compared it last."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -84,9 +86,9 @@ class AssignedValues:
         return f"{counted(self._count, 'value')} ({self._digest[:8]})"
 
 
-def sharded_weights(model: Any) -> list[Any]:
-    """Return the weights of a model of which each replica holds other elements."""
-    return [w for w in model.weights if getattr(w.value, "has_parts", False)]
+def recorded_weights(model: Any) -> list[Any]:
+    """Return the weights of a model of which it is recorded what is assigned."""
+    return [w for w in model.weights if getattr(w.value, "assigned", None) is not None]
 
 
 def checksum_of_text(text: str) -> int:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.cluster.words import counted
-from tfdp.replicas.assigned_values import sharded_weights
+from tfdp.replicas.assigned_values import recorded_weights
 from tfdp.replicas.checksum import checksums
 
 # A message with hundreds of names would not be read.
@@ -27,23 +27,30 @@ def replicated_weights(model: Any) -> list:
     return [weight for weight in model.weights if _is_replicated(weight.value)]
 
 
-def check_weights(strategy: Any, model: Any, topic: str, when: str) -> None:
+def compared_weights(model: Any) -> list:
+    """Return the weights that are compared: with equal values, and sharded ones."""
+    replicated = replicated_weights(model)
+    known = {id(weight) for weight in replicated}
+    return [*replicated, *(w for w in recorded_weights(model) if id(w) not in known)]
+
+
+def check_weights(strategy: Any, weights: Sequence[Any], topic: str, when: str) -> None:
     """Raise on every worker if replicas hold different weights; all workers call it.
 
     Args:
         strategy: A tfdp strategy.
-        model: Keras model.
+        weights: Sequence of Keras variables.
         topic: String, name of the all-gather for messages.
         when: String, the point in training, for the message.
 
     Raises:
         RuntimeError: Naming the replicas and the first variable that differs.
     """
-    tables = _local_checksums(strategy, model)
+    tables = _local_checksums(strategy, weights)
     own = [hashlib.sha256(json.dumps(table).encode()).hexdigest() for table in tables]
     totals = _all_gather(strategy, topic, own)
     if len(set(totals)) > 1:
-        _raise_drift(strategy, model, when, totals, tables)
+        _raise_drift(strategy, weights, when, totals, tables)
 
 
 def raise_difference(
@@ -60,7 +67,9 @@ def raise_difference(
     Raises:
         RuntimeError: Naming the replicas and the first variable that differs.
     """
-    _raise_drift(strategy, model, when, totals, _local_checksums(strategy, model))
+    weights = compared_weights(model)
+    tables = _local_checksums(strategy, weights)
+    _raise_drift(strategy, weights, when, totals, tables)
 
 
 def describe_difference(
@@ -133,12 +142,19 @@ def _describe_outliers(values: Sequence[Any], replicas: Sequence[str]) -> str:
 
 
 def _raise_drift(
-    strategy: Any, model: Any, when: str, totals: Sequence[Any], tables: list[list[int]]
+    strategy: Any,
+    weights: Sequence[Any],
+    when: str,
+    totals: Sequence[Any],
+    tables: list[list[int]],
 ) -> NoReturn:
     all_tables = _all_gather(strategy, "replicas that differ", tables)
     strategy.extended.worker_group.leave()
-    compared = [*replicated_weights(model), *sharded_weights(model)]
-    paths = [weight.path for weight in compared]
+    paths = [weight.path for weight in weights]
+    for weight, column in zip(weights, zip(*all_tables, strict=True), strict=True):
+        record = getattr(weight.value, "assigned", None)
+        if record is not None:
+            record.compared(are_alike=len(set(column)) == 1)
     found = describe_difference(totals, all_tables, paths, _replica_names(strategy))
     raise RuntimeError(
         f"Replicas have drifted apart, as seen {when}: {found}. Every replica makes "
@@ -154,18 +170,24 @@ def _all_gather(strategy: Any, topic: str, own: list) -> list:
     return [item for text in texts for item in json.loads(text)]
 
 
-def _local_checksums(strategy: Any, model: Any) -> list[list[int]]:
+def _local_checksums(strategy: Any, weights: Sequence[Any]) -> list[list[int]]:
     """Compute the checksum of each weight on each local replica.
 
-    Of a sharded one it is that of what was assigned to it outside of steps.
+    It is that of its value, where all replicas have it, and of what was assigned to it
+    outside of steps, where that is recorded.
     """
-    assigned = [weight.value.assigned.checksum for weight in sharded_weights(model)]
-    weights = [weight.value for weight in replicated_weights(model)]
+    values = [weight.value for weight in weights]
+    whole = [index for index, value in enumerate(values) if _is_replicated(value)]
+    records = [getattr(value, "assigned", None) for value in values]
     tables = []
     for replica, device in enumerate(strategy.extended.group.devices):
+        table = [0 if record is None else record.checksum for record in records]
         with tf.device(device):
-            parts = [weight.values[replica].read_value() for weight in weights]
-            tables.append([*checksums(parts).numpy().tolist(), *assigned])
+            parts = [values[index].values[replica].read_value() for index in whole]
+            sums = checksums(parts).numpy().tolist()
+        for index, number in zip(whole, sums, strict=True):
+            table[index] += number
+        tables.append(table)
     return tables
 
 

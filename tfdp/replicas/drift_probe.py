@@ -20,7 +20,7 @@ from tfdp.base.active_hooks import ActiveHooks
 from tfdp.replicas.assigned_values import (
     checksum_of_text,
     num_assigned,
-    sharded_weights,
+    recorded_weights,
 )
 from tfdp.replicas.checksum import checksums, combined
 from tfdp.replicas.drift import replicated_weights
@@ -48,7 +48,7 @@ class DriftProbe:
         self._result = _compat.plain_variable(
             np.zeros([1 + self._num_replicas]), _DTYPE, self._host
         )
-        # What this worker has assigned to sharded weights, and when that was looked at.
+        # What this worker has assigned outside of steps, and when that was looked at.
         self._assigned = _compat.plain_variable(0, tf.int64, self._host)
         self._num_assigned = -1
         self._step: tf.Tensor | None = None
@@ -61,11 +61,11 @@ class DriftProbe:
         probes.activate(self)
 
     def update_assigned(self) -> None:
-        """Let the next check see what was assigned to sharded weights before it."""
+        """Let the next check see what was assigned outside of steps before it."""
         if self._num_assigned == num_assigned():
             return
         self._num_assigned = num_assigned()
-        records = [weight.value.assigned for weight in sharded_weights(self.model)]
+        records = [weight.value.assigned for weight in recorded_weights(self.model)]
         digest = "".join(record.digest for record in records)
         self._assigned.assign(checksum_of_text(digest))
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base import batch_weight, loops
 from tfdp.base.context import replica_context
+from tfdp.replicas.assigned_values import AssignedValues
 
 _MERGE_OPS = {"Maximum": "max", "Minimum": "min"}
 # The names that BatchNormalization, and layers modelled on it, give to the
@@ -37,6 +38,8 @@ class MirroredVariable(_Array, _compat.MirroredVariable):
 
     # Whether each replica holds other elements, not a copy of all.
     has_parts = False
+    # What was assigned outside of steps, where each worker uses its own part of it.
+    assigned: AssignedValues | None = None
 
     def __int__(self) -> int:
         return int(self.numpy())
@@ -49,6 +52,26 @@ class MirroredVariable(_Array, _compat.MirroredVariable):
 
     def __bool__(self) -> bool:
         return bool(self.numpy())
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        self.record(value, replaces=True)
+        return super().assign(value, *args, **kwargs)
+
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        self.record(delta, replaces=False)
+        return super().assign_add(delta, *args, **kwargs)
+
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        self.record(delta, replaces=False, is_negative=True)
+        return super().assign_sub(delta, *args, **kwargs)
+
+    def record(self, value: Any, *, replaces: bool, is_negative: bool = False) -> None:
+        """Record what is assigned outside of a step, where workers compare it."""
+        if self.assigned is None or replica_context() is not None:
+            return
+        if self.distribute_strategy.extended.worker_group.num_workers > 1:
+            value = tf.convert_to_tensor(value, self.dtype)
+            self.assigned.add(-value if is_negative else value, replaces=replaces)
 
 
 class StatisticVariable(MirroredVariable):

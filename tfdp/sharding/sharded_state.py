@@ -7,8 +7,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from tfdp import _compat
-from tfdp.base.context import replica_context
+from tfdp.base.context import in_replica_thread, replica_context
 from tfdp.base.param_groups import entry_of, innermost, is_elementwise
 from tfdp.coordination.checks import check_same_variables
 from tfdp.options import CommunicationOptions
@@ -26,6 +28,9 @@ from tfdp.plans.shards import (
 )
 from tfdp.reduction.fusion import bucket_bytes_of
 from tfdp.reduction.gradient_reducer import ReplicaReducer
+from tfdp.replicas.assigned_values import AssignedValues
+from tfdp.replicas.drift import check_weights
+from tfdp.replicas.variables import MirroredVariable
 from tfdp.sharding.optimizer_state import (
     accumulator_state,
     param_group_state,
@@ -102,6 +107,9 @@ class ShardedState:
             extended.worker_group, "sharding the optimizer", every, "shards"
         )
         self._check_alike(options, _trained_parts(optimizer), plans)
+        if extended.worker_group.num_workers > 1:
+            state = optimizer.variables if was_built else []
+            self._check_values(strategy, variables, state)
         check_constraints(variables, options.units)
         self._gathers: Gathers | None = None
         if options.shards_parameters:
@@ -123,6 +131,24 @@ class ShardedState:
         self._states = {key: self._state_of(p) for key, p in self.parts.items()}
         if was_built:
             self._take_over()
+
+    def _check_values(
+        self, strategy: Any, variables: Sequence[Any], state: Sequence[Any]
+    ) -> None:
+        """Raise on every worker if parts of different values would be mixed.
+
+        From now on it is recorded what is assigned to the variables outside of steps.
+        """
+        if tf.executing_eagerly() and not in_replica_thread():
+            # Scalars are counters, and rates that each worker may set itself.
+            slots = [v for v in state if len(v.shape) and hasattr(v, "value")]
+            when = "before the optimizer is sharded"
+            topic = "sharding the optimizer: values"
+            check_weights(strategy, [*variables, *slots], topic, when)
+        for variable in variables:
+            value = _compat.value_of(variable)
+            if isinstance(value, MirroredVariable) and value.assigned is None:
+                value.assigned = AssignedValues()
 
     def _check_alike(
         self, options: ShardingOptions, parts: list[Any], plans: dict[int, ShardPlan]
