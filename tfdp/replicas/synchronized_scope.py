@@ -77,7 +77,8 @@ class CreatedVariables:
         if not self._variables:
             return None
         gone = [index for index, v in enumerate(self._variables) if v is None]
-        alive = [s for index, s in enumerate(self._signatures) if index not in {*gone}]
+        both = zip(self._signatures, self._variables, strict=True)
+        alive = [signature for signature, variable in both if variable is not None]
         return {
             "created": _digest(self._signatures),
             "alive": _digest(alive),
