@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import subprocess
 import sys
-import time
+import threading
 
 from tests.cli.test_run import DEADLINE_SECONDS, Launcher
 from tfdp.cluster import free_ports
@@ -74,11 +74,15 @@ def ended(
 
 def read_until(process: subprocess.Popen, words: str) -> str:
     """Read the output of a launcher up to a line with these words."""
-    output, deadline = "", time.monotonic() + DEADLINE_SECONDS
-    while time.monotonic() < deadline:
-        line = process.stdout.readline()
-        output += line
-        if words in line:
-            return output
-        assert line, f"{words!r} is not in {output!r}"
-    raise AssertionError(f"{words!r} did not come: {output!r}")
+    output = ""
+    # Of one that is silent no line is read: it is killed, which ends its output.
+    timer = threading.Timer(DEADLINE_SECONDS, process.kill)
+    timer.start()
+    try:
+        while line := process.stdout.readline():
+            output += line
+            if words in line:
+                return output
+        raise AssertionError(f"{words!r} is not in {output!r}")
+    finally:
+        timer.cancel()

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 
 from tfdp.cluster.islands import Island
+from tfdp.islands.frames import close, secured
 from tfdp.islands.hub import Hub
-from tfdp.islands.member import HubGone, Member, tell_end
+from tfdp.islands.launcher_link import LauncherLink
+from tfdp.islands.member import HubGone, Member
 
 SECRET = "0123456789abcdef"
 SETTINGS = {"sync_every": 4, "least": None, "patience_seconds": 0.2}
@@ -277,8 +279,9 @@ def test_fewer_than_least_go_on_when_no_more_will_come(open_hub):
     # The process of one has ended for good while it is waited for.
     hub = open_hub(2)
     first, _ = join(hub, 0, 1, settings=settings)
-    threading.Timer(0.3, tell_end, [island(hub, 1)]).start()
-    assert bring(first, 0, 1.0).participants == 1
+    with contextlib.closing(LauncherLink(island(hub, 1), [1])) as link:
+        threading.Timer(0.3, link.ended, [1]).start()
+        assert bring(first, 0, 1.0).participants == 1
 
 
 def test_all_begin_with_the_state_that_has_most_updates(open_hub):
@@ -310,7 +313,8 @@ def test_a_hub_is_needed_until_those_that_have_been_there_have_ended(open_hub):
 
 
 def test_an_island_that_gives_no_sign_of_life_has_gone(open_hub, monkeypatch):
-    monkeypatch.setattr("tfdp.islands.frames._SILENT_SECONDS", 1)
+    monkeypatch.setattr("tfdp.islands.frames.SILENT_SECONDS", 1)
+    monkeypatch.setattr("tfdp.islands.frames.BEAT_SECONDS", 0.1)
     monkeypatch.setattr("tfdp.islands.member.BEAT_SECONDS", 0.1)
     first, second = join(open_hub(2), 0, 1)
     time.sleep(1.5)  # both are there, and compute
@@ -342,3 +346,134 @@ def test_a_hub_that_may_open_no_more_files_says_so_once(capsys, monkeypatch):
             time.sleep(0.001)
     said = capsys.readouterr().err
     assert said.count("no island can connect: This process may open no more files") == 1
+
+
+def wait_until(is_so: collections.abc.Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_hub_forgets_an_island_whose_launcher_has_ended_too(open_hub, monkeypatch):
+    monkeypatch.setattr("tfdp.islands.hub.SILENT_SECONDS", 0.5)
+    settings = {**SETTINGS, "least": 2}
+    hub = open_hub(2)
+    first, second = join(hub, 0, 1, settings=settings)
+    link = LauncherLink(island(hub, 1), [1])
+    wait_until(lambda: len(hub._connections) == 3)
+    second.close()
+    time.sleep(0.7)
+    assert hub.forget_lost() == []  # its launcher starts it again
+    # As where the launcher is killed: nothing is reported.
+    monkeypatch.setattr("tfdp.islands.launcher_link.connect", refuse)
+    for connection, heard in list(hub._connections.items()):
+        if heard == {1}:
+            close(connection)
+    found: list[int] = []
+
+    def forget() -> None:
+        wait_until(lambda: found.extend(hub.forget_lost()) or found)
+
+    # An exchange of at least two has waited for it, too.
+    reply, _ = at_once(lambda: bring(first, 0, 1.0), forget)
+    assert reply.participants == 1
+    assert found == [1]
+    first.close()
+    hub.ended(0)
+    wait_until(lambda: not hub.is_needed)
+    link.close()
+
+
+def refuse(*args: object) -> None:
+    raise RuntimeError("the network is cut")
+
+
+def test_an_island_that_was_forgotten_may_come_back(open_hub, monkeypatch):
+    monkeypatch.setattr("tfdp.islands.hub.SILENT_SECONDS", 0)
+    hub = open_hub(2)
+    first, second = join(hub, 0, 1, settings={**SETTINGS, "least": 2})
+    second.close()
+    wait_until(lambda: hub.forget_lost() == [1])
+    again = Member(island(hub, 1))
+    version, _ = again.join({**SETTINGS, "least": 2}, [np.zeros(2, "f4")])
+    replies = at_once(lambda: bring(first, 0, 1.0), lambda: bring(again, version, 3.0))
+    assert [reply.participants for reply in replies] == [2, 2]
+    assert hub.is_needed
+
+
+def test_islands_of_the_launcher_that_runs_the_hub_are_not_forgotten(monkeypatch):
+    monkeypatch.setattr("tfdp.islands.hub.SILENT_SECONDS", 0)
+    server = socket.create_server(("127.0.0.1", 0))
+    with Hub(server, SECRET, 1, own=[0]) as hub:
+        (member,) = join(hub, 0)
+        member.close()
+        wait_until(lambda: not hub._connections)
+        assert hub.forget_lost() == []  # it starts again
+        assert hub.is_needed
+
+
+def test_a_link_reports_what_has_ended_while_the_hub_could_not_be_reached(
+    open_hub, monkeypatch
+):
+    monkeypatch.setattr("tfdp.islands.launcher_link._RETRY_SECONDS", 0.05)
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    server.close()
+    link = LauncherLink(Island(1, 3, f"127.0.0.1:{port}", SECRET), [1, 2])
+    time.sleep(0.2)
+    link.ended(1)
+    server = socket.create_server(("127.0.0.1", port))
+    with Hub(server, SECRET, 3) as hub:
+        wait_until(lambda: hub._expected == {0, 2})
+        assert hub.is_needed
+        link.close()
+        wait_until(lambda: not hub.is_needed)
+        assert hub._expected == {0}
+    # A hub that has gone holds up no launcher.
+    begin = time.monotonic()
+    LauncherLink(Island(1, 3, f"127.0.0.1:{port}", SECRET), [1]).close()
+    assert time.monotonic() - begin < DEADLINE_SECONDS / 2
+
+
+def test_islands_that_wait_for_long_hear_that_the_hub_lives(open_hub, monkeypatch):
+    monkeypatch.setattr("tfdp.islands.frames.SILENT_SECONDS", 1)
+    monkeypatch.setattr("tfdp.islands.frames.BEAT_SECONDS", 0.1)
+    monkeypatch.setattr("tfdp.islands.member.BEAT_SECONDS", 0.1)
+    first, second = join(open_hub(2), 0, 1)
+
+    def late() -> object:
+        time.sleep(2.0)
+        return bring(second, 0, 3.0)
+
+    replies = at_once(lambda: bring(first, 0, 1.0), late)
+    assert [reply.participants for reply in replies] == [2, 2]
+
+
+def test_a_hub_that_stands_still_is_gone_for_its_islands_and_launchers(monkeypatch):
+    """Its kernel goes on to answer for it: connections stay open."""
+    monkeypatch.setattr("tfdp.islands.frames.SILENT_SECONDS", 1)
+    monkeypatch.setattr("tfdp.islands.launcher_link._CLOSE_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = Island(0, 1, f"127.0.0.1:{server.getsockname()[1]}", SECRET)
+
+        def prove() -> None:
+            for _ in range(2):
+                kept.append(secured(server.accept()[0], SECRET, is_hub=True))
+
+        kept: list = []
+        thread = threading.Thread(target=prove, daemon=True)
+        thread.start()
+        member, link = Member(address), LauncherLink(address, [0])
+        thread.join(DEADLINE_SECONDS)
+        begin = time.monotonic()
+        with pytest.raises(HubGone, match="is suspended, or is cut off"):
+            member.join(SETTINGS, [np.zeros(2, "f4")])
+        # More than the kernels hold between them, which nobody takes.
+        with pytest.raises(HubGone):
+            member.keep(1, [np.zeros(1 << 24, "f4")])
+        link.close()
+        assert time.monotonic() - begin < DEADLINE_SECONDS
+        member.close()
+        for connection in kept:
+            connection.close()

@@ -22,6 +22,7 @@ class IslandJob(Job):
         max_restarts: Int, how often an island is started again after it has failed,
             those of this machine together.
         ended: Callable, which is told the index of an island that has ended for good.
+        each_turn: Callable, which is called several times a second.
         **options: As for `Job`.
     """
 
@@ -30,6 +31,7 @@ class IslandJob(Job):
         islands: list[Island],
         max_restarts: int,
         ended: Callable[[int], None],
+        each_turn: Callable[[], None],
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -38,6 +40,7 @@ class IslandJob(Job):
         self._max_restarts = max_restarts
         self._num_restarts = 0
         self._ended = ended
+        self._each_turn = each_turn
         # When those that failed are started again, by their place.
         self._starts_at: dict[int, float] = {}
         self._told: set[int] = set()
@@ -50,6 +53,7 @@ class IslandJob(Job):
         return {**environment, "TF_CONFIG": json.dumps(config)}
 
     def _is_over(self) -> bool:
+        self._each_turn()
         self._start_again()
         self._tell_ends()
         return not self._running() and not self._starts_at

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -15,7 +15,7 @@ import click
 from tfdp.cli.attempts import run_job
 from tfdp.cli.island_job import IslandJob
 from tfdp.cli.island_options import IslandOptions
-from tfdp.cli.job import JobOptions
+from tfdp.cli.job import TIMED_OUT, JobOptions
 from tfdp.cli.launch import make_clusters
 from tfdp.cli.run_settings import RunSettings
 from tfdp.cli.run_where import open_logs, warn_of_surroundings
@@ -29,6 +29,7 @@ from tfdp.rendezvous.secret import VARIABLE, new_secret, read_secret
 
 if TYPE_CHECKING:
     from tfdp.islands.hub import Hub
+    from tfdp.islands.launcher_link import LauncherLink
 
 _TURN_SECONDS = 0.2
 
@@ -62,7 +63,7 @@ def run_islands(
     secret = _secret(options)
     indices = range(options.first, options.first + count)
     logs = open_logs(folder, [f"island-{i}.log" for i in indices], screen)
-    with _hub(options, secret, total) as (address, hub):
+    with _hub(options, secret, total, indices) as (address, hub):
         screen.message(
             f"tfdp: starting {counted(count, 'island')} of {total}, which meet at "
             f"{address}; logs in {folder}"
@@ -74,26 +75,28 @@ def run_islands(
             for each in make_clusters(count, settings.devices_per_worker or 1)
         ]
         islands = [Island(index, total, address, secret) for index in indices]
-        job = IslandJob(
-            islands,
-            settings.max_restarts,
-            functools.partial(_tell_end, hub, islands[0]),
-            command=settings.command,
-            clusters=clusters,
-            logs=logs,
-            screen=screen,
-            signals=signals,
-            options=JobOptions(until, settings.grace),
-        )
-        code = run_job(job)
+        with _link(islands, hub) as link:
+            job = IslandJob(
+                islands,
+                settings.max_restarts,
+                link.ended,
+                functools.partial(_forget_lost, hub, screen),
+                command=settings.command,
+                clusters=clusters,
+                logs=logs,
+                screen=screen,
+                signals=signals,
+                options=JobOptions(until, settings.grace),
+            )
+            code = run_job(job)
         if hub is not None:
-            _wait_for_others(hub, screen, signals, until)
+            code = _wait_for_others(hub, screen, signals, until) or code
         return code
 
 
 @contextlib.contextmanager
 def _hub(
-    options: IslandOptions, secret: str, total: int
+    options: IslandOptions, secret: str, total: int, indices: Sequence[int]
 ) -> Iterator[tuple[str, Hub | None]]:
     """Run the hub inside if it is on this machine; yields its address and it."""
     if options.first > 0:
@@ -113,32 +116,54 @@ def _hub(
             "the machine with --first-island 0, and a port that is free there"
         ) from error
     assert server is not None
-    with Hub(server, secret, total) as hub:
+    with Hub(server, secret, total, own=indices) as hub:
         yield options.hub or f"127.0.0.1:{hub.port}", hub
 
 
-def _tell_end(hub: Hub | None, first: Island, index: int) -> None:
-    """Tell the hub, wherever it is, that an island has ended for good."""
+@contextlib.contextmanager
+def _link(islands: list[Island], hub: Hub | None) -> Iterator[Hub | LauncherLink]:
+    """Report the ends of this machine's islands to the hub, wherever it is."""
     if hub is not None:
-        hub.ended(index)
+        yield hub
         return
-    from tfdp.islands.member import tell_end
+    from tfdp.islands.launcher_link import LauncherLink
 
-    tell_end(dataclasses.replace(first, index=index))
+    with contextlib.closing(
+        LauncherLink(islands[0], [island.index for island in islands])
+    ) as link:
+        yield link
+
+
+def _forget_lost(hub: Hub | None, screen: Screen) -> None:
+    """Say which islands the hub has stopped waiting for."""
+    for index in hub.forget_lost() if hub is not None else []:
+        screen.message(
+            f"tfdp: island {index} is lost: neither it nor its launcher has given a "
+            "sign of life for a minute. The others go on without it; the same line on "
+            "its machine brings it back",
+            "warning",
+        )
 
 
 def _wait_for_others(
     hub: Hub, screen: Screen, signals: SignalPipe, until: float | None
-) -> None:
-    """Wait until the islands of other machines are through, which need the hub."""
-    if hub.is_needed:
-        screen.message(
-            "tfdp: waiting for islands of other machines, which need the hub"
-        )
-    while hub.is_needed and not signals.received:
+) -> int | None:
+    """Wait until the islands of other machines are through, which need the hub.
+
+    Returns:
+        Int, the exit code where the wait was ended by a signal or by `--timeout`.
+    """
+    if signals.received or not hub.is_needed:
+        return None
+    screen.message("tfdp: waiting for islands of other machines, which need the hub")
+    while hub.is_needed:
+        if signals.received:
+            return 128 + signals.received[0]
         if until is not None and time.monotonic() >= until:
-            return
+            return TIMED_OUT
+        _forget_lost(hub, screen)
         signals.wait(_TURN_SECONDS)
+    return None
 
 
 def _secret(options: IslandOptions) -> str:

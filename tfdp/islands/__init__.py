@@ -7,6 +7,7 @@ common. Files, in reading order:
 - `meeting`: means over the islands that come in time, and the state for who joins.
 - `hub`: the process that islands connect to, one meeting for each `fit`.
 - `member`: the hub as an island sees it.
+- `launcher_link`: the hub as the launcher of another machine sees it.
 - `outer_state`: weights that all islands have in common, and their optimizer.
 - `training`: exchanges of an island while it trains.
 

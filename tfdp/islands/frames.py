@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import (
@@ -30,10 +31,11 @@ _LIVENESS = {
 }
 # How long the other end may take to prove itself.
 _PROOF_SECONDS = 10
-# An island sends a sign of life so often, and without any for so long has gone.
+# Each end sends a sign of life so often, and without any for so long is lost.
 BEAT_SECONDS = 5.0
-_SILENT_SECONDS = 60
+SILENT_SECONDS = 60
 _TIMEVAL = struct.Struct("ll")
+_BEAT = {"kind": "beat"}
 # More is no head of a message.
 _MOST_HEAD_BYTES = 1 << 22
 # What a connection raises whose other end has gone.
@@ -43,11 +45,13 @@ GONE = (EOFError, OSError, AuthenticationError)
 def secured(sock: socket.socket, secret: str, *, is_hub: bool) -> Connection:
     """Make a connection of a socket, once both ends have proved themselves.
 
+    From then on reading and writing fail after a minute in which the other end has
+    sent, or taken, nothing: a process that is suspended keeps its connections.
+
     Args:
         sock: TCP socket, which belongs to the connection from then on.
         secret: String.
-        is_hub: Bool, whether this end asks first, and then waits for what the other
-            one sends no longer than for a minute without a sign of life.
+        is_hub: Bool, whether this end asks first.
 
     Raises:
         AuthenticationError: If the other end has another secret.
@@ -73,7 +77,7 @@ def secured(sock: socket.socket, secret: str, *, is_hub: bool) -> Connection:
         connection.close()
         raise
     with _socket_of(connection) as own:
-        _limit_silence(own, _SILENT_SECONDS if is_hub else 0)
+        _limit_silence(own, SILENT_SECONDS)
     return connection
 
 
@@ -99,7 +103,7 @@ def send(
 
 
 def receive(connection: Connection) -> tuple[dict[str, Any], list[Array]]:
-    """Receive a message.
+    """Receive a message, after signs of life.
 
     Args:
         connection: `Connection`.
@@ -108,9 +112,10 @@ def receive(connection: Connection) -> tuple[dict[str, Any], list[Array]]:
         Tuple of a dict, and a list of arrays.
 
     Raises:
-        EOFError, OSError: If the other end has gone.
+        EOFError, OSError: If the other end has gone, or is silent for too long.
     """
-    head = json.loads(connection.recv_bytes(_MOST_HEAD_BYTES))
+    while (head := json.loads(connection.recv_bytes(_MOST_HEAD_BYTES))) == _BEAT:
+        pass
     arrays = []
     for dtype, shape in head.pop("arrays"):
         array = np.empty(shape, np.dtype(dtype))
@@ -118,6 +123,41 @@ def receive(connection: Connection) -> tuple[dict[str, Any], list[Array]]:
             connection.recv_bytes_into(_bytes_of(array))
         arrays.append(array)
     return head, arrays
+
+
+def send_beat(connection: Connection) -> None:
+    """Send a sign of life, which `receive` passes over.
+
+    Args:
+        connection: `Connection`.
+
+    Raises:
+        OSError: If the other end has gone.
+    """
+    connection.send_bytes(json.dumps(_BEAT).encode())
+
+
+@contextlib.contextmanager
+def beating(connection: Connection) -> Iterator[None]:
+    """Send signs of life while the other end waits for what is computed inside.
+
+    Args:
+        connection: `Connection`, to which nothing else is sent meanwhile.
+    """
+    is_over = threading.Event()
+
+    def beat() -> None:
+        with contextlib.suppress(*GONE):  # what is sent next says so
+            while not is_over.wait(BEAT_SECONDS):
+                send_beat(connection)
+
+    thread = threading.Thread(target=beat, name="tfdp beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def close(connection: Connection) -> None:
@@ -138,8 +178,9 @@ def _socket_of(connection: Connection) -> Iterator[socket.socket]:
 
 
 def _limit_silence(sock: socket.socket, seconds: int) -> None:
-    """Let reading fail after so long without a byte; 0: never."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(seconds, 0))
+    """Let reading and writing fail after so long without a byte."""
+    for option in socket.SO_RCVTIMEO, socket.SO_SNDTIMEO:
+        sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(seconds, 0))
 
 
 def _bytes_of(array: Array) -> memoryview:

@@ -7,11 +7,20 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Collection
 from multiprocessing.connection import Connection
 from typing import Any
 
 from tfdp.cluster.limits import lack_of_files
-from tfdp.islands.frames import GONE, close, receive, secured, send
+from tfdp.islands.frames import (
+    GONE,
+    SILENT_SECONDS,
+    beating,
+    close,
+    receive,
+    secured,
+    send,
+)
 from tfdp.islands.meeting import Meeting, Parcel, Participant
 
 # How long those who come first wait for the others, which may still start.
@@ -28,6 +37,8 @@ class Hub:
         count: Int, islands that may come.
         join_seconds: Float, how long the first ones wait for the others. Defaults to
             two minutes.
+        own: Collection of ints, islands of the process that runs the hub, which says
+            itself when they have ended. Defaults to none.
 
     Attributes:
         port: Int, the one that it listens on.
@@ -39,6 +50,7 @@ class Hub:
         secret: str,
         count: int,
         join_seconds: float = JOIN_SECONDS,
+        own: Collection[int] = (),
     ) -> None:
         self._server = server
         self.port: int = server.getsockname()[1]
@@ -47,11 +59,15 @@ class Hub:
         self._lock = threading.Lock()
         self._is_closed = False
         self._has_warned = False
-        self._connections: set[Connection] = set()
+        # Which islands give a sign of life over each.
+        self._connections: dict[Connection, set[int]] = {}
         self._meetings: dict[int, Meeting] = {}
         # Islands that have not ended for good, and of those that have been here.
         self._expected = set(range(count))
         self._seen: set[int] = set()
+        self._own = frozenset(own)
+        # When others were last heard of, by `time.monotonic()`.
+        self._heard_at: dict[int, float] = {}
         self._start(self._accept)
 
     def __enter__(self) -> Hub:
@@ -75,6 +91,27 @@ class Hub:
         """Bool, whether an island is there, or has been and may come back."""
         with self._lock:
             return bool(self._connections or self._seen & self._expected)
+
+    def forget_lost(self) -> list[int]:
+        """Take islands for ended that have been silent for a minute with no connection.
+
+        An island that failed starts again without delay, and its launcher reports
+        meanwhile: where neither is heard of, the launcher has ended, too.
+
+        Returns:
+            List of ints, those that were expected until now.
+        """
+        with self._lock:
+            heard = self._own.union(*self._connections.values())
+            since = time.monotonic() - SILENT_SECONDS
+            lost = [
+                index
+                for index in sorted(self._seen & self._expected - heard)
+                if self._heard_at[index] <= since
+            ]
+        for index in lost:
+            self.ended(index)
+        return lost
 
     def ended(self, index: int) -> None:
         """Take note that an island has ended for good: nobody waits for it.
@@ -115,7 +152,7 @@ class Hub:
             return
         with self._lock:
             is_late = self._is_closed
-            self._connections.add(connection)
+            self._connections[connection] = set()
         try:
             # Whoever breaks the rules is gone, too.
             with contextlib.suppress(*GONE, KeyError, TypeError, ValueError):
@@ -123,23 +160,25 @@ class Hub:
                     self._answer(connection)
         finally:
             with self._lock:
-                self._connections.discard(connection)
+                heard = self._connections.pop(connection)
+                self._heard_at.update(dict.fromkeys(heard, time.monotonic()))
             close(connection)
 
     def _answer(self, connection: Connection) -> None:
         head, arrays = receive(connection)
-        index = int(head["index"])
-        if head["kind"] == "ended":
-            self.ended(index)
-            send(connection, {})
+        if head["kind"] == "launcher":
+            self._serve_launcher(connection, head)
             return
-        with self._lock:
-            self._seen.add(index)
+        index = int(head["index"])
+        self._hear_of(connection, {index})
         number = int(head["fit"])
         meeting = self._meeting(number)
         member = meeting.new_member(index)
         try:
-            reply = meeting.join(member, head["settings"], int(head["updates"]), arrays)
+            with beating(connection):
+                reply = meeting.join(
+                    member, head["settings"], int(head["updates"]), arrays
+                )
             send(connection, *reply)
             if member.has_begun:
                 self._serve_member(connection, meeting, member)
@@ -149,13 +188,31 @@ class Hub:
                 if meeting.is_over:  # its state is of no use to anybody
                     self._meetings.pop(number, None)
 
+    def _hear_of(self, connection: Connection, indices: set[int]) -> None:
+        """Take note of islands that live while a connection does."""
+        with self._lock:
+            before = self._connections[connection] - indices
+            self._heard_at.update(dict.fromkeys(before, time.monotonic()))
+            self._connections[connection] = indices
+            self._seen |= indices
+            self._expected |= indices  # also one that was taken for lost
+
+    def _serve_launcher(self, connection: Connection, head: dict[str, Any]) -> None:
+        """Take the reports of another machine's launcher until it has gone."""
+        told: set[int] = set()
+        while True:
+            for index in set(head["ended"]) - told:
+                self.ended(index)
+            told.update(head["ended"])
+            self._hear_of(connection, set(head["running"]))
+            send(connection, {})
+            head, _ = receive(connection)
+
     def _serve_member(
         self, connection: Connection, meeting: Meeting, member: Participant
     ) -> None:
         while True:
             head, arrays = receive(connection)
-            if head["kind"] == "beat":
-                continue
             if head["kind"] == "bye":
                 meeting.expect_no_more(member.index)
                 return
@@ -163,7 +220,9 @@ class Hub:
                 meeting.keep(int(head["version"]), arrays)
                 continue
             parcel = Parcel(int(head["version"]), float(head["samples"]), arrays)
-            send(connection, *meeting.exchange(member, parcel))
+            with beating(connection):
+                reply = meeting.exchange(member, parcel)
+            send(connection, *reply)
 
     def _meeting(self, number: int) -> Meeting:
         with self._lock:

@@ -107,6 +107,8 @@ class Meeting:
         member = Participant(index)
         with self._changed:
             self._members[index] = member
+            self._may_come.add(index)
+            self._changed.notify_all()
         return member
 
     def leave(self, member: Participant) -> None:

@@ -7,19 +7,26 @@ import dataclasses
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
 from typing import Any
 
 from tfdp.cluster.address import split_address
 from tfdp.cluster.islands import Island
 from tfdp.forks import close_in_forks
-from tfdp.islands.frames import BEAT_SECONDS, GONE, close, receive, secured, send
+from tfdp.islands.frames import (
+    BEAT_SECONDS,
+    GONE,
+    close,
+    receive,
+    secured,
+    send,
+    send_beat,
+)
 from tfdp.transport.communicator import Array
 
 _CONNECT_SECONDS = 60.0
-# A launcher has more to do.
-_TELL_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 
 
@@ -75,7 +82,7 @@ class Member:
     def __init__(self, island: Island, fit: int = 0) -> None:
         self._island = island
         self._fit = fit
-        self._connection = _connect(island, _CONNECT_SECONDS)
+        self._connection = connect(island, _CONNECT_SECONDS)
         # Held while the hub is asked, and knows that this island waits.
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
@@ -161,17 +168,20 @@ class Member:
     def _ask(
         self, head: dict[str, Any], arrays: Sequence[Array]
     ) -> tuple[dict[str, Any], list[Array]]:
-        with self._lock:
-            try:
-                send(self._connection, head, arrays)
-                return receive(self._connection)
-            except GONE as error:
-                raise self._gone() from error
+        with self._translated():
+            send(self._connection, head, arrays)
+            return receive(self._connection)
 
     def _send(self, head: dict[str, Any], arrays: Sequence[Array] = ()) -> None:
+        with self._translated():
+            send(self._connection, head, arrays)
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Use the connection alone inside; translate what it raises."""
         with self._lock:
             try:
-                send(self._connection, head, arrays)
+                yield
             except GONE as error:
                 raise self._gone() from error
 
@@ -179,29 +189,30 @@ class Member:
         """Send signs of life, until this island leaves."""
         with contextlib.suppress(HubGone):  # the next exchange says so
             while not self._is_closed.wait(BEAT_SECONDS):
-                self._send({"kind": "beat"})
+                with self._translated():
+                    send_beat(self._connection)
 
     def _gone(self) -> HubGone:
         return HubGone(
             f"The hub of the islands ({self._island.hub}) has gone: the launcher that "
-            "ran it has ended. Start all again."
+            "ran it has ended, is suspended, or is cut off from the network. Start all "
+            "again."
         )
 
 
-def tell_end(island: Island) -> None:
-    """Tell the hub on another machine that an island has ended for good.
+def connect(island: Island, within_seconds: float) -> Connection:
+    """Connect to the hub.
 
     Args:
         island: `Island`.
+        within_seconds: Float, for how long it is tried.
+
+    Returns:
+        `Connection` whose ends have proved themselves.
+
+    Raises:
+        RuntimeError: If the hub cannot be reached, or has another secret.
     """
-    with contextlib.suppress(*GONE, RuntimeError):  # its launcher has ended, too
-        connection = _connect(island, _TELL_SECONDS)
-        send(connection, {"kind": "ended", "index": island.index})
-        receive(connection)
-        close(connection)
-
-
-def _connect(island: Island, within_seconds: float) -> Any:
     address = split_address(island.hub)
     deadline = time.monotonic() + within_seconds
     while True:
