@@ -71,7 +71,8 @@ class CommunicationOptions:
             `None`: they are measured where a `fit` is long enough to repay it,
             and assumed otherwise. Defaults to `None`.
         timeout_seconds: Float or `None`, how long workers wait for one that does
-            not come, and for a heartbeat of one that hangs. `None` waits for ever
+            not come, for a heartbeat of one that hangs, and for a data source that
+            gives no batch while its processes compute nothing. `None` waits for ever
             and warns, and 60 seconds for a heartbeat. Defaults to `None`.
         uneven: String, what `fit` does where some workers have more batches than
             others. `"join"`: an epoch goes on until the last worker is through;

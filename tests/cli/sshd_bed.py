@@ -114,9 +114,15 @@ class SshdBed:
 
     def start(self, host: int, *arguments: str) -> subprocess.Popen:
         """Start `tfdp run` on a host, in the folder of the bed."""
-        command = (sys.executable, "-m", "tfdp", "run")
+        return self._start(host, "-m", "tfdp", "run", *arguments)
+
+    def start_python(self, host: int, code: str) -> subprocess.Popen:
+        """Run Python code on a host, in the folder of the bed."""
+        return self._start(host, "-c", code)
+
+    def _start(self, host: int, *arguments: str) -> subprocess.Popen:
         return subprocess.Popen(
-            [*self.bed.enter(host), *HEEDING, *command, *arguments],
+            [*self.bed.enter(host), *HEEDING, sys.executable, *arguments],
             cwd=self.folder,
             env=self.environment,
             stdin=subprocess.DEVNULL,

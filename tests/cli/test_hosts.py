@@ -25,6 +25,8 @@ from tests.cli.sshd_bed import (
     strike,
     why_not,
 )
+from tests.cli.test_island_launchers import SCRIPT as ISLAND
+from tests.cli.test_run import PRELUDE
 from tests.harness.commands import HEEDING, ROOT, run_python
 
 # Nothing else makes hosts while other tests look for what is left of them.
@@ -188,6 +190,36 @@ def test_a_network_that_is_cut_ends_two_commands(bed: SshdBed):
     assert "node 1 (" in outputs[0][1]
     assert "was lost: it has not answered for 15 s" in outputs[0][1]
     assert "node 0 at 10.77.0.1:29400 has not answered for 15 s" in outputs[1][1]
+    bed.wait_until_empty(0.5)
+
+
+def test_a_hub_that_is_cut_off_ends_the_islands_of_both_hosts(bed: SshdBed):
+    # A minute each, of the launcher and in an island.
+    silence = "from tfdp.islands import frames\nframes.SILENT_SECONDS = 4\n"
+    silence += "frames.BEAT_SECONDS = 0.5\n"
+    (bed.folder / "island.py").write_text(f"{PRELUDE}{silence}{ISLAND}")
+    address = f"{bed.bed.addresses[0]}:29410"
+    line = ["run", "-n", "1", "--islands", "--hub", address, "--num-islands", "2"]
+    started = []
+    with shared_secret(bed):
+        for host in range(2):
+            arguments = [*line, "--first-island", str(host), "island.py"]
+            code = f"{silence}from tfdp.cli.main import main\nmain({arguments!r})"
+            started.append(bed.start_python(host, code))
+    for host, process in enumerate(started):
+        read_until(process, f"[worker {host}] has met 2")
+    bed.set_link("down")
+    begin = time.monotonic()
+    try:
+        read_until(started[0], "tfdp: island 1 is lost: neither it nor its launcher")
+        (bed.folder / "is-over-0").touch()
+        outputs = [ended(process) for process in started]
+    finally:
+        bed.set_link("up")
+    assert time.monotonic() - begin < STOPS_WITHIN_SECONDS
+    assert [code for code, _ in outputs] == [0, 1], outputs
+    assert "is through" in outputs[0][1]
+    assert "is suspended, or is cut off from the network" in outputs[1][1]
     bed.wait_until_empty(0.5)
 
 

@@ -27,7 +27,9 @@ from tfdp.coordination.preemption import restore_python_handler
 from tfdp.forks import close_port_in_forks
 from tfdp.options import CommunicationOptions
 
-_DEFAULT_HEARTBEAT_SECONDS = 60.0
+# TensorFlow measures its heartbeats by the wall clock, and takes all workers for dead
+# when somebody sets that: a day, since `tfdp.coordination.watch` finds who is lost.
+_HEARTBEAT_SECONDS = 24 * 3600
 # All have met a second ago, but to get at many GPUs takes a while.
 _DEFAULT_JOIN_SECONDS = 300.0
 _JOIN_SLACK_SECONDS = 5.0
@@ -232,8 +234,6 @@ def worker_devices(worker: Worker) -> list[str]:
 
 def _configure(cluster: Cluster, timeout_seconds: float | None) -> None:
     join_seconds = timeout_seconds or _DEFAULT_JOIN_SECONDS
-    # `tfdp.coordination.watch` is first: it names the worker, and knows dead from slow.
-    heartbeat_seconds = 2 * (timeout_seconds or _DEFAULT_HEARTBEAT_SECONDS)
     jobs = json.loads(cluster.to_tf_config())["cluster"]
     jobs.pop("evaluator", None)
     leader = (
@@ -245,7 +245,7 @@ def _configure(cluster: Cluster, timeout_seconds: float | None) -> None:
         service_type="standalone",
         service_leader=leader,
         cluster_register_timeout_in_ms=int(join_seconds * 1000),
-        heartbeat_timeout_in_ms=int(heartbeat_seconds * 1000),
+        heartbeat_timeout_in_ms=_HEARTBEAT_SECONDS * 1000,
         coordinated_jobs=_compat.coordinated_jobs(
             {name: len(tasks) for name, tasks in jobs.items()}
         ),

@@ -25,6 +25,7 @@ class WorkerProgress:
             tensors.
         is_computing: Bool, whether TensorFlow runs a step.
         reductions: Int, checksum of all reductions that it has traced.
+        source: String, the data source that it waits for, or `""`.
     """
 
     count: int
@@ -33,6 +34,7 @@ class WorkerProgress:
     is_all_gathering: bool = False
     is_computing: bool = False
     reductions: int = 0
+    source: str = ""
 
 
 @dataclasses.dataclass
@@ -43,6 +45,7 @@ class _Loop:
     epoch: int = -1
     step: int = -1
     computes: bool = False
+    source: str = ""
 
     def __str__(self) -> str:
         where = self.name
@@ -85,6 +88,20 @@ class ProgressRecorder:
         finally:
             self._loops.pop()
             self._advance()
+
+    def reads(self, source: str) -> None:
+        """Record from where the innermost loop has its data.
+
+        Args:
+            source: String, for people.
+        """
+        if self._loops:
+            self._loops[-1].source = source
+
+    @property
+    def source(self) -> str:
+        """String, from where the innermost loop has its data, for people."""
+        return (self._loops[-1].source if self._loops else "") or "the dataset"
 
     def epoch_begins(self) -> None:
         """Record that a loop begins an epoch."""

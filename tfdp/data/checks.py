@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import keras
@@ -155,7 +155,11 @@ def check_structure(data: Any) -> Any:
     ValueError: All batches of a generator must have the same structure. Received: \
 batch 2 of (array, None), after (array, {'a': array})
     """
-    return _checked(data) if isinstance(data, types.GeneratorType) else data
+    if not isinstance(data, types.GeneratorType):
+        return data
+    checked = _checked(data)
+    checked.__name__ = data.__name__  # for messages
+    return checked
 
 
 @contextlib.contextmanager
@@ -184,7 +188,7 @@ def _original_message(text: str) -> str | None:
     return None
 
 
-def _checked(batches: types.GeneratorType) -> Iterator[Any]:
+def _checked(batches: types.GeneratorType) -> Generator[Any, None, None]:
     first = None
     for number, batch in enumerate(batches, start=1):
         structure = _structure_of(batch)

@@ -7,6 +7,7 @@ import json
 import math
 import random
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from tfdp import _compat, user_code
 from tfdp.base import loops, stand_in_seed
 from tfdp.base.context import is_tfdp
 from tfdp.cluster.islands import Island
+from tfdp.coordination.data_wait import data_wait
 from tfdp.coordination.progress import progress
 from tfdp.data import position as data_position
 from tfdp.data.batch_labels import class_labels
@@ -27,18 +29,27 @@ from tfdp.data.lengths import ENDLESS, Length, agreed_steps, dropped_batches
 from tfdp.data.own_data import num_own_steps
 from tfdp.data.own_rows import with_own_rows
 from tfdp.data.per_replica_dataset import PerReplicaDataset, ReadOptions
+from tfdp.data.read_counts import is_counting
 from tfdp.data.same_datasets import check_same_values, stops_at_shortest
-from tfdp.data.uneven_inputs import ShortestDataset
+from tfdp.data.source_name import source_name
+from tfdp.data.uneven_inputs import CountedDataset, ShortestDataset
+
+# The names of what Keras's epoch iterators read.
+_sources: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) -> None:
     """Create Keras's epoch iterator, alike on all workers."""
     strategy: Any = kwargs.get("distribute_strategy", args[0] if args else None)
     has_workers = is_tfdp(strategy) and strategy.extended.worker_group.num_workers > 1
+    if is_tfdp(strategy):
+        _sources[iterator] = source_name(kwargs.get("x"))
+        progress.reads(_sources[iterator])
     if has_workers:
         _agree_on_order(strategy, kwargs)
         kwargs = with_own_rows(strategy, kwargs)
-    original(iterator, *args, **kwargs)
+    with data_wait.reading():  # Keras takes the first batch of a generator
+        original(iterator, *args, **kwargs)
     if has_workers:
         _agree(
             strategy,
@@ -48,6 +59,7 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
         )
     if is_tfdp(strategy):
         _warn_of_no_end(strategy, iterator)
+        _count_reads(strategy, iterator)
     island = island_in_training() if is_tfdp(strategy) else None
     loops.data_is_read()
 
@@ -72,6 +84,18 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
             stand_in_seed.seed(),
             getattr(extended, "worker_group", None),
         )
+
+
+def _count_reads(strategy: Any, iterator: Any) -> None:
+    """Count the reads of a dataset of TensorFlow's, where somebody watches them."""
+    dataset = _compat.distributed_dataset(iterator)
+    is_stock = isinstance(dataset, _compat.DistributedDatasetsFromFunction)
+    if not is_counting() or not is_stock or isinstance(dataset, PerReplicaDataset):
+        return
+    is_alone = strategy.extended.worker_group.num_workers == 1
+    # A worker that asks the others waits for them, not for data.
+    if is_alone or not _compat.asks_for_more(dataset):
+        _compat.set_distributed_dataset(iterator, CountedDataset(dataset))
 
 
 def _is_divided_by_weight(strategy: Any, iterator: Any) -> bool:
@@ -108,8 +132,9 @@ def _agree(strategy: Any, iterator: Any, *, stops: bool, by_weight: bool) -> Non
 
 
 def begin_epoch(original: Callable, iterator: Any) -> Any:
-    """Record that a loop begins an epoch."""
+    """Record that a loop begins an epoch, and of which data."""
     progress.epoch_begins()
+    progress.reads(_sources.get(iterator, ""))
     return original(iterator)
 
 

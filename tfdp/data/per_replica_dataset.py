@@ -16,6 +16,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.data.batch_weights import CountedBatch
 from tfdp.data.element_specs import element_spec_of, empty_of
+from tfdp.data.read_counts import Read
 from tfdp.data.rows import divide_batches
 from tfdp.data.uneven_inputs import StepIterator, has_next_step, raise_out_of_range
 from tfdp.data.weighted_rows import rows_of_ranks_by_weight
@@ -161,14 +162,16 @@ class PerReplicaIterator(StepIterator):
     def get_next(self) -> Any:
         """Return the next batch; raise `tf.errors.OutOfRangeError` at the end."""
         if not self.read_options.asks_workers:
-            parts, num_rows = self._iterator.get_next()
+            with Read() as read:
+                parts, num_rows = self._iterator.get_next()
+            read.given((parts, num_rows))
             batch = self._per_replica(parts)
             return (
                 CountedBatch(batch, num_rows)
                 if self.read_options.counts_rows
                 else batch
             )
-        optional = self._iterator.get_next_as_optional()
+        optional = self._read_optional()
 
         def value_or_empty() -> Any:
             return tf.cond(optional.has_value(), optional.get_value, self._empty)
@@ -179,7 +182,7 @@ class PerReplicaIterator(StepIterator):
 
     def get_next_as_optional(self) -> Any:
         """Return the next batch, or an empty optional at the end."""
-        optional = self._iterator.get_next_as_optional()
+        optional = self._read_optional()
         asks_workers = self.read_options.asks_workers
         has_value = (
             self._has_next_step(optional) if asks_workers else optional.has_value()
@@ -197,6 +200,12 @@ class PerReplicaIterator(StepIterator):
             return tf.experimental.Optional.empty(self.element_spec)
 
         return tf.cond(has_value, value, nothing)
+
+    def _read_optional(self) -> Any:
+        with Read() as read:
+            optional = self._iterator.get_next_as_optional()
+        read.given(optional.has_value())
+        return optional
 
     def _per_replica(self, parts: tuple) -> Any:
         """Return a per-replica value of the local rows, or of one global batch."""

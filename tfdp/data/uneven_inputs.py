@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.collectives import all_reduce
+from tfdp.data.read_counts import Read
 from tfdp.forks import keep_in_forks
 
 
@@ -46,20 +47,20 @@ def raise_out_of_range(strategy: Any) -> tf.Tensor:
         return iter(tf.data.Dataset.range(0)).get_next()
 
 
-class ShortestDataset:
-    """Distributed dataset of TensorFlow that ends with the shortest worker's.
-
-    TensorFlow's own ends with the longest, without an option.
+class StockDataset:
+    """Base class of datasets that read a distributed dataset of TensorFlow's.
 
     Args:
         dataset: A distributed dataset of a tfdp strategy.
     """
 
+    _iterator_class: type[StockIterator]
+
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
 
-    def __iter__(self) -> ShortestIterator:
-        return ShortestIterator(iter(self._dataset))
+    def __iter__(self) -> StockIterator:
+        return self._iterator_class(iter(self._dataset))
 
     @property
     def element_spec(self) -> Any:
@@ -95,12 +96,14 @@ class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor
         return self._iterator
 
 
-class ShortestIterator(StepIterator):
-    """Iterator over a `ShortestDataset`, also inside `tf.function`.
+class StockIterator(StepIterator):
+    """Base class of iterators over what an iterator of TensorFlow's gives.
 
     Args:
         iterator: Iterator of TensorFlow's over a distributed dataset.
     """
+
+    spec_class: type[StockIteratorSpec]
 
     def __init__(self, iterator: Any) -> None:
         super().__init__(iterator, _compat.strategy_of_iterator(iterator))
@@ -109,6 +112,32 @@ class ShortestIterator(StepIterator):
     def element_spec(self) -> Any:
         """Spec of an element, per replica where there are several."""
         return self._iterator.element_spec
+
+    @property
+    def _type_spec(self) -> tf.TypeSpec:
+        return self.spec_class(_compat.type_spec_of(self._iterator))
+
+
+class CountedIterator(StockIterator):
+    """Iterator over a `CountedDataset`, also inside `tf.function`."""
+
+    def get_next(self) -> Any:
+        """Return the next batch; raise `tf.errors.OutOfRangeError` at the end."""
+        with Read() as read:
+            batch = self._iterator.get_next()
+        read.given(batch)
+        return batch
+
+    def get_next_as_optional(self) -> Any:
+        """Return the next batch, or an empty optional at the end."""
+        with Read() as read:
+            optional = self._iterator.get_next_as_optional()
+        read.given(optional.has_value())
+        return optional
+
+
+class ShortestIterator(StockIterator):
+    """Iterator over a `ShortestDataset`, also inside `tf.function`."""
 
     def get_next(self) -> Any:
         """Return the next batches; raise `tf.errors.OutOfRangeError` at the end."""
@@ -142,22 +171,14 @@ class ShortestIterator(StepIterator):
             self.strategy, _compat.any_has_value(optionals), stops=True
         )
 
-    @property
-    def _type_spec(self) -> tf.TypeSpec:
-        return ShortestIteratorSpec(_compat.type_spec_of(self._iterator))
 
-
-class ShortestIteratorSpec(tf.TypeSpec):
-    """Type spec of a `ShortestIterator`, as an argument of `tf.function`."""
+class StockIteratorSpec(tf.TypeSpec):
+    """Base class of the type specs of a `StockIterator`."""
 
     __slots__ = ("_inner",)
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-
-    @property
-    def value_type(self) -> type:
-        return ShortestIterator
 
     def _serialize(self) -> tuple:
         return (self._inner,)
@@ -170,4 +191,43 @@ class ShortestIteratorSpec(tf.TypeSpec):
         return value.components
 
     def _from_components(self, components: Any) -> Any:
-        return ShortestIterator(components)
+        return self.value_type(components)
+
+
+class CountedIteratorSpec(StockIteratorSpec):
+    """Type spec of a `CountedIterator`, as an argument of `tf.function`."""
+
+    __slots__ = ()
+
+    @property
+    def value_type(self) -> type:
+        return CountedIterator
+
+
+class ShortestIteratorSpec(StockIteratorSpec):
+    """Type spec of a `ShortestIterator`, as an argument of `tf.function`."""
+
+    __slots__ = ()
+
+    @property
+    def value_type(self) -> type:
+        return ShortestIterator
+
+
+CountedIterator.spec_class = CountedIteratorSpec
+ShortestIterator.spec_class = ShortestIteratorSpec
+
+
+class CountedDataset(StockDataset):
+    """Distributed dataset whose reads are counted, see `tfdp.data.read_counts`."""
+
+    _iterator_class = CountedIterator
+
+
+class ShortestDataset(StockDataset):
+    """Distributed dataset of TensorFlow that ends with the shortest worker's.
+
+    TensorFlow's own ends with the longest, without an option.
+    """
+
+    _iterator_class = ShortestIterator

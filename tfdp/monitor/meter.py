@@ -18,6 +18,9 @@ from tfdp.monitor.readings import (
 )
 from tfdp.monitor.trace import WorkerTrace, trace_of_worker
 
+# More than the time between reading one clock and the other.
+_CLOCK_SET_SECONDS = 0.2
+
 
 class Meter:
     """Meter of steps on CPUs, by time stamps inside the graph.
@@ -60,7 +63,8 @@ class Meter:
             num_steps: Int, steps of this execution. Defaults to 1.
 
         Returns:
-            `Reading`, or `None` after a step that was being traced.
+            `Reading`, or `None` after a step that was being traced, or in which the
+            machine's clock was set.
         """
         begin, clock = self._begin, self._clock
         values = self.recorder.read()
@@ -70,6 +74,9 @@ class Meter:
         if begin is None or was_traced:
             return None
         seconds = self._clock - clock
+        # Time stamps of a graph are by the wall clock, which somebody may set.
+        if abs(self._begin - begin - seconds) > _CLOCK_SET_SECONDS:
+            return None
         return Reading(values, begin, self._begin, seconds, num_steps)
 
     def sample(self, reading: Reading) -> Sample:

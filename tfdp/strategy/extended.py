@@ -19,9 +19,10 @@ from tfdp.cluster import Topology
 from tfdp.collectives import LaunchOrder, ProcessGroup, device_positions, timing
 from tfdp.coordination.join import Worker, has_joined, joining, worker_devices
 from tfdp.coordination.same_setup import agreed_topology, check_same_setup
-from tfdp.coordination.watch import Watchdog, watch
+from tfdp.coordination.watch import Watchdog, watch, watch_data
 from tfdp.coordination.worker_group import WorkerGroup, remember_group
 from tfdp.data.load_balancer import LoadBalancer
+from tfdp.data.read_counts import count_reads
 from tfdp.options import CommunicationOptions
 from tfdp.parameters.deferred import deferred_parameter, is_deferred
 from tfdp.reduction.algorithm_selector import AlgorithmSelector
@@ -88,6 +89,10 @@ class ReplicaExtended:
         """
         devices = self.worker_devices  # type: ignore[attr-defined]
         first_rank = rank * len(devices)
+        if self.options.timeout_seconds is not None:
+            count_reads()
+            if self.worker_group.num_workers == 1:
+                watch_data(self.options.timeout_seconds)
         self.told_of_losses = weakref.WeakKeyDictionary()
         self.compiled_models = weakref.WeakKeyDictionary()
         topology = agreed_topology(self.worker_group, hosts, len(devices), self.options)

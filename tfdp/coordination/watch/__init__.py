@@ -3,7 +3,8 @@
 Reading order:
     heartbeat: publish this worker's heartbeat, receive those of the others
     failure_detector: decide from heartbeats and probed ports which worker is lost
-    watchdog: run both, raise an error that names the lost worker, end the process
+    data_watch: name a data source that gives no batch, and end its process
+    watchdog: run all, raise an error that names the lost worker, end the process
     errors: the error, its message and its exit code
 """
 
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tfdp import forks
+from tfdp.coordination.watch.data_watch import DataWatchdog
 from tfdp.coordination.watch.errors import (
     COLLECTIVE_FAILED,
     NotConnected,
@@ -25,10 +27,18 @@ from tfdp.coordination.watch.errors import (
 from tfdp.coordination.watch.watchdog import Watchdog
 from tfdp.coordination.worker_group import WorkerGroup
 
-__all__ = ["COLLECTIVE_FAILED", "NotConnected", "Watchdog", "WorkerLost", "watch"]
+__all__ = [
+    "COLLECTIVE_FAILED",
+    "NotConnected",
+    "Watchdog",
+    "WorkerLost",
+    "watch",
+    "watch_data",
+]
 
 # A process is a worker of one cluster only.
 _watchdogs: list[Watchdog] = []
+_data_watchdogs: list[DataWatchdog] = []
 
 
 def watch(
@@ -54,6 +64,18 @@ def watch(
     worker_group.check = _watchdogs[0].check
     worker_group.guard = _watchdogs[0].translate_errors
     return _watchdogs[0]
+
+
+def watch_data(limit_seconds: float) -> None:
+    """Start to watch the data of a process without other workers, once.
+
+    Args:
+        limit_seconds: Float, how long it may wait for a batch; of the first call in a
+            process.
+    """
+    if not _data_watchdogs:
+        _data_watchdogs.append(DataWatchdog(limit_seconds))
+        _data_watchdogs[0].start()
 
 
 def _explain_uncaught(watchdog: Watchdog) -> None:

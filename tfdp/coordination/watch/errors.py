@@ -30,10 +30,12 @@ class WorkerFailure:
     Args:
         rank: Int.
         cause: String, what was observed.
+        own: String, what the worker itself says of it, or `""`. Defaults to `""`.
     """
 
     rank: int
     cause: str
+    own: str = ""
 
 
 def failure_message(

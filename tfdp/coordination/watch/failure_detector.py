@@ -173,6 +173,11 @@ class FailureDetector:
                 found[rank] = other
         return found
 
+    def sources(self) -> dict[int, str]:
+        """Return the data sources that other workers wait for, by rank."""
+        found = {rank: self.status(rank).progress for rank in self.ranks()}
+        return {rank: its.source for rank, its in found.items() if its and its.source}
+
     def is_deadlocked(self, own: WorkerProgress, idle_seconds: float) -> bool:
         """Return whether all workers compute a step, and none of them does anything.
 

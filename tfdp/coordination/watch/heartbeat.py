@@ -73,6 +73,8 @@ class Heartbeat(threading.Thread):
         self.failure: WorkerFailure | None = None
         self.last_error = ""
         self.has_left = False
+        # The data source that this worker waits for, or `""`.
+        self.source = ""
         self._rank = worker_group.rank
         self._prefix = worker_group.new_prefix()
         self._detector = detector
@@ -124,7 +126,7 @@ class Heartbeat(threading.Thread):
     @property
     def progress(self) -> WorkerProgress:
         """`WorkerProgress`; outside of Keras's loops, too, it tells a long wait."""
-        own = progress.current
+        own = dataclasses.replace(progress.current, source=self.source)
         waits = not own.name and self.call_seconds > _LONG_WAIT_SECONDS
         return dataclasses.replace(own, is_computing=True) if waits else own
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
 import threading
 import time
@@ -20,9 +19,9 @@ from tfdp.cluster import ProbeResult, probe_port
 from tfdp.coordination.clock import clock
 from tfdp.coordination.preemption import PREEMPTED
 from tfdp.coordination.progress import WorkerProgress, progress
+from tfdp.coordination.watch.data_watch import DataWatch, end_process
 from tfdp.coordination.watch.errors import (
     COLLECTIVE_FAILED,
-    EXIT_CODE,
     NotConnected,
     WorkerFailure,
     WorkerLost,
@@ -90,6 +89,7 @@ class Watchdog(threading.Thread):
         self._rank = worker_group.rank
         self._detector = FailureDetector(others, limit - min(_EXIT_SECONDS, limit / 4))
         self._heartbeat = Heartbeat(worker_group, self._detector)
+        self._data = DataWatch(limit_seconds)
         self._failure: WorkerFailure | None = None
         # Set while an error of TensorFlow waits for the name of the lost worker.
         self._is_urgent = threading.Event()
@@ -119,6 +119,7 @@ class Watchdog(threading.Thread):
             if is_urgent or self._may_have_ended:
                 # Who ends its script says so before its port refuses connections.
                 self._heartbeat.beat_now(_BEAT_SECONDS)
+            self._check_data()
             self._check_workers()
             self._check_stragglers()
             if is_urgent and self._failure is None:
@@ -228,6 +229,8 @@ class Watchdog(threading.Thread):
     def _message(
         self, failure: WorkerFailure, place: str, bucket: str = "", call: str = ""
     ) -> str:
+        if failure.rank == self._rank and failure.own:
+            return failure.own
         if failure.rank == self._rank:
             return f"The other workers have given this one up: {failure.cause}."
         address = self._addresses[failure.rank]
@@ -286,15 +289,20 @@ class Watchdog(threading.Thread):
         _compat.abort_collectives(reason)
         # A loop of the user's own gets TensorFlow's error in its next collective, and
         # a script that has none may come to its end.
-        while not (place := progress.current.name):
+        is_own = failure.rank == self._rank and failure.own
+        while not (place := progress.current.name) and not is_own:
             if self._is_raised.wait(_POLL_SECONDS):
                 return
         if not self._is_raised.wait(_GRACE_SECONDS):
-            sys.stdout.flush()
-            text = self._message(failure, place)
-            print(f"tfdp: {text}", file=sys.stderr, flush=True)
-            _compat.remove_generated_files()
-            os._exit(EXIT_CODE)
+            end_process(self._message(failure, place))
+
+    def _check_data(self) -> None:
+        """Warn of data that does not come, or fail after the timeout."""
+        waited = self._data.update()
+        self._heartbeat.source = progress.source if waited else ""
+        failure = self._data.failure(self._rank)
+        if failure is not None:
+            self._set_failure(failure)
 
     def _check_stragglers(self) -> None:
         """Warn of workers that this one waits for, or fail them after the timeout."""
@@ -318,7 +326,7 @@ class Watchdog(threading.Thread):
     def _check_deadlock(self, own: WorkerProgress) -> None:
         """Warn if all wait in one step, or fail where they wait for different things.
 
-        Data that does not come looks alike, and is no reason to end.
+        Where data does not come, the worker that waits for it fails by itself.
         """
         limit = self._timeout_seconds
         waited = own.seconds if own.name else self._heartbeat.call_seconds
@@ -332,10 +340,19 @@ class Watchdog(threading.Thread):
         elif not self._is_deadlock_told:
             # Once: on GPUs a long step leaves the processors idle, too.
             self._is_deadlock_told = True
+            sources = self._detector.sources()
+            if own.source:
+                sources[self._rank] = own.source
+            waits = "; ".join(
+                f"worker {rank} for a batch of {source}"
+                for rank, source in sorted(sources.items())
+            )
+            data = f"data ({progress.source})"
+            why = waits or f"for {data} or in different collectives; {_SAME_CALLS}"
             self._warn(
                 own,
                 f"all workers wait at {own.name or 'an operation of TensorFlow'} for "
-                f"{waited:.0f} s, for data or in different collectives; {_SAME_CALLS}.",
+                f"{waited:.0f} s, {why}.",
             )
 
     def _warn_of_stragglers(

@@ -1,0 +1,169 @@
+"""Data sources that give no batch: who says so, and who ends."""
+
+from __future__ import annotations
+
+import collections.abc
+import json
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.cli.test_run import Launcher
+from tests.harness.tiers import standard
+from tfdp.coordination import data_wait as module
+from tfdp.coordination.data_wait import DataWait, ReadCounts
+from tfdp.coordination.progress import ProgressRecorder
+from tfdp.coordination.watch.data_watch import DataWatch
+
+SCRIPT = str(pathlib.Path(__file__).with_name("hanging_data.py"))
+TIMEOUT_SECONDS = 6.0
+ONE_PROCESS, TWO_WORKERS = ("-n", "1", "-D", "2"), ("-n", "2")
+
+
+@pytest.fixture
+def launcher(tmp_path) -> collections.abc.Iterator[Launcher]:
+    launcher = Launcher(tmp_path)
+    yield launcher
+    launcher.close()
+
+
+def run(launcher: Launcher, where: tuple, kind: str, at: int, **more) -> tuple:
+    arguments = {"ranks": [0, 1], "timeout_seconds": TIMEOUT_SECONDS, **more}
+    line = json.dumps({"kind": kind, "at": at, **arguments})
+    result = launcher.run(*where, SCRIPT, line)
+    launcher.assert_nothing_is_left(within_seconds=5.0)
+    return result.returncode, result.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("where", "kind", "at", "more", "words"),
+    [
+        (
+            TWO_WORKERS,
+            "generator",
+            4,
+            {},
+            "The generator `batches` has given no batch, and computed nothing, for 6 s "
+            "at step 5 of epoch 1 of fit. See what it waits for",
+        ),
+        standard(ONE_PROCESS, "py_dataset", 4, {}, "The `PyDataset` `Batches` has"),
+        standard(
+            ONE_PROCESS,
+            "dataset",
+            4,
+            {"as_on_gpus": True},
+            "The `tf.data.Dataset` that calls Python has given no batch, and computed",
+        ),
+        # Keras takes the first batch of a generator by itself.
+        standard(TWO_WORKERS, "generator", 0, {}, "The generator `batches` has given"),
+        standard(
+            TWO_WORKERS, "dataset", 4, {"evaluates": True}, "at step 5 of evaluate. See"
+        ),
+        standard(
+            TWO_WORKERS, "dataset", 6, {"steps_per_epoch": 4, "epochs": 2}, "step 3 of"
+        ),
+    ],
+)
+def test_a_source_that_hangs_everywhere_is_named_and_ends_the_job(
+    launcher, where, kind, at, more, words
+):
+    code, output = run(launcher, where, kind, at, **more)
+    assert code == 69, output
+    assert words in output
+
+
+@pytest.mark.processes
+@pytest.mark.standard
+def test_a_source_that_hangs_on_one_worker_is_named_by_the_others(launcher):
+    code, output = run(launcher, TWO_WORKERS, "generator", 4, ranks=[1])
+    assert code == 69, output
+    assert "The generator `batches` has given no batch" in output
+    assert "its data source, the generator `batches`, has given no batch" in output
+    assert "Worker 1 (" in output
+    assert "Worker 0 (" not in output
+
+
+@pytest.mark.processes
+@pytest.mark.standard
+def test_a_source_that_computes_for_longer_than_the_timeout_is_waited_for(launcher):
+    code, output = run(launcher, ONE_PROCESS, "generator", 4, busy_seconds=15.0)
+    assert code == 0, output
+    assert "is through" in output
+    assert "has given no batch" not in output
+
+
+class Time:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.used = 0.0
+        monkeypatch.setattr(module.clock, "now", lambda: self.now)
+        monkeypatch.setattr("time.process_time", lambda: self.used)
+        monkeypatch.setattr(
+            "tfdp.coordination.watch.data_watch.used_processor_seconds",
+            lambda: self.used,
+        )
+
+
+def test_a_wait_is_for_one_batch_and_ends_with_it(monkeypatch):
+    clock, wait, recorder = Time(monkeypatch), DataWait(), ProgressRecorder()
+    monkeypatch.setattr(module, "progress", recorder)
+    counts = ReadCounts(3, 2)
+    wait.read_counts = lambda: counts
+    with recorder.looping("fit"):
+        recorder.step_begins(2)
+        assert wait.seconds == 0.0  # the end of the data: nobody waits
+        with recorder.computing():
+            assert wait.seconds == 0.0
+            clock.now += 7.0
+            assert wait.seconds == 7.0
+            counts = ReadCounts(4, 3)  # the next one
+            assert wait.seconds == 0.0
+            clock.now += 2.0
+            assert wait.seconds == 2.0
+            counts = ReadCounts(4, 4)
+            assert wait.seconds == 0.0
+    with wait.reading():
+        assert wait.seconds == 0.0
+        clock.now += 5.0
+        assert wait.seconds == 5.0
+    assert wait.seconds == 0.0
+
+
+def test_a_source_lives_while_it_uses_a_processor(monkeypatch):
+    clock, wait = Time(monkeypatch), DataWait()
+    monkeypatch.setattr("tfdp.coordination.watch.data_watch.data_wait", wait)
+    watch = DataWatch(10.0)
+    with wait.reading():
+        for second in range(1, 40):
+            clock.now += 1.0
+            clock.used += 0.9 if second in (9, 18, 27) else 0.01
+            watch.update()
+            assert (watch.failure(0) is not None) == (second > 37)
+    failure = watch.failure(0)
+    assert failure.own.startswith("The dataset has given no batch, and computed")
+    assert failure.cause.endswith("nothing, for 12 s")
+
+
+COMPUTES = """
+import time
+while time.process_time() < 0.5:
+    pass
+print(flush=True)
+time.sleep(60)
+"""
+
+
+def test_processes_that_a_source_has_started_count():
+    own = time.process_time()
+    before = module.used_processor_seconds()
+    child = subprocess.Popen([sys.executable, "-c", COMPUTES], stdout=subprocess.PIPE)
+    try:
+        child.stdout.readline()
+        used = module.used_processor_seconds() - before
+        assert used - (time.process_time() - own) > 0.4
+    finally:
+        child.kill()
+        child.communicate()

@@ -1,0 +1,78 @@
+"""A machine's clock that somebody sets while a job runs: nothing takes note of it."""
+
+from __future__ import annotations
+
+import collections.abc
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from tests.cli.test_run import Launcher
+from tfdp import _compat
+from tfdp.cluster import Cluster
+from tfdp.coordination import join
+from tfdp.monitor import meter as module
+from tfdp.monitor.meter import Meter
+
+HERE = pathlib.Path(__file__).parent
+AN_HOUR = 3600
+
+
+@pytest.fixture
+def launcher(tmp_path) -> collections.abc.Iterator[Launcher]:
+    launcher = Launcher(tmp_path)
+    yield launcher
+    launcher.close()
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.parametrize(
+    ("backend", "seconds"),
+    [("ring", AN_HOUR), ("direct", AN_HOUR), ("direct", -AN_HOUR)],
+)
+def test_training_goes_on_while_the_clock_is_set(launcher, backend, seconds):
+    library, shift = launcher.folder / "clock.so", launcher.folder / "shift"
+    source = str(HERE / "shifted_clock.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), source], check=True)
+    shift.write_bytes(bytes(8))
+    launcher.environment.update(LD_PRELOAD=str(library), SHIFT_FILE=str(shift))
+    script = str(HERE / "clock_worker.py")
+    done = launcher.run("-n", "2", script, str(shift), backend, str(seconds))
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count(f"shifted by {seconds}") == 2
+    assert "heartbeat timeout" not in done.stdout
+    shares = re.findall(r"(\d+)% of the step", done.stdout)
+    assert all(int(share) <= 100 for share in shares), done.stdout
+    launcher.assert_nothing_is_left(within_seconds=5.0)
+
+
+def test_heartbeats_of_tensorflow_outlast_a_clock_that_is_set(monkeypatch):
+    found = {}
+    monkeypatch.setattr(
+        _compat,
+        "configure_coordination_service",
+        lambda **options: found.update(options),
+    )
+    join._configure(Cluster(("a:1", "b:1")), timeout_seconds=8.0)
+    assert found["heartbeat_timeout_in_ms"] > 2 * AN_HOUR * 1000
+    assert found["cluster_register_timeout_in_ms"] == 8000
+
+
+@pytest.mark.parametrize(("seconds", "is_read"), [(0, True), (3600, False)])
+def test_a_step_in_which_the_clock_was_set_is_not_measured(
+    monkeypatch, seconds, is_read
+):
+    shift = [0.0]
+    now = module.time.time
+    monkeypatch.setattr(module.time, "time", lambda: now() + shift[0])
+    meter = Meter()
+    meter.step_begins()
+    meter.step_ends()  # traced
+    shift[0] = seconds
+    assert (meter.step_ends() is not None) == is_read
+    assert meter.step_ends() is not None
