@@ -10,6 +10,7 @@ import subprocess
 
 import pytest
 
+from tests.cli.nodes import ended
 from tests.cli.test_run import Launcher
 from tfdp import _compat
 from tfdp.cluster import Cluster
@@ -19,6 +20,7 @@ from tfdp.monitor.meter import Meter
 
 HERE = pathlib.Path(__file__).parent
 AN_HOUR = 3600
+DEADLINE_SECONDS = 240.0
 
 
 @pytest.fixture
@@ -42,12 +44,13 @@ def test_training_goes_on_while_the_clock_is_set(launcher, backend, seconds):
     shift.write_bytes(bytes(8))
     launcher.environment.update(LD_PRELOAD=str(library), SHIFT_FILE=str(shift))
     script = str(HERE / "clock_worker.py")
-    done = launcher.run("-n", "2", script, str(shift), backend, str(seconds))
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count(f"shifted by {seconds}") == 2
-    assert "heartbeat timeout" not in done.stdout
-    shares = re.findall(r"(\d+)% of the step", done.stdout)
-    assert all(int(share) <= 100 for share in shares), done.stdout
+    process = launcher.start("-n", "2", script, str(shift), backend, str(seconds))
+    code, output = ended(process, DEADLINE_SECONDS)
+    assert code == 0, output
+    assert output.count(f"shifted by {seconds}") == 2
+    assert "heartbeat timeout" not in output
+    shares = re.findall(r"(\d+)% of the step", output)
+    assert all(int(share) <= 100 for share in shares), output
     launcher.assert_nothing_is_left(within_seconds=5.0)
 
 

@@ -166,3 +166,11 @@ def test_who_waits_for_long_says_so(hub, monkeypatch, capsys):
     training._finish(0.0)
     said = capsys.readouterr().err
     assert "tfdp: island 0 has waited for 0.1 s for the others" in said
+
+
+@pytest.mark.parametrize(
+    "other", [tfdp.callbacks.LocalSGD(sync_every=3), tfdp.callbacks.DiLoCo(4)]
+)
+def test_an_island_has_one_callback_of_local_steps(hub, other):
+    with pytest.raises(ValueError, match="An island trains by one `DiLoCo`"):
+        fit(tfdp.callbacks.DiLoCo(4), other)

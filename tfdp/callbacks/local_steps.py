@@ -18,6 +18,9 @@ class LocalStepsCallback(OptimizerCallback):
         start_step: Int, updates that are made synchronously first.
     """
 
+    # By which islands know that there is one of them.
+    steps_locally = True
+
     def __init__(self, options: LocalStepsOptions, start_step: int) -> None:
         super().__init__()
         what = "updates that are made before"

@@ -158,7 +158,7 @@ batch 2 of (array, None), after (array, {'a': array})
     if not isinstance(data, types.GeneratorType):
         return data
     checked = _checked(data)
-    checked.__name__ = data.__name__  # for messages
+    checked.__name__ = data.__name__  # type: ignore[attr-defined]  # for messages
     return checked
 
 

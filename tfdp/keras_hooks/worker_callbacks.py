@@ -90,7 +90,7 @@ def callbacks_of_island(strategy: Any, callbacks: Any) -> Any:
         List of callbacks, or what was given where this process is no island.
 
     Raises:
-        ValueError: If nothing would bring the islands together.
+        ValueError: If nothing would bring the islands together, or several callbacks.
     """
     island = Island.from_environment()
     if island is None:
@@ -101,6 +101,11 @@ def callbacks_of_island(strategy: Any, callbacks: Any) -> Any:
             "The workers of `tfdp run --islands` train with a strategy of tfdp and "
             "`tfdp.callbacks.DiLoCo`, which brings them together. Add what is missing, "
             "or leave out `--islands`."
+        )
+    if sum(hasattr(c, "steps_locally") for c in given) > 1:
+        raise ValueError(
+            "An island trains by one `DiLoCo`, whose exchanges are of all its "
+            "replicas. Leave out `LocalSGD`, and a second `DiLoCo`."
         )
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
