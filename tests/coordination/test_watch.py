@@ -192,6 +192,39 @@ def test_workers_that_wait_for_different_things_are_told_and_end_after_the_timeo
     assert capsys.readouterr().err.count("all workers wait") == bool(said)
 
 
+@pytest.mark.parametrize(
+    ("own", "others", "said"),
+    [
+        ("", "", "for 20 s, for data (the dataset) or in different collectives"),
+        ("", "the arrays", "for 20 s, worker 1 for a batch of the arrays."),
+        ("a", "b", "worker 0 for a batch of a; worker 1 for a batch of b."),
+    ],
+)
+def test_who_waits_for_data_is_told(own, others, said, capsys):
+    watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"], None)
+    watchdog._detector.record_status(
+        1, has_left=False, last_error="", idle_seconds=20.0
+    )
+    watchdog._heartbeat._idle.seconds = 20.0
+    other = dataclasses.replace(WAITING, source=others)
+    watchdog._detector.record_heartbeat(1, progress=other)
+    watchdog._check_deadlock(dataclasses.replace(WAITING, source=own))
+    assert said in capsys.readouterr().err
+
+
+def test_who_has_no_data_says_so_itself_and_is_named_by_the_others(monkeypatch):
+    failure = WorkerFailure(1, "its data source, x, has none", own="X has none.")
+    for rank, words in (1, "X has none."), (0, "Worker 1 (b:1) was lost at fit: its "):
+        watchdog = Watchdog(WorkerGroup(rank), ["a:1", "b:1"], 8.0)
+        assert watchdog._message(failure, "fit").startswith(words)
+    watchdog = Watchdog(WorkerGroup(1), ["a:1", "b:1"], 8.0)
+    monkeypatch.setattr(watchdog._data, "update", lambda: 9.0)
+    monkeypatch.setattr(watchdog._data, "failure", lambda rank: failure)
+    watchdog._check_data()
+    assert watchdog._heartbeat.failure == watchdog._failure == failure
+    assert watchdog._heartbeat.progress.source == "the dataset"
+
+
 def test_a_process_is_idle_while_it_uses_next_to_no_processor(monkeypatch, clock):
     cpu = [5.0]
     monkeypatch.setattr("time.process_time", lambda: cpu[0])
