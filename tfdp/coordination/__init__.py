@@ -3,6 +3,7 @@
 Reading order:
     clock: time in which this process ran
     progress: loop, epoch and step of this worker, for messages
+    data_wait: since when this worker waits for a batch of its data
     worker_group: all-gather of texts over the coordination service
     mailbox: texts to the first worker without waiting
     join: a worker joins its cluster

@@ -15,6 +15,7 @@ itself. Reading order:
     file_shards: files of which each worker reads its own
     rows, weighted_rows: rows of a batch for each replica, equal or by weight
     per_replica_dataset, element_specs: the distributed dataset on CPUs
+    read_counts, source_name: batches asked for and given, and whose they are
     uneven_inputs: the end of the data for all workers
     lengths, epochs: number of steps and order of an epoch
     batch_weights: weights of the replicas in the sums over a batch

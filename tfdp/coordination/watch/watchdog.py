@@ -347,8 +347,10 @@ class Watchdog(threading.Thread):
                 f"worker {rank} for a batch of {source}"
                 for rank, source in sorted(sources.items())
             )
-            data = f"data ({progress.source})"
-            why = waits or f"for {data} or in different collectives; {_SAME_CALLS}"
+            why = waits or (
+                f"for data ({progress.source}) or in different collectives; "
+                f"{_SAME_CALLS}"
+            )
             self._warn(
                 own,
                 f"all workers wait at {own.name or 'an operation of TensorFlow'} for "
