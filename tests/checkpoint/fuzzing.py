@@ -67,6 +67,23 @@ def campaign(count: int, seed: int) -> list[Mutation]:
     ]
 
 
+def everywhere(value: Any) -> Iterator[tuple[str, Any]]:
+    """A JSON value with each piece of `JUNK` in each of its places, one at a time.
+
+    Each piece is also put in the place of the whole. The same value comes each time.
+    """
+    root = [copy.deepcopy(value)]
+    for holder, key in list(_places(root)):
+        original = holder[key]
+        for junk in JUNK:
+            holder[key] = junk
+            yield f"{key}: {junk!r:.40}", root[0]
+        if isinstance(holder, dict):
+            del holder[key]
+            yield f"{key}: missing", root[0]
+        holder[key] = original
+
+
 def mutated(value: Any, draw: random.Random) -> Any:
     """A copy of a JSON value in which one to three things are different."""
     root = [copy.deepcopy(value)]
@@ -132,24 +149,47 @@ def run(mutations: list[Mutation], note: Callable[[str], Any]) -> None:
         mutations: List of `Mutation`.
         note: Callable that takes a line of JSON: once before each, and once after it.
     """
-    _, limit = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (_memory() + MEMORY_BYTES, limit))
-    signal.signal(signal.SIGALRM, _ring)
+    _limit()
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         judges = _Judges(Path(folder))
         for mutation in mutations:
             note(json.dumps({**asdict(mutation), "result": None}))
-            result = _outcome(judges, mutation)
+            result = _outcome(lambda mutation=mutation: judges.judge(mutation))
             note(json.dumps({**asdict(mutation), "result": result}))
 
 
-def _outcome(judges: _Judges, mutation: Mutation) -> str:
+def resume_everywhere() -> dict[str, str]:
+    """What comes of junk in each field of a backup's run, in this process."""
+    from tests.checkpoint.fuzzed_fit import FuzzedFit
+
+    _limit()
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
+        fit = FuzzedFit(Path(folder) / "interrupted")
+        index = fit.folder / "step-5" / "index.json"
+        body = json.loads(index.read_text())
+        for place, (what, run) in enumerate(everywhere(body["content"]["run"])):
+            own = Path(folder) / str(place)
+            shutil.copytree(fit.folder, own)
+            _write_index(own / "step-5" / "index.json", body, run=run)
+            found[f"{place}: {what}"] = _outcome(lambda own=own: fit.resume(own))
+            shutil.rmtree(own, ignore_errors=True)
+    return found
+
+
+def _limit() -> None:
+    _, limit = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (_memory() + MEMORY_BYTES, limit))
+    signal.signal(signal.SIGALRM, _ring)
+
+
+def _outcome(act: Callable[[], str]) -> str:
     """`EQUAL`, `REFUSED`, or what else has happened."""
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            result = judges.judge(mutation)
+            result = act()
         messages = [str(item.message) for item in said]
     except (ValueError, OSError) as error:
         result, messages = REFUSED, [str(error)]
@@ -159,10 +199,10 @@ def _outcome(judges: _Judges, mutation: Mutation) -> str:
         return f"{type(error).__name__}: {error}"[:300]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-    return _problem_of(messages) or result
+    return problem_of(messages) or result
 
 
-def _problem_of(messages: list[str]) -> str:
+def problem_of(messages: list[str]) -> str:
     """What is wrong with what was said."""
     for message in messages:
         if "\n" in message or len(message) > 2000:
@@ -259,8 +299,6 @@ def _mutate_index(
     path: Path, way: str, draw: random.Random, part: tuple[str, ...]
 ) -> None:
     """Mutates an index, or a part of it, with a checksum that fits, or its bytes."""
-    from tfdp.checkpoint import index_file
-
     content = path.read_bytes()
     if way == "bytes":
         path.write_bytes(mutated_bytes(content, draw))
@@ -270,8 +308,16 @@ def _mutate_index(
         body["content"][part[0]] = mutated(body["content"][part[0]], draw)
     else:
         body["content"] = mutated(body["content"], draw)
-    body["checksum"] = index_file._checksum(body["content"])
-    path.write_text(json.dumps(body))
+    _write_index(path, body)
+
+
+def _write_index(path: Path, body: dict[str, Any], **changes: Any) -> None:
+    """Writes an index with a checksum that fits."""
+    from tfdp.checkpoint import index_file
+
+    content = {**body["content"], **changes} if changes else body["content"]
+    checksum = index_file._checksum(content)
+    path.write_text(json.dumps({**body, "checksum": checksum, "content": content}))
 
 
 def table(rows: list[dict[str, Any]]) -> str:

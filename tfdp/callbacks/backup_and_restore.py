@@ -290,7 +290,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         difference = self._position.difference_to(run["data"], self._change)
         self._total = run["steps"]
         data, batches = self._batches.resume_position(run, self._change)
-        if difference is None and run["batches"]:
+        epochs = self.params.get("epochs", run["epoch"] + 1)
+        is_over = run["is_stopped"] or run["epoch"] >= epochs
+        # Where nothing is left to train, no epoch begins that could load it.
+        if difference is None and run["batches"] and not is_over:
             self._pending_load = index, load_plan
         else:
             self._load(index, load_plan)
@@ -300,8 +303,6 @@ class BackupAndRestore(keras.callbacks.Callback):
                 self._position.restore_length(data)
         if run["batches"] or self.save_freq != "epoch":
             self._warn_about_position(difference)
-        epochs = self.params.get("epochs", run["epoch"] + 1)
-        is_over = run["is_stopped"] or run["epoch"] >= epochs
         _compat.set_initial_epoch(self.model, epochs if is_over else run["epoch"])
         step = batches + 1 if difference is None else 1
         self._say(

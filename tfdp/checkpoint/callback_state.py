@@ -48,6 +48,8 @@ _KERAS: tuple[tuple[type, tuple[str, ...], tuple[str, ...]], ...] = (
     ),
 )
 _NAMES = {name for _, names, _ in _KERAS for name in names}
+# Before the first epoch that Keras looks at, and the first batch.
+_MAY_BE_NONE = {"best", "_last_batch_seen"}
 _LIST_NAMES = {name for _, _, lists in _KERAS for name in lists}
 _ARRAY, _PAIRS = "__array__", "__pairs__"
 _DTYPE = re.compile(r"[<>=|][?a-zA-Z][0-9]{1,9}(\[[a-zA-Z0-9]+\])?")
@@ -117,8 +119,8 @@ def _check_state(state: Any, where: str) -> None:
 
 def _is_value(name: str, value: Any) -> bool:
     """Whether a callback of Keras may hold that value under that name."""
-    if value is None:  # not known yet
-        return name in _NAMES
+    if value is None:
+        return name in _MAY_BE_NONE
     if name == "history":
         return isinstance(value, dict) and all(
             isinstance(item, list) for item in value.values()

@@ -142,6 +142,8 @@ def check_run(run: Any) -> None:
     _RUN(run, "run")
     if run["batches"] > run["steps"]:
         refuse(run["batches"], "run.batches", f"at most {run['steps']}, its steps")
+    if run["batches"] and run["is_stopped"]:
+        refuse(True, "run.is_stopped", "false within an epoch")
     # All of them are skipped; an epoch may have had a second iterator.
     epochs = 2 * (run["epoch"] + 2)
     per_epoch = run["identity"]["steps_per_epoch"]

@@ -78,6 +78,8 @@ def _model_of(index: Index, directory: str) -> Any:
 
     try:
         model = keras.saving.deserialize_keras_object(json.loads(index.model or ""))
+        if not isinstance(model, keras.Model):
+            raise TypeError(f"its index has a {type(model).__name__} in its place")
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)

@@ -11,6 +11,9 @@ import click
 
 from tfdp.cli.noise import quiet_stderr
 
+# Of each end of a line.
+_MOST_LETTERS = 400
+
 
 def import_without_gpus(name: str) -> Any:
     """A module that needs TensorFlow, for a command that computes next to nothing.
@@ -40,6 +43,9 @@ def import_without_gpus(name: str) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error, without a full stop."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].strip().rstrip(".:")
+    """First line of an error, without a full stop; the middle of a long one is cut."""
+    text = str(error).encode("utf-8", "backslashreplace").decode()  # can be printed
+    lines = text.strip().splitlines() or [type(error).__name__]
+    line = lines[0].strip().rstrip(".:")
+    cut = f"{line[:_MOST_LETTERS]} ... {line[-_MOST_LETTERS:]}"
+    return min(line, cut, key=len)

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import json
 from collections.abc import Sequence
+from typing import get_args
 
 from tfdp.cli.outlet import Outlet
 from tfdp.cli.screen import Level, Screen, without_escapes
@@ -71,9 +72,16 @@ class Entry:
         try:
             fields = json.loads(line)
             entry = cls(**fields)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return None
-        return entry if isinstance(entry.message, str) else None
+        return entry if entry._has_right_types() else None
+
+    def _has_right_types(self) -> bool:
+        return (
+            all(type(text) is str for text in (self.message, self.stream, self.time))
+            and all(type(n) in (int, type(None)) for n in (self.node, self.rank))
+            and self.level in (None, *get_args(Level))
+        )
 
 
 class JsonScreen(Screen):

@@ -39,7 +39,7 @@ def version_of(line: str) -> str | None:
     """
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     version = found.get("tfdp") if isinstance(found, dict) else None
     return version if isinstance(version, str) else None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tfdp.cluster.tf_config import describe
+from tfdp.cluster.tf_config import describe, shorten
 
 # Hosts of a job reach each other on all ports, and run nothing else.
 PORT = 2222
@@ -52,8 +52,8 @@ def read(environ: Mapping[str, str]) -> tuple[tuple[str, ...], int] | None:
         )
     if own not in hosts:
         raise ValueError(
-            f"{where[1]} must be one of the hosts of {where[0]}, {', '.join(hosts)}; "
-            f"or set TF_CONFIG. Received: {describe(own)}"
+            f"{where[1]} must be one of the hosts of {where[0]}, "
+            f"{shorten(', '.join(hosts))}; or set TF_CONFIG. Received: {describe(own)}"
         )
     if len(hosts) == 1:
         return None
