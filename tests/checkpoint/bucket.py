@@ -6,6 +6,7 @@ Every process of a test that installs it sees the same objects.
 
 from __future__ import annotations
 
+import datetime
 import os
 import shutil
 import uuid
@@ -46,6 +47,10 @@ class Bucket(fsspec.AbstractFileSystem):
         self._tell("head", path, False)
         file = self._file(path)
         return {"name": path, "size": file.stat().st_size, "type": "file"}
+
+    def modified(self, path: str) -> datetime.datetime:
+        seconds = self._file(path).stat().st_mtime
+        return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc)
 
     def cat_file(
         self, path: str, start: Any = None, end: Any = None, **_: Any

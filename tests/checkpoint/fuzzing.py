@@ -158,9 +158,14 @@ def run(mutations: list[Mutation], note: Callable[[str], Any]) -> None:
             note(json.dumps({**asdict(mutation), "result": result}))
 
 
-def resume_everywhere() -> dict[str, str]:
-    """What comes of junk in each field of a backup's run, in this process."""
+def resume_everywhere(of_each: int) -> dict[str, str]:
+    """What comes of junk in a backup's run that its schema lets through.
+
+    Args:
+        of_each: Int, of so many pieces one is tried.
+    """
     from tests.checkpoint.fuzzed_fit import FuzzedFit
+    from tfdp.checkpoint.run_schema import check_run
 
     _limit()
     found = {}
@@ -169,6 +174,12 @@ def resume_everywhere() -> dict[str, str]:
         index = fit.folder / "step-5" / "index.json"
         body = json.loads(index.read_text())
         for place, (what, run) in enumerate(everywhere(body["content"]["run"])):
+            if place % of_each:
+                continue
+            try:
+                check_run(run)
+            except ValueError:
+                continue
             own = Path(folder) / str(place)
             shutil.copytree(fit.folder, own)
             _write_index(own / "step-5" / "index.json", body, run=run)

@@ -30,6 +30,7 @@ from tfdp.callbacks import BackupAndRestore
 from tfdp.checkpoint import index_file, replica_state, writer
 from tfdp.checkpoint.callback_state import from_json, to_json
 from tfdp.checkpoint.random_state import random_states, set_random_states
+from tfdp.cluster.temporary import temporary_name
 from tfdp.coordination.preemption import PREEMPTED, PreemptionNotice, PreemptionWatch
 
 pytestmark = pytest.mark.slow
@@ -109,6 +110,18 @@ def test_backups_that_are_not_deleted_let_a_run_that_is_over_end_at_once(tmp_pat
     assert_same(again, first)
     more = fit(arrays(**PLAIN), BackupAndRestore(tmp_path), epochs=EPOCHS + 1)
     assert more[2] == list(range(EPOCHS + 1))
+
+
+def test_a_probe_that_a_killed_start_has_left_is_no_backup_and_is_removed(tmp_path):
+    killed = temporary_name("probe").replace(f"-{os.getpid()}-", "-0-")
+    running = temporary_name("probe")
+    for name in (killed, running):
+        (tmp_path / f".{name}").write_text("")
+    watch = Cut()
+    fit(arrays(**PLAIN), BackupAndRestore(tmp_path, delete_at_end=False), watch)
+    assert watch.seen[0] == (0, 0)
+    backups = [f"step-{STEPS * epoch}" for epoch in (1, 2, 3)]
+    assert sorted(names(tmp_path)) == sorted([f".{running}", *backups])
 
 
 def test_a_damaged_backup_is_named_and_the_one_before_is_taken(backups, undisturbed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.checkpoint.test_backup_files import PLAIN, cut_run
 from tests.data.test_position import Cut, arrays, assert_same, fit
 from tfdp.callbacks import BackupAndRestore
 from tfdp.checkpoint.index_file import load_index
+from tfdp.cluster.temporary import temporary_name
 
 pytestmark = pytest.mark.slow
 
@@ -56,6 +58,19 @@ def test_a_run_goes_on_as_one_that_nothing_cut_and_leaves_nothing(store):
     assert watch.seen[0] == (1, 2)
     assert_same(found, undisturbed)
     assert bucket.objects(store) == {}
+
+
+def test_a_probe_that_a_killed_start_has_put_is_removed(store):
+    """At once on the same host; of another host when it is old."""
+    own, running = temporary_name("probe"), temporary_name("probe")
+    killed = own.replace(f"-{os.getpid()}-", "-0-")
+    elsewhere = [f"tfdp-probe-00000000-1-1-{age}" for age in ("old", "new")]
+    for name in (killed, running, *elsewhere):
+        bucket.Bucket().pipe_file(f"runs/mine/.{name}", b"")
+    old = bucket.objects(store)[f"runs/mine/.{elsewhere[0]}"]
+    os.utime(old, (0, 0))
+    cut_run(URL, step=1)
+    assert steps(store) == sorted([f".{elsewhere[1]}", f".{running}", "step-1"])
 
 
 def test_a_damaged_backup_is_set_aside_and_the_one_before_is_taken(store):

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import sys
 import time
+from pathlib import Path
 
 TIMEOUT_SECONDS = 4.0
 
@@ -45,11 +48,18 @@ def main() -> None:
     except (ValueError, TimeoutError) as error:
         answer = {"error": type(error).__name__, "text": str(error)}
     answer["seconds"] = time.monotonic() - begin
+    maps = Path("/proc/self/maps").read_text()
+    answer["memory"] = re.findall(r"/dev/shm/mpich_shm_\w+", maps)
     os.write(1, f"{json.dumps(answer)}\n".encode())
     if "error" in answer:
         # MPICH's launcher may lose the last output of a rank that fails.
         time.sleep(1.0)
         raise SystemExit(3)
+    if mode == "dies":
+        time.sleep(1.0)
+        if is_absent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
 
 
 if __name__ == "__main__":

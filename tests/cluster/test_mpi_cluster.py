@@ -6,12 +6,15 @@ import os
 import re
 import socket
 import sys
+import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.harness.commands import run_command
 from tests.harness.mpi import answers, is_open_mpi, needs_mpi, run_ranks, why_not
+from tests.harness.tiers import standard
 from tfdp.cluster import (
     Cluster,
     count_workers,
@@ -323,10 +326,49 @@ def test_the_ranks_of_a_job_agree_on_their_addresses(mode):
 
 @needs_mpi
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    ("mode", "num_answers"), [("dies", 2), standard("comes_not", 1)]
+)
+def test_a_job_that_fails_leaves_no_shared_memory_and_no_file_of_another(
+    mode, num_answers
+):
+    other = Path("/dev/shm", f"mpich_shm_{uuid.uuid4().hex[:8]}_0")
+    other.write_text("another job's")
+    try:
+        finished = run(2, mode)
+        assert finished.code != 0
+        found = answers(finished)
+        assert len(found) == num_answers, finished.output
+        memory = {name for answer in found for name in answer["memory"]}
+        assert len(memory) == (0 if is_open_mpi() else 1)
+        assert not any(os.path.exists(name) for name in memory)
+        assert other.read_text() == "another job's"
+    finally:
+        other.unlink()
+
+
+def _is_mapped_by_nobody(name: str) -> bool:
+    """Whether a file of MPICH's is no running job's; other tests may run beside."""
+    maps = [_text_of(path) for path in Path("/proc").glob("[0-9]*/maps")]
+    return name.startswith("mpich_shm_") and not any(name in text for text in maps)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", "replace")
+    except OSError:  # it has just ended
+        return ""
+
+
+@needs_mpi
+@pytest.mark.processes
 @pytest.mark.standard
 def test_a_rank_that_does_not_start_mpi_ends_the_job_in_time_with_a_sentence():
+    before = set(os.listdir("/dev/shm"))
     finished = run(2, "has_no_mpi")
     assert finished.code != 0
+    left = set(os.listdir("/dev/shm")) - before
+    assert not [name for name in left if _is_mapped_by_nobody(name)]
     assert "tfdp: Waited 4 s for MPI to start (rank 0 of 2)" in finished.output
 
 

@@ -23,7 +23,7 @@ Event = tuple[float, str, str]
 _CHECKPOINT = r"(/index\.json|/data-[0-9a-f]{12}(/.*)?)?"
 # What a job that was cut short may leave where it saves; the next one clears it away.
 _MAY_BE = re.compile(
-    rf"checkpoint{_CHECKPOINT}|backup(/\.tfdp-probe-[0-9a-f]{{32}}|/step-\d+{_CHECKPOINT})?"
+    rf"checkpoint{_CHECKPOINT}|backup(/\.tfdp-probe-[0-9a-f-]+|/step-\d+{_CHECKPOINT})?"
 )
 # TensorFlow removes what it generates at the end of a process, if that has an end.
 _GENERATED = re.compile(r"__autograph_generated_file.*")

@@ -119,12 +119,11 @@ def replaced_optimizer(model: Any, optimizer: Any) -> Iterator[None]:
         config["optimizer"] = compiled_with
 
 
-def backup_that_writes_nothing(callback: Any) -> Any:
+def backup_that_writes_nothing(callback: Any, folder: TemporaryDirectory) -> Any:
     """A `BackupAndRestore` that saves and loads the same weights, but no other file.
 
-    What it notes beside the weights goes to a directory of its own.
+    What it notes beside the weights goes to a temporary directory.
     """
-    folder = TemporaryDirectory()
     twin = object.__new__(type(callback))
     vars(twin).update(vars(callback))
     path = os.path.join(folder.name, "training_metadata.json")

@@ -8,10 +8,10 @@ import os
 import shutil
 import stat
 import tempfile
-import uuid
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from tfdp.cluster.temporary import remove_left_over, temporary_name
 from tfdp.cluster.words import counted
 
 # No link is followed, no pipe waited for, and no terminal taken over. Not all systems
@@ -19,6 +19,8 @@ from tfdp.cluster.words import counted
 _READ_FLAGS = os.O_RDONLY
 for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"):
     _READ_FLAGS |= getattr(os, _flag, 0)
+# Of a file's name; each may be several bytes in UTF-8.
+_MOST_LETTERS = 200
 
 
 class NotRegularFile(ValueError):
@@ -35,7 +37,8 @@ def replaced(
     """Replace a file or folder, in one move, by what the block writes.
 
     Whoever reads meanwhile finds the old contents or the new ones. If the block
-    fails, the old ones stay and what it has written is removed.
+    fails, the old ones stay and what it has written is removed. What is left where a
+    process is killed is removed by the next one that writes into the folder.
 
     Args:
         path: String or path-like, the target.
@@ -57,6 +60,7 @@ def replaced(
     """
     target = os.fspath(path)
     if temporary is None:
+        remove_left_over(os.path.dirname(target) or ".")
         temporary = _beside(target)
     elif os.path.lexists(temporary):
         _remove(temporary)  # left by a process that was killed, or a link elsewhere
@@ -73,7 +77,8 @@ def replaced(
 
 def _beside(target: str) -> str:
     folder, name = os.path.split(target)
-    return os.path.join(folder, f".{uuid.uuid4().hex[:12]}.{name}")
+    own = f".{temporary_name('file')}."
+    return os.path.join(folder, own + name[len(own) - _MOST_LETTERS :])
 
 
 def _replace_folder(temporary: str, target: str, replaces_folder: bool) -> None:

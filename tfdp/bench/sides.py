@@ -68,7 +68,7 @@ class Side:
     def _start(
         self, commands: Sequence[Sequence[str]], environment: Mapping[str, str]
     ) -> None:
-        self._logs = [tempfile.NamedTemporaryFile("w+") for _ in commands]  # noqa: SIM115
+        self._logs = [tempfile.TemporaryFile("w+") for _ in commands]  # noqa: SIM115
         self._workers: list[subprocess.Popen] = []
         try:
             for command, log in zip(commands, self._logs, strict=True):

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import json
 import re
-import uuid
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,10 +24,10 @@ from tfdp.checkpoint.open_storage import open_storage
 from tfdp.checkpoint.run_state import LoadPlan
 from tfdp.checkpoint.storage import Storage, StoreError
 from tfdp.checkpoint.writer import remove_checkpoint
+from tfdp.cluster.temporary import temporary_name
 from tfdp.sharding.state_tensors import StateTensor
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)")
-_PROBE = re.compile(r"\.tfdp-probe-[0-9a-f]{32}")
 _ASIDE = re.compile(rf"{_NAME.pattern}\.damaged")
 _NOTHING_LOADED = "Nothing was loaded."
 _INTACT, _DAMAGED, _INCOMPATIBLE, _UNREADABLE = "intact", "damaged", "wrong", "unread"
@@ -78,6 +77,8 @@ class Backups:
         def remove() -> None:
             if self._rank == 0:
                 self._storage.remove_file(probe)
+                with contextlib.suppress(OSError):  # the next start tries again
+                    self._storage.remove_left_over()
 
         try:
             act("what workers see of it", lambda: _check_probe(self._storage, probe))
@@ -190,8 +191,7 @@ class Backups:
             for name in self._storage.names():
                 if _NAME.fullmatch(name) or _ASIDE.fullmatch(name):
                     remove_checkpoint(self._storage.below(name))
-                elif _PROBE.fullmatch(name):  # of a process that was killed
-                    self._storage.remove_file(name)
+            self._storage.remove_left_over()
             self._storage.remove_if_empty()
 
     def _make_directory(self) -> str:
@@ -199,7 +199,7 @@ class Backups:
         if self._rank:
             return ""
         storage.make()
-        probe = f".tfdp-probe-{uuid.uuid4().hex}"
+        probe = f".{temporary_name('probe')}"
         storage.write_text(probe, "")
         return probe
 

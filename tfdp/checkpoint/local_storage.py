@@ -15,6 +15,7 @@ from tfdp.base.files import (
     write_text,
 )
 from tfdp.checkpoint.storage import Fetch, Publish, Storage
+from tfdp.cluster.temporary import remove_left_over
 
 
 class LocalStorage(Storage):
@@ -107,6 +108,10 @@ class LocalStorage(Storage):
     def remove_file(self, name: str) -> None:
         """Remove a file."""
         os.unlink(self._path(name))
+
+    def remove_left_over(self) -> None:
+        """Remove the temporary files of processes that were killed."""
+        remove_left_over(self.path)
 
     def remove(self) -> None:
         """Remove the folder with all that is in it, as far as that can be done."""

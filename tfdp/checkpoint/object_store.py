@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import datetime
 import importlib
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tfdp.checkpoint.storage import Fetch, Publish, Storage, StoreError
+from tfdp.cluster.temporary import TemporaryFolder, is_left_over
 from tfdp.cluster.words import counted
-from tfdp.forks import TemporaryDirectory
 
 # Who speaks to a store. fsspec knows more of them, and says so itself.
 _PACKAGES = {
@@ -122,7 +124,7 @@ class ObjectStore(Storage):
     @contextlib.contextmanager
     def writing(self) -> Iterator[tuple[str, Publish]]:
         """Yield a temporary folder, and what uploads files and removes them there."""
-        with TemporaryDirectory() as folder:
+        with TemporaryFolder("store") as folder:
 
             def publish(names: Sequence[str]) -> None:
                 for name in names:
@@ -134,7 +136,7 @@ class ObjectStore(Storage):
     @contextlib.contextmanager
     def reading(self) -> Iterator[Fetch]:
         """Yield what downloads objects into a temporary folder of limited size."""
-        with TemporaryDirectory() as folder:
+        with TemporaryFolder("store") as folder:
             kept: dict[str, int] = {}  # bytes by name, the latest used last
 
             def fetch(names: Sequence[str]) -> str:
@@ -157,6 +159,12 @@ class ObjectStore(Storage):
     def remove_file(self, name: str) -> None:
         """Remove an object."""
         self._ask("removed", lambda s, path: s.rm_file(f"{path}/{name}"), name)
+
+    def remove_left_over(self) -> None:
+        """Remove the temporary objects of processes that were killed."""
+        for name in self.names():
+            if is_left_over(name, math.inf) and is_left_over(name, self._age(name)):
+                self.remove_file(name)
 
     def remove(self) -> None:
         """Remove the objects directly in it."""
@@ -188,6 +196,16 @@ class ObjectStore(Storage):
 
     def _info(self, name: str) -> dict[str, Any]:
         return self._ask("read", lambda s, path: s.info(f"{path}/{name}"), name)
+
+    def _age(self, name: str) -> float | None:
+        """Seconds since an object was put, or `None` where the store does not tell."""
+        with contextlib.suppress(OSError):
+            put = self._ask("read", lambda s, path: s.modified(f"{path}/{name}"), name)
+            zone = put.tzinfo or datetime.timezone.utc
+            return (
+                datetime.datetime.now(zone) - put.replace(tzinfo=zone)
+            ).total_seconds()
+        return None
 
     def _upload(self, file: str, name: str) -> None:
         self._ask("written", lambda s, path: s.put_file(file, f"{path}/{name}"), name)

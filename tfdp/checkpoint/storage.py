@@ -99,6 +99,10 @@ class Storage(abc.ABC):
         """Remove a file."""
 
     @abc.abstractmethod
+    def remove_left_over(self) -> None:
+        """Remove the temporary files of processes that were killed."""
+
+    @abc.abstractmethod
     def remove(self) -> None:
         """Remove the folder with all that is in it, as far as that can be done."""
 

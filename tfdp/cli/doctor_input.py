@@ -25,6 +25,7 @@ from tfdp.cli.program import check_platform, check_program
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
 from tfdp.cluster import Cluster, counted
+from tfdp.cluster.temporary import TemporaryFolder
 from tfdp.monitor.input_wait import InputWait, Pipeline, advise
 
 # Fewer say nothing: the first ones do not count.
@@ -59,23 +60,17 @@ def check_input(
         clusters = make_clusters(num_workers, None)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    folder = Path(tempfile.mkdtemp(prefix="tfdp-input-"))
-    words = [str(folder), str(num_steps), script, *args]
-    is_kept = False
-    try:
+    with TemporaryFolder("input") as name:
+        folder = Path(name)
+        words = [name, str(num_steps), script, *args]
         job, code = _run(folder, words, clusters, time.monotonic() + timeout_seconds)
         if code > 128:  # a signal
             sys.exit(code)
-        # Who failed is looked for in its log.
-        is_kept = job.failed is not None
         found = _read_results(folder, num_workers)
         if len(found) < num_workers:
             found = {}
         _check(job, code == TIMED_OUT, found, script)
         _show(found, script)
-    finally:
-        if not is_kept:
-            shutil.rmtree(folder)
 
 
 def _run(
@@ -130,9 +125,10 @@ def _check(
         failed = job.lost or job.failed
         for line in failed.tail:
             click.echo(line, err=True)
+        kept = shutil.copy(failed.log.path, tempfile.mkdtemp(prefix="tfdp-input-"))
         raise click.ClickException(
             f"Worker {failed.rank} {failed.describe_end()} {taken}. All that it wrote: "
-            f"{failed.log.path}. Received: {script}"
+            f"{kept}. Received: {script}"
         )
     if problem:
         raise click.ClickException(

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
+import re
 import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 
 _PROBE_SECONDS = 1.0
+_POLL_SECONDS = 0.5
+# The first that a job makes; one that was removed has a word behind it.
+_SHARED_MEMORY = re.compile(r"/dev/shm/mpich_shm_[0-9a-f]+_0$", re.MULTILINE)
 
 
 @contextlib.contextmanager
@@ -48,7 +54,10 @@ def _guard(limit_seconds: float, *arguments: str) -> Iterator[None]:
     # Nothing of the user's is imported, so that it starts in a moment.
     script = [sys.executable, "-I", "-S", __file__]
     own = [str(os.getpid()), str(limit_seconds)]
-    guard = subprocess.Popen([*script, *own, *arguments], stdin=subprocess.PIPE)
+    # In a session of its own: a launcher kills the whole group of a rank.
+    guard = subprocess.Popen(
+        [*script, *own, *arguments], stdin=subprocess.PIPE, start_new_session=True
+    )
     try:
         yield
     finally:
@@ -92,15 +101,48 @@ def _accepts_connections(address: str) -> bool:
     return True
 
 
+def shared_memory_of(process: int) -> set[str]:
+    """Files of the memory by which MPICH connects the ranks of a host.
+
+    MPICH opens such a file by name in its start only, and removes it in `MPI_Finalize`,
+    to which a job that fails does not come: 2 MB would stay. What a process of a job
+    has mapped is that job's.
+
+    Args:
+        process: Int, the id of a process, which has mapped them.
+
+    Returns:
+        Set of strings, paths.
+    """
+    with contextlib.suppress(OSError):
+        maps = pathlib.Path(f"/proc/{process}/maps").read_text("utf-8", "replace")
+        return set(_SHARED_MEMORY.findall(maps))
+    return set()
+
+
+def unlink(paths: Iterable[str]) -> None:
+    """Remove files; those that are missing were removed by another process."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
 def main() -> None:
     """Wait until the worker has joined, and kill it at the limit."""
     # Ctrl-C is for the worker; while that one cannot hear it, this one stays.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker, limit = int(sys.argv[1]), float(sys.argv[2])
     mode, *words = sys.argv[3:]
-    has_joined, _, _ = select.select([sys.stdin], [], [], limit)
-    if has_joined or os.getppid() != worker:
-        return  # it has ended
+    memory: set[str] = set()
+    deadline = time.monotonic() + limit
+    has_ended = False
+    while not has_ended and (left := deadline - time.monotonic()) > 0:
+        pipe, _, _ = select.select([sys.stdin], [], [], min(left, _POLL_SECONDS))
+        memory |= shared_memory_of(worker)
+        has_ended = bool(pipe) or os.getppid() != worker
+    unlink(memory)
+    if has_ended:
+        return
     said = explain(words, limit) if mode == "--others" else words[0]
     print(f"tfdp: {said}", file=sys.stderr, flush=True)
     with contextlib.suppress(ProcessLookupError):

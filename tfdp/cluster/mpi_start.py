@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfdp.cluster.backoff import Backoff
-from tfdp.cluster.join_guard import start_deadline
+from tfdp.cluster.join_guard import shared_memory_of, start_deadline, unlink
 from tfdp.cluster.mpi_job import LONGEST_PAUSE_SECONDS, MpiJob
 from tfdp.cluster.mpi_launcher import MpiRank, has_mpi4py, mpi_rank
 from tfdp.forks import at_exit
@@ -68,7 +68,11 @@ def _start(timeout_seconds: float | None) -> MpiJob:
     everyone = tuple(range(mpi.COMM_WORLD.size))
     job = MpiJob(mpi, mpi.COMM_WORLD, lock, everyone, library)
     at_exit(functools.partial(_end, job))
-    found = job.exchange({"program": _program()}, timeout_seconds, tag=_WORLD_TAG)
+    try:
+        found = job.exchange({"program": _program()}, timeout_seconds, tag=_WORLD_TAG)
+    finally:
+        # All ranks of the host have mapped it, and it stays mapped.
+        unlink(shared_memory_of(os.getpid()))
     _check_programs([each["program"] for each in found])
     # All are here, so this does not wait.
     job.comm = mpi.COMM_WORLD.Dup()

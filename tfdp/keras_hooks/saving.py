@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -71,7 +72,9 @@ def _save(
         optimizer = getattr(model, "optimizer", None)
         takes_part = rank == 0 or getattr(optimizer, "is_sharded", False)
         return original(model, path, *rest, **options) if takes_part else None
-    own = _temporary_path(target, rank)
+    own = _temporary_path(target, str(rank))
+    if rank == 0:
+        _remove_left_over(target, worker_group.num_workers)
     # Of folders, which cannot replace each other, the first worker's stays.
     with replaced(
         os.path.realpath(target), own, replaces_folder=rank == 0
@@ -107,7 +110,17 @@ def _copy_mode(target: str, temporary: str) -> None:
             shutil.copymode(target, temporary)
 
 
-def _temporary_path(target: str, rank: int) -> str:
+def _remove_left_over(target: str, num_workers: int) -> None:
+    """Remove what a job of more workers, which was killed, has left beside a file."""
+    folder, name = os.path.split(_temporary_path(target, "(rank)"))
+    pattern = re.compile(re.escape(name).replace(r"\(rank\)", "([0-9]{1,6})"))
+    with contextlib.suppress(OSError):
+        for found in filter(None, map(pattern.fullmatch, os.listdir(folder))):
+            if int(found[1]) >= num_workers:
+                os.unlink(os.path.join(folder, found[0]))
+
+
+def _temporary_path(target: str, rank: str) -> str:
     """A path beside the file, also where a link leads to it, with Keras's ending."""
     target = target.rstrip(os.sep)
     directory, name = (

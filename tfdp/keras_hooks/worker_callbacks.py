@@ -11,6 +11,7 @@ from tfdp import _compat
 from tfdp.base import loops
 from tfdp.base.param_groups import innermost
 from tfdp.cluster.islands import Island
+from tfdp.cluster.temporary import TemporaryFolder
 from tfdp.keras_hooks.added_callbacks import (
     BroadcastRestoredState,
     OptimizerProgressCheck,
@@ -284,7 +285,7 @@ def _is_sharded(model: Any, callbacks: list) -> bool:
 def _saving_participants(callback: Any) -> list:
     """Callbacks that save when the first worker's callback does, and write nothing."""
     if isinstance(callback, keras.callbacks.BackupAndRestore):
-        return [_compat.backup_that_writes_nothing(callback)]
+        return [_compat.backup_that_writes_nothing(callback, TemporaryFolder("backup"))]
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         return [callback]
     if getattr(callback, "embeddings_freq", 0):

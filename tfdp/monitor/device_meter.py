@@ -11,8 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.cluster.temporary import TemporaryFolder
 from tfdp.collectives.timing import Recorder
-from tfdp.forks import TemporaryDirectory
 from tfdp.monitor.meter import Meter
 from tfdp.monitor.readings import (
     Interval,
@@ -71,13 +71,13 @@ class Profile:
     """A profile of what runs between its begin and its end."""
 
     def __init__(self) -> None:
-        self._folder: TemporaryDirectory | None = None
+        self._folder: TemporaryFolder | None = None
 
     def begin(self) -> bool:
         """Start the profiler, and return whether it was free."""
         if self._folder is not None:
             return True
-        self._folder = TemporaryDirectory(prefix="tfdp-profile-")
+        self._folder = TemporaryFolder("profile")
         try:
             tf.profiler.experimental.start(self._folder.name)
         except tf.errors.AlreadyExistsError:  # TensorBoard's callback, say

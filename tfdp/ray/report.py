@@ -13,7 +13,7 @@ from ray.train import Checkpoint, CheckpointUploadMode
 
 from tfdp import checkpoint as checkpoints
 from tfdp.arguments import checked_integer
-from tfdp.forks import TemporaryDirectory
+from tfdp.cluster.temporary import TemporaryFolder
 
 FILE_NAME = "model.keras"
 _FORMATS = ("keras", "tfdp", None)
@@ -95,7 +95,7 @@ class ReportCallback(keras.callbacks.Callback):
 @contextlib.contextmanager
 def _saved(model: Any) -> Iterator[str]:
     """A folder with the model in it. All workers save: state may be sharded."""
-    with TemporaryDirectory() as folder:
+    with TemporaryFolder("model") as folder:
         model.save(os.path.join(folder, FILE_NAME))
         yield folder
 

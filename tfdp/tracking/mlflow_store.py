@@ -11,15 +11,13 @@ import inspect
 import logging
 import os
 import pathlib
-import shutil
-import tempfile
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import wrapt
 
-from tfdp.forks import at_exit
+from tfdp.cluster.temporary import TemporaryFolder
 from tfdp.tracking import first_worker
 
 # What a run of the first worker's is found by, which the other store does not have.
@@ -40,12 +38,12 @@ def watch(mlflow: ModuleType) -> None:
     first_worker.when_each_logs(
         functools.partial(_restore, mlflow, mlflow.get_tracking_uri(), logger.level)
     )
-    folder = tempfile.mkdtemp(prefix="tfdp-mlflow-")
-    at_exit(functools.partial(_throw_away, mlflow, folder))
+    folder = TemporaryFolder("mlflow")
+    atexit.register(_throw_away, mlflow, folder)
     # A folder is made in milliseconds, a database in seconds.
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     # MLflow makes a store of a folder that is not there.
-    mlflow.set_tracking_uri(pathlib.Path(folder, "store").as_uri())
+    mlflow.set_tracking_uri(pathlib.Path(folder.name, "store").as_uri())
     logger.setLevel(logging.ERROR)  # the first worker says the same
     fluent = mlflow.tracking.fluent
     for name, wrapper in (("start_run", _start_run), ("set_experiment", _experiment)):
@@ -84,8 +82,8 @@ def _restore(mlflow: ModuleType, uri: str, level: int) -> None:
     logging.getLogger("mlflow").setLevel(level)
 
 
-def _throw_away(mlflow: ModuleType, folder: str) -> None:
+def _throw_away(mlflow: ModuleType, folder: TemporaryFolder) -> None:
     """Delete the store, after the last words to it."""
     if first_worker.is_silent():
         mlflow.end_run()
-    shutil.rmtree(folder, ignore_errors=True)
+    folder.cleanup()
