@@ -49,12 +49,15 @@ def main() -> None:
         answer = {"error": type(error).__name__, "text": str(error)}
     answer["seconds"] = time.monotonic() - begin
     maps = Path("/proc/self/maps").read_text()
+    answer["pid"] = os.getpid()
     answer["memory"] = re.findall(r"/dev/shm/mpich_shm_\w+", maps)
     os.write(1, f"{json.dumps(answer)}\n".encode())
     if "error" in answer:
         # MPICH's launcher may lose the last output of a rank that fails.
         time.sleep(1.0)
         raise SystemExit(3)
+    if mode == "waits":
+        time.sleep(60)
     if mode == "dies":
         time.sleep(1.0)
         if is_absent:
