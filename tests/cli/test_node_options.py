@@ -97,3 +97,9 @@ def test_a_hostfile_that_is_wrong_is_told_with_its_line(tmp_path, text, words):
 def test_the_port_of_the_rendezvous_may_be_left_out():
     assert _place("a") == Place("a", DEFAULT_PORT)
     assert str(_place("[fd00::1]:7")) == "[fd00::1]:7"
+
+
+@pytest.mark.parametrize("text", ["[fe80::1%eth0]:7", "[FE80::1]"])
+def test_an_address_that_needs_an_interface_is_no_rendezvous(text):
+    with pytest.raises(ValueError, match="another machine on each network interface"):
+        _place(text)

@@ -18,7 +18,13 @@ from tests.cli.test_run import (
     STOPS_WITHIN_SECONDS,
     lines_of,
 )
+from tests.harness.tiers import full
+from tests.strategy.trained import check_answers
+from tfdp.cluster import free_ports
 from tfdp.coordination.preemption import PREEMPTED
+from tfdp.transport.addresses import is_own
+from tools.bench import hosts_bed
+from tools.bench.hosts_bed import TwoHosts
 
 pytestmark = pytest.mark.processes
 
@@ -28,6 +34,45 @@ def nodes(tmp_path) -> collections.abc.Iterator[Nodes]:
     nodes = Nodes(tmp_path)
     yield nodes
     nodes.close()
+
+
+@pytest.mark.skipif(not is_own("::1"), reason="needs IPv6")
+def test_nodes_meet_at_an_ipv6_address(nodes):
+    nodes.place = f"[::1]:{free_ports(1)[0]}"
+    nodes.script("print(json.dumps(CONFIG['cluster']['worker']))")
+    outputs = nodes.both("-n", "1", "script.py")
+    assert [code for code, _ in outputs] == [0, 0], outputs
+    shown = [
+        json.loads(lines_of(out, rank)[0]) for rank, (_, out) in enumerate(outputs)
+    ]
+    assert shown[0] == shown[1]
+    assert [address.rpartition(":")[0] for address in shown[0]] == ["[::1]"] * 2
+
+
+@pytest.mark.standard
+@pytest.mark.skipif(bool(hosts_bed.missing()), reason=hosts_bed.missing())
+@pytest.mark.parametrize("kind", ["addresses", full("training")])
+def test_hosts_that_have_ipv6_only_are_one_cluster(nodes, kind):
+    train = "from tests.strategy.mpi_train import main; main()"
+    script = {"addresses": "print(json.dumps(CONFIG['cluster']['worker']))"}
+    nodes.script(script.get(kind, train))
+    with TwoHosts(is_ipv6=True) as bed:
+        nodes.place = f"[{bed.addresses[0]}]:29400"
+        line = ("-n", "1", "script.py", "auto_strategy")
+        started = [
+            nodes.node("--node-rank", str(rank), *line, before=bed.enter(rank))
+            for rank in range(2)
+        ]
+        outputs = [ended(process) for process in started]
+    assert [code for code, _ in outputs] == [0, 0], outputs
+    shown = [
+        json.loads(lines_of(out, rank)[-1]) for rank, (_, out) in enumerate(outputs)
+    ]
+    if kind == "training":
+        check_answers(shown, num_replicas=2, backend="direct")
+    else:
+        hosts = [address.rpartition(":")[0] for address in shown[0]]
+        assert hosts == [f"[{address}]" for address in bed.addresses]
 
 
 FAILS = """

@@ -97,9 +97,11 @@ class Launcher:
     def script(self, body: str, name: str = "script.py") -> None:
         (self.folder / name).write_text(PRELUDE + textwrap.dedent(body), "utf-8")
 
-    def start(self, *arguments: str, **options) -> subprocess.Popen:
+    def start(
+        self, *arguments: str, before: collections.abc.Sequence[str] = (), **options
+    ) -> subprocess.Popen:
         return subprocess.Popen(
-            [*HEEDING, sys.executable, "-m", "tfdp", "run", *arguments],
+            [*before, *HEEDING, sys.executable, "-m", "tfdp", "run", *arguments],
             **{
                 "cwd": self.folder,
                 "env": self.environment,

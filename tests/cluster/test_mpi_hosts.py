@@ -10,6 +10,7 @@ import pytest
 from tests.harness.commands import ROOT, run_command
 from tests.harness.mpi import answers, is_open_mpi, needs_mpi, options, why_not
 from tests.strategy.trained import HEAVY_BYTES, SCRIPT, check_answers
+from tfdp.cluster import split_address
 from tools.bench import hosts_bed
 from tools.bench.hosts_bed import TwoHosts
 from tools.bench.hosts_mpi import OVER_THE_LINK, entered
@@ -60,14 +61,15 @@ def run_on(
     return found
 
 
-def test_ranks_on_two_hosts_get_the_addresses_of_the_link_between_them():
-    with TwoHosts("1gbit") as bed:
+@pytest.mark.parametrize("is_ipv6", [False, True])
+def test_ranks_on_two_hosts_get_the_addresses_of_the_link_between_them(is_ipv6):
+    with TwoHosts("1gbit", is_ipv6=is_ipv6) as bed:
         module = ("tests.cluster.mpi_agreement", "all")
         found = run_on(bed, 4, *module, deadline_seconds=DEADLINE_SECONDS)
     found.sort(key=lambda answer: answer["rank"])
     assert [answer["rank"] for answer in found] == [0, 1, 2, 3]
     assert all(answer["workers"] == found[0]["workers"] for answer in found)
-    hosts = [worker.rpartition(":")[0] for worker in found[0]["workers"]]
+    hosts = [split_address(worker)[0] for worker in found[0]["workers"]]
     assert hosts == [address for address in bed.addresses for _ in range(2)]
 
 

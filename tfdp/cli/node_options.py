@@ -12,6 +12,7 @@ import click
 
 from tfdp.cli import parameter_types as types
 from tfdp.cli.hosts import Host, parse_hosts, read_hostfile
+from tfdp.rendezvous.address import is_link_local
 
 DEFAULT_PORT = 29400
 _JOIN_SECONDS = 300.0
@@ -134,7 +135,13 @@ def _place(text: str) -> Place:
             "it must be HOST:PORT, the address of node 0 by which the other machines "
             "reach it"
         )
-    return Place(match[1].strip("[]"), port)
+    host = match[1].strip("[]")
+    if is_link_local(host):
+        raise ValueError(
+            "an address that begins with fe80 means another machine on each network "
+            "interface; give another one of node 0, or its name"
+        )
+    return Place(host, port)
 
 
 _PLACES = types.Checked("place", _place)

@@ -8,8 +8,11 @@ import os
 import socket
 
 from tfdp.rendezvous.errors import RendezvousError
+from tfdp.transport.addresses import is_own
 
 _BACKLOG = 128
+# A host may have IPv6 only.
+_LOOPBACKS = ("127.0.0.1", "::1")
 
 
 def listen(host: str, port: int, *, is_node_0: bool) -> socket.socket | None:
@@ -85,9 +88,12 @@ def own_address(listener: socket.socket) -> tuple[str, int]:
     Returns:
         The IP address and the port.
     """
-    host, port = listener.getsockname()[:2]
+    # With the interface of an address that has one.
+    numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    host = socket.getnameinfo(listener.getsockname(), numeric)[0]
+    port = listener.getsockname()[1]
     if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
-        return "127.0.0.1", port
+        return next(filter(is_own, _LOOPBACKS), _LOOPBACKS[0]), port
     return host, port
 
 
@@ -106,6 +112,24 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
         return host.lower().rstrip(".") in ("localhost", "localhost.localdomain")
+
+
+def is_link_local(host: str) -> bool:
+    """Return whether a host is an IPv6 address that counts on one interface only.
+
+    Args:
+        host: String, name or IP address.
+
+    Example:
+
+    >>> is_link_local("fe80::1%eth0"), is_link_local("fd00::1"), is_link_local("fe80")
+    (True, False, False)
+    """
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return address.version == 6 and address.is_link_local
 
 
 def _listen_at(host: str, family: int, address: tuple) -> socket.socket:

@@ -14,7 +14,8 @@ from tfdp.bench.link_rate import UNLIMITED, bits_per_second
 
 NUM_HOSTS = 2
 INTERFACE = "eth0"  # in each namespace, which has no other but loopback
-_ADDRESSES = ("10.77.0.1", "10.77.0.2")
+_IPV4_ADDRESSES = ("10.77.0.1", "10.77.0.2")
+_IPV6_ADDRESSES = ("fd00:77::1", "fd00:77::2")
 # Below the range from which the kernel takes source ports. The namespaces are new,
 # so nobody but us listens in them.
 _FIRST_PORT = 20000
@@ -64,6 +65,8 @@ class TwoHosts:
     Args:
         rate: String, of the link in each direction, as `tc` writes it, or
             `"unlimited"`. Defaults to `"200mbit"`.
+        is_ipv6: Bool, whether the hosts have IPv6 addresses only, loopback included.
+            Defaults to `False`.
 
     Raises:
         BedError: On entering, if this is not root, or iproute2 or the kernel lack
@@ -79,11 +82,12 @@ class TwoHosts:
     """
 
     _numbers = itertools.count()
-    addresses = _ADDRESSES
 
-    def __init__(self, rate: str = "200mbit") -> None:
+    def __init__(self, rate: str = "200mbit", *, is_ipv6: bool = False) -> None:
         bits_per_second(rate)
         self.rate = rate
+        self.addresses = _IPV6_ADDRESSES if is_ipv6 else _IPV4_ADDRESSES
+        self._is_ipv6 = is_ipv6
         prefix = f"tfdp-{os.getpid()}-{next(self._numbers)}"
         self.names = tuple(f"{prefix}-{host}" for host in range(NUM_HOSTS))
         self._ports = itertools.count(_FIRST_PORT)
@@ -121,7 +125,9 @@ class TwoHosts:
     def worker_addresses(self, workers_per_host: int) -> list[str]:
         """Return an unused `host:port` for each worker, host by host."""
         return [
-            f"{address}:{next(self._ports)}"
+            f"[{address}]:{next(self._ports)}"
+            if self._is_ipv6
+            else f"{address}:{next(self._ports)}"
             for address in self.addresses
             for _ in range(workers_per_host)
         ]
@@ -151,8 +157,13 @@ class TwoHosts:
         _call("ip", "link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1])
         for name, address in zip(self.names, self.addresses, strict=True):
             _call("ip", "-n", name, "link", "set", "lo", "up")
-            _call("ip", "-n", name, "address", "add", f"{address}/24", "dev", INTERFACE)
+            # Without a test whether others have it, which takes a second.
+            how = ["/64", "nodad"] if self._is_ipv6 else ["/24"]
+            add = f"address add {address}{how[0]} dev {INTERFACE}".split() + how[1:]
+            _call("ip", "-n", name, *add)
             _call("ip", "-n", name, "link", "set", INTERFACE, "up")
+            if self._is_ipv6:
+                _call("ip", "-n", name, *["address", "del", "127.0.0.1/8", "dev", "lo"])
         self.set_rate(self.rate)
 
 
