@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +18,9 @@ import pytest
 from tests.checkpoint import bucket
 from tests.checkpoint.test_backup_files import PLAIN, cut_run
 from tests.data.test_position import Cut, arrays, assert_same, fit
+from tests.harness.tiers import full, standard
 from tfdp.callbacks import BackupAndRestore
+from tfdp.checkpoint import object_store
 from tfdp.checkpoint.index_file import load_index
 from tfdp.cluster.temporary import temporary_name
 
@@ -145,6 +153,113 @@ def test_a_store_that_vanishes_ends_training_and_leaves_the_backups(store):
     watch = Cut(1)
     cut_run(URL, watch, step=0)
     assert watch.seen == [(1, 2)]
+
+
+class Unavailable(Exception):
+    """What a client of a store raises once it has tried often enough."""
+
+
+class Faulty:
+    """Hook of a store that answers one request with a fault, or each one slowly.
+
+    Args:
+        number: Int, the request that gets the fault, from 0; -1 for none.
+        fault: Callable.
+    """
+
+    def __init__(self, number: int, fault: Callable[[], Any] = lambda: None) -> None:
+        self.count, self._number, self._fault = 0, number, fault
+
+    def __call__(self, verb: str, path: str, is_done: bool) -> None:
+        if is_done:
+            return
+        self.count += 1
+        if self.count - 1 == self._number:
+            self._fault()
+
+
+def unavailable() -> None:
+    raise Unavailable("503 Slow Down")
+
+
+def try_a_fault(store: Path, tmp_path: Path, hook: Faulty, undisturbed: Any) -> bool:
+    """A run that meets a fault ends with a sentence, or as if there had been none.
+
+    Whatever it was, the next one goes on exactly. Returns whether it has ended so.
+    """
+    saved = shutil.copytree(store, tmp_path / "tried")
+    bucket.install(saved, hook)
+    said = ""
+    try:
+        with warnings.catch_warnings():
+            # Of what could not be removed.
+            warnings.filterwarnings("ignore", message="The checkpoint was saved")
+            cut_run(URL, step=2, keep=2)
+    except OSError as error:
+        said = str(error)
+    assert not said or re.search(r"503 Slow Down|no answer in 0\.2 s", said)
+    assert "\n" not in said
+    bucket.install(saved)
+    assert_same(fit(arrays(**PLAIN), BackupAndRestore(URL, 1)), undisturbed)
+    left = [name for name in bucket.objects(saved) if "/data-" in name]
+    shutil.rmtree(saved)
+    assert not left
+    return bool(said)
+
+
+@pytest.mark.parametrize("of_each", [20, standard(6), full(1)])
+def test_a_request_that_gets_a_503_ends_the_run_in_a_sentence_and_loses_nothing(
+    store, tmp_path, of_each
+):
+    """Each request in turn, of a start and two backups."""
+    undisturbed = fit(arrays(**PLAIN))
+    cut_run(URL, step=7, keep=2)
+    counted = Faulty(-1)
+    assert not try_a_fault(store, tmp_path, counted, undisturbed)
+    assert counted.count > 40
+    numbers = range(0, counted.count, of_each)
+    ended = [
+        try_a_fault(store, tmp_path, Faulty(number, unavailable), undisturbed)
+        for number in numbers
+    ]
+    # What cannot be removed is left for the next save.
+    assert any(ended)
+    assert not all(ended)
+
+
+def test_a_store_that_is_slow_changes_nothing(store, tmp_path):
+    undisturbed = fit(arrays(**PLAIN))
+    cut_run(URL, step=7, keep=2)
+
+    class Slow(Faulty):
+        def __call__(self, verb: str, path: str, is_done: bool) -> None:
+            time.sleep(0.02)
+
+    assert not try_a_fault(store, tmp_path, Slow(-1), undisturbed)
+
+
+@pytest.mark.parametrize("verb", ["put", standard("delete"), standard("list")])
+def test_a_store_that_does_not_answer_in_a_backup_ends_the_run(
+    store, tmp_path, monkeypatch, verb
+):
+    """What it does too late, when nobody waits any more, does no harm."""
+    undisturbed = fit(arrays(**PLAIN))
+    cut_run(URL, step=7, keep=2)
+    monkeypatch.setattr(object_store, "_REQUEST_SECONDS", 0.2)
+    done = threading.Event()
+
+    class Late(Faulty):
+        def __call__(self, made: str, path: str, is_done: bool) -> None:
+            if made == verb and "step-8" in path and not is_done:
+                done.wait(20.0)
+
+    timer = threading.Timer(3.0, done.set)
+    timer.start()
+    try:
+        assert try_a_fault(store, tmp_path, Late(-1), undisturbed) == (verb != "delete")
+    finally:
+        done.set()
+        timer.cancel()
 
 
 class Terminate(Cut):
