@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import os
 import warnings
 from pathlib import Path
 from typing import Any
 
+import tensorflow as tf
+
 from tfdp.arguments import checked_bool, checked_integer
 from tfdp.base.context import strategy_of
 from tfdp.base.files import problem_of_folder
 from tfdp.callbacks.measuring_callback import MeasuringCallback
+from tfdp.checkpoint.files import error_text
 from tfdp.coordination.mailbox import Mailbox
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.monitor.advice import facts_of, loss_scale_of, settings_of
@@ -184,14 +188,15 @@ class CommunicationMonitor(MeasuringCallback):
             if self._run_report is not None and self._run_report.totals.num_steps:
                 facts = facts_of(self.model)
                 settings = settings_of(self.model, self.every)
-                print(self._run_report.finish(facts, settings))
-                self._run_report.close()
-        except OSError as later:
+                with contextlib.closing(self._run_report):
+                    print(self._run_report.finish(facts, settings))
+        except (OSError, tf.errors.OpError) as later:  # TensorBoard's file has others
             error = error or later
         if error is not None:
             # Training has ended well, and the other workers wait for this one.
             warnings.warn(
-                f"`CommunicationMonitor` could not write all of its reports: {error}",
+                "`CommunicationMonitor` could not write all of its reports: "
+                f"{error_text(error)}",
                 stacklevel=2,
             )
 

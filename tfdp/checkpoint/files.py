@@ -112,8 +112,8 @@ def checksum(file: Any) -> int:
 
 
 def error_text(error: Exception) -> str:
-    """Text of an error, without the noise that TensorFlow puts around it."""
+    """Text of an error, in one line and without what TensorFlow puts around it."""
     if isinstance(error, (OSError, ValueError)):
         return str(error)
     text = error.message if isinstance(error, tf.errors.OpError) else str(error)
-    return f"{type(error).__name__}: {_OP_NOISE.sub('', text)}"
+    return f"{type(error).__name__}: {' '.join(_OP_NOISE.sub('', text).split())}"

@@ -39,7 +39,7 @@ def watch(mlflow: ModuleType) -> None:
         functools.partial(_restore, mlflow, mlflow.get_tracking_uri(), logger.level)
     )
     folder = TemporaryFolder("mlflow")
-    atexit.register(_throw_away, mlflow, folder)
+    at_exit(functools.partial(_throw_away, mlflow, folder))
     # A folder is made in milliseconds, a database in seconds.
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     # MLflow makes a store of a folder that is not there.
