@@ -16,6 +16,7 @@ milliseconds. Reading order:
     topology, nodes: replicas of each node, and how they are found
     devices: local devices that hold a replica
     process_tree: processes killed with all that they have started
+    temporary: temporary files, and those that killed processes have left
     words: numbers with their nouns, for messages
 """
 
