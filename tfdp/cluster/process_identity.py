@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pathlib
 
-_ENDED = frozenset("ZXx")
+ENDED = frozenset("ZXx")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ProcessIdentity:
     @classmethod
     def current(cls) -> ProcessIdentity:
         """Return the identity of this process."""
-        _, started = _state_and_start(os.getpid())
+        _, started = state_and_start(os.getpid())
         return cls(_machine(), os.getpid(), started)
 
     def has_ended(self) -> bool:
@@ -40,8 +40,8 @@ class ProcessIdentity:
         """
         if not self.machine or self.machine != _machine():
             return False
-        state, started = _state_and_start(self.pid)
-        return state in _ENDED or started != self.started
+        state, started = state_and_start(self.pid)
+        return state in ENDED or started != self.started
 
 
 def _machine() -> str:
@@ -53,7 +53,7 @@ def _machine() -> str:
         return ""
 
 
-def _state_and_start(pid: int) -> tuple[str, str]:
+def state_and_start(pid: int) -> tuple[str, str]:
     """Read a process's state and start; `"X"` and `""` if there is none."""
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")

@@ -18,6 +18,7 @@ import tempfile
 import time
 import uuid
 
+from tfdp.cluster.process_identity import ENDED, state_and_start
 from tfdp.forks import TemporaryDirectory
 
 _BOOT_ID_FILE = "/proc/sys/kernel/random/boot_id"
@@ -26,7 +27,6 @@ _PROCESSES_FILE = "/proc/self/ns/pid"
 _NAME = re.compile(r"\.?tfdp-[a-z]+-([0-9a-f]{8})-([0-9]+)-([0-9]+)-.+")
 # A file that is being written has been changed since.
 _LONGEST_PAUSE_SECONDS = 3600.0
-_DEAD_STATES = ("Z", "X")
 
 
 def temporary_name(purpose: str) -> str:
@@ -122,10 +122,5 @@ def _host() -> str:
 
 def _start_of(process: int) -> int | None:
     """When a process has started, in ticks since the boot; `None` if it has ended."""
-    try:
-        text = pathlib.Path(f"/proc/{process}/stat").read_text("ascii", "replace")
-    except OSError:
-        return None
-    # The name of the program may have any letter.
-    state, *fields = text.rpartition(")")[2].split()
-    return None if state in _DEAD_STATES else int(fields[18])
+    state, started = state_and_start(process)
+    return None if state in ENDED else int(started)

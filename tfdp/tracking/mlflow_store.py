@@ -18,6 +18,7 @@ from typing import Any
 import wrapt
 
 from tfdp.cluster.temporary import TemporaryFolder
+from tfdp.forks import at_exit
 from tfdp.tracking import first_worker
 
 # What a run of the first worker's is found by, which the other store does not have.
