@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -45,7 +46,8 @@ class Worker:
 
     Args:
         cluster: `Cluster`, or `None` on a single machine.
-        resolver: The cluster resolver that tf.distribute asks.
+        resolver: The strategy's `cluster_resolver`, which names this task also where
+            it trains alone.
         devices: Sequence of device strings the user asked for, or `None`.
         timeout_seconds: Float or `None`, how long to wait for the others.
     """
@@ -96,7 +98,8 @@ def start_worker(
         # An evaluator works by itself, as TensorFlow says.
         if cluster is not None and cluster.devices_per_worker:
             set_logical_cpus(cluster.devices_per_worker)
-        return Worker(None, _resolver(None), devices, options.timeout_seconds)
+        own = resolver or _resolver_of_environment(cluster)
+        return Worker(None, own, devices, options.timeout_seconds)
     worker = Worker(
         cluster, resolver or _resolver(cluster), devices, options.timeout_seconds
     )
@@ -252,11 +255,17 @@ def _configure(cluster: Cluster, timeout_seconds: float | None) -> None:
     )
 
 
-def _resolver(cluster: Cluster | None) -> Any:
-    if cluster is None:
-        return tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec({})
-        )
+def _resolver_of_environment(cluster: Cluster | None) -> Any:
+    """Return the resolver of a process that trains alone, the same as stock's."""
+    if os.environ.get("TF_CONFIG", "").strip():
+        return tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    if cluster is not None:
+        return _resolver(cluster)
+    empty = tf.train.ClusterSpec({})
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(empty)
+
+
+def _resolver(cluster: Cluster) -> Any:
     jobs = json.loads(cluster.to_tf_config())["cluster"]
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(jobs),

@@ -295,6 +295,13 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
             return contextlib.nullcontext()
         return self._watchdog.translate_errors()
 
+    def _initialize_strategy(self, cluster_resolver: Any, devices: Any) -> None:
+        """Start no server for a process that trains alone; stock does for one worker."""
+        if self.worker.cluster is None:
+            self._initialize_local(cluster_resolver, devices=devices)
+        else:
+            super()._initialize_strategy(cluster_resolver, devices)
+
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str
     ) -> tuple[tuple[str, ...], str]:
