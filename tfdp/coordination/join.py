@@ -257,7 +257,10 @@ def _configure(cluster: Cluster, timeout_seconds: float | None) -> None:
 
 def _resolver_of_environment(cluster: Cluster | None) -> Any:
     """Return the resolver of a process that trains alone, the same as stock's."""
-    if os.environ.get("TF_CONFIG", "").strip():
+    text = os.environ.get("TF_CONFIG", "").strip()
+    config = json.loads(text) if text else {}
+    # With a `null` in their place, as some cluster managers write, stock's raises.
+    if config.get("task") and config.get("cluster", {}) is not None:
         return tf.distribute.cluster_resolver.TFConfigClusterResolver()
     if cluster is not None:
         return _resolver(cluster)
