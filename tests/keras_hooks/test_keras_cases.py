@@ -12,6 +12,7 @@ CASE_MODULES = (
     "keras_hooks.cases_steps",
     "keras_hooks.cases_loops",
     "keras_hooks.cases_metrics",
+    "keras_hooks.cases_logs",
     "keras_hooks.cases_callbacks",
     "keras_hooks.cases_validation",
     "keras_hooks.cases_prediction",

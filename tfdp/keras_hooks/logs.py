@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -13,18 +13,32 @@ import tensorflow as tf
 from tfdp.base import loops
 from tfdp.collectives import timing
 from tfdp.coordination.worker_group import WorkerGroup
+from tfdp.keras_hooks.state_functions import State, state_function
 from tfdp.replicas import drift_probe
 from tfdp.replicas.state_merge import merge_states
 from tfdp.replicas.variables import MetricVariable
 
 
+class _MetricLog(NamedTuple):
+    """A log that is computed from states of metrics alone.
+
+    Args:
+        states: Dict of the states by a key: the kind by which each merges, and its
+            tensor on each local replica.
+        compute: Callable that computes the log from a dict of the merged states.
+    """
+
+    states: dict[tuple, tuple[str, list[tf.Tensor]]]
+    compute: Callable[[Mapping[tuple, tf.Tensor]], tf.Tensor]
+
+
 def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
     """Merge each replica's logs into those of the global batch.
 
-    Metrics are computed again from the merged states of all replicas, so that
-    AUC or precision are right too. Any other number that a custom step returns
-    is averaged over the replicas, each by its rows. Where replicas train alone, logs
-    within an epoch are those of this worker's.
+    What is computed from states of metrics alone is computed again from the merged
+    states of all replicas, so that AUC or precision are right too. Any other number
+    that a custom step returns is averaged over the replicas, each by its rows. Where
+    replicas train alone, logs within an epoch are those of this worker's.
 
     Args:
         strategy: A tfdp strategy.
@@ -36,27 +50,86 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
     """
     with timing.labelled("logs"):
         if not isinstance(outputs, dict):
-            return _merge_values(strategy, model, outputs)
-        return _merge_dict(strategy, model, _flatten_logs(outputs))
+            leaves = [_local_values(strategy, x) for x in tf.nest.flatten(outputs)]
+            merged = _merge(strategy, model, [None] * len(leaves), leaves)
+            return tf.nest.pack_sequence_as(outputs, merged)
+        flat = _flatten_logs(outputs)
+        names = [name for name in flat for _ in tf.nest.flatten(flat[name])]
+        values = list(flat.values())
+        leaves = [_local_values(strategy, x) for x in tf.nest.flatten(values)]
+        merged = _merge(strategy, model, names, leaves)
+        return dict(zip(flat, tf.nest.pack_sequence_as(values, merged), strict=True))
 
 
-def _merge_dict(strategy: Any, model: Any, outputs: dict) -> dict:
-    variables = [v for m in model.metrics for v in m.variables if _is_state(v)]
-    states = [[part.read_value() for part in v.value.values] for v in variables]
-    names = _metric_names(strategy, model, outputs, variables, states)
-    raw = {name: value for name, value in outputs.items() if name not in names}
+def _merge(
+    strategy: Any, model: Any, names: Sequence[str | None], leaves: Sequence[list]
+) -> list[Any]:
+    """Merge values of logs.
 
-    leaves = [_local_values(strategy, x) for x in tf.nest.flatten(raw)]
-    kinds = [v.value.merge for v in variables] + ["sum"] * len(leaves)
-    numbers = [_weighted_by_rows(leaf) for leaf in leaves]
-    merged = _merge_states(strategy, model, [*states, *numbers], kinds)
-    totals = merged[len(variables) :]
-    means = [_cast_like(t, leaf[0]) for t, leaf in zip(totals, leaves, strict=True)]
-    logs = dict(tf.nest.pack_sequence_as(raw, means))
-    if names:
-        results = _metric_results(model, variables, merged[: len(variables)])
-        logs.update({name: results[own] for name, own in names.items()})
-    return {name: logs[name] for name in outputs}
+    Args:
+        strategy: A tfdp strategy.
+        model: The Keras model.
+        names: Sequence of the names of the logs, or `None`, one for each value.
+        leaves: Sequence of lists, each value on the local replicas.
+    """
+    if not leaves:
+        return []
+    if tf.executing_eagerly():
+        return _merge_eager(strategy, model, names, leaves)
+    logs = [
+        _metric_log(model, name, values)
+        for name, values in zip(names, leaves, strict=True)
+    ]
+    states = {
+        key: s for log in logs if log is not None for key, s in log.states.items()
+    }
+    raw = [values for log, values in zip(logs, leaves, strict=True) if log is None]
+    merged = _merge_states(
+        strategy,
+        model,
+        [*(local for _, local in states.values()), *map(_weighted_by_rows, raw)],
+        [*(kind for kind, _ in states.values()), *["sum"] * len(raw)],
+    )
+    of_key = dict(zip(states, merged, strict=False))
+    means = iter(map(_cast_like, merged[len(states) :], raw))
+    return [next(means) if log is None else log.compute(of_key) for log in logs]
+
+
+def _merge_eager(
+    strategy: Any, model: Any, names: Sequence[str | None], leaves: Sequence[list]
+) -> list[Any]:
+    """Merge values of an eager step: what equals a metric on every replica is it."""
+    variables = _states_of(model)
+    states = [_read(variable) for variable in variables]
+    replicas = range(strategy.extended.num_local)
+    own = [
+        _metric_results(model, variables, [state[replica] for state in states])
+        for replica in replicas
+    ]
+    metrics = list(own[0]) if variables else []
+    equal = [
+        [[_is_equal(values[r], own[r][m]) for m in metrics] for values in leaves]
+        for r in replicas
+    ]  # [num_local, num_values, num_metrics]
+    merged = _merge_states(
+        strategy,
+        model,
+        [
+            *states,
+            *map(_weighted_by_rows, leaves),
+            [tf.constant(e, tf.float64) for e in equal],
+        ],
+        [*(v.merge for v in variables), *["sum"] * len(leaves), "min"],
+    )
+    results = _metric_results(model, variables, merged[: len(variables)])
+    means = map(_cast_like, merged[len(variables) :], leaves)
+    chosen = []
+    # All workers agree on which log is which metric.
+    for name, mean, is_metric in zip(names, means, merged[-1].numpy(), strict=False):
+        found = [m for m, is_it in zip(metrics, is_metric, strict=True) if is_it]
+        metric = name if name in found else next(iter(found), None)
+        chosen.append(mean if metric is None else results[metric])
+    return chosen
 
 
 def mean_over_workers(worker_group: WorkerGroup, logs: Any) -> Any:
@@ -80,14 +153,75 @@ def _flatten_logs(logs: dict) -> dict:
     return flat
 
 
-def _merge_values(strategy: Any, model: Any, outputs: Any) -> Any:
-    leaves = [_local_values(strategy, x) for x in tf.nest.flatten(outputs)]
-    numbers = [_weighted_by_rows(leaf) for leaf in leaves]
-    totals = _merge_states(strategy, model, numbers, ["sum"] * len(leaves))
-    if not leaves:
-        return outputs
-    means = [_cast_like(t, leaf[0]) for t, leaf in zip(totals, leaves, strict=True)]
-    return tf.nest.pack_sequence_as(outputs, means)
+def _metric_log(model: Any, name: str | None, values: list) -> _MetricLog | None:
+    """Find the states of metrics that a log is computed from, if from nothing else.
+
+    Its name says nothing: a step may return a loss of its own under the name of a
+    metric that it never updates, or a metric's result under another name.
+    """
+    functions = [state_function(value) for value in values]
+    first = functions[0]
+    if first is None:
+        return None
+    if not first.can_compute:
+        return _log_of_branches(model, name, first.states)
+    replicas = [[] if each is None else each.states for each in functions]
+    if any(
+        list(map(_origin, each)) != list(map(_origin, replicas[0])) for each in replicas
+    ):
+        return None
+    states = {}
+    for state, *others in zip(*replicas, strict=True):
+        is_last = state.value is None
+        local = (
+            _read(state.variable) if is_last else [s.value for s in (state, *others)]
+        )
+        states[state.key] = state.variable.merge, local
+    return _MetricLog(states, first.compute)
+
+
+def _log_of_branches(
+    model: Any, name: str | None, states: Sequence[State]
+) -> _MetricLog | None:
+    """Find the metric with the states of a log that cannot be computed again.
+
+    That is one with a condition in it. Of metrics that share their states it is the
+    one of the log's name.
+    """
+    variables = _states_of(model)
+    own = _metric_results(model, variables, [_read(v)[0] for v in variables])
+    used = {id(state.variable) for state in states}
+    found = [
+        metric
+        for metric, result in own.items()
+        if (function := state_function(result)) is not None
+        and {id(state.variable) for state in function.states} == used
+    ]
+    if name not in found and len(found) != 1:
+        return None
+    metric = name if name in found else found[0]
+    keys = [State(variable).key for variable in variables]
+    return _MetricLog(
+        {k: (v.merge, _read(v)) for k, v in zip(keys, variables, strict=True)},
+        lambda merged: _metric_results(model, variables, [merged[k] for k in keys])[
+            metric
+        ],
+    )
+
+
+def _origin(state: State) -> tuple:
+    """What is the same of a state on all replicas."""
+    return id(state.variable), state.value is None
+
+
+def _states_of(model: Any) -> list[Any]:
+    variables = [v.value for metric in model.metrics for v in metric.variables]
+    return [v for v in variables if isinstance(v, MetricVariable) and v.is_number]
+
+
+def _read(variable: Any) -> list[tf.Tensor]:
+    """Read the state of a metric on each local replica."""
+    return [part.read_value() for part in variable.values]
 
 
 def _merge_states(
@@ -107,71 +241,6 @@ def _merge_states(
     return merged[: len(states)]
 
 
-def _metric_names(
-    strategy: Any,
-    model: Any,
-    outputs: dict,
-    variables: Sequence[Any],
-    states: Sequence[Sequence[tf.Tensor]],
-) -> dict[str, str]:
-    """Find the logs that are results of the model's metrics.
-
-    A custom step may return a plain loss under the name of a metric that it
-    never updates, or a metric's result under another name. In a traced step the
-    graph tells which is which, in an eager one the value does, under its own name.
-
-    Returns:
-        Dict from the name of a log to that of the metric.
-    """
-    if not variables:
-        return {}
-    own = _metric_results(model, variables, [state[0] for state in states])
-    handles = [part.handle for v in variables for part in v.value.values]
-    names = {}
-    for name, value in outputs.items():
-        if name not in own:
-            names.update(_metric_of_log(strategy, name, value, own))
-            continue
-        first = [_local_values(strategy, x)[0] for x in tf.nest.flatten(value)]
-        if tf.executing_eagerly():
-            expected = tf.nest.flatten(own[name])
-            pairs = zip(first, expected, strict=False)
-            is_metric = all(np.allclose(a, b, equal_nan=True) for a, b in pairs)
-        else:
-            is_metric = all(_reads(tensor, handles) for tensor in first)
-        if is_metric:
-            names[name] = name
-    return names
-
-
-def _metric_of_log(strategy: Any, name: str, value: Any, own: dict) -> dict[str, str]:
-    """Find the metric whose result a log is under another name."""
-    first = _local_values(strategy, value)[0]
-    if not tf.is_symbolic_tensor(first):
-        return {}
-    formula = _expression(first)
-    found = [
-        metric
-        for metric, result in own.items()
-        if tf.is_symbolic_tensor(result) and _expression(result) == formula
-    ]
-    return {name: found[0]} if found else {}
-
-
-def _expression(tensor: Any) -> Any:
-    """Expression by which a traced tensor is computed from variables."""
-    op = tensor.op
-    if op.type == "Identity":
-        return _expression(op.inputs[0])
-    if op.type == "Const":
-        return str(tf.get_static_value(tensor))
-    if op.type == "ReadVariableOp":
-        return op.inputs[0].name
-    if op.type not in ("Cast", "DivNoNan", "RealDiv", "Sqrt"):
-        return op.name
-    return (op.type, *(_expression(source) for source in op.inputs))
-
-
 def _local_values(strategy: Any, value: Any) -> list:
     """Values on the local replicas, also where all returned the same object."""
     found = list(strategy.experimental_local_results(value))
@@ -183,35 +252,16 @@ def _metric_results(
     model: Any, variables: Sequence[Any], values: Sequence[Any]
 ) -> dict:
     """Compute the metrics as if their states were `values`."""
-    mapping = list(zip(variables, values, strict=True))
+    new = {id(v): value for v, value in zip(variables, values, strict=True)}
+    states = [v for metric in model.metrics for v in metric.variables]
+    mapping = [(v, new[id(v.value)]) for v in states if id(v.value) in new]
     with keras.StatelessScope(state_mapping=mapping):
         return model.get_metrics_result()
 
 
-def _reads(tensor: Any, handles: Sequence[Any]) -> bool:
-    """True if a traced tensor is computed from one of the resources."""
-    if not tf.is_symbolic_tensor(tensor):
-        return False
-    graph = tensor.graph
-    captured = {graph.capture(handle).ref() for handle in handles}
-    seen, queue = set(), [tensor.op]
-    while queue:
-        op = queue.pop()
-        if op.name in seen:
-            continue
-        seen.add(op.name)
-        for source in op.inputs:
-            if source.ref() in captured:
-                return True
-            queue.append(source.op)
-    return False
-
-
-def _is_state(variable: Any) -> bool:
-    state = variable.value
-    return isinstance(state, MetricVariable) and (
-        state.dtype.is_floating or state.dtype.is_integer
-    )
+def _is_equal(value: Any, result: Any) -> bool:
+    value, result = np.asarray(value), np.asarray(result)
+    return value.shape == result.shape and np.allclose(value, result, equal_nan=True)
 
 
 def _weighted_by_rows(local_values: list) -> list[tf.Tensor]:
@@ -232,6 +282,6 @@ def _as_number(value: Any) -> tf.Tensor:
     return tf.cast(tf.convert_to_tensor(value), tf.float64)
 
 
-def _cast_like(mean: tf.Tensor, like: Any) -> tf.Tensor:
-    like = tf.convert_to_tensor(like)
+def _cast_like(mean: tf.Tensor, local_values: list) -> tf.Tensor:
+    like = tf.convert_to_tensor(local_values[0])
     return tf.cast(mean, like.dtype) if like.dtype.is_floating else mean

@@ -25,6 +25,7 @@ from tfdp.base.deferred_updates import Update
 from tfdp.base.loops import Loop
 from tfdp.base.xla import CannotCompileError
 from tfdp.collectives import is_collective, step_events
+from tfdp.keras_hooks.state_functions import state_function
 from tfdp.strategy.step_clusters import cut_at_buckets
 
 
@@ -153,6 +154,7 @@ class CompiledStep:
         concrete = xla.trace(compiled, (args, numbers))
         _check_collectives(concrete.graph)
         _check_order(concrete.graph, updates)
+        _check_logs(concrete.graph)
         xla.check(concrete, self._device())
         extended = self.strategy.extended
         # With several optimizers, each waits for the one before.
@@ -202,6 +204,17 @@ def _check_collectives(graph: Any) -> None:
                 "its step has a collective beside those of the gradients (a "
                 "synchronized BatchNormalization, `tfdp.all_gather`, or a loss or log "
                 f"of the rows of all replicas: operation {op.name!r})"
+            )
+
+
+def _check_logs(graph: Any) -> None:
+    """Raise if a log has the state of a metric of before its last update."""
+    for tensor in graph.outputs:
+        function = state_function(tensor)
+        if function is not None and any(s.value is not None for s in function.states):
+            raise CannotCompileError(
+                "a log is computed from a metric that the step updates afterwards "
+                f"(operation {tensor.op.name!r})"
             )
 
 

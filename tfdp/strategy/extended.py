@@ -296,7 +296,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         return self._watchdog.translate_errors()
 
     def _initialize_strategy(self, cluster_resolver: Any, devices: Any) -> None:
-        """Start no server for a process that trains alone; stock does for one worker."""
+        """Start no server where a process trains alone; stock does for one worker."""
         if self.worker.cluster is None:
             self._initialize_local(cluster_resolver, devices=devices)
         else:

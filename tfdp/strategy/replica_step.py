@@ -138,8 +138,9 @@ def _tell_of_eager_steps(told: set[str], model: Any) -> None:
     told.add("eager")
     warnings.warn(
         f"With `run_eagerly=True` a loss that `{type(model).__name__}.{names[0]}` "
-        "computes is taken for a mean over the rows of a replica. Sums over rows, and "
-        "divisions by the number of replicas, are recognized only without it.",
+        "computes is taken for a mean over the rows of a replica. Sums over rows, "
+        "divisions by the number of replicas, and logs that are computed from a "
+        "metric's result are recognized only without it.",
         stacklevel=2,
     )
 
