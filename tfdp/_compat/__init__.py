@@ -88,6 +88,7 @@ from tfdp._compat.graphs import (
     called_graphs,
     constant_value,
     copy_of_operation,
+    in_branch,
     in_loop_of_replica,
     is_pure,
     op_age,

@@ -40,6 +40,16 @@ def in_loop_of_replica() -> bool:
     return False
 
 
+def in_branch() -> bool:
+    """Whether a branch of a condition or the body of a loop is being traced."""
+    graph = ops.get_default_graph()
+    while graph is not None:
+        if type(graph).__name__ in ("CondBranchFuncGraph", "WhileBodyFuncGraph"):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
+
+
 def op_age(op: tf.Operation) -> int:
     """Position of an operation in its graph: after that of its inputs."""
     return op._id

@@ -20,6 +20,7 @@ from tfdp.base.context import replica_context
 from tfdp.base.deferred_updates import defer
 from tfdp.base.param_groups import innermost
 from tfdp.reduction.gradient_reducer import replica_reducer
+from tfdp.step.empty_step import note_update
 from tfdp.step.path import take_step
 from tfdp.step.step import checked_gradients, keras_step
 
@@ -41,7 +42,11 @@ def apply(
         gradients, variables = _compat.overwrite_by_gradients(
             optimizer, gradients, variables
         )
-        step = keras_step(optimizer, list(variables), replica_reducer())
+        trained = list(variables)
+        note_update(
+            optimizer, lambda: keras_step(optimizer, trained, replica_reducer())
+        )
+        step = keras_step(optimizer, trained, replica_reducer())
         take_step(step, list(gradients))
     return None
 

@@ -45,6 +45,7 @@ from tfdp.parameters.conversion import num_conversions, whole_variables
 from tfdp.reduction import link_measure
 from tfdp.replicas import drift_probe
 from tfdp.replicas.synchronized_scope import local_variables
+from tfdp.step.empty_step import Updates, recording, take_empty_steps
 
 # Which of a model's functions a loop of Keras calls.
 _FUNCTION_OF = {
@@ -264,7 +265,12 @@ def _make_function(
     with _without_xla(model):
         result = original(model, force)
     function = getattr(model, name)
-    if strategy_of(model) is None or function is before:
+    is_training = name == "train_function"
+    if function is before:
+        return result
+    if strategy_of(model) is None:
+        if is_training:
+            setattr(model, name, _ends_as_keras(model, function))
         return result
 
     @functools.wraps(function)
@@ -272,10 +278,28 @@ def _make_function(
         with progress.computing():
             return function(*args, **kwargs)
 
-    step: Any = paced(model, compute) if name == "train_function" else compute
+    step: Any = paced(model, _ends_as_keras(model, compute)) if is_training else compute
     step.made_after = num_conversions()
     setattr(model, name, step)
     return result
+
+
+def _ends_as_keras(model: Any, compute: Callable) -> Callable:
+    """Take Keras's step that finds no data where data of unknown length ends."""
+    updates: Updates = {}
+
+    @functools.wraps(compute)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with recording(updates):
+                return compute(*args, **kwargs)
+        except tf.errors.OutOfRangeError:
+            # XLA gives a step its data at once; several steps are asked for it first.
+            if not model.jit_compile and model.steps_per_execution == 1:
+                take_empty_steps(strategy_of(model), updates)
+            raise
+
+    return step
 
 
 def _drop_stale_function(model: Any, loop: str) -> None:

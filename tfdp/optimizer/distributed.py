@@ -34,6 +34,7 @@ from tfdp.step.accumulation import (
     NoAccumulation,
     ShardedAccumulation,
 )
+from tfdp.step.empty_step import note_update
 from tfdp.step.loss_scale import MOST_SKIPS, LossScaling
 from tfdp.step.path import take_step
 from tfdp.step.state_layout import StateLayout, WholeVariables
@@ -205,10 +206,12 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         if trainable_variables is not None and not self.built:
             self.build(list(trainable_variables))
         gradients, variables = checked_gradients(self, grads, trainable_variables)
-        with keras.name_scope(self.name):
+        # On one device, as on replicas, nothing is done before there is data.
+        with keras.name_scope(self.name), tf.control_dependencies(_first_of(gradients)):
             self._traces.note(self._traced_parts, variables)
+            note_update(self, lambda: self._step(variables))
             take_step(self._step(variables), gradients)
-        self._iterations.assign_add(1)
+            self._iterations.assign_add(1)
 
     def flush(self) -> None:
         """Make an update of the micro-batches that wait, outside a step.
@@ -357,6 +360,14 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
             rate * tf.cast(warmup.factor(updates), rate.dtype),
             warmup.growth(updates) if corrects else None,
         )
+
+
+def _first_of(gradients: list) -> list:
+    """The gradient of a traced step that is there first, without replicas."""
+    if tf.executing_eagerly() or replica_context() is not None:
+        return []
+    traced = [tf.nest.flatten(g, expand_composites=True)[0] for g in gradients]
+    return [min(traced, key=_compat.op_position)] if traced else []
 
 
 def _reducer() -> GradientReducer:

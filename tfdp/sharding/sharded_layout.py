@@ -16,6 +16,7 @@ from tfdp.sharding.gradient_statistics import ShardedGradientStatistics, own_squ
 from tfdp.sharding.shard_collectives import ShardCollectives
 from tfdp.sharding.sharded_gradients import ShardedGradients
 from tfdp.sharding.sharded_param_group import ShardedParamGroup
+from tfdp.step.grouped_update import decay_without_gradients
 
 
 class ShardedLayout:
@@ -214,6 +215,13 @@ class ShardedLayout:
             optimizer = _compat.with_counter_read(optimizer)
         news = self._state(own).update(optimizer, gradients, own.variables, rate)
         self._spread(own, news, gradients.present)
+
+    def update_without_gradients(
+        self, group: ParamGroup, variables: list, rate: Any
+    ) -> None:
+        """Decay weights on every replica, and move on what belongs to no variable."""
+        singles = self._state(self._sharded(group)).singles
+        decay_without_gradients(group.optimizer, variables, rate, singles)
 
     def average(self, group: ParamGroup) -> None:
         """Average what the replica owns."""

@@ -52,6 +52,12 @@ class Accumulator(Protocol):
             The tensor is alike on all replicas.
         """
 
+    def is_due_without_data(self) -> bool:
+        """Whether Keras's step that finds no data would make an update.
+
+        See `tfdp.step.empty_step`; it is called outside of a graph.
+        """
+
 
 class NoAccumulation:
     """Each micro-batch makes an update.
@@ -66,6 +72,10 @@ class NoAccumulation:
     def take(self, gradients: list | None) -> tuple[Callable[[], Totals], None]:
         """Hand the gradients on; buckets are weighted when they are reduced."""
         return lambda: Totals(gradients, weight=self._weight), None
+
+    def is_due_without_data(self) -> bool:
+        """Always, as each batch makes an update."""
+        return True
 
 
 class AccumulationState:
@@ -198,6 +208,10 @@ class LocalAccumulation:
         self._state.add(added, self._positions)
         return self._release, self._state.is_complete()
 
+    def is_due_without_data(self) -> bool:
+        """Never: what waits is kept for the batches that follow."""
+        return False
+
     def _release(self) -> Totals:
         sums, count = self._state.release(self._positions)
         return Totals([total * self._num_groups for total in sums], count=count)
@@ -241,6 +255,10 @@ class ShardedAccumulation:
         self._state.add(*self._layout.slices_of(self._param_groups, reduced))
         return self._release, self._state.is_complete()
 
+    def is_due_without_data(self) -> bool:
+        """Never: what waits is kept for the batches that follow."""
+        return False
+
     def _release(self) -> Totals:
         slices, count = self._state.release(range(len(self._state.sums)))
         sums = self._layout.from_slices(self._param_groups, self._variables, slices)
@@ -276,6 +294,13 @@ class KerasAccumulation:
             added = added if self._scale is None else added / self._scale
             total.assign_add(tf.cast(added, total.dtype), read_value=False)
         return self._release, tf.equal((_read(self._counter) + 1) % self._steps, 0)
+
+    def is_due_without_data(self) -> bool:
+        """As the counter says; the sums are lost then, as they are in Keras."""
+        is_due = bool((_read(self._counter) + 1) % self._steps == 0)
+        for variable in self._all if is_due else ():
+            _set_to_zero(variable)
+        return is_due
 
     def _release(self) -> Totals:
         sums = [total.read_value() for total in self._sums]

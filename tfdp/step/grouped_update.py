@@ -56,6 +56,26 @@ def decay_and_update(
         _update_group(optimizer, [gradients[i] for i in group], members, rate)
 
 
+def decay_without_gradients(
+    optimizer: Any, variables: Sequence[Any], rate: Any, singles: dict[str, Any]
+) -> None:
+    """Run what of an optimizer's update needs no gradients.
+
+    Args:
+        optimizer: Keras optimizer, no wrapper.
+        variables: Sequence of Keras variables, which may decay.
+        rate: Scalar tensor, the learning rate, or `None` for the optimizer's own.
+        singles: Dict from names of attributes to variables that take their place, those
+            of sharded state that belong to no variable.
+    """
+    if rate is None:
+        rate = tf.convert_to_tensor(optimizer.learning_rate)
+    else:
+        optimizer = _compat.with_rate(optimizer, rate)
+    _compat.apply_weight_decay(optimizer, list(variables))
+    _compat.update_variables(_compat.stand_in(optimizer, **singles), [], [], rate)
+
+
 def _update(optimizer: Any, gradients: list, variables: list, rate: Any) -> None:
     """Update variables, each by kernels of its own or all by one that XLA compiles."""
 

@@ -208,8 +208,7 @@ def _constrain_one(variable: Any) -> None:
 
 def _count(step: Step, is_updated: tf.Tensor | bool, is_kept: tf.Tensor | bool) -> None:
     counts = is_kept if step.counts_micro_batches else is_updated
-    optimizers = [step.optimizer, *(group.optimizer for group in step.param_groups)]
-    for optimizer in {id(item): item for item in optimizers}.values():
+    for optimizer in step.optimizers:
         _compat.count_update(optimizer, tf.cast(counts, tf.int64))
 
 

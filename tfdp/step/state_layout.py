@@ -12,7 +12,7 @@ from tfdp.base.param_groups import ParamGroup, is_linear
 from tfdp.parameters.sharded_parameter import check_reader
 from tfdp.reduction.fusion import ReducedGradients
 from tfdp.reduction.gradient_noise import squared_norm
-from tfdp.step.grouped_update import decay_and_update
+from tfdp.step.grouped_update import decay_and_update, decay_without_gradients
 from tfdp.step.loss_scale import not_finite
 
 
@@ -83,6 +83,11 @@ class StateLayout(Protocol):
         self, group: ParamGroup, gradients: Any, variables: list, rate: Any
     ) -> None:
         """Decay and update the variables of a group."""
+
+    def update_without_gradients(
+        self, group: ParamGroup, variables: list, rate: Any
+    ) -> None:
+        """Do of an update what needs no gradients."""
 
     def average(self, group: ParamGroup) -> None:
         """Move the averages of a group's variables towards their values."""
@@ -189,6 +194,12 @@ class WholeVariables:
     ) -> None:
         """Decay and update as Keras does, small variables together."""
         decay_and_update(group.optimizer, gradients, variables, rate)
+
+    def update_without_gradients(
+        self, group: ParamGroup, variables: list, rate: Any
+    ) -> None:
+        """Decay weights, and move on what belongs to no variable."""
+        decay_without_gradients(group.optimizer, variables, rate, {})
 
     def average(self, group: ParamGroup) -> None:
         """Move them as Keras does."""

@@ -72,6 +72,15 @@ class Step:
     fixed_scale: float | None = None
     counts_micro_batches: bool = False
 
+    @property
+    def optimizers(self) -> list[Any]:
+        """List of the Keras optimizers that count updates, each once."""
+        all_of_them = [
+            self.optimizer,
+            *(group.optimizer for group in self.param_groups),
+        ]
+        return list({id(item): item for item in all_of_them}.values())
+
 
 def keras_step(optimizer: Any, variables: list, reducer: GradientReducer) -> Step:
     """The step of a Keras optimizer that is in no `DistributedOptimizer`.
