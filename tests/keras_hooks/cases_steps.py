@@ -63,17 +63,6 @@ def iterations_as_int(env: Env) -> dict:
     return {"int": int(iterations), "numpy": iterations.numpy()}
 
 
-@case("`optimizer.iterations` gains one per epoch on unknown cardinality")
-def iterations_on_unknown_cardinality(env: Env) -> dict:
-    model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
-    dataset = common.batched(*common.regression_data(48)).filter(lambda *_: True)
-    history = common.fit(model, dataset, epochs=2)
-    iterations = int(model.optimizer.iterations.numpy())
-    # One device counts 14; the number of updates is 12.
-    assert env.is_reference or iterations == 12, iterations
-    return {"history": history, "weights": env.weights(model)}
-
-
 @case("`run_eagerly`")
 def run_eagerly(env: Env) -> dict:
     with env.scope():

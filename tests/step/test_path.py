@@ -7,6 +7,7 @@ from tests.harness.registry import Case
 
 CASE_MODULES = (
     "step.cases_accumulation",
+    "step.cases_end_of_data",
     "step.cases_loss_scale",
     "step.cases_order",
     "step.cases_warmup",

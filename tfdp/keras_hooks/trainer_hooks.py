@@ -45,7 +45,7 @@ from tfdp.parameters.conversion import num_conversions, whole_variables
 from tfdp.reduction import link_measure
 from tfdp.replicas import drift_probe
 from tfdp.replicas.synchronized_scope import local_variables
-from tfdp.step.empty_step import Updates, recording, take_empty_steps
+from tfdp.step.empty_step import Updates, recording
 
 # Which of a model's functions a loop of Keras calls.
 _FUNCTION_OF = {
@@ -286,7 +286,7 @@ def _make_function(
 
 def _ends_as_keras(model: Any, compute: Callable) -> Callable:
     """Take Keras's step that finds no data where data of unknown length ends."""
-    updates: Updates = {}
+    updates = Updates()
 
     @functools.wraps(compute)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -296,7 +296,7 @@ def _ends_as_keras(model: Any, compute: Callable) -> Callable:
         except tf.errors.OutOfRangeError:
             # XLA gives a step its data at once; several steps are asked for it first.
             if not model.jit_compile and model.steps_per_execution == 1:
-                take_empty_steps(strategy_of(model), updates)
+                updates.take_without_data(strategy_of(model))
             raise
 
     return step

@@ -52,10 +52,12 @@ class Accumulator(Protocol):
             The tensor is alike on all replicas.
         """
 
-    def is_due_without_data(self) -> bool:
-        """Whether Keras's step that finds no data would make an update.
+    def take_nothing(self) -> tuple[Callable[[], Any], tf.Tensor | bool]:
+        """Take in no data, see `tfdp.step.empty_step`.
 
-        See `tfdp.step.empty_step`; it is called outside of a graph.
+        Returns:
+            Tuple of a callable, which starts again from zero, and a scalar bool tensor,
+            whether Keras would make an update without gradients.
         """
 
 
@@ -73,9 +75,9 @@ class NoAccumulation:
         """Hand the gradients on; buckets are weighted when they are reduced."""
         return lambda: Totals(gradients, weight=self._weight), None
 
-    def is_due_without_data(self) -> bool:
-        """Always, as each batch makes an update."""
-        return True
+    def take_nothing(self) -> tuple[Callable[[], Any], bool]:
+        """An update is always due."""
+        return lambda: None, True
 
 
 class AccumulationState:
@@ -208,9 +210,9 @@ class LocalAccumulation:
         self._state.add(added, self._positions)
         return self._release, self._state.is_complete()
 
-    def is_due_without_data(self) -> bool:
-        """Never: what waits is kept for the batches that follow."""
-        return False
+    def take_nothing(self) -> tuple[Callable[[], Any], bool]:
+        """What waits is kept for the batches that follow."""
+        return lambda: None, False
 
     def _release(self) -> Totals:
         sums, count = self._state.release(self._positions)
@@ -255,9 +257,9 @@ class ShardedAccumulation:
         self._state.add(*self._layout.slices_of(self._param_groups, reduced))
         return self._release, self._state.is_complete()
 
-    def is_due_without_data(self) -> bool:
-        """Never: what waits is kept for the batches that follow."""
-        return False
+    def take_nothing(self) -> tuple[Callable[[], Any], bool]:
+        """What waits is kept for the batches that follow."""
+        return lambda: None, False
 
     def _release(self) -> Totals:
         slices, count = self._state.release(range(len(self._state.sums)))
@@ -293,14 +295,14 @@ class KerasAccumulation:
             added = _weighted(dense(gradient), self._weight)
             added = added if self._scale is None else added / self._scale
             total.assign_add(tf.cast(added, total.dtype), read_value=False)
-        return self._release, tf.equal((_read(self._counter) + 1) % self._steps, 0)
+        return self._release, self._is_due()
 
-    def is_due_without_data(self) -> bool:
-        """As the counter says; the sums are lost then, as they are in Keras."""
-        is_due = bool((_read(self._counter) + 1) % self._steps == 0)
-        for variable in self._all if is_due else ():
-            _set_to_zero(variable)
-        return is_due
+    def take_nothing(self) -> tuple[Callable[[], Any], tf.Tensor]:
+        """Lose what waits where an update is due, as in Keras."""
+        return self._release, self._is_due()
+
+    def _is_due(self) -> tf.Tensor:
+        return tf.equal((_read(self._counter) + 1) % self._steps, 0)
 
     def _release(self) -> Totals:
         sums = [total.read_value() for total in self._sums]

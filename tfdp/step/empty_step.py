@@ -17,10 +17,52 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.step.path import take_empty_step
 from tfdp.step.step import Step
 
-# What makes the `Step` of each optimizer of a step, by its id.
-Updates = dict[int, Callable[[], Step]]
+
+class Updates:
+    """The updates of a traced step, by optimizer."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, Callable[[], Step]] = {}
+        self._function: Any = None
+
+    def note(self, optimizer: Any, make_step: Callable[[], Step]) -> None:
+        """Note an update.
+
+        Args:
+            optimizer: Keras optimizer.
+            make_step: Callable that makes its `Step`, in replica context.
+        """
+        self._steps[id(optimizer)] = make_step
+        self._function = None
+
+    def take_without_data(self, strategy: Any) -> None:
+        """Do on every replica what Keras's updates do without gradients.
+
+        Args:
+            strategy: A tfdp strategy, or `None` on one device.
+        """
+        if not self._steps:
+            return
+        if strategy is None:
+            self._on_replica()
+            return
+        if self._function is None:
+
+            @tf.function(autograph=False)
+            def on_replicas() -> None:
+                # The strategy's own `run` divides a batch.
+                tf.distribute.Strategy.run(strategy, self._on_replica)
+
+            self._function = on_replicas
+        self._function()
+
+    def _on_replica(self) -> None:
+        for make_step in self._steps.values():
+            take_empty_step(make_step())
+
 
 _recorded: list[Updates] = []
 
@@ -30,7 +72,7 @@ def recording(updates: Updates) -> Iterator[None]:
     """Record the updates that are traced inside.
 
     Args:
-        updates: Dict that they are added to.
+        updates: `Updates` that they are added to.
     """
     _recorded.append(updates)
     try:
@@ -47,37 +89,4 @@ def note_update(optimizer: Any, make_step: Callable[[], Step]) -> None:
         make_step: Callable that makes its `Step`, in replica context.
     """
     if _recorded and not tf.executing_eagerly() and not _compat.in_branch():
-        _recorded[-1][id(optimizer)] = make_step
-
-
-def take_empty_steps(strategy: Any, updates: Updates) -> None:
-    """Do on every replica what Keras's updates do without gradients.
-
-    Args:
-        strategy: A tfdp strategy, or `None` on one device.
-        updates: Dict, see `recording`.
-    """
-
-    def on_replica() -> None:
-        for make_step in updates.values():
-            _take_empty_step(make_step())
-
-    if strategy is None:
-        on_replica()
-    elif updates:
-        # Not by the strategy's own `run`, which divides a batch.
-        tf.distribute.Strategy.run(strategy, on_replica)
-
-
-def _take_empty_step(step: Step) -> None:
-    if step.scale is not None or step.local_steps is not None:
-        return  # Whether gradients are finite is known with them only.
-    if not step.accumulator.is_due_without_data():
-        return
-    for group, schedule in zip(step.param_groups, step.schedules, strict=True):
-        step.layout.update_without_gradients(
-            group, group.of(step.variables), schedule.rate
-        )
-    if not step.counts_micro_batches:
-        for optimizer in step.optimizers:
-            _compat.count_update(optimizer, 1)
+        _recorded[-1].note(optimizer, make_step)

@@ -77,6 +77,27 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
         _exchange(step, step.local_steps, is_due, is_kept)  # 10
 
 
+def take_empty_step(step: Step) -> None:
+    """Do what Keras's step that finds no data does, see `tfdp.step.empty_step`.
+
+    Args:
+        step: `Step`.
+    """
+    if step.scale is not None or step.local_steps is not None:
+        return  # Keras knows whether gradients are finite with them only.
+    release, is_due = step.accumulator.take_nothing()
+
+    def update() -> None:
+        release()
+        for group, schedule in zip(step.param_groups, step.schedules, strict=True):
+            variables = group.of(step.variables)
+            step.layout.update_without_gradients(group, variables, schedule.rate)
+
+    _cond(is_due, update)
+    if not step.counts_micro_batches:
+        _count(step, is_due, is_due)
+
+
 def _reduce(step: Step, totals: Totals) -> list:
     """Sum over all replicas, for each group, what is not summed already (ZeRO-2)."""
     if totals.sums is not None:

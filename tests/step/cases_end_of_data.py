@@ -1,0 +1,111 @@
+"""The end of data of unknown length, which plain Keras finds by a step without data.
+
+What needs no gradients happens in that step on one device: the counter, weight decay,
+Nadam's product of momenta, the end of an accumulation.
+"""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+import tfdp
+from tests.harness import common, registry
+from tests.harness.env import Env
+from tests.harness.registry import case
+
+optimizers = keras.optimizers
+
+
+def _data(num_samples: int = 40) -> tf.data.Dataset:
+    """5 batches, whose number nobody knows."""
+    return common.batched(*common.regression_data(num_samples)).filter(lambda *_: True)
+
+
+def _train(env: Env, optimizer, epochs: int = 3, steps=None, **compile_options) -> dict:
+    def build():
+        return common.compiled(common.mlp(), optimizer(), **compile_options)
+
+    counted = []
+    model = common.build_in_scope(env, build)
+
+    def count(epoch, logs):
+        counted.append(int(model.optimizer.iterations.numpy()))
+
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=count)
+    options = {} if steps is None else {"steps_per_epoch": steps}
+    history = common.fit(model, _data(), epochs=epochs, callbacks=[callback], **options)
+    return {"history": history, "counted": counted, "weights": env.weights(model)}
+
+
+def adamw(**options) -> keras.optimizers.Optimizer:
+    return optimizers.AdamW(0.01, weight_decay=0.1, **options)
+
+
+def nadam() -> keras.optimizers.Optimizer:
+    return optimizers.Nadam(0.01, weight_decay=0.1)
+
+
+@case("Wrong numbers: the counter at the end of data", setups=registry.ALL)
+def the_end_of_data_counts_as_in_keras(env: Env) -> dict:
+    def decaying():
+        rate = optimizers.schedules.CosineDecay(0.05, 30)
+        return optimizers.SGD(rate, momentum=0.9)
+
+    results = {
+        "adamw": _train(env, adamw),
+        "schedule": _train(env, decaying),
+        # The second step without data would be an update of this one.
+        "accumulation": _train(env, lambda: adamw(gradient_accumulation_steps=4)),
+    }
+    assert results["adamw"]["counted"] == [6, 12, 18]
+    return results
+
+
+@case("Wrong numbers: the counter at the end of data, other optimizers")
+def the_end_of_data_of_other_optimizers(env: Env) -> dict:
+    def averaged():
+        return adamw(use_ema=True, ema_overwrite_frequency=4)
+
+    def scaled():
+        return optimizers.LossScaleOptimizer(adamw())
+
+    return {
+        "nadam": _train(env, nadam),
+        "averages": _train(env, averaged),
+        "scaled": _train(env, scaled),
+    }
+
+
+@case("Wrong numbers: the counter at the end of data, loops of other lengths")
+def the_end_of_data_is_found_in_any_loop(env: Env) -> dict:
+    return {
+        "fewer steps": _train(env, adamw, steps=3),
+        "as many steps": _train(env, adamw, steps=5),
+        "more steps": _train(env, adamw, steps=7),
+        "several at once": _train(env, adamw, steps_per_execution=2),
+        "eager": _train(env, adamw, run_eagerly=True),
+    }
+
+
+@case("Wrong numbers: the counter at the end of data, `DistributedOptimizer`")
+def the_end_of_data_of_sharded_state(env: Env) -> dict:
+    def wrapped(optimizer, **options):
+        return lambda: tfdp.DistributedOptimizer(optimizer(), **options)
+
+    results = {
+        "accumulation": _train(env, wrapped(adamw, accumulation_steps=3)),
+        "scaled": _train(env, wrapped(adamw, loss_scale=8.0)),
+    }
+    for stage in ("none", "optimizer", "parameters"):
+        results[stage] = _train(env, wrapped(nadam, sharding=stage))
+    return results
+
+
+@case("Wrong numbers: the counter at the end of data, against plain Keras")
+def the_end_of_data_of_a_wrapped_optimizer(env: Env) -> dict:
+    def optimizer():
+        inner = nadam()
+        return inner if env.is_reference else tfdp.DistributedOptimizer(inner)
+
+    return _train(env, optimizer)
