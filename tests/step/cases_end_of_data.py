@@ -6,6 +6,8 @@ Nadam's product of momenta, the end of an accumulation.
 
 from __future__ import annotations
 
+import warnings
+
 import keras
 import tensorflow as tf
 
@@ -109,3 +111,34 @@ def the_end_of_data_of_a_wrapped_optimizer(env: Env) -> dict:
         return inner if env.is_reference else tfdp.DistributedOptimizer(inner)
 
     return _train(env, optimizer)
+
+
+class Counting(keras.layers.Layer):
+    """Counts its calls, and follows the mean of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.mean = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, inputs):
+        self.calls.assign_add(1.0)
+        self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(inputs))
+        return inputs
+
+
+@case("A change of a variable that no data is needed for", compare=False)
+def changes_without_data_are_told_of(env: Env) -> dict:
+    told = []
+    for make in Counting, keras.layers.BatchNormalization:
+        with env.scope():
+            layers = [keras.layers.Dense(4), make(), keras.layers.Dense(1)]
+            model = common.compiled(keras.Sequential(layers))
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            common.fit(model, _data(), epochs=2)
+        told.append([str(w.message) for w in found if "nobody knew" in str(w.message)])
+    (sentence,), nothing = told
+    assert "The data ended where nobody knew, and 'counting" in sentence
+    assert not nothing
+    return {}

@@ -13,5 +13,6 @@ Read `path` first: `take_step` calls nine stages, in order.
 | 7 averages, 8 constraints, 9 count | `path`, after every micro-batch |
 
 `step` has the `Step` that the path reads, and makes that of a plain Keras optimizer;
-`tfdp.optimizer.distributed` makes that of a `DistributedOptimizer`.
+`tfdp.optimizer.distributed` makes that of a `DistributedOptimizer`. `empty_step` does
+what Keras does where data of unknown length ends.
 """

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp import _compat
+from tfdp import _compat, user_code
 from tfdp.step.path import take_empty_step
 from tfdp.step.step import Step
 
@@ -27,6 +27,7 @@ class Updates:
     def __init__(self) -> None:
         self._steps: dict[int, Callable[[], Step]] = {}
         self._function: Any = None
+        self._left_out: str | None = None
 
     def note(self, optimizer: Any, make_step: Callable[[], Step]) -> None:
         """Note an update.
@@ -38,12 +39,28 @@ class Updates:
         self._steps[id(optimizer)] = make_step
         self._function = None
 
+    def note_left_out(self, name: str) -> None:
+        """Note what Keras would change without data, and replicas do not.
+
+        Args:
+            name: String, a variable, or an update.
+        """
+        self._left_out = name
+
     def take_without_data(self, strategy: Any) -> None:
         """Do on every replica what Keras's updates do without gradients.
 
         Args:
             strategy: A tfdp strategy, or `None` on one device.
         """
+        if self._left_out is not None:
+            user_code.warn(
+                f"The data ended where nobody knew, and {self._left_out} was left as "
+                "it is: plain Keras on one device changes it once more then, by a step "
+                "without data. Give the length of the data, by "
+                "`tf.data.experimental.assert_cardinality`."
+            )
+            self._left_out = None
         if not self._steps:
             return
         if strategy is None:
@@ -88,5 +105,34 @@ def note_update(optimizer: Any, make_step: Callable[[], Step]) -> None:
         optimizer: Keras optimizer.
         make_step: Callable that makes its `Step`, in replica context.
     """
-    if _recorded and not tf.executing_eagerly() and not _compat.in_branch():
+    if not _recorded or tf.executing_eagerly():
+        return
+    if not _compat.in_branch():
         _recorded[-1].note(optimizer, make_step)
+
+
+def note_changes_without_data(model: Any, operations: list, data: list) -> None:
+    """Note a variable of a model that a step changes without its batch.
+
+    Args:
+        model: The Keras model.
+        operations: List of the operations of a replica's step, oldest first.
+        data: List of the tensors of its batch.
+    """
+    if not _recorded:
+        return
+    paths = {
+        id(_compat.local_part(v).handle): v.path for v in model.non_trainable_weights
+    }
+    depends: set[Any] = {tensor.name for tensor in data}
+    for op in operations:
+        handles = [x for x in op.inputs if x.dtype == tf.resource]
+        used = {id(_compat.outermost(x)) for x in handles}
+        names = {x.name for x in op.inputs}
+        if not depends.isdisjoint(names) or not depends.isdisjoint(used):
+            depends.update(x.name for x in op.outputs)
+            if op.type != "ReadVariableOp":
+                depends.update(used)
+        elif op.type.startswith("Assign") and not used.isdisjoint(paths):
+            (changed,) = used & paths.keys()
+            _recorded[-1].note_left_out(repr(paths[changed]))

@@ -22,6 +22,7 @@ from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT
 from tfdp.losses.row_forms.forms import Forms
 from tfdp.replicas import drift_probe
+from tfdp.step.empty_step import note_changes_without_data
 from tfdp.strategy.compiled_step import CompiledStep
 
 _LIBRARIES = ("keras", "tensorflow", "tfdp")
@@ -60,9 +61,11 @@ def prepare_run(
     drift_probe.begin_step(loop.model, local)
     step_events.record_batch(parts[0].num_samples if parts else _own_samples(local[0]))
     if parts is None and not xla.is_wanted():
-        return _after_its_data(fn), args, None
+        return _after_its_data(loop.model, fn), args, None
     told = strategy.extended.told_of_losses.setdefault(loop.model, set())
-    step = _after_its_data(_step_of_replica(strategy, loop, fn, parts, told))
+    step = _after_its_data(
+        loop.model, _step_of_replica(strategy, loop, fn, parts, told)
+    )
     if parts is None:
         return step, args, None
     weights = [part.weight for part in parts]
@@ -165,7 +168,7 @@ def note_count_read(strategy: Any, reader: str) -> None:
         forms.counts_replicas = True
 
 
-def _after_its_data(fn: Callable) -> Callable:
+def _after_its_data(model: Any, fn: Callable) -> Callable:
     """Start a step only when its data is there.
 
     At the end of the data the iterator fails while operations that do not wait
@@ -178,8 +181,12 @@ def _after_its_data(fn: Callable) -> Callable:
     def step(*args: Any) -> Any:
         data = [x for x in tf.nest.flatten(args) if tf.is_symbolic_tensor(x)]
         begins = step_events.record_step_begin(data)
+        graph = tf.compat.v1.get_default_graph()
+        first = len(graph.get_operations())
         with tf.control_dependencies(begins), _compat.ordered_by_itself():
-            return fn(*args)
+            outputs = fn(*args)
+        note_changes_without_data(model, graph.get_operations()[first:], data)
+        return outputs
 
     return step
 
