@@ -58,6 +58,47 @@ def _continued(env: Env, model: keras.Model, callables: dict) -> dict:
     }
 
 
+@case(
+    "`tf.train.Checkpoint` and SavedModels of all workers at one path",
+    setups=("two_workers",),
+)
+def checkpoints_of_tensorflow_at_one_path(env: Env) -> dict:
+    """Workers that save at the same time do not touch each other's files."""
+    x, y = common.regression_data(32)
+    model = common.build_in_scope(env, _build)
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    manager = tf.train.CheckpointManager(checkpoint, str(env.tmp / "managed"), 2)
+    for index in range(3):
+        common.fit(model, x, y)
+        env.wait_for_all(f"trained {index}")
+        manager.save()
+        checkpoint.write(str(env.tmp / "written"))
+        tf.saved_model.save(model, str(env.tmp / "served"))
+    env.wait_for_all("saved")
+    common.fit(model, x, y)
+    env.wait_for_all("trained on")
+    checkpoint.restore(manager.latest_checkpoint).assert_existing_objects_matched()
+    restored = model.predict(x, batch_size=8, verbose=0)
+    served = tf.saved_model.load(str(env.tmp / "served")).signatures["serving_default"]
+    return {
+        "restored": restored,
+        "served": list(served(tf.constant(x)).values())[0].numpy(),
+        "files": len(list((env.tmp / "managed").glob("*"))),
+        "left": len(list(env.tmp.glob("*/.*"))) + len(list(env.tmp.glob(".*.written"))),
+    }
+
+
+@case("A file name that Keras refuses: the error has the name that was given")
+def refused_file_name(env: Env) -> dict:
+    given = str(env.tmp / "model")
+    model = common.build_in_scope(env, _build)
+    try:
+        model.save(given)
+    except ValueError as error:
+        return {"names_the_file": float(f"filepath={given}." in str(error))}
+    return {"names_the_file": -1.0}
+
+
 @case("Saving on the chief alone does not hang", reference_last=True)
 def saving_on_the_chief_alone(env: Env) -> dict:
     whole = str(env.tmp / "m.keras")

@@ -199,6 +199,7 @@ from tfdp._compat.owners import (
     CompileLoss,
     EpochIterator,
     FunctionType,
+    MultiDeviceSaver,
     TensorFlowTrainer,
     keras_core,
     keras_image,

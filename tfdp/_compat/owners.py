@@ -17,6 +17,7 @@ from keras.src.saving import saving_lib as _saving_lib
 from keras.src.trainers import compile_utils as _compile_utils
 from keras.src.trainers import trainer as _base_trainer
 from tensorflow.core.function.polymorphism import function_type as _function_type
+from tensorflow.python.checkpoint import functional_saver as _functional_saver
 from tensorflow.python.eager.polymorphic_function import (
     atomic_function as _atomic_function,
 )
@@ -42,6 +43,7 @@ BaseOptimizer = _base_optimizer.BaseOptimizer
 # Files.
 saving_lib = _saving_lib
 legacy_h5_format = _legacy_h5_format
+MultiDeviceSaver = _functional_saver.MultiDeviceSaver
 # TensorFlow's traced functions and their types, and the seeds of operations.
 AtomicFunction = _atomic_function.AtomicFunction
 FunctionType = _function_type.FunctionType

@@ -15,11 +15,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base.context import num_replicas_of, strategy_of
 from tfdp.keras_hooks.file_view import loss_scaling_of, sharded_tensors
-from tfdp.keras_hooks.saving import is_saving, save_atomically
+from tfdp.keras_hooks.saving import (
+    is_saving,
+    save_atomically,
+    save_checkpoint_atomically,
+)
 from tfdp.parameters.served_reads import parameters_of, reading_alone, serve_reads
 from tfdp.replicas.synchronized_scope import local_variables
 from tfdp.sharding.full_state import FullState, gather_full_state
@@ -89,6 +94,19 @@ def _collect(distributed: Any, extended: Any) -> FullState:
     is_first = extended.worker_group.rank == 0
     tensors = sharded_tensors(distributed)
     return gather_full_state(tensors, extended.host_group, keep=is_first)
+
+
+def save_tensors(
+    original: Callable, saver: Any, file_prefix: Any, options: Any = None
+) -> Any:
+    """Write a checkpoint of TensorFlow; each of several workers into its own folder."""
+    is_one_of_several = bool(_compat.own_task())
+    if not is_one_of_several or not tf.executing_eagerly():
+        return original(saver, file_prefix, options)
+    prefix = tf.compat.as_str(tf.convert_to_tensor(file_prefix).numpy())
+    return save_checkpoint_atomically(
+        lambda own: original(saver, tf.constant(own), options), prefix
+    )
 
 
 def load_with_plain_optimizer(

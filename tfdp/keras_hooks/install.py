@@ -405,6 +405,15 @@ _FILES = (
         file_hooks.load_own_variables,
         "Each replica would add all that one device had accumulated.",
     ),
+    Replacement(
+        _compat.MultiDeviceSaver,
+        "save(self, file_prefix, options)",
+        file_hooks.save_tensors,
+        "Workers that save a `tf.train.Checkpoint` or a SavedModel to one path remove "
+        "each other's temporary files.",
+        f"{_TENSORFLOW_ISSUE}/38635",
+        checked_on=TENSORFLOW,
+    ),
 )
 
 # TensorFlow's runtime.

@@ -1,4 +1,4 @@
-"""Atomic saves by Keras: a file is the one that was there, or the new one, whole.
+"""Atomic saves: a file is the one that was there, or the new one, whole.
 
 A process that is killed while it saves leaves the old file. Every worker may have a
 disk of its own, or all may share one. So each writes beside the target, under a name
@@ -14,8 +14,11 @@ import os
 import re
 import shutil
 import threading
+import uuid
 from collections.abc import Callable
 from typing import Any
+
+import tensorflow as tf
 
 from tfdp.base.files import replaced
 
@@ -79,8 +82,44 @@ def _save(
     with replaced(
         os.path.realpath(target), own, replaces_folder=rank == 0
     ) as temporary:
-        result = original(model, temporary, *rest, **options)
+        try:
+            result = original(model, temporary, *rest, **options)
+        except Exception as error:
+            # The user has never seen the temporary path.
+            error.args = tuple(
+                item.replace(temporary, target) if isinstance(item, str) else item
+                for item in error.args
+            )
+            raise
         _copy_mode(target, temporary)
+    return result
+
+
+def save_checkpoint_atomically(write: Callable[[str], Any], prefix: str) -> Any:
+    """Write a checkpoint of TensorFlow into a folder of its own, and move its files.
+
+    All workers write equal contents. The index comes last, since a checkpoint exists
+    from the moment when its index does.
+
+    Args:
+        write: Callable that takes the prefix of the files that it writes.
+        prefix: String, the prefix of the target's files; also in an object store.
+
+    Returns:
+        What `write` returns.
+    """
+    directory, name = os.path.split(prefix)
+    own = os.path.join(directory, f".{uuid.uuid4().hex[:12]}.{name}")
+    files = tf.io.gfile
+    files.makedirs(own)
+    try:
+        result = write(os.path.join(own, name))
+        written = sorted(files.listdir(own), key=lambda file: file.endswith(".index"))
+        for file in written:
+            target = os.path.join(directory, file)
+            files.rename(os.path.join(own, file), target, overwrite=True)
+    finally:
+        files.rmtree(own)
     return result
 
 
