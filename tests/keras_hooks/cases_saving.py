@@ -82,7 +82,7 @@ def checkpoints_of_tensorflow_at_one_path(env: Env) -> dict:
     served = tf.saved_model.load(str(env.tmp / "served")).signatures["serving_default"]
     return {
         "restored": restored,
-        "served": list(served(tf.constant(x)).values())[0].numpy(),
+        "served": next(iter(served(tf.constant(x)).values())).numpy(),
         "files": len(list((env.tmp / "managed").glob("*"))),
         "left": len(list(env.tmp.glob("*/.*"))) + len(list(env.tmp.glob(".*.written"))),
     }
