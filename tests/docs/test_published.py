@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.full,
     pytest.mark.processes,
+    pytest.mark.timeout(600),
 ]
 DEADLINE_SECONDS = 240
 PACKAGE = "tests/docs/published"

@@ -13,12 +13,16 @@ BATCH_SIZE = 32
 
 
 def pretrained_base() -> keras.Model:
-    """Differs: some layers as Xception has them, for its weights are a download."""
+    """Differs: some layers as Xception has them, for its weights are a download.
+
+    Its BatchNormalization is synchronized: Keras 3 trains it where the whole model
+    trains, in spite of `training=False`.
+    """
     inputs = keras.Input((*SIZE, 3))
     x = inputs
     for filters in (8, 16):
-        x = keras.layers.SeparableConv2D(filters, 3, strides=2)(x)
-        x = keras.layers.BatchNormalization()(x)
+        x = keras.layers.SeparableConv2D(filters, 3, strides=2, use_bias=False)(x)
+        x = keras.layers.BatchNormalization(synchronized=True)(x)
         x = keras.layers.Activation("relu")(x)
     base = keras.Model(inputs, x)
     random = np.random.default_rng(5)
