@@ -31,6 +31,16 @@ def uint8_input(env: Env) -> dict:
     return common.train(env, build, x, x[:, :1].astype("float32") / 255)
 
 
+@case("Crash: a cache in a file, at one path", setups=("two_workers",))
+def cache_in_a_file(env: Env) -> dict:
+    path = str(env.tmp / "cache")
+    rows = tf.data.Dataset.from_tensor_slices(common.regression_data())
+    data = rows.cache(path).batch(BATCH)
+    model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
+    history = common.fit(model, data, epochs=3)
+    return {"history": history, "weights": env.weights(model)}
+
+
 @case("Crash: string input")
 def string_input(env: Env) -> dict:
     words = ["red", "green", "blue"]

@@ -435,6 +435,14 @@ _RUNTIME = (
         checked_on=TENSORFLOW,
     ),
     Replacement(
+        tf.data.Dataset,
+        "cache(self, filename, name)",
+        runtime_hooks.cache,
+        "The file of a cache is locked by the first worker that writes it; the others "
+        "fail.",
+        checked_on=TENSORFLOW,
+    ),
+    Replacement(
         _compat.random_seed,
         "get_seed(op_seed)",
         runtime_hooks.seeds_of_operation,

@@ -1,10 +1,11 @@
-"""TensorFlow's runtime under tfdp: traced functions, seeds of operations.
+"""TensorFlow's runtime under tfdp: traced functions, seeds of operations, caches.
 
 Each function takes the place of one of TensorFlow, see `tfdp.keras_hooks.install`.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,21 @@ def call_flat(original: Callable, function: Any, *args: Any) -> Any:
         if explained is error:
             raise
         raise explained from None
+
+
+def cache(
+    original: Callable, dataset: Any, filename: Any = "", name: str | None = None
+) -> Any:
+    """Cache a dataset; each of several workers in a file of its own.
+
+    TensorFlow locks the file of a cache, so that a second worker fails.
+    """
+    task = _compat.own_task()
+    if filename and task and isinstance(filename, (str, os.PathLike)):
+        # "/job:worker/task:1" gives "worker1".
+        suffix = task.removeprefix("/job:").replace("/task:", "")
+        filename = f"{os.fspath(filename)}.{suffix}"
+    return original(dataset, filename, name)
 
 
 def seeds_of_operation(original: Callable, op_seed: Any) -> Any:
