@@ -6,8 +6,6 @@ import errno
 import os
 import resource
 
-import psutil
-
 from tfdp.cluster.words import counted
 
 # Measured by /proc/self/fd, with TensorFlow 2.19 to 2.21: polling and the sockets of a
@@ -92,6 +90,9 @@ def _check_threads() -> None:
     limit, needed = limit_of_threads(), needed_threads()
     if limit is None:
         return
+    # Interpreters of benchmarks import this room without the packages of tfdp.
+    import psutil
+
     used = sum(
         process.info["num_threads"] or 0
         for process in psutil.process_iter(["uids", "num_threads"])
