@@ -10,8 +10,6 @@ import numbers
 import sys
 from typing import Any
 
-import numpy as np
-
 
 def is_integer(value: object, least: int | None = None) -> bool:
     """Return whether a value is an integer, of at least `least`.
@@ -42,7 +40,7 @@ def is_number(value: object) -> bool:
 
 def plain(value: Any) -> Any:
     """Return a number or bool as one of Python's own types, and all else as it is."""
-    if isinstance(value, (bool, np.bool_)):
+    if _is_boolean(value):
         return bool(value)
     if isinstance(value, numbers.Integral):
         return int(value)
@@ -59,7 +57,7 @@ def checked_bool(name: str, value: object) -> bool:
     Raises:
         ValueError: If it is something else.
     """
-    if not isinstance(value, (bool, np.bool_)):
+    if not _is_boolean(value):
         raise ValueError(f"`{name}` must be True or False. Received: {name}={value!r}")
     return bool(value)
 
@@ -119,3 +117,8 @@ def checked_number(
     ):
         raise ValueError(f"`{name}` must be {what}. Received: {name}={value!r}")
     return number
+
+
+def _is_boolean(value: object) -> bool:
+    # By name: interpreters of benchmarks import this without NumPy.
+    return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")
