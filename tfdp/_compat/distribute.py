@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -112,6 +113,15 @@ def local_replica_id(replica_context: Any) -> int:
 def local_replica_id_in_force() -> int:
     """Index of the replica that is running among those of this process."""
     return tf.distribute.get_replica_context()._replica_id
+
+
+def can_merge() -> bool:
+    """Whether the replica that is running can wait for the others of its process.
+
+    Not within a function, a branch or a loop that a replica's step traces.
+    """
+    thread = threading.current_thread()
+    return getattr(thread, "graph", None) is tf.compat.v1.get_default_graph()
 
 
 def local_part(variable: Any) -> Any:

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import (
     values,
 )
+from tensorflow.python.ops import resource_variable_ops
 
 from tfdp._compat.optimizer_views import stand_in
 
@@ -59,6 +60,12 @@ def rehome_variable(variable: Any) -> None:
     if not isinstance(variable.value, values.DistributedVariable):
         value = variable.numpy()
         variable._initialize(value)
+
+
+def is_on_one_device(variable: Any) -> bool:
+    """Whether a Keras or TensorFlow variable is a plain one, of no strategy."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    return isinstance(value, resource_variable_ops.BaseResourceVariable)
 
 
 def set_trained(optimizer: Any, variables: list) -> None:

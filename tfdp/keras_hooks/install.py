@@ -333,6 +333,13 @@ _LAYERS = (
 _OPTIMIZERS = (
     Replacement(
         _compat.BaseOptimizer,
+        "build(self, variables)",
+        optimizer_hooks.build,
+        "An optimizer or a model that was made outside the scope is an error of "
+        "TensorFlow's about mixed strategies.",
+    ),
+    Replacement(
+        _compat.BaseOptimizer,
         "apply(self, grads, trainable_variables)",
         optimizer_hooks.apply,
         "Each replica clips, accumulates and checks its own gradients before they are "

@@ -16,10 +16,15 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import batch_weight, loops
-from tfdp.base.context import replica_context
+from tfdp.base.context import in_tfdp_scope, replica_context
 from tfdp.base.deferred_updates import defer
 from tfdp.base.param_groups import innermost
+from tfdp.keras_hooks.scope_checks import (
+    bring_into_scope,
+    check_variables_in_scope,
+)
 from tfdp.reduction.gradient_reducer import replica_reducer
+from tfdp.replicas.synchronized_scope import build_in_step
 from tfdp.step.empty_step import note_update
 from tfdp.step.path import take_step
 from tfdp.step.step import checked_gradients, keras_step
@@ -36,6 +41,7 @@ def apply(
         return None
     if len(grads) == 0:
         return None
+    bring_into_scope(optimizer)
     loops.check_steps_alone(optimizer)
     gradients, variables = checked_gradients(optimizer, grads, trainable_variables)
     with keras.name_scope(optimizer.name, caller=optimizer):
@@ -51,12 +57,25 @@ def apply(
     return None
 
 
+def build(original: Callable, optimizer: Any, variables: Any) -> None:
+    """Build an optimizer in the active scope, where its variables have to be."""
+    if in_tfdp_scope():
+        bring_into_scope(optimizer)
+        check_variables_in_scope(variables)
+    original(optimizer, variables)
+
+
 def apply_or_defer(
     original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
 ) -> None:
     """Defer an update of an optimizer that hands it on to others, see `apply`."""
-    if not defer(optimizer, grads, trainable_variables):
-        original(optimizer, grads, trainable_variables)
+    if defer(optimizer, grads, trainable_variables):
+        return
+    if replica_context() is not None and trainable_variables is not None:
+        bring_into_scope(optimizer)
+        if not optimizer.built:
+            build_in_step(optimizer, trainable_variables)
+    original(optimizer, grads, trainable_variables)
 
 
 def scale_loss(original: Callable, optimizer: Any, loss: Any) -> Any:

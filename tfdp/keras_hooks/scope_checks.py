@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdp import _compat, user_code
 from tfdp.base.context import in_tfdp_scope
@@ -72,3 +74,37 @@ def move_optimizer_into_scope(strategy: Any, optimizer: Any) -> None:
             "`strategy.scope()`. Make a new one, inside the scope."
         )
     _compat.rehome_optimizer(optimizer, strategy)
+
+
+def bring_into_scope(optimizer: Any) -> None:
+    """Move an optimizer that was made outside the active scope into it, in place.
+
+    Raises:
+        ValueError: If it has been built outside already, or a step is running.
+    """
+    active = tf.distribute.get_strategy()
+    is_inside = _compat.strategy_of_optimizer(optimizer) is active
+    if is_inside or not tf.distribute.has_strategy():
+        return
+    if optimizer.built or not tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            f"The optimizer {optimizer.name!r} was made outside "
+            "`strategy.scope()`. Make a new one, inside the scope."
+        )
+    _compat.rehome_optimizer(optimizer, active)
+
+
+def check_variables_in_scope(variables: Sequence[Any]) -> None:
+    """Raise if an optimizer is built inside a scope for variables from outside of it.
+
+    Raises:
+        ValueError: Naming the first one.
+    """
+    for variable in variables:
+        if _compat.is_on_one_device(variable):
+            name = getattr(variable, "path", None) or variable.name
+            raise ValueError(
+                f"The variable {name!r} was made outside `strategy.scope()`, so that "
+                "it is on one device. Make the model and its optimizer inside the "
+                "scope."
+            )

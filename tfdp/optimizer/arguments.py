@@ -112,24 +112,6 @@ def check_strategy(strategy: Any) -> None:
     )
 
 
-def bring_into_scope(optimizer: Any) -> None:
-    """Move an optimizer that was made outside the scope in force into it.
-
-    Raises:
-        ValueError: If it has been built outside already, or a step is under way.
-    """
-    in_force = tf.distribute.get_strategy()
-    is_inside = _compat.strategy_of_optimizer(optimizer) is in_force
-    if is_inside or not tf.distribute.has_strategy():
-        return
-    if optimizer.built or not tf.distribute.in_cross_replica_context():
-        raise ValueError(
-            f"The optimizer {optimizer.name!r} was made outside "
-            "`strategy.scope()`. Make a new one, inside the scope."
-        )
-    _compat.rehome_optimizer(optimizer, in_force)
-
-
 def check_variables(variables: list) -> None:
     """Check that tfdp knows how to reduce what is trained.
 

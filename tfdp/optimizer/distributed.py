@@ -21,7 +21,7 @@ from tfdp.base.param_groups import (
     rate_is_in_slots,
 )
 from tfdp.base.wrappers import note_wrapper
-from tfdp.keras_hooks import file_view, install
+from tfdp.keras_hooks import file_view, install, scope_checks
 from tfdp.optimizer import arguments
 from tfdp.optimizer.locally_stepping import LocallySteppingOptimizer
 from tfdp.plans.units import UnitOptions
@@ -116,7 +116,7 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             outer, optimizer = optimizer, optimizer.inner_optimizer
         arguments.check_strategy(_compat.strategy_of_optimizer(optimizer))
-        arguments.bring_into_scope(optimizer)
+        scope_checks.bring_into_scope(optimizer)
         own_steps = file_view.pop_accumulation_steps(optimizer)
         steps = arguments.agreed_steps(accumulation_steps, own_steps)
         super().__init__(learning_rate=0.0, name=name)
@@ -141,7 +141,7 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         """
         if self.built:
             return
-        arguments.bring_into_scope(self)
+        scope_checks.bring_into_scope(self)
         arguments.check_variables(list(variables))
         is_new = not self.inner_optimizer.built
         if is_new:
@@ -202,9 +202,8 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
             )
         if defer(self, grads, trainable_variables):
             return
+        scope_checks.bring_into_scope(self)
         loops.check_steps_alone(self)
-        if trainable_variables is not None and not self.built:
-            self.build(list(trainable_variables))
         gradients, variables = checked_gradients(self, grads, trainable_variables)
         # On one device, as on replicas, nothing is done before there is data.
         with keras.name_scope(self.name), tf.control_dependencies(_first_of(gradients)):

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.base.context import in_replica_thread
+from tfdp import _compat
+from tfdp.base.context import in_replica_thread, replica_context
 from tfdp.collectives import broadcast
 from tfdp.coordination.checks import check_same_variables, signature_of
 from tfdp.coordination.worker_group import WorkerGroup
@@ -156,8 +157,47 @@ def synchronize_new_variables(strategy: Any, *, have_met: bool = False) -> None:
         ValueError: On every worker, if some have created other variables.
     """
     new = new_variables_of(strategy)
-    if new is None or in_replica_thread() or not (new or have_met):
-        return
+    if new is not None and not in_replica_thread() and (new or have_met):
+        _synchronize(strategy, new)
+
+
+def synchronize_in_step(strategy: Any) -> None:
+    """Broadcast the first worker's values of what an eager step has just created.
+
+    The step computes with them at once. Of the local replicas the first one creates
+    variables, so that it calls this alone.
+    """
+    new = new_variables_of(strategy)
+    if new and in_replica_thread():
+        _synchronize(strategy, new)
+
+
+def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Build an optimizer in a step, once for all local replicas.
+
+    In a replica's thread the first replica would build it alone, so that what its
+    `build` assigns (ScheduleFreeAdamW starts slots as copies of the weights) would
+    reach no other one.
+
+    Args:
+        optimizer: Keras optimizer that is not built.
+        variables: Sequence of variables, which it will train.
+    """
+
+    def build(strategy: Any) -> None:
+        optimizer.build(list(variables))
+        # The step that builds it computes with what is built.
+        synchronize_new_variables(strategy)
+
+    context = replica_context()
+    if context is not None and _compat.can_merge():
+        context.merge_call(build)
+    else:
+        optimizer.build(list(variables))
+    optimizer.built = True
+
+
+def _synchronize(strategy: Any, new: NewVariables) -> None:
     with tf.init_scope():
         created = new.take()
         text = json.dumps(created.summary)

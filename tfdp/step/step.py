@@ -15,6 +15,7 @@ from tfdp.cluster.words import counted
 from tfdp.local_steps import LocalSteps
 from tfdp.reduction.gradient_noise import GradientNoise
 from tfdp.reduction.gradient_reducer import GradientReducer
+from tfdp.replicas.synchronized_scope import build_in_step
 from tfdp.step.accumulation import (
     Accumulator,
     KerasAccumulation,
@@ -132,8 +133,7 @@ def checked_gradients(
         )
     with keras.name_scope(optimizer.name, caller=optimizer):
         if variables is not None and not optimizer.built:
-            optimizer.build(list(variables))
-            optimizer.built = True
+            build_in_step(optimizer, variables)
         given = _compat.trained_by(optimizer) if variables is None else list(variables)
         _compat.check_known(optimizer, given)
         if len(grads) != len(given):

@@ -28,7 +28,7 @@ from tfdp.parameters.deferred import deferred_parameter, is_deferred
 from tfdp.reduction.algorithm_selector import AlgorithmSelector
 from tfdp.reduction.reducer import Reducer
 from tfdp.replicas.state_merge import average_statistics, merge_states
-from tfdp.replicas.synchronized_scope import NewVariables
+from tfdp.replicas.synchronized_scope import NewVariables, synchronize_in_step
 from tfdp.replicas.variables import (
     MetricVariable,
     MirroredVariable,
@@ -332,6 +332,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         is_mirrored = isinstance(variable, MirroredVariable) and not variable.has_parts
         if tf.executing_eagerly() and is_mirrored:
             self.new_variables.add(variable)
+            synchronize_in_step(self._container_strategy())
         return variable
 
 

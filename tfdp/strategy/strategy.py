@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat, user_code
+from tfdp.base import loops
 from tfdp.cluster import Cluster, find_cluster, processes_apart
 from tfdp.cluster.devices import default_cpus, local_devices, resolve_devices
 from tfdp.cluster.mpi_launcher import mpi_rank
@@ -98,6 +99,9 @@ class _Strategy:
             What `fn` returns, one value per replica.
         """
         self.extended.worker_group.owner.check("`strategy.run`")
+        if loops.current() is None:
+            # Loops of Keras have done so when they began.
+            synchronized_scope.synchronize_new_variables(self)
         fn, args, weights = replica_step.prepare_run(self, fn, args)
         with self.extended.step_scope(weights):
             result = super().run(fn, args, kwargs, options)  # type: ignore[misc]
