@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
+import tfdp
 from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.harness.registry import case
@@ -106,6 +108,133 @@ def loop_inside_a_function(env: Env) -> dict:
 @case("A custom loop with an Embedding")
 def loop_with_an_embedding(env: Env) -> dict:
     return _loop(env, build_first=True, in_function=False, tokens=True)
+
+
+class Lazy(keras.Model):
+    """A model whose layers its first call builds."""
+
+    def __init__(self, initializer):
+        super().__init__()
+        self.hidden = keras.layers.Dense(
+            4, activation="tanh", kernel_initializer=initializer
+        )
+        self.head = keras.layers.Dense(1, kernel_initializer=initializer)
+
+    def call(self, inputs):
+        return self.head(self.hidden(inputs))
+
+
+def _first_step_builds(
+    env: Env, make_optimizer, initializer, in_function: bool
+) -> dict:
+    """Trains by a loop whose first step builds the model and the optimizer."""
+    strategy = env.distribution
+    keras.utils.set_random_seed(5)
+    with env.scope():
+        model, optimizer = Lazy(initializer()), make_optimizer()
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            squares = tf.square(y - model(x, training=True))
+            loss = tf.reduce_sum(squares) / BATCH
+            scaled = optimizer.scale_loss(loss)
+        variables = model.trainable_variables
+        pairs = zip(tape.gradient(scaled, variables), variables, strict=True)
+        optimizer.apply_gradients(pairs)
+        return loss
+
+    def one_step(batch):
+        return strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
+
+    if in_function:
+        one_step = tf.function(one_step)
+    data = common.batched(*common.regression_data(4 * BATCH))
+    dataset = strategy.experimental_distribute_dataset(data)
+    losses = [one_step(batch).numpy() for batch in dataset]
+    return {"losses": losses, "weights": env.weights(model)}
+
+
+INITIALIZERS = {
+    "no seed": lambda: "glorot_uniform",
+    "a seed": lambda: keras.initializers.GlorotUniform(seed=3),
+    "a generator": lambda: keras.initializers.GlorotUniform(
+        seed=keras.random.SeedGenerator(3)
+    ),
+}
+
+
+@case("Wrong weights: a model that the first step builds", setups=registry.ALL)
+def loop_whose_first_step_builds_the_model(env: Env) -> dict:
+    def adam():
+        return keras.optimizers.Adam(0.01)
+
+    return {
+        f"{name}, {in_function}": _first_step_builds(env, adam, make, in_function)
+        for name, make in INITIALIZERS.items()
+        for in_function in (False, True)
+    }
+
+
+@case("Wrong weights: optimizers that the first step builds", setups=registry.ALL)
+def loop_whose_first_step_builds_the_optimizer(env: Env) -> dict:
+    def accumulating():
+        return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+
+    def wrapped():
+        if env.is_reference:
+            return accumulating()
+        inner = keras.optimizers.Adam(0.01)
+        return tfdp.DistributedOptimizer(inner, accumulation_steps=2)
+
+    def schedule_free():
+        return keras.optimizers.ScheduleFreeAdamW(0.01)
+
+    def scaled():
+        return keras.optimizers.LossScaleOptimizer(schedule_free())
+
+    results = {}
+    makes = [accumulating, wrapped]
+    if hasattr(keras.optimizers, "ScheduleFreeAdamW"):
+        makes += [schedule_free, scaled]
+    for make in makes:
+        for in_function in (False, True):
+            # Traced, plain Keras on one device starts the slots of ScheduleFreeAdamW
+            # from zeros, not from the weights.
+            is_wrong = env.is_reference and make in (schedule_free, scaled)
+            results[f"{make.__name__}, {in_function}"] = _first_step_builds(
+                env, make, INITIALIZERS["no seed"], in_function and not is_wrong
+            )
+    return results
+
+
+@case("TensorFlow's errors of mixed strategies", setups=("mirrored",), compare=False)
+def what_was_made_outside_the_scope_is_named(env: Env) -> dict:
+    """In a step and before it; an optimizer that is built in the scope comes into it."""
+    for model_outside in (True, False):
+        outside = common.mlp()
+        optimizer = keras.optimizers.Adam(0.01)
+        with env.scope():
+            model = outside if model_outside else common.mlp()
+            if model_outside:
+                optimizer = keras.optimizers.Adam(0.01)
+
+        def step(model=model, optimizer=optimizer):
+            variables = model.trainable_variables
+            optimizer.apply([tf.ones(v.shape) for v in variables], variables)
+
+        what = "variable .*/kernel'" if model_outside else "optimizer 'adam"
+        for run in (env.strategy.run, tf.function(env.strategy.run)):
+            with pytest.raises(ValueError, match=f"The {what}.* was made outside"):
+                run(step)
+        if model_outside:
+            with env.scope(), pytest.raises(ValueError, match=what):
+                optimizer.build(model.trainable_variables)
+        else:
+            with env.scope():
+                optimizer.build(model.trainable_variables)
+            tf.function(env.strategy.run)(step)
+            assert optimizer.iterations.numpy() == 1
+    return {}
 
 
 @case("Crash: compile outside the scope (mixing strategies)")

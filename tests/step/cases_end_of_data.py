@@ -129,8 +129,11 @@ class Counting(keras.layers.Layer):
 
 @case("A change of a variable that no data is needed for", compare=False)
 def changes_without_data_are_told_of(env: Env) -> dict:
+    def spectral():
+        return keras.layers.SpectralNormalization(keras.layers.Dense(4))
+
     told = []
-    for make in Counting, keras.layers.BatchNormalization:
+    for make in Counting, spectral, keras.layers.BatchNormalization:
         with env.scope():
             layers = [keras.layers.Dense(4), make(), keras.layers.Dense(1)]
             model = common.compiled(keras.Sequential(layers))
@@ -138,7 +141,9 @@ def changes_without_data_are_told_of(env: Env) -> dict:
             warnings.simplefilter("always")
             common.fit(model, _data(), epochs=2)
         told.append([str(w.message) for w in found if "nobody knew" in str(w.message)])
-    (sentence,), nothing = told
+    (sentence,), (of_spectral,), nothing = told
     assert "The data ended where nobody knew, and 'counting" in sentence
+    assert "The data ended where nobody knew, and 'spectral" in of_spectral
+    assert "vector" in of_spectral
     assert not nothing
     return {}

@@ -75,6 +75,11 @@ def without_tf_config() -> Iterator[None]:
         mirrored_strategy.tfconfig_cluster_resolver = stock
 
 
+def set_cluster_resolver(strategy: Any, resolver: Any) -> None:
+    """Set the `cluster_resolver` of a strategy of one process."""
+    strategy.extended._cluster_resolver = resolver
+
+
 def stock_initial_value(
     extended: Any, replica_id: int, device: Any, primary: Any, **kwargs: Any
 ) -> Any:

@@ -98,7 +98,7 @@ def start_worker(
         # An evaluator works by itself, as TensorFlow says.
         if cluster is not None and cluster.devices_per_worker:
             set_logical_cpus(cluster.devices_per_worker)
-        own = resolver or _resolver_of_environment(cluster)
+        own = resolver or resolver_of_environment(cluster)
         return Worker(None, own, devices, options.timeout_seconds)
     worker = Worker(
         cluster, resolver or _resolver(cluster), devices, options.timeout_seconds
@@ -255,7 +255,7 @@ def _configure(cluster: Cluster, timeout_seconds: float | None) -> None:
     )
 
 
-def _resolver_of_environment(cluster: Cluster | None) -> Any:
+def resolver_of_environment(cluster: Cluster | None) -> Any:
     """Return the resolver of a process that trains alone, the same as stock's."""
     text = os.environ.get("TF_CONFIG", "").strip()
     config = json.loads(text) if text else {}

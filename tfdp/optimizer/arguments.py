@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.arguments import checked_integer, checked_number

@@ -13,7 +13,7 @@ from tfdp.base import loops
 from tfdp.cluster import Cluster, find_cluster, processes_apart
 from tfdp.cluster.devices import default_cpus, local_devices, resolve_devices
 from tfdp.cluster.mpi_launcher import mpi_rank
-from tfdp.coordination.join import start_worker
+from tfdp.coordination.join import resolver_of_environment, start_worker
 from tfdp.data import distribute
 from tfdp.keras_hooks import install
 from tfdp.options import CommunicationOptions
@@ -261,7 +261,8 @@ def auto_strategy(
         communication: `CommunicationOptions` or `None`, the defaults.
 
     Returns:
-        A `MultiWorkerMirroredStrategy` or a `MirroredStrategy`.
+        A `MultiWorkerMirroredStrategy` or a `MirroredStrategy`. Either names the
+        task of this process in its `cluster_resolver`.
 
     Raises:
         ValueError: As the strategies do.
@@ -279,4 +280,7 @@ def auto_strategy(
         return MultiWorkerMirroredStrategy(communication=communication)
     if not tf.config.list_physical_devices("GPU"):
         default_cpus(cluster.devices_per_worker if cluster else None)
-    return MirroredStrategy(local_devices(), communication=communication)
+    strategy = MirroredStrategy(local_devices(), communication=communication)
+    # Scripts for any number of workers read their task there.
+    _compat.set_cluster_resolver(strategy, resolver_of_environment(cluster))
+    return strategy
