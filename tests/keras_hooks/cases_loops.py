@@ -202,10 +202,10 @@ def loop_whose_first_step_builds_the_optimizer(env: Env) -> dict:
         make.__name__: _first_step_builds(env, make, make_weights, in_function=False)
         for make in makes
     }
-    # Traced, plain Keras on one device starts the slots of ScheduleFreeAdamW from
-    # zeros, not from the weights.
+    # Not ScheduleFreeAdamW: traced, plain Keras starts its slots from zeros, not from
+    # the weights, and so does a worker of one device.
     results["traced"] = _first_step_builds(
-        env, makes[-1], make_weights, in_function=not env.is_reference
+        env, accumulating, make_weights, in_function=True
     )
     return results
 
