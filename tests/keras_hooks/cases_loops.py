@@ -240,6 +240,31 @@ def what_was_made_outside_the_scope_is_named(env: Env) -> dict:
     return {}
 
 
+@case(
+    "A hang: an optimizer built in a nested function",
+    setups=("mirrored",),
+    compare=False,
+)
+def optimizer_that_a_nested_function_would_build_is_named(env: Env) -> dict:
+    if env.is_reference:
+        return {}
+    with env.scope():
+        model, optimizer = common.mlp(), keras.optimizers.Adam(0.01)
+
+    @tf.function
+    def update():
+        variables = model.trainable_variables
+        optimizer.apply([tf.ones(v.shape) for v in variables], variables)
+
+    with pytest.raises(ValueError, match="Build it before, in the scope"):
+        tf.function(lambda: env.strategy.run(lambda: update()))()
+    with env.scope():
+        optimizer.build(model.trainable_variables)
+    tf.function(lambda: env.strategy.run(lambda: update()))()
+    assert optimizer.iterations.numpy() == 1
+    return {}
+
+
 @case("Crash: compile outside the scope (mixing strategies)")
 def compile_outside_the_scope(env: Env) -> dict:
     with env.scope():

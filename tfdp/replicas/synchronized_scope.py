@@ -192,8 +192,17 @@ def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
     context = replica_context()
     if context is not None and _compat.can_merge():
         context.merge_call(build)
-    else:
-        optimizer.build(list(variables))
+        optimizer.built = True
+        return
+    is_inside = context is not None and not tf.executing_eagerly()
+    if is_inside and _compat.step_graph() is None:
+        # Its variables would wait for the other replicas, which wait for this one.
+        raise ValueError(
+            f"The optimizer {optimizer.name!r} would be built by an update inside of a "
+            "`tf.function` that `strategy.run` calls. Build it before, in the scope: "
+            "`optimizer.build(model.trainable_variables)`."
+        )
+    optimizer.build(list(variables))
     optimizer.built = True
 
 
