@@ -77,7 +77,7 @@ def test_a_source_that_hangs_everywhere_is_named_and_ends_the_job(
 
 
 @pytest.mark.processes
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_source_that_hangs_on_one_worker_is_named_by_the_others(launcher):
     code, output = run(launcher, TWO_WORKERS, "generator", 4, ranks=[1])
     assert code == 69, output
