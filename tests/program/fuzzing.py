@@ -137,7 +137,7 @@ class Replicas:
 
         def replica(*inputs: Any) -> Any:
             group = training_group(strategy)
-            rows = rows_of_replica(group, inputs, None, are_alike=False)
+            rows = rows_of_replica(group, inputs, None, {}, are_alike=False)
             return divided(inputs, group, rows)
 
         kinds = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in batch(1)]

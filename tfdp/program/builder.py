@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base import xla
 from tfdp.base.program_trace import ProgramTrace
+from tfdp.collectives import timing
 from tfdp.program import control_flow, sizes
 from tfdp.program.conversions import Replica
 from tfdp.program.facts import Fact, Form
@@ -58,6 +59,8 @@ class Builder:
         self._multiples: dict[int, Any] = {}
         self._parts: dict[int, Any] = {}
         self._operations: dict[Any, tf.Operation] = {}
+        # Assignments of statistics that are averaged together.
+        self._waiting: list[Any] = []
 
     def run(self) -> None:
         """Build all that is needed, in the order of the program."""
@@ -71,6 +74,7 @@ class Builder:
                     self._build(op)
         for effect in effects:
             self._run_effect(effect)
+        self._assign_statistics()
 
     def inside(
         self,
@@ -245,6 +249,35 @@ class Builder:
             self._build_now(op)
 
     def _build_now(self, op: Any) -> None:
+        if op.type == "AssignVariableOp" and self._is_own(op.inputs[1]):
+            self._waiting.append(op)
+            return
+        handles = {id(waiting.inputs[0]) for waiting in self._waiting}
+        if handles and not handles.isdisjoint(map(id, op.inputs)):
+            self._assign_statistics()
+        self._build_operation(op)
+
+    def _is_own(self, tensor: Any) -> bool:
+        return self.fact_or_whole(tensor).form is Form.LOCAL
+
+    def _assign_statistics(self) -> None:
+        """Average what replicas assign of their own rows, by one message."""
+        waiting, self._waiting = self._waiting, []
+        values = {
+            id(op.inputs[1]): op.inputs[1]
+            for op in waiting
+            if (id(op.inputs[1]), WHOLE) not in self._converted
+        }
+        if values:
+            with timing.labelled("statistics"):
+                own = [self.replica.weighted(self.get(v)) for v in values.values()]
+                totals = self.replica.sum(own)
+            for key, total in zip(values, totals, strict=True):
+                self._converted[key, WHOLE] = total
+        for op in waiting:
+            self._build_operation(op)
+
+    def _build_operation(self, op: Any) -> None:
         decision = self.plan.decisions[op]
         known = self._known_outputs(op, decision)
         if known is not None:

@@ -6,7 +6,7 @@ step -> traced once, as on one device -> plan -> built on each replica by the pl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -232,6 +232,7 @@ def rows_of_replica(
     group: TrainingGroup,
     args: tuple,
     total: tf.Tensor | None,
+    counts: Mapping[int, tf.Tensor],
     *,
     are_alike: bool,
 ) -> Rows:
@@ -242,6 +243,7 @@ def rows_of_replica(
         args: Tuple of nests of tensors, its own rows.
         total: Scalar tensor, rows of all replicas, where a batch is divided equally;
             or `None` to ask the others.
+        counts: Dict from the rank of each local replica to its rows: int32 scalar.
         are_alike: Bool, whether all replicas are known to have as many rows.
     """
     first = first_tensor(args)
@@ -258,11 +260,14 @@ def rows_of_replica(
         least, extra = count // size, count % size
         before = rank * least + tf.minimum(rank, extra)
         return Rows(own, before, count, not static)
-    counts = group.gather(own[tf.newaxis])
+    if counts.keys() >= set(group.ranks):
+        all_rows = tf.stack([counts[other] for other in group.ranks])
+    else:
+        all_rows = group.gather(own[tf.newaxis])
     return Rows(
         own,
-        tf.reduce_sum(counts[:rank]),
-        tf.reduce_sum(counts),
+        tf.reduce_sum(all_rows[:rank]),
+        tf.reduce_sum(all_rows),
         not static,
         may_lack_all,
     )

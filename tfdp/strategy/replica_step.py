@@ -17,7 +17,7 @@ from tfdp.base.batch_weight import BatchWeight
 from tfdp.base.context import strategy_of
 from tfdp.collectives import step_events
 from tfdp.data import batch_weights
-from tfdp.data.rows import first_tensor, num_rows, rows_of_rank
+from tfdp.data.rows import count_of, first_tensor, num_rows, rows_of_rank
 from tfdp.keras_hooks.logs import metric_states
 from tfdp.local_steps import merging_group, training_group
 from tfdp.losses import loss_terms
@@ -103,13 +103,17 @@ def _divided_step(
         total = None  # Rows are divided by weight.
     are_alike = batch_weights.are_alike(local, merging_group(strategy))
     divided = DividedStep(strategy, loop, fn)
+    counts = {
+        rank: tf.cast(count_of(first_tensor(batch)), tf.int32)
+        for rank, batch in enumerate(local, strategy.extended.first_rank)
+    }
 
     @functools.wraps(fn)
     def step(*args: Any) -> Any:
         replica = _compat.local_replica_id(tf.distribute.get_replica_context())
         part = dataclasses.replace(parts[replica], is_part_of_sum=True)
         group = training_group(strategy)
-        rows = rows_of_replica(group, args, total, are_alike=are_alike)
+        rows = rows_of_replica(group, args, total, counts, are_alike=are_alike)
 
         def run(args: tuple, part: BatchWeight | None) -> Any:
             own = rows
