@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.collectives import timing
 from tfdp.local_steps import TrainingGroup
 
 _REDUCE = {
@@ -65,7 +66,8 @@ class Replica:
         sent = [
             tf.cast(part, tf.int32) if part.dtype == tf.bool else part for part in parts
         ]
-        sums = self._group.reducer.sum(list(sent))
+        with timing.labelled(timing.current_label() or "sums"):
+            sums = self._group.reducer.sum(list(sent))
         return [
             tf.cast(total, part.dtype) for total, part in zip(sums, parts, strict=True)
         ]

@@ -271,6 +271,8 @@ def _constant(op: Any) -> Fact:
 def _plan_marker(view: View, marker: str) -> Decision:
     """Begin or end of a layer that works on each replica's rows by themselves."""
     fact = view.facts[0]
+    if marker == "whole":
+        return Decision([WHOLE], [whole(fact.sizes)])
     if marker == "rows of a replica":
         return Decision([rows_along(0)], [Fact(Form.LOCAL, sizes=None)])
     if marker == "rows of all":
