@@ -200,6 +200,7 @@ from tfdp._compat.owners import (
     EpochIterator,
     FunctionType,
     MultiDeviceSaver,
+    PolymorphicFunction,
     TensorFlowTrainer,
     keras_core,
     keras_image,
@@ -228,6 +229,19 @@ from tfdp._compat.pipelines import (
     python_function_of_map,
     stateful_operation,
     zipped,
+)
+from tfdp._compat.programs import (
+    OperationTemplate,
+    ProgramGraph,
+    branch_graphs,
+    call_inline,
+    captures_of,
+    function_graph,
+    has_effect,
+    has_function,
+    loop_graphs,
+    marked,
+    marker_of,
 )
 from tfdp._compat.runtime import (
     PREEMPTED_TASK_KEY,
@@ -261,6 +275,7 @@ from tfdp._compat.tensor_reads import (
     all_attached,
     attached,
     autocast_dtype,
+    autocasting,
     component_variable,
     is_cast_when_read,
     newest_age,

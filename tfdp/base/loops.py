@@ -25,6 +25,7 @@ class Loop:
             running step, or `None` with one replica.
         label_record: `tfdp.data.batch_labels.LabelRecord` of the training data, or
             `None` of data that is no Python code of the user.
+        program_logs: `LogTail` of the step that is traced, or `None`.
     """
 
     model: Any
@@ -33,6 +34,7 @@ class Loop:
     awaits_training_data: bool = False
     batch_weights: list | None = None
     label_record: Any = None
+    program_logs: Any = None
 
     @property
     def trains(self) -> bool:

@@ -443,6 +443,14 @@ _RUNTIME = (
         checked_on=TENSORFLOW,
     ),
     Replacement(
+        _compat.PolymorphicFunction,
+        "__call__(self, *args, **kwds)",
+        runtime_hooks.call_function,
+        "A function that a step calls is traced once for all its callers, and an "
+        "update inside of it would have no place in the step.",
+        checked_on=TENSORFLOW,
+    ),
+    Replacement(
         _compat.random_seed,
         "get_seed(op_seed)",
         runtime_hooks.seeds_of_operation,

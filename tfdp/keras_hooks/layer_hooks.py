@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import xla
+from tfdp.base import program_trace, xla
 from tfdp.base.context import is_tfdp, replica_context
 from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT
@@ -26,6 +26,8 @@ _SEED_STRIDE = 1_000_003
 
 def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
     """Synchronized moments, by one all-reduce in place of three."""
+    if program_trace.current() is not None and replica_context() is not None:
+        return synchronized_moments(_OneDevice(), x, axes, keepdims)
     context = _context_of_moments()
     if context is None:
         return original(x, axes, keepdims)
@@ -34,6 +36,10 @@ def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
 
 def moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) -> Any:
     """Masked moments over the global batch; Keras takes the replica's own samples."""
+    if program_trace.current() is not None:
+        if layer.synchronized:
+            return original(layer, inputs, mask)
+        return _moments_of_own_rows(original, layer, inputs, mask)
     context = _context_of_moments()
     if context is None or mask is None or not layer.synchronized:
         moments = original(layer, inputs, mask)
@@ -96,6 +102,8 @@ def _may_be_empty(inputs: Any) -> bool:
     context = replica_context()
     if context is None or context.num_replicas_in_sync == 1 or xla.is_tracing():
         return False
+    if program_trace.current() is not None:
+        return False
     rows = tf.convert_to_tensor(inputs).shape[0]
     device = tf.distribute.get_strategy().extended.group.devices[0]
     return not rows and _compat.device_type(device) == "CPU"
@@ -104,11 +112,41 @@ def _may_be_empty(inputs: Any) -> bool:
 def draw_seed(original: Callable, seed: Any) -> Any:
     """Give each replica random numbers of its own, the first those of one device."""
     drawn = original(seed)
-    context = replica_context()
+    context = None if program_trace.current() is not None else replica_context()
     if context is None:
         return drawn
     rank = context.replica_id_in_sync_group
     return drawn + tf.cast(tf.stack([rank * _SEED_STRIDE, 0]), drawn.dtype)
+
+
+class _OneDevice:
+    """The context of a program of one device: a sum over its rows is that of all."""
+
+    @staticmethod
+    def all_reduce(reduce_op: Any, value: Any) -> Any:
+        del reduce_op
+        return value
+
+
+def _moments_of_own_rows(
+    original: Callable, layer: Any, inputs: Any, mask: Any
+) -> tuple[Any, Any]:
+    """Moments of each replica's own rows, within a program of one device."""
+
+    @tf.custom_gradient
+    def enter(rows: tf.Tensor) -> Any:
+        own = _compat.marked(rows, "rows of a replica")
+        return own, lambda upstream: _compat.marked(upstream, "rows of all")
+
+    @tf.custom_gradient
+    def leave(moment: tf.Tensor) -> Any:
+        own = _compat.marked(moment, "moment of a replica")
+        return own, lambda upstream: _compat.marked(upstream, "part of a replica")
+
+    if mask is not None:
+        mask = _compat.marked(tf.convert_to_tensor(mask), "rows of a replica")
+    mean, variance = original(layer, enter(inputs), mask)
+    return leave(mean), leave(variance)
 
 
 def synchronized_moments(context: Any, x: Any, axes: Any, keepdims: bool) -> Any:

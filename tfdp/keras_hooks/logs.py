@@ -49,6 +49,9 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
         The same structure with one tensor for each value.
     """
     with timing.labelled("logs"):
+        tail = loops.current().program_logs  # type: ignore[union-attr]
+        if tail is not None:
+            return _logs_of_program(strategy, model, outputs, tail)
         if not isinstance(outputs, dict):
             leaves = [_local_values(strategy, x) for x in tf.nest.flatten(outputs)]
             merged = _merge(strategy, model, [None] * len(leaves), leaves)
@@ -59,6 +62,18 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
         leaves = [_local_values(strategy, x) for x in tf.nest.flatten(values)]
         merged = _merge(strategy, model, names, leaves)
         return dict(zip(flat, tf.nest.pack_sequence_as(values, merged), strict=True))
+
+
+def _logs_of_program(strategy: Any, model: Any, outputs: list, tail: Any) -> Any:
+    """Sum the parts that replicas return, and compute the logs of them."""
+    values = [_local_values(strategy, output) for output in outputs]
+    parts = [own for own, (_, is_part) in zip(values, tail.cuts, strict=True) if is_part]
+    sums = iter(_merge_states(strategy, model, parts, ["sum"] * len(parts)))
+    given = [
+        next(sums) if is_part else own[0]
+        for own, (_, is_part) in zip(values, tail.cuts, strict=True)
+    ]
+    return tail.compute(given)
 
 
 def _merge(

@@ -15,9 +15,9 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import batch_weight, loops
+from tfdp.base import batch_weight, loops, program_trace
 from tfdp.base.context import replica_context
-from tfdp.base.deferred_updates import defer
+from tfdp.base.deferred_updates import defer, note_update
 from tfdp.base.param_groups import innermost
 from tfdp.reduction.gradient_reducer import replica_reducer
 from tfdp.step.empty_step import note_update
@@ -32,6 +32,8 @@ def apply(
     """Take a step by the path, as `DistributedOptimizer` does."""
     if replica_context() is None:
         return original(optimizer, grads, trainable_variables)
+    if (trace := program_trace.current()) is not None:
+        return note_update(trace, optimizer, grads, trainable_variables)
     if defer(optimizer, grads, trainable_variables):
         return None
     if len(grads) == 0:
@@ -55,6 +57,9 @@ def apply_or_defer(
     original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
 ) -> None:
     """Defer an update of an optimizer that hands it on to others, see `apply`."""
+    if (trace := program_trace.current()) is not None:
+        note_update(trace, optimizer, grads, trainable_variables)
+        return
     if not defer(optimizer, grads, trainable_variables):
         original(optimizer, grads, trainable_variables)
 
@@ -70,6 +75,8 @@ def scale_loss(original: Callable, optimizer: Any, loss: Any) -> Any:
 def check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
     """Agree on whether the gradients of all replicas are finite."""
     finite = original(optimizer, grads)
+    if program_trace.current() is not None:
+        return finite
     context, weight = replica_context(), batch_weight.current()
     if context is None:
         return finite

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import batch_weight
+from tfdp.base import batch_weight, program_trace
 from tfdp.base.context import in_tfdp_scope, replica_context
 from tfdp.collectives.gather import gather_first_axis
 from tfdp.losses import loss_terms
@@ -57,6 +57,8 @@ def all_gather(value: Any) -> tf.Tensor:
             "`tfdp.all_gather` concatenates rows, and a scalar has none. Received: "
             f"value={value}"
         )
+    if program_trace.current() is not None:
+        return value
     if not in_tfdp_scope() or tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return value
     if _compat.is_built_symbolically():

@@ -16,12 +16,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.base import batch_weight
+from tfdp.base import batch_weight, program_trace
 from tfdp.losses.global_statistics import global_statistic
 from tfdp.losses.row_forms.form import MEAN, PAIRS, Form, Kind
 from tfdp.losses.row_forms.forms import Forms
 from tfdp.losses.row_forms.rules import CALLS, LOOPS
-from tfdp.parameters.gathers import backward_pass
+from tfdp.parameters.gathers import backward_pass, marked_backward_pass
 
 # A log is worth less communication than a loss.
 _MOST_ELEMENTS_OF_LOG = 1024
@@ -38,6 +38,11 @@ def gradient(
     unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
 ) -> Any:
     """Replace `tf.GradientTape.gradient`: gradients of a loss as a mean over rows."""
+    if (trace := program_trace.current()) is not None:
+        with marked_backward_pass(trace):
+            return original(
+                tape, target, sources, output_gradients, unconnected_gradients
+            )
     with backward_pass():
         gradients = _gradient(
             original, tape, target, sources, output_gradients, unconnected_gradients

@@ -143,7 +143,23 @@ class ReplicaExtended:
         kwargs["aggregation"] = aggregation_of(kwargs)
         mapping = class_mapping(kwargs)
         with _compat.variable_classes(mapping):
-            return super()._create_variable(next_creator, **kwargs)  # type: ignore[misc]
+            variable = super()._create_variable(next_creator, **kwargs)  # type: ignore[misc]
+        self._register(variable)
+        return variable
+
+    def _register(self, variable: Any) -> None:
+        """Remember which variable the component of a replica belongs to."""
+        known = vars(self).setdefault("_variables", {})
+        for component in getattr(variable, "values", ()):
+            known[id(component.handle)] = weakref.ref(variable)
+
+    def variable_of(self, handle: Any) -> Any:
+        """Return the variable that a component's handle belongs to, or `None`."""
+        found = vars(self).get("_variables", {}).get(id(handle))
+        variable = None if found is None else found()
+        if variable is None or all(c.handle is not handle for c in variable.values):
+            return None
+        return variable
 
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None

@@ -21,6 +21,7 @@ from tfdp.data.rows import first_tensor, num_rows, rows_of_rank
 from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT
 from tfdp.losses.row_forms.forms import Forms
+from tfdp.program.step import DividedStep, rows_of_replica
 from tfdp.replicas import drift_probe
 from tfdp.step.empty_step import note_changes_without_data
 from tfdp.strategy.compiled_step import CompiledStep
@@ -63,6 +64,10 @@ def prepare_run(
     if parts is None and not xla.is_wanted():
         return _after_its_data(loop.model, fn), args, None
     told = strategy.extended.told_of_losses.setdefault(loop.model, set())
+    loop.program_logs = None
+    if parts is not None and _is_divided(loop, local):
+        divided = _divided_step(strategy, loop, fn, local, parts, total, told)
+        return _after_its_data(loop.model, divided), args, None
     step = _after_its_data(
         loop.model, _step_of_replica(strategy, loop, fn, parts, told)
     )
@@ -73,6 +78,57 @@ def prepare_run(
     if tf.executing_eagerly():
         _tell_of_eager_steps(told, loop.model)
     return step, args, weights
+
+
+def _is_divided(loop: loops.Loop, local: list) -> bool:
+    """Return whether a step is divided as the program of one device."""
+    has_composites = any(
+        isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor))
+        for tensor in tf.nest.flatten(local[0])
+    )
+    return not (
+        tf.executing_eagerly()
+        or loop.steps_alone
+        or has_composites
+        or first_tensor(local[0]) is None
+    )
+
+
+def _divided_step(
+    strategy: Any,
+    loop: loops.Loop,
+    fn: Callable,
+    local: list,
+    parts: list[BatchWeight],
+    total: tf.Tensor | None,
+    told: set[str],
+) -> Callable:
+    """Return the step of a replica as its part of the program of one device."""
+    are_alike = batch_weights.are_alike(local, strategy.extended.host_group)
+    divided = DividedStep(strategy, fn, returns_rows="predict" in loop.name)
+
+    @functools.wraps(fn)
+    def step(*args: Any) -> Any:
+        replica = _compat.local_replica_id(tf.distribute.get_replica_context())
+        part = dataclasses.replace(parts[replica], is_part_of_sum=True)
+        rows = rows_of_replica(strategy, args, total, are_alike=are_alike)
+
+        def run(args: tuple, part: BatchWeight | None) -> Any:
+            own = rows
+            if xla.is_tracing():
+                # Shapes have to be known where XLA compiles.
+                own = dataclasses.replace(rows, own=tf.shape(first_tensor(args))[0])
+            with batch_weight.use(part):
+                return divided(args, own)
+
+        if xla.is_wanted():
+            result = CompiledStep(run, strategy, loop, told)(args, part)
+        else:
+            result = run(args, part)
+        loop.program_logs = divided.tail
+        return result
+
+    return step
 
 
 def _none_for_optional(part: Any) -> Any:

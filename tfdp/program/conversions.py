@@ -1,0 +1,152 @@
+"""Conversions between the forms in which replicas hold a tensor of the program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.collectives.gather import gather_first_axis
+from tfdp.reduction.gradient_reducer import replica_reducer
+
+_REDUCE = {
+    "All": tf.reduce_all,
+    "Any": tf.reduce_any,
+    "Max": tf.reduce_max,
+    "Min": tf.reduce_min,
+    "Prod": tf.reduce_prod,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of a batch, and those of one replica: a block of them.
+
+    Args:
+        own: Int or scalar int32 tensor, rows of the replica.
+        first: The same, rows of the replicas before it.
+        total: The same, rows of all replicas.
+        may_be_empty: Bool, whether the replica may have none.
+    """
+
+    own: Any
+    first: Any
+    total: Any
+    may_be_empty: bool
+
+
+class Replica:
+    """The replica that builds a program.
+
+    Args:
+        strategy: A tfdp strategy.
+        rows: `Rows`.
+        components: Callable of a resource: whether it belongs to this replica alone.
+    """
+
+    def __init__(self, strategy: Any, rows: Rows, is_own: Any) -> None:
+        context = tf.distribute.get_replica_context()
+        self.rows = rows
+        self.local_id = _compat.local_replica_id(context)
+        self.rank = strategy.extended.first_rank + self.local_id
+        self.is_own = is_own
+        self.first_device = strategy.extended.worker_devices[0]
+        self._group = strategy.extended.reducer.group
+        self._reducer = replica_reducer()
+
+    def sum(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sum parts over all replicas, by one message for each dtype."""
+        sent = [
+            tf.cast(part, tf.int32) if part.dtype == tf.bool else part for part in parts
+        ]
+        return list(self._reducer.sum(list(sent)))
+
+    def gather(self, rows: tf.Tensor, axis: int) -> tf.Tensor:
+        """Gather the rows of all replicas."""
+        if rows.dtype == tf.string:
+            return self._gather_strings(rows, axis)
+        if axis == 0:
+            return self._gather(rows)
+        rank = rows.shape.rank
+        assert rank is not None
+        order = [axis, *(i for i in range(rank) if i != axis)]
+        inverse = [order.index(i) for i in range(rank)]
+        return tf.transpose(self._gather(tf.transpose(rows, order)), inverse)
+
+    def _gather(self, rows: tf.Tensor) -> tf.Tensor:
+        return gather_first_axis(rows, self._group, self.local_id, self.rank)[0]
+
+    def _gather_strings(self, rows: tf.Tensor, axis: int) -> tf.Tensor:
+        """Gather strings, which no collective carries, by their bytes."""
+        flat = tf.reshape(rows, [-1])
+        own_bytes = tf.io.decode_raw(tf.strings.reduce_join(flat), tf.uint8)
+        lengths = self.gather(tf.reshape(tf.strings.length(flat), tf.shape(rows)), axis)
+        if axis:
+            raise NotImplementedError("strings along another axis than the first")
+        letters = tf.constant([bytes([value]) for value in range(256)])
+        text = tf.strings.reduce_join(tf.gather(letters, self._gather(own_bytes)))
+        sizes = tf.reshape(lengths, [-1])
+        begins = tf.cumsum(sizes, exclusive=True)
+        found = tf.strings.substr(tf.fill(tf.shape(sizes), text), begins, sizes)
+        return tf.reshape(found, tf.shape(lengths))
+
+    def take_rows(
+        self,
+        tensor: tf.Tensor,
+        axis: int,
+        multiple: int | None,
+        *,
+        may_broadcast: bool = False,
+    ) -> tf.Tensor:
+        """Take the rows of this replica from a whole tensor.
+
+        Args:
+            tensor: Tensor, the same on all replicas.
+            axis: Int, the axis of rows.
+            multiple: Int, entries for each row, or `None` to find it out.
+            may_broadcast: Bool, whether one entry stands for all rows. Defaults to
+                `False`.
+        """
+        shape = tf.shape(tensor)
+        length = shape[axis]
+        rank = tensor.shape.rank
+        assert rank is not None
+        each: Any = multiple
+        if each is None:
+            each = length // tf.maximum(self.rows.total, 1)
+        begin, size = self.rows.first * each, self.rows.own * each
+        if may_broadcast:
+            is_one = tf.equal(length, 1)
+            begin = tf.where(is_one, 0, begin)
+            size = tf.where(is_one, 1, size)
+        begins = [0] * rank
+        ends = [-1] * rank
+        own = tf.slice(
+            tensor,
+            tf.stack([begin if i == axis else 0 for i, _ in enumerate(begins)]),
+            tf.stack([size if i == axis else -1 for i, _ in enumerate(ends)]),
+        )
+        static = tensor.shape.as_list()
+        static[axis] = None
+        own.set_shape(static)
+        return own
+
+    def once(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return a tensor on the first replica, and zeros on others."""
+        return tf.identity(tensor) if self.rank == 0 else tf.zeros_like(tensor)
+
+    def weighted(self, value: tf.Tensor) -> tf.Tensor:
+        """Multiply a value of this replica by the fraction of all rows that it has."""
+        weight = tf.cast(self.rows.own, tf.float64) / tf.cast(
+            tf.maximum(self.rows.total, 1), tf.float64
+        )
+        return tf.math.multiply_no_nan(value, tf.cast(weight, value.dtype))
+
+    def reduce_results(self, kind: str, own: tf.Tensor) -> tf.Tensor:
+        """Reduce one result of each replica by an operation such as `Max`."""
+        found = _REDUCE[kind](self._gather(own[tf.newaxis]), axis=0)
+        found.set_shape(own.shape)
+        return found

@@ -1,0 +1,167 @@
+"""Rules of operations that compute each element by itself, and of linear ones."""
+
+from __future__ import annotations
+
+from tfdp.program import sizes
+from tfdp.program.facts import Fact, Form, own_rows, part, with_rows
+from tfdp.program.sizes import ONE
+from tfdp.program.view import AS_HELD, PART, WHOLE, Decision, Need, View, rows_along
+
+ELEMENTWISE = frozenset(
+    """
+    Abs Acos Acosh Add AddN AddV2 And Angle ApproximateEqual Asin Asinh Atan Atan2 Atanh
+    BesselI0e BesselI1e Bitcast BitwiseAnd BitwiseOr BitwiseXor Bucketize Cast Ceil CheckNumerics
+    ClipByValue Complex ComplexAbs Conj Cos Cosh DeepCopy Digamma Div DivNoNan Elu EluGrad
+    EnsureShape Equal Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod Greater
+    GreaterEqual Identity Igamma Igammac Imag Inv InvGrad IsFinite IsInf IsNan LeakyRelu
+    LeakyReluGrad LeftShift Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr
+    Maximum Minimum Mod Mul MulNoNan Ndtri Neg NextAfter NotEqual OnesLike Polygamma Pow
+    PreventGradient Real RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad
+    RightShift Rint Round Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad
+    Sign Sin Sinh Snapshot Softplus SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square
+    SquaredDifference StopGradient Sub Tan Tanh TanhGrad TruncateDiv TruncateMod Xdivy Xlog1py
+    Xlogy ZerosLike Zeta
+    AsString RegexFullMatch RegexReplace StaticRegexFullMatch StaticRegexReplace StringLength
+    StringLower StringStrip StringToHashBucket StringToHashBucketFast
+    StringToHashBucketStrong StringToNumber StringUpper Substr
+    """.split()
+)
+# Linear in their only input that is a part of a sum.
+LINEAR = frozenset(
+    """
+    BroadcastTo Conj Cumsum DeepCopy EnsureShape ExpandDims GatherNd GatherV2 Identity Imag
+    MatrixBandPart MatrixDiagPartV3 MatrixDiagV3 MirrorPad Neg Pad PadV2 PreventGradient Real
+    Reshape ReverseV2 Roll Slice Snapshot Split SplitV Squeeze StopGradient StridedSlice
+    StridedSliceGrad Sum Mean Tile Transpose Unpack UnsortedSegmentSum
+    """.split()
+)
+_SUMS = frozenset(("Add", "AddN", "AddV2", "Pack", "Sub", "ConcatV2"))
+_ONLY_OF_SHAPE = frozenset(("OnesLike", "ZerosLike"))
+
+
+def decide_linear(view: View) -> Decision | None:
+    """Decide an operation that is linear in parts of sums, and has no own rows."""
+    forms = view.forms()
+    parts = view.with_form(Form.PART)
+    if Form.ROWS in forms or not parts:
+        return None
+    kind = view.type
+    needs: list[Need] = [WHOLE] * len(view)
+    if kind in _ONLY_OF_SHAPE:
+        return Decision([AS_HELD], view.whole_outputs())
+    if kind in _SUMS:
+        summands = len(view) - (kind == "ConcatV2")
+        if all(index < summands for index in parts):
+            needs = [PART] * summands + [WHOLE] * (len(view) - summands)
+            return Decision(needs, [part(_sum_sizes(view, summands))])
+        return None
+    is_float = view.op.outputs[0].dtype.is_floating if view.op.outputs else False
+    is_cast = kind == "Cast" and is_float
+    if (kind in LINEAR or is_cast) and parts == [_data_index(kind)]:
+        if kind == "PadV2" and (view.numbers(2) is None or view.numbers(2).any()):
+            return None
+        needs[parts[0]] = PART
+        return Decision(needs, view.part_outputs())
+    is_product = kind in ("Mul", "MulNoNan", "MatMul", "BatchMatMulV2", "BatchMatMul")
+    is_quotient = kind in ("RealDiv", "Div", "DivNoNan") and parts == [0]
+    is_einsum = kind == "Einsum" and len(parts) == 1
+    is_float = is_float or view.op.outputs[0].dtype.is_complex
+    if is_float and len(parts) == 1 and (is_product or is_quotient or is_einsum):
+        needs[parts[0]] = PART
+        return Decision(needs, view.part_outputs())
+    if kind in ("SelectV2", "Select") and 0 not in parts:
+        return Decision([WHOLE, PART, PART], view.part_outputs())
+    return None
+
+
+def _sum_sizes(view: View, summands: int) -> object:
+    if view.type in ("Pack", "ConcatV2"):
+        return view.whole_outputs()[0].sizes
+    shapes = [fact.sizes for fact in view.facts[:summands]]
+    if any(shape is None for shape in shapes):
+        return view.whole_outputs()[0].sizes
+    return sizes.broadcast([shape for shape in shapes if shape is not None])
+
+
+def _data_index(kind: str) -> int:
+    return 1 if kind in ("Split",) else 4 if kind == "StridedSliceGrad" else 0
+
+
+def decide_elementwise(view: View) -> Decision | None:
+    """Decide an operation on elements, of which some are own rows."""
+    if view.type not in ELEMENTWISE:
+        return None
+    if view.type in _ONLY_OF_SHAPE and view.facts[0].form is Form.PART:
+        return Decision([AS_HELD], view.whole_outputs())
+    if view.type == "Bitcast":
+        source, result = view.op.inputs[0].dtype, view.op.outputs[0].dtype
+        if source.size != result.size:
+            return None
+    ranks = [fact.rank for fact in view.facts]
+    rank = None if None in ranks else max(r for r in ranks if r is not None)
+    if rank is None:
+        return _of_one_unknown_rank(view)
+    axes = [
+        rank - fact.rank + fact.axis if fact.is_rows and fact.rank is not None else None
+        for fact in view.facts
+    ]
+    axis = next(own for own in axes if own is not None)
+    multiples = {
+        fact.multiple
+        for fact, own in zip(view.facts, axes, strict=True)
+        if own == axis
+    }
+    if len(multiples) > 1:
+        return None
+    needs: list[Need] = []
+    for fact, own in zip(view.facts, axes, strict=True):
+        if own == axis:
+            needs.append(AS_HELD)
+            continue
+        assert fact.rank is not None and fact.sizes is not None
+        place = axis - (rank - fact.rank)
+        if place < 0 or fact.sizes[place] == ONE:
+            needs.append(WHOLE)
+        else:
+            needs.append(rows_along(place, may_broadcast=True))
+    shapes = [fact.sizes for fact in view.facts if fact.sizes is not None]
+    shape = with_rows(sizes.broadcast(shapes), axis, multiples.pop())
+    build = _build_ensure_shape if view.type == "EnsureShape" else None
+    return Decision(needs, [own_rows(shape, axis)], build)
+
+
+def _of_one_unknown_rank(view: View) -> Decision | None:
+    """Decide where no rank is known: of a single operand, or of one with scalars."""
+    others = [fact for fact in view.facts if not fact.is_rows]
+    own = [fact for fact in view.facts if fact.is_rows]
+    if len(own) != 1 or any(fact.rank != 0 for fact in others):
+        return None
+    needs = [AS_HELD if fact.is_rows else WHOLE for fact in view.facts]
+    return Decision(needs, [own[0]])
+
+
+def _build_ensure_shape(builder: object, op: object, inputs: list) -> list:
+    """Build a check of a shape without the number of rows."""
+    import tensorflow as tf
+
+    fact: Fact = builder.facts_of(op.inputs)[0]  # type: ignore[attr-defined]
+    shape = op.get_attr("shape")  # type: ignore[attr-defined]
+    sizes_ = tf.TensorShape(shape).as_list()
+    sizes_[fact.axis] = None
+    return [tf.ensure_shape(inputs[0], sizes_)]
+
+
+def decide_local(view: View) -> Decision | None:
+    """Decide an operation on values that each replica has for itself.
+
+    They are made and used by a layer that works on each replica's rows by themselves.
+    """
+    if Form.LOCAL not in view.forms():
+        return None
+    if Form.ROWS in view.forms():
+        if view.type not in ELEMENTWISE:
+            return None
+        found = [fact for fact in view.facts if fact.is_rows]
+        return Decision([AS_HELD] * len(view), [found[0]])
+    outputs = [Fact(Form.LOCAL, sizes=None) for _ in view.op.outputs]
+    return Decision([AS_HELD] * len(view), outputs)

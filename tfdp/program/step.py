@@ -1,0 +1,237 @@
+"""The step of a replica, as its part of the program of one device.
+
+    step -> traced once, as on one device -> plan -> built on each replica by the plan
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.base.program_trace import ProgramTrace, tracing
+from tfdp.collectives.gather import gather_first_axis
+from tfdp.data.rows import first_tensor
+from tfdp.program.builder import Builder
+from tfdp.program.conversions import Replica, Rows
+from tfdp.program.facts import Fact, Form, static_sizes, with_rows
+from tfdp.program.logs import LogTail, tail_of
+from tfdp.program.plan import CannotDivideError, Plan, Scope, make_plan
+from tfdp.program.view import AS_HELD, WHOLE, rows_along
+from tfdp.replicas.variables import MetricVariable
+
+
+@dataclasses.dataclass
+class _Traced:
+    trace: ProgramTrace
+    placeholders: list
+    results: Any
+    plan: Plan
+    scope: Scope
+    tail: LogTail | None
+
+
+class DividedStep:
+    """A step that Keras gives to `strategy.run`, divided among the replicas.
+
+    Args:
+        strategy: A tfdp strategy.
+        function: Callable, the step, as on one device.
+        returns_rows: Bool, whether it returns rows, as `predict` does, or logs.
+    """
+
+    def __init__(
+        self, strategy: Any, function: Callable, *, returns_rows: bool
+    ) -> None:
+        self._strategy = strategy
+        self._function = function
+        self._returns_rows = returns_rows
+        self._traced: _Traced | None = None
+        self._graph: Any = None
+        self._captures: dict[Any, dict[int, Any]] = {}
+
+    @property
+    def tail(self) -> LogTail | None:
+        """How logs are computed of what the replicas return, or `None`."""
+        return None if self._traced is None else self._traced.tail
+
+    def __call__(self, args: tuple, rows: Rows) -> Any:
+        """Build the step of the replica that runs.
+
+        Args:
+            args: Tuple of nests of tensors, its own rows.
+            rows: `Rows`.
+
+        Returns:
+            What the step returns: rows; or a list of tensors of which `tail` computes
+            logs.
+        """
+        # A step that XLA compiles is traced within the function that it compiles.
+        graph = tf.compat.v1.get_default_graph()
+        if self._traced is None or self._graph is not graph:
+            self._traced, self._graph = self._trace(args), graph
+        found = self._traced
+        flat = tf.nest.flatten(args)
+        tensors = {
+            id(placeholder): tensor
+            for placeholder, tensor in zip(found.placeholders, flat, strict=True)
+            if placeholder is not None
+        }
+        replica = Replica(self._strategy, rows, self._is_component)
+        for outer, inner in _compat.captures_of(found.trace.graph):
+            tensors.setdefault(id(inner), self._own(outer, replica.local_id))
+        builder = Builder(found.trace, found.plan, found.scope, replica, tensors)
+        builder.run()
+        if found.tail is not None:
+            return [
+                builder.get(tensor, AS_HELD if is_part else WHOLE)
+                for tensor, is_part in found.tail.cuts
+            ]
+        return tf.nest.map_structure(
+            lambda result: self._rows_of(builder, result), found.results
+        )
+
+    def _rows_of(self, builder: Builder, result: Any) -> Any:
+        if not tf.is_symbolic_tensor(result):
+            return result
+        fact = builder.fact(result)
+        if result.shape.rank == 0:
+            return builder.get(result, WHOLE)
+        return builder.get(result, rows_along(0) if not _is_first(fact) else AS_HELD)
+
+    def _trace(self, args: tuple) -> _Traced:
+        graph = _compat.ProgramGraph()
+        trace = ProgramTrace(graph)
+        flat = tf.nest.flatten(args)
+        facts: dict[int, Fact] = {}
+        with graph.as_default(), tracing(trace):
+            placeholders = [self._placeholder(value, facts) for value in flat]
+            given = [
+                value if own is None else own
+                for value, own in zip(flat, placeholders, strict=True)
+            ]
+            results = self._function(*tf.nest.pack_sequence_as(args, given))
+        needed = [
+            tensor
+            for tensor in tf.nest.flatten(results, expand_composites=True)
+            if tf.is_symbolic_tensor(tensor)
+        ]
+        scope = Scope(self._is_metric, _flat_effects(trace))
+        plan = make_plan(graph, facts, needed, scope)
+        tail = None if self._returns_rows else tail_of(plan, results, scope)
+        return _Traced(trace, placeholders, results, plan, scope, tail)
+
+    @staticmethod
+    def _placeholder(value: Any, facts: dict[int, Fact]) -> Any:
+        """Return a stand-in for a part of the batch, of any number of rows."""
+        if not tf.is_symbolic_tensor(value):
+            return None
+        rank = value.shape.rank
+        shape = None if rank is None else value.shape.as_list()
+        if rank:
+            shape = [None, *shape[1:]]
+        tensor = tf.compat.v1.placeholder(value.dtype, shape)
+        sizes = static_sizes(tensor, is_free=True)
+        if rank == 0:
+            facts[id(tensor)] = Fact(Form.WHOLE, sizes=sizes)
+        else:
+            facts[id(tensor)] = Fact(
+                Form.ROWS, sizes=None if sizes is None else with_rows(sizes, 0, 1)
+            )
+        return tensor
+
+    # Variables.
+
+    def _own(self, outer: Any, replica: int) -> Any:
+        """Return what a replica has in the place of a value that is captured."""
+        variable = self._strategy.extended.variable_of(outer)
+        return outer if variable is None else variable.values[replica].handle
+
+    def _is_component(self, handle: Any) -> bool:
+        return self._strategy.extended.variable_of(handle) is not None
+
+    def _is_metric(self, handle: Any) -> bool:
+        found = self._strategy.extended.variable_of(self._outermost(handle))
+        return isinstance(found, MetricVariable)
+
+    def _outermost(self, tensor: Any) -> Any:
+        """Return the value that a tensor of a function captures, or itself."""
+        while tf.is_symbolic_tensor(tensor):
+            if tensor.graph not in self._captures:
+                self._captures[tensor.graph] = {
+                    id(inner): outer
+                    for outer, inner in _compat.captures_of(tensor.graph)
+                }
+            outer = self._captures[tensor.graph].get(id(tensor))
+            if outer is None:
+                break
+            tensor = outer
+        return tensor
+
+
+def rows_of_replica(
+    strategy: Any, args: tuple, total: tf.Tensor | None, *, are_alike: bool
+) -> Rows:
+    """Count the rows of the replica that runs, and those before it.
+
+    Args:
+        strategy: A tfdp strategy.
+        args: Tuple of nests of tensors, its own rows.
+        total: Scalar tensor, rows of all replicas, where a batch is divided equally;
+            or `None` to ask the others.
+        are_alike: Bool, whether all replicas are known to have as many rows.
+    """
+    context = tf.distribute.get_replica_context()
+    rank = strategy.extended.first_rank + _compat.local_replica_id(context)
+    num_replicas = strategy.extended.group.size
+    first = first_tensor(args)
+    own = tf.shape(first)[0]
+    static = first.shape[0]
+    if are_alike:
+        return Rows(static, static * rank, static * num_replicas, may_be_empty=False)
+    if total is not None:
+        count = tf.cast(total, tf.int32)
+        least, extra = count // num_replicas, count % num_replicas
+        before = rank * least + tf.minimum(rank, extra)
+        return Rows(own, before, count, may_be_empty=not static)
+    replica = _compat.local_replica_id(context)
+    counts, _ = gather_first_axis(
+        own[tf.newaxis], strategy.extended.reducer.group, replica, rank
+    )
+    return Rows(
+        own, tf.reduce_sum(counts[:rank]), tf.reduce_sum(counts), may_be_empty=not static
+    )
+
+
+def _is_first(fact: Fact) -> bool:
+    return fact.is_rows and fact.axis == 0
+
+
+def _flat_effects(trace: ProgramTrace) -> dict[Any, Sequence[Any]]:
+    """Return the effects with all tensors that they need, by graph."""
+
+    @dataclasses.dataclass
+    class _Flat:
+        tensors: list
+
+    return {
+        graph: [
+            _Flat(
+                [
+                    tensor
+                    for tensor in tf.nest.flatten(
+                        list(effect.tensors), expand_composites=True
+                    )
+                    if tf.is_symbolic_tensor(tensor)
+                ]
+            )
+            for effect in effects
+        ]
+        for graph, effects in trace.effects.items()
+    }
+
+
+__all__ = ["CannotDivideError", "DividedStep"]
