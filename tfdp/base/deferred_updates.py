@@ -78,7 +78,7 @@ def defer(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
     return True
 
 
-def note_update(
+def trace_update(
     trace: ProgramTrace, optimizer: Any, gradients: Sequence[Any], variables: Any
 ) -> None:
     """Have each replica make an update at this place of a program that is traced."""

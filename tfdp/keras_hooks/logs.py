@@ -67,7 +67,9 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
 def _logs_of_program(strategy: Any, model: Any, outputs: list, tail: Any) -> Any:
     """Sum the parts that replicas return, and compute the logs of them."""
     values = [_local_values(strategy, output) for output in outputs]
-    parts = [own for own, (_, is_part) in zip(values, tail.cuts, strict=True) if is_part]
+    parts = [
+        own for own, (_, is_part) in zip(values, tail.cuts, strict=True) if is_part
+    ]
     sums = iter(_merge_states(strategy, model, parts, ["sum"] * len(parts)))
     given = [
         next(sums) if is_part else own[0]

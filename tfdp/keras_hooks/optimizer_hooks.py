@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base import batch_weight, loops, program_trace
 from tfdp.base.context import replica_context
-from tfdp.base.deferred_updates import defer, note_update
+from tfdp.base.deferred_updates import defer, trace_update
 from tfdp.base.param_groups import innermost
 from tfdp.reduction.gradient_reducer import replica_reducer
 from tfdp.step.empty_step import note_update
@@ -33,7 +33,7 @@ def apply(
     if replica_context() is None:
         return original(optimizer, grads, trainable_variables)
     if (trace := program_trace.current()) is not None:
-        return note_update(trace, optimizer, grads, trainable_variables)
+        return trace_update(trace, optimizer, grads, trainable_variables)
     if defer(optimizer, grads, trainable_variables):
         return None
     if len(grads) == 0:
@@ -58,7 +58,7 @@ def apply_or_defer(
 ) -> None:
     """Defer an update of an optimizer that hands it on to others, see `apply`."""
     if (trace := program_trace.current()) is not None:
-        note_update(trace, optimizer, grads, trainable_variables)
+        trace_update(trace, optimizer, grads, trainable_variables)
         return
     if not defer(optimizer, grads, trainable_variables):
         original(optimizer, grads, trainable_variables)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base import batch_weight, loops, program_trace
 from tfdp.base.context import replica_context
-from tfdp.base.deferred_updates import defer, note_update
+from tfdp.base.deferred_updates import defer, trace_update
 from tfdp.base.param_groups import (
     ParamGroup,
     innermost,
@@ -201,7 +201,7 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
                 "`strategy.run`."
             )
         if (trace := program_trace.current()) is not None:
-            note_update(trace, self, grads, trainable_variables)
+            trace_update(trace, self, grads, trainable_variables)
             return
         if defer(self, grads, trainable_variables):
             return

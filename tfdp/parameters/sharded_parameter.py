@@ -157,7 +157,11 @@ class ShardedParameter(MirroredVariable):
 
     def _update_parts(self, update: Callable, value: tf.Tensor) -> ShardedParameter:
         if (trace := program_trace.current()) is not None:
-            trace.add([value], lambda given: self._update_parts(update, given[0]))
+
+            def run(given: list) -> None:
+                self._update_parts(update, given[0])
+
+            trace.add([value], run)
             return self
         flat = tf.reshape(value, [-1])
         context = replica_context()

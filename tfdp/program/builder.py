@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base import xla
 from tfdp.base.program_trace import ProgramTrace
-from tfdp.program import sizes
+from tfdp.program import control_flow, sizes
 from tfdp.program.conversions import Replica
 from tfdp.program.facts import Fact, Form
 from tfdp.program.plan import CannotDivideError, Plan, Scope, with_inputs
@@ -70,6 +70,20 @@ class Builder:
         for effect in effects:
             self._run_effect(effect)
 
+    def inside(
+        self, plan: Plan, given: dict[int, Any], sources: dict[int, Any]
+    ) -> Builder:
+        """Return the builder of a graph inside, in the graph that is the default.
+
+        Args:
+            plan: `Plan` of the graph inside.
+            given: Dict from the `id` of a placeholder to a tensor of the replica.
+            sources: Dict from the `id` of a placeholder to the tensor of the program
+                that it stands for.
+        """
+        parent = self, sources
+        return Builder(self.trace, plan, self.scope, self.replica, given, parent)
+
     # What rules ask.
 
     @property
@@ -119,7 +133,9 @@ class Builder:
         if id(tensor) not in self._multiples:
             own = self.own_entries(tensor)
             total = self.replica.sum([own])[0]
-            self._multiples[id(tensor)] = total // tf.maximum(self.replica.rows.total, 1)
+            self._multiples[id(tensor)] = total // tf.maximum(
+                self.replica.rows.total, 1
+            )
         return self._multiples[id(tensor)]
 
     def entries(self, tensor: Any) -> tf.Tensor:
@@ -267,8 +283,6 @@ class Builder:
 
     def _build_of(self, op: Any, decision: Decision, inputs: list) -> list:
         if decision.plans:
-            from tfdp.program import control_flow
-
             return control_flow.build(self, op, decision, inputs)
         if op.type in ASSIGNMENTS and self._is_made_by_another(op):
             return []
@@ -341,8 +355,8 @@ class Builder:
 
     def _get_sizes(self, tensor: Any, fact: Fact, need: Need) -> Any:
         if need.kind is Kind.AS_HELD:
-            return self._sizes_of(tensor, of_all=False)
-        found = self._sizes_of(tensor, of_all=True)
+            return self.sizes_of(tensor, of_all=False)
+        found = self.sizes_of(tensor, of_all=True)
         if need.kind is Kind.WHOLE:
             return found
         with self.graph.as_default():
@@ -358,7 +372,7 @@ class Builder:
             return fact.form in (Form.WHOLE, Form.EMPTY)
         if need.kind is Kind.PART:
             return fact.form in (Form.PART, Form.EMPTY)
-        return fact.is_rows and fact.axis == need.axis or fact.form is Form.EMPTY
+        return (fact.is_rows and fact.axis == need.axis) or fact.form is Form.EMPTY
 
     def _held(self, tensor: Any) -> Any:
         found = self.tensors.get(id(tensor))
@@ -419,11 +433,11 @@ class Builder:
 
     # Integers that are computed of sizes.
 
-    def _sizes_of(self, tensor: Any, *, of_all: bool) -> Any:
+    def sizes_of(self, tensor: Any, *, of_all: bool) -> Any:
         """Return integers for this replica's sizes, or for those of the program."""
         if self.parent is not None and id(tensor) in self.parent[1]:
             builder, sources = self.parent
-            return builder._sizes_of(sources[id(tensor)], of_all=of_all)
+            return builder.sizes_of(sources[id(tensor)], of_all=of_all)
         if self._fact_or_whole(tensor).form is not Form.SIZES:
             return self.get(tensor, AS_HELD)
         key = (id(tensor), of_all)
@@ -446,24 +460,24 @@ class Builder:
         if fact.value.ndim == 1:
             return _packed(parts, tensor.dtype)
         found = [tf.cast(part, tensor.dtype) for part in parts]
-        return found[0] if fact.value.ndim == 0 else tf.reshape(found, fact.value.shape)
+        shape = fact.value.shape
+        return tf.reshape(found, shape) if shape else found[0]
 
     def _build_sizes(self, op: Any, *, of_all: bool) -> None:
         decision = self.plan.decisions[op]
         if op.type in _BASES:
             outputs = [
-                self.shape(op, index, of_all=of_all)
-                for index in range(len(op.outputs))
+                self.shape(op, index, of_all=of_all) for index in range(len(op.outputs))
             ]
         else:
-            inputs = [self._sizes_of(tensor, of_all=of_all) for tensor in op.inputs]
+            inputs = [self.sizes_of(tensor, of_all=of_all) for tensor in op.inputs]
             build: Callable = decision.build or Builder.copy
             outputs = build(self, op, inputs)
         for tensor, own in zip(op.outputs, outputs, strict=True):
             self._sizes[id(tensor), of_all] = own
 
     def shape(self, op: Any, index: int, *, of_all: bool) -> Any:
-        """Build a shape, or a size, of a tensor of the program, or of a list's items."""
+        """Build the shape, or the size, of a tensor or of the items of a list."""
         source, result = op.inputs[index], op.outputs[index]
         fact = self.fact(source)
         found: list[Any] = []

@@ -31,16 +31,12 @@ def _nested(
     builder: Any, plan: Any, outer: Sequence[Any], given: dict[int, Any]
 ) -> Any:
     """Return a builder for a graph inside, in the graph that is the default."""
-    from tfdp.program.builder import Builder
-
     sources = {
         id(placeholder): tensor
         for placeholder, tensor in zip(plan.graph.inputs, outer, strict=True)
         if id(placeholder) not in given
     }
-    return Builder(
-        builder.trace, plan, builder.scope, builder.replica, given, (builder, sources)
-    )
+    return builder.inside(plan, given, sources)
 
 
 def _build_branches(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
@@ -91,14 +87,18 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
         }
 
     def cond(*values: Any) -> Any:
-        inner = _nested(builder, cond_plan, op.inputs, given_to(cond_plan.graph, values))
+        inner = _nested(
+            builder, cond_plan, op.inputs, given_to(cond_plan.graph, values)
+        )
         inner.run()
         from tfdp.program.view import WHOLE
 
         return inner.get(cond_plan.graph.outputs[0], WHOLE)
 
     def body(*values: Any) -> list:
-        inner = _nested(builder, body_plan, op.inputs, given_to(body_plan.graph, values))
+        inner = _nested(
+            builder, body_plan, op.inputs, given_to(body_plan.graph, values)
+        )
         inner.run()
         from tfdp.program.plan import need_of
 

@@ -1,6 +1,6 @@
 """Logs of a step: parts are summed after it, by one message, and computed with there.
 
-    step on each replica -> parts of metrics' states -> summed -> results of metrics
+step on each replica -> parts of metrics' states -> summed -> results of metrics
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ class LogTail:
             outputs = _compat.OperationTemplate(op).build(inputs)
             known.update(zip(map(id, op.outputs), outputs, strict=True))
         return tf.nest.map_structure(
-            lambda result: known.get(id(result), result)
-            if tf.is_symbolic_tensor(result)
-            else result,
+            lambda result: (
+                known.get(id(result), result)
+                if tf.is_symbolic_tensor(result)
+                else result
+            ),
             self.results,
         )
 
@@ -60,11 +62,7 @@ def tail_of(plan: Plan, results: Any, scope: Scope) -> LogTail:
     """Find the part of a program that only its logs need."""
     in_step = _needed_by_effects(plan, scope)
     outputs = [t for t in tf.nest.flatten(results) if tf.is_symbolic_tensor(t)]
-    order = [
-        op
-        for op in in_order(plan.graph)
-        if op in plan.live and op not in in_step
-    ]
+    order = [op for op in in_order(plan.graph) if op in plan.live and op not in in_step]
     after = set(order)
     needed = [t for t in outputs if t.op not in after]
     needed += [t for op in order for t in op.inputs if t.op not in after]
@@ -89,12 +87,10 @@ def _needed_by_effects(plan: Plan, scope: Scope) -> set:
         is_tied = (
             _compat.has_effect(op)
             or _compat.has_function(op)
-            or not op.inputs and op.type != "Const"
+            or (not op.inputs and op.type != "Const")
             or any(t.dtype in (tf.variant, tf.resource, tf.string) for t in op.outputs)
         )
-        if is_tied:
-            pending.append(op)
-        elif any(
+        if is_tied or any(
             plan.facts[id(t)].form in (Form.ROWS, Form.LOCAL)
             for t in op.inputs
             if id(t) in plan.facts

@@ -18,7 +18,7 @@ from tfdp import _compat
 from tfdp.program import sizes
 from tfdp.program.facts import Fact, Form, static_sizes, whole
 from tfdp.program.rules import decide
-from tfdp.program.sizes import array, number
+from tfdp.program.sizes import array
 from tfdp.program.view import (
     AS_HELD,
     PART,
@@ -32,7 +32,6 @@ from tfdp.program.view import (
 
 _BRANCHES = frozenset(("If", "StatelessIf", "Case", "StatelessCase"))
 _LOOPS = frozenset(("While", "StatelessWhile"))
-_CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
 # Passes over a loop until the forms of its variables are found.
 _MOST_PASSES = 8
 
@@ -180,27 +179,25 @@ def _plan_operation(plan: Plan, op: Any, scope: Scope) -> None:
         plan.facts.setdefault(id(tensor), whole(static_sizes(tensor, is_free=True)))
         return
     facts = [_fact_of_input(plan, tensor) for tensor in op.inputs]
-    view = View(op, facts, scope)
-    if op in scope.whole:
-        decision = _run_whole(view)
-    elif op.type in _BRANCHES:
-        decision = _plan_branches(view)
-    elif op.type in _LOOPS:
-        decision = _plan_loop(view)
-    elif op.type in _CALLS:
-        decision = _plan_call(view)
-    elif op.type == "IdentityN":
-        decision = Decision([AS_HELD] * len(view), facts)
-    elif op.type == "Identity" and (marker := _compat.marker_of(op)):
-        decision = _plan_marker(view, marker)
-    else:
-        decision = decide(view)
+    decision = _decide(View(op, facts, scope))
     for tensor, fact, need in zip(op.inputs, facts, decision.needs, strict=True):
         is_divided = fact.form in (Form.ROWS, Form.PART)
         if tensor.dtype == tf.variant and need.kind is Kind.WHOLE and is_divided:
             # Lists cannot be gathered: what puts something into them is.
             scope.whole.add(tensor.op)
     _set(plan, op, decision)
+
+
+def _decide(view: View) -> Decision:
+    op, kind = view.op, view.type
+    if op in view.scope.whole:
+        return _run_whole(view)
+    if kind in _WITH_GRAPHS:
+        return _WITH_GRAPHS[kind](view)
+    if kind == "IdentityN":
+        return Decision([AS_HELD] * len(view), view.facts)
+    marker = _compat.marker_of(op) if kind == "Identity" else ""
+    return _plan_marker(view, marker) if marker else decide(view)
 
 
 def _run_whole(view: View) -> Decision:
@@ -268,9 +265,7 @@ def _plan_marker(view: View, marker: str) -> Decision:
     if marker == "rows of all":
         shape = view.output_sizes()
         assert shape is not None
-        return Decision(
-            [AS_HELD], [Fact(Form.ROWS, 0, (sizes.rows(1), *shape[1:]))]
-        )
+        return Decision([AS_HELD], [Fact(Form.ROWS, 0, (sizes.rows(1), *shape[1:]))])
     if fact.form is Form.PART:  # "part of a replica"
         return Decision([AS_HELD], [Fact(Form.LOCAL, sizes=None)])
     return Decision([AS_HELD], [fact])
@@ -288,13 +283,7 @@ def _plan_call(view: View) -> Decision:
     graph = _compat.function_graph(view.op)
     plan = make_plan(graph, _graph_inputs(graph, view.facts), graph.outputs, view.scope)
     outputs = [plan.fact(tensor) for tensor in graph.outputs]
-    return Decision(
-        [AS_HELD] * len(view), outputs, build=_call, plans=[plan]
-    )
-
-
-def _call(builder: Any, op: Any, inputs: list) -> list:
-    raise NotImplementedError
+    return Decision([AS_HELD] * len(view), outputs, plans=[plan])
 
 
 def _plan_branches(view: View) -> Decision:
@@ -351,8 +340,7 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
     scope = view.scope
     cond, body = _compat.loop_graphs(view.op)
     is_same = [
-        output is given
-        for output, given in zip(body.outputs, body.inputs, strict=True)
+        output is given for output, given in zip(body.outputs, body.inputs, strict=True)
     ]
     facts = [
         fact if same or _is_list(given) else _without_value(fact)
@@ -410,8 +398,7 @@ def _converts(plan: Plan, scope: Scope) -> bool:
 
 
 def is_conversion(fact: Fact, need: Need) -> bool:
-    """Return whether a form is another than what is needed, and other replicas have
-    to give it."""
+    """Return whether other replicas have to give what is needed of a tensor."""
     if fact.form is Form.PART:
         return need.kind in (Kind.WHOLE, Kind.ROWS)
     if fact.is_rows:
@@ -436,10 +423,10 @@ def _joined(before: Fact, after: Fact, *, is_list: bool) -> Fact:
     if before.held() == after.held():
         return Fact(before.form, before.axis, shape)
     is_zero_first = before.form is Form.WHOLE and after.form in (Form.ROWS, Form.PART)
-    if is_zero_first and after.is_rows and before.sizes is not None:
+    first = (before.sizes or (sizes.UNKNOWN,) * (after.axis + 1))[after.axis]
+    if is_zero_first and after.is_rows and first.kind == "rows":
         # States that begin alike for all rows, such as zeros.
-        if before.sizes[after.axis].kind == "rows":
-            return Fact(Form.ROWS, after.axis, after.sizes)
+        return Fact(Form.ROWS, after.axis, after.sizes)
     if {before.form, after.form} == {Form.WHOLE, Form.PART}:
         return Fact(Form.PART, sizes=shape)
     return whole(shape)
@@ -456,14 +443,30 @@ def need_of(fact: Fact) -> Need:
     return AS_HELD
 
 
+_WITH_GRAPHS = {
+    **dict.fromkeys(_BRANCHES, _plan_branches),
+    **dict.fromkeys(_LOOPS, _plan_loop),
+    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), _plan_call),
+}
+
 # What is needed at all.
 
 _PRUNED = frozenset(
-    """
-    ReadVariableOp ResourceGather VariableShape Placeholder RandomUniform
-    RandomStandardNormal TruncatedNormal RandomUniformInt EmptyTensorList
-    TensorListReserve VarIsInitializedOp LookupTableFindV2 LookupTableSizeV2
-    """.split()
+    [
+        "ReadVariableOp",
+        "ResourceGather",
+        "VariableShape",
+        "Placeholder",
+        "RandomUniform",
+        "RandomStandardNormal",
+        "TruncatedNormal",
+        "RandomUniformInt",
+        "EmptyTensorList",
+        "TensorListReserve",
+        "VarIsInitializedOp",
+        "LookupTableFindV2",
+        "LookupTableSizeV2",
+    ]
 )
 
 
@@ -483,6 +486,3 @@ def _live_operations(graph: Any, outputs: Sequence[Any], scope: Scope) -> set:
         pending += [tensor.op for tensor in op.inputs if tensor.graph is graph]
         pending += list(op.control_inputs)
     return live
-
-
-__all__ = ["CannotDivideError", "Plan", "Scope", "make_plan", "need_of", "number"]

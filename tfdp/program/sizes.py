@@ -32,9 +32,7 @@ class Size:
         if ZERO in (self, other):
             return ZERO
         if {self.kind, other.kind} == {"rows", "number"}:
-            multiple, factor = (
-                (self, other) if self.kind == "rows" else (other, self)
-            )
+            multiple, factor = (self, other) if self.kind == "rows" else (other, self)
             if multiple.number is None or not float(factor.number).is_integer():
                 return rows(None) if factor.number > 0 else UNKNOWN
             return rows(multiple.number * factor.number)

@@ -1,6 +1,6 @@
 """The step of a replica, as its part of the program of one device.
 
-    step -> traced once, as on one device -> plan -> built on each replica by the plan
+step -> traced once, as on one device -> plan -> built on each replica by the plan
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ class DividedStep:
         if not tf.is_symbolic_tensor(value):
             return None
         rank = value.shape.rank
-        shape = None if rank is None else value.shape.as_list()
+        shape = value.shape
         if rank:
-            shape = [None, *shape[1:]]
+            shape = tf.TensorShape([None, *value.shape.as_list()[1:]])
         tensor = tf.compat.v1.placeholder(value.dtype, shape)
         sizes = static_sizes(tensor, is_free=True)
         if rank == 0:
@@ -202,7 +202,10 @@ def rows_of_replica(
         own[tf.newaxis], strategy.extended.reducer.group, replica, rank
     )
     return Rows(
-        own, tf.reduce_sum(counts[:rank]), tf.reduce_sum(counts), may_be_empty=not static
+        own,
+        tf.reduce_sum(counts[:rank]),
+        tf.reduce_sum(counts),
+        may_be_empty=not static,
     )
 
 

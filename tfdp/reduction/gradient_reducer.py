@@ -142,6 +142,8 @@ class ReplicaReducer:
         self._check_graph()
         weight, share = batch_weight.weight_for(optimizer), batch_weight.current()
         members = self._reducer.adasum_members
+        if batch_weight.is_part_of_sum() and members is not None:
+            weight = tf.ones([], tf.float64)
         if members is None or weight is None or share is None:
             return weight
         own = members.share(share, self._replica)

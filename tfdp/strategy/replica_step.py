@@ -104,6 +104,8 @@ def _divided_step(
     told: set[str],
 ) -> Callable:
     """Return the step of a replica as its part of the program of one device."""
+    if strategy.extended.balance is not None:
+        total = None  # Rows are divided by weight.
     are_alike = batch_weights.are_alike(local, strategy.extended.host_group)
     divided = DividedStep(strategy, fn, returns_rows="predict" in loop.name)
 

@@ -96,7 +96,9 @@ def _whole_outputs(view: View) -> list:
 
     if view.type in ELEMENTWISE and all(f.sizes is not None for f in view.facts):
         shapes = [fact.sizes for fact in view.facts]
-        return [whole(broadcast([s for s in shapes if s is not None]))] if shapes else []
+        return (
+            [whole(broadcast([s for s in shapes if s is not None]))] if shapes else []
+        )
     return view.whole_outputs()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tfdp.program.facts import Fact, Form, own_rows, part
+from tfdp.program.rules.rowwise import build_with_a_row
 from tfdp.program.sizes import FREE, ONE, Size
 from tfdp.program.view import AS_HELD, WHOLE, Decision, Need, View, rows_along
 
@@ -84,7 +85,7 @@ def _decide(view: View, inputs: Sequence[str], output: str) -> Decision | None:
     if len(multiples) > 1:
         return None
     needs: list[Need] = []
-    for text, fact, own in zip(inputs, view.facts, row_labels, strict=True):
+    for text, own in zip(inputs, row_labels, strict=True):
         if own == label:
             needs.append(AS_HELD)
         elif label not in text:
@@ -159,8 +160,6 @@ def decide_convolution(view: View) -> Decision | None:
     for index, fact in enumerate(view.facts):
         if fact.form is Form.SIZES:
             needs[index] = AS_HELD
-    from tfdp.program.rules.rowwise import build_with_a_row
-
     build = build_with_a_row if view.type in CONVOLUTIONS else None
     if is_sum:
         shape = view.output_sizes()

@@ -2,39 +2,212 @@
 
 from __future__ import annotations
 
+import tensorflow as tf
+
 from tfdp.program import sizes
 from tfdp.program.facts import Fact, Form, own_rows, part, with_rows
 from tfdp.program.sizes import ONE
 from tfdp.program.view import AS_HELD, PART, WHOLE, Decision, Need, View, rows_along
 
 ELEMENTWISE = frozenset(
-    """
-    Abs Acos Acosh Add AddN AddV2 And Angle ApproximateEqual Asin Asinh Atan Atan2 Atanh
-    BesselI0e BesselI1e Bitcast BitwiseAnd BitwiseOr BitwiseXor Bucketize Cast Ceil CheckNumerics
-    ClipByValue Complex ComplexAbs Conj Cos Cosh DeepCopy Digamma Div DivNoNan Elu EluGrad
-    EnsureShape Equal Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod Greater
-    GreaterEqual Identity Igamma Igammac Imag Inv InvGrad IsFinite IsInf IsNan LeakyRelu
-    LeakyReluGrad LeftShift Less LessEqual Lgamma Log Log1p LogicalAnd LogicalNot LogicalOr
-    Maximum Minimum Mod Mul MulNoNan Ndtri Neg NextAfter NotEqual OnesLike Polygamma Pow
-    PreventGradient Real RealDiv Reciprocal ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad
-    RightShift Rint Round Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad
-    Sign Sin Sinh Snapshot Softplus SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square
-    SquaredDifference StopGradient Sub Tan Tanh TanhGrad TruncateDiv TruncateMod Xdivy Xlog1py
-    Xlogy ZerosLike Zeta
-    AsString RegexFullMatch RegexReplace StaticRegexFullMatch StaticRegexReplace StringLength
-    StringLower StringStrip StringToHashBucket StringToHashBucketFast
-    StringToHashBucketStrong StringToNumber StringUpper Substr
-    """.split()
+    [
+        "Abs",
+        "Acos",
+        "Acosh",
+        "Add",
+        "AddN",
+        "AddV2",
+        "And",
+        "Angle",
+        "ApproximateEqual",
+        "Asin",
+        "Asinh",
+        "Atan",
+        "Atan2",
+        "Atanh",
+        "BesselI0e",
+        "BesselI1e",
+        "Bitcast",
+        "BitwiseAnd",
+        "BitwiseOr",
+        "BitwiseXor",
+        "Bucketize",
+        "Cast",
+        "Ceil",
+        "CheckNumerics",
+        "ClipByValue",
+        "Complex",
+        "ComplexAbs",
+        "Conj",
+        "Cos",
+        "Cosh",
+        "DeepCopy",
+        "Digamma",
+        "Div",
+        "DivNoNan",
+        "Elu",
+        "EluGrad",
+        "EnsureShape",
+        "Equal",
+        "Erf",
+        "Erfc",
+        "Erfinv",
+        "Exp",
+        "Expm1",
+        "Floor",
+        "FloorDiv",
+        "FloorMod",
+        "Greater",
+        "GreaterEqual",
+        "Identity",
+        "Igamma",
+        "Igammac",
+        "Imag",
+        "Inv",
+        "InvGrad",
+        "IsFinite",
+        "IsInf",
+        "IsNan",
+        "LeakyRelu",
+        "LeakyReluGrad",
+        "LeftShift",
+        "Less",
+        "LessEqual",
+        "Lgamma",
+        "Log",
+        "Log1p",
+        "LogicalAnd",
+        "LogicalNot",
+        "LogicalOr",
+        "Maximum",
+        "Minimum",
+        "Mod",
+        "Mul",
+        "MulNoNan",
+        "Ndtri",
+        "Neg",
+        "NextAfter",
+        "NotEqual",
+        "OnesLike",
+        "Polygamma",
+        "Pow",
+        "PreventGradient",
+        "Real",
+        "RealDiv",
+        "Reciprocal",
+        "ReciprocalGrad",
+        "Relu",
+        "Relu6",
+        "Relu6Grad",
+        "ReluGrad",
+        "RightShift",
+        "Rint",
+        "Round",
+        "Rsqrt",
+        "RsqrtGrad",
+        "Select",
+        "SelectV2",
+        "Selu",
+        "SeluGrad",
+        "Sigmoid",
+        "SigmoidGrad",
+        "Sign",
+        "Sin",
+        "Sinh",
+        "Snapshot",
+        "Softplus",
+        "SoftplusGrad",
+        "Softsign",
+        "SoftsignGrad",
+        "Sqrt",
+        "SqrtGrad",
+        "Square",
+        "SquaredDifference",
+        "StopGradient",
+        "Sub",
+        "Tan",
+        "Tanh",
+        "TanhGrad",
+        "TruncateDiv",
+        "TruncateMod",
+        "Xdivy",
+        "Xlog1py",
+        "Xlogy",
+        "ZerosLike",
+        "Zeta",
+        "AsString",
+        "RegexFullMatch",
+        "RegexReplace",
+        "StaticRegexFullMatch",
+        "StaticRegexReplace",
+        "StringLength",
+        "StringLower",
+        "StringStrip",
+        "StringToHashBucket",
+        "StringToHashBucketFast",
+        "StringToHashBucketStrong",
+        "StringToNumber",
+        "StringUpper",
+        "Substr",
+    ]
 )
 # Linear in their only input that is a part of a sum.
 LINEAR = frozenset(
-    """
-    BroadcastTo Conj Cumsum DeepCopy EnsureShape ExpandDims GatherNd GatherV2 Identity Imag
-    MatrixBandPart MatrixDiagPartV3 MatrixDiagV3 MirrorPad Neg Pad PadV2 PreventGradient Real
-    Reshape ReverseV2 Roll Slice Snapshot Split SplitV Squeeze StopGradient StridedSlice
-    StridedSliceGrad Sum Mean Tile Transpose Unpack UnsortedSegmentSum
-    """.split()
+    [
+        "BroadcastTo",
+        "Conj",
+        "Cumsum",
+        "DeepCopy",
+        "EnsureShape",
+        "ExpandDims",
+        "GatherNd",
+        "GatherV2",
+        "Identity",
+        "Imag",
+        "MatrixBandPart",
+        "MatrixDiagPartV3",
+        "MatrixDiagV3",
+        "MirrorPad",
+        "Neg",
+        "Pad",
+        "PadV2",
+        "PreventGradient",
+        "Real",
+        "Reshape",
+        "ReverseV2",
+        "Roll",
+        "Slice",
+        "Snapshot",
+        "Split",
+        "SplitV",
+        "Squeeze",
+        "StopGradient",
+        "StridedSlice",
+        "StridedSliceGrad",
+        "Sum",
+        "Mean",
+        "Tile",
+        "Transpose",
+        "Unpack",
+        "UnsortedSegmentSum",
+    ]
 )
+# Linear in one of two inputs, an upstream gradient.
+_LINEAR_IN = {
+    "EluGrad": 0,
+    "InvGrad": 1,
+    "LeakyReluGrad": 0,
+    "ReciprocalGrad": 1,
+    "Relu6Grad": 0,
+    "ReluGrad": 0,
+    "RsqrtGrad": 1,
+    "SeluGrad": 0,
+    "SigmoidGrad": 1,
+    "SoftplusGrad": 0,
+    "SoftsignGrad": 0,
+    "SqrtGrad": 1,
+    "TanhGrad": 1,
+}
 _SUMS = frozenset(("Add", "AddN", "AddV2", "Pack", "Sub", "ConcatV2"))
 _ONLY_OF_SHAPE = frozenset(("OnesLike", "ZerosLike"))
 
@@ -57,8 +230,11 @@ def decide_linear(view: View) -> Decision | None:
         return None
     is_float = view.op.outputs[0].dtype.is_floating if view.op.outputs else False
     is_cast = kind == "Cast" and is_float
+    if parts == [_LINEAR_IN.get(kind)]:
+        needs[parts[0]] = PART
+        return Decision(needs, view.part_outputs())
     if (kind in LINEAR or is_cast) and parts == [_data_index(kind)]:
-        if kind == "PadV2" and (view.numbers(2) is None or view.numbers(2).any()):
+        if kind == "PadV2" and not _pads_zeros(view):
             return None
         needs[parts[0]] = PART
         return Decision(needs, view.part_outputs())
@@ -72,6 +248,11 @@ def decide_linear(view: View) -> Decision | None:
     if kind in ("SelectV2", "Select") and 0 not in parts:
         return Decision([WHOLE, PART, PART], view.part_outputs())
     return None
+
+
+def _pads_zeros(view: View) -> bool:
+    found = view.numbers(2)
+    return found is not None and not found.any()
 
 
 def _sum_sizes(view: View, summands: int) -> object:
@@ -107,9 +288,7 @@ def decide_elementwise(view: View) -> Decision | None:
     ]
     axis = next(own for own in axes if own is not None)
     multiples = {
-        fact.multiple
-        for fact, own in zip(view.facts, axes, strict=True)
-        if own == axis
+        fact.multiple for fact, own in zip(view.facts, axes, strict=True) if own == axis
     }
     if len(multiples) > 1:
         return None
@@ -118,8 +297,8 @@ def decide_elementwise(view: View) -> Decision | None:
         if own == axis:
             needs.append(AS_HELD)
             continue
-        assert fact.rank is not None and fact.sizes is not None
-        place = axis - (rank - fact.rank)
+        assert fact.sizes is not None
+        place = axis - (rank - len(fact.sizes))
         if place < 0 or fact.sizes[place] == ONE:
             needs.append(WHOLE)
         else:
@@ -142,8 +321,6 @@ def _of_one_unknown_rank(view: View) -> Decision | None:
 
 def _build_ensure_shape(builder: object, op: object, inputs: list) -> list:
     """Build a check of a shape without the number of rows."""
-    import tensorflow as tf
-
     fact: Fact = builder.facts_of(op.inputs)[0]  # type: ignore[attr-defined]
     shape = op.get_attr("shape")  # type: ignore[attr-defined]
     sizes_ = tf.TensorShape(shape).as_list()

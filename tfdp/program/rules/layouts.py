@@ -22,7 +22,9 @@ def decide_reshape(view: View) -> Decision | None:
     if found is None:
         return None
     shape, axis = found
-    is_open = [size for i, size in enumerate(target) if size == number(-1) and i != axis]
+    is_open = [
+        size for i, size in enumerate(target) if size == number(-1) and i != axis
+    ]
     build = _build_reshape if is_open else None
     return Decision([AS_HELD, AS_HELD], [own_rows(shape, axis)], build)
 
@@ -115,10 +117,10 @@ def _build_reshape(builder: Any, op: Any, inputs: list) -> list:
 
 def decide_transpose(view: View) -> Decision | None:
     """Decide a transpose: it moves the axis of rows."""
-    data, order = view.facts[0], view.numbers(1)
-    if not data.is_rows or data.sizes is None or order is None:
+    data, given = view.facts[0], view.numbers(1)
+    if not data.is_rows or data.sizes is None or given is None:
         return None
-    order = [int(axis) for axis in order]
+    order = [int(axis) for axis in given]
     shape = tuple(data.sizes[axis] for axis in order)
     return Decision([AS_HELD, WHOLE], [own_rows(shape, order.index(data.axis))])
 
@@ -246,7 +248,9 @@ def decide_join(view: View) -> Decision | None:
     joined = int(joined) % (rank + is_stack)
     own = next(fact for fact in facts if fact.is_rows)
     axis = own.axis
-    if (not is_stack and joined == axis) or len({f.multiple for f in facts if f.is_rows}) > 1:
+    if (not is_stack and joined == axis) or len(
+        {f.multiple for f in facts if f.is_rows}
+    ) > 1:
         return None
     needs: list[Need] = [
         AS_HELD if fact.is_rows and fact.axis == axis else rows_along(axis)
@@ -457,7 +461,9 @@ def decide_segment_sum(view: View) -> Decision | None:
     if data.sizes is None or ids.sizes is None:
         return None
     axis = data.axis if data.is_rows else ids.axis
-    if axis >= len(ids.sizes) or (ids.is_rows and data.is_rows and ids.axis != data.axis):
+    if axis >= len(ids.sizes) or (
+        ids.is_rows and data.is_rows and ids.axis != data.axis
+    ):
         return None
     needs: list[Need] = [
         AS_HELD if fact.is_rows else rows_along(axis) for fact in (data, ids)
@@ -494,9 +500,7 @@ def decide_one_hot(view: View) -> Decision | None:
     size = depth[()] if depth is not None else sizes.FREE
     shape = (*indices.sizes[:place], size, *indices.sizes[place:])
     needs = [AS_HELD, WHOLE, WHOLE, WHOLE]
-    return Decision(
-        needs, [own_rows(shape, indices.axis + (place <= indices.axis))]
-    )
+    return Decision(needs, [own_rows(shape, indices.axis + (place <= indices.axis))])
 
 
 def decide_along_axes(view: View) -> Decision | None:

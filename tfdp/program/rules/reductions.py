@@ -28,10 +28,13 @@ def decide_reduction(view: View) -> Decision | None:
         return Decision([AS_HELD], [part(())])
     if view.type in _ARGUMENTS:
         axes = view.numbers(1)
-        certain = None if axes is None else {int(axes) % len(data.sizes)}
-        return None if certain is None else _over_others(view, data, certain, keeps=False)
-    if view.type not in REDUCTIONS:
-        return None
+        known = None if axes is None else {int(axes) % len(data.sizes)}
+        return None if known is None else _over_others(data, known, keeps=False)
+    return _decide_over_axes(view, data) if view.type in REDUCTIONS else None
+
+
+def _decide_over_axes(view: View, data: Fact) -> Decision | None:
+    assert data.sizes is not None
     certain, maybe = _axes(view, len(data.sizes))
     if certain is None or data.axis in maybe:
         return None
@@ -39,7 +42,7 @@ def decide_reduction(view: View) -> Decision | None:
     if data.axis not in certain:
         if maybe and not keeps:
             return None
-        return _over_others(view, data, certain, keeps=keeps)
+        return _over_others(data, certain, keeps=keeps)
     shape = None if maybe else _reduced(data.sizes, certain, keeps=keeps)
     if view.type == "Sum":
         return Decision([AS_HELD, WHOLE], [part(shape)])
@@ -47,8 +50,10 @@ def decide_reduction(view: View) -> Decision | None:
         if view.numbers(1) is None:
             return None
         return Decision([AS_HELD, WHOLE], [part(shape)], _build_mean)
-    if view.type in _PARTIAL and not data.sizes[data.axis] == ONE:
-        return Decision([AS_HELD, WHOLE], [whole(shape)], _build_partial, has_collective=True)
+    if view.type in _PARTIAL and data.sizes[data.axis] != ONE:
+        return Decision(
+            [AS_HELD, WHOLE], [whole(shape)], _build_partial, has_collective=True
+        )
     return None
 
 
@@ -63,7 +68,7 @@ def _axes(view: View, rank: int) -> tuple[set[int] | None, frozenset[int]]:
     return set(fact.axes), fact.maybe_axes
 
 
-def _over_others(view: View, data: Fact, axes: set[int], *, keeps: bool) -> Any:
+def _over_others(data: Fact, axes: set[int], *, keeps: bool) -> Any:
     if data.axis in axes:
         return None
     assert data.sizes is not None
@@ -82,13 +87,18 @@ def _reduced(
     return tuple(n for axis, n in enumerate(shape) if axis not in axes)
 
 
+def _known(fact: Fact) -> np.ndarray:
+    found = sizes.numbers(fact.value)
+    assert found is not None
+    return found
+
+
 def _build_mean(builder: Any, op: Any, inputs: list) -> list:
     """Build a part of a mean: the sum divided by the entries of all replicas."""
     total = builder.copy(op, inputs, kind="Sum")[0]
-    (data, axes), (fact,) = builder.facts_of(op.inputs), builder.facts_of(op.outputs)
-    del fact
+    data, axes = builder.facts_of(op.inputs)
     rank = len(data.sizes)
-    reduced = {int(axis) % rank for axis in np.ravel(sizes.numbers(axes.value))}
+    reduced = {int(axis) % rank for axis in np.ravel(_known(axes))}
     others = [axis for axis in sorted(reduced) if axis != data.axis]
     count = builder.entries(op.inputs[0])
     for axis in others:

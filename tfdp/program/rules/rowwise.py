@@ -57,6 +57,10 @@ _ROWS = {
     "Svd": (0,),
     "TopKV2": (0,),
 }
+# Of these a row may be a number.
+_BY_ELEMENT = frozenset(
+    ("InTopKV2", "LookupTableFindV2", "SparseSoftmaxCrossEntropyWithLogits")
+)
 # The output that has the shape of the first input, where TensorFlow may not know it.
 _SHAPED_LIKE_FIRST = {
     "LogSoftmax": 0,
@@ -89,21 +93,8 @@ def decide_row_by_row(view: View) -> Decision | None:
     if view.type not in _ROWS:
         return None
     indices = _ROWS[view.type]
-    own = [view.facts[index] for index in indices if view.facts[index].is_rows]
-    if not own or own[0].sizes is None:
-        return None
-    axis, multiples = own[0].axis, {fact.multiple for fact in own}
-    inner = _INNER.get(view.type, 1)
-    is_inner = axis >= len(own[0].sizes) - inner and len(own[0].sizes) > 0
-    sparse = ("SparseSoftmaxCrossEntropyWithLogits", "InTopKV2", "LookupTableFindV2")
-    if axis and view.type not in ("LookupTableFindV2",) and inner == 1 and is_inner:
-        return None
-    is_vector = view.type in sparse
-    if not is_vector and is_inner:
-        return None
-    if len(multiples) > 1 or any(fact.axis != axis for fact in own):
-        return None
-    if any(f.is_rows for i, f in enumerate(view.facts) if i not in indices):
+    axis = _axis_of_rows(view, indices)
+    if axis is None:
         return None
     needs: list[Need] = []
     for index, fact in enumerate(view.facts):
@@ -113,9 +104,7 @@ def decide_row_by_row(view: View) -> Decision | None:
             needs.append(rows_along(axis, may_broadcast=True))
         else:
             needs.append(WHOLE)
-    multiple = multiples.pop()
-    if any(tensor.shape.rank is None for tensor in view.op.outputs):
-        return None
+    multiple = next(f.multiple for f in view.facts if f.is_rows)
     outputs = [
         view.facts[0]
         if _SHAPED_LIKE_FIRST.get(view.type) == index and view.facts[0].is_rows
@@ -123,6 +112,22 @@ def decide_row_by_row(view: View) -> Decision | None:
         for index in range(len(view.op.outputs))
     ]
     return Decision(needs, outputs)
+
+
+def _axis_of_rows(view: View, indices: tuple[int, ...]) -> int | None:
+    """Return the axis of rows, if each row is computed by itself."""
+    own = [view.facts[index] for index in indices if view.facts[index].is_rows]
+    others = [f for i, f in enumerate(view.facts) if f.is_rows and i not in indices]
+    ranks = [tensor.shape.rank for tensor in view.op.outputs]
+    if not own or own[0].sizes is None or others or None in ranks:
+        return None
+    axis = own[0].axis
+    if any(fact.held() != own[0].held() for fact in own):
+        return None
+    if len({fact.multiple for fact in own}) > 1:
+        return None
+    num_inner = 0 if view.type in _BY_ELEMENT else _INNER.get(view.type, 1)
+    return None if axis >= len(own[0].sizes) - num_inner else axis
 
 
 def build_with_a_row(builder: Any, op: Any, inputs: list) -> list:
@@ -140,8 +145,11 @@ def build_with_a_row(builder: Any, op: Any, inputs: list) -> list:
 
     def empty() -> tf.Tensor:
         fed = [
-            _one_row_of_zeros(tensor) if own.is_rows or _is_sliced(builder, op, index)
-            else _one_row_in(tensor) if own.form is Form.SIZES else tensor
+            _one_row_of_zeros(tensor)
+            if own.is_rows or _is_sliced(builder, op, index)
+            else _one_row_in(tensor)
+            if own.form is Form.SIZES
+            else tensor
             for index, (tensor, own) in enumerate(zip(inputs, facts, strict=True))
         ]
         result = builder.copy(op, fed)[0]

@@ -72,7 +72,7 @@ _SKIPS_AHEAD = frozenset(("StatelessRandomUniformV2", "StatelessRandomNormalV2")
 
 
 def decide_random(view: View) -> Decision | None:
-    """Decide random numbers: those of one device, of which each replica has its rows."""
+    """Decide random numbers: those of one device, of which a replica has its rows."""
     if view.type not in _STATELESS:
         return None
     shape = view.facts[0].value
@@ -113,16 +113,25 @@ def _build_own_block(builder: Any, op: Any, inputs: list) -> list:
     low = counter[0] + tf.cast(group, tf.uint64)
     carry = tf.cast(low < counter[0], tf.uint64)
     ahead = tf.stack([low, counter[1] + carry])
-    flat = builder.copy(op, [tf.cast(tf.reshape(length, [1]), shape.dtype), key, ahead, algorithm])[0]
+    flat = builder.copy(
+        op, [tf.cast(tf.reshape(length, [1]), shape.dtype), key, ahead, algorithm]
+    )[0]
     own = tf.reshape(flat[offset : offset + size], shape)
     return [builder.with_shape(own, op.outputs[0], fact)]
 
 
 STATEFUL_RANDOM = frozenset(
-    """
-    RandomUniform RandomStandardNormal TruncatedNormal RandomUniformInt RandomGamma
-    RandomPoissonV2 RandomShuffle Multinomial ParameterizedTruncatedNormal
-    """.split()
+    [
+        "RandomUniform",
+        "RandomStandardNormal",
+        "TruncatedNormal",
+        "RandomUniformInt",
+        "RandomGamma",
+        "RandomPoissonV2",
+        "RandomShuffle",
+        "Multinomial",
+        "ParameterizedTruncatedNormal",
+    ]
 )
 
 
@@ -237,7 +246,9 @@ def _item(view: View, listed: Fact, index: int) -> Fact:
 
 def _build_without_shape(builder: Any, op: Any, inputs: list) -> list:
     (fact,) = builder.facts_of(op.outputs)
-    shape = inputs[2] if fact.form is not Form.ROWS else builder.own_shape(fact, inputs[2])
+    shape = (
+        inputs[2] if fact.form is not Form.ROWS else builder.own_shape(fact, inputs[2])
+    )
     item = tf.raw_ops.TensorListGetItem(
         input_handle=inputs[0],
         index=inputs[1],
@@ -273,7 +284,9 @@ def _stack(view: View) -> Decision | None:
 def _build_stack(builder: Any, op: Any, inputs: list) -> list:
     (fact,) = builder.facts_of(op.outputs)
     inner = Fact(fact.form, fact.axis - 1, (fact.sizes or ())[1:])
-    shape = inputs[1] if fact.form is not Form.ROWS else builder.own_shape(inner, inputs[1])
+    shape = (
+        inputs[1] if fact.form is not Form.ROWS else builder.own_shape(inner, inputs[1])
+    )
     stacked = tf.raw_ops.TensorListStack(
         input_handle=inputs[0],
         element_shape=shape,

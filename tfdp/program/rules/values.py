@@ -120,7 +120,7 @@ def _range(view: View) -> np.ndarray | None:
     start, limit, delta = (view.numbers(i) for i in (0, 1, 2))
     if start is None or limit is None or delta is None or not delta:
         return None
-    found = np.arange(start, limit, delta)
+    found = np.arange(start.item(), limit.item(), delta.item())
     return array(found) if found.size <= _MOST_VALUES else None
 
 
@@ -217,9 +217,9 @@ _OF_VALUES: dict[str, Callable[[View], np.ndarray | None]] = {
     "ConcatV2": _concat,
     "DynamicStitch": _stitch,
     "Equal": _compare(lambda a, b: a == b),
-    "ExpandDims": lambda view: view.facts[0].value[np.newaxis]
-    if view.facts[0].value.ndim == 0
-    else None,
+    "ExpandDims": lambda view: (
+        view.facts[0].value[np.newaxis] if view.facts[0].value.ndim == 0 else None
+    ),
     "Fill": _fill,
     "FloorDiv": _binary(lambda a, b: a // b),
     "FloorMod": _binary(lambda a, b: a % b),
@@ -241,9 +241,9 @@ _OF_VALUES: dict[str, Callable[[View], np.ndarray | None]] = {
     "Select": _select,
     "SelectV2": _select,
     "Slice": _slice,
-    "Squeeze": lambda view: view.facts[0].value.reshape(())
-    if view.facts[0].value.shape == (1,)
-    else None,
+    "Squeeze": lambda view: (
+        view.facts[0].value.reshape(()) if view.facts[0].value.shape == (1,) else None
+    ),
     "StopGradient": _same,
     "StridedSlice": _strided_slice,
     "Sub": _binary(lambda a, b: a - b),
@@ -294,9 +294,7 @@ def _shapes(view: View) -> Decision | None:
 
 def _build_shapes(builder: Any, op: Any, inputs: list) -> list:
     """Build shapes of which some have rows in them, and some have not."""
-    return [
-        builder.shape(op, index, of_all=False) for index in range(len(op.outputs))
-    ]
+    return [builder.shape(op, index, of_all=False) for index in range(len(op.outputs))]
 
 
 def _broadcast_axes(view: View) -> Decision | None:
@@ -312,9 +310,9 @@ def _broadcast_axes(view: View) -> Decision | None:
         for axis in range(rank):
             if axis < rank - len(shape) or own[axis] == ONE:
                 certain.add(axis)
-            elif own[axis].kind in ("free", "unknown") and own[axis] != other[axis]:
-                maybe.add(axis)
-            elif own[axis].kind == "free" and other[axis].kind == "free":
+            elif (
+                own[axis].kind in ("free", "unknown") and own[axis] != other[axis]
+            ) or (own[axis].kind == "free" and other[axis].kind == "free"):
                 maybe.add(axis)
         value = None if maybe else array(np.array(sorted(certain), np.int32))
         of_rows = value is None and Form.SIZES in view.forms()
