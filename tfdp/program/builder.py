@@ -98,8 +98,9 @@ class Builder:
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether this replica may have no rows."""
-        return self.replica.rows.may_be_empty and not xla.is_tracing()
+        """Whether this replica may have no rows, where that needs care: on a CPU."""
+        is_plain = self.replica.is_on_cpu and not xla.is_tracing()
+        return self.replica.rows.may_be_empty and is_plain
 
     def fact(self, tensor: Any) -> Fact:
         """Return the fact of a tensor of the program."""

@@ -54,6 +54,7 @@ class Replica:
         self.rank = strategy.extended.first_rank + self.local_id
         self.is_own = is_own
         self.first_device = strategy.extended.worker_devices[0]
+        self.is_on_cpu = _compat.device_type(self.first_device) == "CPU"
         self._group = strategy.extended.reducer.group
         self._reducer = replica_reducer()
 

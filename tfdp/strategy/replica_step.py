@@ -117,7 +117,7 @@ def _divided_step(
 
         def run(args: tuple, part: BatchWeight | None) -> Any:
             own = rows
-            if xla.is_tracing():
+            if xla.is_tracing() and not are_alike:
                 # Shapes have to be known where XLA compiles.
                 own = dataclasses.replace(rows, own=tf.shape(first_tensor(args))[0])
             with batch_weight.use(part):

@@ -208,6 +208,9 @@ _LINEAR_IN = {
     "SqrtGrad": 1,
     "TanhGrad": 1,
 }
+_PRODUCTS = frozenset(
+    ("BatchMatMul", "BatchMatMulV2", "Einsum", "MatMul", "Mul", "MulNoNan")
+)
 _SUMS = frozenset(("Add", "AddN", "AddV2", "Pack", "Sub", "ConcatV2"))
 _ONLY_OF_SHAPE = frozenset(("OnesLike", "ZerosLike"))
 
@@ -228,26 +231,31 @@ def decide_linear(view: View) -> Decision | None:
             needs = [PART] * summands + [WHOLE] * (len(view) - summands)
             return Decision(needs, [part(_sum_sizes(view, summands))])
         return None
-    is_float = view.op.outputs[0].dtype.is_floating if view.op.outputs else False
-    is_cast = kind == "Cast" and is_float
-    if parts == [_LINEAR_IN.get(kind)]:
+    if parts == [_linear_index(view)]:
         needs[parts[0]] = PART
         return Decision(needs, view.part_outputs())
-    if (kind in LINEAR or is_cast) and parts == [_data_index(kind)]:
-        if kind == "PadV2" and not _pads_zeros(view):
-            return None
-        needs[parts[0]] = PART
-        return Decision(needs, view.part_outputs())
-    is_product = kind in ("Mul", "MulNoNan", "MatMul", "BatchMatMulV2", "BatchMatMul")
-    is_quotient = kind in ("RealDiv", "Div", "DivNoNan") and parts == [0]
-    is_einsum = kind == "Einsum" and len(parts) == 1
-    is_float = is_float or view.op.outputs[0].dtype.is_complex
-    if is_float and len(parts) == 1 and (is_product or is_quotient or is_einsum):
-        needs[parts[0]] = PART
-        return Decision(needs, view.part_outputs())
+    dtype = view.op.outputs[0].dtype if view.op.outputs else tf.bool
+    if len(parts) == 1 and (dtype.is_floating or dtype.is_complex):
+        is_quotient = kind in ("RealDiv", "Div", "DivNoNan") and parts == [0]
+        if is_quotient or kind in _PRODUCTS:
+            needs[parts[0]] = PART
+            return Decision(needs, view.part_outputs())
     if kind in ("SelectV2", "Select") and 0 not in parts:
         return Decision([WHOLE, PART, PART], view.part_outputs())
     return None
+
+
+def _linear_index(view: View) -> int | None:
+    """Return the index of the input in which an operation is linear, if in one."""
+    kind = view.type
+    is_rounded = not (view.op.outputs and view.op.outputs[0].dtype.is_floating)
+    if kind in ("Cast", "Mean"):
+        return None if is_rounded else 0
+    if kind == "PadV2" and not _pads_zeros(view):
+        return None
+    if kind in LINEAR:
+        return _data_index(kind)
+    return _LINEAR_IN.get(kind)
 
 
 def _pads_zeros(view: View) -> bool:

@@ -47,8 +47,8 @@ def _decide_over_axes(view: View, data: Fact) -> Decision | None:
     if view.type == "Sum":
         return Decision([AS_HELD, WHOLE], [part(shape)])
     if view.type == "Mean":
-        if view.numbers(1) is None:
-            return None
+        if view.numbers(1) is None or view.op.outputs[0].dtype.is_integer:
+            return None  # A mean of integers is rounded.
         return Decision([AS_HELD, WHOLE], [part(shape)], _build_mean)
     if view.type in _PARTIAL and data.sizes[data.axis] != ONE:
         return Decision(

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp.base import xla
 from tfdp.program import sizes
 from tfdp.program.facts import (
     Fact,
@@ -104,6 +105,13 @@ def _build_own_block(builder: Any, op: Any, inputs: list) -> list:
     """
     (fact,) = builder.facts_of(op.outputs)
     shape, key, counter, algorithm = inputs
+    if xla.is_tracing():
+        # XLA orders its numbers in another way, and has to know how many there are.
+        stream = tf.cast(builder.replica.rank, tf.uint64) * tf.constant(
+            2**32, tf.uint64
+        )
+        apart = tf.stack([counter[0], counter[1] + stream])
+        return builder.copy(op, [shape, key, apart, algorithm])
     row_size = tf.reduce_prod(tf.cast(shape[1:], tf.int64))
     begin = tf.cast(builder.first_entry(fact.multiple, shape), tf.int64) * row_size
     size = tf.cast(shape[0], tf.int64) * row_size
