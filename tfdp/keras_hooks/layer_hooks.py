@@ -14,8 +14,9 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import program_trace, xla
+from tfdp.base import loops, program_trace, xla
 from tfdp.base.context import is_tfdp, replica_context
+from tfdp.local_steps import training_group
 from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT
 from tfdp.losses.training_group import group_that_steps_alone
@@ -112,11 +113,25 @@ def _may_be_empty(inputs: Any) -> bool:
 def draw_seed(original: Callable, seed: Any) -> Any:
     """Give each replica random numbers of its own, the first those of one device."""
     drawn = original(seed)
-    context = None if program_trace.current() is not None else replica_context()
+    if (trace := program_trace.current()) is not None:
+        if loops.in_steps_alone():
+            drawn += _seed_of_group(trace, drawn.dtype)
+        return drawn
+    context = replica_context()
     if context is None:
         return drawn
     rank = context.replica_id_in_sync_group
     return drawn + tf.cast(tf.stack([rank * _SEED_STRIDE, 0]), drawn.dtype)
+
+
+def _seed_of_group(trace: Any, dtype: tf.DType) -> tf.Tensor:
+    """Numbers of its own for each group of replicas that has a program of its own."""
+
+    def read() -> tf.Tensor:
+        group = training_group(tf.distribute.get_strategy())
+        return tf.constant([group.ranks[0] * _SEED_STRIDE, 0], dtype)
+
+    return trace.read([2], dtype, read)
 
 
 class _OneDevice:

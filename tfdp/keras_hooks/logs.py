@@ -14,6 +14,7 @@ from tfdp.base import loops
 from tfdp.collectives import timing
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.keras_hooks.state_functions import State, state_function
+from tfdp.local_steps import merging_group
 from tfdp.replicas import drift_probe
 from tfdp.replicas.state_merge import merge_states
 from tfdp.replicas.variables import MetricVariable
@@ -67,15 +68,11 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
 def _logs_of_program(strategy: Any, model: Any, outputs: list, tail: Any) -> Any:
     """Sum the parts that replicas return, and compute the logs of them."""
     values = [_local_values(strategy, output) for output in outputs]
-    parts = [
-        own for own, (_, is_part) in zip(values, tail.cuts, strict=True) if is_part
-    ]
-    sums = iter(_merge_states(strategy, model, parts, ["sum"] * len(parts)))
-    given = [
-        next(sums) if is_part else own[0]
-        for own, (_, is_part) in zip(values, tail.cuts, strict=True)
-    ]
-    return tail.compute(given)
+
+    def add_up(parts: list) -> list:
+        return _merge_states(strategy, model, parts, ["sum"] * len(parts))
+
+    return tail.compute(values, add_up)
 
 
 def _merge(
@@ -246,12 +243,10 @@ def _merge_states(
 ) -> list[tf.Tensor]:
     """Merge the states of all replicas; drift probes travel along."""
     probes = drift_probe.pending(model)
-    extended = strategy.extended
-    alone = loops.in_steps_alone()
     merged = merge_states(
         [*states, *(probe.rows for probe in probes)],
         [*kinds, *["sum"] * len(probes)],
-        extended.own_host_group if alone else extended.host_group,
+        merging_group(strategy),
     )
     for probe, row in zip(probes, merged[len(states) :], strict=True):
         probe.record(row)

@@ -231,6 +231,8 @@ class Builder:
                 self.get(tensor, need)
                 for tensor, need in zip(op.inputs, decision.needs, strict=True)
             ]
+            if op.type in ASSIGNMENTS:
+                inputs[1] = self._unless_empty(op, inputs)
             outputs = self._build_of(op, decision, inputs)
         for tensor, own in zip(op.outputs, outputs, strict=True):
             self._note(tensor, own)
@@ -293,6 +295,19 @@ class Builder:
             return decision.build(self, op, inputs)
         return self.copy(op, inputs)
 
+    def _unless_empty(self, op: Any, inputs: list) -> Any:
+        """Return what is assigned, or what changes nothing where a group has no rows.
+
+        Means of no rows are not a number.
+        """
+        handle, value = inputs
+        if not self.replica.rows.total_may_be_zero:
+            return value
+        other = tf.zeros_like(value)
+        if op.type == "AssignVariableOp":
+            other = tf.raw_ops.ReadVariableOp(resource=handle, dtype=value.dtype)
+        return tf.where(self.replica.rows.total > 0, value, other)
+
     def _is_made_by_another(self, op: Any) -> bool:
         """Whether another local replica assigns a variable that all share."""
         handle = self.get(op.inputs[0], AS_HELD)
@@ -308,11 +323,21 @@ class Builder:
 
     def _run_effect(self, effect: Any) -> None:
         if effect.kind == "parts":
-            found = [self._as_part(tensor) for tensor in effect.tensors]
+            found = [self._counted(self._as_part(t)) for t in effect.tensors]
         else:
             need = WHOLE if effect.kind == "whole" else AS_HELD
             found = [self.get(tensor, need) for tensor in effect.tensors]
         effect.run(found)
+
+    def _counted(self, gradient: Any) -> Any:
+        """Return a gradient, or zeros where all replicas of a group have no rows."""
+        if gradient is None or not self.replica.rows.total_may_be_zero:
+            return gradient
+        is_any = self.replica.rows.total > 0
+        if not isinstance(gradient, tf.IndexedSlices):
+            return tf.where(is_any, gradient, tf.zeros_like(gradient))
+        values = tf.where(is_any, gradient.values, tf.zeros_like(gradient.values))
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
     def _as_part(self, gradient: Any) -> Any:
         """Return a gradient, dense or sparse, as a part of the sum over replicas."""

@@ -9,8 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.collectives.gather import gather_first_axis
-from tfdp.reduction.gradient_reducer import replica_reducer
+from tfdp.local_steps import TrainingGroup
 
 _REDUCE = {
     "All": tf.reduce_all,
@@ -28,14 +27,17 @@ class Rows:
     Args:
         own: Int or scalar int32 tensor, rows of the replica.
         first: The same, rows of the replicas before it.
-        total: The same, rows of all replicas.
+        total: The same, rows of all replicas of its group.
         may_be_empty: Bool, whether the replica may have none.
+        total_may_be_zero: Bool, whether its whole group may have none. Defaults to
+            `False`.
     """
 
     own: Any
     first: Any
     total: Any
     may_be_empty: bool
+    total_may_be_zero: bool = False
 
 
 class Replica:
@@ -43,42 +45,42 @@ class Replica:
 
     Args:
         strategy: A tfdp strategy.
+        group: `TrainingGroup`, the replicas whose program it is.
         rows: `Rows`.
-        components: Callable of a resource: whether it belongs to this replica alone.
+        is_own: Callable of a resource: whether it belongs to this replica alone.
     """
 
-    def __init__(self, strategy: Any, rows: Rows, is_own: Any) -> None:
-        context = tf.distribute.get_replica_context()
+    def __init__(
+        self, strategy: Any, group: TrainingGroup, rows: Rows, is_own: Any
+    ) -> None:
         self.rows = rows
-        self.local_id = _compat.local_replica_id(context)
-        self.rank = strategy.extended.first_rank + self.local_id
+        self.local_id = group.replica
+        self.rank = group.rank
         self.is_own = is_own
         self.first_device = strategy.extended.worker_devices[0]
         self.is_on_cpu = _compat.device_type(self.first_device) == "CPU"
-        self._group = strategy.extended.reducer.group
-        self._reducer = replica_reducer()
+        self._group = group
 
     def sum(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sum parts over all replicas, by one message for each dtype."""
         sent = [
             tf.cast(part, tf.int32) if part.dtype == tf.bool else part for part in parts
         ]
-        return list(self._reducer.sum(list(sent)))
+        return list(self._group.reducer.sum(list(sent)))
 
     def gather(self, rows: tf.Tensor, axis: int) -> tf.Tensor:
         """Gather the rows of all replicas."""
+        if self._group.size == 1:
+            return rows
         if rows.dtype == tf.string:
             return self._gather_strings(rows, axis)
         if axis == 0:
-            return self._gather(rows)
+            return self._group.gather(rows)
         rank = rows.shape.rank
         assert rank is not None
         order = [axis, *(i for i in range(rank) if i != axis)]
         inverse = [order.index(i) for i in range(rank)]
-        return tf.transpose(self._gather(tf.transpose(rows, order)), inverse)
-
-    def _gather(self, rows: tf.Tensor) -> tf.Tensor:
-        return gather_first_axis(rows, self._group, self.local_id, self.rank)[0]
+        return tf.transpose(self._group.gather(tf.transpose(rows, order)), inverse)
 
     def _gather_strings(self, rows: tf.Tensor, axis: int) -> tf.Tensor:
         """Gather strings, which no collective carries, by their bytes."""
@@ -88,7 +90,7 @@ class Replica:
         if axis:
             raise NotImplementedError("strings along another axis than the first")
         letters = tf.constant([bytes([value]) for value in range(256)])
-        text = tf.strings.reduce_join(tf.gather(letters, self._gather(own_bytes)))
+        text = tf.strings.reduce_join(tf.gather(letters, self._group.gather(own_bytes)))
         sizes = tf.reshape(lengths, [-1])
         begins = tf.cumsum(sizes, exclusive=True)
         found = tf.strings.substr(tf.fill(tf.shape(sizes), text), begins, sizes)
@@ -148,6 +150,6 @@ class Replica:
 
     def reduce_results(self, kind: str, own: tf.Tensor) -> tf.Tensor:
         """Reduce one result of each replica by an operation such as `Max`."""
-        found = _REDUCE[kind](self._gather(own[tf.newaxis]), axis=0)
+        found = _REDUCE[kind](self._group.gather(own[tf.newaxis]), axis=0)
         found.set_shape(own.shape)
         return found

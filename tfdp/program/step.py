@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base.program_trace import ProgramTrace, tracing
-from tfdp.collectives.gather import gather_first_axis
 from tfdp.data.rows import first_tensor
+from tfdp.local_steps import TrainingGroup
 from tfdp.program.builder import Builder
 from tfdp.program.conversions import Replica, Rows
 from tfdp.program.facts import Fact, Form, static_sizes, with_rows
@@ -58,11 +58,12 @@ class DividedStep:
         """How logs are computed of what the replicas return, or `None`."""
         return None if self._traced is None else self._traced.tail
 
-    def __call__(self, args: tuple, rows: Rows) -> Any:
+    def __call__(self, args: tuple, group: TrainingGroup, rows: Rows) -> Any:
         """Build the step of the replica that runs.
 
         Args:
             args: Tuple of nests of tensors, its own rows.
+            group: `TrainingGroup`, the replicas whose program it is.
             rows: `Rows`.
 
         Returns:
@@ -72,7 +73,8 @@ class DividedStep:
         # A step that XLA compiles is traced within the function that it compiles.
         graph = tf.compat.v1.get_default_graph()
         if self._traced is None or self._graph is not graph:
-            self._traced, self._graph = self._trace(args), graph
+            self._traced = self._trace(args, is_of_all=group.is_all)
+            self._graph = graph
         found = self._traced
         flat = tf.nest.flatten(args)
         tensors = {
@@ -80,16 +82,13 @@ class DividedStep:
             for placeholder, tensor in zip(found.placeholders, flat, strict=True)
             if placeholder is not None
         }
-        replica = Replica(self._strategy, rows, self._is_component)
+        replica = Replica(self._strategy, group, rows, self._is_component)
         for outer, inner in _compat.captures_of(found.trace.graph):
             tensors.setdefault(id(inner), self._own(outer, replica.local_id))
         builder = Builder(found.trace, found.plan, found.scope, replica, tensors)
         builder.run()
         if found.tail is not None:
-            return [
-                builder.get(tensor, AS_HELD if is_part else WHOLE)
-                for tensor, is_part in found.tail.cuts
-            ]
+            return found.tail.values(builder)
         return tf.nest.map_structure(
             lambda result: self._rows_of(builder, result), found.results
         )
@@ -102,7 +101,7 @@ class DividedStep:
             return builder.get(result, WHOLE)
         return builder.get(result, rows_along(0) if not _is_first(fact) else AS_HELD)
 
-    def _trace(self, args: tuple) -> _Traced:
+    def _trace(self, args: tuple, *, is_of_all: bool) -> _Traced:
         graph = _compat.ProgramGraph()
         trace = ProgramTrace(graph)
         flat = tf.nest.flatten(args)
@@ -121,7 +120,9 @@ class DividedStep:
         ]
         scope = Scope(self._is_metric, _flat_effects(trace))
         plan = make_plan(graph, facts, needed, scope)
-        tail = None if self._returns_rows else tail_of(plan, results, scope)
+        tail = None
+        if not self._returns_rows:
+            tail = tail_of(plan, results, scope, is_of_all=is_of_all)
         return _Traced(trace, placeholders, results, plan, scope, tail)
 
     @staticmethod
@@ -173,39 +174,42 @@ class DividedStep:
 
 
 def rows_of_replica(
-    strategy: Any, args: tuple, total: tf.Tensor | None, *, are_alike: bool
+    group: TrainingGroup,
+    args: tuple,
+    total: tf.Tensor | None,
+    *,
+    are_alike: bool,
 ) -> Rows:
-    """Count the rows of the replica that runs, and those before it.
+    """Count the rows of the replica that runs, and those before it in its group.
 
     Args:
-        strategy: A tfdp strategy.
+        group: `TrainingGroup`, the replicas whose program it is.
         args: Tuple of nests of tensors, its own rows.
         total: Scalar tensor, rows of all replicas, where a batch is divided equally;
             or `None` to ask the others.
         are_alike: Bool, whether all replicas are known to have as many rows.
     """
-    context = tf.distribute.get_replica_context()
-    rank = strategy.extended.first_rank + _compat.local_replica_id(context)
-    num_replicas = strategy.extended.group.size
     first = first_tensor(args)
     own = tf.shape(first)[0]
     static = first.shape[0]
+    rank, size = group.rank, group.size
     if are_alike:
-        return Rows(static, static * rank, static * num_replicas, may_be_empty=False)
-    if total is not None:
+        return Rows(static, static * rank, static * size, may_be_empty=False)
+    may_lack_all = not group.is_all and not static
+    if size == 1:
+        return Rows(own, 0, own, not static, may_lack_all)
+    if total is not None and group.is_all:
         count = tf.cast(total, tf.int32)
-        least, extra = count // num_replicas, count % num_replicas
+        least, extra = count // size, count % size
         before = rank * least + tf.minimum(rank, extra)
-        return Rows(own, before, count, may_be_empty=not static)
-    replica = _compat.local_replica_id(context)
-    counts, _ = gather_first_axis(
-        own[tf.newaxis], strategy.extended.reducer.group, replica, rank
-    )
+        return Rows(own, before, count, not static)
+    counts = group.gather(own[tf.newaxis])
     return Rows(
         own,
         tf.reduce_sum(counts[:rank]),
         tf.reduce_sum(counts),
-        may_be_empty=not static,
+        not static,
+        may_lack_all,
     )
 
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base import batch_weight
 from tfdp.base.context import replica_context
+from tfdp.collectives import ProcessGroup
 from tfdp.reduction.fusion import ReducedGradients, unbucketed, weighted
 from tfdp.reduction.reducer import Reducer
 
@@ -101,6 +102,11 @@ class ReplicaReducer:
         self._reducer = reducer
         self._context = context
         self._local_id = replica
+
+    @property
+    def group(self) -> ProcessGroup:
+        """`ProcessGroup` of the replicas that it sums over."""
+        return self._reducer.group
 
     def reduce_gradients(
         self,

@@ -96,6 +96,7 @@ class ReplicaExtended:
         self.told_of_losses = weakref.WeakKeyDictionary()
         self.compiled_models = weakref.WeakKeyDictionary()
         topology = agreed_topology(self.worker_group, hosts, len(devices), self.options)
+        self.topology = topology
         positions = device_positions(all_devices)
         transport = new_transport(self.options, devices, self.worker_group, hosts[rank])
         order = LaunchOrder(devices, transport.num_channels)
@@ -188,14 +189,6 @@ class ReplicaExtended:
         if len(local) == len(self.group.devices):
             return self._cross_device_ops
         return self._host_cross_device_ops
-
-    @property
-    def own_host_group(self) -> ProcessGroup:
-        """`ProcessGroup` of this worker alone: of replicas that meet only at times."""
-        size = self.host_group.size
-        (group,) = self.host_group.split([[position] for position in range(size)])
-        assert group is not None
-        return group
 
     # Statistics and metrics of a step.
 

@@ -18,6 +18,7 @@ from tfdp.base.context import strategy_of
 from tfdp.collectives import step_events
 from tfdp.data import batch_weights
 from tfdp.data.rows import first_tensor, num_rows, rows_of_rank
+from tfdp.local_steps import merging_group, training_group
 from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT
 from tfdp.losses.row_forms.forms import Forms
@@ -54,10 +55,8 @@ def prepare_run(
         _compat.select_replica(replica, args)
         for replica in range(strategy.extended.num_local)
     ]
-    extended = strategy.extended
-    group = extended.own_host_group if loop.steps_alone else extended.host_group
     parts = batch_weights.weigh_batches(
-        local, group, strategy.num_replicas_in_sync, total
+        local, merging_group(strategy), strategy.num_replicas_in_sync, total
     )
     drift_probe.begin_step(loop.model, local)
     step_events.record_batch(parts[0].num_samples if parts else _own_samples(local[0]))
@@ -87,10 +86,7 @@ def _is_divided(loop: loops.Loop, local: list) -> bool:
         for tensor in tf.nest.flatten(local[0])
     )
     return not (
-        tf.executing_eagerly()
-        or loop.steps_alone
-        or has_composites
-        or first_tensor(local[0]) is None
+        tf.executing_eagerly() or has_composites or first_tensor(local[0]) is None
     )
 
 
@@ -106,14 +102,15 @@ def _divided_step(
     """Return the step of a replica as its part of the program of one device."""
     if strategy.extended.balance is not None:
         total = None  # Rows are divided by weight.
-    are_alike = batch_weights.are_alike(local, strategy.extended.host_group)
+    are_alike = batch_weights.are_alike(local, merging_group(strategy))
     divided = DividedStep(strategy, fn, returns_rows="predict" in loop.name)
 
     @functools.wraps(fn)
     def step(*args: Any) -> Any:
         replica = _compat.local_replica_id(tf.distribute.get_replica_context())
         part = dataclasses.replace(parts[replica], is_part_of_sum=True)
-        rows = rows_of_replica(strategy, args, total, are_alike=are_alike)
+        group = training_group(strategy)
+        rows = rows_of_replica(group, args, total, are_alike=are_alike)
 
         def run(args: tuple, part: BatchWeight | None) -> Any:
             own = rows
@@ -121,7 +118,7 @@ def _divided_step(
                 # Shapes have to be known where XLA compiles.
                 own = dataclasses.replace(rows, own=tf.shape(first_tensor(args))[0])
             with batch_weight.use(part):
-                return divided(args, own)
+                return divided(args, group, own)
 
         if xla.is_wanted():
             result = CompiledStep(run, strategy, loop, told)(args, part)
