@@ -6,6 +6,7 @@ its inputs whole. The idea is GSPMD's: Xu et al. 2021, https://arxiv.org/abs/210
 
 Reading order:
     step: a step that is traced, planned and built on each replica
+    batch: what stands for the parts of a batch
     plan: a decision for each operation, found before anything is built
     facts, sizes: what is held of a tensor, and its sizes as multiples of the rows
     view, rules: an operation, and what it gives by what is held of its inputs

@@ -90,7 +90,8 @@ class Replica:
         if axis:
             raise NotImplementedError("strings along another axis than the first")
         letters = tf.constant([bytes([value]) for value in range(256)])
-        text = tf.strings.reduce_join(tf.gather(letters, self._group.gather(own_bytes)))
+        codes = tf.cast(self._group.gather(own_bytes), tf.int32)
+        text = tf.strings.reduce_join(tf.gather(letters, codes))
         sizes = tf.reshape(lengths, [-1])
         begins = tf.cumsum(sizes, exclusive=True)
         found = tf.strings.substr(tf.fill(tf.shape(sizes), text), begins, sizes)

@@ -19,6 +19,7 @@ class Size:
 
     Args:
         kind: String: `"number"`, known; `"rows"`, a multiple of the number of rows;
+            `"splits"`, one more than the rows, as a ragged tensor has row splits;
             `"free"`, unknown but the same for any number of rows; `"unknown"`.
         number: Int or float: the number, or the multiple. `None`: unknown.
     """
@@ -41,9 +42,13 @@ class Size:
         return _free_or_unknown(self, other)
 
     def __add__(self, other: Size) -> Size:
+        if {self, other} == {ONE, rows(1)}:
+            return SPLITS
         return self._sum(other, lambda a, b: a + b)
 
     def __sub__(self, other: Size) -> Size:
+        if (self, other) == (SPLITS, ONE):
+            return rows(1)
         return self._sum(other, lambda a, b: a - b)
 
     def _sum(self, other: Size, combine: Callable) -> Size:
@@ -118,6 +123,7 @@ def rows(multiple: int | None = 1) -> Size:
 
 FREE = Size("free")
 UNKNOWN = Size("unknown")
+SPLITS = Size("splits")
 ZERO = number(0)
 ONE = number(1)
 
@@ -163,7 +169,7 @@ def broadcast(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...]:
 
 def _broadcast_axis(sizes: list[Size]) -> Size:
     others = [size for size in sizes if size != ONE]
-    for kind in ("rows", "number", "unknown", "free"):
+    for kind in ("rows", "splits", "number", "unknown", "free"):
         found = next((size for size in others if size.kind == kind), None)
         if found is not None:
             return found

@@ -13,11 +13,12 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base.program_trace import ProgramTrace, tracing
-from tfdp.data.rows import first_tensor
+from tfdp.data.rows import count_of, first_tensor, take_rows
 from tfdp.local_steps import TrainingGroup
+from tfdp.program.batch import StandIn, stand_in
 from tfdp.program.builder import Builder
 from tfdp.program.conversions import Replica, Rows
-from tfdp.program.facts import Fact, Form, static_sizes, with_rows
+from tfdp.program.facts import Fact, Form
 from tfdp.program.logs import LogTail, tail_of
 from tfdp.program.plan import CannotDivideError, Plan, Scope, make_plan
 from tfdp.program.view import AS_HELD, WHOLE, rows_along
@@ -27,7 +28,7 @@ from tfdp.replicas.variables import MetricVariable
 @dataclasses.dataclass
 class _Traced:
     trace: ProgramTrace
-    placeholders: list
+    parts: list[StandIn]
     results: Any
     plan: Plan
     scope: Scope
@@ -77,12 +78,14 @@ class DividedStep:
             self._graph = graph
         found = self._traced
         flat = tf.nest.flatten(args)
+        replica = Replica(self._strategy, group, rows, self._is_component)
         tensors = {
             id(placeholder): tensor
-            for placeholder, tensor in zip(found.placeholders, flat, strict=True)
-            if placeholder is not None
+            for part, own in zip(found.parts, flat, strict=True)
+            for (placeholder, _), tensor in zip(
+                part.facts, part.held(own, replica), strict=True
+            )
         }
-        replica = Replica(self._strategy, group, rows, self._is_component)
         for outer, inner in _compat.captures_of(found.trace.graph):
             tensors.setdefault(id(inner), self._own(outer, replica.local_id))
         builder = Builder(found.trace, found.plan, found.scope, replica, tensors)
@@ -94,6 +97,8 @@ class DividedStep:
         )
 
     def _rows_of(self, builder: Builder, result: Any) -> Any:
+        if isinstance(result, (tf.RaggedTensor, tf.SparseTensor)):
+            return self._rows_of_composite(builder, result)
         if not tf.is_symbolic_tensor(result):
             return result
         fact = builder.fact(result)
@@ -101,48 +106,35 @@ class DividedStep:
             return builder.get(result, WHOLE)
         return builder.get(result, rows_along(0) if not _is_first(fact) else AS_HELD)
 
+    @staticmethod
+    def _rows_of_composite(builder: Builder, result: Any) -> Any:
+        parts = tf.nest.flatten(result, expand_composites=True)
+        found = tf.nest.pack_sequence_as(
+            result, [builder.get(part, WHOLE) for part in parts], expand_composites=True
+        )
+        begin, size = builder.first_row, builder.own_rows
+        return take_rows(found, tf.cast(begin, tf.int64), tf.cast(size, tf.int64))
+
     def _trace(self, args: tuple, *, is_of_all: bool) -> _Traced:
         graph = _compat.ProgramGraph()
         trace = ProgramTrace(graph)
         flat = tf.nest.flatten(args)
-        facts: dict[int, Fact] = {}
         with graph.as_default(), tracing(trace):
-            placeholders = [self._placeholder(value, facts) for value in flat]
-            given = [
-                value if own is None else own
-                for value, own in zip(flat, placeholders, strict=True)
-            ]
+            parts = [stand_in(part) for part in flat]
+            given = [part.value for part in parts]
             results = self._function(*tf.nest.pack_sequence_as(args, given))
         needed = [
             tensor
             for tensor in tf.nest.flatten(results, expand_composites=True)
             if tf.is_symbolic_tensor(tensor)
         ]
+        facts = {id(tensor): fact for part in parts for tensor, fact in part.facts}
         scope = Scope(self._is_metric, _flat_effects(trace))
         plan = make_plan(graph, facts, needed, scope)
         tail = None
         if not self._returns_rows:
             tail = tail_of(plan, results, scope, is_of_all=is_of_all)
-        return _Traced(trace, placeholders, results, plan, scope, tail)
-
-    @staticmethod
-    def _placeholder(value: Any, facts: dict[int, Fact]) -> Any:
-        """Return a stand-in for a part of the batch, of any number of rows."""
-        if not tf.is_symbolic_tensor(value):
-            return None
-        rank = value.shape.rank
-        shape = value.shape
-        if rank:
-            shape = tf.TensorShape([None, *value.shape.as_list()[1:]])
-        tensor = tf.compat.v1.placeholder(value.dtype, shape)
-        sizes = static_sizes(tensor, is_free=True)
-        if rank == 0:
-            facts[id(tensor)] = Fact(Form.WHOLE, sizes=sizes)
-        else:
-            facts[id(tensor)] = Fact(
-                Form.ROWS, sizes=None if sizes is None else with_rows(sizes, 0, 1)
-            )
-        return tensor
+        return _Traced(trace, parts, results, plan, scope, tail)
 
     # Variables.
 
@@ -190,7 +182,7 @@ def rows_of_replica(
         are_alike: Bool, whether all replicas are known to have as many rows.
     """
     first = first_tensor(args)
-    own = tf.shape(first)[0]
+    own = tf.cast(count_of(first), tf.int32)
     static = first.shape[0]
     rank, size = group.rank, group.size
     if are_alike:

@@ -81,12 +81,9 @@ def prepare_run(
 
 def _is_divided(loop: loops.Loop, local: list) -> bool:
     """Return whether a step is divided as the program of one device."""
-    has_composites = any(
-        isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor))
-        for tensor in tf.nest.flatten(local[0])
-    )
     return not (
-        tf.executing_eagerly() or has_composites or first_tensor(local[0]) is None
+        tf.executing_eagerly()
+        or first_tensor(local[0]) is None
     )
 
 

@@ -6,6 +6,7 @@ Reading order:
     contractions: products of matrices, `Einsum`, convolutions and poolings
     rowwise: operations on each row by itself
     layouts: reshapes, slices, joins, gathers
+    composites: rows made of ragged and sparse tensors
     values: integers that are computed of sizes
     state: variables, random numbers, lists
 """
@@ -13,6 +14,7 @@ Reading order:
 from __future__ import annotations
 
 from tfdp.program.facts import Form, whole
+from tfdp.program.rules.composites import decide_composite
 from tfdp.program.rules.contractions import decide_contraction, decide_convolution
 from tfdp.program.rules.elementwise import (
     decide_elementwise,
@@ -42,7 +44,7 @@ _CONTRACTIONS = frozenset(
 
 def decide(view: View) -> Decision:
     """Decide how a replica builds an operation of the program."""
-    for rule in (decide_variable, decide_list, decide_values, decide_random):
+    for rule in (decide_variable, decide_list, decide_values, decide_composite, decide_random):
         found = rule(view)
         if found is not None:
             return found

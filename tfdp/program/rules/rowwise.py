@@ -17,6 +17,7 @@ _ROWS = {
     "BatchMatrixBandPart": (0,),
     "Cholesky": (0,),
     "CholeskyGrad": (0, 1),
+    "DenseBincount": (0, 2),
     "DepthToSpace": (0,),
     "FFT": (0,),
     "FFT2D": (0,),

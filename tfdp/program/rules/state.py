@@ -82,6 +82,8 @@ def decide_random(view: View) -> Decision | None:
     axes = [axis for axis, size in enumerate(shape) if size.kind == "rows"]
     if len(axes) != 1 or any(fact.is_rows for fact in view.facts):
         return None
+    if any(size.kind == "unknown" for size in shape):
+        return None  # The shape of a sparse tensor: it is whole.
     fact = own_rows(tuple(shape), axes[0])
     skips = view.type in _SKIPS_AHEAD and axes[0] == 0
     dtype = view.op.outputs[0].dtype

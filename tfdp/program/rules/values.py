@@ -266,7 +266,7 @@ def decide_values(view: View) -> Decision | None:
     if value is None or value.size > _MOST_VALUES:
         return None
     kinds = {size.kind for size in value.ravel()}
-    if "unknown" in kinds:
+    if "unknown" in kinds or {"rows", "splits"} <= kinds:
         return None
     shape = tuple(sizes.number(n) for n in value.shape)
     if "rows" in kinds:
@@ -284,7 +284,7 @@ def _shapes(view: View) -> Decision | None:
     for value in values:
         assert value is not None
         kinds = {size.kind for size in value}
-        if "unknown" in kinds:
+        if "unknown" in kinds or {"rows", "splits"} <= kinds:
             return None
         form = Form.SIZES if "rows" in kinds else Form.WHOLE
         shape = (sizes.number(len(value)),)
