@@ -95,7 +95,7 @@ class Replica:
         sizes = tf.reshape(lengths, [-1])
         begins = tf.cumsum(sizes, exclusive=True)
         found = tf.strings.substr(tf.fill(tf.shape(sizes), text), begins, sizes)
-        return tf.reshape(found, tf.shape(lengths))
+        return tf.ensure_shape(tf.reshape(found, tf.shape(lengths)), lengths.shape)
 
     def take_rows(
         self,

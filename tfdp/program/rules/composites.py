@@ -41,7 +41,9 @@ def _decide_maker(view: View) -> Decision | None:
 
 def _build_and_take_rows(builder: Any, op: Any, inputs: list) -> list:
     (fact,) = builder.facts_of(op.outputs)
-    return [builder.slice_rows(builder.copy(op, inputs)[0], 0, fact.multiple)]
+    found = builder.copy(op, inputs)[0]
+    found.set_shape(op.outputs[0].shape)
+    return [builder.slice_rows(found, 0, fact.multiple)]
 
 
 def _first_value(index: int) -> Callable[[View], Size | None]:
