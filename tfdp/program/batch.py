@@ -33,26 +33,36 @@ class StandIn:
     held: Callable[[Any, Replica], Sequence[Any]] = lambda part, replica: ()
 
 
-def stand_in(part: Any) -> StandIn:
-    """Return what stands for a part of the batch, of any number of rows."""
+def stand_in(part: Any, num_replicas: int) -> StandIn:
+    """Return what stands for a part of the batch, of any number of rows.
+
+    Args:
+        part: Tensor, ragged or sparse ones too, or another value, of a replica.
+        num_replicas: Int, where static shapes tell the number of rows of the batch: the
+            replicas that each have as many rows. 0 where they do not.
+    """
     if isinstance(part, tf.RaggedTensor):
         return _of_ragged(part)
     if isinstance(part, tf.SparseTensor):
         return _of_sparse(part)
-    return _of_dense(part) if tf.is_symbolic_tensor(part) else StandIn(part)
+    if tf.is_symbolic_tensor(part):
+        return _of_dense(part, num_replicas)
+    return StandIn(part)
 
 
-def _of_dense(part: tf.Tensor) -> StandIn:
+def _of_dense(part: tf.Tensor, num_replicas: int) -> StandIn:
     shape = part.shape
     if shape.rank:
-        shape = tf.TensorShape([None, *shape.as_list()[1:]])
+        own = shape[0] if num_replicas else None
+        total = None if own is None else own * num_replicas
+        shape = tf.TensorShape([total, *shape[1:]])
     tensor = tf.compat.v1.placeholder(part.dtype, shape)
     sizes = static_sizes(tensor, is_free=True)
     if shape.rank == 0:
         fact = whole(sizes)
     else:
-        own = None if sizes is None else with_rows(sizes, 0, 1)
-        fact = Fact(Form.ROWS, sizes=own)
+        found = None if sizes is None else with_rows(sizes, 0, 1)
+        fact = Fact(Form.ROWS, sizes=found)
     return StandIn(tensor, [(tensor, fact)], lambda own, _: [own])
 
 

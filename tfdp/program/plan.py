@@ -362,7 +362,14 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
     else:
         raise CannotDivideError(f"the loop {view.op.name!r} finds no form")
     cond_plan = make_plan(cond, _graph_inputs(cond, facts), cond.outputs, view.scope)
-    if may_divide and (_converts(cond_plan, scope) or _converts(body_plan, scope)):
+    is_converted = any(
+        is_conversion(body_plan.fact(output), need_of(fact))
+        for fact, output, same in zip(facts, body.outputs, is_same, strict=True)
+        if not same
+    )
+    if may_divide and (
+        is_converted or _converts(cond_plan, scope) or _converts(body_plan, scope)
+    ):
         # Replicas of one process would wait for each other inside of a loop.
         scope.whole.add(view.op)
     needs = [

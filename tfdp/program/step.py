@@ -74,8 +74,7 @@ class DividedStep:
         # A step that XLA compiles is traced within the function that it compiles.
         graph = tf.compat.v1.get_default_graph()
         if self._traced is None or self._graph is not graph:
-            self._traced = self._trace(args, is_of_all=group.is_all)
-            self._graph = graph
+            self._traced, self._graph = self._trace_once(args, group), graph
         found = self._traced
         flat = tf.nest.flatten(args)
         replica = Replica(self._strategy, group, rows, self._is_component)
@@ -115,12 +114,33 @@ class DividedStep:
         begin, size = builder.first_row, builder.own_rows
         return take_rows(found, tf.cast(begin, tf.int64), tf.cast(size, tf.int64))
 
-    def _trace(self, args: tuple, *, is_of_all: bool) -> _Traced:
+    def _trace_once(self, args: tuple, group: TrainingGroup) -> _Traced:
+        """Trace for any number of rows, or for that of all batches if a step needs it.
+
+        A layer may take the number from the static shape of its input.
+        """
+        try:
+            return self._trace(args, 0, is_of_all=group.is_all)
+        except (TypeError, ValueError):
+            first = first_tensor(args)
+            if isinstance(first, tf.RaggedTensor) or not first.shape[0]:
+                raise
+        return self._trace(args, group.size, is_of_all=group.is_all)
+
+    def _trace(self, args: tuple, num_replicas: int, *, is_of_all: bool) -> _Traced:
+        """Trace the step.
+
+        Args:
+            args: Tuple of nests of tensors, rows of a replica.
+            num_replicas: Int, the replicas that each have as many rows as this one; or
+                0: static shapes do not tell the number of rows.
+            is_of_all: Bool, whether the program is that of all replicas.
+        """
         graph = _compat.ProgramGraph()
         trace = ProgramTrace(graph)
         flat = tf.nest.flatten(args)
         with graph.as_default(), tracing(trace):
-            parts = [stand_in(part) for part in flat]
+            parts = [stand_in(part, num_replicas) for part in flat]
             given = [part.value for part in parts]
             results = self._function(*tf.nest.pack_sequence_as(args, given))
         needed = [

@@ -81,10 +81,7 @@ def prepare_run(
 
 def _is_divided(loop: loops.Loop, local: list) -> bool:
     """Return whether a step is divided as the program of one device."""
-    return not (
-        tf.executing_eagerly()
-        or first_tensor(local[0]) is None
-    )
+    return not (tf.executing_eagerly() or first_tensor(local[0]) is None)
 
 
 def _divided_step(

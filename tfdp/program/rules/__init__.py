@@ -44,7 +44,13 @@ _CONTRACTIONS = frozenset(
 
 def decide(view: View) -> Decision:
     """Decide how a replica builds an operation of the program."""
-    for rule in (decide_variable, decide_list, decide_values, decide_composite, decide_random):
+    for rule in (
+        decide_variable,
+        decide_list,
+        decide_values,
+        decide_composite,
+        decide_random,
+    ):
         found = rule(view)
         if found is not None:
             return found
