@@ -1,4 +1,4 @@
-"""The parts of a batch: what stands for each in a program, and what a replica has of it.
+"""Parts of a batch: what stands for each in a program, and what a replica has of it.
 
 Rows of a tensor stay where they are. Ragged and sparse tensors are made whole before
 the step, since their values are no multiple of the rows.
@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfdp.program.conversions import Replica
 from tfdp.program.facts import Fact, Form, own_rows, static_sizes, whole, with_rows
-from tfdp.program.sizes import SPLITS, FREE, Size, rows
+from tfdp.program.sizes import FREE, SPLITS, Size, rows
 
 
 @dataclasses.dataclass

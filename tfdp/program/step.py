@@ -18,7 +18,7 @@ from tfdp.local_steps import TrainingGroup
 from tfdp.program.batch import StandIn, stand_in
 from tfdp.program.builder import Builder
 from tfdp.program.conversions import Replica, Rows
-from tfdp.program.facts import Fact, Form
+from tfdp.program.facts import Fact
 from tfdp.program.logs import LogTail, tail_of
 from tfdp.program.plan import CannotDivideError, Plan, Scope, make_plan
 from tfdp.program.view import AS_HELD, WHOLE, rows_along
