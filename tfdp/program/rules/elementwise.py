@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from tfdp.program import sizes
-from tfdp.program.facts import Fact, Form, own_rows, part, with_rows
+from tfdp.program.facts import Fact, Form, own_rows, part, whole, with_rows
 from tfdp.program.sizes import ONE
 from tfdp.program.view import AS_HELD, PART, WHOLE, Decision, Need, View, rows_along
 
@@ -346,7 +348,38 @@ def decide_local(view: View) -> Decision | None:
     if Form.ROWS in view.forms():
         if view.type not in ELEMENTWISE:
             return None
-        found = [fact for fact in view.facts if fact.is_rows]
-        return Decision([AS_HELD] * len(view), [found[0]])
+        of_rows = [fact for fact in view.facts if fact.is_rows]
+        return Decision([AS_HELD] * len(view), [of_rows[0]])
+    if Form.PART in view.forms():
+        found = _decide_parts_by_local(view)
+        if found is not None:
+            return found
     outputs = [Fact(Form.LOCAL, sizes=None) for _ in view.op.outputs]
     return Decision([AS_HELD] * len(view), outputs)
+
+
+def _decide_parts_by_local(view: View) -> Decision | None:
+    """Decide an operation that is linear in parts: each replica has its own factor.
+
+    So is the gradient of what multiplies a value of each replica.
+    """
+    facts = [
+        whole(fact.sizes) if fact.form is Form.LOCAL else fact for fact in view.facts
+    ]
+    found = decide_linear(View(view.op, facts, view.scope))
+    if found is None or any(fact.form is not Form.PART for fact in found.outputs):
+        return None
+    needs = [
+        AS_HELD if fact.form is Form.LOCAL and need == WHOLE else need
+        for fact, need in zip(view.facts, found.needs, strict=True)
+    ]
+    return Decision(needs, found.outputs, _build_of_rows)
+
+
+def _build_of_rows(builder: Any, op: Any, inputs: list) -> list:
+    """Build parts that are zero where a replica has no rows, nor values of its own."""
+    outputs = builder.copy(op, inputs)
+    if not builder.may_be_empty:
+        return outputs
+    has_rows = builder.own_rows > 0
+    return [tf.where(has_rows, own, tf.zeros_like(own)) for own in outputs]
