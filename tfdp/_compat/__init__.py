@@ -120,6 +120,7 @@ from tfdp._compat.keras_model import (
     OWN_STEPS,
     backup_that_writes_nothing,
     build_by_steps,
+    build_eagerly,
     build_symbolically,
     calls_of,
     compile_arguments,

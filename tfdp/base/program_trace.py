@@ -42,6 +42,9 @@ class ProgramTrace:
         graph: The graph that it is traced in.
     """
 
+    # Whether it is a step that runs eagerly, and nothing is traced.
+    is_eager = False
+
     def __init__(self, graph: Any) -> None:
         self.graph = graph
         self.effects: dict[Any, list[Effect]] = {}
@@ -67,6 +70,9 @@ class ProgramTrace:
         self.reads[id(tensor)] = read
         return tensor
 
+    def note_assigned(self, variable: Any) -> None:
+        """Note that the step has assigned a variable that all replicas have."""
+
     def template_of(self, op: Any, make: Callable[[Any], Any]) -> Any:
         """Return what is kept of an operation for all replicas."""
         if op not in self._templates:
@@ -84,6 +90,12 @@ class ProgramTrace:
 def current() -> ProgramTrace | None:
     """Return the program that this thread traces, or `None`."""
     return getattr(_thread, "trace", None)
+
+
+def traced() -> ProgramTrace | None:
+    """Return the program that this thread traces into a graph, or `None`."""
+    found = current()
+    return None if found is None or found.is_eager else found
 
 
 @contextlib.contextmanager

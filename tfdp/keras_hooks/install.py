@@ -288,6 +288,13 @@ _LAYERS = (
     ),
     Replacement(
         keras.layers.BatchNormalization,
+        "call(self, inputs, training, mask)",
+        layer_hooks.normalize,
+        "An eager step runs on the rows of all replicas, whose moments Keras takes for "
+        "each replica.",
+    ),
+    Replacement(
+        keras.layers.BatchNormalization,
         "_moments(self, inputs, mask)",
         layer_hooks.moments_of_masked,
         "With a mask the moments are those of the replica's samples, also where the "

@@ -37,8 +37,8 @@ def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
 
 def moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) -> Any:
     """Masked moments over the global batch; Keras takes the replica's own samples."""
-    if program_trace.current() is not None:
-        if layer.synchronized:
+    if (trace := program_trace.current()) is not None:
+        if layer.synchronized or trace.is_eager:
             return original(layer, inputs, mask)
         return _moments_of_own_rows(original, layer, inputs, mask)
     context = _context_of_moments()
@@ -51,6 +51,34 @@ def moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) ->
     kept = [axis % inputs.shape.rank for axis in layer.input_spec.axes]
     axes = [axis for axis in range(inputs.shape.rank) if axis not in kept]
     return synchronized_masked_moments(context, inputs, mask, axes)
+
+
+def normalize(
+    original: Callable, layer: Any, inputs: Any, training: Any = None, mask: Any = None
+) -> Any:
+    """Normalize the rows of each replica by themselves, in an eager step of all."""
+    trace = program_trace.current()
+    is_eager = trace is not None and trace.is_eager
+    counts = trace.row_counts if is_eager else []  # type: ignore[union-attr]
+    is_local = bool(training) and layer.trainable and not layer.synchronized
+    if len(counts) < 2 or not is_local:
+        return original(layer, inputs, training=training, mask=mask)
+    each, begin, outputs = inputs.shape[0] // sum(counts), 0, []
+    statistics = list(layer.non_trainable_variables)
+    before = [tf.convert_to_tensor(variable) for variable in statistics]
+    means = [tf.zeros_like(value) for value in before]
+    for count in filter(None, counts):
+        own = slice(begin, begin + count * each)
+        begin = own.stop
+        masked = None if mask is None else mask[own]
+        for variable, value in zip(statistics, before, strict=True):
+            variable.assign(value)
+        outputs.append(original(layer, inputs[own], training=training, mask=masked))
+        for index, variable in enumerate(statistics):
+            means[index] += tf.convert_to_tensor(variable) * (count / sum(counts))
+    for variable, mean in zip(statistics, means, strict=True):
+        variable.assign(mean)
+    return tf.concat(outputs, axis=0)
 
 
 def _context_of_moments() -> Any:
@@ -131,7 +159,7 @@ def _seed_of_group(trace: Any, dtype: tf.DType) -> tf.Tensor:
         group = training_group(tf.distribute.get_strategy())
         return tf.constant([group.ranks[0] * _SEED_STRIDE, 0], dtype)
 
-    return trace.read([2], dtype, read)
+    return read() if trace.is_eager else trace.read([2], dtype, read)
 
 
 class _OneDevice:

@@ -70,6 +70,6 @@ def call_function(original: Callable, function: Any, *args: Any, **kwargs: Any) 
 
     An update inside of it is one of the program, and has its place there.
     """
-    if program_trace.current() is None or tf.executing_eagerly():
+    if program_trace.traced() is None or tf.executing_eagerly():
         return original(function, *args, **kwargs)
     return _compat.call_inline(function, *args, **kwargs)

@@ -368,7 +368,9 @@ def build_symbolically(
     except Exception:
         # A step of the user's own need not use `call`, which may not even exist.
         if not _compat.overridden(model):
-            raise
+            if not model.run_eagerly:
+                raise
+            return _compat.build_eagerly(model, spec)
     return _compat.build_by_steps(model, spec)
 
 

@@ -39,7 +39,7 @@ def gradient(
 ) -> Any:
     """Replace `tf.GradientTape.gradient`: gradients of a loss as a mean over rows."""
     if (trace := program_trace.current()) is not None:
-        with marked_backward_pass(trace):
+        with backward_pass() if trace.is_eager else marked_backward_pass(trace):
             return original(
                 tape, target, sources, output_gradients, unconnected_gradients
             )

@@ -70,7 +70,7 @@ class Gathers:
 
     def source(self, parameter: ShardedParameter) -> tf.Tensor:
         """The tensor whose gradient is that of the parameter, for gradient tapes."""
-        if (trace := program_trace.current()) is not None:
+        if (trace := program_trace.traced()) is not None:
             return trace.source(
                 parameter, lambda: tf.zeros(parameter.whole_shape, parameter.dtype)
             )
@@ -83,7 +83,7 @@ class Gathers:
 
     def read(self, parameter: ShardedParameter) -> tf.Tensor:
         """Gather the whole, or take what was gathered."""
-        if (trace := program_trace.current()) is not None:
+        if (trace := program_trace.traced()) is not None:
             return _read_in_program(trace, parameter)
         step = self.step()
         if step is not None:
@@ -96,7 +96,7 @@ class Gathers:
 
     def forget(self, parameter: ShardedParameter) -> None:
         """Gather again when the parameter is read next: it has been assigned to."""
-        if program_trace.current() is not None:
+        if program_trace.traced() is not None:
             return
         parameter.eager_value = None
         step = self.step()

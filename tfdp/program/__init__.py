@@ -14,4 +14,5 @@ Reading order:
     conversions: rows gathered, parts summed, own rows taken
     control_flow: branches, loops and calls
     logs: what is computed after a step
+    eager: a step that runs eagerly, on the rows of all
 """

@@ -188,11 +188,12 @@ class ReplicaReducer:
         return _compat.local_replica_id(self._context)
 
     def _check_graph(self) -> None:
-        """Raise where Adasum would wait for a replica that has not started."""
-        if self._reducer.combines_means and self._meets_first():
+        """Raise where Adasum has not the gradient of each replica by itself."""
+        is_whole = tf.executing_eagerly() and batch_weight.is_part_of_sum()
+        if self._reducer.combines_means and (is_whole or self._meets_first()):
             raise ValueError(
-                "Adasum needs all replicas at once, and those of one process run "
-                "eagerly one after the other. Leave out `run_eagerly=True`, and "
+                "Adasum needs all replicas at once, and eager steps run one after the "
+                "other, or on the whole batch. Leave out `run_eagerly=True`, and "
                 "call `strategy.run` in a `tf.function`."
             )
 

@@ -43,7 +43,8 @@ class MirroredVariable(_Array, _compat.MirroredVariable):
     assigned: AssignedValues | None = None
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        if program_trace.current() is not None:
+        if (trace := program_trace.current()) is not None:
+            trace.note_assigned(self)
             return update_fn(self._get_on_device_or_primary(), value, **kwargs)
         return super()._update_replica(update_fn, value, **kwargs)
 

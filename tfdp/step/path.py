@@ -147,6 +147,12 @@ def _measure_noise(
     step: Step, noise: GradientNoise, totals: Totals, statistics: GradientStatistics
 ) -> None:
     """Compare each replica's gradient with that of all, by one scalar more."""
+    if tf.executing_eagerly() and batch_weight.is_part_of_sum():
+        raise ValueError(
+            "The gradient noise scale compares the gradients of replicas, and with "
+            "`run_eagerly=True` there is one, that of the whole batch. Leave out "
+            "`GradientNoiseScale`, or `run_eagerly=True`."
+        )
     samples, weight = batch_weight.num_samples(), batch_weight.current()
     if samples is None or weight is None:
         return

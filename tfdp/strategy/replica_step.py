@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +17,12 @@ from tfdp.base.context import strategy_of
 from tfdp.collectives import step_events
 from tfdp.data import batch_weights
 from tfdp.data.rows import first_tensor, num_rows, rows_of_rank
+from tfdp.keras_hooks.logs import metric_states
 from tfdp.local_steps import merging_group, training_group
 from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT
 from tfdp.losses.row_forms.forms import Forms
+from tfdp.program.eager import EagerStep
 from tfdp.program.step import DividedStep, rows_of_replica
 from tfdp.replicas import drift_probe
 from tfdp.step.empty_step import note_changes_without_data
@@ -67,6 +68,8 @@ def prepare_run(
     if parts is not None and _is_divided(loop, local):
         divided = _divided_step(strategy, loop, fn, local, parts, total, told)
         return _after_its_data(loop.model, divided), args, None
+    if parts is not None and tf.executing_eagerly():
+        return _eager_step(strategy, loop, fn, local, parts), args, None
     step = _after_its_data(
         loop.model, _step_of_replica(strategy, loop, fn, parts, told)
     )
@@ -74,8 +77,6 @@ def prepare_run(
         return step, args, None
     weights = [part.weight for part in parts]
     loop.batch_weights = weights
-    if tf.executing_eagerly():
-        _tell_of_eager_steps(told, loop.model)
     return step, args, weights
 
 
@@ -121,6 +122,26 @@ def _divided_step(
         loop.program_logs = divided.tail
         return result
 
+    return step
+
+
+def _eager_step(
+    strategy: Any, loop: loops.Loop, fn: Callable, local: list, parts: list[BatchWeight]
+) -> Callable:
+    """Return the step of a replica where nothing is traced: that of one device."""
+    parts = [dataclasses.replace(part, is_part_of_sum=True) for part in parts]
+    loop.batch_weights = [part.weight for part in parts]
+    step = EagerStep(
+        strategy,
+        fn,
+        parts,
+        local,
+        merging_group(strategy),
+        metric_states(loop.model),
+        returns_rows="predict" in loop.name,
+    )
+    if not loop.steps_alone:
+        step.prepare()
     return step
 
 
@@ -180,21 +201,6 @@ def _forms(strategy: Any, args: tuple, part: BatchWeight, told: set[str]) -> For
         # A factor of the loss that keeps its form.
         forms.set(part.weight, CONSTANT)
     return forms
-
-
-def _tell_of_eager_steps(told: set[str], model: Any) -> None:
-    """Warn, once for a model, where no graph tells what a user's loss is."""
-    names = _compat.overridden(model, ("train_step", "test_step", "compute_loss"))
-    if not names or "eager" in told:
-        return
-    told.add("eager")
-    warnings.warn(
-        f"With `run_eagerly=True` a loss that `{type(model).__name__}.{names[0]}` "
-        "computes is taken for a mean over the rows of a replica. Sums over rows, "
-        "divisions by the number of replicas, and logs that are computed from a "
-        "metric's result are recognized only without it.",
-        stacklevel=2,
-    )
 
 
 def _is_traced(value: Any) -> bool:
