@@ -7,6 +7,7 @@ rooms write `_compat.name`: all names are gathered below. Read in this order:
     patches          machinery that replaces functions of Keras and TensorFlow
     owners           the classes and modules whose functions are replaced
     runtime          devices, coordination service, collectives of a process
+    programs         operations of a traced step, built again on each replica
     graphs           operations of a graph under construction
     seeds            global seeds and random states
     distribute       classes of tf.distribute, values that each replica has its own of
@@ -243,6 +244,7 @@ from tfdp._compat.programs import (
     loop_graphs,
     marked,
     marker_of,
+    stack_of,
 )
 from tfdp._compat.runtime import (
     PREEMPTED_TASK_KEY,

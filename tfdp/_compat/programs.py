@@ -39,6 +39,15 @@ class ProgramGraph(func_graph.FuncGraph):
         return op
 
 
+def stack_of(op: tf.Operation) -> list[Any]:
+    """The lines that made an operation of a program, the innermost last.
+
+    Each has a `filename` and a `lineno`.
+    """
+    found = getattr(op.graph, "stacks", {}).get(op)
+    return list(op.traceback if found is None else found)
+
+
 def captures_of(graph: Any) -> list[tuple[Any, Any]]:
     """Pairs of what a graph captures and its placeholder for that."""
     return list(graph.captures)

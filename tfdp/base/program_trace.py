@@ -50,6 +50,8 @@ class ProgramTrace:
         self.effects: dict[Any, list[Effect]] = {}
         # Reads that each replica makes by itself, by the `id` of their placeholder.
         self.reads: dict[int, Callable[[], tf.Tensor]] = {}
+        # What gradients are taken of.
+        self.losses: list[Any] = []
         self._sources: dict[int, Any] = {}
         self._templates: dict[Any, Any] = {}
 

@@ -37,12 +37,15 @@ def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
 
 def moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) -> Any:
     """Masked moments over the global batch; Keras takes the replica's own samples."""
+    is_synchronized = _is_synchronized(layer)
     if (trace := program_trace.current()) is not None:
-        if layer.synchronized or trace.is_eager:
+        if is_synchronized or trace.is_eager:
             return original(layer, inputs, mask)
         return _moments_of_own_rows(original, layer, inputs, mask)
     context = _context_of_moments()
-    if context is None or mask is None or not layer.synchronized:
+    if context is not None and is_synchronized and not layer.synchronized:
+        mask = tf.ones(tf.shape(inputs)[:-1], tf.bool) if mask is None else mask
+    if context is None or mask is None or not is_synchronized:
         moments = original(layer, inputs, mask)
         for moment in moments:
             # Where they are the replica's own, that is what the layer is told to do.
@@ -60,7 +63,7 @@ def normalize(
     trace = program_trace.current()
     is_eager = trace is not None and trace.is_eager
     counts = trace.row_counts if is_eager else []  # type: ignore[union-attr]
-    is_local = bool(training) and layer.trainable and not layer.synchronized
+    is_local = bool(training) and layer.trainable and not _is_synchronized(layer)
     if len(counts) < 2 or not is_local:
         return original(layer, inputs, training=training, mask=mask)
     each, begin, outputs = inputs.shape[0] // sum(counts), 0, []
@@ -79,6 +82,13 @@ def normalize(
     for variable, mean in zip(statistics, means, strict=True):
         variable.assign(mean)
     return tf.concat(outputs, axis=0)
+
+
+def _is_synchronized(layer: Any) -> bool:
+    """Whether moments are global, by the layer or by an option of the strategy."""
+    strategy = tf.distribute.get_strategy()
+    by_option = is_tfdp(strategy) and strategy.extended.options.sync_batch_norm
+    return layer.synchronized or by_option
 
 
 def _context_of_moments() -> Any:

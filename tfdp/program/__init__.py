@@ -15,4 +15,7 @@ Reading order:
     control_flow: branches, loops and calls
     logs: what is computed after a step
     eager: a step that runs eagerly, on the rows of all
+    gathers: what a step gathers, with the lines that need it
+    divisions: losses that are divided by the number of replicas
+    checks: steps compared between workers, and what they gather told or refused
 """

@@ -108,11 +108,19 @@ class Builder:
 
     def facts_of(self, tensors: Sequence[Any]) -> list[Fact]:
         """Return the facts of tensors of the program."""
-        return [self._fact_or_whole(tensor) for tensor in tensors]
+        return [self.fact_or_whole(tensor) for tensor in tensors]
 
-    def _fact_or_whole(self, tensor: Any) -> Fact:
+    def fact_or_whole(self, tensor: Any) -> Fact:
+        """Return the fact of a tensor, of which nothing may be known."""
         found = self.plan.facts.get(id(tensor))
+        if found is None and self._is_outer(tensor):
+            assert self.parent is not None
+            return self.parent[0].fact_or_whole(tensor)
         return Fact(Form.WHOLE) if found is None else found
+
+    def _is_outer(self, tensor: Any) -> bool:
+        """Whether a tensor is of a graph around this one, as an update's may be."""
+        return self.parent is not None and tensor.graph is not self.plan.graph
 
     def view(self, op: Any) -> View:
         """Return the view of an operation that its rule had."""
@@ -346,8 +354,8 @@ class Builder:
         if not isinstance(gradient, tf.IndexedSlices):
             return self.get(gradient, PART)
         values, indices = (
-            self.fact(gradient.values),
-            self.fact(gradient.indices),
+            self.fact_or_whole(gradient.values),
+            self.fact_or_whole(gradient.indices),
         )
         need = AS_HELD if values.is_rows and indices.is_rows else PART
         if need is AS_HELD and (values.axis or values.multiple != indices.multiple):
@@ -368,7 +376,9 @@ class Builder:
         if self.parent is not None and id(tensor) in self.parent[1]:
             builder, sources = self.parent
             return builder.get(sources[id(tensor)], need)
-        fact = self._fact_or_whole(tensor)
+        if self.parent is not None and self._is_outer(tensor):
+            return self.parent[0].get(tensor, need)
+        fact = self.fact_or_whole(tensor)
         if fact.form is Form.SIZES:
             return self._get_sizes(tensor, fact, need)
         if self._is_held(fact, need):
@@ -464,7 +474,7 @@ class Builder:
         if self.parent is not None and id(tensor) in self.parent[1]:
             builder, sources = self.parent
             return builder.sizes_of(sources[id(tensor)], of_all=of_all)
-        if self._fact_or_whole(tensor).form is not Form.SIZES:
+        if self.fact_or_whole(tensor).form is not Form.SIZES:
             return self.get(tensor, AS_HELD)
         key = (id(tensor), of_all)
         if key not in self._sizes:

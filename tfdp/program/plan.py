@@ -8,7 +8,7 @@ It is a pure function of the program, which is alike on all workers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,7 +100,7 @@ def make_plan(
             _plan_operation(plan, op, scope)
         if len(scope.whole) == before:
             break
-    plan.live = _live_operations(graph, outputs, scope)
+    plan.live = _live_operations(plan, outputs, scope)
     _check_conversions(plan)
     plan.sums = _needed_sums(plan)
     return plan
@@ -477,10 +477,16 @@ _PRUNED = frozenset(
 )
 
 
-def _live_operations(graph: Any, outputs: Sequence[Any], scope: Scope) -> set:
+def _live_operations(plan: Plan, outputs: Sequence[Any], scope: Scope) -> set:
+    graph = plan.graph
     pending = [tensor.op for tensor in outputs if tensor.graph is graph]
     for effect in scope.effects.get(graph, ()):
         pending += [tensor.op for tensor in effect.tensors if tensor.graph is graph]
+    for op, decision in plan.decisions.items():
+        for effect in _effects_inside(decision, scope):
+            # A branch that updates variables, whatever it returns.
+            pending.append(op)
+            pending += [t.op for t in effect.tensors if t.graph is graph]
     for op in graph.get_operations():
         if _compat.has_effect(op) and op.type not in _PRUNED:
             pending.append(op)
@@ -493,3 +499,11 @@ def _live_operations(graph: Any, outputs: Sequence[Any], scope: Scope) -> set:
         pending += [tensor.op for tensor in op.inputs if tensor.graph is graph]
         pending += list(op.control_inputs)
     return live
+
+
+def _effects_inside(decision: Decision, scope: Scope) -> Iterator[Any]:
+    """Yield the effects in the branches of an operation, and in theirs."""
+    for inner in decision.plans:
+        yield from scope.effects.get(inner.graph, ())
+        for own in inner.decisions.values():
+            yield from _effects_inside(own, scope)

@@ -12,13 +12,17 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.base.loops import Loop
 from tfdp.base.program_trace import ProgramTrace, tracing
 from tfdp.data.rows import count_of, first_tensor, take_rows
 from tfdp.local_steps import TrainingGroup
 from tfdp.program.batch import StandIn, stand_in
 from tfdp.program.builder import Builder
+from tfdp.program.checks import check_step
 from tfdp.program.conversions import Replica, Rows
+from tfdp.program.divisions import warn_of_division
 from tfdp.program.facts import Fact
+from tfdp.program.gathers import Conversion, conversions_of
 from tfdp.program.logs import LogTail, tail_of
 from tfdp.program.plan import CannotDivideError, Plan, Scope, make_plan
 from tfdp.program.view import AS_HELD, WHOLE, rows_along
@@ -33,6 +37,7 @@ class _Traced:
     plan: Plan
     scope: Scope
     tail: LogTail | None
+    conversions: list[Conversion]
 
 
 class DividedStep:
@@ -40,16 +45,16 @@ class DividedStep:
 
     Args:
         strategy: A tfdp strategy.
+        loop: `Loop` of Keras, whose step it is.
         function: Callable, the step, as on one device.
-        returns_rows: Bool, whether it returns rows, as `predict` does, or logs.
     """
 
-    def __init__(
-        self, strategy: Any, function: Callable, *, returns_rows: bool
-    ) -> None:
+    def __init__(self, strategy: Any, loop: Loop, function: Callable) -> None:
         self._strategy = strategy
+        self._loop = loop
         self._function = function
-        self._returns_rows = returns_rows
+        # Rows, as `predict` does, or logs.
+        self._returns_rows = "predict" in loop.name
         self._traced: _Traced | None = None
         self._graph: Any = None
         self._captures: dict[Any, dict[int, Any]] = {}
@@ -75,6 +80,13 @@ class DividedStep:
         graph = tf.compat.v1.get_default_graph()
         if self._traced is None or self._graph is not graph:
             self._traced, self._graph = self._trace_once(args, group), graph
+            check_step(
+                self._strategy,
+                self._loop,
+                self._traced.conversions if group.size > 1 else [],
+                self._rows_of_batch(rows),
+            )
+            self._warn(self._traced.trace)
         found = self._traced
         flat = tf.nest.flatten(args)
         replica = Replica(self._strategy, group, rows, self._is_component)
@@ -94,6 +106,16 @@ class DividedStep:
         return tf.nest.map_structure(
             lambda result: self._rows_of(builder, result), found.results
         )
+
+    def _warn(self, trace: ProgramTrace) -> None:
+        extended = self._strategy.extended
+        told = extended.told_of_losses.setdefault(self._loop.model, set())
+        num_replicas = self._strategy.num_replicas_in_sync
+        warn_of_division(trace, num_replicas, extended.names_of_count, told)
+
+    def _rows_of_batch(self, rows: Rows) -> int | None:
+        """Return the rows of a global batch, as far as they are known."""
+        return rows.total if isinstance(rows.total, int) else self._loop.batch_rows
 
     def _rows_of(self, builder: Builder, result: Any) -> Any:
         if isinstance(result, (tf.RaggedTensor, tf.SparseTensor)):
@@ -154,7 +176,9 @@ class DividedStep:
         tail = None
         if not self._returns_rows:
             tail = tail_of(plan, results, scope, is_of_all=is_of_all)
-        return _Traced(trace, parts, results, plan, scope, tail)
+        cuts = [] if tail is None else [cut[:2] for cut in tail.cuts]
+        conversions = conversions_of(trace, plan, cuts)
+        return _Traced(trace, parts, results, plan, scope, tail, conversions)
 
     # Variables.
 

@@ -56,12 +56,14 @@ class ReplicaExtended:
 
     options: CommunicationOptions
     worker_group: WorkerGroup
-    # Which sentences about the losses of a model a user has read, and whether the
-    # script has asked for the number of replicas.
+    # Which sentences about a step of a model a user has read.
     told_of_losses: weakref.WeakKeyDictionary[Any, set[str]]
     # The number of XLA clusters of a step of each model that is compiled.
     compiled_models: weakref.WeakKeyDictionary[Any, int]
-    user_counts_replicas = False
+    # What the step of each loop of a model gathers, see `tfdp.program.checks`.
+    step_gathers: weakref.WeakKeyDictionary[Any, dict[str, Any]]
+    # Names of the number of replicas in the script, see `tfdp.program.divisions`.
+    names_of_count: set[str]
     # Whether new parameters are sharded at once, see `tfdp.parameters.deferred`.
     defers_parameters = False
     # How many of its scopes are entered, one within the other.
@@ -94,6 +96,8 @@ class ReplicaExtended:
             if self.worker_group.num_workers == 1:
                 watch_data(self.options.timeout_seconds)
         self.told_of_losses = weakref.WeakKeyDictionary()
+        self.names_of_count = set()
+        self.step_gathers = weakref.WeakKeyDictionary()
         self.compiled_models = weakref.WeakKeyDictionary()
         topology = agreed_topology(self.worker_group, hosts, len(devices), self.options)
         self.topology = topology

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdp import _compat
+from tfdp import _compat, user_code
 from tfdp.base import batch_weight, loops, xla
 from tfdp.base.batch_weight import BatchWeight
 from tfdp.base.context import strategy_of
@@ -22,6 +23,7 @@ from tfdp.local_steps import merging_group, training_group
 from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT
 from tfdp.losses.row_forms.forms import Forms
+from tfdp.program.divisions import name_of_count
 from tfdp.program.eager import EagerStep
 from tfdp.program.step import DividedStep, rows_of_replica
 from tfdp.replicas import drift_probe
@@ -50,6 +52,8 @@ def prepare_run(
     if loop is None or strategy_of(loop.model) is not strategy:
         return fn, args, None
     if loop.whole_batches and strategy.num_replicas_in_sync > 1:
+        whole = first_tensor(args)
+        loops.note_batch_rows(None if whole is None else whole.shape[0])
         args = tuple(_split(strategy, argument) for argument in args)
     args = keras.tree.map_structure(_none_for_optional, args)
     local = [
@@ -98,7 +102,7 @@ def _divided_step(
     if strategy.extended.balance is not None:
         total = None  # Rows are divided by weight.
     are_alike = batch_weights.are_alike(local, merging_group(strategy))
-    divided = DividedStep(strategy, fn, returns_rows="predict" in loop.name)
+    divided = DividedStep(strategy, loop, fn)
 
     @functools.wraps(fn)
     def step(*args: Any) -> Any:
@@ -195,7 +199,6 @@ def _forms(strategy: Any, args: tuple, part: BatchWeight, told: set[str]) -> For
         batch,
         strategy.num_replicas_in_sync,
         told,
-        may_divide=strategy.extended.user_counts_replicas,
     )
     if tf.is_symbolic_tensor(part.weight):
         # A factor of the loss that keeps its form.
@@ -208,16 +211,20 @@ def _is_traced(value: Any) -> bool:
     return composite or tf.is_symbolic_tensor(value)
 
 
-def note_count_read(strategy: Any, reader: str) -> None:
+def note_count_read(strategy: Any, reader: types.FrameType) -> None:
     """Note that a user asks for the number of replicas: a loss may be divided by it.
 
     Args:
         strategy: A tfdp strategy.
-        reader: String, the name of the module that asks.
+        reader: Frame that asks.
     """
-    if reader.partition(".")[0] in _LIBRARIES:
+    module = reader.f_globals.get("__name__", "")
+    if module.partition(".")[0] in _LIBRARIES:
         return
-    strategy.extended.user_counts_replicas = True
+    line = user_code.text_of_line(reader.f_code.co_filename, reader.f_lineno)
+    name = name_of_count(line)
+    if name is not None:
+        strategy.extended.names_of_count.add(name)
     forms = batch_weight.forms()
     if forms is not None:
         forms.counts_replicas = True

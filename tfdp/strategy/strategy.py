@@ -78,8 +78,9 @@ class _Strategy:
         """Number of replicas, on all workers, whose gradients are added up."""
         if program_trace.current() is not None:
             return 1
-        reader = inspect.currentframe().f_back.f_globals.get("__name__", "")  # type: ignore[union-attr]
-        replica_step.note_count_read(self, reader)
+        reader = inspect.currentframe()
+        if reader is not None and reader.f_back is not None:
+            replica_step.note_count_read(self, reader.f_back)
         return super().num_replicas_in_sync  # type: ignore[misc]
 
     def run(

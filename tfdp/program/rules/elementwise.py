@@ -235,16 +235,30 @@ def decide_linear(view: View) -> Decision | None:
         return None
     if parts == [_linear_index(view)]:
         needs[parts[0]] = PART
-        return Decision(needs, view.part_outputs())
+        return Decision(needs, view.part_outputs(_sizes_of_part(view)))
     dtype = view.op.outputs[0].dtype if view.op.outputs else tf.bool
     if len(parts) == 1 and (dtype.is_floating or dtype.is_complex):
         is_quotient = kind in ("RealDiv", "Div", "DivNoNan") and parts == [0]
         if is_quotient or kind in _PRODUCTS:
             needs[parts[0]] = PART
-            return Decision(needs, view.part_outputs())
+            return Decision(needs, view.part_outputs(_sizes_of_part(view)))
     if kind in ("SelectV2", "Select") and 0 not in parts:
-        return Decision([WHOLE, PART, PART], view.part_outputs())
+        return Decision([WHOLE, PART, PART], view.part_outputs(_sizes_of_part(view)))
     return None
+
+
+def _sizes_of_part(view: View) -> Any:
+    """Return the sizes of a part of which some may be multiples of the rows.
+
+    A batch of one row could else not be told from one entry that stands for all.
+    """
+    if view.type == "BroadcastTo":
+        value = view.facts[1].value
+        return None if value is None else tuple(value)
+    shapes = [fact.sizes for fact in view.facts if fact.sizes is not None]
+    if view.type not in ELEMENTWISE or len(shapes) < len(view):
+        return None
+    return sizes.broadcast(shapes)
 
 
 def _linear_index(view: View) -> int | None:
