@@ -458,6 +458,14 @@ _RUNTIME = (
         checked_on=TENSORFLOW,
     ),
     Replacement(
+        tf.random.Generator,
+        "_preprocess_key(self, key)",
+        runtime_hooks.key_of_generator,
+        "A generator that is made in a scope draws other numbers on each replica, and "
+        "other ones than on one device.",
+        checked_on=TENSORFLOW,
+    ),
+    Replacement(
         _compat.random_seed,
         "get_seed(op_seed)",
         runtime_hooks.seeds_of_operation,

@@ -65,6 +65,13 @@ def seeds_of_operation(original: Callable, op_seed: Any) -> Any:
     return seeds
 
 
+def key_of_generator(original: Callable, generator: Any, key: Any) -> Any:
+    """Draw as one device does, not otherwise on each replica."""
+    if program_trace.current() is not None:
+        return key
+    return original(generator, key)
+
+
 def call_function(original: Callable, function: Any, *args: Any, **kwargs: Any) -> Any:
     """Trace a `tf.function` that a step calls as a part of the step.
 

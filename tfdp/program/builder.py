@@ -22,7 +22,7 @@ from tfdp.program import control_flow, sizes
 from tfdp.program.conversions import Replica
 from tfdp.program.facts import Fact, Form
 from tfdp.program.plan import CannotDivideError, Plan, Scope, with_inputs
-from tfdp.program.rules.state import ASSIGNMENTS, is_known
+from tfdp.program.rules.state import is_known, is_output
 from tfdp.program.view import AS_HELD, PART, WHOLE, Decision, Kind, Need, View
 
 _BASES = frozenset(("Shape", "Size", "ShapeN", "TensorListElementShape"))
@@ -40,6 +40,7 @@ class Builder:
         tensors: Dict from the `id` of a tensor of the program to that of the replica.
         parent: Pair of the `Builder` of the graph around this one and a dict from the
             `id` of a placeholder to the tensor there; or `None`.
+        is_in_loop: Bool, whether it is inside of a loop. Defaults to `False`.
     """
 
     trace: ProgramTrace
@@ -48,6 +49,7 @@ class Builder:
     replica: Replica
     tensors: dict[int, Any]
     parent: tuple[Builder, dict[int, Any]] | None = None
+    is_in_loop: bool = False
 
     def __post_init__(self) -> None:
         self.graph = tf.compat.v1.get_default_graph()
@@ -71,7 +73,12 @@ class Builder:
             self._run_effect(effect)
 
     def inside(
-        self, plan: Plan, given: dict[int, Any], sources: dict[int, Any]
+        self,
+        plan: Plan,
+        given: dict[int, Any],
+        sources: dict[int, Any],
+        *,
+        is_loop: bool,
     ) -> Builder:
         """Return the builder of a graph inside, in the graph that is the default.
 
@@ -80,9 +87,17 @@ class Builder:
             given: Dict from the `id` of a placeholder to a tensor of the replica.
             sources: Dict from the `id` of a placeholder to the tensor of the program
                 that it stands for.
+            is_loop: Bool, whether it is the graph of a loop.
         """
-        parent = self, sources
-        return Builder(self.trace, plan, self.scope, self.replica, given, parent)
+        return Builder(
+            self.trace,
+            plan,
+            self.scope,
+            self.replica,
+            given,
+            (self, sources),
+            is_in_loop=self.is_in_loop or is_loop,
+        )
 
     # What rules ask.
 
@@ -295,9 +310,7 @@ class Builder:
     def _build_of(self, op: Any, decision: Decision, inputs: list) -> list:
         if decision.plans:
             return control_flow.build(self, op, decision, inputs)
-        if op.type in ASSIGNMENTS and self._is_made_by_another(op):
-            return []
-        if op.type == "PrintV2" and self.replica.rank:
+        if self._is_made_by_another(op):
             return []
         if decision.build is not None:
             return decision.build(self, op, inputs)
@@ -317,11 +330,12 @@ class Builder:
         return tf.where(self.replica.rows.total > 0, value, other)
 
     def _is_made_by_another(self, op: Any) -> bool:
-        """Whether another local replica assigns a variable that all share."""
-        handle = self.get(op.inputs[0], AS_HELD)
-        return self.replica.local_id > 0 and not self.replica.is_own(
-            _compat.outermost(handle)
-        )
+        """Whether another replica writes what all share, or what a user reads."""
+        if op.outputs:
+            return False
+        if is_output(op):
+            return self.replica.rank > 0
+        return not self.replica.is_writer and self.scope.is_shared(op)
 
     def _build_read(self, op: Any) -> None:
         tensor = op.outputs[0]

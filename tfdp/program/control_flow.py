@@ -28,7 +28,12 @@ def build(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
 
 
 def _nested(
-    builder: Any, plan: Any, outer: Sequence[Any], given: dict[int, Any]
+    builder: Any,
+    plan: Any,
+    outer: Sequence[Any],
+    given: dict[int, Any],
+    *,
+    is_loop: bool = False,
 ) -> Any:
     """Return a builder for a graph inside, in the graph that is the default."""
     sources = {
@@ -36,7 +41,7 @@ def _nested(
         for placeholder, tensor in zip(plan.graph.inputs, outer, strict=True)
         if id(placeholder) not in given
     }
-    return builder.inside(plan, given, sources)
+    return builder.inside(plan, given, sources, is_loop=is_loop)
 
 
 def _build_branches(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
@@ -88,7 +93,11 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
 
     def cond(*values: Any) -> Any:
         inner = _nested(
-            builder, cond_plan, op.inputs, given_to(cond_plan.graph, values)
+            builder,
+            cond_plan,
+            op.inputs,
+            given_to(cond_plan.graph, values),
+            is_loop=True,
         )
         inner.run()
         from tfdp.program.view import WHOLE
@@ -97,7 +106,11 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
 
     def body(*values: Any) -> list:
         inner = _nested(
-            builder, body_plan, op.inputs, given_to(body_plan.graph, values)
+            builder,
+            body_plan,
+            op.inputs,
+            given_to(body_plan.graph, values),
+            is_loop=True,
         )
         inner.run()
         from tfdp.program.plan import need_of

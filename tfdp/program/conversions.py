@@ -47,16 +47,15 @@ class Replica:
         strategy: A tfdp strategy.
         group: `TrainingGroup`, the replicas whose program it is.
         rows: `Rows`.
-        is_own: Callable of a resource: whether it belongs to this replica alone.
     """
 
-    def __init__(
-        self, strategy: Any, group: TrainingGroup, rows: Rows, is_own: Any
-    ) -> None:
+    def __init__(self, strategy: Any, group: TrainingGroup, rows: Rows) -> None:
         self.rows = rows
         self.local_id = group.replica
         self.rank = group.rank
-        self.is_own = is_own
+        # Whether it is the one of its worker that writes what they share.
+        first_of_worker = group.own_rank - group.replica
+        self.is_writer = group.own_rank == max(group.ranks[0], first_of_worker)
         self.first_device = strategy.extended.worker_devices[0]
         self.is_on_cpu = _compat.device_type(self.first_device) == "CPU"
         self._group = group
@@ -66,7 +65,10 @@ class Replica:
         sent = [
             tf.cast(part, tf.int32) if part.dtype == tf.bool else part for part in parts
         ]
-        return list(self._group.reducer.sum(list(sent)))
+        sums = self._group.reducer.sum(list(sent))
+        return [
+            tf.cast(total, part.dtype) for total, part in zip(sums, parts, strict=True)
+        ]
 
     def gather(self, rows: tf.Tensor, axis: int) -> tf.Tensor:
         """Gather the rows of all replicas."""
@@ -137,6 +139,24 @@ class Replica:
         static[axis] = None
         own.set_shape(static)
         return own
+
+    def share_of_first(
+        self, own: tf.Tensor | None, dtype: tf.DType, shape: tf.TensorShape
+    ) -> tf.Tensor:
+        """Give a tensor of the first replica to all.
+
+        Args:
+            own: Tensor of the first replica, `None` on others.
+            dtype: Its dtype.
+            shape: What is known of its shape.
+        """
+        sizes = tf.zeros([0], tf.int32) if own is None else tf.shape(own)
+        flat = tf.zeros([0], dtype) if own is None else tf.reshape(own, [-1])
+        if dtype == tf.string and own is None:
+            flat = tf.fill([0], "")
+        found = tf.reshape(self.gather(flat, 0), self.gather(sizes, 0))
+        found.set_shape(shape)
+        return found
 
     def once(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return a tensor on the first replica, and zeros on others."""

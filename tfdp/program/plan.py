@@ -23,6 +23,7 @@ from tfdp.program.view import (
     AS_HELD,
     PART,
     WHOLE,
+    CannotDivideError,
     Decision,
     Kind,
     Need,
@@ -34,10 +35,6 @@ _BRANCHES = frozenset(("If", "StatelessIf", "Case", "StatelessCase"))
 _LOOPS = frozenset(("While", "StatelessWhile"))
 # Passes over a loop until the forms of its variables are found.
 _MOST_PASSES = 8
-
-
-class CannotDivideError(Exception):
-    """A step cannot be divided among replicas, with the reason."""
 
 
 @dataclasses.dataclass
@@ -72,12 +69,18 @@ class Scope:
     Args:
         is_metric: Callable of a resource tensor: whether it is a metric's state.
         effects: Dict from a graph to the effects in it, see `tfdp.program.trace`.
+        is_shared: Callable of an operation: whether the replicas of a worker share
+            the state that it uses, and the program writes that. Defaults to never.
     """
 
     def __init__(
-        self, is_metric: Callable[[Any], bool], effects: Mapping[Any, Sequence[Any]]
+        self,
+        is_metric: Callable[[Any], bool],
+        effects: Mapping[Any, Sequence[Any]],
+        is_shared: Callable[[Any], bool] = lambda op: False,
     ) -> None:
         self.is_metric = is_metric
+        self.is_shared = is_shared
         self.effects = effects
         # Operations that run whole since another one needs their lists whole.
         self.whole: set[Any] = set()
@@ -456,6 +459,25 @@ _WITH_GRAPHS = {
     **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), _plan_call),
 }
 
+
+def inner_graphs(op: Any) -> list[Any]:
+    """Return the graphs of the branches, of a loop, or of a call."""
+    if op.type in _BRANCHES:
+        return _compat.branch_graphs(op)
+    if op.type in _LOOPS:
+        return list(_compat.loop_graphs(op))
+    return [_compat.function_graph(op)] if op.type in _WITH_GRAPHS else []
+
+
+def has_inner_effect(op: Any, scope: Scope) -> bool:
+    """Return whether an update is made inside of a branch, a loop or a call."""
+    return any(
+        scope.effects.get(graph)
+        or any(has_inner_effect(inner, scope) for inner in graph.get_operations())
+        for graph in inner_graphs(op)
+    )
+
+
 # What is needed at all.
 
 _PRUNED = frozenset(
@@ -488,7 +510,8 @@ def _live_operations(plan: Plan, outputs: Sequence[Any], scope: Scope) -> set:
             pending.append(op)
             pending += [t.op for t in effect.tensors if t.graph is graph]
     for op in graph.get_operations():
-        if _compat.has_effect(op) and op.type not in _PRUNED:
+        is_effect = _compat.has_effect(op) and op.type not in _PRUNED
+        if is_effect or has_inner_effect(op, scope):
             pending.append(op)
     live: set = set()
     while pending:

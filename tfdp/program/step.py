@@ -25,6 +25,7 @@ from tfdp.program.facts import Fact
 from tfdp.program.gathers import Conversion, conversions_of
 from tfdp.program.logs import LogTail, tail_of
 from tfdp.program.plan import CannotDivideError, Plan, Scope, make_plan
+from tfdp.program.rules.state import writes_state
 from tfdp.program.view import AS_HELD, WHOLE, rows_along
 from tfdp.replicas.variables import MetricVariable
 
@@ -89,7 +90,7 @@ class DividedStep:
             self._warn(self._traced.trace)
         found = self._traced
         flat = tf.nest.flatten(args)
-        replica = Replica(self._strategy, group, rows, self._is_component)
+        replica = Replica(self._strategy, group, rows)
         tensors = {
             id(placeholder): tensor
             for part, own in zip(found.parts, flat, strict=True)
@@ -171,7 +172,12 @@ class DividedStep:
             if tf.is_symbolic_tensor(tensor)
         ]
         facts = {id(tensor): fact for part in parts for tensor, fact in part.facts}
-        scope = Scope(self._is_metric, _flat_effects(trace))
+        shared = self._shared_states(graph)
+        scope = Scope(
+            self._is_metric,
+            _flat_effects(trace),
+            lambda op: any(id(self._outermost(t)) in shared for t in op.inputs),
+        )
         plan = make_plan(graph, facts, needed, scope)
         tail = None
         if not self._returns_rows:
@@ -193,6 +199,19 @@ class DividedStep:
     def _is_metric(self, handle: Any) -> bool:
         found = self._strategy.extended.variable_of(self._outermost(handle))
         return isinstance(found, MetricVariable)
+
+    def _shared_states(self, graph: Any) -> set[int]:
+        """Return the `id`s of what a program writes and its local replicas share."""
+        if self._strategy.extended.num_local == 1:
+            return set()
+        written = {
+            id(outer): outer
+            for op in _compat.all_operations(graph)
+            if writes_state(op)
+            for outer in map(self._outermost, op.inputs)
+            if outer.dtype == tf.resource
+        }
+        return {key for key, outer in written.items() if not self._is_component(outer)}
 
     def _outermost(self, tensor: Any) -> Any:
         """Return the value that a tensor of a function captures, or itself."""

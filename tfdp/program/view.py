@@ -13,6 +13,10 @@ from tfdp.program.facts import Fact, Form, own_rows, part, static_sizes, whole
 from tfdp.program.sizes import numbers
 
 
+class CannotDivideError(Exception):
+    """A step cannot be divided among replicas, with the reason."""
+
+
 class Kind(enum.Enum):
     """What an operation needs of an input, see `Need`."""
 

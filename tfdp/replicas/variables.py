@@ -48,6 +48,36 @@ class MirroredVariable(_Array, _compat.MirroredVariable):
             return update_fn(self._get_on_device_or_primary(), value, **kwargs)
         return super()._update_replica(update_fn, value, **kwargs)
 
+    def _in_program(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method that stock mirrored variables lack, of a traced program."""
+        if program_trace.current() is None:
+            raise NotImplementedError(
+                f"`{method}` of a variable with a copy on every replica works in "
+                "steps of `fit`, `evaluate` and `predict`. Use `assign` elsewhere."
+            )
+        own = self._get_on_device_or_primary()
+        return getattr(own, method)(*args, **kwargs)
+
+    def scatter_nd_add(self, *args: Any, **kwargs: Any) -> Any:
+        """Add to entries at indices."""
+        return self._in_program("scatter_nd_add", *args, **kwargs)
+
+    def scatter_nd_sub(self, *args: Any, **kwargs: Any) -> Any:
+        """Subtract from entries at indices."""
+        return self._in_program("scatter_nd_sub", *args, **kwargs)
+
+    def scatter_nd_update(self, *args: Any, **kwargs: Any) -> Any:
+        """Set entries at indices."""
+        return self._in_program("scatter_nd_update", *args, **kwargs)
+
+    def scatter_nd_max(self, *args: Any, **kwargs: Any) -> Any:
+        """Set entries at indices to the larger values."""
+        return self._in_program("scatter_nd_max", *args, **kwargs)
+
+    def scatter_nd_min(self, *args: Any, **kwargs: Any) -> Any:
+        """Set entries at indices to the smaller values."""
+        return self._in_program("scatter_nd_min", *args, **kwargs)
+
     def __int__(self) -> int:
         return int(self.numpy())
 

@@ -26,6 +26,7 @@ from tfdp.program.rules.reductions import decide_reduction
 from tfdp.program.rules.rowwise import decide_row_by_row
 from tfdp.program.rules.state import (
     decide_list,
+    decide_python,
     decide_random,
     decide_stateful_random,
     decide_variable,
@@ -50,6 +51,7 @@ def decide(view: View) -> Decision:
         decide_values,
         decide_composite,
         decide_random,
+        decide_python,
     ):
         found = rule(view)
         if found is not None:

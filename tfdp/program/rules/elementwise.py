@@ -215,6 +215,8 @@ _PRODUCTS = frozenset(
 )
 _SUMS = frozenset(("Add", "AddN", "AddV2", "Pack", "Sub", "ConcatV2"))
 _ONLY_OF_SHAPE = frozenset(("OnesLike", "ZerosLike"))
+# Their operands have one shape, so that no axis of one entry stands for all rows.
+_OF_ONE_SHAPE = frozenset(("AddN", *_LINEAR_IN))
 
 
 def decide_linear(view: View) -> Decision | None:
@@ -310,27 +312,45 @@ def decide_elementwise(view: View) -> Decision | None:
         rank - fact.rank + fact.axis if fact.is_rows and fact.rank is not None else None
         for fact in view.facts
     ]
+    if _selects_by_vector(view):
+        return None
     axis = next(own for own in axes if own is not None)
     multiples = {
         fact.multiple for fact, own in zip(view.facts, axes, strict=True) if own == axis
     }
     if len(multiples) > 1:
         return None
-    needs: list[Need] = []
-    for fact, own in zip(view.facts, axes, strict=True):
-        if own == axis:
-            needs.append(AS_HELD)
-            continue
-        assert fact.sizes is not None
-        place = axis - (rank - len(fact.sizes))
-        if place < 0 or fact.sizes[place] == ONE:
-            needs.append(WHOLE)
-        else:
-            needs.append(rows_along(place, may_broadcast=True))
+    needs = [
+        AS_HELD if own == axis else _need_of_operand(view, fact, axis - rank)
+        for fact, own in zip(view.facts, axes, strict=True)
+    ]
     shapes = [fact.sizes for fact in view.facts if fact.sizes is not None]
     shape = with_rows(sizes.broadcast(shapes), axis, multiples.pop())
     build = _build_ensure_shape if view.type == "EnsureShape" else None
     return Decision(needs, [own_rows(shape, axis)], build)
+
+
+def _need_of_operand(view: View, fact: Fact, axis: int) -> Need:
+    """Return what is needed of an operand beside own rows.
+
+    Args:
+        view: `View` of the operation.
+        fact: `Fact` of the operand.
+        axis: Int, the axis of rows, counted from the last one: a negative number.
+    """
+    assert fact.sizes is not None
+    place = len(fact.sizes) + axis
+    if view.type in _OF_ONE_SHAPE:
+        return rows_along(place)
+    if place < 0 or fact.sizes[place] == ONE:
+        return WHOLE
+    return rows_along(place, may_broadcast=True)
+
+
+def _selects_by_vector(view: View) -> bool:
+    """Return whether a vector selects rows, which does not broadcast."""
+    ranks = [fact.rank for fact in view.facts]
+    return view.type == "Select" and ranks[0] == 1 and ranks[1] != 1
 
 
 def _of_one_unknown_rank(view: View) -> Decision | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp import _compat
 from tfdp.base import xla
 from tfdp.program import sizes
 from tfdp.program.facts import (
@@ -17,7 +18,16 @@ from tfdp.program.facts import (
     whole,
     with_rows,
 )
-from tfdp.program.view import AS_HELD, PART, WHOLE, Decision, Need, View, rows_along
+from tfdp.program.view import (
+    AS_HELD,
+    PART,
+    WHOLE,
+    CannotDivideError,
+    Decision,
+    Need,
+    View,
+    rows_along,
+)
 
 ASSIGNMENTS = frozenset(
     ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
@@ -31,6 +41,8 @@ def decide_variable(view: View) -> Decision | None:
     States of metrics stay parts of a sum; any other variable has the program's value
     on every replica.
     """
+    if view.type in (*READS, "RngReadAndSkip") and view.scope.is_shared(view.op):
+        return _decide_shared(view)
     if view.type in READS:
         shape = view.output_sizes()
         is_part = view.scope.is_metric(view.op.inputs[0])
@@ -50,6 +62,17 @@ def decide_variable(view: View) -> Decision | None:
     if view.type == "VariableShape":
         return None
     return None
+
+
+def _decide_shared(view: View) -> Decision:
+    (result,) = view.op.outputs
+    if result.dtype == tf.string or not result.shape.is_fully_defined():
+        raise CannotDivideError(
+            "A step reads and writes a variable that was made outside of "
+            f"`strategy.scope()` ({view.op.name!r}). Make it in the scope."
+        )
+    needs = [AS_HELD] + [WHOLE] * (len(view) - 1)
+    return Decision(needs, view.part_outputs(), _build_of_shared)
 
 
 # Elements that one step of the generator gives, by operation.
@@ -130,6 +153,33 @@ def _build_own_block(builder: Any, op: Any, inputs: list) -> list:
     return [builder.with_shape(own, op.outputs[0], fact)]
 
 
+def writes_state(op: Any) -> bool:
+    """Return whether an operation writes a variable, a table or the like."""
+    is_stateful = _compat.has_effect(op) and not _compat.has_function(op)
+    return is_stateful and op.type not in _ONLY_READ
+
+
+_ONLY_READ = frozenset(
+    [
+        *READS,
+        "LookupTableExportV2",
+        "LookupTableFindV2",
+        "LookupTableSizeV2",
+        "ResourceGather",
+        "ResourceGatherNd",
+        "VarHandleOp",
+        "VarIsInitializedOp",
+        "VariableShape",
+    ]
+)
+
+
+def is_output(op: Any) -> bool:
+    """Return whether an operation writes what a user reads: text, or a summary."""
+    is_summary = op.type.startswith("Write") and "Summary" in op.type
+    return is_summary or op.type == "PrintV2"
+
+
 STATEFUL_RANDOM = frozenset(
     [
         "RandomUniform",
@@ -149,12 +199,62 @@ def decide_stateful_random(view: View) -> Decision | None:
     """Decide numbers of a generator that each operation has: the first replica's."""
     if view.type not in STATEFUL_RANDOM:
         return None
-    return Decision([WHOLE] * len(view), view.part_outputs(), _build_on_first)
+    shape = view.facts[0].value
+    if shape is None or view.type in ("RandomShuffle", "Multinomial"):
+        outputs = view.part_outputs()
+    elif view.type in ("RandomGamma", "RandomPoissonV2"):
+        outputs = [part((*shape, *(view.facts[1].sizes or ())))]
+    else:
+        outputs = [part(tuple(shape))]
+    return Decision([WHOLE] * len(view), outputs, _build_on_first)
 
 
 def _build_on_first(builder: Any, op: Any, inputs: list) -> list:
     outputs = builder.copy(op, inputs)
     return [builder.once(tensor) for tensor in outputs]
+
+
+# They run functions of Python, which may draw, count or write.
+_PYTHON = frozenset(("EagerPyFunc", "PyFunc"))
+
+
+def decide_python(view: View) -> Decision | None:
+    """Decide a function of Python: the first replica calls it, once for a step."""
+    if view.type not in _PYTHON:
+        return None
+    return Decision(
+        [WHOLE] * len(view), view.whole_outputs(), _build_python, has_collective=True
+    )
+
+
+def _build_python(builder: Any, op: Any, inputs: list) -> list:
+    """Call the function on the first replica, and give its results to all.
+
+    The shapes of the results are not known where it is not called. TensorFlow keeps
+    one tape for all calls of a function, which the gradient of the first call takes.
+    """
+    if builder.is_in_loop:
+        return builder.copy(op, inputs)
+    replica = builder.replica
+    is_first = not replica.rank
+    outputs = builder.copy(op, inputs) if is_first else [None] * len(op.outputs)
+    # What the function reads was gathered with the help of the other replicas.
+    with tf.control_dependencies([] if is_first else inputs):
+        return [
+            replica.share_of_first(own, tensor.dtype, tensor.shape)
+            for own, tensor in zip(outputs, op.outputs, strict=True)
+        ]
+
+
+def _build_of_shared(builder: Any, op: Any, inputs: list) -> list:
+    """Read a state that the replicas of a worker share, and that the step writes.
+
+    TensorFlow orders all that a step does with it, so that other replicas would read
+    what the first one wrote.
+    """
+    if not builder.replica.is_writer:
+        return [tf.zeros(tensor.shape, tensor.dtype) for tensor in op.outputs]
+    return [builder.once(tensor) for tensor in builder.copy(op, inputs)]
 
 
 def decide_list(view: View) -> Decision | None:
