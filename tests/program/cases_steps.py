@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from keras import layers, ops
 
@@ -412,20 +413,6 @@ def an_update_by_assign(model: Any, x: Any, y: Any) -> dict:
     return {"loss": loss}
 
 
-@_step(UPDATES)
-def an_update_by_assign_in_a_loop(model: Any, x: Any, y: Any) -> dict:
-    def update(i: Any) -> Any:
-        _, gradients = _gradients(model, x, y)
-        for variable, gradient in zip(
-            model.trainable_variables, gradients, strict=True
-        ):
-            variable.assign_sub(0.1 * gradient)
-        return i + 1
-
-    tf.while_loop(lambda i: i < 3, update, [tf.constant(0)])
-    return {"loss": _loss(model, x, y)}
-
-
 class Traced(Perceptron):
     """Has a `tf.function` around its whole step."""
 
@@ -718,6 +705,37 @@ def steps_in_mixed_precision(env: Env) -> dict:
             optimizer=_scaled(initial_scale=64.0) if policy == "mixed_float16" else sgd,
         )
     return results
+
+
+def _update_in_a_loop(model: Any, x: Any, y: Any) -> dict:
+    def update(i: Any) -> Any:
+        _, gradients = _gradients(model, x, y)
+        for variable, gradient in zip(
+            model.trainable_variables, gradients, strict=True
+        ):
+            variable.assign_sub(0.1 * gradient)
+        return i + 1
+
+    tf.while_loop(lambda i: i < 3, update, [tf.constant(0)])
+    return {"loss": _loss(model, x, y)}
+
+
+@case(
+    "an update in a loop of the step: refused before a weight moves",
+    setups=("mirrored",),
+    full_setups=("two_by_two",),
+    compare=False,
+)
+def update_in_a_loop_of_a_step_is_refused(env: Env) -> dict:
+    with env.scope():
+        model = _with_step(_update_in_a_loop)()
+        model.compile(sgd(), loss="mse")
+    before = weights(env, model)
+    with pytest.raises(ValueError, match="inside a loop"):
+        fit(env, model, FEATURES, targets(FEATURES))
+    for name, value in weights(env, model).items():
+        np.testing.assert_array_equal(value, before[name])
+    return {}
 
 
 # Combinations.

@@ -60,6 +60,9 @@ class ProgramTrace:
     ) -> None:
         """Note what each replica does at this place of the program."""
         graph = tf.compat.v1.get_default_graph()
+        if graph is not self.graph:
+            # TensorFlow drops a branch that returns nothing and has no side effect.
+            tf.raw_ops.Assert(condition=True, data=["an update"])
         position = len(graph.get_operations())
         self.effects.setdefault(graph, []).append(Effect(position, tensors, kind, run))
 

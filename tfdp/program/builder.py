@@ -22,7 +22,7 @@ from tfdp.program import control_flow, sizes
 from tfdp.program.conversions import Replica
 from tfdp.program.facts import Fact, Form
 from tfdp.program.plan import CannotDivideError, Plan, Scope, with_inputs
-from tfdp.program.rules.state import is_known, is_output
+from tfdp.program.rules.state import ASSIGNMENTS, is_known, is_output
 from tfdp.program.view import AS_HELD, PART, WHOLE, Decision, Kind, Need, View
 
 _BASES = frozenset(("Shape", "Size", "ShapeN", "TensorListElementShape"))

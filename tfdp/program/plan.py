@@ -460,24 +460,6 @@ _WITH_GRAPHS = {
 }
 
 
-def inner_graphs(op: Any) -> list[Any]:
-    """Return the graphs of the branches, of a loop, or of a call."""
-    if op.type in _BRANCHES:
-        return _compat.branch_graphs(op)
-    if op.type in _LOOPS:
-        return list(_compat.loop_graphs(op))
-    return [_compat.function_graph(op)] if op.type in _WITH_GRAPHS else []
-
-
-def has_inner_effect(op: Any, scope: Scope) -> bool:
-    """Return whether an update is made inside of a branch, a loop or a call."""
-    return any(
-        scope.effects.get(graph)
-        or any(has_inner_effect(inner, scope) for inner in graph.get_operations())
-        for graph in inner_graphs(op)
-    )
-
-
 # What is needed at all.
 
 _PRUNED = frozenset(
@@ -510,8 +492,7 @@ def _live_operations(plan: Plan, outputs: Sequence[Any], scope: Scope) -> set:
             pending.append(op)
             pending += [t.op for t in effect.tensors if t.graph is graph]
     for op in graph.get_operations():
-        is_effect = _compat.has_effect(op) and op.type not in _PRUNED
-        if is_effect or has_inner_effect(op, scope):
+        if _compat.has_effect(op) and op.type not in _PRUNED:
             pending.append(op)
     live: set = set()
     while pending:
