@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from typing import Any
 
 import keras
@@ -24,8 +22,9 @@ from tests.program.programs import (
     fit,
     fit_layers,
     fit_model,
+    named,
+    register,
     rows,
-    run_all,
     sgd,
     targets,
     weights,
@@ -66,7 +65,7 @@ def _divergence(x: Any) -> Any:
 
 
 def _with_deviation(x: Any) -> Any:
-    deviation = ops.std(x, axis=0, keepdims=True)
+    deviation = ops.sqrt(ops.var(x, axis=0, keepdims=True) + 0.01)
     return ops.concatenate([x, deviation + ops.zeros_like(x)], axis=1)
 
 
@@ -1019,20 +1018,21 @@ def prints_and_summaries_are_made_once(env: Env) -> dict:
     return {}
 
 
-def _register(name: str, covers: str, programs: Programs, **options: Any) -> None:
-    def run(env: Env) -> dict:
-        with contextlib.redirect_stdout(io.StringIO()):
-            return run_all(env, programs)
-
-    run.__name__ = name
-    run.__module__ = __name__
-    case(covers, deadline_seconds=600.0, setups=BOTH, **options)(run)
-
-
-_register("layers_of_statistics_of_a_batch", "layers that couple rows", STATISTICS)
-_register("augmentations_draw_as_one_device", "augmentation layers", AUGMENTATIONS)
-_register("layers_draw_as_one_device", "random numbers of layers", DRAWS)
-_register("normalizations_are_those_of_one_device", "normalization", NORMALIZATIONS)
-_register("recurrent_layers_and_wrappers", "recurrent layers", RECURRENT)
-_register("functions_of_tensorflow_in_layers", "Lambda with anything", FUNCTIONS)
-_register("control_flow_in_layers", "branches, loops, assertions", CONTROL)
+register(
+    "programs_of_layers",
+    "layers that couple rows, draw, branch or call Python",
+    named(
+        "deviation_of_the_batch",
+        "dropout",
+        "draws_of_a_generator",
+        "python",
+        of=[*STATISTICS, *DRAWS, *FUNCTIONS],
+    ),
+)
+register("layers_of_statistics_of_a_batch", "layers that couple rows", STATISTICS)
+register("augmentations_draw_as_one_device", "augmentation layers", AUGMENTATIONS)
+register("layers_draw_as_one_device", "random numbers of layers", DRAWS)
+register("normalizations_are_those_of_one_device", "normalization", NORMALIZATIONS)
+register("recurrent_layers_and_wrappers", "recurrent layers", RECURRENT)
+register("functions_of_tensorflow_in_layers", "Lambda with anything", FUNCTIONS)
+register("control_flow_in_layers", "branches, loops, assertions", CONTROL)

@@ -10,7 +10,6 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests.harness.env import Env
-from tests.harness.registry import BOTH, case
 from tests.program.programs import (
     FEATURES,
     NUM_ROWS,
@@ -19,7 +18,8 @@ from tests.program.programs import (
     Programs,
     fit_layers,
     fit_model,
-    run_all,
+    named,
+    register,
     targets,
 )
 
@@ -485,13 +485,16 @@ def states_of_train_on_batch(env: Env) -> dict:
     }
 
 
-for _name, _programs in {
-    "states_that_layers_write": LAYERS,
-    "states_that_steps_write": STEPS,
-}.items():
-
-    def _run(env: Env, programs: Programs = _programs) -> dict:
-        return run_all(env, programs)
-
-    _run.__name__ = _name
-    case("variables that are not trained", deadline_seconds=600.0, setups=BOTH)(_run)
+register(
+    "programs_of_states",
+    "states that layers and steps write",
+    named(
+        "codebook_by_scatter_nd_add",
+        "variable_made_outside_of_the_scope",
+        "plain_variable_of_the_scope",
+        of=[*LAYERS, *STEPS],
+    ),
+    setups=("mirrored",),
+)
+register("states_that_layers_write", "variables that are not trained", LAYERS)
+register("states_that_steps_write", "variables that are not trained", STEPS)

@@ -6,6 +6,7 @@ that each costs its own tracing and no process.
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tests.harness import registry
 from tests.harness.env import Env
 
 # Batches of 15, 15 and one row: no number of replicas divides them.
@@ -37,6 +39,26 @@ class Programs(list):
 
         program.__name__ = name
         self.append(program)
+
+
+def register(
+    name: str, covers: str, programs: Sequence[Program], **options: Any
+) -> None:
+    """Registers a case of programs, on both kinds of replicas at once by default."""
+
+    def run(env: Env) -> dict:
+        return run_all(env, programs)
+
+    caller = inspect.currentframe().f_back  # type: ignore[union-attr]
+    run.__module__ = caller.f_globals["__name__"]  # type: ignore[union-attr]
+    options = {"setups": registry.BOTH, "deadline_seconds": 600.0} | options
+    registry.register(name, run, covers, **options)
+
+
+def named(*names: str, of: Sequence[Program]) -> list[Program]:
+    """Returns the programs of these names, for a case of the quick tier."""
+    found = {program.__name__: program for program in of}
+    return [found[name] for name in names]
 
 
 def run_all(env: Env, programs: Sequence[Program]) -> dict:
@@ -94,7 +116,9 @@ def fit(
 
 def weights(env: Env, model: keras.Model) -> dict[str, np.ndarray]:
     """Reads weights by position: their names depend on the programs before."""
-    return {str(i): w for i, w in enumerate(env.weights(model).values())}
+    found = {str(i): w for i, w in enumerate(env.weights(model).values())}
+    assert all(np.isfinite(w.astype("float64")).all() for w in found.values())
+    return found
 
 
 def fit_layers(

@@ -63,6 +63,11 @@ class ProgramTrace:
         if graph is not self.graph:
             # TensorFlow drops a branch that returns nothing and has no side effect.
             tf.raw_ops.Assert(condition=True, data=["an update"])
+            tensors = tf.nest.map_structure(
+                lambda part: None if part is None else tf.identity(part),
+                list(tensors),
+                expand_composites=True,
+            )
         position = len(graph.get_operations())
         self.effects.setdefault(graph, []).append(Effect(position, tensors, kind, run))
 
