@@ -121,7 +121,8 @@ class MinibatchDiscrimination(layers.Layer):
         distances = ops.sum(
             ops.abs(projected[:, None] - ops.expand_dims(projected, 0)), axis=3
         )
-        return ops.concatenate([x, ops.sum(ops.exp(-distances), axis=1)], axis=1)
+        close = 0.1 * ops.mean(ops.exp(-distances), axis=1)
+        return ops.concatenate([x, close], axis=1)
 
 
 STATISTICS.layers(
@@ -697,7 +698,7 @@ def _clipped_gradient(x: Any) -> Any:
 
 
 def _svd(x: Any) -> Any:
-    values, _, right = tf.linalg.svd(x)
+    values, _, right = tf.linalg.svd(tf.matmul(x, x, transpose_a=True) + tf.eye(5))
     return x @ right / (1 + tf.reduce_sum(values))
 
 

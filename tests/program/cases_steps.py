@@ -779,8 +779,17 @@ def coupled_with_accumulation(env: Env) -> dict:
 
 @COMBINED.add
 def coupled_with_scaling(env: Env) -> dict:
+    def step(model: Any, x: Any, y: Any) -> dict:
+        with tf.GradientTape() as tape:
+            predicted = model(x, training=True)
+            loss = tf.sqrt(tf.reduce_mean(tf.square(predicted - y)))
+            scaled = model.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return {"loss": loss}
+
     callbacks = [] if env.is_reference else [tfdp.callbacks.LossScaling()]
-    results = _fit_penalized(env, callbacks=callbacks)
+    results = fit_model(env, _with_step(step), callbacks=callbacks)
     return {**results, "history": {"loss": results["history"]["loss"]}}
 
 
