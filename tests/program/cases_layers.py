@@ -816,19 +816,6 @@ for _function in (
     )
 
 
-@FUNCTIONS.add
-def layers_computed_again(env: Env) -> dict:
-    def build() -> list:
-        with keras.RematScope(mode="full"):
-            return [
-                layers.Dense(5, activation="tanh"),
-                layers.Dense(5, activation="relu"),
-                layers.Dense(1),
-            ]
-
-    return fit_layers(env, build)
-
-
 # Control flow, and what a program says.
 
 
