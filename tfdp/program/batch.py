@@ -1,7 +1,8 @@
 """Parts of a batch: what stands for each in a program, and what a replica has of it.
 
 Rows of a tensor stay where they are. Ragged and sparse tensors are made whole before
-the step, since their values are no multiple of the rows.
+the step, since their values are no multiple of the rows; so are parts of another number
+of rows than the first one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp.data.rows import first_tensor
 from tfdp.program.conversions import Replica
 from tfdp.program.facts import Fact, Form, own_rows, static_sizes, whole, with_rows
 from tfdp.program.sizes import FREE, SPLITS, Size, rows
@@ -31,6 +33,33 @@ class StandIn:
     value: Any
     facts: Sequence[tuple[Any, Fact]] = ()
     held: Callable[[Any, Replica], Sequence[Any]] = lambda part, replica: ()
+
+
+def stand_ins(parts: Sequence[Any], num_replicas: int) -> list[StandIn]:
+    """Return what stands for the parts of a batch, of any number of rows.
+
+    Parts that are known to have another number of rows than the first one are whole.
+
+    Args:
+        parts: Sequence of what a replica has of each.
+        num_replicas: Int, see `stand_in`.
+    """
+    first = first_tensor(parts)
+    own = None if first is None else first.shape[0]
+    return [
+        _of_other_rows(part)
+        if tf.is_symbolic_tensor(part)
+        and part.shape.rank
+        and own is not None
+        and part.shape[0] not in (None, own)
+        else stand_in(part, num_replicas)
+        for part in parts
+    ]
+
+
+def _of_other_rows(part: tf.Tensor) -> StandIn:
+    fact = _whole_placeholder(part, FREE)
+    return StandIn(fact[0], [fact], lambda own, replica: [replica.gather(own, 0)])
 
 
 def stand_in(part: Any, num_replicas: int) -> StandIn:

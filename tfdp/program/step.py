@@ -16,7 +16,7 @@ from tfdp.base.loops import Loop
 from tfdp.base.program_trace import ProgramTrace, tracing
 from tfdp.data.rows import count_of, first_tensor, take_rows
 from tfdp.local_steps import TrainingGroup
-from tfdp.program.batch import StandIn, stand_in
+from tfdp.program.batch import StandIn, stand_ins
 from tfdp.program.builder import Builder
 from tfdp.program.checks import check_step
 from tfdp.program.conversions import Replica, Rows
@@ -163,7 +163,7 @@ class DividedStep:
         trace = ProgramTrace(graph)
         flat = tf.nest.flatten(args)
         with graph.as_default(), tracing(trace):
-            parts = [stand_in(part, num_replicas) for part in flat]
+            parts = stand_ins(flat, num_replicas)
             given = [part.value for part in parts]
             results = self._function(*tf.nest.pack_sequence_as(args, given))
         needed = [
