@@ -447,6 +447,8 @@ class Builder:
         if fact.form is Form.LOCAL:
             return own
         found = self.get(tensor, WHOLE)
+        # Of what is gathered, TensorFlow may know less than of the program's.
+        found.set_shape(tensor.shape)
         if need.may_broadcast and fact.sizes is not None:
             size = fact.sizes[need.axis]
             multiple = size.number if size.kind == "rows" else None
