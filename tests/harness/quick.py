@@ -64,6 +64,7 @@ LEFT_OUT = {
     "structures_of_arrays": "dictionaries as inputs",
     "label_array_is_not_overwritten": "shuffled_data_gives_the_batches_of_one_device",
     "int64_input": "string_input",
+    "text_and_sparse_encodings": "ragged_and_sparse_batches",
     "odd_batch_size": "partial_last_batch_of_unequal_shares",
     "shuffled_arrays_of_other_seeds_*": "shuffling_without_seeds_*",
     "sharding_off_with_the_same_data_everywhere": "sharding_off_with_own_data_*",

@@ -93,14 +93,21 @@ def looked_up(**options: Any) -> keras.layers.Layer:
     return layers.StringLookup(vocabulary=WORDS[:6], **options)
 
 
-@case("Ragged and sparse batches, and text, in the model", setups=BOTH)
-def ragged_sparse_and_text_batches(env: Env) -> dict:
-    words = np.array(WORDS)[TOKENS]
+@case("Ragged and sparse batches", setups=BOTH)
+def ragged_and_sparse_batches(env: Env) -> dict:
     sparse = tf.sparse.from_dense(np.maximum(X, 0))
-    weights = list(np.linspace(1, 2, 6))
     programs: dict[str, tuple[Callable, Any]] = {
         "ragged": (lambda: OfRows(OfRagged(), dense()), ragged()),
         "sparse": (lambda: keras.Sequential([dense()]), sparse),
+    }
+    return _all_fitted(env, programs)
+
+
+@case("Text and sparse encodings in the model", setups=BOTH)
+def text_and_sparse_encodings(env: Env) -> dict:
+    words = np.array(WORDS)[TOKENS]
+    weights = list(np.linspace(1, 2, 6))
+    programs: dict[str, tuple[Callable, Any]] = {
         "words": (
             lambda: OfRows(looked_up(), OfRagged(), dense()),
             tf.strings.split(TEXTS),
@@ -153,6 +160,10 @@ def ragged_sparse_and_text_batches(env: Env) -> dict:
             TOKENS,
         ),
     }
+    return _all_fitted(env, programs)
+
+
+def _all_fitted(env: Env, programs: dict[str, tuple[Callable, Any]]) -> dict:
     return {
         name: fitted(env, build, of_parts(x, Y))
         for name, (build, x) in programs.items()
