@@ -116,7 +116,12 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
         from tfdp.program.plan import need_of
 
         return [
-            inner.get(body_plan.graph.outputs[index], need_of(facts[index]))
+            _shaped(
+                builder,
+                inner.get(body_plan.graph.outputs[index], need_of(facts[index])),
+                op.outputs[index],
+                facts[index],
+            )
             for index in changed
         ]
 

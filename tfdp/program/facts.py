@@ -7,6 +7,7 @@ import enum
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tfdp.program.sizes import FREE, UNKNOWN, Size, number, rows
 
@@ -110,18 +111,22 @@ def part(sizes: Any = None) -> Fact:
 
 
 def own_rows(sizes: tuple[Size, ...], axis: int = 0) -> Fact:
-    """Return the fact of own rows along an axis."""
+    """Return the fact of own rows along an axis, whose size is a multiple of them."""
+    if sizes[axis].kind != "rows":
+        sizes = with_rows(sizes, axis, None)
     return Fact(Form.ROWS, axis, sizes)
 
 
 def static_sizes(tensor: Any, *, is_free: bool) -> tuple[Size, ...] | None:
     """Return the sizes of a traced tensor, as far as TensorFlow knows them.
 
+    Of a list, whose own shape says nothing of its items, nothing is known.
+
     Args:
         tensor: Tensor of the traced program.
         is_free: Bool, whether sizes that it does not know have no rows in them.
     """
-    if tensor.shape.rank is None:
+    if tensor.shape.rank is None or tensor.dtype == tf.variant:
         return None
     other = FREE if is_free else UNKNOWN
     return tuple(other if n is None else number(n) for n in tensor.shape.as_list())

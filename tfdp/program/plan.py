@@ -225,11 +225,17 @@ def _inputs_of(view: View) -> list[tuple[Fact, Any]]:
 
 
 def whole_like(fact: Fact, tensor: Any) -> Fact:
-    """Return the fact of a tensor once it is whole."""
+    """Return the fact of a tensor once it is whole.
+
+    Its sizes are not followed as multiples of the rows: what is made by them inside is
+    whole, too.
+    """
     if fact.form is Form.EMPTY or tensor.dtype == tf.resource:
         return fact
     shape = fact.sizes
-    return whole(static_sizes(tensor, is_free=False) if shape is None else shape)
+    if shape is None:
+        return whole(static_sizes(tensor, is_free=False))
+    return whole(tuple(s if s.is_free else sizes.UNKNOWN for s in shape))
 
 
 def _set(plan: Plan, op: Any, decision: Decision) -> None:
@@ -301,6 +307,8 @@ def _plan_branches(view: View) -> Decision:
     for tensors in zip(*(graph.outputs for graph in graphs), strict=True):
         facts = [p.fact(t) for p, t in zip(plans, tensors, strict=True)]
         need, fact = _common(facts)
+        if need is WHOLE and _is_list(tensors[0]):
+            view.scope.whole.update(tensor.op for tensor in tensors)
         needs.append(need)
         outputs.append(fact)
     outputs += view.whole_outputs()[len(outputs) :]

@@ -34,9 +34,7 @@ class Size:
             return ZERO
         if {self.kind, other.kind} == {"rows", "number"}:
             multiple, factor = (self, other) if self.kind == "rows" else (other, self)
-            if multiple.number is None or not float(factor.number).is_integer():
-                return rows(None) if factor.number > 0 else UNKNOWN
-            return rows(multiple.number * factor.number)
+            return _multiplied(multiple, factor.number)
         if {self.kind, other.kind} == {"rows", "free"}:
             return rows(None)
         return _free_or_unknown(self, other)
@@ -128,6 +126,16 @@ ZERO = number(0)
 ONE = number(1)
 
 
+def _multiplied(size: Size, factor: Any) -> Size:
+    """Return a multiple of the rows, multiplied by a number: by 0.5 it may be none."""
+    if factor <= 0:
+        return UNKNOWN
+    if size.number is None:
+        return rows(None) if float(factor).is_integer() else UNKNOWN
+    product = size.number * factor
+    return rows(product) if float(product).is_integer() else UNKNOWN
+
+
 def _free_or_unknown(*sizes: Size) -> Size:
     return FREE if all(size.is_free for size in sizes) else UNKNOWN
 
@@ -157,7 +165,8 @@ def numbers(values: np.ndarray | None) -> np.ndarray | None:
     if values is None or any(size.kind != "number" for size in values.ravel()):
         return None
     flat = [size.number for size in values.ravel()]
-    return np.array(flat).reshape(values.shape)
+    dtype = None if flat else np.int64
+    return np.array(flat, dtype).reshape(values.shape)
 
 
 def broadcast(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...]:

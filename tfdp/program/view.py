@@ -12,6 +12,25 @@ import numpy as np
 from tfdp.program.facts import Fact, Form, own_rows, part, static_sizes, whole
 from tfdp.program.sizes import numbers
 
+# The shape of what these give is an input: it may have the number of rows in it.
+_SHAPED_BY_VALUES = frozenset(
+    [
+        "BroadcastTo",
+        "Fill",
+        "OneHot",
+        "Pad",
+        "PadV2",
+        "Range",
+        "Reshape",
+        "ScatterNd",
+        "Slice",
+        "StridedSlice",
+        "StridedSliceGrad",
+        "Tile",
+        "UnsortedSegmentSum",
+    ]
+)
+
 
 class CannotDivideError(Exception):
     """A step cannot be divided among replicas, with the reason."""
@@ -128,13 +147,22 @@ class View:
 
     def whole_outputs(self) -> list[Fact]:
         """Return the facts of outputs that every replica has."""
-        is_free = all(
-            fact.sizes is not None and all(size.is_free for size in fact.sizes)
+        is_free = not self._is_shaped_by_values() and all(
+            fact.form is not Form.SIZES
+            and fact.sizes is not None
+            and all(size.is_free for size in fact.sizes)
             for fact in self.facts
         )
         return [
             whole(static_sizes(tensor, is_free=is_free)) for tensor in self.op.outputs
         ]
+
+    def _is_shaped_by_values(self) -> bool:
+        """Return whether sizes of outputs are integers that are not known."""
+        return self.type in _SHAPED_BY_VALUES and any(
+            fact.value is None and tensor.dtype.is_integer
+            for fact, tensor in zip(self.facts, self.op.inputs, strict=True)
+        )
 
     def part_outputs(self, sizes: Any = None) -> list[Fact]:
         """Return the facts of outputs that are parts of sums."""

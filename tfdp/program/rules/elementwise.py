@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdp.program import sizes
 from tfdp.program.facts import Fact, Form, own_rows, part, whole, with_rows
-from tfdp.program.sizes import ONE
+from tfdp.program.sizes import ONE, number
 from tfdp.program.view import AS_HELD, PART, WHOLE, Decision, Need, View, rows_along
 
 ELEMENTWISE = frozenset(
@@ -254,13 +254,24 @@ def _sizes_of_part(view: View) -> Any:
 
     A batch of one row could else not be told from one entry that stands for all.
     """
-    if view.type == "BroadcastTo":
-        value = view.facts[1].value
-        return None if value is None else tuple(value)
+    if view.type in ("BroadcastTo", "Reshape", "Tile"):
+        return _arranged_sizes(view)
     shapes = [fact.sizes for fact in view.facts if fact.sizes is not None]
     if view.type not in ELEMENTWISE or len(shapes) < len(view):
         return None
     return sizes.broadcast(shapes)
+
+
+def _arranged_sizes(view: View) -> Any:
+    """Return the sizes that another input gives, if all are known."""
+    data, given = view.facts[0].sizes, view.facts[1].value
+    if given is None or any(size == number(-1) for size in given):
+        return None
+    if view.type != "Tile":
+        return tuple(given)
+    if data is None:
+        return None
+    return tuple(a * b for a, b in zip(data, given, strict=True))
 
 
 def _linear_index(view: View) -> int | None:

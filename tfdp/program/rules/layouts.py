@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdp.program import sizes
 from tfdp.program.facts import Fact, Form, own_rows, part, with_rows
+from tfdp.program.rules.rowwise import build_with_a_row
 from tfdp.program.sizes import ONE, Size, number, product
 from tfdp.program.view import AS_HELD, WHOLE, Decision, Need, View, rows_along
 
@@ -49,6 +50,8 @@ def _reshaped(data: Fact, target: list[Size]) -> tuple[tuple[Size, ...], int] | 
         if any(not other.is_free for other in rest if other != number(-1)):
             return None
         inner = product(other for other in rest if other != number(-1))
+        if _parts_rows(data, after, inner, size):
+            return None
         multiple = _multiple(data, after, inner, size, has_unknown=bool(unknown))
         if unknown and unknown != [axis]:
             (place,) = unknown
@@ -80,6 +83,19 @@ def _multiple(
     if not inner.number:
         return None
     return data.multiple * after.number // inner.number
+
+
+def _parts_rows(data: Fact, after: Size, inner: Size, size: Size) -> bool:
+    """Return whether a reshape puts entries of two rows side by side, as far as known.
+
+    So does one of [rows, 3] to [-1, 2], where a batch has an even number of rows.
+    """
+    if data.multiple is None or not after.kind == inner.kind == "number":
+        return False
+    each = data.multiple * after.number
+    if size.kind == "rows" and size.number is not None:
+        return bool(each % size.number)
+    return bool(inner.number and each % inner.number)
 
 
 def _missing(data: Fact, after: Size, inner: Size, size: Size) -> Size:
@@ -393,7 +409,11 @@ def decide_pad(view: View) -> Decision | None:
     if padding[data.axis].any():
         return None
     needs = [AS_HELD] + [WHOLE] * (len(view) - 1)
-    return Decision(needs, [view.rows_output(data.axis, data.multiple)])
+    outputs = [view.rows_output(data.axis, data.multiple)]
+    if not view.type.startswith("MirrorPad"):
+        return Decision(needs, outputs)
+    # TensorFlow refuses to mirror a tensor without rows, along any axis.
+    return None if data.axis else Decision(needs, outputs, build_with_a_row)
 
 
 def decide_concat_offset(view: View) -> Decision | None:
@@ -447,7 +467,8 @@ def decide_gather(view: View) -> Decision | None:
     if indices.is_rows and not data.is_rows:
         if indices.axis < batched:
             needs = [rows_along(indices.axis), AS_HELD, WHOLE]
-            return Decision(needs, [own_rows(shape, indices.axis)])
+            found = with_rows(shape, indices.axis, indices.multiple)
+            return Decision(needs, [own_rows(found, indices.axis)])
         own = place + indices.axis - batched
         return Decision([WHOLE, AS_HELD, WHOLE], [own_rows(shape, own)])
     if data.axis == indices.axis and data.axis < batched and data.axis != place:

@@ -62,6 +62,14 @@ _ROWS = {
 _BY_ELEMENT = frozenset(
     ("InTopKV2", "LookupTableFindV2", "SparseSoftmaxCrossEntropyWithLogits")
 )
+# Of these an input may have one row for all.
+_BROADCASTING = frozenset(
+    (
+        "ImageProjectiveTransformV3",
+        "MatrixTriangularSolve",
+        "SoftmaxCrossEntropyWithLogits",
+    )
+)
 # The output that has the shape of the first input, where TensorFlow may not know it.
 _SHAPED_LIKE_FIRST = {
     "LogSoftmax": 0,
@@ -102,7 +110,7 @@ def decide_row_by_row(view: View) -> Decision | None:
         if fact.is_rows or (fact.form is Form.SIZES and index not in indices):
             needs.append(AS_HELD)
         elif index in indices:
-            needs.append(rows_along(axis, may_broadcast=True))
+            needs.append(rows_along(axis, may_broadcast=view.type in _BROADCASTING))
         else:
             needs.append(WHOLE)
     multiple = next(f.multiple for f in view.facts if f.is_rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
@@ -265,16 +266,14 @@ def decide_list(view: View) -> Decision | None:
 
 
 def _empty(view: View) -> Decision:
-    return Decision([AS_HELD] * len(view), [Fact(Form.EMPTY)], _build_empty)
+    """Decide a new list: it is as long as the program's on every replica."""
+    return Decision([AS_HELD, WHOLE], [Fact(Form.EMPTY)], _build_empty)
 
 
 def _build_empty(builder: Any, op: Any, inputs: list) -> list:
-    """Build a list whose elements may have another shape on each replica."""
+    """Build a list whose elements may have another number of rows on each replica."""
     dtype = op.get_attr("element_dtype")
-    shape = -1
-    found = tf.get_static_value(op.inputs[0])
-    if found is not None and found.size and (found >= 0).all():
-        shape = op.inputs[0].graph and found
+    shape = _element_shape(op.inputs[0])
     if op.type == "EmptyTensorList":
         return [
             tf.raw_ops.EmptyTensorList(
@@ -286,6 +285,16 @@ def _build_empty(builder: Any, op: Any, inputs: list) -> list:
             element_shape=shape, num_elements=inputs[1], element_dtype=dtype
         )
     ]
+
+
+def _element_shape(given: Any) -> Any:
+    """Return what is known of the elements' shape: at least the number of axes."""
+    found = tf.get_static_value(given, partial=True)
+    if given.shape.rank != 1 or given.shape[0] is None:
+        return -1
+    if found is None:
+        found = [None] * given.shape[0]
+    return np.array([-1 if size is None else size for size in found], np.int32)
 
 
 def _item_need(listed: Fact, item: Fact) -> tuple[Need, Fact]:
@@ -331,9 +340,13 @@ def _get_item(view: View) -> Decision | None:
     listed = view.facts[0]
     if listed.form is Form.EMPTY:
         return None
-    return Decision(
-        [AS_HELD, WHOLE, AS_HELD], [_item(view, listed, 0)], _build_without_shape
-    )
+    needs = [AS_HELD, WHOLE, _shape_need(listed)]
+    return Decision(needs, [_item(view, listed, 0)], _build_without_shape)
+
+
+def _shape_need(listed: Fact) -> Need:
+    """Return the need of the shape of items, which is the replica's own of own rows."""
+    return AS_HELD if listed.is_rows else WHOLE
 
 
 def _pop(view: View) -> Decision | None:
@@ -388,7 +401,7 @@ def _stack(view: View) -> Decision | None:
     if view.attribute("num_elements", -1) >= 0:
         count = sizes.number(view.attribute("num_elements"))
     fact = Fact(listed.form, listed.axis + 1, (count, *listed.sizes))
-    return Decision([AS_HELD, AS_HELD], [fact], _build_stack)
+    return Decision([AS_HELD, _shape_need(listed)], [fact], _build_stack)
 
 
 def _build_stack(builder: Any, op: Any, inputs: list) -> list:
@@ -417,7 +430,10 @@ def _from_tensor(view: View) -> Decision | None:
 
 
 def _build_from_tensor(builder: Any, op: Any, inputs: list) -> list:
-    return [tf.raw_ops.TensorListFromTensor(tensor=inputs[0], element_shape=-1)]
+    # Its rank is known, since the gradient of a loop keeps the shape of elements.
+    rank = inputs[0].shape.rank
+    shape = -1 if rank is None else np.full([rank - 1], -1, np.int32)
+    return [tf.raw_ops.TensorListFromTensor(tensor=inputs[0], element_shape=shape)]
 
 
 def _same_list(view: View) -> Decision:
@@ -431,7 +447,8 @@ def _length(view: View) -> Decision:
 def _optional(view: View) -> Decision | None:
     if len(view) != 1:
         return None
-    return Decision([AS_HELD], [_as_list(view.facts[0])])
+    need, fact = _item_need(Fact(Form.EMPTY), view.facts[0])
+    return Decision([need], [_as_list(fact)])
 
 
 def _optional_value(view: View) -> Decision | None:

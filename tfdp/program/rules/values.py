@@ -113,7 +113,8 @@ def _add_up(view: View) -> np.ndarray | None:
     total = sizes.ZERO
     for size in data:
         total = total + size
-    return _scalar(total)
+    found = _scalar(total)
+    return found.reshape([1]) if view.attribute("keep_dims") else found
 
 
 def _range(view: View) -> np.ndarray | None:
@@ -148,7 +149,8 @@ def _select(view: View) -> np.ndarray | None:
     condition = view.numbers(0)
     if condition is None or condition.ndim:
         return None
-    return view.facts[1 if condition else 2].value
+    values = np.broadcast_arrays(view.facts[1].value, view.facts[2].value)
+    return values[0 if condition else 1]
 
 
 def _invert_permutation(view: View) -> np.ndarray | None:
@@ -175,7 +177,8 @@ def _stitch(view: View) -> np.ndarray | None:
     places = [view.numbers(index) for index in range(count)]
     if any(place is None for place in places):
         return None
-    length = 1 + max(int(np.max(p)) for p in places if p is not None and p.size)
+    given = [int(np.max(p)) for p in places if p is not None and p.size]
+    length = 1 + max(given, default=-1)
     result = np.empty(length, object)
     result[:] = UNKNOWN
     for place, fact in zip(places, view.facts[count:], strict=True):
