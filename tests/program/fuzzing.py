@@ -20,6 +20,7 @@ from tests.program.campaign import EQUAL, ILL, SKIPPED
 from tests.program.operations import State
 from tests.program.random_programs import EVEN, ODD, Program, batch, initial_weights
 from tfdp import _compat
+from tfdp.base.loops import Loop
 from tfdp.local_steps.training_group import training_group
 from tfdp.program import step as program_step
 from tfdp.program.step import DividedStep, rows_of_replica
@@ -132,7 +133,7 @@ class Replicas:
             model.optimizer.apply(gradients, model.weights)
             return {"loss": loss, **logs}
 
-        divided = DividedStep(strategy, step, returns_rows=False)
+        divided = DividedStep(strategy, Loop(model, "fit"), step)
 
         def replica(*inputs: Any) -> Any:
             group = training_group(strategy)
