@@ -102,8 +102,8 @@ class _Strategy:
             What `fn` returns, one value per replica.
         """
         self.extended.worker_group.owner.check("`strategy.run`")
-        fn, args, weights = replica_step.prepare_run(self, fn, args)
-        with self.extended.step_scope(weights):
+        fn, args = replica_step.prepare_run(self, fn, args)
+        with self.extended.step_scope():
             result = super().run(fn, args, kwargs, options)  # type: ignore[misc]
         # Optimizers may have built their variables while being traced.
         synchronized_scope.synchronize_new_variables(self)
