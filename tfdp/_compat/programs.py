@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
+from tensorflow.python.autograph.core import ag_ctx as autograph_ctx
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.framework import auto_control_deps, func_graph, ops
@@ -170,7 +171,9 @@ def call_inline(function: Any, *args: Any, **kwargs: Any) -> Any:
             called, function._experimental_autograph_options
         )
     args, kwargs = tf.nest.map_structure(_as_tensor, (args, kwargs))
-    return called(*args, **kwargs)
+    # Keras turns AutoGraph off for its layers, and a function turns it on again.
+    with autograph_ctx.ControlStatusCtx(autograph_ctx.Status.UNSPECIFIED):
+        return called(*args, **kwargs)
 
 
 def _as_tensor(value: Any) -> Any:
