@@ -40,6 +40,7 @@ class _Model:
     """The variables and the optimizer of programs, on one device or on replicas."""
 
     def __init__(self) -> None:
+        self.name = "program"  # As messages name a model.
         self.weights = [
             keras.Variable(value, dtype="float64", name=name)
             for name, value in zip(
