@@ -10,7 +10,7 @@ import numpy as np
 from tfdp.program import sizes
 from tfdp.program.facts import Fact, Form, whole
 from tfdp.program.sizes import FREE, ONE, UNKNOWN, Size, array, product
-from tfdp.program.view import AS_HELD, Decision, View
+from tfdp.program.view import AS_HELD, WHOLE, Decision, View
 
 # Arrays of sizes longer than this are not followed.
 _MOST_VALUES = 64
@@ -274,9 +274,10 @@ def decide_values(view: View) -> Decision | None:
     shape = tuple(sizes.number(n) for n in value.shape)
     if "rows" in kinds:
         fact = Fact(Form.SIZES, sizes=shape, value=value)
-    else:
-        fact = whole(shape, value)
-    return Decision([AS_HELD] * len(view), [fact])
+        return Decision([AS_HELD] * len(view), [fact])
+    # Where it is no multiple of the rows it is computed of the number of all rows.
+    need = WHOLE if Form.SIZES in view.forms() else AS_HELD
+    return Decision([need] * len(view), [whole(shape, value)])
 
 
 def _shapes(view: View) -> Decision | None:
