@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 
 from tfdp.program.facts import Fact, Form, own_rows, part, static_sizes, whole
-from tfdp.program.sizes import numbers
+from tfdp.program.sizes import number, numbers
+
+
+# The input that is the shape of the output.
+_SHAPE_INPUT = {"BroadcastTo": 1, "Fill": 0, "Reshape": 1}
+
+# Of these the output has the shape of the first input.
+_LIKE_FIRST = frozenset(
+    ("Cumprod", "Cumsum", "LogSoftmax", "ReverseV2", "Roll", "Softmax")
+)
 
 # The shape of what these give is an input: it may have the number of rows in it.
 _SHAPED_BY_VALUES = frozenset(
@@ -147,6 +156,9 @@ class View:
 
     def whole_outputs(self) -> list[Fact]:
         """Return the facts of outputs that every replica has."""
+        shape = self._given_shape()
+        if shape is not None:
+            return [whole(shape)]
         is_free = not self._is_shaped_by_values() and all(
             fact.form is not Form.SIZES
             and fact.sizes is not None
@@ -163,6 +175,16 @@ class View:
             fact.value is None and tensor.dtype.is_integer
             for fact, tensor in zip(self.facts, self.op.inputs, strict=True)
         )
+
+    def _given_shape(self) -> Any:
+        """Return the sizes of an output whose shape is an input, if all are known."""
+        if self.type in _LIKE_FIRST:
+            return self.facts[0].sizes
+        index = _SHAPE_INPUT.get(self.type)
+        value = None if index is None else self.facts[index].value
+        if value is None or number(-1) in value.ravel():
+            return None
+        return tuple(value)
 
     def part_outputs(self, sizes: Any = None) -> list[Fact]:
         """Return the facts of outputs that are parts of sums."""

@@ -38,6 +38,7 @@ from tfdp.program.view import AS_HELD, WHOLE, Decision, View
 _OF_SIZES = frozenset(
     ("BroadcastTo", "ConcatOffset", "Fill", "Range", "StridedSliceGrad", "Tile")
 )
+_TO_ROWS = frozenset(("BroadcastTo", "Fill", "Tile"))
 _CONTRACTIONS = frozenset(
     ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
 )
@@ -65,7 +66,7 @@ def decide(view: View) -> Decision:
     if Form.ROWS in view.forms():
         found = _decide_rows(view)
     elif Form.PART in view.forms():
-        found = decide_linear(view)
+        found = _decide_parts(view)
     elif Form.SIZES in view.forms():
         found = _decide_sizes(view)
     else:
@@ -88,6 +89,16 @@ def _decide_rows(view: View) -> Decision | None:
         if found is not None:
             return found
     return None
+
+
+def _decide_parts(view: View) -> Decision | None:
+    """Decide an operation of parts of sums."""
+    if view.type in _TO_ROWS and Form.SIZES in view.forms():
+        # One number for all rows is summed before it is as many.
+        found = LAYOUTS[view.type](view)
+        if found is not None:
+            return found
+    return decide_linear(view)
 
 
 def _decide_sizes(view: View) -> Decision:
