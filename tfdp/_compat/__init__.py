@@ -239,6 +239,7 @@ from tfdp._compat.programs import (
     call_inline,
     captures_of,
     function_graph,
+    is_call,
     has_effect,
     has_function,
     loop_graphs,

@@ -16,11 +16,17 @@ from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.autograph.core import ag_ctx as autograph_ctx
 from tensorflow.python.client import pywrap_tf_session
 from tensorflow.python.eager.polymorphic_function import autograph_util
-from tensorflow.python.framework import auto_control_deps, func_graph, ops
+from tensorflow.python.framework import (
+    auto_control_deps,
+    func_graph,
+    op_def_registry,
+    ops,
+)
 from tensorflow.python.ops import cond_v2, control_flow_util_v2, while_v2
 from tensorflow.python.util import tf_stack
 
 _MARKER = "_tfdp_marker"
+_CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
 
 
 class ProgramGraph(func_graph.FuncGraph):
@@ -93,9 +99,17 @@ def loop_graphs(op: tf.Operation) -> tuple[Any, Any]:
     return cond, while_v2._get_graph(op, "body", "_body_graph")
 
 
+def is_call(op: tf.Operation) -> bool:
+    """Whether an operation calls a function, by an attribute or by its own type.
+
+    Functions of TensorFlow 1, as in a loss of CTC, call others by their type.
+    """
+    return op.type in _CALLS or op_def_registry.get(op.type) is None
+
+
 def function_graph(op: tf.Operation) -> Any:
     """The graph of the function that an operation calls."""
-    name = op.get_attr("f").name
+    name = op.get_attr("f").name if op.type in _CALLS else op.type
     graph = op.graph
     while graph is not None:
         function = graph._get_function(name)

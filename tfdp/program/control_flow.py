@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp import _compat
 from tfdp.program.facts import Fact
 from tfdp.program.view import AS_HELD, Decision, Need
 
@@ -19,7 +20,7 @@ def build(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
     """Build a branch, a loop or a call on a replica."""
     if op.type in ("While", "StatelessWhile"):
         return _build_loop(builder, op, decision, inputs)
-    if op.type in ("PartitionedCall", "StatefulPartitionedCall"):
+    if _compat.is_call(op):
         (plan,) = decision.plans
         inner = _nested(builder, plan, op.inputs, {})
         inner.run()

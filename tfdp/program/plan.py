@@ -197,6 +197,8 @@ def _decide(view: View) -> Decision:
         return _run_whole(view)
     if kind in _WITH_GRAPHS:
         return _WITH_GRAPHS[kind](view)
+    if _compat.is_call(op):
+        return _plan_call(view)
     if kind == "IdentityN":
         return Decision([AS_HELD] * len(view), view.facts)
     marker = _compat.marker_of(op) if kind == "Identity" else ""
@@ -464,7 +466,6 @@ def need_of(fact: Fact) -> Need:
 _WITH_GRAPHS = {
     **dict.fromkeys(_BRANCHES, _plan_branches),
     **dict.fromkeys(_LOOPS, _plan_loop),
-    **dict.fromkeys(("PartitionedCall", "StatefulPartitionedCall"), _plan_call),
 }
 
 
