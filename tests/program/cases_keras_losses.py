@@ -42,7 +42,6 @@ OF_KERAS: dict[str, Callable[..., Any]] = {
     "binary_focal": losses.BinaryFocalCrossentropy,
     "categorical": losses.CategoricalCrossentropy,
     "focal": losses.CategoricalFocalCrossentropy,
-    "generalized": losses.CategoricalGeneralizedCrossEntropy,
     "smoothed": lambda **options: losses.CategoricalCrossentropy(
         label_smoothing=0.1, **options
     ),
@@ -55,16 +54,21 @@ OF_KERAS: dict[str, Callable[..., Any]] = {
 }
 
 
-@case("Losses of Keras, as they are and as sums", **_CASE)
-def losses_of_keras(env: Env) -> dict:
-    chosen = {name: make() for name, make in OF_KERAS.items()}
-    chosen |= {
+def with_reductions(*names: str) -> dict[str, keras.losses.Loss]:
+    """Return losses of Keras with every other reduction."""
+    return {
         f"{name}_{reduction}": OF_KERAS[name](reduction=reduction)
-        for name in ("mse", "huber", "categorical", "dice")
+        for name in names
         for reduction in ("sum", "mean", "mean_with_sample_weight")
     }
-    weights = {name: 0.5 + 0.1 * place for place, name in enumerate(chosen)}
+
+
+@case("Losses of Keras, as they are and with other reductions", **_CASE)
+def losses_of_keras(env: Env) -> dict:
     with precision("float64"):
+        chosen = {name: make() for name, make in OF_KERAS.items()}
+        chosen |= with_reductions("mse", "huber", "categorical", "dice")
+        weights = {name: 0.5 + 0.1 * place for place, name in enumerate(chosen)}
         return train_heads(
             env, chosen, targets=labels, rate=0.005, loss_weights=weights
         )
@@ -72,16 +76,14 @@ def losses_of_keras(env: Env) -> dict:
 
 @case("Losses of Keras with weights of samples and classes", **_CASE)
 def losses_of_keras_with_weights(env: Env) -> dict:
-    chosen = {
-        f"{name}_{reduction}": OF_KERAS[name](reduction=reduction)
-        for name in ("mse", "categorical")
-        for reduction in ("sum", "mean", "mean_with_sample_weight")
-    }
-    chosen["number"] = lambda y, p: ops.mean(ops.square(y - p))
-    chosen["total"] = lambda y, p: ops.sum(ops.square(y - p), axis=-1)
-    weights = dict.fromkeys(chosen, np.linspace(0.0, 2.0, NUM_ROWS))
     results: dict[str, Any] = {}
     with precision("float64"):
+        chosen: dict[str, Any] = {
+            **with_reductions("mse", "categorical"),
+            "number": lambda y, p: ops.mean(ops.square(y - p)),
+            "total": lambda y, p: ops.sum(ops.square(y - p), axis=-1),
+        }
+        weights = dict.fromkeys(chosen, np.linspace(0.0, 2.0, NUM_ROWS))
         results["samples"] = train_heads(
             env,
             chosen,
@@ -111,12 +113,8 @@ def losses_of_keras_with_weights(env: Env) -> dict:
 # Images.
 
 
-@case("Dice and Tversky over a batch of images", **_CASE)
-def losses_of_segmentation(env: Env) -> dict:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(NUM_ROWS, 6, 6, 2))
-    y = (x[..., :1] + 0.5 * rng.normal(size=(NUM_ROWS, 6, 6, 1)) > 0.4).astype(float)
-    chosen = {
+def segmentation_losses() -> dict[str, Any]:
+    return {
         "dice": losses.Dice(axis=(0, 1, 2)),
         "dice_of_each": losses.Dice(axis=(1, 2, 3)),
         "dice_of_all": losses.Dice(),
@@ -134,6 +132,12 @@ def losses_of_segmentation(env: Env) -> dict:
         ),
     }
 
+
+@case("Dice and Tversky over a batch of images", **_CASE)
+def losses_of_segmentation(env: Env) -> dict:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(NUM_ROWS, 6, 6, 2))
+    y = (x[..., :1] + 0.5 * rng.normal(size=(NUM_ROWS, 6, 6, 1)) > 0.4).astype(float)
     def build() -> keras.Model:
         inputs = keras.Input((6, 6, 2))
         h = layers.Conv2D(4, 3, padding="same", activation="tanh")(inputs)
@@ -145,6 +149,7 @@ def losses_of_segmentation(env: Env) -> dict:
         return common.compiled(model, keras.optimizers.SGD(0.05), chosen)
 
     with precision("float64"):
+        chosen = segmentation_losses()
         data = x, dict.fromkeys(chosen, y)
         return common.train(
             env, build, *data, batch_size=BATCH_ROWS, epochs=2, validation_data=data
@@ -191,15 +196,15 @@ def scalar_of_tokens(y: Any, p: Any) -> Any:
 def losses_of_masked_sequences(env: Env) -> dict:
     results = {}
     x, y = tokens()
-    chosen: dict[str, tuple[Any, bool]] = {
-        "translation": (masked_translation, False),
-        "masked_translation": (masked_translation, True),
-        "scalar": (scalar_of_tokens, True),
-        "sum": (each_token("sum"), True),
-        "mean": (each_token("sum_over_batch_size"), True),
-        "mean_of_real": (each_token("mean_with_sample_weight"), True),
-    }
     with precision("float64"):
+        chosen: dict[str, tuple[Any, bool]] = {
+            "translation": (masked_translation, False),
+            "masked_translation": (masked_translation, True),
+            "scalar": (scalar_of_tokens, True),
+            "sum": (each_token("sum"), True),
+            "mean": (each_token("sum_over_batch_size"), True),
+            "mean_of_real": (each_token("mean_with_sample_weight"), True),
+        }
         for name, (loss, has_mask) in chosen.items():
 
             def build(loss: Any = loss, has_mask: bool = has_mask) -> keras.Model:
