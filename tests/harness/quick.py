@@ -53,6 +53,16 @@ LEFT_OUT = {
     "embedding_lstm_with_adamw": "masked_lstm",
     "multi_output_with_adamw": "losses_of_several_outputs_with_sample_weights",
     "*_by_tensorflow": "the same ... by the transport of the strategy",
+    # The program of one device.
+    "losses_of_columns": "losses_that_are_no_means",
+    "losses_of_statistics": "losses_that_are_no_means",
+    "losses_along_the_batch": "losses_of_keras_with_weights",
+    "losses_of_pairs_of_rows": "losses_of_segmentation",
+    "losses_of_keras": "reduction_sum",
+    "losses_of_masked_sequences": "mask_that_reaches_the_loss",
+    "images_on_replicas_without_rows": "convolutions_on_replicas_without_samples",
+    "normalizations_on_replicas_*": "synchronized_batch_normalization_with_a_mask",
+    "metrics_of_keras": "binary_metrics",
     # Scopes.
     "temporary_variables_of_one_worker": "saving_alone_inside_the_scope",
     "garbage_of_one_worker": "models_of_one_worker",

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tests.exactness.cases_exactness import precision
@@ -104,9 +103,7 @@ NUMBERS: dict[str, Loss] = {
     "norm": lambda y, p: tf.norm(y - p),
     "log_of_mean": lambda y, p: ops.log(ops.mean(squares(y, p)) + 0.1),
     "half_of_squares": lambda y, p: tf.nn.l2_loss(y - p),
-    "product_of_means": lambda y, p: (
-        ops.mean(squares(y, p)) * ops.mean(ops.abs(y + p))
-    ),
+    "product_of_means": lambda y, p: ops.mean(squares(y, p)) * ops.mean(ops.abs(y + p)),
     "square_of_mean": lambda y, p: ops.square(ops.mean(y - p)),
     "mean_and_sum": lambda y, p: (
         ops.mean(squares(y, p)) + 0.01 * ops.sum(ops.abs(y - p))
@@ -202,8 +199,8 @@ STATISTICS: dict[str, Loss] = {
     "cox": cox,
     "cox_of_pairs": cox_of_pairs,
     "kernel_distance": kernel_distance,
-    "log_determinant": lambda y, p: -tf.linalg.logdet(
-        tf.matmul(p, p, transpose_a=True) + tf.eye(3, dtype=p.dtype)
+    "log_determinant": lambda y, p: (
+        -tf.linalg.logdet(tf.matmul(p, p, transpose_a=True) + tf.eye(3, dtype=p.dtype))
     ),
     "singular_values": lambda y, p: tf.reduce_sum(
         tf.linalg.svd(p, compute_uv=False)[:1]
@@ -385,9 +382,7 @@ PAIRS: dict[str, Loss] = {
     "distances_of_pairs": distances_of_pairs,
     "ranked_pairs": ranked_pairs,
     "hardest_of_batch": hardest_of_batch,
-    "circle_of_rows": lambda y, p: ops.mean(
-        ops.logsumexp(similarities(p) * 3, axis=1)
-    ),
+    "circle_of_rows": lambda y, p: ops.mean(ops.logsumexp(similarities(p) * 3, axis=1)),
     "all_pairs_summed": lambda y, p: ops.sum(ops.matmul(p, ops.transpose(p))) / 64,
     "eigenvalue": lambda y, p: tf.reduce_max(
         tf.linalg.eigvalsh(tf.matmul(p, p, transpose_b=True))
@@ -401,7 +396,7 @@ def _trained(env: Env, losses: dict[str, Loss], **options: Any) -> dict:
         return train_heads(env, losses, **options)
 
 
-_CASE: dict[str, Any] = {"setups": BOTH, "tol": 1e-9}
+_CASE: dict[str, Any] = {"setups": BOTH, "tol": 1e-9, "deadline_seconds": 300.0}
 
 
 @case("Losses with an entry for each class or column", **_CASE)

@@ -19,7 +19,10 @@ NUM_ROWS = (1, 7, 1)
 
 def branches(inputs: Any, kinds: dict[str, Callable]) -> keras.Model:
     """Return a model whose branches, one for each kind of layer, are added up."""
-    found = [layers.Dense(1, name=f"{name}_head")(make(inputs)) for name, make in kinds.items()]
+    found = [
+        layers.Dense(1, name=f"{name}_head")(make(inputs))
+        for name, make in kinds.items()
+    ]
     return keras.Model(inputs, layers.Add()(found))
 
 
@@ -55,7 +58,11 @@ def flat(*stack: Any) -> Callable:
     return call
 
 
-@case("Convolutions and poolings on replicas without rows", setups=ALL)
+@case(
+    "Convolutions and poolings on replicas without rows",
+    setups=ALL,
+    deadline_seconds=300.0,
+)
 def images_on_replicas_without_rows(env: Env) -> dict:
     def build() -> keras.Model:
         return branches(
@@ -101,7 +108,9 @@ def images_on_replicas_without_rows(env: Env) -> dict:
     return train_on_few_rows(env, build, x.astype("float32"))
 
 
-@case("Normalization layers on replicas without rows", setups=ALL)
+@case(
+    "Normalization layers on replicas without rows", setups=ALL, deadline_seconds=300.0
+)
 def normalizations_on_replicas_without_rows(env: Env) -> dict:
     def build() -> keras.Model:
         return branches(
@@ -125,7 +134,12 @@ def normalizations_on_replicas_without_rows(env: Env) -> dict:
     return train_on_few_rows(env, build, x.astype("float32"))
 
 
-@case("Local BatchNormalization on replicas without rows", compare=False, setups=ALL)
+@case(
+    "Local BatchNormalization on replicas without rows",
+    compare=False,
+    setups=ALL,
+    deadline_seconds=300.0,
+)
 def local_normalization_on_replicas_without_rows(env: Env) -> dict:
     def build() -> keras.Model:
         return branches(
@@ -139,7 +153,11 @@ def local_normalization_on_replicas_without_rows(env: Env) -> dict:
     return {"weights": results["weights"], "history": results["history"]}
 
 
-@case("Recurrence, attention and embeddings on replicas without rows", setups=ALL)
+@case(
+    "Recurrence, attention and embeddings on replicas without rows",
+    setups=ALL,
+    deadline_seconds=300.0,
+)
 def sequences_on_replicas_without_rows(env: Env) -> dict:
     def attention(h: Any) -> Any:
         return layers.Flatten()(
@@ -171,7 +189,11 @@ def sequences_on_replicas_without_rows(env: Env) -> dict:
     return train_on_few_rows(env, build, common.tokens(sum(NUM_ROWS)))
 
 
-@case("Augmentation and Dropout on replicas without rows", setups=ALL)
+@case(
+    "Augmentation and Dropout on replicas without rows",
+    setups=ALL,
+    deadline_seconds=300.0,
+)
 def augmentation_on_replicas_without_rows(env: Env) -> dict:
     def build() -> keras.Model:
         return branches(

@@ -23,7 +23,7 @@ from tests.program.heads import (
 )
 
 layers, losses, ops = keras.layers, keras.losses, keras.ops
-_CASE: dict[str, Any] = {"setups": BOTH, "tol": 1e-9}
+_CASE: dict[str, Any] = {"setups": BOTH, "tol": 1e-9, "deadline_seconds": 300.0}
 
 OF_KERAS: dict[str, Callable[..., Any]] = {
     "mse": losses.MeanSquaredError,
@@ -124,11 +124,13 @@ def segmentation_losses() -> dict[str, Any]:
         "edges": lambda y, p: ops.mean(
             tf.abs(tf.image.sobel_edges(y) - tf.image.sobel_edges(p))
         ),
-        "variation": lambda y, p: ops.mean(ops.square(y - p)) + 1e-3 * tf.reduce_sum(
-            tf.image.total_variation(p)
+        "variation": lambda y, p: (
+            ops.mean(ops.square(y - p))
+            + 1e-3 * tf.reduce_sum(tf.image.total_variation(p))
         ),
-        "similarity": lambda y, p: 1 - tf.cast(
-            tf.reduce_mean(tf.image.ssim(y, p, 1.0, filter_size=3)), p.dtype
+        "similarity": lambda y, p: (
+            1
+            - tf.cast(tf.reduce_mean(tf.image.ssim(y, p, 1.0, filter_size=3)), p.dtype)
         ),
     }
 
@@ -138,6 +140,7 @@ def losses_of_segmentation(env: Env) -> dict:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(NUM_ROWS, 6, 6, 2))
     y = (x[..., :1] + 0.5 * rng.normal(size=(NUM_ROWS, 6, 6, 1)) > 0.4).astype(float)
+
     def build() -> keras.Model:
         inputs = keras.Input((6, 6, 2))
         h = layers.Conv2D(4, 3, padding="same", activation="tanh")(inputs)
@@ -308,5 +311,3 @@ def losses_that_models_add(env: Env) -> dict:
                 env, build, x, y, batch_size=MORE_ROWS, epochs=2, validation_data=(x, y)
             )
     return results
-
-

@@ -16,7 +16,7 @@ from tests.harness.registry import BOTH, case
 from tests.program.heads import BATCH_ROWS, MORE_ROWS, NUM_ROWS, features, labels
 
 layers, metrics, ops = keras.layers, keras.metrics, keras.ops
-_CASE: dict[str, Any] = {"setups": BOTH, "tol": 1e-9}
+_CASE: dict[str, Any] = {"setups": BOTH, "tol": 1e-9, "deadline_seconds": 300.0}
 
 
 # Functions with one number, or some, for a batch.
@@ -235,7 +235,9 @@ def metric_functions_of_a_batch(env: Env) -> dict:
     return measured(env, lambda: list(FUNCTIONS))
 
 
-@case("Metric classes that count batches, multiply, keep extremes, compare rows", **_CASE)
+@case(
+    "Metric classes that count batches, multiply, keep extremes, compare rows", **_CASE
+)
 def metric_classes_that_are_no_sums(env: Env) -> dict:
     def make() -> list:
         return [Batches(), MeanOfMeans(), Extremes(), KernelDistance()]

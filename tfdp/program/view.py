@@ -12,7 +12,6 @@ import numpy as np
 from tfdp.program.facts import Fact, Form, own_rows, part, static_sizes, whole
 from tfdp.program.sizes import number, numbers
 
-
 # The input that is the shape of the output.
 _SHAPE_INPUT = {"BroadcastTo": 1, "Fill": 0, "Reshape": 1}
 
