@@ -1,4 +1,4 @@
-"""Losses of Keras, with their reductions, weights and masks, on rows that do not divide."""
+"""Losses of Keras with reductions, weights and masks, on rows that do not divide."""
 
 from __future__ import annotations
 
