@@ -111,6 +111,8 @@ def test_defaults_are_those_that_are_documented():
         "timeout_seconds": None,
         "uneven": "join",
         "xla_clusters": 1,
+        "sync_batch_norm": False,
+        "gathers": "allow",
     }
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdp.arguments import checked_integer, checked_number
+from tfdp.arguments import checked_bool, checked_integer, checked_number
 from tfdp.links import Links
 
 FLAT_ALGORITHMS = ("ring", "tree", "halving_doubling")
@@ -15,6 +15,7 @@ ALGORITHMS = ("auto", *FLAT_ALGORITHMS, "hierarchical", ADASUM)
 _OF_LEVELS = {"inner": FLAT_ALGORITHMS, "outer": (*FLAT_ALGORITHMS, ADASUM)}
 BACKENDS = ("auto", "nccl", "ring", "direct", "mpi")
 UNEVEN = ("join", "stop")
+GATHERS = ("allow", "error")
 COMMUNICATION_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
 COMPRESSIONS = (*COMMUNICATION_DTYPES, "int8")
 _LEVELS = ("inner", "outer")
@@ -85,6 +86,13 @@ class CommunicationOptions:
             and backward pass are compiled in, at most one for each bucket. The
             buckets of a part are reduced while the next one computes, which pays
             where a slow link takes about as long as the backward pass. Defaults to 1.
+        sync_batch_norm: Bool, whether every `BatchNormalization` normalizes by the
+            moments of the global batch, as with `synchronized=True`: its layers then
+            wait for an all-reduce in the forward and the backward pass. Defaults to
+            `False`: each replica's own rows, as in TensorFlow.
+        gathers: String, what to do with a step that gathers much of what an operation
+            needs of the whole batch: `"allow"` tells of it once for a model; `"error"`
+            raises before the first step. Defaults to `"allow"`.
 
     Raises:
         ValueError: If a value is out of range or unknown.
@@ -112,6 +120,8 @@ class CommunicationOptions:
     timeout_seconds: float | None = None
     uneven: str = "join"
     xla_clusters: int = 1
+    sync_batch_norm: bool = False
+    gathers: str = "allow"
 
     def __post_init__(self) -> None:
         size = "a size in megabytes"
@@ -130,6 +140,8 @@ class CommunicationOptions:
                 f"or None. Received: interface={self.interface!r}"
             )
         _check_one_of("uneven", self.uneven, UNEVEN)
+        _check_one_of("gathers", self.gathers, GATHERS)
+        checked_bool("sync_batch_norm", self.sync_batch_norm)
         clusters = checked_integer("xla_clusters", self.xla_clusters, 1)
         object.__setattr__(self, "xla_clusters", clusters)
         _check_compression(self.compression)

@@ -69,12 +69,29 @@ def place_of(frame: types.FrameType | None) -> str:
         frame = frame.f_back
     if frame is None:
         return "a line that is not known"
-    path, line = frame.f_code.co_filename, frame.f_lineno
-    text = linecache.getline(path, line).strip()
+    return describe_line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def describe_line(path: str, line: int) -> str:
+    """Describe a line of the user's code.
+
+    Args:
+        path: String, the name of its file, as Python has it.
+        line: Int, its number.
+
+    Returns:
+        String with file, line and text.
+    """
+    text = text_of_line(path, line)
     where = (
         f"{path}:{line}" if os.path.exists(path) else f"line {line} of {_cell(path)}"
     )
     return f"{where}: `{text}`" if text else where
+
+
+def text_of_line(path: str, line: int) -> str:
+    """Return the text of a line of the user's code, or `""` where there is none."""
+    return linecache.getline(path, line).strip()
 
 
 def _cell(path: str) -> str:
@@ -137,5 +154,9 @@ def _watch(module: Any) -> None:
 
 
 def _is_of_user(frame: types.FrameType) -> bool:
-    path = frame.f_code.co_filename
+    return is_of_user(frame.f_code.co_filename)
+
+
+def is_of_user(path: str) -> bool:
+    """Return whether a file, named as Python has it, is the user's own code."""
     return not path.startswith(_LIBRARIES) and not path.startswith("<frozen")

@@ -116,19 +116,15 @@ def losses_that_cannot_be_right_are_told(env: Env) -> dict:
     return {}
 
 
-@case("Limits: an eager step of own", compare=False)
-def eager_steps_are_told(env: Env) -> dict:
+@case("Limits: an eager step of own")
+def eager_steps_of_own(env: Env) -> dict:
     def build():
-        model = OfKeras()
+        model = LargestRow()
         optimizer = keras.optimizers.SGD(0.05)
         model.compile(optimizer, loss="mse", metrics=["mae"], run_eagerly=True)
         return model
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        common.train(env, build, *common.regression_data(8))
-    assert sum("`OfKeras.train_step`" in str(w.message) for w in caught) == 1
-    return {}
+    return common.train(env, build, *common.regression_data(8))
 
 
 @case("Limits: a loop of own, the sum divided by the global batch size")

@@ -75,6 +75,21 @@ def token_batches() -> tuple[np.ndarray, np.ndarray, list[slice]]:
     return x.astype("int32"), y, [slice(i, i + common.BATCH_SIZE) for i in starts]
 
 
+def contrast(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
+    """A loss that compares each row with all others, and has no rule for that."""
+    logits = tf.matmul(y_pred, y_pred, transpose_b=True)
+    return keras.ops.logsumexp(logits) + keras.ops.mean(tf.sort(y_pred - y_true, 0))
+
+
+def of_pairs(make: Make) -> keras.Model:
+    """A model whose loss compares rows, with a penalty that has none."""
+    hidden = layers.Dense(6, activation="tanh", kernel_regularizer="l2")
+    model = keras.Sequential(
+        [keras.Input((NUM_STEPS,), dtype="float32"), hidden, layers.Dense(1)]
+    )
+    return common.compiled(model, make(), loss=contrast)
+
+
 def data_of(build: object) -> tuple[np.ndarray, np.ndarray, list[slice]]:
     x, y, batches = token_batches()
     return (x, y, batches) if build is masked else (x / 10, y[:, 0], batches)
@@ -93,7 +108,7 @@ def check_trained(env: Env, model: keras.Model, expected: keras.Model) -> None:
 
 @case("A loss of all rows is that of the replica's own", compare=False)
 def losses_of_replicas_alone_are_of_their_own_rows(env: Env) -> dict:
-    for build in masked, of_a_root:
+    for build in masked, of_a_root, of_pairs:
         x, y, batches = data_of(build)
         with env.scope():
             model = build(momentum)
@@ -112,12 +127,13 @@ def losses_of_replicas_alone_are_of_their_own_rows(env: Env) -> dict:
             tfdp.callbacks.LocalSGD(SYNC_EVERY),
             keras.callbacks.LambdaCallback(on_train_batch_end=keep),
         ]
-        common.fit(model, x, y, epochs=1, callbacks=callbacks)
+        history = common.fit(model, x, y, epochs=1, callbacks=callbacks)
         for number, rows in enumerate(batches, start=1):
             expected.step(x[rows], y[rows])
             if number % SYNC_EVERY == 0:
                 expected.average()
         check_trained(env, model, expected.models[0])
+        np.testing.assert_allclose(history["loss"], [expected.loss], rtol=1e-4)
         assert {launch.branch for launch in launches(steps[0])} == {"then_branch"}
     return {}
 
@@ -130,7 +146,7 @@ def losses_of_replicas_alone_are_of_their_own_rows(env: Env) -> dict:
 )
 def losses_of_nodes_are_of_their_own_rows(env: Env) -> dict:
     options = tfdp.CommunicationOptions(node_size=env.setup.devices_per_worker)
-    for build in masked, of_a_root:
+    for build in masked, of_a_root, of_pairs, of_gathers:
         strategy = tfdp.MultiWorkerMirroredStrategy(communication=options)
         x, y, batches = data_of(build)
         with strategy.scope():
@@ -139,13 +155,14 @@ def losses_of_nodes_are_of_their_own_rows(env: Env) -> dict:
         nodes = Nodes(2, model.get_weights(), outer, build, momentum)
         diloco = tfdp.callbacks.DiLoCo(SYNC_EVERY, optimizers.SGD(0.7))
         # The last batch is smaller, and not divided evenly.
-        common.fit(model, x, y, epochs=1, callbacks=[diloco])
+        history = common.fit(model, x, y, epochs=1, callbacks=[diloco])
         every = list(range(len(model.trainable_variables)))
         for number, rows in enumerate(batches, start=1):
             nodes.step(x[rows], y[rows])
             if number % SYNC_EVERY == 0 or rows.stop >= NUM_ROWS:
                 nodes.meet(every)
         check_trained(env, model, nodes.models[0])
+        np.testing.assert_allclose(history["loss"], [nodes.loss], rtol=1e-4)
     return {}
 
 
@@ -267,9 +284,14 @@ def diloco_clips_outer_gradients(env: Env) -> dict:
 
 
 def of_gathered_rows(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
-    """A loss that compares each row with the mean of all."""
+    """A loss that compares each row with the mean of all that train together."""
     mean = tf.reduce_mean(tfdp.all_gather(y_pred), axis=0)
     return tf.reduce_mean(tf.square(y_true - y_pred) + tf.square(y_pred - mean))
+
+
+def of_gathers(make: Make) -> keras.Model:
+    model = keras.Sequential([keras.Input((NUM_STEPS,)), layers.Dense(1)])
+    return common.compiled(model, make(), loss=of_gathered_rows)
 
 
 @case("Gathered rows are those of the replica alone", compare=False)
@@ -286,12 +308,58 @@ def replicas_alone_gather_their_own_rows(env: Env) -> dict:
         expected.step(x[rows], y[rows])
     expected.average()
     check_trained(env, model, expected.models[0])
-    if env.setup.is_multi_worker and env.setup.devices_per_worker > 1:
-        options = tfdp.CommunicationOptions(node_size=env.setup.devices_per_worker)
-        with tfdp.MultiWorkerMirroredStrategy(communication=options).scope():
-            model = build(sgd)
-        with pytest.raises(ValueError, match="those of different nodes train apart"):
-            common.fit(model, x, y, callbacks=[tfdp.callbacks.DiLoCo(9)])
+    return {}
+
+
+class Noisy(keras.Model):
+    """Returns a loss of its own, and drops out inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = layers.Dropout(0.5, seed=1)
+        self.dense = layers.Dense(1)
+
+    def call(self, x: tf.Tensor, training: bool = False) -> tf.Tensor:
+        return self.dense(self.dropout(x, training=training))
+
+    def train_step(self, data: tuple) -> dict:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"own_loss": tf.reduce_mean(tf.square(y)), "updates": 3}
+
+
+@case(
+    "Replicas alone draw other numbers, and their logs are means over rows",
+    compare=False,
+    setups=("mirrored",),
+    full_setups=(),
+)
+def replicas_alone_draw_other_numbers(env: Env) -> dict:
+    with env.scope():
+        model = Noisy()
+        model.compile("sgd")
+    found: list = []
+
+    def keep(batch: int, logs: dict | None) -> None:
+        kernel = model.dense.kernel
+        values = [_compat.local_value(kernel, r).numpy() for r in range(2)]
+        found.append((values, dict(logs or {})))
+
+    callbacks = [
+        tfdp.callbacks.LocalSGD(9),
+        keras.callbacks.LambdaCallback(on_train_batch_end=keep),
+    ]
+    y = np.arange(3.0, dtype="float32")[:, np.newaxis]
+    # Rows alike, so that nothing but numbers that were drawn tells replicas apart.
+    x = np.ones((3, 8), "float32")
+    common.fit(model, x, y, epochs=1, callbacks=callbacks)
+    ((first, second), logs), *_ = found
+    assert (first != second).any()
+    assert logs["own_loss"] == pytest.approx(5 / 3)
+    assert logs["updates"] == 3
     return {}
 
 

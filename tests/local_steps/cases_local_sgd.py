@@ -78,6 +78,8 @@ class Replicas:
     ) -> None:
         self.models = [build(make) for _ in range(count)]
         self.samples = np.zeros(count)
+        self.losses: list[float] = []
+        self.num_rows: list[int] = []
         for model in self.models:
             model.set_weights(weights)
             model.optimizer.build(model.trainable_variables)
@@ -90,9 +92,16 @@ class Replicas:
                 model.optimizer.iterations.assign_add(1)
                 continue
             scale = scale_of(model)
-            model.train_on_batch(x[rows], y[rows])
+            model.reset_metrics()
+            self.losses.append(float(model.train_on_batch(x[rows], y[rows])))
+            self.num_rows.append(len(rows))
             # Of a step that was skipped nothing was learned.
             self.samples[index] += len(rows) * (scale_of(model) >= scale)
+
+    @property
+    def loss(self) -> float:
+        """The mean over all rows that it has seen."""
+        return float(np.average(self.losses, weights=self.num_rows))
 
     def average(self) -> None:
         """Weights and slots become means, by samples."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -27,28 +26,23 @@ def of_selected(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:
     return squared(tf.boolean_mask(y_true, kept), tf.boolean_mask(y_pred, kept))
 
 
-LOSSES: dict[Callable, bool] = {
-    squared: False,
-    of_selected: True,
-    lambda y, p: squared(y, tf.roll(p, 1, axis=0)): True,
-    lambda y, p: squared(y, tf.roll(p, 1, axis=1)): False,
-    lambda y, p: squared(y, tf.reverse(p, [0])): True,
-    lambda y, p: squared(y, tf.cumsum(p, axis=0)): True,
-    lambda y, p: tf.reduce_mean(tf.math.top_k(tf.square(y - p)[:, 0], 2).values): True,
-}
+LOSSES: list[Callable] = [
+    of_selected,
+    lambda y, p: squared(y, tf.roll(p, 1, axis=0)),
+    lambda y, p: squared(y, tf.reverse(p, [0])),
+    lambda y, p: squared(y, tf.cumsum(p, axis=0)),
+    lambda y, p: tf.reduce_mean(tf.math.top_k(tf.square(y - p)[:, 0], 2).values),
+]
 
 
-@case("Losses of rows that are mixed or selected warn", compare=False, **ONE_PROCESS)
-def losses_of_mixed_or_selected_rows_warn(env: Env) -> dict:
-    for number, (loss, is_told) in enumerate(LOSSES.items()):
+@case("Losses of rows that are mixed or selected", **ONE_PROCESS)
+def losses_of_mixed_or_selected_rows(env: Env) -> dict:
+    results: dict[str, Any] = {}
+    for number, loss in enumerate(LOSSES):
         with env.scope():
             model = common.compiled(common.mlp(), loss=loss)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            common.fit(model, *common.regression_data(8), epochs=1)
-        told = any("compares rows of a batch" in str(w.message) for w in caught)
-        assert told == is_told, (number, [str(w.message) for w in caught])
-    return {}
+        results[str(number)] = common.fit(model, *common.regression_data(8), epochs=1)
+    return results
 
 
 class Logs(keras.Model):

@@ -308,7 +308,9 @@ def adasum_refuses_what_it_cannot_do(env: Env) -> dict:
         ):
             reducer.routes_of(plan)
     # The weights of a node's replicas are added up before their gradients.
-    for algorithm in ("adasum", OUTER) if env.setup.devices_per_worker > 1 else ():
+    for algorithm in (
+        ("adasum", OUTER) if env.setup.devices_per_worker > 1 else ("adasum",)
+    ):
         eagerly = pytest.raises(ValueError, match="Adasum needs all replicas at once")
         with routed(env, algorithm=algorithm), eagerly:
             fit(eagerly=True)

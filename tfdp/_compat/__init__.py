@@ -7,6 +7,7 @@ rooms write `_compat.name`: all names are gathered below. Read in this order:
     patches          machinery that replaces functions of Keras and TensorFlow
     owners           the classes and modules whose functions are replaced
     runtime          devices, coordination service, collectives of a process
+    programs         operations of a traced step, built again on each replica
     graphs           operations of a graph under construction
     seeds            global seeds and random states
     distribute       classes of tf.distribute, values that each replica has its own of
@@ -122,6 +123,7 @@ from tfdp._compat.keras_model import (
     OWN_STEPS,
     backup_that_writes_nothing,
     build_by_steps,
+    build_eagerly,
     build_symbolically,
     calls_of,
     compile_arguments,
@@ -203,6 +205,7 @@ from tfdp._compat.owners import (
     EpochIterator,
     FunctionType,
     MultiDeviceSaver,
+    PolymorphicFunction,
     TensorFlowTrainer,
     keras_core,
     keras_image,
@@ -231,6 +234,21 @@ from tfdp._compat.pipelines import (
     python_function_of_map,
     stateful_operation,
     zipped,
+)
+from tfdp._compat.programs import (
+    OperationTemplate,
+    ProgramGraph,
+    branch_graphs,
+    call_inline,
+    captures_of,
+    function_graph,
+    has_effect,
+    has_function,
+    is_call,
+    loop_graphs,
+    marked,
+    marker_of,
+    stack_of,
 )
 from tfdp._compat.runtime import (
     PREEMPTED_TASK_KEY,
@@ -264,6 +282,7 @@ from tfdp._compat.tensor_reads import (
     all_attached,
     attached,
     autocast_dtype,
+    autocasting,
     component_variable,
     is_cast_when_read,
     newest_age,

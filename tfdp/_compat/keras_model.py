@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src import backend as keras_backend
 from keras.src.backend.common import symbolic_scope
 
@@ -41,6 +42,33 @@ def build_symbolically(model: Any, data_batch: Any) -> None:
     """Build model, metrics and optimizer from the shapes of a batch."""
     with model.distribute_strategy.scope():
         model._symbolic_build(data_batch=data_batch)
+
+
+def build_eagerly(model: Any, data_batch: Any) -> None:
+    """Build a model that runs eagerly, and whose Python asks for values of tensors."""
+    batch = keras.tree.map_structure(_ones_like, data_batch)
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    loss, metrics = model._compile_loss, model._compile_metrics
+    with model.distribute_strategy.scope():
+        y_pred = model(x)
+        if loss is not None and not loss.built:
+            loss.build(y, y_pred)
+        if metrics is not None and not metrics.built:
+            # The states that a metric makes when it is updated first.
+            with contextlib.suppress(Exception):
+                keras_backend.compute_output_spec(
+                    model.compute_metrics, x, y, y_pred, sample_weight=sample_weight
+                )
+            if not metrics.built:
+                metrics.build(y, y_pred)
+    build_symbolically(model, data_batch)
+
+
+def _ones_like(spec: Any) -> tf.Tensor:
+    shape = [1 if size is None else size for size in spec.shape]
+    if spec.dtype == tf.string:
+        return tf.fill(shape, "")
+    return tf.ones(shape, spec.dtype)
 
 
 def build_by_steps(model: Any, data_batch: Any) -> None:

@@ -21,6 +21,9 @@ from tensorflow.python.checkpoint import functional_saver as _functional_saver
 from tensorflow.python.eager.polymorphic_function import (
     atomic_function as _atomic_function,
 )
+from tensorflow.python.eager.polymorphic_function import (
+    polymorphic_function as _polymorphic_function,
+)
 from tensorflow.python.framework import random_seed as _random_seed
 
 # `fit` and what it calls.
@@ -45,6 +48,7 @@ saving_lib = _saving_lib
 legacy_h5_format = _legacy_h5_format
 MultiDeviceSaver = _functional_saver.MultiDeviceSaver
 # TensorFlow's traced functions and their types, and the seeds of operations.
+PolymorphicFunction = _polymorphic_function.Function
 AtomicFunction = _atomic_function.AtomicFunction
 FunctionType = _function_type.FunctionType
 random_seed = _random_seed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -103,6 +104,11 @@ def autocast_dtype() -> str | None:
     """The dtype in which Keras reads variables where a layer is computing."""
     scope = variables.get_autocast_scope()
     return None if scope is None else scope.dtype
+
+
+def autocasting(dtype: tf.DType | None) -> contextlib.AbstractContextManager:
+    """Read Keras variables in a dtype inside, as layers do, or in their own."""
+    return variables.AutocastScope(None if dtype is None else dtype.name)
 
 
 def is_cast_when_read(variable: Any) -> bool:

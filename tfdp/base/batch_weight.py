@@ -17,6 +17,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp.base import program_trace
+
 _thread = threading.local()
 
 
@@ -32,12 +34,15 @@ class BatchWeight:
         forms: `tfdp.losses.row_forms.forms.Forms` of the step, or `None` while none is
             traced.
         weighted: Set of the `id`s of optimizers whose loss has the weight already.
+        is_part_of_sum: Bool, whether gradients are parts of a sum, and need no weight.
+            Defaults to `False`.
     """
 
     weight: tf.Tensor
     num_samples: tf.Tensor | None
     forms: Any = None
     weighted: set[int] = dataclasses.field(default_factory=set)
+    is_part_of_sum: bool = False
 
 
 @contextlib.contextmanager
@@ -54,7 +59,8 @@ def use(value: BatchWeight | None) -> Iterator[None]:
 def current() -> tf.Tensor | None:
     """Return the weight of the replica that runs in this thread, float64, or `None`."""
     found = _active()
-    return None if found is None else found.weight
+    is_traced = program_trace.current() is not None
+    return None if found is None or is_traced else found.weight
 
 
 def weigh_loss(loss: tf.Tensor, optimizers: Iterable[Any]) -> tf.Tensor:
@@ -71,7 +77,7 @@ def weigh_loss(loss: tf.Tensor, optimizers: Iterable[Any]) -> tf.Tensor:
         Scalar tensor like `loss`.
     """
     found = _active()
-    if found is None:
+    if found is None or found.is_part_of_sum:
         return loss
     found.weighted.update(map(id, optimizers))
     return loss * tf.cast(found.weight, loss.dtype)
@@ -88,7 +94,7 @@ def weight_for(optimizer: Any) -> tf.Tensor | None:
         if it is above zero and else zero; or `None` where nothing is weighted.
     """
     found = _active()
-    if found is None:
+    if found is None or found.is_part_of_sum:
         return None
     if id(optimizer) in found.weighted:
         return tf.cast(found.weight > 0, tf.float64)
@@ -126,3 +132,9 @@ def num_samples() -> tf.Tensor | None:
 
 def _active() -> BatchWeight | None:
     return getattr(_thread, "batch_weight", None)
+
+
+def is_part_of_sum() -> bool:
+    """Return whether gradients of this thread's step are parts of a sum."""
+    found = _active()
+    return found is not None and found.is_part_of_sum

@@ -15,6 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp.base.program_trace import ProgramTrace
+
 _thread = threading.local()
 
 
@@ -74,3 +76,15 @@ def defer(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
     num_operations = len(graph.get_operations())
     updates.append(Update(optimizer, list(gradients), variables, num_operations))
     return True
+
+
+def trace_update(
+    trace: ProgramTrace, optimizer: Any, gradients: Sequence[Any], variables: Any
+) -> None:
+    """Have each replica make an update at this place of a program that is traced."""
+    variables = None if variables is None else list(variables)
+
+    def update(parts: list) -> None:
+        optimizer.apply(parts, variables)
+
+    trace.add(list(gradients), update, "parts")

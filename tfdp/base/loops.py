@@ -25,6 +25,9 @@ class Loop:
             running step, or `None` with one replica.
         label_record: `tfdp.data.batch_labels.LabelRecord` of the training data, or
             `None` of data that is no Python code of the user.
+        program_logs: `LogTail` of the step that is traced, or `None`.
+        batch_rows: Int, rows of a global batch of the loop, but of a last one that may
+            have fewer; or `None` where they are not known.
     """
 
     model: Any
@@ -33,6 +36,8 @@ class Loop:
     awaits_training_data: bool = False
     batch_weights: list | None = None
     label_record: Any = None
+    program_logs: Any = None
+    batch_rows: int | None = None
 
     @property
     def trains(self) -> bool:
@@ -86,6 +91,12 @@ def data_is_read() -> None:
     """Record that a loop has been given data; a `fit` gets its training data first."""
     for loop in _loops[-1:]:
         loop.awaits_training_data = False
+
+
+def note_batch_rows(rows: int | None) -> None:
+    """Note the rows of a global batch; a `fit` gets its training data first."""
+    for loop in _loops[-1:]:
+        loop.batch_rows = loop.batch_rows or rows
 
 
 def is_nested() -> bool:

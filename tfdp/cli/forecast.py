@@ -16,6 +16,7 @@ from tfdp.cli.memory import Row, table_of
 from tfdp.cluster import Topology, counted
 from tfdp.links import Link, Links
 from tfdp.plans.buckets import Bucket
+from tfdp.plans.gathers import StepGathers
 from tfdp.plans.prediction import BucketPrediction, StepPrediction
 
 if TYPE_CHECKING:  # it imports TensorFlow
@@ -42,6 +43,8 @@ class Forecast:
         overlap: Float, see `StepPrediction`.
         optimizer: String, whose slots are counted. Defaults to none.
         memory: Tuple of what is sharded and `ReplicaMemory`. Defaults to none.
+        gathers: `StepGathers`, what the model's own layers gather of the whole batch.
+            Defaults to none.
     """
 
     model: str
@@ -59,6 +62,7 @@ class Forecast:
     overlap: float
     optimizer: str = ""
     memory: tuple[Row, ...] = ()
+    gathers: StepGathers = dataclasses.field(default_factory=StepGathers)
 
     @property
     def num_bytes(self) -> int:
@@ -106,6 +110,9 @@ def show(forecast: Forecast, *, as_json: bool) -> None:
         console.print(line)
     if forecast.memory:
         console.print(table_of(forecast.memory))
+    if forecast.gathers.gathers:
+        console.print("\nGathered in a step", style="bold")
+        console.print(str(forecast.gathers))
     console.print("\nAssumed", style="bold")
     for sentence in _assumptions(forecast):
         console.print(f"  - {sentence}")
@@ -275,5 +282,6 @@ def _to_dict(forecast: Forecast) -> dict[str, Any]:
         "memory": {
             title: dataclasses.asdict(memory) for title, memory in forecast.memory
         },
+        "gathers": [dataclasses.asdict(g) for g in forecast.gathers.gathers],
         "assumptions": list(_assumptions(forecast)),
     }

@@ -19,6 +19,7 @@ from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.options import COMPRESSIONS, CommunicationOptions
 from tfdp.plans.buckets import BucketPlan
 from tfdp.plans.cost_model import Algorithm
+from tfdp.plans.gathers import StepGathers
 from tfdp.plans.prediction import BACKWARD_FRACTION
 
 if TYPE_CHECKING:  # it imports TensorFlow
@@ -190,6 +191,7 @@ def plan(
             options,
             accumulates=accumulates,
         ),
+        gathers=_gathers_of(loaded),
     )
     show(forecast, as_json=as_json)
 
@@ -268,6 +270,13 @@ def _plan_of(
     if not (buckets.buckets or sparse):
         raise click.UsageError(f"The model has no variables to train. Received: {path}")
     return buckets, sparse
+
+
+def _gathers_of(model: Any) -> StepGathers:
+    """What the layers of a model gather of the whole batch, which a loss may add to."""
+    from tfdp.program.gathers import gathers_of_model
+
+    return gathers_of_model(model)
 
 
 def _loaded(path: str) -> Any:

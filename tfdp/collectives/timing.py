@@ -181,6 +181,11 @@ def labelled(label: str) -> Iterator[None]:
         _thread.label = outer
 
 
+def current_label() -> str | None:
+    """Return the label of the collectives that this thread traces, or `None`."""
+    return getattr(_thread, "label", None)
+
+
 @contextlib.contextmanager
 def needed_after(ops: Sequence[tf.Operation]) -> Iterator[None]:
     """Record when the results of collectives traced inside are needed.

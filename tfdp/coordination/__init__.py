@@ -8,7 +8,7 @@ Reading order:
     mailbox: texts to the first worker without waiting
     join: a worker joins its cluster
     same_setup: workers compare devices, versions, options and nodes
-    checks: workers compare variables and bucket plans
+    checks: workers compare variables, bucket plans and steps
     differences: the first difference between nests of settings
     watch: heartbeats, failure detection, shutdown
     preemption: signals that ask to save and exit

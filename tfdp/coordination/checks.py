@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -69,6 +70,59 @@ def check_same_plan(worker_group: WorkerGroup, plan: BucketPlan) -> None:
     texts = worker_group.all_gather(f"{topic}: gradients", json.dumps(order))
     worker_group.leave()
     raise ValueError(_order_difference([json.loads(text) for text in texts]))
+
+
+def check_same_program(
+    worker_group: WorkerGroup,
+    topic: str,
+    conversions: list[list[str]],
+    available: int | None,
+) -> int | None:
+    """Raise on every worker if their steps would wait for each other at other places.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        topic: String, the step, for error messages.
+        conversions: List, for each tensor of the step that replicas put together, of
+            what is compared and of the operation that needs it.
+        available: Int, bytes of memory that this worker can get, or `None`.
+
+    Returns:
+        Int, the least memory of any worker, or `None` where it is not known.
+
+    Raises:
+        ValueError: Naming the first operation that differs.
+    """
+    if worker_group.num_workers == 1:
+        return available
+    compared = json.dumps([what for what, _ in conversions])
+    digest = hashlib.sha256(compared.encode()).hexdigest()
+    texts = worker_group.all_gather(topic, json.dumps([digest, available]))
+    found = [json.loads(text) for text in texts]
+    if len({own for own, _ in found}) == 1:
+        return min((n for _, n in found if n is not None), default=None)
+    texts = worker_group.all_gather(f"{topic}: operations", json.dumps(conversions))
+    worker_group.leave()
+    steps = [json.loads(text) for text in texts]
+    raise ValueError(_step_difference(topic, steps))
+
+
+def _step_difference(topic: str, steps: list) -> str:
+    """Format the error message of workers with different steps."""
+    text = (
+        f"Workers would wait for each other in {topic}, which differs between them. "
+        "Let nothing that differs between workers, such as a rank or Python's "
+        "`random`, choose what a step computes."
+    )
+    nothing = [None, "nothing"]
+    for rank, step in enumerate(steps[1:], start=1):
+        for first, own in itertools.zip_longest(steps[0], step, fillvalue=nothing):
+            if first[0] != own[0]:
+                return (
+                    f"{text} First operation that differs: {first[1]} on worker 0, "
+                    f"{own[1]} on worker {rank}."
+                )
+    return text
 
 
 def _order_difference(orders: list) -> str:

@@ -33,11 +33,9 @@ def weigh_batches(
     if num_replicas == 1:
         return None
     firsts = [first_tensor(batch) for batch in local_batches]
-    static = {None if first is None else first.shape[0] for first in firsts}
     without_data = any(first is None for first in firsts)
-    all_alike = len(static) == 1 and None not in static and host_group.size == 1
-    if without_data or all_alike:
-        rows = None if without_data else static.pop()
+    if without_data or are_alike(local_batches, host_group):
+        rows = None if without_data else firsts[0].shape[0]
         num_samples = None if rows is None else tf.constant(float(num_replicas * rows))
         equal = tf.constant(1.0 / num_replicas, tf.float64)
         return [BatchWeight(equal, num_samples)] * len(firsts)
@@ -48,6 +46,13 @@ def weigh_batches(
     exact = tf.cast(total, tf.float64)
     weights = [tf.math.divide_no_nan(tf.cast(n, tf.float64), exact) for n in counts]
     return [BatchWeight(weight, total) for weight in weights]
+
+
+def are_alike(local_batches: list, host_group: ProcessGroup) -> bool:
+    """Return whether all replicas are known to have the same number of rows."""
+    firsts = [first_tensor(batch) for batch in local_batches]
+    static = {None if first is None else first.shape[0] for first in firsts}
+    return len(static) == 1 and None not in static and host_group.size == 1
 
 
 class CountedBatch(NamedTuple):

@@ -15,7 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat, user_code
-from tfdp.data.batch_sizes import batch_size_of
+from tfdp.base import loops
+from tfdp.data.batch_sizes import batch_size_of, sizes_of_batches
 from tfdp.data.early_rows import Division, divide_early
 from tfdp.data.file_shards import FileShard
 from tfdp.data.island_rows import island_in_training, rows_of_island
@@ -65,6 +66,8 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
         return distribute_own_files(strategy, dataset, shard, options)
     if not is_alone and policy in (_POLICY.FILE, _POLICY.OFF):
         return distribute_by_policy(strategy, dataset, options, policy, stock)
+    known = batch_size_of(dataset) or (sizes_of_batches(dataset) or {}).get("size")
+    loops.note_batch_rows(known)
     first = extended.first_rank
     ranks = list(range(first, first + extended.num_local))
     read_options = compare(strategy, dataset)

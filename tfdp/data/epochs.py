@@ -62,6 +62,8 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
         _count_reads(strategy, iterator)
     island = island_in_training() if is_tfdp(strategy) else None
     loops.data_is_read()
+    if _compat.holds_arrays(iterator.data_adapter):
+        loops.note_batch_rows(iterator.data_adapter.batch_size)
 
     def of_epoch() -> Any:
         return _dataset(strategy, iterator, island)

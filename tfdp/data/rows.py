@@ -49,7 +49,8 @@ def divide_batches(
         dataset: `tf.data.Dataset` of global batches.
         ranks: List of ints.
         num_replicas: Int, on all workers.
-        checks: Bool, whether the parts of a batch have to have equally many rows.
+        checks: Bool, whether the parts of a batch have to have equally many rows, but
+            those that are known to have another number, which divides as that does.
             Defaults to `None`: where there are several replicas.
 
     Returns:
@@ -64,7 +65,8 @@ def divide_batches(
     if checks is None:
         checks = num_replicas > 1
     if checks:
-        check_parts(parts_with_rows(dataset.element_spec))
+        alike = _without_others(dataset.element_spec, num_replicas)
+        check_parts(alike)
     is_tuple = type(dataset.element_spec) is tuple
 
     # AutoGraph would take a second to find that there is nothing to convert.
@@ -73,7 +75,9 @@ def divide_batches(
         # A tuple arrives as several arguments, one of one part as one.
         element = arguments if is_tuple else arguments[0]
         if checks:
-            _assert_rows(element)
+            _assert_rows(
+                {n: p for n, p in parts_with_rows(element).items() if n in alike}
+            )
         parts = tuple(rows_of_rank(element, rank, num_replicas) for rank in ranks)
         # Stateful, so that TensorFlow keeps from parallel calls, which read ahead.
         return parts, tf.raw_ops.DeepCopy(x=num_rows(first_tensor(element)))
@@ -225,9 +229,32 @@ def parts_with_rows(batch: Any, name: str = "batch") -> dict[str, Any]:
     }
 
 
-def _assert_rows(batch: Any) -> None:
+def _without_others(spec: Any, num_replicas: int) -> dict[str, Any]:
+    """Return the parts that must have as many rows as the first one.
+
+    Dense parts that always have another number of rows, as two datasets of other batch
+    sizes have that are zipped, are divided by themselves where all numbers divide.
+    """
+    parts = parts_with_rows(spec)
+    first = _static_num_rows(
+        _first_size(next(iter(parts.values()), None)), num_replicas
+    )
+    if first is None or num_replicas == 1:
+        return parts
+    return {
+        name: part
+        for name, part in parts.items()
+        if not isinstance(part, tf.TensorSpec)
+        or _static_num_rows(part.shape[0], num_replicas) in (None, first)
+    }
+
+
+def _first_size(part: Any) -> int | None:
+    return None if part is None else tf.TensorShape(part.shape)[0]
+
+
+def _assert_rows(parts: dict[str, Any]) -> None:
     """Assert in a graph that parts have equal numbers of rows, unless all is known."""
-    parts = parts_with_rows(batch)
     static = {part.shape[0] for part in parts.values()}
     if len(parts) < 2 or (len(static) == 1 and None not in static):
         return

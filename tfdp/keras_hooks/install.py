@@ -288,6 +288,13 @@ _LAYERS = (
     ),
     Replacement(
         keras.layers.BatchNormalization,
+        "call(self, inputs, training, mask)",
+        layer_hooks.normalize,
+        "An eager step runs on the rows of all replicas, whose moments Keras takes for "
+        "each replica.",
+    ),
+    Replacement(
+        keras.layers.BatchNormalization,
         "_moments(self, inputs, mask)",
         layer_hooks.moments_of_masked,
         "With a mask the moments are those of the replica's samples, also where the "
@@ -447,6 +454,22 @@ _RUNTIME = (
         runtime_hooks.cache,
         "The file of a cache is locked by the first worker that writes it; the others "
         "fail.",
+        checked_on=TENSORFLOW,
+    ),
+    Replacement(
+        _compat.PolymorphicFunction,
+        "__call__(self, *args, **kwds)",
+        runtime_hooks.call_function,
+        "A function that a step calls is traced once for all its callers, and an "
+        "update inside of it would have no place in the step.",
+        checked_on=TENSORFLOW,
+    ),
+    Replacement(
+        tf.random.Generator,
+        "_preprocess_key(self, key)",
+        runtime_hooks.key_of_generator,
+        "A generator that is made in a scope draws other numbers on each replica, and "
+        "other ones than on one device.",
         checked_on=TENSORFLOW,
     ),
     Replacement(

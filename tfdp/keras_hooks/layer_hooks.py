@@ -14,8 +14,9 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import xla
+from tfdp.base import loops, program_trace, xla
 from tfdp.base.context import is_tfdp, replica_context
+from tfdp.local_steps import training_group
 from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT
 from tfdp.losses.training_group import group_that_steps_alone
@@ -26,6 +27,8 @@ _SEED_STRIDE = 1_000_003
 
 def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
     """Synchronized moments, by one all-reduce in place of three."""
+    if program_trace.current() is not None and replica_context() is not None:
+        return synchronized_moments(_OneDevice(), x, axes, keepdims)
     context = _context_of_moments()
     if context is None:
         return original(x, axes, keepdims)
@@ -34,8 +37,15 @@ def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
 
 def moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) -> Any:
     """Masked moments over the global batch; Keras takes the replica's own samples."""
+    is_synchronized = _is_synchronized(layer)
+    if (trace := program_trace.current()) is not None:
+        if is_synchronized or trace.is_eager:
+            return original(layer, inputs, mask)
+        return _moments_of_own_rows(original, layer, inputs, mask)
     context = _context_of_moments()
-    if context is None or mask is None or not layer.synchronized:
+    if context is not None and is_synchronized and not layer.synchronized:
+        mask = tf.ones(tf.shape(inputs)[:-1], tf.bool) if mask is None else mask
+    if context is None or mask is None or not is_synchronized:
         moments = original(layer, inputs, mask)
         for moment in moments:
             # Where they are the replica's own, that is what the layer is told to do.
@@ -44,6 +54,41 @@ def moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) ->
     kept = [axis % inputs.shape.rank for axis in layer.input_spec.axes]
     axes = [axis for axis in range(inputs.shape.rank) if axis not in kept]
     return synchronized_masked_moments(context, inputs, mask, axes)
+
+
+def normalize(
+    original: Callable, layer: Any, inputs: Any, training: Any = None, mask: Any = None
+) -> Any:
+    """Normalize the rows of each replica by themselves, in an eager step of all."""
+    trace = program_trace.current()
+    is_eager = trace is not None and trace.is_eager
+    counts = trace.row_counts if is_eager else []  # type: ignore[union-attr]
+    is_local = bool(training) and layer.trainable and not _is_synchronized(layer)
+    if len(counts) < 2 or not is_local:
+        return original(layer, inputs, training=training, mask=mask)
+    each, begin, outputs = inputs.shape[0] // sum(counts), 0, []
+    statistics = list(layer.non_trainable_variables)
+    before = [tf.convert_to_tensor(variable) for variable in statistics]
+    means = [tf.zeros_like(value) for value in before]
+    for count in filter(None, counts):
+        own = slice(begin, begin + count * each)
+        begin = own.stop
+        masked = None if mask is None else mask[own]
+        for variable, value in zip(statistics, before, strict=True):
+            variable.assign(value)
+        outputs.append(original(layer, inputs[own], training=training, mask=masked))
+        for index, variable in enumerate(statistics):
+            means[index] += tf.convert_to_tensor(variable) * (count / sum(counts))
+    for variable, mean in zip(statistics, means, strict=True):
+        variable.assign(mean)
+    return tf.concat(outputs, axis=0)
+
+
+def _is_synchronized(layer: Any) -> bool:
+    """Whether moments are global, by the layer or by an option of the strategy."""
+    strategy = tf.distribute.get_strategy()
+    by_option = is_tfdp(strategy) and strategy.extended.options.sync_batch_norm
+    return layer.synchronized or by_option
 
 
 def _context_of_moments() -> Any:
@@ -96,6 +141,8 @@ def _may_be_empty(inputs: Any) -> bool:
     context = replica_context()
     if context is None or context.num_replicas_in_sync == 1 or xla.is_tracing():
         return False
+    if program_trace.current() is not None:
+        return False
     rows = tf.convert_to_tensor(inputs).shape[0]
     device = tf.distribute.get_strategy().extended.group.devices[0]
     return not rows and _compat.device_type(device) == "CPU"
@@ -104,11 +151,56 @@ def _may_be_empty(inputs: Any) -> bool:
 def draw_seed(original: Callable, seed: Any) -> Any:
     """Give each replica random numbers of its own, the first those of one device."""
     drawn = original(seed)
+    if (trace := program_trace.current()) is not None:
+        if loops.in_steps_alone():
+            drawn += _seed_of_group(trace, drawn.dtype)
+        return drawn
     context = replica_context()
     if context is None:
         return drawn
     rank = context.replica_id_in_sync_group
     return drawn + tf.cast(tf.stack([rank * _SEED_STRIDE, 0]), drawn.dtype)
+
+
+def _seed_of_group(trace: Any, dtype: tf.DType) -> tf.Tensor:
+    """Numbers of its own for each group of replicas that has a program of its own."""
+
+    def read() -> tf.Tensor:
+        group = training_group(tf.distribute.get_strategy())
+        return tf.constant([group.ranks[0] * _SEED_STRIDE, 0], dtype)
+
+    return read() if trace.is_eager else trace.read([2], dtype, read)
+
+
+class _OneDevice:
+    """The context of a program of one device: a sum over its rows is that of all."""
+
+    @staticmethod
+    def all_reduce(reduce_op: Any, value: Any) -> Any:
+        del reduce_op
+        # All at once, so that they are summed by one message.
+        return [_compat.marked(part, "whole") for part in value]
+
+
+def _moments_of_own_rows(
+    original: Callable, layer: Any, inputs: Any, mask: Any
+) -> tuple[Any, Any]:
+    """Moments of each replica's own rows, within a program of one device."""
+
+    @tf.custom_gradient
+    def enter(rows: tf.Tensor) -> Any:
+        own = _compat.marked(rows, "rows of a replica")
+        return own, lambda upstream: _compat.marked(upstream, "rows of all")
+
+    @tf.custom_gradient
+    def leave(moment: tf.Tensor) -> Any:
+        own = _compat.marked(moment, "moment of a replica")
+        return own, lambda upstream: _compat.marked(upstream, "part of a replica")
+
+    if mask is not None:
+        mask = _compat.marked(tf.convert_to_tensor(mask), "rows of a replica")
+    mean, variance = original(layer, enter(inputs), mask)
+    return leave(mean), leave(variance)
 
 
 def synchronized_moments(context: Any, x: Any, axes: Any, keepdims: bool) -> Any:

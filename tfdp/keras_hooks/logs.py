@@ -14,6 +14,7 @@ from tfdp.base import loops
 from tfdp.collectives import timing
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.keras_hooks.state_functions import State, state_function
+from tfdp.local_steps import merging_group
 from tfdp.replicas import drift_probe
 from tfdp.replicas.state_merge import merge_states
 from tfdp.replicas.variables import MetricVariable
@@ -49,6 +50,11 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
         The same structure with one tensor for each value.
     """
     with timing.labelled("logs"):
+        if tf.executing_eagerly():
+            return _logs_of_eager_step(strategy, model, outputs)
+        tail = loops.current().program_logs  # type: ignore[union-attr]
+        if tail is not None:
+            return _logs_of_program(strategy, model, outputs, tail)
         if not isinstance(outputs, dict):
             leaves = [_local_values(strategy, x) for x in tf.nest.flatten(outputs)]
             merged = _merge(strategy, model, [None] * len(leaves), leaves)
@@ -59,6 +65,26 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
         leaves = [_local_values(strategy, x) for x in tf.nest.flatten(values)]
         merged = _merge(strategy, model, names, leaves)
         return dict(zip(flat, tf.nest.pack_sequence_as(values, merged), strict=True))
+
+
+def _logs_of_program(strategy: Any, model: Any, outputs: list, tail: Any) -> Any:
+    """Sum the parts that replicas return, and compute the logs of them."""
+    values = [_local_values(strategy, output) for output in outputs]
+
+    def add_up(parts: list) -> list:
+        return _merge_states(strategy, model, parts, ["sum"] * len(parts))
+
+    return tail.compute(values, add_up)
+
+
+def _logs_of_eager_step(strategy: Any, model: Any, outputs: Any) -> Any:
+    """Logs of a step that has run on all rows; means where replicas train alone."""
+    local = [_local_values(strategy, x) for x in tf.nest.flatten(outputs)]
+    is_alone = loops.in_steps_alone()
+    means = list(map(_weighted_by_rows, local)) if is_alone else []
+    merged = _merge_states(strategy, model, means, ["sum"] * len(means))
+    found = map(_cast_like, merged, local) if is_alone else [own[0] for own in local]
+    return tf.nest.pack_sequence_as(outputs, list(found))
 
 
 def _merge(
@@ -74,8 +100,6 @@ def _merge(
     """
     if not leaves:
         return []
-    if tf.executing_eagerly():
-        return _merge_eager(strategy, model, names, leaves)
     logs = [
         _metric_log(model, name, values)
         for name, values in zip(names, leaves, strict=True)
@@ -93,43 +117,6 @@ def _merge(
     of_key = dict(zip(states, merged, strict=False))
     means = iter(map(_cast_like, merged[len(states) :], raw))
     return [next(means) if log is None else log.compute(of_key) for log in logs]
-
-
-def _merge_eager(
-    strategy: Any, model: Any, names: Sequence[str | None], leaves: Sequence[list]
-) -> list[Any]:
-    """Merge values of an eager step: what equals a metric on every replica is it."""
-    variables = _states_of(model)
-    states = [_read(variable) for variable in variables]
-    replicas = range(strategy.extended.num_local)
-    own = [
-        _metric_results(model, variables, [state[replica] for state in states])
-        for replica in replicas
-    ]
-    metrics = list(own[0]) if variables else []
-    equal = [
-        [[_is_equal(values[r], own[r][m]) for m in metrics] for values in leaves]
-        for r in replicas
-    ]  # [num_local, num_values, num_metrics]
-    merged = _merge_states(
-        strategy,
-        model,
-        [
-            *states,
-            *map(_weighted_by_rows, leaves),
-            [tf.constant(e, tf.float64) for e in equal],
-        ],
-        [*(v.merge for v in variables), *["sum"] * len(leaves), "min"],
-    )
-    results = _metric_results(model, variables, merged[: len(variables)])
-    means = map(_cast_like, merged[len(variables) :], leaves)
-    chosen = []
-    # All workers agree on which log is which metric.
-    for name, mean, is_metric in zip(names, means, merged[-1].numpy(), strict=False):
-        found = [m for m, is_it in zip(metrics, is_metric, strict=True) if is_it]
-        metric = name if name in found else next(iter(found), None)
-        chosen.append(mean if metric is None else results[metric])
-    return chosen
 
 
 def mean_over_workers(worker_group: WorkerGroup, logs: Any) -> Any:
@@ -188,7 +175,7 @@ def _log_of_branches(
     That is one with a condition in it. Of metrics that share their states it is the
     one of the log's name.
     """
-    variables = _states_of(model)
+    variables = metric_states(model)
     own = _metric_results(model, variables, [_read(v)[0] for v in variables])
     used = {id(state.variable) for state in states}
     found = [
@@ -214,7 +201,8 @@ def _origin(state: State) -> tuple:
     return id(state.variable), state.value is None
 
 
-def _states_of(model: Any) -> list[Any]:
+def metric_states(model: Any) -> list[Any]:
+    """Return the `MetricVariable`s of a model that hold numbers."""
     variables = [v.value for metric in model.metrics for v in metric.variables]
     return [v for v in variables if isinstance(v, MetricVariable) and v.is_number]
 
@@ -229,12 +217,10 @@ def _merge_states(
 ) -> list[tf.Tensor]:
     """Merge the states of all replicas; drift probes travel along."""
     probes = drift_probe.pending(model)
-    extended = strategy.extended
-    alone = loops.in_steps_alone()
     merged = merge_states(
         [*states, *(probe.rows for probe in probes)],
         [*kinds, *["sum"] * len(probes)],
-        extended.own_host_group if alone else extended.host_group,
+        merging_group(strategy),
     )
     for probe, row in zip(probes, merged[len(states) :], strict=True):
         probe.record(row)

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import batch_weight
+from tfdp.base import batch_weight, program_trace
 from tfdp.base.context import in_tfdp_scope
 from tfdp.collectives import step_events
 from tfdp.losses import loss_terms
@@ -30,6 +30,8 @@ def all_reduce(
     original: Callable, context: Any, reduce_op: Any, value: Any, options: Any = None
 ) -> Any:
     """Pass gradients back so that each replica's loss counts by its rows."""
+    if program_trace.current() is not None:
+        return value
     flat = tf.nest.flatten(value)
     is_plain = all(isinstance(x, tf.Tensor) and x.dtype.is_floating for x in flat)
     if batch_weight.current() is None or not is_plain:
@@ -52,6 +54,8 @@ def reduce_values(
 ) -> Any:
     """Reduce the losses of rows to what the weighted sum of replicas needs."""
     result = original(values, sample_weight, reduction)
+    if program_trace.current() is not None:
+        return result
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
         result = result * _global_mean_correction(sample_weight, result.dtype)
     is_mean = reduction not in (None, "none", "sum")
@@ -95,6 +99,8 @@ def apply_mask(
 ) -> Any:
     """Scale a mask so that its mean is one over everybody's."""
     weights = original(sample_weight, mask, dtype, reduction)
+    if program_trace.current() is not None:
+        return weights
     if mask is None or reduction not in ("mean", "sum_over_batch_size"):
         return weights
     weights = weights * _global_mean_correction(mask, dtype)
@@ -120,11 +126,16 @@ def _global_mean_correction(weights: Any, dtype: Any) -> Any:
 
 def scale_loss(original: Callable, value: Any) -> Any:
     """Leave a loss the mean over the replica's rows: its gradients are weighted."""
+    if program_trace.current() is not None:
+        return value
     return original(value) if batch_weight.current() is None else value
 
 
 def unscale_loss(original: Callable, value: Any) -> Any:
     """Leave a loss that was not scaled, and note that it is computed."""
+    if (trace := program_trace.current()) is not None:
+        trace.add([value], lambda given: step_events.record_loss(given[0]), "as held")
+        return value
     step_events.record_loss(value)
     return original(value) if batch_weight.current() is None else value
 

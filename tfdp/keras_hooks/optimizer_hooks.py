@@ -15,9 +15,9 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import batch_weight, loops
+from tfdp.base import batch_weight, loops, program_trace
 from tfdp.base.context import in_tfdp_scope, replica_context
-from tfdp.base.deferred_updates import defer
+from tfdp.base.deferred_updates import defer, trace_update
 from tfdp.base.param_groups import innermost
 from tfdp.keras_hooks.scope_checks import (
     bring_into_scope,
@@ -37,6 +37,8 @@ def apply(
     """Take a step by the path, as `DistributedOptimizer` does."""
     if replica_context() is None:
         return original(optimizer, grads, trainable_variables)
+    if (trace := program_trace.current()) is not None:
+        return trace_update(trace, optimizer, grads, trainable_variables)
     if defer(optimizer, grads, trainable_variables):
         return None
     if len(grads) == 0:
@@ -69,6 +71,9 @@ def apply_or_defer(
     original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
 ) -> None:
     """Defer an update of an optimizer that hands it on to others, see `apply`."""
+    if (trace := program_trace.current()) is not None:
+        trace_update(trace, optimizer, grads, trainable_variables)
+        return
     if defer(optimizer, grads, trainable_variables):
         return
     if replica_context() is not None and trainable_variables is not None:
@@ -89,6 +94,8 @@ def scale_loss(original: Callable, optimizer: Any, loss: Any) -> Any:
 def check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
     """Agree on whether the gradients of all replicas are finite."""
     finite = original(optimizer, grads)
+    if program_trace.current() is not None:
+        return finite
     context, weight = replica_context(), batch_weight.current()
     if context is None:
         return finite

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import stand_in_seed
+from tfdp.base import program_trace, stand_in_seed
 from tfdp.collectives import end_failed_call
 
 
@@ -63,3 +63,20 @@ def seeds_of_operation(original: Callable, op_seed: Any) -> Any:
     if op_seed is not None and seeds[0] == stand_in_seed.seed():
         return _compat.random_seed.DEFAULT_GRAPH_SEED, seeds[1]
     return seeds
+
+
+def key_of_generator(original: Callable, generator: Any, key: Any) -> Any:
+    """Draw as one device does, not otherwise on each replica."""
+    if program_trace.current() is not None:
+        return key
+    return original(generator, key)
+
+
+def call_function(original: Callable, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Trace a `tf.function` that a step calls as a part of the step.
+
+    An update inside of it is one of the program, and has its place there.
+    """
+    if program_trace.traced() is None or tf.executing_eagerly():
+        return original(function, *args, **kwargs)
+    return _compat.call_inline(function, *args, **kwargs)

@@ -354,18 +354,36 @@ def build_symbolically(
     """Build from the data's spec; stock takes a batch, which generators lose."""
     if strategy_of(model) is None or iterator is None:
         return original(model, iterator=iterator, data_batch=data_batch)
-    spec = _compat.local_element_spec(_compat.distributed_dataset(iterator))
+    dataset = _compat.distributed_dataset(iterator)
+    spec = _compat.local_element_spec(dataset)
     checks.check_element(model, spec)
     shapes = [s.shape for s in tf.nest.flatten(spec) if s is not None]
     if any(shape.rank is None for shape in shapes):
         return original(model, iterator=iterator)
+    options = getattr(dataset, "read_options", None)
+    if options is None or not options.by_weight:
+        spec = _of_all_replicas(spec, model.distribute_strategy.num_replicas_in_sync)
     try:
         return _compat.build_symbolically(model, spec)
     except Exception:
         # A step of the user's own need not use `call`, which may not even exist.
         if not _compat.overridden(model):
-            raise
+            if not model.run_eagerly:
+                raise
+            return _compat.build_eagerly(model, spec)
     return _compat.build_by_steps(model, spec)
+
+
+def _of_all_replicas(spec: Any, num_replicas: int) -> Any:
+    """Return the spec of a batch of which each replica has as many rows."""
+
+    def of_all(part: Any) -> Any:
+        shape = part.shape
+        if shape.rank and shape[0] is not None:
+            shape = tf.TensorShape([shape[0] * num_replicas, *shape[1:]])
+        return tf.TensorSpec(shape, part.dtype)
+
+    return keras.tree.map_structure(lambda p: None if p is None else of_all(p), spec)
 
 
 def reduce_per_replica(

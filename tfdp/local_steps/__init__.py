@@ -10,6 +10,7 @@
 - `rounds`: exchanges that go on without workers that are late.
 - `node_reducer`: sums over the replicas of a node.
 - `meetings`: when all replicas are made alike.
+- `training_group`: the replicas whose steps are one program.
 """
 
 from tfdp.local_steps.local_steps import LocalSteps
@@ -20,15 +21,25 @@ from tfdp.local_steps.meetings import (
 )
 from tfdp.local_steps.options import LocalStepsOptions, OuterOptions
 from tfdp.local_steps.pace import paced, shares, workers_by_node
+from tfdp.local_steps.training_group import (
+    TrainingGroup,
+    groups_of_ranks,
+    merging_group,
+    training_group,
+)
 
 __all__ = [
     "LocalSteps",
     "LocalStepsOptions",
     "OuterOptions",
+    "TrainingGroup",
     "average_replicas_of",
     "batches_between_meetings",
     "go_to_meeting",
+    "groups_of_ranks",
+    "merging_group",
     "paced",
     "shares",
+    "training_group",
     "workers_by_node",
 ]

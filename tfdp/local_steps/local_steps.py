@@ -85,6 +85,17 @@ class LocalSteps:
             return strategy.num_replicas_in_sync
         return len(strategy.extended.group.nodes)
 
+    def groups_of_ranks(self, strategy: Any) -> Sequence[Sequence[int]]:
+        """The ranks of the replicas of each group that steps by itself.
+
+        Args:
+            strategy: A tfdp strategy.
+        """
+        outer = self.options.outer
+        if outer is None or outer.scope == "replica":
+            return [[rank] for rank in range(strategy.num_replicas_in_sync)]
+        return [sorted(node) for node in strategy.extended.topology.nodes]
+
     def prepare(self, strategy: Any) -> None:
         """Prepare what is not made within a step, on all workers, once.
 

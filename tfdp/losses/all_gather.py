@@ -7,12 +7,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import batch_weight
+from tfdp.base import batch_weight, program_trace
 from tfdp.base.context import in_tfdp_scope, replica_context
 from tfdp.collectives.gather import gather_first_axis
 from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT
-from tfdp.losses.training_group import group_that_steps_alone
 
 
 def all_gather(value: Any) -> tf.Tensor:
@@ -57,6 +56,8 @@ def all_gather(value: Any) -> tf.Tensor:
             "`tfdp.all_gather` concatenates rows, and a scalar has none. Received: "
             f"value={value}"
         )
+    if program_trace.current() is not None:
+        return value
     if not in_tfdp_scope() or tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return value
     if _compat.is_built_symbolically():
@@ -66,15 +67,6 @@ def all_gather(value: Any) -> tf.Tensor:
         raise ValueError(
             "`tfdp.all_gather` is for code that runs on each replica: a `train_step`, "
             "a loss, the `call` of a layer, or what is given to `strategy.run`."
-        )
-    group = group_that_steps_alone()
-    if group is not None and group.is_alone:
-        return value
-    if group is not None:
-        raise ValueError(
-            "`tfdp.all_gather` gathers the rows of all replicas, and under `DiLoCo` "
-            "those of different nodes train apart. Leave out `DiLoCo`, or let each "
-            'replica train by itself, `scope="replica"`.'
         )
     return _gathered(value, context)
 

@@ -16,12 +16,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.base import batch_weight
+from tfdp.base import batch_weight, program_trace
 from tfdp.losses.global_statistics import global_statistic
 from tfdp.losses.row_forms.form import MEAN, PAIRS, Form, Kind
 from tfdp.losses.row_forms.forms import Forms
 from tfdp.losses.row_forms.rules import CALLS, LOOPS
-from tfdp.parameters.gathers import backward_pass
+from tfdp.parameters.gathers import backward_pass, marked_backward_pass
 
 # A log is worth less communication than a loss.
 _MOST_ELEMENTS_OF_LOG = 1024
@@ -38,6 +38,12 @@ def gradient(
     unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
 ) -> Any:
     """Replace `tf.GradientTape.gradient`: gradients of a loss as a mean over rows."""
+    if (trace := program_trace.current()) is not None:
+        trace.losses += tf.nest.flatten(target)
+        with backward_pass() if trace.is_eager else marked_backward_pass(trace):
+            return original(
+                tape, target, sources, output_gradients, unconnected_gradients
+            )
     with backward_pass():
         gradients = _gradient(
             original, tape, target, sources, output_gradients, unconnected_gradients
@@ -185,7 +191,6 @@ def _terms(forms: Forms, tensor: Any, *, is_log: bool = False) -> list[tuple[Any
                 continue
         if not is_log:
             _warn_of_unsupported(forms, term, form)
-            _warn_of_division(forms, term)
         extra = not is_log and form.kind is Kind.ROWS
         form = dataclasses.replace(
             form,
@@ -284,23 +289,5 @@ def _warn_of_function(forms: Forms, name: str) -> None:
             "A loss is made inside a function, a branch or a loop (operation "
             f"{name!r}) in a way that tfdp cannot take apart, and is taken for a mean "
             "over rows. If it is no mean, compute it outside, in the step itself.",
-            stacklevel=2,
-        )
-
-
-def _warn_of_division(forms: Forms, term: Any) -> None:
-    """Warn, once for a model, of a loss divided by a number equal to the replicas'."""
-    while term.op.type in ("Cast", "Identity"):
-        term = term.op.inputs[0]
-    is_quotient = term.op.type in ("DivNoNan", "RealDiv")
-    if not forms.may_divide or forms.counts_replicas or not is_quotient:
-        return
-    is_count = forms.power_of_count(term.op.inputs[1]) == 1
-    if is_count and forms.should_warn("division"):
-        warnings.warn(
-            f"A loss is divided by {forms.num_replicas}, which is the number of "
-            "replicas. In `fit` and the like each replica's loss counts by its rows "
-            "already: if that is what the division is for, leave it out, or read "
-            "`strategy.num_replicas_in_sync` within the step, where tfdp sees it.",
             stacklevel=2,
         )

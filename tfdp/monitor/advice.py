@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdp.base.context import strategy_of
 from tfdp.monitor.stragglers import Straggler
+from tfdp.plans.gathers import StepGathers
 
 # Below these parts of a step there is little to gain.
 _LITTLE, _MUCH_INPUT = 0.1, 0.25
@@ -30,6 +31,10 @@ class Facts:
         gradient_bytes: Int, what they reduce.
         compression: Whether gradients travel compressed.
         accumulates: Bool, whether an update takes several micro-batches.
+        num_gathers: Int, tensors that a step gathers or sums up for operations that
+            need the whole batch. Defaults to 0.
+        gathered_bytes: Int, their bytes. Defaults to 0.
+        largest_gather: String, the largest of them. Defaults to `""`.
     """
 
     num_replicas: int
@@ -38,6 +43,9 @@ class Facts:
     gradient_bytes: int
     compression: bool
     accumulates: bool
+    num_gathers: int = 0
+    gathered_bytes: int = 0
+    largest_gather: str = ""
 
 
 def advise(
@@ -84,6 +92,11 @@ def advise(
 
 def _remedy(exposed: float, seconds: float, facts: Facts) -> str:
     num_buckets = max(1, facts.num_buckets)
+    if facts.gathered_bytes > facts.gradient_bytes:
+        return (
+            f"what it gathers for operations that need the whole batch is more than "
+            f"its gradients, the most {facts.largest_gather}; see docs/one_program.md"
+        )
     mean_bytes, mean_seconds = facts.gradient_bytes / num_buckets, seconds / num_buckets
     is_latency = mean_bytes < _SMALL_BYTES and mean_seconds < _SHORT_SECONDS
     if is_latency and facts.num_buckets > 1:
@@ -121,6 +134,8 @@ def facts_of(model: Any) -> Facts:
         num_buckets, num_bytes = len(plan.buckets), plan.num_bytes
     except ValueError:  # a model that was only run eagerly, of no known inputs
         num_buckets = num_bytes = 0
+    gathers = strategy.extended.step_gathers.get(model, {}).get("fit", StepGathers())
+    largest = gathers.largest
     return Facts(
         num_replicas=strategy.num_replicas_in_sync,
         num_nodes=strategy.extended.algorithm_selector.topology.num_nodes,
@@ -128,6 +143,9 @@ def facts_of(model: Any) -> Facts:
         gradient_bytes=num_bytes,
         compression=strategy.extended.options.compression is not None,
         accumulates=steps > 1,
+        num_gathers=len(gathers.gathers),
+        gathered_bytes=gathers.num_bytes,
+        largest_gather="" if largest is None else largest[1].describe(gathers.rows),
     )
 
 

@@ -10,9 +10,9 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import batch_weight, loops
+from tfdp.base import batch_weight, loops, program_trace
 from tfdp.base.context import replica_context
-from tfdp.base.deferred_updates import defer
+from tfdp.base.deferred_updates import defer, trace_update
 from tfdp.base.param_groups import (
     ParamGroup,
     innermost,
@@ -200,6 +200,9 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
                 "Call `apply` and `apply_gradients` in the function that is given to "
                 "`strategy.run`."
             )
+        if (trace := program_trace.current()) is not None:
+            trace_update(trace, self, grads, trainable_variables)
+            return
         if defer(self, grads, trainable_variables):
             return
         scope_checks.bring_into_scope(self)

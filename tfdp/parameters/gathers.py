@@ -10,14 +10,16 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.base import program_trace
 from tfdp.base.context import replica_context
+from tfdp.base.program_trace import ProgramTrace
 from tfdp.collectives import all_gather
 from tfdp.parameters.backward_gathers import BackwardGathers
 from tfdp.parameters.host_gathers import gather_parameter, serve_parameter
 from tfdp.parameters.quantized_gathers import rounded, travels_quantized
 from tfdp.parameters.shard_groups import ShardGroups
 from tfdp.parameters.sharded_parameter import ShardedParameter
-from tfdp.parameters.step_gathers import StepGathers, Unit
+from tfdp.parameters.step_gathers import StepGathers, Unit, read_dtype
 from tfdp.plans.units import UnitOptions, most_gathered
 
 
@@ -68,6 +70,10 @@ class Gathers:
 
     def source(self, parameter: ShardedParameter) -> tf.Tensor:
         """The tensor whose gradient is that of the parameter, for gradient tapes."""
+        if (trace := program_trace.traced()) is not None:
+            return trace.source(
+                parameter, lambda: tf.zeros(parameter.whole_shape, parameter.dtype)
+            )
         step = self.step()
         if step is not None:
             return step.source(parameter)
@@ -77,6 +83,8 @@ class Gathers:
 
     def read(self, parameter: ShardedParameter) -> tf.Tensor:
         """Gather the whole, or take what was gathered."""
+        if (trace := program_trace.traced()) is not None:
+            return _read_in_program(trace, parameter)
         step = self.step()
         if step is not None:
             return step.read(parameter, _unit_of(parameter))
@@ -88,6 +96,8 @@ class Gathers:
 
     def forget(self, parameter: ShardedParameter) -> None:
         """Gather again when the parameter is read next: it has been assigned to."""
+        if program_trace.traced() is not None:
+            return
         parameter.eager_value = None
         step = self.step()
         if step is not None:
@@ -187,6 +197,23 @@ def backward_pass() -> Iterator[None]:
         step.note_backward_pass(begin, step.order.newest())
 
 
+@contextlib.contextmanager
+def marked_backward_pass(trace: ProgramTrace) -> Iterator[None]:
+    """Mark the backward pass of a program, as each replica will build it."""
+    passes: list[contextlib.ExitStack] = []
+
+    def begin(_: list) -> None:
+        passes.append(contextlib.ExitStack())
+        passes[-1].enter_context(backward_pass())
+
+    def end(_: list) -> None:
+        passes.pop().close()
+
+    trace.add([], begin)
+    yield
+    trace.add([], end)
+
+
 def gathers_of(extended: Any, groups: ShardGroups) -> Gathers:
     """The reads of all parameters of a strategy that the same replicas share."""
     found = vars(extended).setdefault("_parameter_gathers", {})
@@ -194,6 +221,19 @@ def gathers_of(extended: Any, groups: ShardGroups) -> Gathers:
     if key not in found:
         found[key] = Gathers(extended, groups)
     return found[key]
+
+
+def _read_in_program(trace: ProgramTrace, parameter: ShardedParameter) -> tf.Tensor:
+    """Note that each replica reads a parameter here, and return a stand-in for it."""
+    dtype = read_dtype(parameter)
+
+    def read() -> tf.Tensor:
+        with _compat.autocasting(dtype if parameter.casts else None):
+            return parameter.reader.read(parameter)
+
+    value = tf.identity(trace.read(parameter.whole_shape, dtype, read))
+    _compat.record_read(parameter, value)
+    return value
 
 
 def _unit_of(parameter: ShardedParameter) -> Unit:

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.base import program_trace
 from tfdp.base.context import replica_context
 from tfdp.parameters.packing import elements_of
 from tfdp.plans.shards import Segment
@@ -155,6 +156,13 @@ class ShardedParameter(MirroredVariable):
         self.reader.forget(self)
 
     def _update_parts(self, update: Callable, value: tf.Tensor) -> ShardedParameter:
+        if (trace := program_trace.current()) is not None:
+
+            def run(given: list) -> None:
+                self._update_parts(update, given[0])
+
+            trace.add([value], run)
+            return self
         flat = tf.reshape(value, [-1])
         context = replica_context()
         replicas: Sequence[int] = range(len(self.values))

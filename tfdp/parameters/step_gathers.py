@@ -132,7 +132,7 @@ class StepGathers:
         Returns:
             Tensor of the parameter's shape, in the dtype that the model computes in.
         """
-        key = (id(parameter), _read_dtype(parameter).name)
+        key = (id(parameter), read_dtype(parameter).name)
         with self.graph.as_default():
             if key not in self._current:
                 self._gather(unit)
@@ -165,7 +165,7 @@ class StepGathers:
         return taken
 
     def _gather(self, unit: Unit) -> None:
-        dtypes = tuple(map(_read_dtype, unit.parameters))
+        dtypes = tuple(map(read_dtype, unit.parameters))
         age = self.order.newest()
         gate = self._gate(len(self.gathered) - 1 - unit.options.prefetch)
         if self.gathered:
@@ -314,7 +314,7 @@ def _wholes(
     ]
 
 
-def _read_dtype(parameter: ShardedParameter) -> tf.DType:
+def read_dtype(parameter: ShardedParameter) -> tf.DType:
     """The dtype in which Keras reads a parameter where the model is computing."""
     casts = parameter.casts and parameter.dtype.is_floating
     scope = _compat.autocast_dtype() if casts else None

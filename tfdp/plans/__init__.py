@@ -6,6 +6,7 @@ Reading order:
     units: sharded parameters that are gathered together, and who holds what
     file_owners: files of each worker, balanced by size
     memory: bytes of training state on a replica
+    gathers: tensors that a step gathers for operations that need the whole batch
     traffic: messages of all-reduce algorithms
     cost_model: seconds of an all-reduce, and the fastest algorithm
     prediction: seconds of a step

@@ -6,7 +6,7 @@ import dataclasses
 import html
 import io
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -16,6 +16,7 @@ from rich.table import Table
 
 from tfdp.cluster.words import counted
 from tfdp.plans.buckets import Bucket, BucketPlan
+from tfdp.plans.gathers import StepGathers
 from tfdp.plans.memory import MemoryReport
 from tfdp.reduction.algorithm_choice import AlgorithmChoice
 from tfdp.reduction.fusion import make_plan
@@ -58,6 +59,9 @@ class CommunicationPlan:
             parameters. Defaults to 1.
         gain: String, what tuned buckets have gained over the default, or `""`.
             Defaults to `""`.
+        gathers: Dict from the name of a loop, such as `"fit"`, to `StepGathers`: what
+            its step gathers for operations that need the whole batch. Defaults to
+            none: no step has been traced.
     """
 
     buckets: tuple[Bucket, ...]
@@ -72,6 +76,7 @@ class CommunicationPlan:
     num_clusters: int = 0
     gather_ratio: float = 1.0
     gain: str = ""
+    gathers: Mapping[str, StepGathers] = dataclasses.field(default_factory=dict)
 
     @property
     def is_compiled(self) -> bool:
@@ -173,9 +178,16 @@ class CommunicationPlan:
             table.add_row(*map(escape, row))
         text = io.StringIO()
         Console(file=text, width=100, force_jupyter=False).print(table)
-        if self.memory is not None:
-            text.write(f"{self.memory}\n")
+        for part in self._after_the_table():
+            text.write(f"{part}\n")
         return text.getvalue()
+
+    def _after_the_table(self) -> Iterator[str]:
+        for loop, step in self.gathers.items():
+            if step.gathers:
+                yield f"Gathered in a step of `{loop}`\n{step}\n"
+        if self.memory is not None:
+            yield str(self.memory)
 
     def _repr_html_(self) -> str:
         """The table, as the last line of a notebook's cell shows it.
@@ -193,9 +205,10 @@ class CommunicationPlan:
             '<div style="max-height: 40em; overflow: auto"><table>'
             f"{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
         )
-        if self.memory is None:
-            return table
-        return f"{table}<pre>{html.escape(str(self.memory))}</pre>"
+        parts = "".join(
+            f"<pre>{html.escape(part)}</pre>" for part in self._after_the_table()
+        )
+        return table + parts
 
 
 def _cell(tag: str, text: str, side: str) -> str:
@@ -209,7 +222,10 @@ def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
     num_clusters = strategy.extended.compiled_models.get(model, 0)
     tuned = strategy.extended.reducer.tuned_of(model.trainable_variables)
     gain = "" if tuned is None else tuned.gain
-    return dataclasses.replace(plan, num_clusters=num_clusters, gain=gain)
+    gathers = dict(strategy.extended.step_gathers.get(model, {}))
+    return dataclasses.replace(
+        plan, num_clusters=num_clusters, gain=gain, gathers=gathers
+    )
 
 
 def _plan_of(strategy: Any, model: Any) -> CommunicationPlan:

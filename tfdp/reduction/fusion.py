@@ -97,7 +97,8 @@ def all_reduce_buckets(
                 flat = weighted(flat, weight)
             is_alone = 2 * bucket.num_bytes > plan.num_bytes
             algorithm = all_reduce if algorithms is None else algorithms[channel]
-            with timing.labelled(f"{timing.GRADIENTS} {channel}"):
+            label = timing.current_label() or f"{timing.GRADIENTS} {channel}"
+            with timing.labelled(label):
                 reduced = algorithm(
                     flat, group, replica, channel=channel, is_alone=is_alone
                 )

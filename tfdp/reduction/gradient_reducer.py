@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base import batch_weight
 from tfdp.base.context import replica_context
+from tfdp.collectives import ProcessGroup
 from tfdp.reduction.fusion import ReducedGradients, unbucketed, weighted
 from tfdp.reduction.reducer import Reducer
 
@@ -102,6 +103,11 @@ class ReplicaReducer:
         self._context = context
         self._local_id = replica
 
+    @property
+    def group(self) -> ProcessGroup:
+        """`ProcessGroup` of the replicas that it sums over."""
+        return self._reducer.group
+
     def reduce_gradients(
         self,
         gradients: list,
@@ -142,6 +148,8 @@ class ReplicaReducer:
         self._check_graph()
         weight, share = batch_weight.weight_for(optimizer), batch_weight.current()
         members = self._reducer.adasum_members
+        if batch_weight.is_part_of_sum() and members is not None:
+            weight = tf.ones([], tf.float64)
         if members is None or weight is None or share is None:
             return weight
         own = members.share(share, self._replica)
@@ -180,11 +188,12 @@ class ReplicaReducer:
         return _compat.local_replica_id(self._context)
 
     def _check_graph(self) -> None:
-        """Raise where Adasum would wait for a replica that has not started."""
-        if self._reducer.combines_means and self._meets_first():
+        """Raise where Adasum has not the gradient of each replica by itself."""
+        is_whole = tf.executing_eagerly() and batch_weight.is_part_of_sum()
+        if self._reducer.combines_means and (is_whole or self._meets_first()):
             raise ValueError(
-                "Adasum needs all replicas at once, and those of one process run "
-                "eagerly one after the other. Leave out `run_eagerly=True`, and "
+                "Adasum needs all replicas at once, and eager steps run one after the "
+                "other, or on the whole batch. Leave out `run_eagerly=True`, and "
                 "call `strategy.run` in a `tf.function`."
             )
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import batch_weight, loops
+from tfdp.base import batch_weight, loops, program_trace
 from tfdp.base.context import replica_context
 from tfdp.replicas.assigned_values import AssignedValues
 
@@ -41,6 +41,42 @@ class MirroredVariable(_Array, _compat.MirroredVariable):
     has_parts = False
     # What was assigned outside of steps, where each worker uses its own part of it.
     assigned: AssignedValues | None = None
+
+    def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        if (trace := program_trace.current()) is not None:
+            trace.note_assigned(self)
+            return update_fn(self._get_on_device_or_primary(), value, **kwargs)
+        return super()._update_replica(update_fn, value, **kwargs)
+
+    def _in_program(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method that stock mirrored variables lack, of a traced program."""
+        if program_trace.current() is None:
+            raise NotImplementedError(
+                f"`{method}` of a variable with a copy on every replica works in "
+                "steps of `fit`, `evaluate` and `predict`. Use `assign` elsewhere."
+            )
+        own = self._get_on_device_or_primary()
+        return getattr(own, method)(*args, **kwargs)
+
+    def scatter_nd_add(self, *args: Any, **kwargs: Any) -> Any:
+        """Add to entries at indices."""
+        return self._in_program("scatter_nd_add", *args, **kwargs)
+
+    def scatter_nd_sub(self, *args: Any, **kwargs: Any) -> Any:
+        """Subtract from entries at indices."""
+        return self._in_program("scatter_nd_sub", *args, **kwargs)
+
+    def scatter_nd_update(self, *args: Any, **kwargs: Any) -> Any:
+        """Set entries at indices."""
+        return self._in_program("scatter_nd_update", *args, **kwargs)
+
+    def scatter_nd_max(self, *args: Any, **kwargs: Any) -> Any:
+        """Set entries at indices to the larger values."""
+        return self._in_program("scatter_nd_max", *args, **kwargs)
+
+    def scatter_nd_min(self, *args: Any, **kwargs: Any) -> Any:
+        """Set entries at indices to the smaller values."""
+        return self._in_program("scatter_nd_min", *args, **kwargs)
 
     def __int__(self) -> int:
         return int(self.numpy())
@@ -91,7 +127,7 @@ class StatisticVariable(MirroredVariable):
         return super().assign(value, *args, **kwargs)
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        if not loops.in_steps_alone():
+        if program_trace.current() is None and not loops.in_steps_alone():
             self.distribute_strategy.extended.note_statistic(self)
         return super()._update_replica(update_fn, value, **kwargs)
 
@@ -126,6 +162,8 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         in_replica = replica_context() is not None
+        if program_trace.current() is not None:
+            return super().assign(value, *args, **kwargs)
         if in_replica and tf.is_symbolic_tensor(value):
             op = value.op
             while op.type in ("Identity", "Cast"):

@@ -147,6 +147,12 @@ def _measure_noise(
     step: Step, noise: GradientNoise, totals: Totals, statistics: GradientStatistics
 ) -> None:
     """Compare each replica's gradient with that of all, by one scalar more."""
+    if tf.executing_eagerly() and batch_weight.is_part_of_sum():
+        raise ValueError(
+            "The gradient noise scale compares the gradients of replicas, and with "
+            "`run_eagerly=True` there is one, that of the whole batch. Leave out "
+            "`GradientNoiseScale`, or `run_eagerly=True`."
+        )
     samples, weight = batch_weight.num_samples(), batch_weight.current()
     if samples is None or weight is None:
         return
@@ -157,7 +163,7 @@ def _measure_noise(
         # What was accumulated has the weights of its micro-batches.
         samples = samples * tf.cast(totals.count, tf.float32)
         factor = factor / replicas
-    elif step.scale is not None:
+    elif step.scale is not None or batch_weight.is_part_of_sum():
         factor *= weight  # the loss was multiplied by it
     own = squared_norm(totals.gradients or []) / tf.square(tf.cast(factor, tf.float32))
     own = tf.math.multiply_no_nan(own, tf.cast(weight > 0, tf.float32))

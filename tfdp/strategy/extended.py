@@ -56,12 +56,14 @@ class ReplicaExtended:
 
     options: CommunicationOptions
     worker_group: WorkerGroup
-    # Which sentences about the losses of a model a user has read, and whether the
-    # script has asked for the number of replicas.
+    # Which sentences about a step of a model a user has read.
     told_of_losses: weakref.WeakKeyDictionary[Any, set[str]]
     # The number of XLA clusters of a step of each model that is compiled.
     compiled_models: weakref.WeakKeyDictionary[Any, int]
-    user_counts_replicas = False
+    # What the step of each loop of a model gathers, see `tfdp.program.checks`.
+    step_gathers: weakref.WeakKeyDictionary[Any, dict[str, Any]]
+    # Names of the number of replicas in the script, see `tfdp.program.divisions`.
+    names_of_count: set[str]
     # Whether new parameters are sharded at once, see `tfdp.parameters.deferred`.
     defers_parameters = False
     # How many of its scopes are entered, one within the other.
@@ -94,8 +96,11 @@ class ReplicaExtended:
             if self.worker_group.num_workers == 1:
                 watch_data(self.options.timeout_seconds)
         self.told_of_losses = weakref.WeakKeyDictionary()
+        self.names_of_count = set()
+        self.step_gathers = weakref.WeakKeyDictionary()
         self.compiled_models = weakref.WeakKeyDictionary()
         topology = agreed_topology(self.worker_group, hosts, len(devices), self.options)
+        self.topology = topology
         positions = device_positions(all_devices)
         transport = new_transport(self.options, devices, self.worker_group, hosts[rank])
         order = LaunchOrder(devices, transport.num_channels)
@@ -143,7 +148,23 @@ class ReplicaExtended:
         kwargs["aggregation"] = aggregation_of(kwargs)
         mapping = class_mapping(kwargs)
         with _compat.variable_classes(mapping):
-            return super()._create_variable(next_creator, **kwargs)  # type: ignore[misc]
+            variable = super()._create_variable(next_creator, **kwargs)  # type: ignore[misc]
+        self._register(variable)
+        return variable
+
+    def _register(self, variable: Any) -> None:
+        """Remember which variable the component of a replica belongs to."""
+        known = vars(self).setdefault("_variables", {})
+        for component in getattr(variable, "values", ()):
+            known[id(component.handle)] = weakref.ref(variable)
+
+    def variable_of(self, handle: Any) -> Any:
+        """Return the variable that a component's handle belongs to, or `None`."""
+        found = vars(self).get("_variables", {}).get(id(handle))
+        variable = None if found is None else found()
+        if variable is None or all(c.handle is not handle for c in variable.values):
+            return None
+        return variable
 
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None
@@ -172,14 +193,6 @@ class ReplicaExtended:
         if len(local) == len(self.group.devices):
             return self._cross_device_ops
         return self._host_cross_device_ops
-
-    @property
-    def own_host_group(self) -> ProcessGroup:
-        """`ProcessGroup` of this worker alone: of replicas that meet only at times."""
-        size = self.host_group.size
-        (group,) = self.host_group.split([[position] for position in range(size)])
-        assert group is not None
-        return group
 
     # Statistics and metrics of a step.
 

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
+import types
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdp import _compat
+from tfdp import _compat, user_code
 from tfdp.base import batch_weight, loops, xla
 from tfdp.base.batch_weight import BatchWeight
 from tfdp.base.context import strategy_of
 from tfdp.collectives import step_events
 from tfdp.data import batch_weights
-from tfdp.data.rows import first_tensor, num_rows, rows_of_rank
+from tfdp.data.rows import count_of, first_tensor, num_rows, rows_of_rank
+from tfdp.keras_hooks.logs import metric_states
+from tfdp.local_steps import merging_group, training_group
 from tfdp.losses import loss_terms
 from tfdp.losses.row_forms.form import CONSTANT
 from tfdp.losses.row_forms.forms import Forms
+from tfdp.program.divisions import name_of_count
+from tfdp.program.eager import EagerStep
+from tfdp.program.step import DividedStep, rows_of_replica
 from tfdp.replicas import drift_probe
 from tfdp.step.empty_step import note_changes_without_data
 from tfdp.strategy.compiled_step import CompiledStep
@@ -47,22 +52,28 @@ def prepare_run(
     if loop is None or strategy_of(loop.model) is not strategy:
         return fn, args, None
     if loop.whole_batches and strategy.num_replicas_in_sync > 1:
+        whole = first_tensor(args)
+        loops.note_batch_rows(None if whole is None else whole.shape[0])
         args = tuple(_split(strategy, argument) for argument in args)
     args = keras.tree.map_structure(_none_for_optional, args)
     local = [
         _compat.select_replica(replica, args)
         for replica in range(strategy.extended.num_local)
     ]
-    extended = strategy.extended
-    group = extended.own_host_group if loop.steps_alone else extended.host_group
     parts = batch_weights.weigh_batches(
-        local, group, strategy.num_replicas_in_sync, total
+        local, merging_group(strategy), strategy.num_replicas_in_sync, total
     )
     drift_probe.begin_step(loop.model, local)
     step_events.record_batch(parts[0].num_samples if parts else _own_samples(local[0]))
     if parts is None and not xla.is_wanted():
         return _after_its_data(loop.model, fn), args, None
     told = strategy.extended.told_of_losses.setdefault(loop.model, set())
+    loop.program_logs = None
+    if parts is not None and _is_divided(loop, local):
+        divided = _divided_step(strategy, loop, fn, local, parts, total, told)
+        return _after_its_data(loop.model, divided), args, None
+    if parts is not None and tf.executing_eagerly():
+        return _eager_step(strategy, loop, fn, local, parts), args, None
     step = _after_its_data(
         loop.model, _step_of_replica(strategy, loop, fn, parts, told)
     )
@@ -70,9 +81,76 @@ def prepare_run(
         return step, args, None
     weights = [part.weight for part in parts]
     loop.batch_weights = weights
-    if tf.executing_eagerly():
-        _tell_of_eager_steps(told, loop.model)
     return step, args, weights
+
+
+def _is_divided(loop: loops.Loop, local: list) -> bool:
+    """Return whether a step is divided as the program of one device."""
+    return not (tf.executing_eagerly() or first_tensor(local[0]) is None)
+
+
+def _divided_step(
+    strategy: Any,
+    loop: loops.Loop,
+    fn: Callable,
+    local: list,
+    parts: list[BatchWeight],
+    total: tf.Tensor | None,
+    told: set[str],
+) -> Callable:
+    """Return the step of a replica as its part of the program of one device."""
+    if strategy.extended.balance is not None:
+        total = None  # Rows are divided by weight.
+    are_alike = batch_weights.are_alike(local, merging_group(strategy))
+    divided = DividedStep(strategy, loop, fn)
+    counts = {
+        rank: tf.cast(count_of(first_tensor(batch)), tf.int32)
+        for rank, batch in enumerate(local, strategy.extended.first_rank)
+    }
+
+    @functools.wraps(fn)
+    def step(*args: Any) -> Any:
+        replica = _compat.local_replica_id(tf.distribute.get_replica_context())
+        part = dataclasses.replace(parts[replica], is_part_of_sum=True)
+        group = training_group(strategy)
+        rows = rows_of_replica(group, args, total, counts, are_alike=are_alike)
+
+        def run(args: tuple, part: BatchWeight | None) -> Any:
+            own = rows
+            if xla.is_tracing() and not are_alike:
+                # Shapes have to be known where XLA compiles.
+                own = dataclasses.replace(rows, own=tf.shape(first_tensor(args))[0])
+            with batch_weight.use(part):
+                return divided(args, group, own)
+
+        if xla.is_wanted():
+            result = CompiledStep(run, strategy, loop, told)(args, part)
+        else:
+            result = run(args, part)
+        loop.program_logs = divided.tail
+        return result
+
+    return step
+
+
+def _eager_step(
+    strategy: Any, loop: loops.Loop, fn: Callable, local: list, parts: list[BatchWeight]
+) -> Callable:
+    """Return the step of a replica where nothing is traced: that of one device."""
+    parts = [dataclasses.replace(part, is_part_of_sum=True) for part in parts]
+    loop.batch_weights = [part.weight for part in parts]
+    step = EagerStep(
+        strategy,
+        fn,
+        parts,
+        local,
+        merging_group(strategy),
+        metric_states(loop.model),
+        returns_rows="predict" in loop.name,
+    )
+    if not loop.steps_alone:
+        step.prepare()
+    return step
 
 
 def _none_for_optional(part: Any) -> Any:
@@ -125,7 +203,6 @@ def _forms(strategy: Any, args: tuple, part: BatchWeight, told: set[str]) -> For
         batch,
         strategy.num_replicas_in_sync,
         told,
-        may_divide=strategy.extended.user_counts_replicas,
     )
     if tf.is_symbolic_tensor(part.weight):
         # A factor of the loss that keeps its form.
@@ -133,36 +210,25 @@ def _forms(strategy: Any, args: tuple, part: BatchWeight, told: set[str]) -> For
     return forms
 
 
-def _tell_of_eager_steps(told: set[str], model: Any) -> None:
-    """Warn, once for a model, where no graph tells what a user's loss is."""
-    names = _compat.overridden(model, ("train_step", "test_step", "compute_loss"))
-    if not names or "eager" in told:
-        return
-    told.add("eager")
-    warnings.warn(
-        f"With `run_eagerly=True` a loss that `{type(model).__name__}.{names[0]}` "
-        "computes is taken for a mean over the rows of a replica. Sums over rows, "
-        "divisions by the number of replicas, and logs that are computed from a "
-        "metric's result are recognized only without it.",
-        stacklevel=2,
-    )
-
-
 def _is_traced(value: Any) -> bool:
     composite = isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
     return composite or tf.is_symbolic_tensor(value)
 
 
-def note_count_read(strategy: Any, reader: str) -> None:
+def note_count_read(strategy: Any, reader: types.FrameType) -> None:
     """Note that a user asks for the number of replicas: a loss may be divided by it.
 
     Args:
         strategy: A tfdp strategy.
-        reader: String, the name of the module that asks.
+        reader: Frame that asks.
     """
-    if reader.partition(".")[0] in _LIBRARIES:
+    module = reader.f_globals.get("__name__", "")
+    if module.partition(".")[0] in _LIBRARIES:
         return
-    strategy.extended.user_counts_replicas = True
+    line = user_code.text_of_line(reader.f_code.co_filename, reader.f_lineno)
+    name = name_of_count(line)
+    if name is not None:
+        strategy.extended.names_of_count.add(name)
     forms = batch_weight.forms()
     if forms is not None:
         forms.counts_replicas = True

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat, user_code
-from tfdp.base import loops
+from tfdp.base import loops, program_trace
 from tfdp.cluster import Cluster, find_cluster, processes_apart
 from tfdp.cluster.devices import default_cpus, local_devices, resolve_devices
 from tfdp.cluster.mpi_launcher import mpi_rank
@@ -76,8 +76,11 @@ class _Strategy:
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas, on all workers, whose gradients are added up."""
-        reader = inspect.currentframe().f_back.f_globals.get("__name__", "")  # type: ignore[union-attr]
-        replica_step.note_count_read(self, reader)
+        if program_trace.current() is not None:
+            return 1
+        reader = inspect.currentframe()
+        if reader is not None and reader.f_back is not None:
+            replica_step.note_count_read(self, reader.f_back)
         return super().num_replicas_in_sync  # type: ignore[misc]
 
     def run(

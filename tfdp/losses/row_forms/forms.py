@@ -32,7 +32,6 @@ class Forms:
         num_replicas: Int.
         warned: Set of strings, subjects of which the user has been warned, or `None`.
             Defaults to `None`.
-        may_divide: Bool, whether the user's script has read the number of replicas.
             Defaults to `False`.
     """
 
@@ -41,11 +40,8 @@ class Forms:
         batch: Iterable[Any],
         num_replicas: int,
         warned: set[str] | None = None,
-        *,
-        may_divide: bool = False,
     ) -> None:
         self.num_replicas = num_replicas
-        self.may_divide = may_divide
         # Whether the step itself reads the number of replicas: then a factor of that
         # size is it.
         self.counts_replicas = False

@@ -1,0 +1,251 @@
+"""What is held of a tensor, and what runs whole: rules by their decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+from tfdp import _compat
+from tfdp.program.facts import Fact, Form, static_sizes, with_rows
+from tfdp.program.plan import Plan, Scope, make_plan
+
+INPUTS = {
+    "x": ([None, 3, 4], tf.float32),
+    "y": ([None, 4], tf.float32),
+    "v": ([None], tf.float32),
+    "k": ([None], tf.int32),
+    "b": ([None, 3], tf.bool),
+    "w": ([4, 4], tf.float32),
+    "c": ([4], tf.float32),
+}
+WEIGHTS = ("w", "c")
+
+
+def plan_of(function: Callable[[dict[str, Any]], Any]) -> tuple[Plan, Any]:
+    """Plan a function of the inputs; return the plan and the result."""
+    graph, facts = _compat.ProgramGraph(), {}
+    with graph.as_default():
+        given = {
+            name: tf.compat.v1.placeholder(dtype, shape)
+            for name, (shape, dtype) in INPUTS.items()
+        }
+        result = function(given)
+    for name, tensor in given.items():
+        sizes = static_sizes(tensor, is_free=True)
+        assert sizes is not None
+        if name in WEIGHTS:
+            facts[id(tensor)] = Fact(Form.WHOLE, sizes=sizes)
+        else:
+            facts[id(tensor)] = Fact(Form.ROWS, sizes=with_rows(sizes, 0, 1))
+    return make_plan(graph, facts, [result], Scope(lambda _: False, {})), result
+
+
+def held(function: Callable) -> tuple[str, set[str]]:
+    """Return what is held of a result, and the operations that run whole."""
+    plan, result = plan_of(function)
+    fact = plan.fact(result)
+    text = fact.form.value
+    if fact.is_rows:
+        text += f" {fact.axis}"
+    whole = {
+        op.type
+        for op in plan.live
+        if op in plan.decisions and plan.decisions[op].is_whole
+    }
+    return text, whole
+
+
+def gradient(function: Callable, name: str) -> Callable:
+    """Return a function that computes the gradient of a sum."""
+
+    def compute(given: dict[str, Any]) -> Any:
+        return tf.gradients(function(given), given[name])[0]
+
+    return compute
+
+
+N = {"n": lambda g: tf.shape(g["x"])[0]}
+
+DIVIDED = {
+    # Elements.
+    "one operand": (lambda g: tf.tanh(g["x"]), "rows 0"),
+    "rows and a weight": (lambda g: g["x"] + g["c"], "rows 0"),
+    "rows along another axis": (lambda g: g["v"] + tf.transpose(g["y"]), "rows 1"),
+    "rows and a whole mean": (lambda g: g["v"] - tf.reduce_mean(g["v"]), "rows 0"),
+    "conditions": (lambda g: tf.where(g["b"], g["x"][..., 0], 0.0), "rows 0"),
+    "a cast": (lambda g: tf.cast(g["k"], tf.float32), "rows 0"),
+    "a sum of three": (lambda g: tf.add_n([g["y"]] * 3), "rows 0"),
+    # Reductions.
+    "a sum over rows": (lambda g: tf.reduce_sum(g["x"], 0), "part"),
+    "a sum over all": (lambda g: tf.reduce_sum(g["x"]), "part"),
+    "a sum over features": (lambda g: tf.reduce_sum(g["x"], [1, 2]), "rows 0"),
+    "a sum before rows": (
+        lambda g: tf.reduce_sum(tf.transpose(g["x"], [1, 0, 2]), 0),
+        "rows 0",
+    ),
+    "a mean over rows": (lambda g: tf.reduce_mean(g["x"], [0, 1]), "part"),
+    "a maximum over rows": (lambda g: tf.reduce_max(g["x"], 0), "whole"),
+    "a maximum over features": (lambda g: tf.reduce_max(g["x"], -1), "rows 0"),
+    "an argument of features": (lambda g: tf.argmax(g["x"], 1), "rows 0"),
+    "half the sum of squares": (lambda g: tf.nn.l2_loss(g["x"]), "part"),
+    # Products of matrices.
+    "rows by a weight": (lambda g: g["y"] @ g["w"], "rows 0"),
+    "a gradient of a weight": (
+        lambda g: tf.matmul(g["y"], g["y"], transpose_a=True),
+        "part",
+    ),
+    "all pairs of rows": (
+        lambda g: tf.matmul(g["y"], g["y"], transpose_b=True),
+        "rows 0",
+    ),
+    "batches of matrices": (
+        lambda g: tf.matmul(g["x"], g["x"], transpose_b=True),
+        "rows 0",
+    ),
+    "a part by a weight": (lambda g: tf.reduce_sum(g["x"], 0) @ g["w"], "part"),
+    "einsum over rows": (lambda g: tf.einsum("btc,bc->tc", g["x"], g["y"]), "part"),
+    "einsum that moves rows": (
+        lambda g: tf.einsum("btc,cd->dbt", g["x"], g["w"]),
+        "rows 1",
+    ),
+    # Layouts.
+    "a transpose": (lambda g: tf.transpose(g["x"], [2, 0, 1]), "rows 1"),
+    "an axis put in": (lambda g: g["x"][tf.newaxis], "rows 1"),
+    "rows merged with time": (lambda g: tf.reshape(g["x"], [-1, 4]), "rows 0"),
+    "rows by their number": (
+        lambda g: tf.reshape(g["x"], [tf.shape(g["x"])[0], -1]),
+        "rows 0",
+    ),
+    "rows apart again": (
+        lambda g: tf.reshape(tf.reshape(g["x"], [-1, 4]), [-1, 3, 4]),
+        "rows 0",
+    ),
+    "a stack": (lambda g: tf.stack([g["y"], g["y"]], 0), "rows 1"),
+    "features side by side": (lambda g: tf.concat([g["y"], g["y"]], 1), "rows 0"),
+    "a feature": (lambda g: g["x"][:, 1, ::2], "rows 0"),
+    "features unstacked": (lambda g: tf.unstack(g["x"], axis=1)[2], "rows 0"),
+    "features split": (lambda g: tf.split(g["y"], 2, 1)[1], "rows 0"),
+    "features padded": (lambda g: tf.pad(g["y"], [[0, 0], [1, 0]]), "rows 0"),
+    "features reversed": (lambda g: tf.reverse(g["x"], [-1]), "rows 0"),
+    "features rolled": (lambda g: tf.roll(g["x"], 1, -1), "rows 0"),
+    "features tiled": (lambda g: tf.tile(g["y"], [1, 2]), "rows 0"),
+    "a running sum of features": (lambda g: tf.cumsum(g["x"], 1), "rows 0"),
+    "a table's rows": (lambda g: tf.gather(g["w"], g["k"]), "rows 0"),
+    "a feature of each row": (
+        lambda g: tf.gather(g["y"], g["k"], batch_dims=1, axis=1),
+        "rows 0",
+    ),
+    "one-hot vectors": (lambda g: tf.one_hot(g["k"], 5, axis=0), "rows 1"),
+    "sums by class": (
+        lambda g: tf.math.unsorted_segment_sum(g["y"], g["k"], 3),
+        "part",
+    ),
+    # Of each row.
+    "softmax of features": (lambda g: tf.nn.softmax(g["x"]), "rows 0"),
+    "the best features": (lambda g: tf.math.top_k(g["y"], 2)[0], "rows 0"),
+    # Sizes.
+    "numbers of rows": (lambda g: tf.range(tf.shape(g["x"])[0]), "rows 0"),
+    "zeros for each row": (lambda g: tf.zeros([tf.shape(g["x"])[0], 2]), "rows 0"),
+    "a weight for each row": (
+        lambda g: tf.broadcast_to(g["c"], [tf.shape(g["x"])[0], 4]),
+        "rows 0",
+    ),
+    "a shape": (lambda g: tf.shape(g["x"]), "sizes"),
+    "the number of entries": (lambda g: tf.size(g["x"]), "sizes"),
+    "a feature's size": (lambda g: tf.shape(g["x"])[1], "whole"),
+    "a sum divided by the rows": (
+        lambda g: tf.reduce_sum(g["x"]) / tf.cast(tf.shape(g["x"])[0], tf.float32),
+        "part",
+    ),
+    "noise": (
+        lambda g: tf.random.stateless_normal(tf.shape(g["x"]), [1, 2]),
+        "rows 0",
+    ),
+    # Gradients.
+    "a dense gradient": (gradient(lambda g: tf.tanh(g["y"] @ g["w"]), "w"), "part"),
+    "a bias's gradient": (gradient(lambda g: tf.tanh(g["x"] + g["c"]), "c"), "part"),
+    "a gradient of rows": (
+        gradient(lambda g: tf.reduce_mean(g["x"] ** 2), "x"),
+        "rows 0",
+    ),
+    "a table's gradient": (
+        lambda g: tf.convert_to_tensor(
+            gradient(lambda h: tf.gather(h["w"], h["k"]) ** 2, "w")(g)
+        ),
+        "part",
+    ),
+}
+
+# What has no rule gets its inputs whole.
+WHOLE = {
+    "softmax along rows": (lambda g: tf.nn.softmax(g["v"]), {"Softmax"}),
+    "a running sum of rows": (lambda g: tf.cumsum(g["y"]), {"Cumsum"}),
+    "rows reversed": (lambda g: tf.reverse(g["y"], [0]), {"ReverseV2"}),
+    "rows rolled": (lambda g: tf.roll(g["y"], 1, 0), {"Roll"}),
+    "the best rows": (lambda g: tf.math.top_k(g["v"], 2)[0], {"TopKV2"}),
+    "the first row": (lambda g: g["y"][0], {"StridedSlice"}),
+    "every other row": (lambda g: g["y"][::2], {"StridedSlice"}),
+    "rows after rows": (lambda g: tf.concat([g["y"], g["y"]], 0), {"ConcatV2"}),
+    "rows padded": (lambda g: tf.pad(g["y"], [[1, 0], [0, 0]]), {"Pad"}),
+    "rows tiled": (lambda g: tf.tile(g["y"], [2, 1]), {"Tile"}),
+    "the best row": (lambda g: tf.argmax(g["y"], 0), {"ArgMax"}),
+    "rows in another order": (
+        lambda g: tf.gather(g["y"], g["k"] % tf.shape(g["y"])[0]),
+        {"GatherV2"},
+    ),
+    "entries of two rows": (lambda g: tf.reshape(g["b"], [-1, 2]), {"Reshape"}),
+    "rows behind features": (
+        lambda g: tf.reshape(g["y"], [4, tf.shape(g["y"])[0]]),
+        {"Reshape"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_an_operation_with_a_rule_is_divided(name):
+    function, result = DIVIDED[name]
+    assert held(function) == (result, set())
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_an_operation_without_a_rule_runs_whole(name):
+    function, operations = WHOLE[name]
+    assert held(function) == ("whole", operations)
+
+
+def test_half_of_the_rows_is_no_multiple_of_them():
+    def half(given):
+        count = tf.cast(tf.shape(given["x"])[0], tf.float32) * 0.5
+        return tf.zeros([tf.cast(count, tf.int32)])
+
+    assert held(half)[0] == "whole"
+
+
+def test_the_sizes_of_a_list_are_not_those_of_its_items():
+    plan, result = plan_of(lambda g: tf.scan(lambda a, row: a + row, g["y"]))
+    fact = plan.fact(result)
+    assert fact.form is Form.WHOLE
+    assert fact.rank in (None, 2)
+
+
+def test_a_part_that_is_repeated_for_each_row_has_their_number_of_rows():
+    plan, result = plan_of(
+        lambda g: tf.tile(tf.reshape(tf.reduce_sum(g["v"]), [1]), [tf.shape(g["v"])[0]])
+    )
+    assert plan.fact(result).form is Form.PART
+    (size,) = plan.fact(result).sizes
+    assert (size.kind, size.number) == ("rows", 1)
+
+
+def test_a_loop_that_sums_over_rows_runs_whole_as_it_has_no_collectives_inside():
+    def loop(given):
+        return tf.while_loop(
+            lambda i, total: i < 3,
+            lambda i, total: (i + 1, total * 0.5 + tf.reduce_max(given["x"])),
+            [0, tf.zeros([])],
+        )[1]
+
+    assert held(loop)[0] == "whole"

@@ -1,0 +1,194 @@
+"""A step traced as the program of one device, and its operations built again.
+
+TensorFlow has no public way to build an operation like another one in another graph,
+nor to see the graphs inside of a branch or a loop. Checked on TensorFlow 2.21.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+from tensorflow.python.autograph.core import ag_ctx as autograph_ctx
+from tensorflow.python.client import pywrap_tf_session
+from tensorflow.python.eager.polymorphic_function import autograph_util
+from tensorflow.python.framework import (
+    auto_control_deps,
+    func_graph,
+    op_def_registry,
+    ops,
+)
+from tensorflow.python.ops import cond_v2, control_flow_util_v2, while_v2
+from tensorflow.python.util import tf_stack
+
+_MARKER = "_tfdp_marker"
+_CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
+
+
+class ProgramGraph(func_graph.FuncGraph):
+    """A graph for a program, inside of the one that is traced.
+
+    It keeps the lines that make each operation, which TensorFlow does not give away
+    again. A `tf.function` would order its operations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("program")
+        self.stacks: dict[tf.Operation, Any] = {}
+
+    def _create_op_internal(self, *args: Any, **kwargs: Any) -> tf.Operation:
+        op = super()._create_op_internal(*args, **kwargs)
+        self.stacks[op] = tf_stack.extract_stack(stacklevel=3)
+        return op
+
+
+def stack_of(op: tf.Operation) -> list[Any]:
+    """The lines that made an operation of a program, the innermost last.
+
+    Each has a `filename` and a `lineno`.
+    """
+    found = getattr(op.graph, "stacks", {}).get(op)
+    return list(op.traceback if found is None else found)
+
+
+def captures_of(graph: Any) -> list[tuple[Any, Any]]:
+    """Pairs of what a graph captures and its placeholder for that."""
+    return list(graph.captures)
+
+
+def marked(tensor: tf.Tensor, marker: str) -> tf.Tensor:
+    """An identity with a mark that the plan of a program sees."""
+    result = tf.identity(tensor)
+    result.op._set_attr(_MARKER, attr_value_pb2.AttrValue(s=marker.encode()))
+    return result
+
+
+def marker_of(op: tf.Operation) -> str:
+    """The mark of an identity, or an empty string."""
+    try:
+        found = op.get_attr(_MARKER)
+    except ValueError:
+        return ""
+    return found.decode() if isinstance(found, bytes) else str(found)
+
+
+def has_effect(op: tf.Operation) -> bool:
+    """Whether an operation has state or an effect."""
+    return auto_control_deps.op_is_stateful(op)
+
+
+def has_function(op: tf.Operation) -> bool:
+    """Whether an operation calls a function, such as a branch or a loop."""
+    return any(
+        value.HasField("func") or value.list.func for value in op.node_def.attr.values()
+    )
+
+
+def branch_graphs(op: tf.Operation) -> list[Any]:
+    """The graphs of the branches of an `If` or a `Case`."""
+    return list(cond_v2.get_func_graphs(op))
+
+
+def loop_graphs(op: tf.Operation) -> tuple[Any, Any]:
+    """The graphs of the condition and of the body of a `While`."""
+    cond = while_v2._get_graph(op, "cond", "_cond_graph")
+    return cond, while_v2._get_graph(op, "body", "_body_graph")
+
+
+def is_call(op: tf.Operation) -> bool:
+    """Whether an operation calls a function, by an attribute or by its own type.
+
+    Functions of TensorFlow 1, as in a loss of CTC, call others by their type.
+    """
+    return op.type in _CALLS or op_def_registry.get(op.type) is None
+
+
+def function_graph(op: tf.Operation) -> Any:
+    """The graph of the function that an operation calls."""
+    name = op.get_attr("f").name if op.type in _CALLS else op.type
+    graph = op.graph
+    while graph is not None:
+        function = graph._get_function(name)
+        if function is not None and getattr(function, "graph", None) is not None:
+            return function.graph
+        graph = getattr(graph, "outer_graph", None)
+    shapes = [tensor.shape for tensor in op.inputs]
+    return control_flow_util_v2.get_func_graph(op, shapes, name)
+
+
+class OperationTemplate:
+    """An operation from which others are made, on other inputs.
+
+    An error names the user's line that made the first one.
+
+    Args:
+        op: `tf.Operation`.
+    """
+
+    def __init__(self, op: tf.Operation) -> None:
+        definition = op.node_def
+        self.device = op.device
+        self.control_inputs = list(op.control_inputs)
+        self._attributes = {
+            name: value
+            for name, value in definition.attr.items()
+            if not name.startswith("_")
+        }
+        self._kind, self._name = op.type, definition.name
+        self._dtypes = [output.dtype for output in op.outputs]
+        self._definition = op.op_def
+        self._stack = getattr(op.graph, "stacks", {}).get(op)
+
+    def build(
+        self,
+        inputs: Sequence[tf.Tensor],
+        control: Sequence[Any] = (),
+        kind: str | None = None,
+    ) -> list[tf.Tensor]:
+        """Build an operation in the default graph; return its outputs.
+
+        Args:
+            inputs: Sequence of tensors.
+            control: Sequence of operations that come before. Defaults to none.
+            kind: String, another type of operation with the same attributes, or `None`.
+        """
+        graph = ops.get_default_graph()
+        definition = self._definition if kind is None else None
+        with tf.control_dependencies(list(control)) if control else _nothing():
+            op = graph._create_op_internal(
+                kind or self._kind,
+                list(inputs),
+                self._dtypes,
+                name=self._name,
+                attrs=self._attributes,
+                op_def=definition,
+            )
+        if self._stack is not None:
+            pywrap_tf_session.TF_SetOpStackTrace(op._c_op, self._stack)
+        return list(op.outputs)
+
+
+@contextlib.contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def call_inline(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the Python function of a `tf.function` in the graph that is traced."""
+    called = function._python_function
+    if function._autograph:
+        called = autograph_util.py_func_from_autograph(
+            called, function._experimental_autograph_options
+        )
+    args, kwargs = tf.nest.map_structure(_as_tensor, (args, kwargs))
+    # Keras turns AutoGraph off for its layers, and a function turns it on again.
+    with autograph_ctx.ControlStatusCtx(autograph_ctx.Status.UNSPECIFIED):
+        return called(*args, **kwargs)
+
+
+def _as_tensor(value: Any) -> Any:
+    return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value

@@ -1,0 +1,167 @@
+"""Rules of products of matrices, `Einsum` and convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tfdp.program.facts import Fact, Form, own_rows, part
+from tfdp.program.rules.rowwise import build_with_a_row
+from tfdp.program.sizes import FREE, ONE, Size
+from tfdp.program.view import AS_HELD, WHOLE, Decision, Need, View, rows_along
+
+
+def decide_contraction(view: View) -> Decision | None:
+    """Decide a product of matrices or an `Einsum` of own rows."""
+    labels = _labels(view)
+    if labels is None:
+        return None
+    return _decide(view, *labels)
+
+
+def _labels(view: View) -> tuple[list[str], str] | None:
+    """Return a letter for each axis of the inputs and of the output."""
+    if view.type == "Einsum":
+        return _einsum_labels(view)
+    ranks = [view.rank(0), view.rank(1)]
+    if None in ranks:
+        return None
+    if view.type == "MatMul":
+        first = "ki" if view.attribute("transpose_a") else "ik"
+        second = "jk" if view.attribute("transpose_b") else "kj"
+        return [first, second], "ij"
+    if view.type in ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
+        first = "yx" if view.attribute("adj_x") else "xy"
+        second = "zy" if view.attribute("adj_y") else "yz"
+        batch = "abcdefgh"
+        most = max(r for r in ranks if r is not None) - 2
+        outer = batch[:most]
+        own = [outer[len(outer) - (r - 2) :] for r in ranks if r is not None]
+        return [own[0] + first, own[1] + second], outer + "xz"
+    return None
+
+
+def _einsum_labels(view: View) -> tuple[list[str], str] | None:
+    equation = view.attribute("equation")
+    equation = equation.decode() if isinstance(equation, bytes) else equation
+    inputs, output = equation.split("->")
+    found = []
+    extra = "ZYXWVUTS"
+    for text, fact in zip(inputs.split(","), view.facts, strict=True):
+        if "..." in text:
+            if fact.rank is None:
+                return None
+            count = fact.rank - (len(text) - 3)
+            text = text.replace("...", extra[len(extra) - count :] if count else "")
+        found.append(text)
+    if "..." in output:
+        most = max(
+            (fact.rank or 0) - (len(text) - 3)
+            for text, fact in zip(inputs.split(","), view.facts, strict=True)
+            if "..." in text
+        )
+        output = output.replace("...", extra[len(extra) - most :] if most else "")
+    if any(len(set(text)) < len(text) for text in [*found, output]):
+        return None
+    return found, output
+
+
+def _decide(view: View, inputs: Sequence[str], output: str) -> Decision | None:
+    if any(fact.sizes is None for fact in view.facts):
+        return None
+    row_labels = [
+        text[fact.axis] if fact.is_rows else None
+        for text, fact in zip(inputs, view.facts, strict=True)
+    ]
+    chosen = [label for label in row_labels if label is not None]
+    # Rows that the output keeps are kept; others are gathered.
+    label = next((own for own in chosen if own in output), chosen[0])
+    if len(set(chosen)) == 1:
+        label = chosen[0]
+    multiples = {
+        fact.multiple
+        for fact, own in zip(view.facts, row_labels, strict=True)
+        if own == label
+    }
+    if len(multiples) > 1:
+        return None
+    needs: list[Need] = []
+    for text, own in zip(inputs, row_labels, strict=True):
+        if own == label:
+            needs.append(AS_HELD)
+        elif label not in text:
+            needs.append(WHOLE)
+        else:
+            needs.append(rows_along(text.index(label), may_broadcast=label in output))
+    shape = _shape(inputs, output, view.facts)
+    if label in output:
+        return Decision(needs, [own_rows(shape, output.index(label))])
+    return Decision(needs, [part(shape)])
+
+
+def _shape(
+    inputs: Sequence[str], output: str, facts: Sequence[Fact]
+) -> tuple[Size, ...]:
+    sizes: dict[str, Size] = {}
+    for text, fact in zip(inputs, facts, strict=True):
+        assert fact.sizes is not None
+        for label, size in zip(text, fact.sizes, strict=True):
+            known = sizes.get(label, ONE)
+            if known == ONE or (known == FREE and size != ONE):
+                sizes[label] = size
+    return tuple(sizes[label] for label in output)
+
+
+# Index of the inputs with rows, and whether the result is a sum over them.
+_WITH_FILTERS = {
+    "Conv2D": ((0,), False),
+    "Conv3D": ((0,), False),
+    "DepthwiseConv2dNative": ((0,), False),
+    "Conv2DBackpropInput": ((2,), False),
+    "Conv3DBackpropInputV2": ((2,), False),
+    "DepthwiseConv2dNativeBackpropInput": ((2,), False),
+    "Conv2DBackpropFilter": ((0, 2), True),
+    "Conv3DBackpropFilterV2": ((0, 2), True),
+    "DepthwiseConv2dNativeBackpropFilter": ((0, 2), True),
+    "Dilation2D": ((0,), False),
+    "Dilation2DBackpropInput": ((0, 2), False),
+    "Dilation2DBackpropFilter": ((0, 2), True),
+    "BiasAdd": ((0,), False),
+    "BiasAddGrad": ((0,), True),
+    "MaxPool": ((0,), False),
+    "MaxPoolV2": ((0,), False),
+    "MaxPool3D": ((0,), False),
+    "AvgPool": ((0,), False),
+    "AvgPool3D": ((0,), False),
+    "MaxPoolGrad": ((0, 1, 2), False),
+    "MaxPool3DGrad": ((0, 1, 2), False),
+    "MaxPoolGradGrad": ((0, 1, 2), False),
+    "MaxPool3DGradGrad": ((0, 1, 2), False),
+    "AvgPoolGrad": ((1,), False),
+    "AvgPool3DGrad": ((1,), False),
+}
+CONVOLUTIONS = frozenset(_WITH_FILTERS) - {"BiasAdd", "BiasAddGrad"}
+
+
+def decide_convolution(view: View) -> Decision | None:
+    """Decide a convolution, a pooling, or the gradient of one."""
+    if view.type not in _WITH_FILTERS:
+        return None
+    indices, is_sum = _WITH_FILTERS[view.type]
+    own = [view.facts[index] for index in indices if view.facts[index].is_rows]
+    if not own or any(fact.axis != 0 or fact.sizes is None for fact in own):
+        return None
+    multiples = {fact.multiple for fact in own}
+    others = [index for index, fact in enumerate(view.facts) if fact.is_rows]
+    if len(multiples) > 1 or any(index not in indices for index in others):
+        return None
+    needs: list[Need] = [WHOLE] * len(view)
+    for index in indices:
+        needs[index] = AS_HELD if view.facts[index].is_rows else rows_along(0)
+    for index, fact in enumerate(view.facts):
+        if fact.form is Form.SIZES:
+            needs[index] = AS_HELD
+    build = build_with_a_row if view.type in CONVOLUTIONS else None
+    if is_sum:
+        shape = view.output_sizes()
+        return Decision(needs, [part(shape)], build)
+    return Decision(needs, [view.rows_output(0, multiples.pop())], build)

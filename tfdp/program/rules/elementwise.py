@@ -1,0 +1,430 @@
+"""Rules of operations that compute each element by itself, and of linear ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.program import sizes
+from tfdp.program.facts import Fact, Form, own_rows, part, whole, with_rows
+from tfdp.program.sizes import ONE, number
+from tfdp.program.view import AS_HELD, PART, WHOLE, Decision, Need, View, rows_along
+
+ELEMENTWISE = frozenset(
+    [
+        "Abs",
+        "Acos",
+        "Acosh",
+        "Add",
+        "AddN",
+        "AddV2",
+        "And",
+        "Angle",
+        "ApproximateEqual",
+        "Asin",
+        "Asinh",
+        "Atan",
+        "Atan2",
+        "Atanh",
+        "BesselI0e",
+        "BesselI1e",
+        "Bitcast",
+        "BitwiseAnd",
+        "BitwiseOr",
+        "BitwiseXor",
+        "Bucketize",
+        "Cast",
+        "Ceil",
+        "CheckNumerics",
+        "ClipByValue",
+        "Complex",
+        "ComplexAbs",
+        "Conj",
+        "Cos",
+        "Cosh",
+        "DeepCopy",
+        "Digamma",
+        "Div",
+        "DivNoNan",
+        "Elu",
+        "EluGrad",
+        "EnsureShape",
+        "Equal",
+        "Erf",
+        "Erfc",
+        "Erfinv",
+        "Exp",
+        "Expm1",
+        "Floor",
+        "FloorDiv",
+        "FloorMod",
+        "Greater",
+        "GreaterEqual",
+        "Identity",
+        "Igamma",
+        "Igammac",
+        "Imag",
+        "Inv",
+        "InvGrad",
+        "IsFinite",
+        "IsInf",
+        "IsNan",
+        "LeakyRelu",
+        "LeakyReluGrad",
+        "LeftShift",
+        "Less",
+        "LessEqual",
+        "Lgamma",
+        "Log",
+        "Log1p",
+        "LogicalAnd",
+        "LogicalNot",
+        "LogicalOr",
+        "Maximum",
+        "Minimum",
+        "Mod",
+        "Mul",
+        "MulNoNan",
+        "Ndtri",
+        "Neg",
+        "NextAfter",
+        "NotEqual",
+        "OnesLike",
+        "Polygamma",
+        "Pow",
+        "PreventGradient",
+        "Real",
+        "RealDiv",
+        "Reciprocal",
+        "ReciprocalGrad",
+        "Relu",
+        "Relu6",
+        "Relu6Grad",
+        "ReluGrad",
+        "RightShift",
+        "Rint",
+        "Round",
+        "Rsqrt",
+        "RsqrtGrad",
+        "Select",
+        "SelectV2",
+        "Selu",
+        "SeluGrad",
+        "Sigmoid",
+        "SigmoidGrad",
+        "Sign",
+        "Sin",
+        "Sinh",
+        "Snapshot",
+        "Softplus",
+        "SoftplusGrad",
+        "Softsign",
+        "SoftsignGrad",
+        "Sqrt",
+        "SqrtGrad",
+        "Square",
+        "SquaredDifference",
+        "StopGradient",
+        "Sub",
+        "Tan",
+        "Tanh",
+        "TanhGrad",
+        "TruncateDiv",
+        "TruncateMod",
+        "Xdivy",
+        "Xlog1py",
+        "Xlogy",
+        "ZerosLike",
+        "Zeta",
+        "AsString",
+        "RegexFullMatch",
+        "RegexReplace",
+        "StaticRegexFullMatch",
+        "StaticRegexReplace",
+        "StringLength",
+        "StringLower",
+        "StringStrip",
+        "StringToHashBucket",
+        "StringToHashBucketFast",
+        "StringToHashBucketStrong",
+        "StringToNumber",
+        "StringUpper",
+        "Substr",
+    ]
+)
+# Linear in their only input that is a part of a sum.
+LINEAR = frozenset(
+    [
+        "BroadcastTo",
+        "Conj",
+        "Cumsum",
+        "DeepCopy",
+        "EnsureShape",
+        "ExpandDims",
+        "GatherNd",
+        "GatherV2",
+        "Identity",
+        "Imag",
+        "MatrixBandPart",
+        "MatrixDiagPartV3",
+        "MatrixDiagV3",
+        "MirrorPad",
+        "Neg",
+        "Pad",
+        "PadV2",
+        "PreventGradient",
+        "Real",
+        "Reshape",
+        "ReverseV2",
+        "Roll",
+        "Slice",
+        "Snapshot",
+        "Split",
+        "SplitV",
+        "Squeeze",
+        "StopGradient",
+        "StridedSlice",
+        "StridedSliceGrad",
+        "Sum",
+        "Mean",
+        "Tile",
+        "Transpose",
+        "Unpack",
+        "UnsortedSegmentSum",
+    ]
+)
+# Linear in one of two inputs, an upstream gradient.
+_LINEAR_IN = {
+    "EluGrad": 0,
+    "InvGrad": 1,
+    "LeakyReluGrad": 0,
+    "ReciprocalGrad": 1,
+    "Relu6Grad": 0,
+    "ReluGrad": 0,
+    "RsqrtGrad": 1,
+    "SeluGrad": 0,
+    "SigmoidGrad": 1,
+    "SoftplusGrad": 0,
+    "SoftsignGrad": 0,
+    "SqrtGrad": 1,
+    "TanhGrad": 1,
+}
+_PRODUCTS = frozenset(
+    ("BatchMatMul", "BatchMatMulV2", "Einsum", "MatMul", "Mul", "MulNoNan")
+)
+_SUMS = frozenset(("Add", "AddN", "AddV2", "Pack", "Sub", "ConcatV2"))
+_ONLY_OF_SHAPE = frozenset(("OnesLike", "ZerosLike"))
+# Their operands have one shape, so that no axis of one entry stands for all rows.
+_OF_ONE_SHAPE = frozenset(("AddN", *_LINEAR_IN))
+
+
+def decide_linear(view: View) -> Decision | None:
+    """Decide an operation that is linear in parts of sums, and has no own rows."""
+    forms = view.forms()
+    parts = view.with_form(Form.PART)
+    if Form.ROWS in forms or not parts:
+        return None
+    kind = view.type
+    needs: list[Need] = [WHOLE] * len(view)
+    if kind in _ONLY_OF_SHAPE:
+        return Decision([AS_HELD], view.whole_outputs())
+    if kind in _SUMS:
+        summands = len(view) - (kind == "ConcatV2")
+        if all(index < summands for index in parts):
+            needs = [PART] * summands + [WHOLE] * (len(view) - summands)
+            return Decision(needs, [part(_sum_sizes(view, summands))])
+        return None
+    if parts == [_linear_index(view)]:
+        needs[parts[0]] = PART
+        return Decision(needs, view.part_outputs(_sizes_of_part(view)))
+    dtype = view.op.outputs[0].dtype if view.op.outputs else tf.bool
+    if len(parts) == 1 and (dtype.is_floating or dtype.is_complex):
+        is_quotient = kind in ("RealDiv", "Div", "DivNoNan") and parts == [0]
+        if is_quotient or kind in _PRODUCTS:
+            needs[parts[0]] = PART
+            return Decision(needs, view.part_outputs(_sizes_of_part(view)))
+    if kind in ("SelectV2", "Select") and 0 not in parts:
+        return Decision([WHOLE, PART, PART], view.part_outputs(_sizes_of_part(view)))
+    return None
+
+
+def _sizes_of_part(view: View) -> Any:
+    """Return the sizes of a part of which some may be multiples of the rows.
+
+    A batch of one row could else not be told from one entry that stands for all.
+    """
+    if view.type in ("BroadcastTo", "Reshape", "Tile"):
+        return _arranged_sizes(view)
+    shapes = [fact.sizes for fact in view.facts if fact.sizes is not None]
+    if view.type not in ELEMENTWISE or len(shapes) < len(view):
+        return None
+    return sizes.broadcast(shapes)
+
+
+def _arranged_sizes(view: View) -> Any:
+    """Return the sizes that another input gives, if all are known."""
+    data, given = view.facts[0].sizes, view.facts[1].value
+    if given is None or any(size == number(-1) for size in given):
+        return None
+    if view.type != "Tile":
+        return tuple(given)
+    if data is None:
+        return None
+    return tuple(a * b for a, b in zip(data, given, strict=True))
+
+
+def _linear_index(view: View) -> int | None:
+    """Return the index of the input in which an operation is linear, if in one."""
+    kind = view.type
+    is_rounded = not (view.op.outputs and view.op.outputs[0].dtype.is_floating)
+    if kind in ("Cast", "Mean"):
+        return None if is_rounded else 0
+    if kind == "PadV2" and not _pads_zeros(view):
+        return None
+    if kind in LINEAR:
+        return _data_index(kind)
+    return _LINEAR_IN.get(kind)
+
+
+def _pads_zeros(view: View) -> bool:
+    found = view.numbers(2)
+    return found is not None and not found.any()
+
+
+def _sum_sizes(view: View, summands: int) -> object:
+    if view.type in ("Pack", "ConcatV2"):
+        return view.whole_outputs()[0].sizes
+    shapes = [fact.sizes for fact in view.facts[:summands]]
+    if any(shape is None for shape in shapes):
+        return view.whole_outputs()[0].sizes
+    return sizes.broadcast([shape for shape in shapes if shape is not None])
+
+
+def _data_index(kind: str) -> int:
+    return 1 if kind in ("Split",) else 4 if kind == "StridedSliceGrad" else 0
+
+
+def decide_elementwise(view: View) -> Decision | None:
+    """Decide an operation on elements, of which some are own rows."""
+    if view.type not in ELEMENTWISE:
+        return None
+    if view.type in _ONLY_OF_SHAPE and view.facts[0].form is Form.PART:
+        return Decision([AS_HELD], view.whole_outputs())
+    if view.type == "Bitcast":
+        source, result = view.op.inputs[0].dtype, view.op.outputs[0].dtype
+        if source.size != result.size:
+            return None
+    ranks = [fact.rank for fact in view.facts]
+    rank = None if None in ranks else max(r for r in ranks if r is not None)
+    if rank is None:
+        return _of_one_unknown_rank(view)
+    axes = [
+        rank - fact.rank + fact.axis if fact.is_rows and fact.rank is not None else None
+        for fact in view.facts
+    ]
+    if _selects_by_vector(view):
+        return None
+    axis = next(own for own in axes if own is not None)
+    multiples = {
+        fact.multiple for fact, own in zip(view.facts, axes, strict=True) if own == axis
+    }
+    if len(multiples) > 1:
+        return None
+    needs = [
+        AS_HELD if own == axis else _need_of_operand(view, fact, axis - rank)
+        for fact, own in zip(view.facts, axes, strict=True)
+    ]
+    shapes = [fact.sizes for fact in view.facts if fact.sizes is not None]
+    shape = with_rows(sizes.broadcast(shapes), axis, multiples.pop())
+    build = _build_ensure_shape if view.type == "EnsureShape" else None
+    return Decision(needs, [own_rows(shape, axis)], build)
+
+
+def _need_of_operand(view: View, fact: Fact, axis: int) -> Need:
+    """Return what is needed of an operand beside own rows.
+
+    Args:
+        view: `View` of the operation.
+        fact: `Fact` of the operand.
+        axis: Int, the axis of rows, counted from the last one: a negative number.
+    """
+    assert fact.sizes is not None
+    place = len(fact.sizes) + axis
+    if view.type in _OF_ONE_SHAPE:
+        return rows_along(place)
+    if place < 0 or fact.sizes[place] == ONE:
+        return WHOLE
+    return rows_along(place, may_broadcast=True)
+
+
+def _selects_by_vector(view: View) -> bool:
+    """Return whether a vector selects rows, which does not broadcast."""
+    ranks = [fact.rank for fact in view.facts]
+    return view.type == "Select" and ranks[0] == 1 and ranks[1] != 1
+
+
+def _of_one_unknown_rank(view: View) -> Decision | None:
+    """Decide where no rank is known: of a single operand, or of one with scalars."""
+    others = [fact for fact in view.facts if not fact.is_rows]
+    own = [fact for fact in view.facts if fact.is_rows]
+    if len(own) != 1 or any(fact.rank != 0 for fact in others):
+        return None
+    needs = [AS_HELD if fact.is_rows else WHOLE for fact in view.facts]
+    return Decision(needs, [own[0]])
+
+
+def _build_ensure_shape(builder: object, op: object, inputs: list) -> list:
+    """Build a check of a shape without the number of rows."""
+    fact: Fact = builder.facts_of(op.inputs)[0]  # type: ignore[attr-defined]
+    shape = op.get_attr("shape")  # type: ignore[attr-defined]
+    sizes_ = tf.TensorShape(shape).as_list()
+    sizes_[fact.axis] = None
+    return [tf.ensure_shape(inputs[0], sizes_)]
+
+
+def decide_local(view: View) -> Decision | None:
+    """Decide an operation on values that each replica has for itself.
+
+    They are made and used by a layer that works on each replica's rows by themselves.
+    """
+    if Form.LOCAL not in view.forms():
+        return None
+    if Form.ROWS in view.forms():
+        if view.type not in ELEMENTWISE:
+            return None
+        of_rows = [fact for fact in view.facts if fact.is_rows]
+        return Decision([AS_HELD] * len(view), [of_rows[0]])
+    if Form.PART in view.forms():
+        found = _decide_parts_by_local(view)
+        if found is not None:
+            return found
+    outputs = [Fact(Form.LOCAL, sizes=None) for _ in view.op.outputs]
+    return Decision([AS_HELD] * len(view), outputs)
+
+
+def _decide_parts_by_local(view: View) -> Decision | None:
+    """Decide an operation that is linear in parts: each replica has its own factor.
+
+    So is the gradient of what multiplies a value of each replica.
+    """
+    facts = [
+        whole(fact.sizes) if fact.form is Form.LOCAL else fact for fact in view.facts
+    ]
+    found = decide_linear(View(view.op, facts, view.scope))
+    if found is None or any(fact.form is not Form.PART for fact in found.outputs):
+        return None
+    needs = [
+        AS_HELD if fact.form is Form.LOCAL and need == WHOLE else need
+        for fact, need in zip(view.facts, found.needs, strict=True)
+    ]
+    return Decision(needs, found.outputs, _build_of_rows)
+
+
+def _build_of_rows(builder: Any, op: Any, inputs: list) -> list:
+    """Build parts that are zero where a replica has no rows, nor values of its own."""
+    outputs = builder.copy(op, inputs)
+    if not builder.may_be_empty:
+        return outputs
+    has_rows = builder.own_rows > 0
+    return [tf.where(has_rows, own, tf.zeros_like(own)) for own in outputs]

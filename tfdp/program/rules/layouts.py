@@ -1,0 +1,575 @@
+"""Rules of operations that arrange elements: reshapes, slices, joins, gathers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.program import sizes
+from tfdp.program.facts import Fact, Form, own_rows, part, with_rows
+from tfdp.program.rules.rowwise import build_with_a_row
+from tfdp.program.sizes import ONE, Size, number, product
+from tfdp.program.view import AS_HELD, WHOLE, Decision, Need, View, rows_along
+
+
+def decide_reshape(view: View) -> Decision | None:
+    """Decide a reshape: rows stay apart where as many entries come before them."""
+    data, target = view.facts[0], view.facts[1].value
+    if not data.is_rows or data.sizes is None or target is None:
+        return None
+    found = _reshaped(data, list(target))
+    if found is None:
+        return None
+    shape, axis = found
+    is_open = [
+        size for i, size in enumerate(target) if size == number(-1) and i != axis
+    ]
+    build = _build_reshape if is_open else None
+    return Decision([AS_HELD, AS_HELD], [own_rows(shape, axis)], build)
+
+
+def _reshaped(data: Fact, target: list[Size]) -> tuple[tuple[Size, ...], int] | None:
+    """Return the sizes and the axis of rows after a reshape, if rows stay apart."""
+    assert data.sizes is not None
+    before = product(data.sizes[: data.axis])
+    after = product(data.sizes[data.axis + 1 :])
+    if not after.is_free or not before.is_free:
+        return None
+    unknown = [i for i, size in enumerate(target) if size == number(-1)]
+    for axis, size in enumerate(target):
+        leading = _without_trivial(target[:axis])
+        if leading != _without_trivial(data.sizes[: data.axis]):
+            continue
+        rest = [other for i, other in enumerate(target) if i > axis]
+        is_own = size.kind == "rows" or unknown == [axis]
+        is_static = size.kind == "number" and size.number > 1 and not unknown
+        if not is_own and not is_static:
+            continue
+        if any(not other.is_free for other in rest if other != number(-1)):
+            return None
+        inner = product(other for other in rest if other != number(-1))
+        if _parts_rows(data, after, inner, size):
+            return None
+        multiple = _multiple(data, after, inner, size, has_unknown=bool(unknown))
+        if unknown and unknown != [axis]:
+            (place,) = unknown
+            if place < axis:
+                return None
+            missing = _missing(data, after, inner, size)
+            target = [*target[:place], missing, *target[place + 1 :]]
+        elif is_static and size.kind == "number":
+            return None
+        return with_rows(tuple(target), axis, multiple), axis
+    return None
+
+
+def _without_trivial(shape: Any) -> list[Size]:
+    return [size for size in shape if size != ONE]
+
+
+def _multiple(
+    data: Fact, after: Size, inner: Size, size: Size, *, has_unknown: bool
+) -> int | None:
+    """Entries for each row along the axis of rows after a reshape."""
+    del has_unknown
+    if size.kind == "rows":
+        return size.number
+    assert data.sizes is not None
+    if data.multiple is None or after.kind != "number" or inner.kind != "number":
+        same = after == inner and after.kind == "number"
+        return data.multiple if same else None
+    if not inner.number:
+        return None
+    return data.multiple * after.number // inner.number
+
+
+def _parts_rows(data: Fact, after: Size, inner: Size, size: Size) -> bool:
+    """Return whether a reshape puts entries of two rows side by side, as far as known.
+
+    So does one of [rows, 3] to [-1, 2], where a batch has an even number of rows.
+    """
+    if data.multiple is None or not after.kind == inner.kind == "number":
+        return False
+    each = data.multiple * after.number
+    if size.kind == "rows" and size.number is not None:
+        return bool(each % size.number)
+    return bool(inner.number and each % inner.number)
+
+
+def _missing(data: Fact, after: Size, inner: Size, size: Size) -> Size:
+    """The size for which a reshape has -1, where that is not its rows'."""
+    known = None not in (data.multiple, size.number)
+    if known and after.kind == inner.kind == "number" and inner.number:
+        assert data.multiple is not None
+        return number(data.multiple * after.number // (size.number * inner.number))
+    return sizes.FREE
+
+
+def _build_reshape(builder: Any, op: Any, inputs: list) -> list:
+    """Build a reshape with an open size: of no rows TensorFlow cannot find it out."""
+    (fact,) = builder.facts_of(op.outputs)
+    data, target = builder.facts_of(op.inputs)
+    source, given = inputs
+    parts: list[Any] = []
+    for axis, size in enumerate(fact.sizes):
+        if size.kind == "number":
+            parts.append(size.number)
+        elif target.value[axis] == number(-1):
+            parts.append(None)
+        else:
+            parts.append(tf.cast(given[axis], tf.int32))
+    if None in parts:
+        place = parts.index(None)
+        shape = tf.shape(source)
+        tail = [shape[i] for i in range(len(data.sizes)) if i != data.axis]
+        total = tf.reduce_prod([*tail, builder.multiple(op.inputs[0])])
+        known = [v for i, v in enumerate(parts) if i not in (place, fact.axis)]
+        each = 1 if fact.multiple is None else fact.multiple
+        parts[place] = total // tf.reduce_prod([*known, each])
+    return [builder.with_shape(tf.reshape(source, parts), op.outputs[0], fact)]
+
+
+def decide_transpose(view: View) -> Decision | None:
+    """Decide a transpose: it moves the axis of rows."""
+    data, given = view.facts[0], view.numbers(1)
+    if not data.is_rows or data.sizes is None or given is None:
+        return None
+    order = [int(axis) for axis in given]
+    shape = tuple(data.sizes[axis] for axis in order)
+    return Decision([AS_HELD, WHOLE], [own_rows(shape, order.index(data.axis))])
+
+
+def decide_expand(view: View) -> Decision | None:
+    """Decide an axis of length one that is put in."""
+    data, place = view.facts[0], view.numbers(1)
+    if not data.is_rows or data.sizes is None or place is None:
+        return None
+    rank = len(data.sizes)
+    axis = int(place) % (rank + 1)
+    shape = (*data.sizes[:axis], ONE, *data.sizes[axis:])
+    return Decision(
+        [AS_HELD, WHOLE], [own_rows(shape, data.axis + (axis <= data.axis))]
+    )
+
+
+def decide_squeeze(view: View) -> Decision | None:
+    """Decide axes of length one that are taken out."""
+    data = view.facts[0]
+    if not data.is_rows or data.sizes is None:
+        return None
+    rank = len(data.sizes)
+    taken = {axis % rank for axis in view.attribute("squeeze_dims") or ()}
+    if not taken:
+        taken = {axis for axis, size in enumerate(data.sizes) if size == ONE}
+        if any(s.kind in ("free", "unknown") for s in data.sizes):
+            return None
+    if data.axis in taken:
+        return None
+    shape = tuple(size for axis, size in enumerate(data.sizes) if axis not in taken)
+    axis = data.axis - sum(other < data.axis for other in taken)
+
+    def build(builder: Any, op: Any, inputs: list) -> list:
+        return [tf.squeeze(inputs[0], sorted(taken))]
+
+    return Decision([AS_HELD], [own_rows(shape, axis)], build)
+
+
+def decide_broadcast(view: View) -> Decision | None:
+    """Decide a broadcast to a shape that is known, or to one with the rows."""
+    data, target = view.facts[0], view.facts[1].value
+    if target is None or data.sizes is None:
+        return None
+    rank, own = len(target), len(data.sizes)
+    if data.is_rows:
+        axis = rank - own + data.axis
+        if target[axis].kind != "rows" or target[axis].number != data.multiple:
+            return None
+        if any(not s.is_free for i, s in enumerate(target) if i != axis):
+            return None
+        shape = with_rows(tuple(target), axis, data.multiple)
+        return Decision([AS_HELD, AS_HELD], [own_rows(shape, axis)])
+    axes = [axis for axis, size in enumerate(target) if size.kind == "rows"]
+    if len(axes) != 1 or any(s.kind == "unknown" for s in target):
+        return None
+    (axis,) = axes
+    place = axis - (rank - own)
+    need = WHOLE
+    if place >= 0 and data.sizes[place] != ONE:
+        need = rows_along(place, may_broadcast=True)
+    return Decision([need, AS_HELD], [own_rows(tuple(target), axis)])
+
+
+def decide_fill(view: View) -> Decision | None:
+    """Decide a tensor of one value, of as many rows as the batch."""
+    shape = view.facts[0].value
+    if shape is None:
+        return None
+    axes = [axis for axis, size in enumerate(shape) if size.kind == "rows"]
+    if len(axes) != 1:
+        return None
+    return Decision([AS_HELD, WHOLE], [own_rows(tuple(shape), axes[0])])
+
+
+def decide_range(view: View) -> Decision | None:
+    """Decide the numbers of the rows: each replica has those of its own."""
+    start, limit, step = (view.facts[i] for i in range(3))
+    if limit.value is None or limit.value[()].kind != "rows":
+        return None
+    numbers = view.numbers(0), view.numbers(2)
+    if numbers[0] is None or numbers[0] != 0 or numbers[1] is None or numbers[1] != 1:
+        return None
+    del start, step
+    multiple = limit.value[()].number
+    if multiple is None:
+        return None
+
+    def build(builder: Any, op: Any, inputs: list) -> list:
+        dtype = op.outputs[0].dtype
+        begin = tf.cast(builder.first_row * multiple, dtype)
+        return [begin + tf.range(tf.cast(builder.own_rows * multiple, dtype))]
+
+    return Decision([WHOLE, AS_HELD, WHOLE], [own_rows((sizes.rows(multiple),))], build)
+
+
+def decide_tile(view: View) -> Decision | None:
+    """Decide a tile along other axes than that of rows."""
+    data, times = view.facts[0], view.facts[1].value
+    if data.sizes is None or times is None:
+        return None
+    if data.is_rows:
+        if times[data.axis] != ONE or any(not t.is_free for t in times):
+            return None
+        shape = tuple(a * b for a, b in zip(data.sizes, times, strict=True))
+        return Decision([AS_HELD, AS_HELD], [own_rows(shape, data.axis)])
+    axes = [axis for axis, size in enumerate(times) if size.kind == "rows"]
+    if len(axes) != 1 or data.sizes[axes[0]] != ONE:
+        return None
+    shape = tuple(a * b for a, b in zip(data.sizes, times, strict=True))
+    return Decision([WHOLE, AS_HELD], [own_rows(shape, axes[0])])
+
+
+def decide_join(view: View) -> Decision | None:
+    """Decide a concatenation, or a stack, along another axis than that of rows."""
+    is_stack = view.type == "Pack"
+    count = len(view) if is_stack else len(view) - 1
+    facts = view.facts[:count]
+    if any(fact.sizes is None for fact in facts):
+        return None
+    rank = len(facts[0].sizes or ())
+    joined = view.attribute("axis") if is_stack else view.numbers(count)
+    if joined is None:
+        return None
+    joined = int(joined) % (rank + is_stack)
+    own = next(fact for fact in facts if fact.is_rows)
+    axis = own.axis
+    if (not is_stack and joined == axis) or len(
+        {f.multiple for f in facts if f.is_rows}
+    ) > 1:
+        return None
+    needs: list[Need] = [
+        AS_HELD if fact.is_rows and fact.axis == axis else rows_along(axis)
+        for fact in facts
+    ]
+    shape = list(own.sizes or ())
+    if is_stack:
+        shape.insert(joined, number(count))
+        axis += joined <= axis
+    else:
+        total = sizes.ZERO
+        for fact in facts:
+            assert fact.sizes is not None
+            total = total + fact.sizes[joined]
+        shape[joined] = total
+    return Decision(
+        needs + [WHOLE] * (len(view) - count), [own_rows(tuple(shape), axis)]
+    )
+
+
+def decide_split(view: View) -> Decision | None:
+    """Decide a split, or an unstack, along another axis than that of rows."""
+    index = 1 if view.type == "Split" else 0
+    data = view.facts[index]
+    if not data.is_rows or data.sizes is None:
+        return None
+    rank = len(data.sizes)
+    if view.type == "Unpack":
+        split: Any = view.attribute("axis")
+    else:
+        split = view.numbers(0 if view.type == "Split" else 2)
+    if split is None or int(split) % rank == data.axis:
+        return None
+    split = int(split) % rank
+    needs = [AS_HELD if i == index else WHOLE for i in range(len(view))]
+    outputs = []
+    for position in range(len(view.op.outputs)):
+        if view.type == "Unpack":
+            shape = tuple(s for axis, s in enumerate(data.sizes) if axis != split)
+            outputs.append(own_rows(shape, data.axis - (split < data.axis)))
+        else:
+            outputs.append(view.rows_output(data.axis, data.multiple, position))
+    return Decision(needs, outputs)
+
+
+def decide_strided_slice(view: View) -> Decision | None:
+    """Decide a slice that keeps all rows."""
+    data = view.facts[0]
+    if not data.is_rows or data.sizes is None:
+        return None
+    if any(fact.is_rows for fact in view.facts[1:]):
+        return None
+    axis = _axis_after_slice(view, data)
+    if axis is None:
+        return None
+    needs: list[Need] = [AS_HELD] * len(view)
+    found = view.output_sizes()
+    if found is None:
+        return None
+    return Decision(needs, [own_rows(with_rows(found, axis, data.multiple), axis)])
+
+
+def _axis_after_slice(view: View, data: Fact) -> int | None:
+    """Return the axis of rows after a slice, or `None` if it takes only some rows."""
+    begin, end, strides = view.facts[1].value, view.facts[2].value, view.numbers(3)
+    rank, count = len(data.sizes or ()), None
+    source = view.facts[3].sizes
+    if source is None or len(source) != 1 or source[0].kind != "number":
+        return None
+    count = int(source[0].number)
+    masks = {
+        name: view.attribute(f"{name}_mask")
+        for name in ("begin", "end", "shrink_axis", "new_axis", "ellipsis")
+    }
+    explicit = count - bin(masks["new_axis"]).count("1") - bool(masks["ellipsis"])
+    axis_in, axis_out = 0, 0
+    for item in range(count):
+        bit = 1 << item
+        if masks["ellipsis"] & bit:
+            skipped = rank - explicit
+            if axis_in <= data.axis < axis_in + skipped:
+                return axis_out + data.axis - axis_in
+            axis_in, axis_out = axis_in + skipped, axis_out + skipped
+        elif masks["new_axis"] & bit:
+            axis_out += 1
+        elif axis_in == data.axis:
+            if masks["shrink_axis"] & bit:
+                return None
+            takes_first = masks["begin"] & bit or _is(begin, item, sizes.ZERO)
+            own = (data.sizes or ())[data.axis]
+            takes_last = masks["end"] & bit or _is(end, item, own)
+            if strides is None or strides[item] != 1:
+                return None
+            return axis_out if takes_first and takes_last else None
+        else:
+            axis_in += 1
+            axis_out += not masks["shrink_axis"] & bit
+    return axis_out + data.axis - axis_in
+
+
+def _is(values: np.ndarray | None, index: int, size: Size) -> bool:
+    return values is not None and values[index] == size
+
+
+def decide_strided_slice_grad(view: View) -> Decision | None:
+    """Decide the gradient of a slice that keeps all rows."""
+    shape, gradient = view.facts[0].value, view.facts[4]
+    if shape is None or not gradient.is_rows:
+        return None
+    axes = [axis for axis, size in enumerate(shape) if size.kind == "rows"]
+    if len(axes) != 1:
+        return None
+    source = own_rows(tuple(shape), axes[0])
+    inner = View(view.op, [source, *view.facts[1:4]], view.scope)
+    if _axis_after_slice(inner, source) != gradient.axis:
+        return None
+    return Decision([AS_HELD] * 5, [source])
+
+
+def decide_slice(view: View) -> Decision | None:
+    """Decide a slice by begins and sizes that keeps all rows."""
+    data, begin, size = (fact for fact in view.facts[:3])
+    if not data.is_rows or data.sizes is None:
+        return None
+    own = data.sizes[data.axis]
+    if begin.value is None or size.value is None:
+        return None
+    if begin.value[data.axis] != sizes.ZERO:
+        return None
+    if size.value[data.axis] not in (number(-1), own):
+        return None
+    return Decision([AS_HELD] * 3, [view.rows_output(data.axis, data.multiple)])
+
+
+def decide_pad(view: View) -> Decision | None:
+    """Decide a padding of other axes than that of rows."""
+    data, padding = view.facts[0], view.numbers(1)
+    if not data.is_rows or data.sizes is None or padding is None:
+        return None
+    if padding[data.axis].any():
+        return None
+    needs = [AS_HELD] + [WHOLE] * (len(view) - 1)
+    outputs = [view.rows_output(data.axis, data.multiple)]
+    if not view.type.startswith("MirrorPad"):
+        return Decision(needs, outputs)
+    # TensorFlow refuses to mirror a tensor without rows, along any axis.
+    return None if data.axis else Decision(needs, outputs, build_with_a_row)
+
+
+def decide_concat_offset(view: View) -> Decision | None:
+    """Decide where the parts of a concatenation lie: it is computed of sizes."""
+    axis = view.numbers(0)
+    shapes = [fact.value for fact in view.facts[1:]]
+    if axis is None or any(shape is None for shape in shapes):
+        return None
+    place, outputs = int(axis), []
+    offset = sizes.ZERO
+    for shape in shapes:
+        assert shape is not None
+        place = int(axis) % len(shape)
+        values = [sizes.ZERO] * len(shape)
+        values[place] = offset
+        if offset.kind == "unknown":
+            return None
+        offset = offset + shape[place]
+        has_rows = any(value.kind == "rows" for value in values)
+        outputs.append(
+            Fact(
+                Form.SIZES if has_rows else Form.WHOLE,
+                sizes=(number(len(shape)),),
+                value=sizes.array(values),
+            )
+        )
+    return Decision([AS_HELD] * len(view), outputs)
+
+
+def decide_gather(view: View) -> Decision | None:
+    """Decide rows of a table, or entries of each row."""
+    data, indices = view.facts[0], view.facts[1]
+    axis = view.numbers(2)
+    if axis is None or data.sizes is None or indices.sizes is None:
+        return None
+    rank = len(data.sizes)
+    place, batched = int(axis) % rank, int(view.attribute("batch_dims") or 0)
+    if batched < 0:
+        batched += len(indices.sizes)
+    outer, inner = data.sizes[:place], data.sizes[place + 1 :]
+    shape = (*outer, *indices.sizes[batched:], *inner)
+    if data.is_rows and not indices.is_rows:
+        if data.axis == place:
+            return None
+        if data.axis < batched:
+            needs = [AS_HELD, rows_along(data.axis), WHOLE]
+            return Decision(needs, [own_rows(shape, data.axis)])
+        shift = len(indices.sizes) - batched - 1
+        own = data.axis if data.axis < place else data.axis + shift
+        return Decision([AS_HELD, WHOLE, WHOLE], [own_rows(shape, own)])
+    if indices.is_rows and not data.is_rows:
+        if indices.axis < batched:
+            needs = [rows_along(indices.axis), AS_HELD, WHOLE]
+            found = with_rows(shape, indices.axis, indices.multiple)
+            return Decision(needs, [own_rows(found, indices.axis)])
+        own = place + indices.axis - batched
+        return Decision([WHOLE, AS_HELD, WHOLE], [own_rows(shape, own)])
+    if data.axis == indices.axis and data.axis < batched and data.axis != place:
+        return Decision([AS_HELD, AS_HELD, WHOLE], [own_rows(shape, data.axis)])
+    return None
+
+
+def decide_segment_sum(view: View) -> Decision | None:
+    """Decide the sum of rows by segment, the gradient of a gather of rows."""
+    data, ids = view.facts[0], view.facts[1]
+    if data.sizes is None or ids.sizes is None:
+        return None
+    axis = data.axis if data.is_rows else ids.axis
+    if axis >= len(ids.sizes) or (
+        ids.is_rows and data.is_rows and ids.axis != data.axis
+    ):
+        return None
+    needs: list[Need] = [
+        AS_HELD if fact.is_rows else rows_along(axis) for fact in (data, ids)
+    ]
+    segments = view.facts[2].value
+    count = segments[()] if segments is not None else sizes.FREE
+    shape = (count, *data.sizes[len(ids.sizes) :])
+    return Decision([*needs, WHOLE], [part(shape)])
+
+
+def decide_scatter(view: View) -> Decision | None:
+    """Decide the sum of rows at indices: each replica adds up its own."""
+    indices, updates = view.facts[0], view.facts[1]
+    own = indices if indices.is_rows else updates
+    if own.axis != 0 or indices.sizes is None or len(indices.sizes) < 2:
+        return None
+    if indices.is_rows and updates.is_rows and updates.axis:
+        return None
+    target = view.facts[2].value
+    if target is None or view.facts[2].form is Form.SIZES:
+        return None
+    needs = [AS_HELD if f.is_rows else rows_along(0) for f in (indices, updates)]
+    return Decision([*needs, WHOLE], [part(tuple(target))])
+
+
+def decide_one_hot(view: View) -> Decision | None:
+    """Decide one-hot vectors of own rows."""
+    indices = view.facts[0]
+    if not indices.is_rows or indices.sizes is None:
+        return None
+    rank = len(indices.sizes)
+    place = int(view.attribute("axis")) % (rank + 1)
+    depth = view.facts[1].value
+    size = depth[()] if depth is not None else sizes.FREE
+    shape = (*indices.sizes[:place], size, *indices.sizes[place:])
+    needs = [AS_HELD, WHOLE, WHOLE, WHOLE]
+    return Decision(needs, [own_rows(shape, indices.axis + (place <= indices.axis))])
+
+
+def decide_along_axes(view: View) -> Decision | None:
+    """Decide what runs along some axes, such as a running sum or a reversal."""
+    data, axes = view.facts[0], view.numbers(1)
+    if not data.is_rows or data.sizes is None or axes is None:
+        return None
+    own = {int(axis) % len(data.sizes) for axis in np.ravel(axes)}
+    if view.type == "Roll":
+        axes = view.numbers(2)
+        if axes is None:
+            return None
+        own = {int(axis) % len(data.sizes) for axis in np.ravel(axes)}
+    if data.axis in own:
+        return None
+    needs = [AS_HELD] + [WHOLE] * (len(view) - 1)
+    return Decision(needs, [data])
+
+
+LAYOUTS = {
+    "BroadcastTo": decide_broadcast,
+    "ConcatOffset": decide_concat_offset,
+    "ConcatV2": decide_join,
+    "CumulativeLogsumexp": decide_along_axes,
+    "Cumprod": decide_along_axes,
+    "Cumsum": decide_along_axes,
+    "ExpandDims": decide_expand,
+    "Fill": decide_fill,
+    "GatherV2": decide_gather,
+    "MirrorPad": decide_pad,
+    "MirrorPadGrad": decide_pad,
+    "OneHot": decide_one_hot,
+    "Pack": decide_join,
+    "Pad": decide_pad,
+    "PadV2": decide_pad,
+    "Range": decide_range,
+    "Reshape": decide_reshape,
+    "ReverseV2": decide_along_axes,
+    "Roll": decide_along_axes,
+    "ScatterNd": decide_scatter,
+    "Slice": decide_slice,
+    "Split": decide_split,
+    "SplitV": decide_split,
+    "Squeeze": decide_squeeze,
+    "StridedSlice": decide_strided_slice,
+    "StridedSliceGrad": decide_strided_slice_grad,
+    "Tile": decide_tile,
+    "Transpose": decide_transpose,
+    "Unpack": decide_split,
+    "UnsortedSegmentSum": decide_segment_sum,
+}

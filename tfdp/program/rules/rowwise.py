@@ -1,0 +1,182 @@
+"""Rules of operations that compute each row by itself, along the first axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.program.facts import Form
+from tfdp.program.view import AS_HELD, WHOLE, Decision, Need, View, rows_along
+
+# The inputs that have rows; others are the same for all.
+_ROWS = {
+    "AdjustContrastv2": (0,),
+    "AdjustHue": (0,),
+    "AdjustSaturation": (0,),
+    "BatchMatrixBandPart": (0,),
+    "Cholesky": (0,),
+    "CholeskyGrad": (0, 1),
+    "DenseBincount": (0, 2),
+    "DepthToSpace": (0,),
+    "FFT": (0,),
+    "FFT2D": (0,),
+    "FakeQuantWithMinMaxArgs": (0,),
+    "FakeQuantWithMinMaxVars": (0,),
+    "HSVToRGB": (0,),
+    "IFFT": (0,),
+    "IFFT2D": (0,),
+    "IRFFT": (0,),
+    "ImageProjectiveTransformV3": (0, 1),
+    "InTopKV2": (0, 1),
+    "LRN": (0,),
+    "LRNGrad": (0, 1, 2),
+    "LogMatrixDeterminant": (0,),
+    "LogSoftmax": (0,),
+    "LookupTableFindV2": (1,),
+    "MatrixBandPart": (0,),
+    "MatrixDeterminant": (0,),
+    "MatrixDiagPartV3": (0,),
+    "MatrixDiagV3": (0,),
+    "MatrixInverse": (0,),
+    "MatrixSetDiagV3": (0, 1),
+    "MatrixSolve": (0, 1),
+    "MatrixTriangularSolve": (0, 1),
+    "RFFT": (0,),
+    "RGBToHSV": (0,),
+    "ResizeBicubic": (0,),
+    "ResizeBicubicGrad": (0, 1),
+    "ResizeBilinear": (0,),
+    "ResizeBilinearGrad": (0, 1),
+    "ResizeNearestNeighbor": (0,),
+    "ResizeNearestNeighborGrad": (0,),
+    "SelfAdjointEigV2": (0,),
+    "Softmax": (0,),
+    "SoftmaxCrossEntropyWithLogits": (0, 1),
+    "SpaceToDepth": (0,),
+    "SparseSoftmaxCrossEntropyWithLogits": (0, 1),
+    "Svd": (0,),
+    "TopKV2": (0,),
+}
+# Of these a row may be a number.
+_BY_ELEMENT = frozenset(
+    ("InTopKV2", "LookupTableFindV2", "SparseSoftmaxCrossEntropyWithLogits")
+)
+# Of these an input may have one row for all.
+_BROADCASTING = frozenset(
+    (
+        "ImageProjectiveTransformV3",
+        "MatrixTriangularSolve",
+        "SoftmaxCrossEntropyWithLogits",
+    )
+)
+# The output that has the shape of the first input, where TensorFlow may not know it.
+_SHAPED_LIKE_FIRST = {
+    "LogSoftmax": 0,
+    "Softmax": 0,
+    "SoftmaxCrossEntropyWithLogits": 1,
+    "SparseSoftmaxCrossEntropyWithLogits": 1,
+}
+# Axes at the end that belong to one row's matrix, or vector.
+_INNER = {
+    "Cholesky": 2,
+    "CholeskyGrad": 2,
+    "LogMatrixDeterminant": 2,
+    "MatrixBandPart": 2,
+    "MatrixDeterminant": 2,
+    "MatrixDiagPartV3": 2,
+    "MatrixInverse": 2,
+    "MatrixSetDiagV3": 2,
+    "MatrixSolve": 2,
+    "MatrixTriangularSolve": 2,
+    "SelfAdjointEigV2": 2,
+    "Svd": 2,
+    "FFT2D": 2,
+    "IFFT2D": 2,
+    "AdjustContrastv2": 3,
+}
+
+
+def decide_row_by_row(view: View) -> Decision | None:
+    """Decide an operation that computes each row by itself."""
+    if view.type not in _ROWS:
+        return None
+    indices = _ROWS[view.type]
+    axis = _axis_of_rows(view, indices)
+    if axis is None:
+        return None
+    needs: list[Need] = []
+    for index, fact in enumerate(view.facts):
+        if fact.is_rows or (fact.form is Form.SIZES and index not in indices):
+            needs.append(AS_HELD)
+        elif index in indices:
+            needs.append(rows_along(axis, may_broadcast=view.type in _BROADCASTING))
+        else:
+            needs.append(WHOLE)
+    multiple = next(f.multiple for f in view.facts if f.is_rows)
+    outputs = [
+        view.facts[0]
+        if _SHAPED_LIKE_FIRST.get(view.type) == index and view.facts[0].is_rows
+        else view.rows_output(axis, multiple, index)
+        for index in range(len(view.op.outputs))
+    ]
+    return Decision(needs, outputs)
+
+
+def _axis_of_rows(view: View, indices: tuple[int, ...]) -> int | None:
+    """Return the axis of rows, if each row is computed by itself."""
+    own = [view.facts[index] for index in indices if view.facts[index].is_rows]
+    others = [f for i, f in enumerate(view.facts) if f.is_rows and i not in indices]
+    ranks = [tensor.shape.rank for tensor in view.op.outputs]
+    if not own or own[0].sizes is None or others or None in ranks:
+        return None
+    axis = own[0].axis
+    if any(fact.held() != own[0].held() for fact in own):
+        return None
+    if len({fact.multiple for fact in own}) > 1:
+        return None
+    num_inner = 0 if view.type in _BY_ELEMENT else _INNER.get(view.type, 1)
+    return None if axis >= len(own[0].sizes) - num_inner else axis
+
+
+def build_with_a_row(builder: Any, op: Any, inputs: list) -> list:
+    """Build a convolution or a pooling, of which a replica may have no rows.
+
+    By oneDNN, in float32 on CPUs, a convolution returns the shape of its input where
+    that has no rows, and the gradient of a pooling ends the process. Such a replica
+    computes with a row of zeros. Seen with TensorFlow 2.19 to 2.21;
+    tests/keras_hooks/cases_normalization.py guards it.
+    """
+    if not builder.may_be_empty:
+        return builder.copy(op, inputs)
+    facts = builder.facts_of(op.inputs)
+    (fact,) = builder.facts_of(op.outputs)
+
+    def empty() -> tf.Tensor:
+        fed = [
+            _one_row_of_zeros(tensor)
+            if own.is_rows or _is_sliced(builder, op, index)
+            else _one_row_in(tensor)
+            if own.form is Form.SIZES
+            else tensor
+            for index, (tensor, own) in enumerate(zip(inputs, facts, strict=True))
+        ]
+        result = builder.copy(op, fed)[0]
+        return result[:0] if fact.is_rows else tf.zeros_like(result)
+
+    result = tf.cond(
+        tf.equal(builder.own_rows, 0), empty, lambda: builder.copy(op, inputs)[0]
+    )
+    return [builder.with_shape(result, op.outputs[0], fact)]
+
+
+def _is_sliced(builder: Any, op: Any, index: int) -> bool:
+    return builder.need(op, index).kind.name == "ROWS"
+
+
+def _one_row_of_zeros(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], 0), tensor.dtype)
+
+
+def _one_row_in(shape: tf.Tensor) -> tf.Tensor:
+    return tf.concat([tf.ones_like(shape[:1]), shape[1:]], 0)

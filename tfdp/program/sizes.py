@@ -1,0 +1,185 @@
+"""Sizes of the program's tensors, with the number of rows of a batch as an unknown.
+
+A step is traced without knowing how many rows a batch has. Whether a reshape keeps rows
+apart, or a sum is over rows, follows from sizes as multiples of that number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A size, or another integer that is computed of sizes.
+
+    Args:
+        kind: String: `"number"`, known; `"rows"`, a multiple of the number of rows;
+            `"splits"`, one more than the rows, as a ragged tensor has row splits;
+            `"free"`, unknown but the same for any number of rows; `"unknown"`.
+        number: Int or float: the number, or the multiple. `None`: unknown.
+    """
+
+    kind: str
+    number: Any = None
+
+    def __mul__(self, other: Size) -> Size:
+        if self.kind == other.kind == "number":
+            return number(self.number * other.number)
+        if ZERO in (self, other):
+            return ZERO
+        if {self.kind, other.kind} == {"rows", "number"}:
+            multiple, factor = (self, other) if self.kind == "rows" else (other, self)
+            return _multiplied(multiple, factor.number)
+        if {self.kind, other.kind} == {"rows", "free"}:
+            return rows(None)
+        return _free_or_unknown(self, other)
+
+    def __add__(self, other: Size) -> Size:
+        if {self, other} == {ONE, rows(1)}:
+            return SPLITS
+        return self._sum(other, lambda a, b: a + b)
+
+    def __sub__(self, other: Size) -> Size:
+        if (self, other) == (SPLITS, ONE):
+            return rows(1)
+        return self._sum(other, lambda a, b: a - b)
+
+    def _sum(self, other: Size, combine: Callable) -> Size:
+        if self.kind == other.kind == "number":
+            return number(combine(self.number, other.number))
+        if other == ZERO:
+            return self
+        if self.kind == other.kind == "rows" and None not in (
+            self.number,
+            other.number,
+        ):
+            multiple = combine(self.number, other.number)
+            return rows(multiple) if multiple > 0 else UNKNOWN if multiple else ZERO
+        return _free_or_unknown(self, other)
+
+    def __floordiv__(self, other: Size) -> Size:
+        if self.kind == other.kind == "number":
+            return number(self.number // other.number) if other.number else UNKNOWN
+        if other == ONE:
+            return self
+        if self.kind == "rows" and other.kind in ("rows", "number"):
+            return self._quotient(other)
+        return _free_or_unknown(self, other)
+
+    def _quotient(self, other: Size) -> Size:
+        of_rows = other.kind == "rows"
+        if self.number is None:
+            return FREE if of_rows and other.number == 1 else UNKNOWN
+        if not other.number or self.number % other.number:
+            return UNKNOWN
+        quotient = self.number // other.number
+        return number(quotient) if of_rows else rows(quotient)
+
+    def __mod__(self, other: Size) -> Size:
+        if self.kind == other.kind == "number" and other.number:
+            return number(self.number % other.number)
+        return _free_or_unknown(self, other)
+
+    def maximum(self, other: Size) -> Size:
+        """Return the larger one: a batch has one row or more."""
+        if self.kind == other.kind == "number":
+            return number(max(self.number, other.number))
+        for one, another in ((self, other), (other, self)):
+            is_small = another.kind == "number" and another.number <= 1
+            if one.kind == "rows" and (one == another or is_small):
+                return one
+        return _free_or_unknown(self, other)
+
+    def minimum(self, other: Size) -> Size:
+        """Return the smaller one."""
+        if self.kind == other.kind == "number":
+            return number(min(self.number, other.number))
+        return self if self == other else _free_or_unknown(self, other)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it is the same for any number of rows."""
+        return self.kind in ("number", "free")
+
+
+def number(value: Any) -> Size:
+    """Return a known size."""
+    return Size("number", value.item() if isinstance(value, np.generic) else value)
+
+
+def rows(multiple: int | None = 1) -> Size:
+    """Return a multiple of the number of rows; `None` for one that is not known."""
+    if multiple is None:
+        return Size("rows", None)
+    return Size("rows", int(multiple))
+
+
+FREE = Size("free")
+UNKNOWN = Size("unknown")
+SPLITS = Size("splits")
+ZERO = number(0)
+ONE = number(1)
+
+
+def _multiplied(size: Size, factor: Any) -> Size:
+    """Return a multiple of the rows, multiplied by a number: by 0.5 it may be none."""
+    if factor <= 0:
+        return UNKNOWN
+    if size.number is None:
+        return rows(None) if float(factor).is_integer() else UNKNOWN
+    product = size.number * factor
+    return rows(product) if float(product).is_integer() else UNKNOWN
+
+
+def _free_or_unknown(*sizes: Size) -> Size:
+    return FREE if all(size.is_free for size in sizes) else UNKNOWN
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """Return the product of sizes."""
+    result = ONE
+    for size in sizes:
+        result = result * size
+    return result
+
+
+def array(values: Any) -> np.ndarray:
+    """Return an array of sizes of an array of numbers, or of a sequence of sizes."""
+    if isinstance(values, np.ndarray) and values.dtype != object:
+        flat = [number(value) for value in values.ravel()]
+        result = np.empty(len(flat), object)
+        result[:] = flat
+        return result.reshape(values.shape)
+    result = np.empty(len(values), object)
+    result[:] = list(values)
+    return result
+
+
+def numbers(values: np.ndarray | None) -> np.ndarray | None:
+    """Return the numbers of an array of sizes, or `None` if one is not known."""
+    if values is None or any(size.kind != "number" for size in values.ravel()):
+        return None
+    flat = [size.number for size in values.ravel()]
+    dtype = None if flat else np.int64
+    return np.array(flat, dtype).reshape(values.shape)
+
+
+def broadcast(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...]:
+    """Return the shape that operands of these shapes broadcast to."""
+    rank = max(len(shape) for shape in shapes)
+    aligned = [(ONE,) * (rank - len(shape)) + tuple(shape) for shape in shapes]
+    return tuple(_broadcast_axis(list(axis)) for axis in zip(*aligned, strict=True))
+
+
+def _broadcast_axis(sizes: list[Size]) -> Size:
+    others = [size for size in sizes if size != ONE]
+    for kind in ("rows", "splits", "number", "unknown", "free"):
+        found = next((size for size in others if size.kind == kind), None)
+        if found is not None:
+            return found
+    return ONE
