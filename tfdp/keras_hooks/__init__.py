@@ -16,7 +16,6 @@ Read in this order:
     worker_callbacks  callbacks that each worker runs
     added_callbacks   callbacks that tfdp adds to the user's
     logs              logs of a step over the whole global batch
-    state_functions   logs as functions of the states of metrics
     saving            files that several workers write
     rebalancing       rows of a batch by the speed of the workers
 """

@@ -29,7 +29,6 @@ from tfdp.keras_hooks import (
     trainer_hooks,
     worker_callbacks,
 )
-from tfdp.losses import loss_terms
 
 TENSORFLOW = "TensorFlow 2.19 to 2.21"
 
@@ -199,25 +198,11 @@ _DATA = (
 # Losses, metrics and gradients: a mean is over the rows of all replicas.
 _LOSSES = (
     Replacement(
-        _compat.CompileLoss,
-        "__call__(self, y_true, y_pred, sample_weight)",
-        loss_hooks.compiled_loss,
-        "A loss of `compile` that is a sum, not a mean, would be summed by the mean's "
-        "weights; only there is it known that nothing else is computed of it.",
-    ),
-    Replacement(
         _compat.keras_loss,
         "reduce_values(values, sample_weight, reduction)",
         loss_hooks.reduce_values,
-        "A mean over a replica's rows is taken for one over all rows; a loss that is a "
-        "scalar already is not divided by the number of replicas.",
+        "A loss that is a scalar already is not divided by the number of replicas.",
         f"{_KERAS_ISSUE}/19891",
-    ),
-    Replacement(
-        _compat.keras_loss,
-        "apply_mask(sample_weight, mask, dtype, reduction)",
-        loss_hooks.apply_mask,
-        "The mean under a mask divides by what the mask keeps on this replica.",
     ),
     Replacement(
         _compat.keras_loss,
@@ -235,44 +220,17 @@ _LOSSES = (
         f"{_KERAS_ISSUE}/19891",
     ),
     Replacement(
-        tf.nn,
-        "compute_average_loss(per_example_loss, sample_weight, global_batch_size)",
-        loss_hooks.average_loss,
-        "A step of the user's own divides by the rows of all replicas, where tfdp "
-        "weighs the mean over a replica's rows.",
-        checked_on=TENSORFLOW,
-    ),
-    Replacement(
-        tf.nn,
-        "scale_regularization_loss(regularization_loss)",
-        loss_hooks.scale_regularization,
-        "It divides by the number of replicas, where tfdp weighs by their rows.",
-        checked_on=TENSORFLOW,
-    ),
-    *(
-        Replacement(
-            metric,
-            "update_state(self, values, sample_weight)",
-            loss_hooks.update_by_rows,
-            "A number that speaks of a whole batch counts once on each replica, and is "
-            "0 / 0 on one without rows.",
-            f"{_TENSORFLOW_ISSUE}/36224",
-        )
-        for metric in (keras.metrics.Mean, keras.metrics.Sum)
-    ),
-    Replacement(
         tf.GradientTape,
         "gradient(self, target, sources, output_gradients, unconnected_gradients)",
-        loss_terms.gradient,
-        "The terms of a loss are means, sums and constants, each of which counts "
-        "differently where replicas are added up by their rows.",
+        loss_hooks.gradient,
+        "Sharded parameters are gathered again in a backward pass.",
         checked_on=TENSORFLOW,
     ),
     Replacement(
         tf.distribute.ReplicaContext,
         "all_reduce(self, reduce_op, value, options)",
         loss_hooks.all_reduce,
-        "Its gradient adds up the replicas' losses as if all had as many rows.",
+        "A step is traced as one device's.",
         checked_on=TENSORFLOW,
     ),
 )
@@ -366,13 +324,6 @@ _OPTIMIZERS = (
         "A replica that overflows alone would skip an update, and its collectives, "
         "that the others make.",
         f"{_KERAS_ISSUE}/18666",
-    ),
-    Replacement(
-        keras.optimizers.LossScaleOptimizer,
-        "scale_loss(self, loss)",
-        optimizer_hooks.scale_loss,
-        "The loss has to be weighed by the replica's rows before float16 gradients are "
-        "made of it.",
     ),
 )
 

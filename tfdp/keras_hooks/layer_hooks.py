@@ -17,9 +17,6 @@ from tfdp import _compat
 from tfdp.base import loops, program_trace, xla
 from tfdp.base.context import is_tfdp, replica_context
 from tfdp.local_steps import training_group
-from tfdp.losses import loss_terms
-from tfdp.losses.row_forms.form import CONSTANT
-from tfdp.losses.training_group import group_that_steps_alone
 
 # An odd number far from the increments of the counter beside it.
 _SEED_STRIDE = 1_000_003
@@ -29,7 +26,7 @@ def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
     """Synchronized moments, by one all-reduce in place of three."""
     if program_trace.current() is not None and replica_context() is not None:
         return synchronized_moments(_OneDevice(), x, axes, keepdims)
-    context = _context_of_moments()
+    context = replica_context()
     if context is None:
         return original(x, axes, keepdims)
     return synchronized_moments(context, x, axes, keepdims)
@@ -42,15 +39,11 @@ def moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) ->
         if is_synchronized or trace.is_eager:
             return original(layer, inputs, mask)
         return _moments_of_own_rows(original, layer, inputs, mask)
-    context = _context_of_moments()
+    context = replica_context()
     if context is not None and is_synchronized and not layer.synchronized:
         mask = tf.ones(tf.shape(inputs)[:-1], tf.bool) if mask is None else mask
     if context is None or mask is None or not is_synchronized:
-        moments = original(layer, inputs, mask)
-        for moment in moments:
-            # Where they are the replica's own, that is what the layer is told to do.
-            loss_terms.set_form(moment, CONSTANT)
-        return moments
+        return original(layer, inputs, mask)
     kept = [axis % inputs.shape.rank for axis in layer.input_spec.axes]
     axes = [axis for axis in range(inputs.shape.rank) if axis not in kept]
     return synchronized_masked_moments(context, inputs, mask, axes)
@@ -89,11 +82,6 @@ def _is_synchronized(layer: Any) -> bool:
     strategy = tf.distribute.get_strategy()
     by_option = is_tfdp(strategy) and strategy.extended.options.sync_batch_norm
     return layer.synchronized or by_option
-
-
-def _context_of_moments() -> Any:
-    """The context over which moments are synchronized, or `None`."""
-    return group_that_steps_alone() or replica_context()
 
 
 def rematerialize(original: Callable, function: Callable) -> Callable:

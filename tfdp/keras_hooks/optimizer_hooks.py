@@ -15,10 +15,9 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import batch_weight, loops, program_trace
+from tfdp.base import loops, program_trace
 from tfdp.base.context import in_tfdp_scope, replica_context
 from tfdp.base.deferred_updates import defer, trace_update
-from tfdp.base.param_groups import innermost
 from tfdp.keras_hooks.scope_checks import (
     bring_into_scope,
     check_variables_in_scope,
@@ -83,25 +82,14 @@ def apply_or_defer(
     original(optimizer, grads, trainable_variables)
 
 
-def scale_loss(original: Callable, optimizer: Any, loss: Any) -> Any:
-    """Weigh a loss by the rows of a replica before it is scaled."""
-    inner = innermost(optimizer.inner_optimizer)
-    return original(
-        optimizer, batch_weight.weigh_loss(tf.convert_to_tensor(loss), inner)
-    )
-
-
 def check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
     """Agree on whether the gradients of all replicas are finite."""
     finite = original(optimizer, grads)
     if program_trace.current() is not None:
         return finite
-    context, weight = replica_context(), batch_weight.current()
+    context = replica_context()
     if context is None:
         return finite
-    if weight is not None:
-        # A replica without rows has means of 0 / 0, and adds nothing.
-        finite = tf.logical_or(finite, tf.equal(weight, 0))
     # Replicas that disagree would take different branches, of which only one
     # has collectives.
     overflows = context.all_reduce(

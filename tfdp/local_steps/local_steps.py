@@ -131,22 +131,6 @@ class LocalSteps:
             )
         return self._node_reducers.of_replica(strategy, replica_context())
 
-    def weight(
-        self, weight: tf.Tensor | None, reducer: GradientReducer
-    ) -> tf.Tensor | None:
-        """The weight of this replica's rows among those that it is summed with.
-
-        Args:
-            weight: Scalar tensor, the weight among all replicas, or `None`.
-            reducer: What `reducer` has returned.
-        """
-        if weight is None:
-            # Outside of Keras's loops each one's loss is its part of the global mean.
-            return None
-        own = _own_samples()
-        (total,) = reducer.sum([own])
-        return tf.math.divide_no_nan(own, total)
-
     def begin(self) -> None:
         """Prepare a step, before the first update."""
         if self.outer is not None:

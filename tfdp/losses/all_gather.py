@@ -7,11 +7,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import batch_weight, program_trace
+from tfdp.base import program_trace
 from tfdp.base.context import in_tfdp_scope, replica_context
 from tfdp.collectives.gather import gather_first_axis
-from tfdp.losses import loss_terms
-from tfdp.losses.row_forms.form import CONSTANT
 
 
 def all_gather(value: Any) -> tf.Tensor:
@@ -80,24 +78,14 @@ def _gathered(value: tf.Tensor, context: Any) -> tf.Tensor:
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
             """Sum the gradients of all replicas for this one's rows."""
-            weight = batch_weight.weight_of_upstream()
-            if weight is not None:
-                upstream *= tf.cast(weight, upstream.dtype)
             total = context.all_reduce(tf.distribute.ReduceOp.SUM, upstream)
             begin = tf.reduce_sum(counts[:rank])
             own = tf.reshape(total, [-1])[begin : begin + tf.size(rows)]
-            own = tf.reshape(own, tf.shape(rows))
-            if weight is not None:
-                # The optimizer multiplies the gradients of this replica by it.
-                own = tf.math.divide_no_nan(own, tf.cast(weight, own.dtype))
-            return own
+            return tf.reshape(own, tf.shape(rows))
 
         return joined, gradient
 
-    result = gather(value)
-    # The same on every replica, and so no rows of this one.
-    loss_terms.set_form(result, CONSTANT)
-    return result
+    return gather(value)
 
 
 def _gather_rows(rows: tf.Tensor, context: Any) -> tuple[tf.Tensor, tf.Tensor]:

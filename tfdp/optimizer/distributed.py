@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import batch_weight, loops, program_trace
+from tfdp.base import loops, program_trace
 from tfdp.base.context import replica_context
 from tfdp.base.deferred_updates import defer, trace_update
 from tfdp.base.param_groups import (
@@ -175,8 +175,6 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
             loss = tf.convert_to_tensor(loss)
             if loss.dtype.size < tf.float32.size:
                 loss = tf.cast(loss, tf.float32)
-            if not features.steps_alone:  # else it has a weight within its node
-                loss = batch_weight.weigh_loss(loss, [self])
             loss = loss * tf.cast(scale, loss.dtype)
         return self.inner_optimizer.scale_loss(loss)
 
@@ -341,7 +339,7 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
     ) -> Accumulator:
         weight, num_groups = reducer.gradient_weight(self), 1
         if alone := self._alone():
-            weight, num_groups = alone.weight(weight, reducer), alone.num_groups
+            num_groups = alone.num_groups
         state = self._features.accumulation
         if state is None:
             return NoAccumulation(weight)

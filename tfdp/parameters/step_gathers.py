@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import batch_weight
 from tfdp.collectives import timing
 from tfdp.parameters.compute_order import ComputeOrder
 from tfdp.parameters.packing import unpack_rows
@@ -137,7 +136,6 @@ class StepGathers:
             if key not in self._current:
                 self._gather(unit)
             value = tf.identity(self._current[key].values[id(parameter)])
-            batch_weight.set_constant(value)
         _compat.record_read(parameter, value)
         return value
 

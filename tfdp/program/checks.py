@@ -67,7 +67,7 @@ def _sentence(loop: Loop, gathers: StepGathers, some: Any) -> str:
 
 def _tell(strategy: Any, loop: Loop, gathers: StepGathers) -> None:
     """Tell the first worker's user, once for a model, of what is gathered."""
-    told = strategy.extended.told_of_losses.setdefault(loop.model, set())
+    told = strategy.extended.told_of_steps.setdefault(loop.model, set())
     new = [g for g in gathers.large if f"{g.operation} {g.place}" not in told]
     told.update(f"{g.operation} {g.place}" for g in new)
     if new and strategy.extended.worker_group.rank == 0:

@@ -110,7 +110,7 @@ class DividedStep:
 
     def _warn(self, trace: ProgramTrace) -> None:
         extended = self._strategy.extended
-        told = extended.told_of_losses.setdefault(self._loop.model, set())
+        told = extended.told_of_steps.setdefault(self._loop.model, set())
         num_replicas = self._strategy.num_replicas_in_sync
         warn_of_division(trace, num_replicas, extended.names_of_count, told)
 
@@ -247,6 +247,8 @@ def rows_of_replica(
         are_alike: Bool, whether all replicas are known to have as many rows.
     """
     first = first_tensor(args)
+    if first is None:
+        return Rows(0, 0, 0, may_be_empty=False)
     own = tf.cast(count_of(first), tf.int32)
     static = first.shape[0]
     rank, size = group.rank, group.size

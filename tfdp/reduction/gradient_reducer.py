@@ -66,8 +66,9 @@ class LocalReducer:
         return unbucketed(gradients)
 
     def gradient_weight(self, optimizer: Any) -> tf.Tensor | None:
-        """See `tfdp.base.batch_weight.weight_for`."""
-        return batch_weight.weight_for(optimizer)
+        """None: they are its own."""
+        del optimizer
+        return None
 
     def prepare(self, gradients: list) -> list:
         """Leave them as they are."""
@@ -146,14 +147,13 @@ class ReplicaReducer:
             Scalar float64 tensor, or `None` for one.
         """
         self._check_graph()
-        weight, share = batch_weight.weight_for(optimizer), batch_weight.current()
-        members = self._reducer.adasum_members
-        if batch_weight.is_part_of_sum() and members is not None:
-            weight = tf.ones([], tf.float64)
-        if members is None or weight is None or share is None:
-            return weight
+        del optimizer
+        members, share = self._reducer.adasum_members, batch_weight.current()
+        if members is None or share is None:
+            return None
         own = members.share(share, self._replica)
-        return tf.math.divide_no_nan(weight, own * members.count)
+        one = tf.ones([], tf.float64)
+        return tf.math.divide_no_nan(one, own * members.count)
 
     def prepare(self, gradients: list) -> list:
         """Make tensors of sparse gradients for Adasum; leave others as they are."""

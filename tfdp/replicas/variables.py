@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import batch_weight, loops, program_trace
+from tfdp.base import loops, program_trace
 from tfdp.base.context import replica_context
 from tfdp.replicas.assigned_values import AssignedValues
 
@@ -117,14 +117,6 @@ class StatisticVariable(MirroredVariable):
     Stock replicas drift apart, and saving takes replica 0's. Where replicas train
     alone, each follows its own batches until all meet.
     """
-
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        weight = batch_weight.current()
-        if weight is not None and loops.in_steps_alone():
-            # That of a batch without samples may be NaN, and no other makes up for it.
-            before = _compat.local_part(self).read_value()
-            value = tf.where(weight > 0, tf.cast(value, before.dtype), before)
-        return super().assign(value, *args, **kwargs)
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
         if program_trace.current() is None and not loops.in_steps_alone():

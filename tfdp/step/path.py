@@ -163,8 +163,8 @@ def _measure_noise(
         # What was accumulated has the weights of its micro-batches.
         samples = samples * tf.cast(totals.count, tf.float32)
         factor = factor / replicas
-    elif step.scale is not None or batch_weight.is_part_of_sum():
-        factor *= weight  # the loss was multiplied by it
+    else:
+        factor *= weight  # it is a part of a sum
     own = squared_norm(totals.gradients or []) / tf.square(tf.cast(factor, tf.float32))
     own = tf.math.multiply_no_nan(own, tf.cast(weight > 0, tf.float32))
     small = step.reducer.sum([own])[0] / replicas

@@ -25,7 +25,6 @@ from tfdp.base.deferred_updates import Update
 from tfdp.base.loops import Loop
 from tfdp.base.xla import CannotCompileError
 from tfdp.collectives import is_collective, step_events
-from tfdp.keras_hooks.state_functions import state_function
 from tfdp.strategy.step_clusters import cut_at_buckets
 
 
@@ -35,7 +34,6 @@ class _Traced:
 
     function: Any
     updates: list[Update]
-    weighted: set[int]
     num_clusters: int = 1
 
 
@@ -79,8 +77,6 @@ class CompiledStep:
         first = next((own for own in ready if own is not None), None)
         if first is not None:
             step_events.record_loss(first)
-        if part is not None:
-            part = dataclasses.replace(part, weighted=traced.weighted)
         with batch_weight.use(part):
             for update, own in zip(traced.updates, gradients, strict=True):
                 update.optimizer.apply(_in_order(update, own), update.variables)
@@ -135,15 +131,12 @@ class CompiledStep:
         """
         _check_inputs(args)
         updates: list[Update] = []
-        weighted: set[int] = set()
 
         def compiled(args: tuple, numbers: list) -> Any:
             own = None
             if part is not None:
                 weight, num_samples = numbers
-                own = dataclasses.replace(
-                    part, weight=weight, num_samples=num_samples, weighted=weighted
-                )
+                own = BatchWeight(weight, num_samples)
             if is_whole:
                 return self.step(args, own), []
             with deferred_updates.deferring() as found:
@@ -154,18 +147,17 @@ class CompiledStep:
         concrete = xla.trace(compiled, (args, numbers))
         _check_collectives(concrete.graph)
         _check_order(concrete.graph, updates)
-        _check_logs(concrete.graph)
         xla.check(concrete, self._device())
         extended = self.strategy.extended
         # With several optimizers, each waits for the one before.
         if extended.options.xla_clusters == 1 or len(updates) != 1:
-            return _Traced(concrete, updates, weighted)
+            return _Traced(concrete, updates)
         (update,) = updates
         variables = update.variables or _compat.trained_by(update.optimizer)
         tuned = extended.reducer.tuned_of(variables)
         options = extended.options if tuned is None else tuned.options
         function, num_clusters = cut_at_buckets(concrete, update, options)
-        return _Traced(function, updates, weighted, num_clusters)
+        return _Traced(function, updates, num_clusters)
 
 
 def _in_order(update: Update, gradients: list) -> list:
@@ -204,17 +196,6 @@ def _check_collectives(graph: Any) -> None:
                 "its step has a collective beside those of the gradients (a "
                 "synchronized BatchNormalization, `tfdp.all_gather`, or a loss or log "
                 f"of the rows of all replicas: operation {op.name!r})"
-            )
-
-
-def _check_logs(graph: Any) -> None:
-    """Raise if a log has the state of a metric of before its last update."""
-    for tensor in graph.outputs:
-        function = state_function(tensor)
-        if function is not None and any(s.value is not None for s in function.states):
-            raise CannotCompileError(
-                "a log is computed from a metric that the step updates afterwards "
-                f"(operation {tensor.op.name!r})"
             )
 
 

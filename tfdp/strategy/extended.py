@@ -57,7 +57,7 @@ class ReplicaExtended:
     options: CommunicationOptions
     worker_group: WorkerGroup
     # Which sentences about a step of a model a user has read.
-    told_of_losses: weakref.WeakKeyDictionary[Any, set[str]]
+    told_of_steps: weakref.WeakKeyDictionary[Any, set[str]]
     # The number of XLA clusters of a step of each model that is compiled.
     compiled_models: weakref.WeakKeyDictionary[Any, int]
     # What the step of each loop of a model gathers, see `tfdp.program.checks`.
@@ -95,7 +95,7 @@ class ReplicaExtended:
             count_reads()
             if self.worker_group.num_workers == 1:
                 watch_data(self.options.timeout_seconds)
-        self.told_of_losses = weakref.WeakKeyDictionary()
+        self.told_of_steps = weakref.WeakKeyDictionary()
         self.names_of_count = set()
         self.step_gathers = weakref.WeakKeyDictionary()
         self.compiled_models = weakref.WeakKeyDictionary()
@@ -197,13 +197,8 @@ class ReplicaExtended:
     # Statistics and metrics of a step.
 
     @contextlib.contextmanager
-    def step_scope(self, weights: list | None = None) -> Iterator[None]:
-        """Average the moving statistics that the replicas assign inside.
-
-        Args:
-            weights: List of scalar tensors, the local replicas' shares of the
-                global batch, or `None` where all have the same.
-        """
+    def step_scope(self) -> Iterator[None]:
+        """Average the moving statistics that the replicas assign inside."""
         outer = getattr(self, "_statistics", None)
         self._statistics: dict[int, Any] | None = {}
         try:
@@ -211,14 +206,15 @@ class ReplicaExtended:
             statistics = list(self._statistics.values())
         finally:
             self._statistics = outer
-        self.average(statistics, weights)
+        self.average(statistics)
 
     def average(self, statistics: list, weights: list | None = None) -> None:
         """Average moving statistics over all replicas, in cross-replica context.
 
         Args:
             statistics: List of mirrored variables.
-            weights: List of scalar tensors, see `step_scope`, or `None`.
+            weights: List of scalar tensors, one for each local replica, that sum to
+                one over all, or `None` where all have the same.
         """
         if statistics and self.group.size > 1:
             equal = [tf.constant(1.0 / self.group.size, tf.float64)] * self.num_local

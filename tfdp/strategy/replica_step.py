@@ -20,9 +20,6 @@ from tfdp.data import batch_weights
 from tfdp.data.rows import count_of, first_tensor, num_rows, rows_of_rank
 from tfdp.keras_hooks.logs import metric_states
 from tfdp.local_steps import merging_group, training_group
-from tfdp.losses import loss_terms
-from tfdp.losses.row_forms.form import CONSTANT
-from tfdp.losses.row_forms.forms import Forms
 from tfdp.program.divisions import name_of_count
 from tfdp.program.eager import EagerStep
 from tfdp.program.step import DividedStep, rows_of_replica
@@ -30,12 +27,8 @@ from tfdp.replicas import drift_probe
 from tfdp.step.empty_step import note_changes_without_data
 from tfdp.strategy.compiled_step import CompiledStep
 
-_LIBRARIES = ("keras", "tensorflow", "tfdp")
 
-
-def prepare_run(
-    strategy: Any, fn: Callable, args: tuple
-) -> tuple[Callable, tuple, list | None]:
+def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tuple]:
     """Prepare what Keras gives to `strategy.run`; leave other calls alone.
 
     Args:
@@ -44,13 +37,12 @@ def prepare_run(
         args: Tuple, its arguments.
 
     Returns:
-        Tuple of function, arguments and the local replicas' shares of the
-        global batch, see `tfdp.data.batch_weights`.
+        Tuple of function and arguments.
     """
     args, total = batch_weights.unpack_counted(args)
     loop = loops.current()
     if loop is None or strategy_of(loop.model) is not strategy:
-        return fn, args, None
+        return fn, args
     if loop.whole_batches and strategy.num_replicas_in_sync > 1:
         whole = first_tensor(args)
         loops.note_batch_rows(None if whole is None else whole.shape[0])
@@ -66,27 +58,18 @@ def prepare_run(
     drift_probe.begin_step(loop.model, local)
     step_events.record_batch(parts[0].num_samples if parts else _own_samples(local[0]))
     if parts is None and not xla.is_wanted():
-        return _after_its_data(loop.model, fn), args, None
-    told = strategy.extended.told_of_losses.setdefault(loop.model, set())
+        return _after_its_data(loop.model, fn), args
+    told = strategy.extended.told_of_steps.setdefault(loop.model, set())
     loop.program_logs = None
-    if parts is not None and _is_divided(loop, local):
-        divided = _divided_step(strategy, loop, fn, local, parts, total, told)
-        return _after_its_data(loop.model, divided), args, None
-    if parts is not None and tf.executing_eagerly():
-        return _eager_step(strategy, loop, fn, local, parts), args, None
-    step = _after_its_data(
-        loop.model, _step_of_replica(strategy, loop, fn, parts, told)
-    )
+    step: Callable
     if parts is None:
-        return step, args, None
-    weights = [part.weight for part in parts]
-    loop.batch_weights = weights
-    return step, args, weights
-
-
-def _is_divided(loop: loops.Loop, local: list) -> bool:
-    """Return whether a step is divided as the program of one device."""
-    return not (tf.executing_eagerly() or first_tensor(local[0]) is None)
+        compiled = CompiledStep(lambda args, _: fn(*args), strategy, loop, told)
+        step = functools.wraps(fn)(lambda *args: compiled(args, None))
+    elif tf.executing_eagerly():
+        return _eager_step(strategy, loop, fn, local, parts), args
+    else:
+        step = _divided_step(strategy, loop, fn, local, parts, total, told)
+    return _after_its_data(loop.model, step), args
 
 
 def _divided_step(
@@ -111,7 +94,7 @@ def _divided_step(
     @functools.wraps(fn)
     def step(*args: Any) -> Any:
         replica = _compat.local_replica_id(tf.distribute.get_replica_context())
-        part = dataclasses.replace(parts[replica], is_part_of_sum=True)
+        part = parts[replica]
         group = training_group(strategy)
         rows = rows_of_replica(group, args, total, counts, are_alike=are_alike)
 
@@ -137,7 +120,6 @@ def _eager_step(
     strategy: Any, loop: loops.Loop, fn: Callable, local: list, parts: list[BatchWeight]
 ) -> Callable:
     """Return the step of a replica where nothing is traced: that of one device."""
-    parts = [dataclasses.replace(part, is_part_of_sum=True) for part in parts]
     loop.batch_weights = [part.weight for part in parts]
     step = EagerStep(
         strategy,
@@ -159,62 +141,6 @@ def _none_for_optional(part: Any) -> Any:
     return None if isinstance(first, tf.experimental.Optional) else part
 
 
-def _step_of_replica(
-    strategy: Any,
-    loop: loops.Loop,
-    fn: Callable,
-    parts: list[BatchWeight] | None,
-    told: set[str],
-) -> Callable:
-    """The step of a replica, whose gradients and logs count by its part of the batch.
-
-    Args:
-        strategy: A tfdp strategy.
-        loop: `Loop` of Keras, whose step it is.
-        fn: Callable, the step that Keras gives.
-        parts: List of `BatchWeight`, one for each local replica, or `None`.
-        told: Set of strings, subjects of which the user has been warned.
-    """
-
-    def weigh(args: tuple, part: BatchWeight | None) -> Any:
-        if part is None:
-            return fn(*args)
-        if not tf.executing_eagerly():
-            part = dataclasses.replace(part, forms=_forms(strategy, args, part, told))
-        with batch_weight.use(part):
-            return keras.tree.map_structure(loss_terms.scale_to_row_mean, fn(*args))
-
-    run = CompiledStep(weigh, strategy, loop, told) if xla.is_wanted() else weigh
-
-    @functools.wraps(fn)
-    def step(*args: Any) -> Any:
-        if parts is None:
-            return run(args, None)
-        replica = _compat.local_replica_id(tf.distribute.get_replica_context())
-        return run(args, dataclasses.replace(parts[replica], weighted=set()))
-
-    return step
-
-
-def _forms(strategy: Any, args: tuple, part: BatchWeight, told: set[str]) -> Forms:
-    """The forms of a step that is traced: those of its batch and of its weight."""
-    batch = [x for x in tf.nest.flatten(args) if _is_traced(x)]
-    forms = Forms(
-        batch,
-        strategy.num_replicas_in_sync,
-        told,
-    )
-    if tf.is_symbolic_tensor(part.weight):
-        # A factor of the loss that keeps its form.
-        forms.set(part.weight, CONSTANT)
-    return forms
-
-
-def _is_traced(value: Any) -> bool:
-    composite = isinstance(value, (tf.RaggedTensor, tf.SparseTensor))
-    return composite or tf.is_symbolic_tensor(value)
-
-
 def note_count_read(strategy: Any, reader: types.FrameType) -> None:
     """Note that a user asks for the number of replicas: a loss may be divided by it.
 
@@ -229,9 +155,6 @@ def note_count_read(strategy: Any, reader: types.FrameType) -> None:
     name = name_of_count(line)
     if name is not None:
         strategy.extended.names_of_count.add(name)
-    forms = batch_weight.forms()
-    if forms is not None:
-        forms.counts_replicas = True
 
 
 def _after_its_data(model: Any, fn: Callable) -> Callable:

@@ -105,8 +105,8 @@ class _Strategy:
         if loops.current() is None:
             # Loops of Keras have done so when they began.
             synchronized_scope.synchronize_new_variables(self)
-        fn, args, weights = replica_step.prepare_run(self, fn, args)
-        with self.extended.step_scope(weights):
+        fn, args = replica_step.prepare_run(self, fn, args)
+        with self.extended.step_scope():
             result = super().run(fn, args, kwargs, options)  # type: ignore[misc]
         # Optimizers may have built their variables while being traced.
         synchronized_scope.synchronize_new_variables(self)
