@@ -88,12 +88,10 @@ from tfdp._compat.distribute import (
     without_tf_config,
 )
 from tfdp._compat.graphs import (
-    called_graphs,
     constant_value,
     copy_of_operation,
     in_branch,
     in_loop_of_replica,
-    is_pure,
     op_age,
     op_position,
     ordered_by_itself,

@@ -60,20 +60,6 @@ def op_position(tensor: tf.Tensor) -> int:
     return op_age(tensor.op)
 
 
-def called_graphs(op: tf.Operation) -> list:
-    """The graphs of the function that an operation calls, or of its two branches."""
-    attributes = op.node_def.attr
-    names = [n for n in ("f", "then_branch", "else_branch") if n in attributes]
-    functions = [op.graph._get_function(attributes[name].func.name) for name in names]
-    return [getattr(function, "graph", None) for function in functions]
-
-
-def is_pure(op: tf.Operation) -> bool:
-    """Whether an operation has no state, no effect and no function inside."""
-    has_function = any(value.HasField("func") for value in op.node_def.attr.values())
-    return not has_function and not auto_control_deps.op_is_stateful(op)
-
-
 def copy_of_operation(op: tf.Operation, inputs: list) -> list:
     """The outputs of an operation like another one, on other inputs."""
     attributes = {

@@ -27,6 +27,8 @@ from tfdp.replicas import drift_probe
 from tfdp.step.empty_step import note_changes_without_data
 from tfdp.strategy.compiled_step import CompiledStep
 
+_LIBRARIES = ("keras", "tensorflow", "tfdp")
+
 
 def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tuple]:
     """Prepare what Keras gives to `strategy.run`; leave other calls alone.
