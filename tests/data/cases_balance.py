@@ -8,6 +8,7 @@ import io
 import itertools
 import time
 import warnings
+from unittest import mock
 
 import keras
 import numpy as np
@@ -19,6 +20,7 @@ from tests.harness.env import Env
 from tests.harness.registry import case
 from tests.reduction.cases_plans import traced_step
 from tfdp.data.load_balancer import LoadBalancer
+from tfdp.program.step import DividedStep
 
 layers = keras.layers
 BATCH = 16
@@ -74,45 +76,34 @@ class Follow(keras.callbacks.Callback):
             self.rows.append(self.balance.rows(BATCH))
 
 
-class SeesRows(layers.Layer):
-    """Tells Python how many rows each replica of this worker is given."""
+@contextlib.contextmanager
+def told_of_rows(
+    tell: collections.abc.Callable[[int], None],
+) -> collections.abc.Iterator[None]:
+    """Calls a function with the rows of each replica of this worker, in each step.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[int] = []
+    A layer would be told of those of all: the program is that of one device.
+    """
+    build = DividedStep.__call__
 
-    def call(self, x):
-        def note(rows):
-            self.seen.append(int(rows))
+    def told(step: DividedStep, args: tuple, group, rows) -> object:
+        def note(own: np.ndarray) -> np.int32:
+            tell(int(own))
             return np.int32(0)
 
-        noted = tf.numpy_function(note, [tf.shape(x)[0]], tf.int32)
+        noted = tf.numpy_function(note, [rows.own], tf.int32)
         with tf.control_dependencies([noted]):
-            return tf.identity(x)
+            return build(step, args, group, rows)
+
+    with mock.patch.object(DividedStep, "__call__", told):
+        yield
 
 
-class SlowByRows(layers.Layer):
-    """Takes a time in proportion to the rows that it is given, on one worker."""
-
-    def __init__(self, is_slow: bool):
-        super().__init__()
-        self.is_slow = is_slow
-
-    def call(self, x):
-        def sleep(rows):
-            time.sleep(SLOW_SECONDS * int(rows) * self.is_slow)
-            return np.int32(0)
-
-        slept = tf.numpy_function(sleep, [tf.shape(x)[0]], tf.int32)
-        with tf.control_dependencies([slept]):
-            return tf.identity(x)
-
-
-def model_of(env: Env, *first: layers.Layer, optimizer=None, **options) -> keras.Model:
+def model_of(env: Env, optimizer=None, **options) -> keras.Model:
     with env.scope():
         hidden = layers.Dense(4, activation="tanh", kernel_regularizer="l2")
         inputs = keras.Input((common.NUM_FEATURES,))
-        model = keras.Sequential([inputs, *first, hidden, layers.Dense(1)])
+        model = keras.Sequential([inputs, hidden, layers.Dense(1)])
         return common.compiled(model, optimizer, metrics=["mae"], **options)
 
 
@@ -132,9 +123,17 @@ def shifted(env: Env, model: keras.Model, *data, **options) -> dict:
     side_by_side=False,
 )
 def rows_follow_speed(env: Env) -> dict:
-    model = model_of(env, SlowByRows(env.rank == 1))
+    model = model_of(env)
     shown = io.StringIO()
-    with rebalanced(env) as balance, contextlib.redirect_stdout(shown):
+
+    def sleep(rows: int) -> None:
+        time.sleep(SLOW_SECONDS * rows * (env.rank == 1))
+
+    with (
+        rebalanced(env) as balance,
+        contextlib.redirect_stdout(shown),
+        told_of_rows(sleep),
+    ):
         follow = Follow(balance)
         history = common.fit(
             model,
@@ -161,11 +160,15 @@ def rows_follow_speed(env: Env) -> dict:
     full_setups=(),
 )
 def rows_are_those_of_the_weights(env: Env) -> dict:
-    layer = SeesRows()
-    model = model_of(env, layer)
+    seen: list[int] = []
+    model = model_of(env)
     x, y = common.regression_data(NUM_SAMPLES)
     shown = io.StringIO()
-    with rebalanced(env) as balance, contextlib.redirect_stdout(shown):
+    with (
+        rebalanced(env) as balance,
+        contextlib.redirect_stdout(shown),
+        told_of_rows(seen.append),
+    ):
         shift = Shift(balance)
         # It times the same steps.
         monitor = tfdp.callbacks.CommunicationMonitor(env.tmp / "logs", every=4)
@@ -179,7 +182,7 @@ def rows_are_those_of_the_weights(env: Env) -> dict:
             validation_data=(x[:BATCH], y[:BATCH]),
         )
         if balance is not None:
-            check_rows(env, balance, shift, layer.seen)
+            check_rows(env, balance, shift, seen)
     return {"history": history, "weights": env.weights(model)}
 
 
@@ -304,14 +307,14 @@ def rebalanced_run_goes_on(env: Env) -> dict:
 )
 def rows_of_shuffled_arrays(env: Env) -> dict:
     tf.random.set_seed(None)
-    layer = SeesRows()
-    model = model_of(env, layer)
+    seen: list[int] = []
+    model = model_of(env)
     data = common.regression_data(4 * BATCH)
-    with rebalanced(env) as balance:
+    with rebalanced(env) as balance, told_of_rows(seen.append):
         balance.set((1500, 500))
         common.fit(model, *data, batch_size=BATCH, shuffle=True, epochs=2)
     # Nobody is fast enough to be told apart in four steps: the weights stay.
-    assert layer.seen == [12 if env.is_chief else 4] * 8
+    assert seen == [12 if env.is_chief else 4] * 8
     return {}
 
 
@@ -326,15 +329,19 @@ def own_shards_are_left_alone(env: Env) -> dict:
     policy = tf.data.experimental.AutoShardPolicy.OFF
     options.experimental_distribute.auto_shard_policy = policy
     dataset = common.batched(*common.regression_data(2 * BATCH), batch_size=BATCH)
-    layer = SeesRows()
-    model = model_of(env, layer)
-    with rebalanced(env) as balance, warnings.catch_warnings(record=True) as caught:
+    seen: list[int] = []
+    model = model_of(env)
+    with (
+        rebalanced(env) as balance,
+        warnings.catch_warnings(record=True) as caught,
+        told_of_rows(seen.append),
+    ):
         warnings.simplefilter("always")
         balance.set((1500, 500))
         common.fit(model, dataset.with_options(options))
     told = [w for w in caught if "`--rebalance` has no effect" in str(w.message)]
     assert len(told) == 1
-    assert layer.seen == [BATCH // 2] * 4
+    assert seen == [BATCH // 2] * 4
     return {}
 
 

@@ -184,10 +184,12 @@ def asked(texts: list[str], *ranks: int) -> list[str]:
 
 def train_with_a_slow_second_worker() -> dict:
     """What the workers of a job do that was started with `--rebalance`."""
+    import time
+
     import keras
 
     import tfdp
-    from tests.data.cases_balance import BATCH, SlowByRows
+    from tests.data.cases_balance import BATCH, SLOW_SECONDS, told_of_rows
     from tests.harness import common
 
     keras.utils.set_random_seed(1)
@@ -195,11 +197,11 @@ def train_with_a_slow_second_worker() -> dict:
     rank = strategy.extended.worker_group.rank
     with strategy.scope():
         inputs = keras.Input((common.NUM_FEATURES,))
-        slow = SlowByRows(rank == 1)
-        model = keras.Sequential([inputs, slow, keras.layers.Dense(1)])
+        model = keras.Sequential([inputs, keras.layers.Dense(1)])
         common.compiled(model)
     data = common.regression_data(8 * BATCH)
-    history = common.fit(model, *data, batch_size=BATCH, epochs=4)
+    with told_of_rows(lambda rows: time.sleep(SLOW_SECONDS * rows * rank)):
+        history = common.fit(model, *data, batch_size=BATCH, epochs=4)
     return {"rows": strategy.extended.balance.rows(BATCH), "loss": history["loss"]}
 
 
