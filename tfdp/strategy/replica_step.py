@@ -89,8 +89,9 @@ def _divided_step(
     are_alike = batch_weights.are_alike(local, merging_group(strategy))
     divided = DividedStep(strategy, loop, fn)
     counts = {
-        rank: tf.cast(count_of(first_tensor(batch)), tf.int32)
+        rank: tf.cast(count_of(first), tf.int32)
         for rank, batch in enumerate(local, strategy.extended.first_rank)
+        if (first := first_tensor(batch)) is not None
     }
 
     @functools.wraps(fn)
