@@ -511,6 +511,7 @@ def messages_of_loops(env: Env) -> dict:
         "fit": _topics(env, fit),
         "evaluate": _topics(env, lambda: model.evaluate(X, Y, verbose=0)),
         "predict": _topics(env, lambda: model.predict(X, verbose=0)),
+        "predict again": _topics(env, lambda: model.predict(X, verbose=0)),
         "batch": _topics(env, lambda: batch(8)),
         "batch again": _topics(env, lambda: batch(8)),
         "batch of another size": _topics(env, lambda: batch(6)),

@@ -230,9 +230,21 @@ def test_workers_compare_what_they_call_by_one_message_and_none_in_a_step(cluste
             "the end of fit",
         ]
         assert sorted(topics["fit"]) == sorted(["the settings of fit", *of_fit])
-        for name in ("evaluate", "predict"):
-            assert topics[name] == [f"the settings of {name}", *OF_DATA]
+        settings = {
+            name: f"the settings of {name}"
+            for name in ("evaluate", "predict", "train_on_batch")
+        }
+        assert topics["evaluate"] == [settings["evaluate"], *OF_DATA]
+        # A step that is traced for the first time is compared, in a scope of Keras's.
+        first = {
+            name: [f"the first step of `{name}`", "leaving strategy.scope()"]
+            for name in ("predict", "train_on_batch")
+        }
+        of_predict = [settings["predict"], *OF_DATA]
+        assert topics["predict"] == [*of_predict, *first["predict"]]
+        assert topics["predict again"] == of_predict
         # Of calls 1 to 3, 4 to 6 and 7 to 9 those that are powers of two.
-        assert topics["batch"] == ["the settings of train_on_batch"] * 2
-        assert topics["batch again"] == ["the settings of train_on_batch"]
-        assert topics["batch of another size"] == ["the settings of train_on_batch"]
+        setting = settings["train_on_batch"]
+        assert topics["batch"] == [setting, *first["train_on_batch"], setting]
+        assert topics["batch again"] == [setting]
+        assert topics["batch of another size"] == [setting]

@@ -146,7 +146,8 @@ class DividedStep:
             return self._trace(args, 0, is_of_all=group.is_all)
         except (TypeError, ValueError):
             first = first_tensor(args)
-            if isinstance(first, tf.RaggedTensor) or not first.shape[0]:
+            is_known = isinstance(first, tf.Tensor) and first.shape[0]
+            if not is_known:
                 raise
         return self._trace(args, group.size, is_of_all=group.is_all)
 

@@ -43,7 +43,8 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
     """
     args, total = batch_weights.unpack_counted(args)
     loop = loops.current()
-    if loop is None or strategy_of(loop.model) is not strategy:
+    is_step = loop is not None and strategy_of(loop.model) is strategy and args
+    if loop is None or not is_step:
         return fn, args
     if loop.whole_batches and strategy.num_replicas_in_sync > 1:
         whole = first_tensor(args)
