@@ -6,7 +6,7 @@ Read in this order:
     trainer_hooks     compile, fit, evaluate, predict, save
     loop_agreement    what workers compare before a loop, by one message
     configs           configs of models and optimizers, in a form to be compared
-    loss_hooks        losses and metrics: means over the rows of all replicas
+    loss_hooks        losses: no scale by the number of replicas in a program
     layer_hooks       moments of BatchNormalization, convolutions, seeds
     optimizer_hooks   a plain Keras optimizer: its updates take the path of a step
     file_hooks        saving and loading with the user's own optimizer

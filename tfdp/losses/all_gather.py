@@ -15,13 +15,13 @@ from tfdp.collectives.gather import gather_first_axis
 def all_gather(value: Any) -> tf.Tensor:
     """Concatenate the rows of all replicas, with gradients to each of them.
 
-    A loss that compares the samples of a batch with each other, such as one with
-    in-batch negatives, sees on a replica only that replica's rows. Computed from the
-    gathered rows it is, on each replica, the loss of the global batch, and its
-    gradients are those of one device.
+    It is for a function that you give to `strategy.run`. There a loss that compares
+    the samples of a batch with each other, such as one with in-batch negatives, sees
+    only the rows of its replica. Computed from the gathered rows it is, on each
+    replica, the loss of the global batch.
 
-    Call it in a `train_step`, in a loss or in the `call` of a layer. On one device it
-    returns what it is given.
+    In a step of `fit`, `evaluate` and `predict`, which is that of one device, and on
+    one device it returns what it is given.
 
     Args:
         value: Tensor with the rows of this replica along its first axis. Replicas

@@ -1,4 +1,4 @@
-"""Steps that Keras hands to `strategy.run`: rows and weight of each replica."""
+"""Steps that Keras gives to `strategy.run`: traced, compiled or run eagerly."""
 
 from __future__ import annotations
 

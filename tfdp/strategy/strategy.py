@@ -90,7 +90,9 @@ class _Strategy:
         kwargs: dict[str, Any] | None = None,
         options: Any = None,
     ) -> Any:
-        """Run a function on every replica.
+        """Run a function on every replica, as `tf.distribute` defines it.
+
+        Steps of Keras's loops come here too, and are divided among the replicas.
 
         Args:
             fn: Callable, run in each replica's context.
