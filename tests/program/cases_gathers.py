@@ -173,6 +173,27 @@ def workers_whose_steps_differ_are_told(env: Env) -> None:
     assert f"`Svd` ({__file__}:" in text.partition(" on worker 0")[0], text
     assert f"{__file__}:" in text.partition(" on worker 0")[2], text
 
+    class Drawn(keras.Model):
+        def compute_loss(
+            self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+        ):
+            if not env.rank:
+                tf.print("what is printed may differ", output_stream="file:///dev/null")
+            return tf.reduce_mean(y_pred) * (1.5 + env.rank)
+
+    def build_drawn() -> keras.Model:
+        inputs = keras.Input((common.NUM_FEATURES,))
+        model = Drawn(inputs, layers.Dense(3)(inputs))
+        model.compile("sgd")
+        return model
+
+    model = common.build_in_scope(env, build_drawn)
+    text = _error(lambda: common.fit(model, x, y))
+    assert "Workers would compute different things in the first step of `fit`" in text
+    for rank in range(2):
+        assert f"on worker {rank}" in text, text
+    assert text.count(f"`Const` ({__file__}:") == 2, text
+
 
 @case("A loss divided by the number of replicas: a warning", compare=False)
 def a_loss_divided_by_the_number_of_replicas_is_warned_of(env: Env) -> None:

@@ -246,6 +246,7 @@ from tfdp._compat.programs import (
     loop_graphs,
     marked,
     marker_of,
+    signature_of,
     stack_of,
 )
 from tfdp._compat.runtime import (

@@ -7,6 +7,7 @@ nor to see the graphs inside of a branch or a loop. Checked on TensorFlow 2.21.0
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -79,6 +80,15 @@ def marker_of(op: tf.Operation) -> str:
 def has_effect(op: tf.Operation) -> bool:
     """Whether an operation has state or an effect."""
     return auto_control_deps.op_is_stateful(op)
+
+
+def signature_of(op: tf.Operation) -> str:
+    """The type and dtypes of an operation, and the value of a constant."""
+    text = " ".join([op.type, *(output.dtype.name for output in op.outputs)])
+    if op.type != "Const":
+        return text
+    value = op.node_def.attr["value"].SerializeToString(deterministic=True)
+    return f"{text} {hashlib.sha256(value).hexdigest()}"
 
 
 def has_function(op: tf.Operation) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdp.coordination.worker_group import WorkerGroup
@@ -76,15 +77,19 @@ def check_same_program(
     worker_group: WorkerGroup,
     topic: str,
     conversions: list[list[str]],
+    signatures: list[str],
+    describe: Callable[[int], str],
     available: int | None,
 ) -> int | None:
-    """Raise on every worker if their steps would wait for each other at other places.
+    """Raise on every worker if their steps differ in what they compute.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
         topic: String, the step, for error messages.
         conversions: List, for each tensor of the step that replicas put together, of
             what is compared and of the operation that needs it.
+        signatures: List of strings, of each operation. Their order may differ.
+        describe: Callable of a position there, which returns a description.
         available: Int, bytes of memory that this worker can get, or `None`.
 
     Returns:
@@ -95,24 +100,46 @@ def check_same_program(
     """
     if worker_group.num_workers == 1:
         return available
-    compared = json.dumps([what for what, _ in conversions])
+    compared = json.dumps([[what for what, _ in conversions], sorted(signatures)])
     digest = hashlib.sha256(compared.encode()).hexdigest()
     texts = worker_group.all_gather(topic, json.dumps([digest, available]))
     found = [json.loads(text) for text in texts]
     if len({own for own, _ in found}) == 1:
         return min((n for _, n in found if n is not None), default=None)
-    texts = worker_group.all_gather(f"{topic}: operations", json.dumps(conversions))
+    counts = collections.Counter(signatures)
+    own = json.dumps([conversions, counts])
+    texts = worker_group.all_gather(f"{topic}: operations", own)
+    steps, all_counts = zip(*map(json.loads, texts), strict=True)
+    ranks = [r for r, other in enumerate(all_counts) if other != all_counts[0]]
+    other = all_counts[0 if worker_group.rank or not ranks else ranks[0]]
+    first = next(
+        (i for i, s in enumerate(signatures) if counts[s] > other.get(s, 0)), None
+    )
+    own = "nothing" if first is None else describe(first)
+    operations = worker_group.all_gather(f"{topic}: first difference", own)
     worker_group.leave()
-    steps = [json.loads(text) for text in texts]
-    raise ValueError(_step_difference(topic, steps))
+    text = _step_difference(topic, steps)
+    if text is None:
+        rank = ranks[0]
+        text = (
+            f"Workers would compute different things in {topic}. {_LET_NOTHING_CHOOSE} "
+            f"First operation that differs: {operations[0]} on worker 0, "
+            f"{operations[rank]} on worker {rank}."
+        )
+    raise ValueError(text)
 
 
-def _step_difference(topic: str, steps: list) -> str:
-    """Format the error message of workers with different steps."""
+_LET_NOTHING_CHOOSE = (
+    "Let nothing that differs between workers, such as a rank or Python's `random`, "
+    "choose what a step computes."
+)
+
+
+def _step_difference(topic: str, steps: Sequence[list]) -> str | None:
+    """Format the error message of workers that would wait for each other, if any."""
     text = (
         f"Workers would wait for each other in {topic}, which differs between them. "
-        "Let nothing that differs between workers, such as a rank or Python's "
-        "`random`, choose what a step computes."
+        f"{_LET_NOTHING_CHOOSE}"
     )
     nothing = [None, "nothing"]
     for rank, step in enumerate(steps[1:], start=1):
@@ -122,7 +149,7 @@ def _step_difference(topic: str, steps: list) -> str:
                     f"{text} First operation that differs: {first[1]} on worker 0, "
                     f"{own[1]} on worker {rank}."
                 )
-    return text
+    return None
 
 
 def _order_difference(orders: list) -> str:

@@ -22,7 +22,7 @@ from tfdp.collectives import timing
 from tfdp.program import control_flow, sizes
 from tfdp.program.conversions import Replica
 from tfdp.program.facts import Fact, Form
-from tfdp.program.plan import CannotDivideError, Plan, Scope, with_inputs
+from tfdp.program.plan import Plan, Scope, with_inputs
 from tfdp.program.rules.state import ASSIGNMENTS, is_known, is_output
 from tfdp.program.view import AS_HELD, PART, WHOLE, Decision, Kind, Need, View
 
@@ -469,7 +469,8 @@ class Builder:
 
     def _convert(self, tensor: Any, fact: Fact, need: Need) -> Any:
         if tensor.dtype in (tf.variant, tf.resource):
-            raise CannotDivideError(f"a list or a resource of rows, {tensor.op.name!r}")
+            # A plan has been checked for these, see `tfdp.program.plan`.
+            raise TypeError(f"{tensor} is a list or a resource")
         own = self._held(tensor)
         if need.kind is Kind.WHOLE:
             return self._whole(tensor, own, fact)

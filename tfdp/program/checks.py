@@ -13,7 +13,12 @@ from tfdp.base.loops import Loop
 from tfdp.base.memory import available_bytes
 from tfdp.coordination.checks import check_same_program
 from tfdp.plans.gathers import StepGathers, megabytes
-from tfdp.program.gathers import Conversion, fingerprint_of, gathers_of
+from tfdp.program.gathers import (
+    Conversion,
+    describe_operation,
+    fingerprint_of,
+    gathers_of,
+)
 
 _log = logging.getLogger("tfdp")
 # Rows that are padded to one length, and the whole that is made of them.
@@ -21,7 +26,11 @@ _COPIES = 2
 
 
 def check_step(
-    strategy: Any, loop: Loop, conversions: list[Conversion], rows: int | None
+    strategy: Any,
+    loop: Loop,
+    conversions: list[Conversion],
+    operations: list[tuple[str, Any]],
+    rows: int | None,
 ) -> None:
     """Compare a step between workers, and check what it gathers.
 
@@ -29,6 +38,7 @@ def check_step(
         strategy: A tfdp strategy.
         loop: `Loop` of Keras, whose step it is.
         conversions: List of `Conversion`, see `tfdp.program.gathers`.
+        operations: List of pairs of a signature and an operation, see there.
         rows: Int, rows of a global batch, or `None` where they are not known.
 
     Raises:
@@ -45,6 +55,8 @@ def check_step(
             extended.worker_group,
             f"the first step of `{loop.name}`",
             fingerprint_of(conversions),
+            [signature for signature, _ in operations],
+            lambda index: describe_operation(operations[index][1]),
             available,
         )
     of_model[loop.name] = gathers

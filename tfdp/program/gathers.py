@@ -6,7 +6,7 @@ plan -> conversions, in the order of the program -> `Gather`s, and their fingerp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tfdp.base.program_trace import ProgramTrace, tracing
 from tfdp.plans.gathers import Gather, StepGathers
 from tfdp.program.facts import Fact, Form, own_rows, static_sizes, with_rows
 from tfdp.program.plan import Plan, Scope, in_order, is_conversion, make_plan
+from tfdp.program.rules.state import is_output, writes_state
 from tfdp.program.view import AS_HELD, PART, WHOLE, Need
 
 _GRADIENT = "gradient_tape/"
@@ -98,10 +99,45 @@ def fingerprint_of(conversions: list[Conversion]) -> list[list[str]]:
         [
             f"{c.fact.form.value} {c.fact.axis} {c.tensor.dtype.name} "
             f"{_shape_of(c)} for {c.op.type}",
-            f"`{c.op.type}` ({place_of(c.op)})",
+            describe_operation(c.op),
         ]
         for c in conversions
     ]
+
+
+def operations_of(
+    trace: ProgramTrace, plan: Plan, results: Sequence[Any]
+) -> list[tuple[str, Any]]:
+    """Return what workers compare of the operations that compute a step.
+
+    What is printed, and what only that needs, may differ.
+
+    Args:
+        trace: `ProgramTrace`.
+        plan: `Plan` of its graph.
+        results: Sequence of tensors that the step returns.
+
+    Returns:
+        List of pairs of an operation's signature and the operation, in order.
+    """
+    given: list[Any] = [*results]
+    for effect in trace.effects.get(plan.graph, ()):
+        given += tf.nest.flatten(list(effect.tensors), expand_composites=True)
+    computing = {t.op for t in given if tf.is_symbolic_tensor(t)}
+    computing |= {op for op in plan.live if writes_state(op) and not is_output(op)}
+    for op in reversed(in_order(plan.graph)):
+        if op in computing:
+            computing.update(tensor.op for tensor in op.inputs)
+    return [
+        (_compat.signature_of(op), op)
+        for inner, op in _live(plan)
+        if op in computing or inner is not plan
+    ]
+
+
+def describe_operation(op: Any) -> str:
+    """Describe an operation and the user's line, or the layer, that makes it."""
+    return f"`{op.type}` ({place_of(op)})"
 
 
 def _shape_of(conversion: Conversion) -> list:

@@ -156,7 +156,11 @@ def _check_conversions(plan: Plan) -> None:
             is_text = tensor.dtype == tf.string and not (fact.is_rows and not fact.axis)
             if tensor.dtype in (tf.variant, tf.resource) or is_text:
                 raise CannotDivideError(
-                    f"`{op.type}` ({op.name!r}) reads a {tensor.dtype.name} of all rows"
+                    op,
+                    f"reads a {tensor.dtype.name} of all rows, which no collective "
+                    "carries",
+                    "Use `tf.stack` in place of a `TensorArray`, and read strings in "
+                    "`dataset.map`.",
                 )
 
 
@@ -375,7 +379,11 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
             break
         facts = after
     else:
-        raise CannotDivideError(f"the loop {view.op.name!r} finds no form")
+        raise CannotDivideError(
+            view.op,
+            "changes in each pass what a replica holds of its variables",
+            "Use an operation on the whole batch in place of the loop.",
+        )
     cond_plan = make_plan(cond, _graph_inputs(cond, facts), cond.outputs, view.scope)
     is_converted = any(
         is_conversion(body_plan.fact(output), need_of(fact))

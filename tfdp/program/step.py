@@ -22,7 +22,12 @@ from tfdp.program.checks import check_step
 from tfdp.program.conversions import Replica, Rows
 from tfdp.program.divisions import warn_of_division
 from tfdp.program.facts import Fact
-from tfdp.program.gathers import Conversion, conversions_of
+from tfdp.program.gathers import (
+    Conversion,
+    conversions_of,
+    describe_operation,
+    operations_of,
+)
 from tfdp.program.logs import LogTail, tail_of
 from tfdp.program.plan import CannotDivideError, Plan, Scope, make_plan
 from tfdp.program.rules.state import writes_state
@@ -39,6 +44,7 @@ class _Traced:
     scope: Scope
     tail: LogTail | None
     conversions: list[Conversion]
+    operations: list[tuple[str, Any]]
 
 
 class DividedStep:
@@ -85,6 +91,7 @@ class DividedStep:
                 self._strategy,
                 self._loop,
                 self._traced.conversions if group.size > 1 else [],
+                self._traced.operations,
                 self._rows_of_batch(rows),
             )
             self._warn(self._traced.trace)
@@ -179,13 +186,22 @@ class DividedStep:
             _flat_effects(trace),
             lambda op: any(id(self._outermost(t)) in shared for t in op.inputs),
         )
-        plan = make_plan(graph, facts, needed, scope)
+        try:
+            plan = make_plan(graph, facts, needed, scope)
+        except CannotDivideError as error:
+            raise ValueError(
+                f"A step of `{self._loop.name}` cannot be divided among replicas: "
+                f"{describe_operation(error.op)} {error.reason}. {error.advice}"
+            ) from None
         tail = None
         if not self._returns_rows:
             tail = tail_of(plan, results, scope, is_of_all=is_of_all)
         cuts = [] if tail is None else [cut[:2] for cut in tail.cuts]
         conversions = conversions_of(trace, plan, cuts)
-        return _Traced(trace, parts, results, plan, scope, tail, conversions)
+        operations = operations_of(trace, plan, needed)
+        return _Traced(
+            trace, parts, results, plan, scope, tail, conversions, operations
+        )
 
     # Variables.
 
@@ -302,6 +318,3 @@ def _flat_effects(trace: ProgramTrace) -> dict[Any, Sequence[Any]]:
         ]
         for graph, effects in trace.effects.items()
     }
-
-
-__all__ = ["CannotDivideError", "DividedStep"]

@@ -41,7 +41,19 @@ _SHAPED_BY_VALUES = frozenset(
 
 
 class CannotDivideError(Exception):
-    """A step cannot be divided among replicas, with the reason."""
+    """An operation of a step cannot be divided among replicas.
+
+    Args:
+        op: The operation.
+        reason: String, what it does: a verb phrase.
+        advice: String, a sentence: what to write instead.
+    """
+
+    def __init__(self, op: Any, reason: str, advice: str) -> None:
+        super().__init__(f"{op.name}: {reason}")
+        self.op = op
+        self.reason = reason
+        self.advice = advice
 
 
 class Kind(enum.Enum):

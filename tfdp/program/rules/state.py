@@ -69,8 +69,10 @@ def _decide_shared(view: View) -> Decision:
     (result,) = view.op.outputs
     if result.dtype == tf.string or not result.shape.is_fully_defined():
         raise CannotDivideError(
-            "A step reads and writes a variable that was made outside of "
-            f"`strategy.scope()` ({view.op.name!r}). Make it in the scope."
+            view.op,
+            "uses a state that was made outside of `strategy.scope()`, and that it "
+            "writes",
+            "Make it in the scope.",
         )
     needs = [AS_HELD] + [WHOLE] * (len(view) - 1)
     return Decision(needs, view.part_outputs(), _build_of_shared)
