@@ -468,9 +468,8 @@ class Builder:
         return found
 
     def _convert(self, tensor: Any, fact: Fact, need: Need) -> Any:
-        if tensor.dtype in (tf.variant, tf.resource):
-            # A plan has been checked for these, see `tfdp.program.plan`.
-            raise TypeError(f"{tensor} is a list or a resource")
+        # A plan has been checked, see `tfdp.program.plan`.
+        assert tensor.dtype not in (tf.variant, tf.resource), tensor
         own = self._held(tensor)
         if need.kind is Kind.WHOLE:
             return self._whole(tensor, own, fact)
