@@ -198,7 +198,8 @@ class DividedStep:
             tail = tail_of(plan, results, scope, is_of_all=is_of_all)
         cuts = [] if tail is None else [cut[:2] for cut in tail.cuts]
         conversions = conversions_of(trace, plan, cuts)
-        operations = operations_of(trace, plan, needed)
+        is_alone = self._strategy.extended.worker_group.num_workers == 1
+        operations = [] if is_alone else operations_of(trace, plan, needed)
         return _Traced(
             trace, parts, results, plan, scope, tail, conversions, operations
         )
