@@ -69,7 +69,7 @@ def _needs(
         decision = inner.decisions[op]
         for tensor, need in zip(op.inputs, decision.needs, strict=True):
             yield inner, tensor, need, op
-        if decision.has_collective:
+        if decision.has_collective and op.outputs:
             yield inner, op.outputs[0], None, op
     for effect in trace.effects.get(plan.graph, ()):
         wanted = {"parts": PART, "whole": WHOLE}.get(effect.kind, AS_HELD)
