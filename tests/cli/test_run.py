@@ -598,6 +598,23 @@ def test_the_worker_that_was_lost_is_named_and_not_only_who_says_so(launcher):
     assert end.endswith("worker-0.log")
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_exit_code_is_that_of_the_lost_worker_though_others_end_first(
+    launcher, lost
+):
+    launcher.script(
+        f"""
+        if RANK == {lost}:
+            time.sleep(1.5)
+            sys.exit(69)
+        sys.exit("WorkerLost: Worker {lost} (127.0.0.1:1) was lost at 'fit'.")
+        """
+    )
+    result = launcher.run("-n", "3", "script.py")
+    assert result.returncode == 69, result.stdout
+    assert f"worker {lost} failed with exit code 69." in result.stdout.splitlines()[-1]
+
+
 def test_who_keeps_the_output_in_a_file_sees_the_error_on_the_screen(launcher):
     launcher.script("print('Epoch 1'); raise ValueError('wrong')")
     result = launcher.run("-n", "1", "script.py", stderr=subprocess.PIPE)
@@ -1440,7 +1457,7 @@ def test_the_worker_that_others_name_as_lost_is_the_one_that_failed(launcher):
             print({said!r})
             sys.exit(1)
         if size == 3:
-            time.sleep(600)
+            os.kill(os.getpid(), signal.SIGSTOP)  # it cannot end by itself
         print("done", size)
         """
     )

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.cli.test_run import Launcher
-from tests.harness.tiers import standard
+from tests.harness.tiers import full, standard
 from tfdp.coordination import data_wait as module
 from tfdp.coordination.data_wait import DataWait, ReadCounts
 from tfdp.coordination.progress import ProgressRecorder
@@ -77,22 +77,28 @@ def test_a_source_that_hangs_everywhere_is_named_and_ends_the_job(
 
 
 @pytest.mark.processes
-@pytest.mark.full
-def test_a_source_that_hangs_on_one_worker_is_named_by_the_others(launcher):
-    code, output = run(launcher, TWO_WORKERS, "generator", 4, ranks=[1])
+@pytest.mark.parametrize("rank", [1, full(0)])
+@pytest.mark.standard
+def test_a_source_that_hangs_on_one_worker_is_named_by_the_others(launcher, rank):
+    code, output = run(launcher, TWO_WORKERS, "generator", 4, ranks=[rank])
     assert code == 69, output
     assert "The generator `batches` has given no batch" in output
     assert "its data source, the generator `batches`, has given no batch" in output
-    assert "Worker 1 (" in output
-    assert "Worker 0 (" not in output
+    assert f"Worker {rank} (" in output
+    assert f"Worker {1 - rank} (" not in output
+    assert f"tfdp: worker {rank} failed with exit code 69" in output
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("where", [ONE_PROCESS, full(TWO_WORKERS)])
 @pytest.mark.standard
-def test_a_source_that_computes_for_longer_than_the_timeout_is_waited_for(launcher):
-    code, output = run(launcher, ONE_PROCESS, "generator", 4, busy_seconds=15.0)
+def test_a_source_that_computes_for_longer_than_the_timeout_is_waited_for(
+    launcher, where
+):
+    more = {"busy_seconds": 15.0, "ranks": [int(where[1]) - 1]}
+    code, output = run(launcher, where, "generator", 4, **more)
     assert code == 0, output
-    assert "is through" in output
+    assert output.count("is through") == int(where[1])
     assert "has given no batch" not in output
 
 

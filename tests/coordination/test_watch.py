@@ -225,6 +225,17 @@ def test_who_has_no_data_says_so_itself_and_is_named_by_the_others(monkeypatch):
     assert watchdog._heartbeat.progress.source == "the dataset"
 
 
+@pytest.mark.parametrize("source", ["", "the generator `batches`"])
+def test_who_waits_for_its_data_is_not_given_up_by_the_others(source, monkeypatch):
+    watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"], 8.0)
+    own = dataclasses.replace(WAITING, seconds=11.0)
+    monkeypatch.setattr(Heartbeat, "progress", own)
+    other = dataclasses.replace(own, count=own.count - 1, source=source)
+    watchdog._detector.record_heartbeat(1, progress=other)
+    watchdog._check_stragglers()
+    assert (watchdog._failure is None) == bool(source)
+
+
 def test_a_process_is_idle_while_it_uses_next_to_no_processor(monkeypatch, clock):
     cpu = [5.0]
     monkeypatch.setattr("time.process_time", lambda: cpu[0])

@@ -280,7 +280,7 @@ def test_who_says_that_another_was_lost_is_not_the_one_to_name():
     course = Course()
     course.start()
     course.fail(0, rank=0, lost=3)
-    course.pass_time(0.5)
+    course.pass_time(5.0)
     assert "stop" not in course.links[0].kinds()
     course.fail(1, rank=3, code=137)
     assert "worker 3 on node 1" in course.links[0].last("stop")["text"]

@@ -23,6 +23,7 @@ from tfdp.cli.tracebacks import Tracebacks
 from tfdp.cli.worker import TAIL_LINES, Worker, shell_code, signal_name
 from tfdp.cluster import Cluster, process_tree
 from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
+from tfdp.rendezvous.failure import LOST_EXIT_SECONDS
 
 TIMED_OUT = 124
 _TURN_SECONDS = 0.1
@@ -136,7 +137,7 @@ class Job:
 
     @property
     def failed(self) -> Worker | None:
-        """The worker that failed first, or `None`."""
+        """The worker that failed first, or the lost one that it names, or `None`."""
         return self._failed
 
     @property
@@ -171,10 +172,11 @@ class Job:
         """Start the workers and waits for their end.
 
         Returns:
-            Int, the exit code: `0`; that of the first worker that failed; 124
-            after the timeout; 75 if workers have saved their training because of
-            a signal; 141 if the reader of the output has gone; or else 128 plus the
-            number of the signal received.
+            Int, the exit code: `0`; that of the first worker that failed, or of the
+            lost one that it names, if that one fails as well; 124 after the timeout;
+            75 if workers have saved their training because of a signal; 141 if the
+            reader of the output has gone; or else 128 plus the number of the signal
+            received.
 
         Raises:
             OSError: If a worker cannot be started.
@@ -305,7 +307,21 @@ class Job:
             return
         self._screen.recall(failed.rank, failed.tail)
 
+    def _after_lost(self, failed: Worker) -> Worker:
+        """Wait for the end of the worker that was lost, and return whose end counts.
+
+        So it does not depend on which of them ends first.
+        """
+        end = time.monotonic() + LOST_EXIT_SECONDS
+        while (lost := self.lost) and lost.is_running and not lost.is_suspended:
+            if time.monotonic() >= end or self._signals.received:
+                break
+            self._turn()
+        self._failed = lost if lost and lost.exit_code else failed
+        return self._failed
+
     def _end_by_failure(self, failed: Worker) -> int:
+        failed = self._after_lost(failed)
         if self._others is not None:
             self._others.tell_failure(failed, self.lost or failed)
         if failed.exit_code == PREEMPTED:

@@ -11,6 +11,8 @@ import subprocess
 import time
 from collections.abc import Sequence
 
+import psutil
+
 from tfdp.cli.log_file import LogFile
 from tfdp.cli.noise import is_noise
 from tfdp.cli.screen import LineReader, without_escapes
@@ -80,6 +82,13 @@ class Worker:
     def is_running(self) -> bool:
         """Bool, whether the process has not been seen to end."""
         return self.exit_code is None
+
+    @property
+    def is_suspended(self) -> bool:
+        """Bool, whether the process was stopped, so that it does not end by itself."""
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        return False
 
     @property
     def unfinished(self) -> str:

@@ -20,12 +20,13 @@ from typing import Any, Protocol
 from tfdp.cluster import counted
 from tfdp.cluster.tf_config import shorten
 from tfdp.rendezvous.errors import RendezvousError, Stranger
-from tfdp.rendezvous.failure import NODE_LOST, Failure
+from tfdp.rendezvous.failure import LOST_EXIT_SECONDS, NODE_LOST, Failure
 from tfdp.rendezvous.hello import Hello
 from tfdp.rendezvous.reports import Reports
 from tfdp.rendezvous.roster import DOUBTFUL_SECONDS, Link, Node, Roster
 
-# What the others report of a lost worker may come before the report of its own node.
+# What the others report of a lost worker may come before the report of its own node,
+# which does not come where that node is silent.
 _SETTLE_SECONDS = 1.0
 _NOTICE_SECONDS = 10.0
 # Beside the grace of workers that save, and then of those that are asked to end.
@@ -313,8 +314,10 @@ class Coordinator:
             return
         if self._reports.add(failure):
             self._decide()
-        elif self._decide_at is None:
-            self._decide_at = self._clock() + _SETTLE_SECONDS
+        elif self._decide_at is None and failure.lost_rank is not None:
+            is_silent = self._roster.silent_seconds(failure.lost_rank) is not None
+            seconds = _SETTLE_SECONDS if is_silent else LOST_EXIT_SECONDS
+            self._decide_at = self._clock() + seconds
 
     def _decide(self) -> None:
         cause = self._reports.cause()

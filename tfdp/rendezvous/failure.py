@@ -10,6 +10,9 @@ from tfdp.rendezvous.errors import Stranger
 
 # EX_UNAVAILABLE of sysexits.h, as a worker ends that has lost another one.
 NODE_LOST = 69
+# A worker that the others have lost gives its main thread 4 s, and then ends itself:
+# they may end before it, and its exit code says more than theirs.
+LOST_EXIT_SECONDS = 6.0
 
 
 @dataclasses.dataclass(frozen=True)

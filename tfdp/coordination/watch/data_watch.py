@@ -32,20 +32,27 @@ class DataWatch:
     def __init__(self, limit_seconds: float | None = None) -> None:
         self._limit_seconds = limit_seconds
         self.seconds = 0.0
-        self._last = used_processor_seconds(), clock.now()
+        # Processor time, of the children too, and when it was read; `None` while no
+        # batch is waited for.
+        self._last: tuple[float, float] | None = None
 
     def update(self) -> float:
-        """Look at the wait of this moment, about every second; return its seconds."""
+        """Look at the wait of this moment, about every second.
+
+        Returns:
+            Float, for how long one batch has been waited for, slow sources included.
+        """
         waited, now = data_wait.seconds, clock.now()
         if not waited:
             self.seconds = 0.0
-            self._last = time.process_time(), now
+            self._last = None
             return 0.0
-        used, (before, then) = used_processor_seconds(), self._last
+        used = used_processor_seconds()
+        before, then = self._last or (used, now)
         self._last = used, now
         is_idle = used - before <= _IDLE_FRACTION * (now - then)
         self.seconds = min(waited, self.seconds + now - then) if is_idle else 0.0
-        return self.seconds
+        return waited
 
     def failure(self, rank: int) -> WorkerFailure | None:
         """Return the failure of this worker, or `None` while the wait may go on.

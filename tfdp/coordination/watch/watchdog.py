@@ -315,8 +315,10 @@ class Watchdog(threading.Thread):
             return
         stragglers = self._detector.stragglers(own)
         limit = self._timeout_seconds
-        if stragglers and limit is not None and own.seconds > limit:
-            rank, other = next(iter(stragglers.items()))
+        # Who waits for its data names itself, or is waited for while the data is slow.
+        late = {rank: its for rank, its in stragglers.items() if not its.source}
+        if late and limit is not None and own.seconds > limit:
+            rank, other = next(iter(late.items()))
             self._blame(rank, _cause_of_delay(own, other))
         elif stragglers:
             self._warn_of_stragglers(own, stragglers)
