@@ -7,10 +7,12 @@ import time
 
 import keras
 import pytest
+import tensorflow as tf
 
 import tfdp
 from tests.harness import common
 from tests.harness.interrupted import Layout, run
+from tests.harness.tiers import full
 
 
 def evaluate_on_the_first(layout: Layout, rank: int) -> dict:
@@ -61,3 +63,41 @@ def test_an_error_of_one_worker_inside_the_scope_is_named_by_the_other(tmp_path)
     assert own["error"] == "WorkerLost", result.output[-3000:]
     assert own["text"].startswith("Worker 1 ("), own["text"]
     assert "its script has ended, after KeyError: 'no such layer'" in own["text"]
+
+
+def create_inside_the_scope(layout: Layout, rank: int, creator: int) -> dict:
+    """Creates variables on one worker, in a scope that all leave, before a step."""
+    try:
+        strategy = tfdp.MultiWorkerMirroredStrategy()
+        with strategy.scope():
+            own = common.mlp() if rank == creator else None
+        assert own is None
+
+        def step() -> tf.Tensor:
+            replica = tf.distribute.get_replica_context()
+            return replica.all_reduce("SUM", tf.ones(()))
+
+        strategy.run(tf.function(step))
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        raise
+    return {}
+
+
+@pytest.mark.processes
+@pytest.mark.standard
+@pytest.mark.parametrize("creator", [1, full(0)])
+def test_who_creates_variables_alone_is_told_so_and_named_by_the_other(
+    tmp_path, creator
+):
+    begin = time.monotonic()
+    arguments = {"creator": creator}
+    result = run(Layout(2, 1), create_inside_the_scope, tmp_path, arguments)
+    assert time.monotonic() - begin < 60
+    own = result.answers[creator]
+    assert own["error"] == "ValueError", result.output[-3000:]
+    assert own["text"].startswith(f"Worker {1 - creator} has left the scope of "), own
+    named = f"Worker {creator} ("
+    assert named in result.output
+    after = "its script has ended, after ValueError: Worker"
+    assert after in result.output, result.output[-3000:]

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tfdp.coordination import worker_group as module
+from tfdp.coordination.progress import ProgressRecorder, WorkerProgress
 from tfdp.coordination.worker_group import WorkerGroup
 
 
@@ -88,3 +89,53 @@ def test_who_waits_for_the_first_worker_names_the_one_that_it_waits_for(
         for waiting in (first, last):
             with pytest.raises(TimeoutError, match="s for worker 1 at 'topic'"):
                 waiting.result()
+
+
+def test_who_waits_for_too_long_says_where_the_missing_one_is(
+    workers: list[WorkerGroup],
+):
+    found = {
+        "fit": WorkerProgress(1, "fit", 1.0),
+        "an operation of TensorFlow": WorkerProgress(1, "", 1.0, is_computing=True),
+        "no call of Keras or tfdp": WorkerProgress(1, "", 1.0),
+    }
+    for name, progress in found.items():
+        workers[0].progress_of = {1: progress, 2: None}.get
+        words = rf"for worker 1 \(at {name}\), worker 2 at 'topic'. Start"
+        with pytest.raises(TimeoutError, match=words):
+            exchange(workers[0])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_takes_no_part_after_all_has_made_no_call(
+    workers: list[WorkerGroup], rank: int
+):
+    seen = []
+
+    def check(missing: int) -> None:
+        seen.append(missing)
+        raise ValueError("others have left")
+
+    for worker in workers:
+        worker.timeout_seconds = 20.0
+    with pytest.raises(ValueError, match="others have left"):
+        workers[rank].all_gather("scope", check=check)
+    assert seen == [1 - rank]
+    with ThreadPoolExecutor(3) as pool:
+        texts = list(pool.map(exchange, workers))
+    assert texts == [["from 0", "from 1", "from 2"]] * 3
+
+
+def test_a_scope_is_left_by_who_has_passed_its_line_once_more_since_the_last_call():
+    own, other = ProgressRecorder(), ProgressRecorder()
+    assert not own.is_left_by(other.current, "a")
+    for recorder in own, other:
+        recorder.scope_left("a")
+    assert not own.is_left_by(other.current, "a")  # in a loop, the time before
+    other.scope_left("a")
+    assert own.is_left_by(other.current, "a")
+    assert not own.is_left_by(other.current, "b")
+    own.texts_gathered()  # what is known of the other one is from before
+    assert not own.is_left_by(other.current, "a")
+    other.texts_gathered()
+    assert not own.is_left_by(other.current, "a")

@@ -162,3 +162,92 @@ def an_error_that_one_worker_handles(env: Env) -> dict:
     assert "worker 0 at 'leaving strategy.scope()'" in str(caught.value)
     assert "worker 1 at 'the settings of evaluate'" in str(caught.value)
     return assert_trains(env, model)
+
+
+@case("Scopes: a model of one worker alone, with no call of all inside", **TWO)
+def models_of_one_worker_without_a_call(env: Env) -> dict:
+    model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
+
+    def leave(*, creates: bool) -> None:
+        with env.scope():
+            own = common.mlp() if creates else None
+        assert own is None
+
+    for rank in range(2):
+        if env.rank == rank:
+            with pytest.raises(ValueError, match="has left the scope of") as caught:
+                leave(creates=True)
+            text = str(caught.value)
+            assert text.startswith(f"Worker {1 - rank} has left the scope of "), text
+            assert "cases_scopes.py:" in text
+            assert "`with env.scope():` without the variables that this" in text
+        else:
+            leave(creates=False)
+        env.wait_for_all(f"worker {rank} has raised")
+        if env.rank == rank:
+            leave(creates=False)  # a scope that no other worker enters
+    return assert_trains(env, model)
+
+
+class Creating(keras.callbacks.Callback):
+    """Creates variables on the first worker alone."""
+
+    def __init__(self, env: Env, kept: list[keras.Model]) -> None:
+        super().__init__()
+        self._env, self._kept = env, kept
+
+    def create(self) -> None:
+        if self._env.rank == 0:
+            self._kept.append(common.mlp())
+
+    def on_train_begin(self, logs=None) -> None:
+        self.create()
+
+    def on_train_batch_end(self, batch, logs=None) -> None:
+        self.create()
+
+
+@case("Scopes: variables that a callback of one worker creates in `fit`", **TWO)
+def callbacks_of_one_worker(env: Env) -> dict:
+    x, y = common.regression_data(24)
+    found = {}
+    for run_eagerly in (False, True):
+        model = common.build_in_scope(
+            env,
+            lambda eager=run_eagerly: common.compiled(common.mlp(), run_eagerly=eager),
+        )
+        for keeps in (False, True):
+            kept: list[keras.Model] = []
+            creating = Creating(env, kept)
+            caught = None
+            try:
+                with env.scope():
+                    common.fit(model, x, y, batch_size=16, callbacks=[creating])
+                    if not keeps:
+                        kept.clear()
+                        creating = None
+            except ValueError as error:
+                caught = str(error)
+            assert (caught is not None) == keeps, caught
+            if caught is not None:
+                assert "what one of them needs alone" in caught
+                assert "worker 1 creates nothing" in caught
+        found[f"eager {run_eagerly}"] = assert_trains(env, model)
+    return {f"{key} {name}": v for key, of in found.items() for name, v in of.items()}
+
+
+@case("Scopes: variables that a callback creates before the first step", **TWO)
+def callbacks_of_all_workers(env: Env) -> dict:
+    x, y = common.regression_data(16)
+    created: list[keras.Variable] = []
+    seen: list[float] = []
+    begin = keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: created.append(keras.Variable(float(env.rank))),
+        on_train_batch_end=lambda batch, logs: seen.append(float(created[0].numpy())),
+    )
+    with env.scope():
+        model = common.compiled(common.mlp(), keras.optimizers.Adam(0.01))
+        common.fit(model, x, y, callbacks=[begin])
+    # Those of the first worker, from the first step on.
+    assert set(seen) == {0.0}
+    return assert_trains(env, model)

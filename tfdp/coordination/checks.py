@@ -46,6 +46,23 @@ def check_same_variables(
     raise ValueError(_variable_difference([json.loads(text) for text in texts], verb))
 
 
+def created_alone(rank: int, line: str, signatures: list[list]) -> str:
+    """Say that another worker has left a scope in which this one creates variables.
+
+    Args:
+        rank: Int, the other worker.
+        line: String, that of the scope.
+        signatures: List of this worker's variables, see `signature_of`; one at least.
+    """
+    name, shape, dtype = signatures[0]
+    return (
+        f"Worker {rank} has left the scope of {line} without the variables that this "
+        f"worker creates there, first {name!r} with shape {tuple(shape)} and dtype "
+        f"{dtype}. Build the same model on every worker, and outside of "
+        "`strategy.scope()` what one of them needs alone."
+    )
+
+
 def check_same_plan(worker_group: WorkerGroup, plan: BucketPlan) -> None:
     """Raise on every worker if their bucket plans differ.
 

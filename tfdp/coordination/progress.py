@@ -26,6 +26,9 @@ class WorkerProgress:
         is_computing: Bool, whether TensorFlow runs a step.
         reductions: Int, checksum of all reductions that it has traced.
         source: String, the data source that it waits for, or `""`.
+        num_answers: Int, texts of all workers that it has gathered so far.
+        left_scopes: Dict, how often it has left a scope since the last of them without
+            waiting for the others, by the line of the scope.
     """
 
     count: int
@@ -35,6 +38,8 @@ class WorkerProgress:
     is_computing: bool = False
     reductions: int = 0
     source: str = ""
+    num_answers: int = 0
+    left_scopes: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -77,6 +82,8 @@ class ProgressRecorder:
         self._loops: list[_Loop] = []
         self._topics: list[str] = []
         self._reductions: set[int] = set()
+        self._num_answers = 0
+        self._left_scopes: dict[str, int] = {}
 
     @contextlib.contextmanager
     def looping(self, name: str) -> Iterator[None]:
@@ -147,6 +154,32 @@ class ProgressRecorder:
             self._topics.pop()
             self._advance()
 
+    def texts_gathered(self) -> None:
+        """Record that this worker has the texts of all workers."""
+        self._num_answers += 1
+        self._left_scopes = {}
+
+    def scope_left(self, line: str) -> None:
+        """Record that a scope was left without waiting for the others.
+
+        Args:
+            line: String, that of the scope.
+        """
+        self._left_scopes[line] = self._left_scopes.get(line, 0) + 1
+
+    def is_left_by(self, other: WorkerProgress, line: str) -> bool:
+        """Return whether another worker has left a scope in which this one waits.
+
+        Since the last texts of all, that is: before it, workers have run the same.
+
+        Args:
+            other: `WorkerProgress` of the other worker.
+            line: String, that of the scope.
+        """
+        times = other.left_scopes.get(line, 0)
+        is_same = other.num_answers == self._num_answers
+        return is_same and times > self._left_scopes.get(line, 0)
+
     def reduction_traced(self, signature: str) -> None:
         """Record that a reduction is in a traced step; the order does not count.
 
@@ -167,6 +200,8 @@ class ProgressRecorder:
             is_all_gathering=bool(self._topics),
             is_computing=any(loop.computes for loop in loops),
             reductions=functools.reduce(operator.xor, self._reductions.copy(), 0),
+            num_answers=self._num_answers,
+            left_scopes=self._left_scopes.copy(),
         )
 
     def _name(self) -> str:

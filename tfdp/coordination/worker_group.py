@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdp import _compat, forks
 from tfdp.coordination.clock import clock
-from tfdp.coordination.progress import progress
+from tfdp.coordination.progress import WorkerProgress, progress
 
 _WARN_AFTER_SECONDS = 10.0
 # How often a wait checks whether the other worker is alive, at first and later.
@@ -31,6 +31,8 @@ _READING_SECONDS = 30.0
 # first worker for the missing one.
 _ANSWER_SECONDS = 5.0
 _instances = itertools.count()
+# Where a worker is whose progress has no name.
+NO_CALL = "no call of Keras or tfdp"
 # The group of the strategy made last, and of the last one of several workers. They are
 # kept: which ones there are must not depend on when a worker collects its garbage.
 _latest: dict[bool, WorkerGroup] = {}
@@ -58,9 +60,10 @@ class WorkerGroup:
         self._prefixes = itertools.count()
         self._last_call: str | None = None
         self.owner = forks.Owner()
-        # Hooks of the failure detector: check the worker that is waited for, and
-        # translate errors of the store. See `tfdp.coordination.watch`.
+        # Hooks of the failure detector: check the worker that is waited for, return its
+        # progress, and translate errors of the store. See `tfdp.coordination.watch`.
         self.check: Callable[[int, bool, str], None] = lambda rank, is_over, call: None
+        self.progress_of: Callable[[int], WorkerProgress | None] = lambda rank: None
         self.guard: Callable[[], contextlib.AbstractContextManager]
         self.guard = contextlib.nullcontext
         if rank == 0 and num_workers > 1:
@@ -71,7 +74,11 @@ class WorkerGroup:
         return f"{self._prefix}/own{next(self._prefixes)}"
 
     def all_gather(
-        self, topic: str, text: str = "", timeout_seconds: float | None = None
+        self,
+        topic: str,
+        text: str = "",
+        timeout_seconds: float | None = None,
+        check: Callable[[int], None] = lambda rank: None,
     ) -> list[str]:
         """Gather the texts of all workers on every worker.
 
@@ -80,6 +87,9 @@ class WorkerGroup:
             text: String, this worker's. Defaults to `""`.
             timeout_seconds: Float or `None`, the longest wait where it is not that
                 of the group. Defaults to `None`.
+            check: Function that is called with the rank that is waited for, every few
+                seconds, and may raise a `ValueError`: then this worker makes no call.
+                Defaults to one that does nothing.
 
         Returns:
             List of strings, ordered by worker.
@@ -92,28 +102,49 @@ class WorkerGroup:
             return [text]
         self.owner.check(topic)
         with progress.all_gathering(topic), self.guard():
-            return self._all_gather(topic, text, timeout_seconds)
+            return self._all_gather(topic, text, timeout_seconds, check)
 
     def _all_gather(
-        self, topic: str, text: str, timeout_seconds: float | None
+        self,
+        topic: str,
+        text: str,
+        timeout_seconds: float | None,
+        check: Callable[[int], None],
     ) -> list[str]:
         call = f"{self._prefix}/{self.num_calls}"
         self.num_calls += 1
         limit = timeout_seconds or self.timeout_seconds
         message = json.dumps({"topic": topic, "text": text})
+        try:
+            answer = self._exchange(call, topic, message, limit, check)
+        except ValueError:  # of `check`
+            self.num_calls -= 1
+            _compat.delete_key_value(f"{call}/{self.rank}")
+            raise
+        progress.texts_gathered()
+        return self._texts(topic, json.loads(answer))
+
+    def _exchange(
+        self,
+        call: str,
+        topic: str,
+        message: str,
+        limit: float | None,
+        check: Callable[[int], None],
+    ) -> str:
         if self.rank == 0:
             # The first worker collects and answers: 2 N messages, not N * N.
-            answer = self._collect(call, topic, message, limit)
+            answer = self._collect(call, topic, message, limit, check)
             _compat.set_key_value(f"{call}/all", answer)
             self._last_call = call
-        else:
-            _compat.set_key_value(f"{call}/{self.rank}", message)
-            patience = limit and limit + _ANSWER_SECONDS
-            answer = self._wait(f"{call}/all", topic, 0, patience)
-            # The store may end with the first worker before it has confirmed this.
-            with contextlib.suppress(tf.errors.OpError):
-                _compat.set_key_value(f"{call}/seen/{self.rank}", "")
-        return self._texts(topic, json.loads(answer))
+            return answer
+        _compat.set_key_value(f"{call}/{self.rank}", message)
+        patience = limit and limit + _ANSWER_SECONDS
+        answer = self._wait(f"{call}/all", topic, 0, patience, check)
+        # The store may end with the first worker before it has confirmed this.
+        with contextlib.suppress(tf.errors.OpError):
+            _compat.set_key_value(f"{call}/seen/{self.rank}", "")
+        return answer
 
     def all_equal(self, topic: str, text: str) -> tuple[bool, list[str]]:
         """Return whether the texts of all workers are equal, and the texts."""
@@ -133,12 +164,19 @@ class WorkerGroup:
         with contextlib.suppress(TimeoutError, RuntimeError, tf.errors.OpError):
             self.all_gather("an error", timeout_seconds=_LEAVE_SECONDS)
 
-    def _collect(self, call: str, topic: str, own: str, limit: float | None) -> str:
+    def _collect(
+        self,
+        call: str,
+        topic: str,
+        own: str,
+        limit: float | None,
+        check: Callable[[int], None],
+    ) -> str:
         messages: list[str | None] = [own]
         for rank in range(1, self.num_workers):
             key = f"{call}/{rank}"
             try:
-                messages.append(self._wait(key, topic, rank, limit))
+                messages.append(self._wait(key, topic, rank, limit, check))
             except TimeoutError:
                 messages.append(None)
                 limit = 0.001  # to name the others that are missing
@@ -158,14 +196,21 @@ class WorkerGroup:
                 left = max(end - time.monotonic(), 0.01)
                 self._wait(f"{self._last_call}/seen/{rank}", "the end", rank, left)
 
-    def _wait(self, key: str, topic: str, rank: int, limit: float | None) -> str:
+    def _wait(
+        self,
+        key: str,
+        topic: str,
+        rank: int,
+        limit: float | None,
+        check: Callable[[int], None] = lambda rank: None,
+    ) -> str:
         begin = clock.now()
         warned = False
         while True:
             waited = clock.now() - begin
             if limit is not None and waited >= limit:
                 self.check(rank, True, topic)
-                raise TimeoutError(_missing(topic, [rank], limit))
+                raise TimeoutError(self._missing(topic, [rank], limit))
             if waited >= _WARN_AFTER_SECONDS and not warned:
                 warned = True
                 warnings.warn(
@@ -181,11 +226,12 @@ class WorkerGroup:
                 return _compat.get_key_value(key, min(step, left))
             except tf.errors.DeadlineExceededError:
                 self.check(rank, False, topic)
+                check(rank)
 
     def _texts(self, topic: str, messages: list[str | None]) -> list[str]:
         missing = [rank for rank, text in enumerate(messages) if text is None]
         if missing:
-            raise TimeoutError(_missing(topic, missing, self.timeout_seconds))
+            raise TimeoutError(self._missing(topic, missing, self.timeout_seconds))
         parsed = [json.loads(text) for text in messages if text is not None]
         topics = [entry["topic"] for entry in parsed]
         if len(set(topics)) > 1:
@@ -195,6 +241,21 @@ class WorkerGroup:
                 f"same calls of Keras and tfdp. Received: {at}"
             )
         return [entry["text"] for entry in parsed]
+
+    def _missing(self, topic: str, ranks: list[int], limit: float | None) -> str:
+        names = ", ".join(self._describe(rank) for rank in ranks)
+        return (
+            f"Waited {limit:.0f} s for {names} at {topic!r}. Start every worker and "
+            "let all of them run the same calls."
+        )
+
+    def _describe(self, rank: int) -> str:
+        """Name a worker, and the call that it is at if that is known."""
+        known = self.progress_of(rank)
+        if known is None:
+            return f"worker {rank}"
+        unnamed = "an operation of TensorFlow" if known.is_computing else NO_CALL
+        return f"worker {rank} (at {known.name or unnamed})"
 
 
 def remember_group(group: WorkerGroup) -> WorkerGroup:
@@ -210,11 +271,3 @@ def latest_group() -> WorkerGroup | None:
         `WorkerGroup`, or `None` before there is a strategy.
     """
     return _latest.get(True) or _latest.get(False)
-
-
-def _missing(topic: str, ranks: list[int], limit: float | None) -> str:
-    names = ", ".join(f"worker {rank}" for rank in ranks)
-    return (
-        f"Waited {limit:.0f} s for {names} at {topic!r}. Start every worker and "
-        "let all of them run the same calls."
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import inspect
 import json
 import weakref
 from collections.abc import Iterator, Sequence
@@ -13,10 +14,15 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _compat
+from tfdp import _compat, user_code
 from tfdp.base.context import in_replica_thread, replica_context
 from tfdp.collectives import broadcast
-from tfdp.coordination.checks import check_same_variables, signature_of
+from tfdp.coordination.checks import (
+    check_same_variables,
+    created_alone,
+    signature_of,
+)
+from tfdp.coordination.progress import progress
 from tfdp.coordination.worker_group import WorkerGroup
 
 # One broadcast carries many variables, but not so many that a second copy of
@@ -36,6 +42,8 @@ class NewVariables:
 
     def __init__(self) -> None:
         self._records: list[tuple[weakref.ref[Any], list]] = []
+        # During a step, of variables from before it.
+        self.before: list[tuple[weakref.ref[Any], list]] = []
         self._are_local = False
 
     def __len__(self) -> int:
@@ -55,6 +63,19 @@ class NewVariables:
         finally:
             self._are_local = outer
 
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Set aside what was created before, perhaps by one worker alone.
+
+        As by a callback, after which all workers run a step.
+        """
+        outer = self.before
+        self.before, self._records = self._records, []
+        try:
+            yield
+        finally:
+            self.before, self._records = outer, self.before + self._records
+
     def take(self) -> CreatedVariables:
         """Remove all, and return them for `synchronize_created`."""
         records, self._records = self._records, []
@@ -66,10 +87,13 @@ class CreatedVariables:
 
     Args:
         records: List of pairs, a reference to a variable and its signature.
+
+    Attributes:
+        signatures: List of the signatures, also of variables that are gone.
     """
 
     def __init__(self, records: list[tuple[weakref.ref[Any], list]]) -> None:
-        self._signatures = [signature for _, signature in records]
+        self.signatures = [signature for _, signature in records]
         self._variables = [reference() for reference, _ in records]
 
     @property
@@ -78,10 +102,10 @@ class CreatedVariables:
         if not self._variables:
             return None
         gone = [index for index, v in enumerate(self._variables) if v is None]
-        both = zip(self._signatures, self._variables, strict=True)
+        both = zip(self.signatures, self._variables, strict=True)
         alive = [signature for signature, variable in both if variable is not None]
         return {
-            "created": _digest(self._signatures),
+            "created": _digest(self.signatures),
             "alive": _digest(alive),
             "gone": gone,
         }
@@ -130,18 +154,22 @@ class SynchronizedScope:
         extended.defers_parameters, calls = self._outer.pop()
         extended.num_scopes -= 1
         result = self._stock.__exit__(kind, error, trace)
-        # Of scopes within each other the last is left by all workers.
+        # Of scopes within each other the last is left by all workers. After an error
+        # this one may enter it again.
         if kind is None and not extended.num_scopes:
+            line = user_code.place_of(inspect.currentframe())
             # Workers that have met inside leave together: one may have created
             # variables alone, of which the others do not know.
             have_met = extended.worker_group.num_calls > calls
             # Its collectives are the first of a script: a firewall shows here.
             with extended.explaining():
-                synchronize_new_variables(self._strategy, have_met=have_met)
+                synchronize_new_variables(self._strategy, line, have_met=have_met)
         return result
 
 
-def synchronize_new_variables(strategy: Any, *, have_met: bool = False) -> None:
+def synchronize_new_variables(
+    strategy: Any, line: str = "", *, have_met: bool = False
+) -> None:
     """Broadcast the first worker's values of variables created since the last call.
 
     Stock broadcasts each variable when it is created, and hangs if another
@@ -150,15 +178,21 @@ def synchronize_new_variables(strategy: Any, *, have_met: bool = False) -> None:
 
     Args:
         strategy: A tfdp strategy.
+        line: String, that of the scope that is left, or `""`. Defaults to `""`.
         have_met: Bool, whether all workers are here, also those without new variables.
             Defaults to `False`.
 
     Raises:
-        ValueError: On every worker, if some have created other variables.
+        ValueError: On every worker, if some have created other variables; on those that
+            have created some, if another one has left the scope without.
     """
     new = new_variables_of(strategy)
-    if new is not None and not in_replica_thread() and (new or have_met):
-        _synchronize(strategy, new)
+    if new is None or in_replica_thread():
+        return
+    if new or have_met:
+        _synchronize(strategy, new, line)
+    elif line:
+        progress.scope_left(line)
 
 
 def synchronize_in_step(strategy: Any) -> None:
@@ -206,18 +240,49 @@ def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
     optimizer.built = True
 
 
-def _synchronize(strategy: Any, new: NewVariables) -> None:
+def _synchronize(strategy: Any, new: NewVariables, line: str = "") -> None:
+    """Synchronize new variables, and those from before if all have created the same."""
+    group: WorkerGroup = strategy.extended.worker_group
+
+    def check(rank: int) -> None:
+        other, own = group.progress_of(rank), created.signatures
+        if own and other is not None and progress.is_left_by(other, line):
+            raise ValueError(created_alone(rank, line, own))
+
     with tf.init_scope():
-        created = new.take()
-        text = json.dumps(created.summary)
-        texts = strategy.extended.worker_group.all_gather(_TOPIC, text)
-        synchronize_created(strategy, created, [json.loads(text) for text in texts])
+        created, earlier = new.take(), CreatedVariables(new.before)
+        text = json.dumps([created.summary, earlier.summary])
+        texts = group.all_gather(_TOPIC, text, check=check)
+        told = [json.loads(text) for text in texts]
+        synchronize_created(strategy, created, [now for now, _ in told])
+        summaries = [then for _, then in told]
+        if len({then and then["created"] for then in summaries}) == 1:
+            new.before = []
+            synchronize_created(strategy, earlier, summaries)
 
 
 def new_variables_of(strategy: Any) -> NewVariables | None:
     """Return the new variables of this worker, or `None` where there is one worker."""
     extended = strategy.extended
     return None if extended.worker_group.num_workers == 1 else extended.new_variables
+
+
+@contextlib.contextmanager
+def synchronizing_step(strategy: Any) -> Iterator[None]:
+    """Broadcast at the end what a step has created inside.
+
+    Optimizers may have built their variables while being traced. What callbacks have
+    created before is broadcast with it where all workers have created the same: they
+    compare it in steps in which they meet, as in the first one of a loop.
+
+    Args:
+        strategy: A tfdp strategy.
+    """
+    new, group = new_variables_of(strategy), strategy.extended.worker_group
+    calls = group.num_calls
+    with contextlib.nullcontext() if new is None else new.in_step():
+        yield
+        synchronize_new_variables(strategy, have_met=group.num_calls > calls)
 
 
 @contextlib.contextmanager

@@ -108,11 +108,8 @@ class _Strategy:
             # Loops of Keras have done so when they began.
             synchronized_scope.synchronize_new_variables(self)
         fn, args = replica_step.prepare_run(self, fn, args)
-        with self.extended.step_scope():
-            result = super().run(fn, args, kwargs, options)  # type: ignore[misc]
-        # Optimizers may have built their variables while being traced.
-        synchronized_scope.synchronize_new_variables(self)
-        return result
+        with synchronized_scope.synchronizing_step(self), self.extended.step_scope():
+            return super().run(fn, args, kwargs, options)  # type: ignore[misc]
 
     def experimental_distribute_dataset(
         self, dataset: tf.data.Dataset, options: Any = None

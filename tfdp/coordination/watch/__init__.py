@@ -62,6 +62,7 @@ def watch(
         _watchdogs.append(watchdog)
         _explain_uncaught(watchdog)
     worker_group.check = _watchdogs[0].check
+    worker_group.progress_of = _watchdogs[0].progress_of
     worker_group.guard = _watchdogs[0].translate_errors
     return _watchdogs[0]
 

@@ -30,7 +30,7 @@ from tfdp.coordination.watch.errors import (
 )
 from tfdp.coordination.watch.failure_detector import FailureDetector
 from tfdp.coordination.watch.heartbeat import Heartbeat
-from tfdp.coordination.worker_group import WorkerGroup
+from tfdp.coordination.worker_group import NO_CALL, WorkerGroup
 from tfdp.forks import Owner
 
 DEFAULT_LIMIT_SECONDS = 60.0
@@ -203,6 +203,14 @@ class Watchdog(threading.Thread):
         if self._failure is not None:
             raise self._error(progress.current.name, call=call)
 
+    def progress_of(self, rank: int) -> WorkerProgress | None:
+        """Return the progress of another worker, or `None` before it is known.
+
+        Args:
+            rank: Int.
+        """
+        return self._detector.status(rank).progress
+
     def leave(self) -> None:
         """Announce the end of this worker's script and stop the heartbeat."""
         self._heartbeat.has_left = True
@@ -364,7 +372,7 @@ class Watchdog(threading.Thread):
     ) -> None:
         names = ", ".join(
             f"worker {rank} ({self._addresses[rank]}), which is at "
-            f"{other.name or 'no call of Keras or tfdp'}"
+            f"{other.name or NO_CALL}"
             for rank, other in stragglers.items()
         )
         self._warn(own, f"waiting at {own.name} for {own.seconds:.0f} s for {names}.")
@@ -387,7 +395,7 @@ def _probe_ports(addresses: list[str]) -> list[ProbeResult]:
 
 
 def _cause_of_delay(own: WorkerProgress, other: WorkerProgress) -> str:
-    where = other.name or "no call of Keras or tfdp"
+    where = other.name or NO_CALL
     return (
         f"it has not come in {own.seconds:.0f} s, and is at {where}; a longer "
         "`timeout_seconds` in `CommunicationOptions` waits longer"
