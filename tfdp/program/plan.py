@@ -18,6 +18,7 @@ from tfdp import _compat
 from tfdp.program import sizes
 from tfdp.program.facts import Fact, Form, static_sizes, whole
 from tfdp.program.rules import decide
+from tfdp.program.rules.elementwise import is_true
 from tfdp.program.sizes import array
 from tfdp.program.view import (
     AS_HELD,
@@ -84,6 +85,8 @@ class Scope:
         self.effects = effects
         # Operations that run whole since another one needs their lists whole.
         self.whole: set[Any] = set()
+        # Operations whose results nothing needs: each replica makes its own.
+        self.unread: set[Any] = set()
 
 
 def make_plan(
@@ -97,6 +100,7 @@ def make_plan(
         outputs: Sequence of tensors of the graph that are needed.
         scope: `Scope`.
     """
+    scope.unread.update(_unread(graph))
     while True:
         plan, before = Plan(graph, dict(inputs)), len(scope.whole)
         for op in in_order(graph):
@@ -137,6 +141,22 @@ def with_inputs(last: Any, done: set) -> list[Any]:
             done.add(op)
             found.append(op)
     return found
+
+
+def _unread(graph: Any) -> Iterator[Any]:
+    """Yield the operations that end in a comparison with itself, whatever they give.
+
+    By such a comparison what `tf.recompute_grad` computes again waits for the gradient.
+    """
+    for comparison in graph.get_operations():
+        if not is_true(comparison):
+            continue
+        readers, op = {comparison}, comparison.inputs[0].op
+        while op.inputs and readers.issuperset(
+            reader for tensor in op.outputs for reader in tensor.consumers()
+        ):
+            yield op
+            readers, op = {op}, op.inputs[0].op
 
 
 def _check_conversions(plan: Plan) -> None:
@@ -199,6 +219,8 @@ def _decide(view: View) -> Decision:
     op, kind = view.op, view.type
     if op in view.scope.whole:
         return _run_whole(view)
+    if op in view.scope.unread:
+        return Decision([AS_HELD] * len(view), [Fact(Form.LOCAL)] * len(op.outputs))
     if kind in _WITH_GRAPHS:
         return _WITH_GRAPHS[kind](view)
     if _compat.is_call(op):

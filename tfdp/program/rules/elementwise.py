@@ -383,6 +383,13 @@ def _build_ensure_shape(builder: object, op: object, inputs: list) -> list:
     return [tf.ensure_shape(inputs[0], sizes_)]
 
 
+def is_true(op: Any) -> bool:
+    """Return whether an operation compares with itself what is no floating number."""
+    if op.type != "Equal" or op.inputs[0] is not op.inputs[1]:
+        return False
+    return op.inputs[0].dtype == tf.bool and op.inputs[0].shape.rank == 0
+
+
 def decide_local(view: View) -> Decision | None:
     """Decide an operation on values that each replica has for itself.
 
@@ -390,6 +397,8 @@ def decide_local(view: View) -> Decision | None:
     """
     if Form.LOCAL not in view.forms():
         return None
+    if is_true(view.op):
+        return Decision([AS_HELD] * len(view), [whole(())])
     if Form.ROWS in view.forms():
         if view.type not in ELEMENTWISE:
             return None
