@@ -122,6 +122,48 @@ def recomputed_layers_of_sharded_parameters(env: Env) -> dict:
     return results | {"layers": trained(env, Recomputed)[1], "eager": eager}
 
 
+# Layers that need the rows of all replicas, in their backward passes, too.
+
+
+def _synchronized(x: Any) -> Any:
+    return x - 0.3 * tf.reduce_mean(tf.abs(x), axis=0)
+
+
+def _ordered(x: Any) -> Any:
+    return x + 0.1 * tf.sort(x, axis=0)
+
+
+def _coupled() -> keras.Model:
+    return _behind(layers.BatchNormalization(synchronized=True))
+
+
+def _coupled_without_state() -> keras.Model:
+    """One that may be computed twice: moving averages would move twice."""
+    return _behind(layers.Lambda(_synchronized))
+
+
+def _behind(layer: layers.Layer) -> keras.Model:
+    hidden = [
+        layers.Dense(32, activation="tanh"),
+        layers.Lambda(_synchronized),
+        layers.Dense(32, activation="tanh"),
+        layer,
+        layers.Dense(32, activation="tanh"),
+        layers.Lambda(_ordered),
+    ]
+    return keras.Sequential(
+        [keras.Input((common.NUM_FEATURES,)), *hidden, layers.Dense(1)]
+    )
+
+
+@case("Sums and gathers in the forward and the backward pass", setups=SETUPS)
+def coupled_layers_of_sharded_parameters(env: Env) -> dict:
+    return {
+        "coupled": trained(env, _coupled)[1],
+        "computed again": trained(env, _recomputing(env, _coupled_without_state))[1],
+    }
+
+
 # Steps and loops.
 
 

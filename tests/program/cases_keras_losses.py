@@ -128,9 +128,10 @@ def segmentation_losses() -> dict[str, Any]:
             ops.mean(ops.square(y - p))
             + 1e-3 * tf.reduce_sum(tf.image.total_variation(p))
         ),
+        # TensorFlow computes it in float32: the mean of all images would be rounded.
         "similarity": lambda y, p: (
             1
-            - tf.cast(tf.reduce_mean(tf.image.ssim(y, p, 1.0, filter_size=3)), p.dtype)
+            - tf.reduce_mean(tf.cast(tf.image.ssim(y, p, 1.0, filter_size=3), p.dtype))
         ),
     }
 

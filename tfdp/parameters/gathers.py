@@ -185,16 +185,34 @@ class Gathers:
 @contextlib.contextmanager
 def backward_pass() -> Iterator[None]:
     """Mark what a gradient tape traces in a replica's step as its backward pass."""
+    steps = _steps_of_replica()
+    for step in steps:
+        step.begin_backward_pass()
+    yield
+    for step in steps:
+        step.end_backward_pass()
+
+
+def gather_again_so_far() -> None:
+    """Gather again what the backward pass has used until now: a collective follows.
+
+    It needs gradients of what was gathered again, and collectives of one channel run in
+    the order in which they are traced.
+    """
+    for step in _steps_of_replica():
+        with step.between_backward_passes() as is_in_one:
+            if is_in_one:
+                BackwardGathers(step).all()
+
+
+def _steps_of_replica() -> list[StepGathers]:
+    """What the step of the running replica has gathered, if it is traced."""
     context = replica_context()
     graph = None if tf.executing_eagerly() else _compat.step_graph()
-    steps = []
-    if context is not None and graph is not None:
-        replica = _compat.local_replica_id(context)
-        steps = [s for s in _compat.all_attached(graph) if s.replica == replica]
-    begins = [step.order.newest() for step in steps]
-    yield
-    for step, begin in zip(steps, begins, strict=True):
-        step.note_backward_pass(begin, step.order.newest())
+    if context is None or graph is None:
+        return []
+    replica = _compat.local_replica_id(context)
+    return [s for s in _compat.all_attached(graph) if s.replica == replica]
 
 
 @contextlib.contextmanager

@@ -11,9 +11,10 @@ the gather before it: a unit under way takes memory twice, as it travels and unp
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -113,6 +114,8 @@ class StepGathers:
         self._current: dict[tuple[int, str], GatheredUnit] = {}
         self._sources: dict[int, tf.Tensor] = {}
         self._backward_passes: list[tuple[int, int]] = []
+        # Ages of the last operations before those that are being traced.
+        self._open_passes: list[int] = []
 
     def source(self, parameter: ShardedParameter) -> tf.Tensor:
         """The tensor whose gradient is that of the parameter.
@@ -145,17 +148,28 @@ class StepGathers:
         for key in [key for key in self._current if key[0] in members]:
             del self._current[key]
 
-    def note_backward_pass(self, begin: int, end: int) -> None:
-        """Remember that a backward pass has been traced.
+    def begin_backward_pass(self) -> None:
+        """Take the operations from now on for those of a backward pass."""
+        self._open_passes.append(self.order.newest())
+
+    def end_backward_pass(self) -> None:
+        """End the backward pass that began last.
 
         It contains those that began in it, of layers that are computed again.
-
-        Args:
-            begin: Int, age of the last operation before it.
-            end: Int, age of its last operation.
         """
+        begin, end = self._open_passes.pop(), self.order.newest()
         others = [known for known in self._backward_passes if known[0] < begin]
         self._backward_passes = [*others, (begin, end)]
+
+    @contextlib.contextmanager
+    def between_backward_passes(self) -> Iterator[bool]:
+        """Interrupt the backward pass that is being traced, if there is one."""
+        depth = len(self._open_passes)
+        for _ in range(depth):
+            self.end_backward_pass()
+        yield depth > 0
+        for _ in range(depth):
+            self.begin_backward_pass()
 
     def take_backward_passes(self) -> list[tuple[int, int]]:
         """The backward passes since they were taken last."""

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.collectives import timing
 from tfdp.local_steps import TrainingGroup
+from tfdp.parameters.gathers import gather_again_so_far
 
 _REDUCE = {
     "All": tf.reduce_all,
@@ -66,6 +67,7 @@ class Replica:
         sent = [
             tf.cast(part, tf.int32) if part.dtype == tf.bool else part for part in parts
         ]
+        gather_again_so_far()
         with timing.labelled(timing.current_label() or "sums"):
             sums = self._group.reducer.sum(list(sent))
         return [
@@ -79,12 +81,16 @@ class Replica:
         if rows.dtype == tf.string:
             return self._gather_strings(rows, axis)
         if axis == 0:
-            return self._group.gather(rows)
+            return self._gather(rows)
         rank = rows.shape.rank
         assert rank is not None
         order = [axis, *(i for i in range(rank) if i != axis)]
         inverse = [order.index(i) for i in range(rank)]
-        return tf.transpose(self._group.gather(tf.transpose(rows, order)), inverse)
+        return tf.transpose(self._gather(tf.transpose(rows, order)), inverse)
+
+    def _gather(self, rows: tf.Tensor) -> tf.Tensor:
+        gather_again_so_far()
+        return self._group.gather(rows)
 
     def _gather_strings(self, rows: tf.Tensor, axis: int) -> tf.Tensor:
         """Gather strings, which no collective carries, by their bytes."""
@@ -93,7 +99,7 @@ class Replica:
         lengths = self.gather(tf.reshape(tf.strings.length(flat), tf.shape(rows)), axis)
         assert axis == 0  # A plan has been checked, see `tfdp.program.plan`.
         letters = tf.constant([bytes([value]) for value in range(256)])
-        codes = tf.cast(self._group.gather(own_bytes), tf.int32)
+        codes = tf.cast(self._gather(own_bytes), tf.int32)
         text = tf.strings.reduce_join(tf.gather(letters, codes))
         sizes = tf.reshape(lengths, [-1])
         begins = tf.cumsum(sizes, exclusive=True)
@@ -172,6 +178,6 @@ class Replica:
 
     def reduce_results(self, kind: str, own: tf.Tensor) -> tf.Tensor:
         """Reduce one result of each replica by an operation such as `Max`."""
-        found = _REDUCE[kind](self._group.gather(own[tf.newaxis]), axis=0)
+        found = _REDUCE[kind](self._gather(own[tf.newaxis]), axis=0)
         found.set_shape(own.shape)
         return found
