@@ -235,7 +235,7 @@ def whole_parameters_are_sharded_within_a_window(env: Env) -> dict:
 @case("A tf.function inside of a step", setups=("mirrored",))
 def a_function_in_a_step_reads_sharded_parameters(env: Env) -> dict:
     with env.scope():
-        model = keras.Sequential([keras.Input((4,)), Alone(3), layers.Dense(1)])
+        model = keras.Sequential([keras.Input((_WIDTH,)), Alone(3), layers.Dense(1)])
         model.compile(_optimizer(env, optimizers.SGD(0.01)), loss="mse")
     return common.fit(model, *common.regression_data(8))
 
