@@ -62,8 +62,10 @@ def captures_of(graph: Any) -> list[tuple[Any, Any]]:
 
 
 def marked(tensor: tf.Tensor, marker: str) -> tf.Tensor:
-    """An identity with a mark that the plan of a program sees."""
+    """An identity with a mark that the plan of a program sees, where one is traced."""
     result = tf.identity(tensor)
+    if not tf.is_symbolic_tensor(result):
+        return result
     result.op._set_attr(_MARKER, attr_value_pb2.AttrValue(s=marker.encode()))
     return result
 

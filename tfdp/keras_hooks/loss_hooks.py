@@ -69,5 +69,7 @@ def gradient(
 ) -> Any:
     """Mark a backward pass, in which sharded parameters are gathered again."""
     trace = program_trace.traced()
+    if trace is not None:
+        trace.losses += tf.nest.flatten(target)
     with backward_pass() if trace is None else marked_backward_pass(trace):
         return original(tape, target, sources, output_gradients, unconnected_gradients)

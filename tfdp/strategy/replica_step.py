@@ -43,8 +43,7 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
     """
     args, total = batch_weights.unpack_counted(args)
     loop = loops.current()
-    is_step = loop is not None and strategy_of(loop.model) is strategy and args
-    if loop is None or not is_step:
+    if loop is None or strategy_of(loop.model) is not strategy:
         return fn, args
     if loop.whole_batches and strategy.num_replicas_in_sync > 1:
         whole = first_tensor(args)
@@ -55,6 +54,8 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
         _compat.select_replica(replica, args)
         for replica in range(strategy.extended.num_local)
     ]
+    if first_tensor(local[0]) is None:
+        return fn, args  # A function of a callback or of an optimizer.
     parts = batch_weights.weigh_batches(
         local, merging_group(strategy), strategy.num_replicas_in_sync, total
     )
