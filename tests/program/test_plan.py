@@ -231,11 +231,12 @@ def test_the_sizes_of_a_list_are_not_those_of_its_items():
     assert fact.rank in (None, 2)
 
 
-def test_a_part_that_is_repeated_for_each_row_has_their_number_of_rows():
+def test_a_part_that_is_repeated_for_each_row_is_summed_before():
     plan, result = plan_of(
         lambda g: tf.tile(tf.reshape(tf.reduce_sum(g["v"]), [1]), [tf.shape(g["v"])[0]])
     )
-    assert plan.fact(result).form is Form.PART
+    assert plan.fact(result).form is Form.ROWS
+    assert plan.sums
     (size,) = plan.fact(result).sizes
     assert (size.kind, size.number) == ("rows", 1)
 
