@@ -321,21 +321,22 @@ def _broadcast_axes(view: View) -> Decision | None:
             ) or (own[axis].kind == "free" and other[axis].kind == "free"):
                 maybe.add(axis)
         value = None if maybe else array(np.array(sorted(certain), np.int32))
-        of_rows = value is None and Form.SIZES in view.forms()
         outputs.append(
             Fact(
-                Form.SIZES if of_rows else Form.WHOLE,
+                Form.WHOLE,
                 sizes=(FREE,),
                 value=value,
                 axes=frozenset(certain),
                 maybe_axes=frozenset(maybe),
             )
         )
-    return Decision([AS_HELD] * len(view), outputs, build=_build_axes)
+    is_known = all(fact.value is not None for fact in outputs)
+    need = AS_HELD if is_known else WHOLE
+    return Decision([need] * len(view), outputs, build=_build_axes)
 
 
 def _build_axes(builder: Any, op: Any, inputs: list) -> list:
-    """Build the axes: constants where they are known.
+    """Build the axes: constants where they are known, or else those of the program.
 
     Where a replica has one row, or none, TensorFlow would find other axes in its
     own sizes than in those of the batch.
