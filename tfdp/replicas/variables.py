@@ -141,6 +141,9 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
         super().__init__(*args, **kwargs)
         for component in self.values:
             self._by_handle[id(component.handle)] = self
+        is_sum = self.aggregation == tf.VariableAggregation.SUM
+        if is_sum and self.is_number and tf.executing_eagerly():
+            self._count_once()
 
     @property
     def is_number(self) -> bool:
@@ -174,6 +177,17 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
         elif not in_replica and not tf.is_symbolic_tensor(value):
             self._begins_with = value
         return super().assign(value, *args, **kwargs)
+
+    def _count_once(self) -> None:
+        """Leave what it is created with to the first replica: parts are added up."""
+        begin = self.values[0].numpy()
+        if not begin.any():
+            return
+        self._begins_with = begin
+        first_rank = self.distribute_strategy.extended.first_rank
+        for rank, component in enumerate(self.values, first_rank):
+            if rank:
+                component.assign(np.zeros_like(begin))
 
     def _begin_whole(self, value: Any) -> None:
         """Give each component what was divided, before it was known how they merge.
