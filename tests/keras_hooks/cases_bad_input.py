@@ -482,9 +482,9 @@ def _topics(env: Env, action: typing.Callable) -> list[str]:
     group = env.strategy.extended.worker_group
     original, topics = group.all_gather, []
 
-    def all_gather(topic: str, *args: typing.Any) -> list[str]:
+    def all_gather(topic: str, *args: typing.Any, **options: typing.Any) -> list[str]:
         topics.append(topic)
-        return original(topic, *args)
+        return original(topic, *args, **options)
 
     group.all_gather = all_gather
     try:

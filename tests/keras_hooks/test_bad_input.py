@@ -235,9 +235,10 @@ def test_workers_compare_what_they_call_by_one_message_and_none_in_a_step(cluste
             for name in ("evaluate", "predict", "train_on_batch")
         }
         assert topics["evaluate"] == [settings["evaluate"], *OF_DATA]
-        # A step that is traced for the first time is compared, in a scope of Keras's.
+        # A step that is traced for the first time is compared, with what it has
+        # created, and when Keras leaves its scope.
         first = {
-            name: [f"the first step of `{name}`", "leaving strategy.scope()"]
+            name: [f"the first step of `{name}`", *["leaving strategy.scope()"] * 2]
             for name in ("predict", "train_on_batch")
         }
         of_predict = [settings["predict"], *OF_DATA]
