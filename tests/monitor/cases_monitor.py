@@ -127,7 +127,7 @@ def check_rows(env: Env, model: keras.Model, clock: Clock) -> None:
 
 def check_tags(env: Env) -> None:
     """The events have the tags that the docs name, but for what the run did not use."""
-    others = ["parameters0", "rows", "statistics", "norms", "all_reduce"]
+    others = ["parameters0", "rows", "statistics", "norms", "sums", "all_gather"]
     others += ["unit0", "unit_again0", *KINDS]
     if env.setup.num_workers == 1:
         others.append("logs")

@@ -371,7 +371,7 @@ def test_a_board_writes_what_it_is_told(tmp_path: Path):
 
 def test_tensorboard_has_the_tags_of_the_docs_and_no_other(tmp_path: Path):
     labels = ["bucket 0", "bucket 1", "parameters 0", "rows", "statistics", "norms"]
-    labels += ["logs", "all_reduce", "unit 0", "unit_again 0", *KINDS]
+    labels += ["logs", "sums", "all_gather", "unit 0", "unit_again 0", *KINDS]
     seconds = dict.fromkeys(labels, 0.1)
     plain = window(2.0)
     slow = dataclasses.replace(
