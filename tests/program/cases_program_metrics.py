@@ -129,6 +129,15 @@ class Begun(metrics.Metric):
         return ops.sum(self.total) + ops.cast(self.rows, self.dtype) / self.most
 
 
+class BegunOnce(Begun):
+    """The same, reset to zeros from the second epoch on, as Keras does."""
+
+    reset_state = metrics.Metric.reset_state
+
+    def result(self) -> Any:
+        return ops.sum(self.total) + ops.cast(self.rows, self.dtype) + self.most
+
+
 class Extremes(metrics.Metric):
     """The largest and the least value seen, a product, and the last batch's mean."""
 
@@ -263,7 +272,14 @@ def metric_functions_of_a_batch(env: Env) -> dict:
 )
 def metric_classes_that_are_no_sums(env: Env) -> dict:
     def make() -> list:
-        return [Batches(), MeanOfMeans(), Begun(), Extremes(), KernelDistance()]
+        return [
+            Batches(),
+            MeanOfMeans(),
+            Begun(),
+            BegunOnce("begun_once"),
+            Extremes(),
+            KernelDistance(),
+        ]
 
     return measured(env, make, weighted=lambda: [Batches("weighted_batches")])
 

@@ -39,9 +39,22 @@ def is_built_symbolically() -> bool:
 
 
 def build_symbolically(model: Any, data_batch: Any) -> None:
-    """Build model, metrics and optimizer from the shapes of a batch."""
+    """Build model, metrics and optimizer from the shapes of a batch, for a loop."""
+    metrics = model._compile_metrics
+    is_new = metrics is not None and not metrics.built
     with model.distribute_strategy.scope():
         model._symbolic_build(data_batch=data_batch)
+    if is_new:
+        _keep_first_state(metrics)
+
+
+def _keep_first_state(metrics: Any) -> None:
+    """Leave out the first reset, which metrics of one device are built after."""
+
+    def reset_state() -> None:
+        del metrics.__dict__["reset_state"]
+
+    metrics.__dict__["reset_state"] = reset_state
 
 
 def build_eagerly(model: Any, data_batch: Any) -> None:
