@@ -346,6 +346,33 @@ class OfStaticShape(keras.Model):
         return self.last(tf.concat([x, number], axis=1))
 
 
+class OfFixedNoise(keras.Model):
+    """Adds noise for a number of rows that it knows, as diffusion models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = keras.Sequential(
+            [
+                keras.Input((4, 4, 1)),
+                layers.Conv2D(3, 3, padding="same", kernel_initializer=near()),
+                layers.AveragePooling2D(2),
+                layers.UpSampling2D(2),
+                layers.Conv2D(1, 3, padding="same", kernel_initializer=near(2)),
+            ]
+        )
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return self.net(x)
+
+    def loss_of(self, x: tf.Tensor) -> tf.Tensor:
+        shape = (common.BATCH_SIZE, 4, 4, 1)
+        noise = tf.random.stateless_normal(shape, (1, 2))
+        return tf.reduce_mean((self.net(x + noise) - noise) ** 2)
+
+    train_step = Hidden.train_step
+    test_step = Hidden.test_step
+
+
 def compiled(cls: type) -> Callable:
     def build() -> keras.Model:
         model = cls()
@@ -377,9 +404,11 @@ def other_and_static_numbers_of_rows(env: Env) -> dict:
     others = tf.data.Dataset.from_tensor_slices(_of_chance(4 * size, 5))
     zipped = tf.data.Dataset.zip((first, others.batch(2 * size, drop_remainder=True)))
     steps = of_parts(_of_chance(2 * size, 4, 1), Y[: 2 * size], drop=True)
+    images = of_parts(_of_chance(2 * size, 4, 4, 1), drop=True)
     return {
         "two datasets": fitted(env, compiled(OfTwoDatasets), zipped),
         "pairs": fitted(env, compiled(OfPairs), Pairs(), shuffle=False),
         "static": fitted(env, OfStaticShape, first),
         "stateful": fitted(env, stateful, steps),
+        "noise": fitted(env, compiled(OfFixedNoise), images),
     }

@@ -265,7 +265,17 @@ def loop_over_rows(y: Any, p: Any) -> Any:
     return found[1]
 
 
+def spectrum(y: Any, p: Any) -> Any:
+    """Complex numbers along the batch, gathered, and sums of them."""
+    found = tf.transpose(p - y)
+    errors = tf.complex(found, 0.5 * found)
+    twisted = errors * tf.exp(errors)
+    mean = tf.reduce_mean(twisted, axis=1)
+    return tf.reduce_mean(tf.abs(tf.signal.fft(errors))) + tf.reduce_sum(tf.abs(mean))
+
+
 ALONG_BATCH: dict[str, Loss] = {
+    "spectrum": spectrum,
     "softmax": lambda y, p: ops.mean(
         -ops.softmax(y, axis=0) * ops.log_softmax(p, axis=0)
     ),

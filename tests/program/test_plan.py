@@ -164,7 +164,22 @@ DIVIDED = {
         lambda g: tf.random.stateless_normal(tf.shape(g["x"]), [1, 2]),
         "rows 0",
     ),
+    "noise of a generator of its own": (
+        lambda g: tf.tanh(tf.random.normal(tf.shape(g["x"]))),
+        "rows 0",
+    ),
+    "rows after rows": (lambda g: tf.tanh(tf.concat([g["y"], g["y"]], 0)), "rows 0"),
     # Gradients.
+    "a gradient of features padded": (
+        lambda g: tf.gradients(tf.tanh(tf.pad(g["y"], [[0, 0], [1, 2]])), g["y"])[0],
+        "rows 0",
+    ),
+    "the shape of a part": (
+        lambda g: tf.shape(
+            tf.reshape(tf.reduce_sum(g["y"], 0), tf.cast(g["w"][:2, 0], tf.int32))
+        ),
+        "whole",
+    ),
     "a dense gradient": (gradient(lambda g: tf.tanh(g["y"] @ g["w"]), "w"), "part"),
     "a bias's gradient": (gradient(lambda g: tf.tanh(g["x"] + g["c"]), "c"), "part"),
     "a gradient of rows": (
@@ -188,7 +203,6 @@ WHOLE = {
     "the best rows": (lambda g: tf.math.top_k(g["v"], 2)[0], {"TopKV2"}),
     "the first row": (lambda g: g["y"][0], {"StridedSlice"}),
     "every other row": (lambda g: g["y"][::2], {"StridedSlice"}),
-    "rows after rows": (lambda g: tf.concat([g["y"], g["y"]], 0), {"ConcatV2"}),
     "rows padded": (lambda g: tf.pad(g["y"], [[1, 0], [0, 0]]), {"Pad"}),
     "rows tiled": (lambda g: tf.tile(g["y"], [2, 1]), {"Tile"}),
     "the best row": (lambda g: tf.argmax(g["y"], 0), {"ArgMax"}),

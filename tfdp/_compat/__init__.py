@@ -246,6 +246,7 @@ from tfdp._compat.programs import (
     loop_graphs,
     marked,
     marker_of,
+    results_of_call,
     signature_of,
     stack_of,
 )

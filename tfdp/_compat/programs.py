@@ -132,6 +132,15 @@ def function_graph(op: tf.Operation) -> Any:
     return control_flow_util_v2.get_func_graph(op, shapes, name)
 
 
+def results_of_call(op: tf.Operation, graph: Any) -> list[tf.Tensor]:
+    """The results of a call, of the function's graph.
+
+    TensorFlow adds what a gradient needs to the outputs of a graph after a call, as
+    where a tape records a forward-mode derivative.
+    """
+    return graph.outputs[: len(op.outputs)]
+
+
 class OperationTemplate:
     """An operation from which others are made, on other inputs.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import tensorflow as tf
 
 from tfdp import _compat
@@ -37,24 +39,33 @@ class TensorFlowTransport:
         """
         subdivisions = _SUBDIVISIONS_ALONE if call.is_alone else _SUBDIVISIONS
         kind = f"reduce in {subdivisions}"  # one key must not stand for both
-        return tf.raw_ops.CollectiveReduceV2(
-            input=tensor,
-            merge_op="Add",
-            final_op="Id",
-            max_subdivs_per_device=subdivisions,
-            **self._arguments(kind, tensor, call),
+        sent, back = _as_real(tensor)
+        return back(
+            tf.raw_ops.CollectiveReduceV2(
+                input=sent,
+                merge_op="Add",
+                final_op="Id",
+                max_subdivs_per_device=subdivisions,
+                **self._arguments(kind, sent, call),
+            )
         )
 
     def all_gather(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
         """See `Transport`."""
-        return tf.raw_ops.CollectiveGatherV2(
-            input=tensor, **self._arguments("gather", tensor, call)
+        sent, back = _as_real(tensor)
+        return back(
+            tf.raw_ops.CollectiveGatherV2(
+                input=sent, **self._arguments("gather", sent, call)
+            )
         )
 
     def all_to_all(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
         """See `Transport`."""
-        return tf.raw_ops.CollectiveAllToAllV2(
-            input=tensor, **self._arguments("to_all", tensor, call)
+        sent, back = _as_real(tensor)
+        return back(
+            tf.raw_ops.CollectiveAllToAllV2(
+                input=sent, **self._arguments("to_all", sent, call)
+            )
         )
 
     def reduce_scatter(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
@@ -98,6 +109,19 @@ class TensorFlowTransport:
             "ordering_token": [group.launch_order.token(call.replica, call.channel)],
             "communication_hint": self.name,
         }
+
+
+def _as_real(
+    tensor: tf.Tensor,
+) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+    """Return complex numbers as pairs of real ones, and the inverse function.
+
+    TensorFlow has no collectives of complex numbers.
+    """
+    if not tensor.dtype.is_complex:
+        return tensor, lambda received: received
+    pairs = tf.bitcast(tensor, tensor.dtype.real_dtype)
+    return pairs, lambda received: tf.bitcast(received, tensor.dtype)
 
 
 def _check_loop(num_local: int) -> None:

@@ -192,6 +192,14 @@ class Builder:
         """Return a tensor on the first replica, and zeros on others."""
         return self.replica.once(tensor)
 
+    def sum(self, own: tf.Tensor) -> tf.Tensor:
+        """Return the sum of a part over all replicas."""
+        return self.replica.sum([own])[0]
+
+    def keep_whole(self, tensor: Any, value: tf.Tensor) -> None:
+        """Note all rows of a tensor of the program, so that nothing gathers them."""
+        self._converted[id(tensor), WHOLE] = value
+
     def reduce_results(self, kind: str, own: tf.Tensor) -> tf.Tensor:
         """Reduce one result of each replica by an operation such as `Max`."""
         return self.replica.reduce_results(kind, own)

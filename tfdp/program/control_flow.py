@@ -24,7 +24,8 @@ def build(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
         (plan,) = decision.plans
         inner = _nested(builder, plan, op.inputs, {})
         inner.run()
-        return [inner.get(tensor, AS_HELD) for tensor in plan.graph.outputs]
+        results = _compat.results_of_call(op, plan.graph)
+        return [inner.get(tensor, AS_HELD) for tensor in results]
     return _build_branches(builder, op, decision, inputs)
 
 

@@ -320,8 +320,9 @@ def _graph_inputs(graph: Any, facts: Sequence[Fact]) -> dict[int, Fact]:
 
 def _plan_call(view: View) -> Decision:
     graph = _compat.function_graph(view.op)
-    plan = make_plan(graph, _graph_inputs(graph, view.facts), graph.outputs, view.scope)
-    outputs = [plan.fact(tensor) for tensor in graph.outputs]
+    results = _compat.results_of_call(view.op, graph)
+    plan = make_plan(graph, _graph_inputs(graph, view.facts), results, view.scope)
+    outputs = [plan.fact(tensor) for tensor in results]
     return Decision([AS_HELD] * len(view), outputs, plans=[plan])
 
 

@@ -214,7 +214,7 @@ _PRODUCTS = frozenset(
     ("BatchMatMul", "BatchMatMulV2", "Einsum", "MatMul", "Mul", "MulNoNan")
 )
 _SUMS = frozenset(("Add", "AddN", "AddV2", "Pack", "Sub", "ConcatV2"))
-_ONLY_OF_SHAPE = frozenset(("OnesLike", "ZerosLike"))
+_ONLY_OF_SHAPE = frozenset(("OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLike"))
 # Their operands have one shape, so that no axis of one entry stands for all rows.
 _OF_ONE_SHAPE = frozenset(("AddN", *_LINEAR_IN))
 
@@ -228,7 +228,7 @@ def decide_linear(view: View) -> Decision | None:
     kind = view.type
     needs: list[Need] = [WHOLE] * len(view)
     if kind in _ONLY_OF_SHAPE:
-        return Decision([AS_HELD], view.whole_outputs())
+        return Decision([AS_HELD] * len(view), view.whole_outputs())
     if kind in _SUMS:
         summands = len(view) - (kind == "ConcatV2")
         if all(index < summands for index in parts):

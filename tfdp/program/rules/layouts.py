@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -264,9 +267,9 @@ def decide_join(view: View) -> Decision | None:
     joined = int(joined) % (rank + is_stack)
     own = next(fact for fact in facts if fact.is_rows)
     axis = own.axis
-    if (not is_stack and joined == axis) or len(
-        {f.multiple for f in facts if f.is_rows}
-    ) > 1:
+    if not is_stack and joined == axis:
+        return _join_rows(view, facts, axis)
+    if len({f.multiple for f in facts if f.is_rows}) > 1:
         return None
     needs: list[Need] = [
         AS_HELD if fact.is_rows and fact.axis == axis else rows_along(axis)
@@ -285,6 +288,27 @@ def decide_join(view: View) -> Decision | None:
     return Decision(
         needs + [WHOLE] * (len(view) - count), [own_rows(tuple(shape), axis)]
     )
+
+
+def _join_rows(view: View, facts: Sequence[Fact], axis: int) -> Decision | None:
+    """Decide rows after rows, such as real and generated images.
+
+    They are gathered, and a replica goes on with its block of them all.
+    """
+    counts = [fact.sizes[axis] for fact in facts if fact.sizes is not None]
+    total = functools.reduce(operator.add, counts)
+    if total.kind != "rows" or total.number is None:
+        return None
+    shape = with_rows(facts[0].sizes or (), axis, total.number)
+    return Decision([WHOLE] * len(view), [own_rows(shape, axis)], _build_joined_rows)
+
+
+def _build_joined_rows(builder: Any, op: Any, inputs: list) -> list:
+    (fact,) = builder.facts_of(op.outputs)
+    (joined,) = builder.copy(op, inputs)
+    builder.keep_whole(op.outputs[0], joined)
+    own = builder.slice_rows(joined, fact.axis, fact.multiple)
+    return [builder.with_shape(own, op.outputs[0], fact)]
 
 
 def decide_split(view: View) -> Decision | None:

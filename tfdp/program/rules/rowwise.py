@@ -147,6 +147,7 @@ def build_with_a_row(builder: Any, op: Any, inputs: list) -> list:
     computes with a row of zeros. Seen with TensorFlow 2.19 to 2.21;
     tests/keras_hooks/cases_normalization.py guards it.
     """
+    inputs = _with_own_shape(builder, op, inputs)
     if not builder.may_be_empty:
         return builder.copy(op, inputs)
     facts = builder.facts_of(op.inputs)
@@ -157,7 +158,7 @@ def build_with_a_row(builder: Any, op: Any, inputs: list) -> list:
             _one_row_of_zeros(tensor)
             if own.is_rows or _is_sliced(builder, op, index)
             else _one_row_in(tensor)
-            if own.form is Form.SIZES
+            if own.form is Form.SIZES or _is_shape_of_rows(op, index)
             else tensor
             for index, (tensor, own) in enumerate(zip(inputs, facts, strict=True))
         ]
@@ -168,6 +169,34 @@ def build_with_a_row(builder: Any, op: Any, inputs: list) -> list:
         tf.equal(builder.own_rows, 0), empty, lambda: builder.copy(op, inputs)[0]
     )
     return [builder.with_shape(result, op.outputs[0], fact)]
+
+
+# Gradients whose first input is the shape of their output.
+_SHAPED = frozenset(
+    (
+        "AvgPool3DGrad",
+        "AvgPoolGrad",
+        "Conv2DBackpropInput",
+        "Conv3DBackpropInputV2",
+        "DepthwiseConv2dNativeBackpropInput",
+    )
+)
+
+
+def _is_shape_of_rows(op: Any, index: int) -> bool:
+    return not index and op.type in _SHAPED
+
+
+def _with_own_shape(builder: Any, op: Any, inputs: list) -> list:
+    """Return the inputs, with the replica's own rows in the shape of the output.
+
+    It is a constant where a step knows the number of rows, as of noise that it makes.
+    """
+    form = builder.fact_or_whole(op.inputs[0]).form
+    if op.type not in _SHAPED or form is Form.SIZES:
+        return inputs
+    own_rows = tf.shape(inputs[-1], out_type=inputs[0].dtype)[:1]
+    return [tf.concat([own_rows, inputs[0][1:]], 0), *inputs[1:]]
 
 
 def _is_sliced(builder: Any, op: Any, index: int) -> bool:

@@ -204,17 +204,34 @@ def decide_stateful_random(view: View) -> Decision | None:
         return None
     shape = view.facts[0].value
     if shape is None or view.type in ("RandomShuffle", "Multinomial"):
-        outputs = view.part_outputs()
-    elif view.type in ("RandomGamma", "RandomPoissonV2"):
-        outputs = [part((*shape, *(view.facts[1].sizes or ())))]
-    else:
-        outputs = [part(tuple(shape))]
-    return Decision([WHOLE] * len(view), outputs, _build_on_first)
+        return Decision([WHOLE] * len(view), view.part_outputs(), _build_on_first)
+    shape = tuple(shape)
+    if view.type in ("RandomGamma", "RandomPoissonV2"):
+        shape = (*shape, *(view.facts[1].sizes or ()))
+    axes = [axis for axis, size in enumerate(shape) if size.kind == "rows"]
+    if len(axes) != 1 or shape[axes[0]].number is None:
+        return Decision([WHOLE] * len(view), [part(shape)], _build_on_first)
+    return Decision(
+        [WHOLE] * len(view),
+        [own_rows(shape, axes[0])],
+        _build_rows_of_first,
+        has_collective=True,
+    )
 
 
 def _build_on_first(builder: Any, op: Any, inputs: list) -> list:
     outputs = builder.copy(op, inputs)
     return [builder.once(tensor) for tensor in outputs]
+
+
+def _build_rows_of_first(builder: Any, op: Any, inputs: list) -> list:
+    """Build own rows of the first replica's numbers, so that what follows has rows."""
+    (fact,) = builder.facts_of(op.outputs)
+    (numbers,) = builder.copy(op, inputs)
+    total = builder.sum(builder.once(numbers))
+    builder.keep_whole(op.outputs[0], total)
+    own = builder.slice_rows(total, fact.axis, fact.multiple)
+    return [builder.with_shape(own, op.outputs[0], fact)]
 
 
 # They run functions of Python, which may draw, count or write.

@@ -86,11 +86,14 @@ def _as_array(found: Any) -> np.ndarray:
 
 def _slice(view: View) -> np.ndarray | None:
     begin, size = view.numbers(1), view.numbers(2)
-    data = view.facts[0].value
-    if begin is None or size is None or data.ndim != 1:
+    if begin is None or size is None:
         return None
-    stop = None if size[0] < 0 else int(begin[0] + size[0])
-    return data[int(begin[0]) : stop]
+    return view.facts[0].value[
+        tuple(
+            slice(int(first), None if count < 0 else int(first + count))
+            for first, count in zip(begin, size, strict=True)
+        )
+    ]
 
 
 def _reshape(view: View) -> np.ndarray | None:
