@@ -99,7 +99,7 @@ def test_no_function_is_replaced_twice():
     install()
     install.__wrapped__()  # a second time, past its cache
     for entry in REPLACEMENTS:
-        original = getattr(entry.owner, entry.name).__wrapped__
+        original = patches._function_of(entry.owner, entry.name).__wrapped__
         assert not hasattr(original, "_tfdp_entry"), entry.path
 
 
@@ -126,7 +126,8 @@ def test_nothing_of_tfdp_is_in_keras_or_tensorflow_but_what_the_table_has():
     assert strays <= {WATCHED}, "give each an entry in tfdp/keras_hooks/install.py"
     found = {id(value) for _, value in ours_in_libraries()}
     for entry in REPLACEMENTS:
-        assert id(unfiltered(getattr(entry.owner, entry.name))) in found, entry.path
+        function = patches._function_of(entry.owner, entry.name)
+        assert id(unfiltered(function)) in found, entry.path
 
 
 def test_a_function_that_is_replaced_past_the_table_is_found(monkeypatch):
@@ -164,7 +165,9 @@ def ours_in_libraries() -> Iterator[tuple[str, Any]]:
 
 
 def unfiltered(value: Any) -> Any:
-    """What Keras's filter of tracebacks calls, or the value itself."""
+    """What Keras's filter of tracebacks calls, or a property, or the value itself."""
+    if isinstance(value, property):
+        value = value.fget
     is_function = isinstance(value, types.FunctionType)
     cell = patches._filtered(value) if is_function else None
     return value if cell is None else cell.cell_contents

@@ -23,7 +23,7 @@ class Replacement:
     """One function of Keras or TensorFlow, and the function that takes its place.
 
     Attributes:
-        owner: Module or class that holds the function.
+        owner: Module or class that holds the function, or the property.
         call: String, the function's name and the names of its parameters on the
             versions of `checked_on`, such as `"fit(self, x, *args, **kwargs)"`. Where
             versions differ, all forms stand there, with ` | ` between them.
@@ -68,7 +68,7 @@ def replace(entry: Replacement) -> None:
     Args:
         entry: `Replacement`.
     """
-    original = getattr(entry.owner, entry.name)
+    original = _function_of(entry.owner, entry.name)
     if getattr(original, "_tfdp_entry", None) is entry:
         return
     function = entry.function
@@ -85,7 +85,9 @@ def replace(entry: Replacement) -> None:
     replacement.__doc__ = original.__doc__
     replacement.__wrapped__ = original  # type: ignore[attr-defined]
     replacement._tfdp_entry = entry  # type: ignore[attr-defined]
-    if cell is None:
+    if isinstance(getattr(entry.owner, entry.name), property):
+        setattr(entry.owner, entry.name, property(replacement))
+    elif cell is None:
         setattr(entry.owner, entry.name, replacement)
     else:
         cell.cell_contents = replacement
@@ -154,9 +156,15 @@ def change_of(entry: Replacement) -> str:
     )
 
 
+def _function_of(owner: Any, name: str) -> Any:
+    """A function of a module or a class, that of a property, or `None`."""
+    found = getattr(owner, name, None)
+    return found.fget if isinstance(found, property) else found
+
+
 def _call_of(owner: Any, name: str) -> str:
     """A function's name and parameters as `Replacement.call` has them, or nothing."""
-    function = getattr(owner, name, None)
+    function = _function_of(owner, name)
     if function is None:
         return ""
     stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}

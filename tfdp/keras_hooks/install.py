@@ -233,6 +233,13 @@ _LOSSES = (
         "A step is traced as one device's.",
         checked_on=TENSORFLOW,
     ),
+    Replacement(
+        tf.distribute.ReplicaContext,
+        "replica_id_in_sync_group(self)",
+        loss_hooks.replica_id,
+        "A step is traced as one device's, on every worker.",
+        checked_on=TENSORFLOW,
+    ),
 )
 
 # Layers: what is computed over a batch, and what is drawn.
