@@ -249,7 +249,9 @@ def _read_in_program(trace: ProgramTrace, parameter: ShardedParameter) -> tf.Ten
         with _compat.autocasting(dtype if parameter.casts else None):
             return parameter.reader.read(parameter)
 
-    value = tf.identity(trace.read(parameter.whole_shape, dtype, read))
+    # Around a loop, through which a gradient reaches what its body reads.
+    with trace.graph.as_default():
+        value = tf.identity(trace.read(parameter.whole_shape, dtype, read))
     _compat.record_read(parameter, value)
     return value
 
