@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import loops, program_trace
+from tfdp.base import batch_weight, loops, program_trace
 from tfdp.base.context import replica_context
 from tfdp.base.deferred_updates import defer, trace_update
 from tfdp.base.param_groups import (
@@ -338,7 +338,9 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         reducer: GradientReducer,
     ) -> Accumulator:
         weight, num_groups = reducer.gradient_weight(self), 1
-        if alone := self._alone():
+        alone = self._alone()
+        # Elsewhere than in Keras's loops a loss is a part of the global mean.
+        if alone and batch_weight.is_part_of_sum():
             num_groups = alone.num_groups
         state = self._features.accumulation
         if state is None:

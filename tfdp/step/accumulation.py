@@ -197,8 +197,10 @@ class LocalAccumulation:
         num_groups: int = 1,
     ) -> None:
         self._state, self._positions = state, positions
-        self._num_groups = 1 if weight is None else num_groups
-        self._weight = None if weight is None else weight / self._num_groups
+        self._num_groups, self._weight = num_groups, weight
+        if num_groups > 1:
+            one = tf.ones([], tf.float64) if weight is None else weight
+            self._weight = one / num_groups
 
     def take(
         self, gradients: list | None
