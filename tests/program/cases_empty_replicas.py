@@ -110,7 +110,10 @@ def images_on_replicas_without_rows(env: Env) -> dict:
 
 
 @case(
-    "Normalization layers on replicas without rows", setups=ALL, deadline_seconds=300.0
+    "Normalization layers on replicas without rows",
+    setups=ALL,
+    deadline_seconds=300.0,
+    tol=3e-5,  # Offsets are small differences of float32 moments.
 )
 def normalizations_on_replicas_without_rows(env: Env) -> dict:
     def build() -> keras.Model:

@@ -25,6 +25,7 @@ from tfdp.program.facts import Fact, Form
 from tfdp.program.plan import Plan, Scope, with_inputs
 from tfdp.program.rules.state import ASSIGNMENTS, is_known, is_output
 from tfdp.program.view import AS_HELD, PART, WHOLE, Decision, Kind, Need, View
+from tfdp.reduction.sparse import are_unique, marked_unique
 
 _BASES = frozenset(("Shape", "Size", "ShapeN", "TensorListElementShape"))
 
@@ -408,21 +409,23 @@ class Builder:
             return None
         if not isinstance(gradient, tf.IndexedSlices):
             return self.get(gradient, PART)
-        values, indices = (
-            self.fact_or_whole(gradient.values),
-            self.fact_or_whole(gradient.indices),
-        )
-        need = AS_HELD if values.is_rows and indices.is_rows else PART
-        if need is AS_HELD and (values.axis or values.multiple != indices.multiple):
-            need = PART
-        other = AS_HELD if need is AS_HELD else WHOLE
-        return tf.IndexedSlices(
-            self.get(gradient.values, need),
-            self.get(gradient.indices, other),
-            None
-            if gradient.dense_shape is None
-            else self.get(gradient.dense_shape, WHOLE),
-        )
+        values, indices = self._slices_part(gradient.values, gradient.indices)
+        shape = gradient.dense_shape
+        shape = None if shape is None else self.get(shape, WHOLE)
+        return tf.IndexedSlices(values, indices, shape)
+
+    def _slices_part(self, values: Any, indices: Any) -> tuple[Any, Any]:
+        """Return values and indices of which all replicas' are those of one device."""
+        of_values, of_indices = self.facts_of((values, indices))
+        are_rows = of_values.is_rows and of_indices.is_rows and not of_values.axis
+        if are_rows and of_values.multiple == of_indices.multiple:
+            return self.get(values), self.get(indices)
+        whole = self.get(indices, WHOLE)
+        if are_unique(indices):
+            # Parts of one index are added up.
+            return self.get(values, PART), marked_unique(whole)
+        found = self.get(values, WHOLE)
+        return (found[:0], whole[:0]) if self.replica.rank else (found, whole)
 
     # Forms.
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdp import _compat
 from tfdp.collectives import ProcessGroup, all_gather, padded_length
 from tfdp.reduction.fusion import all_reduce_any_shape
 
@@ -80,6 +81,8 @@ def are_unique(indices: tf.Tensor) -> bool:
         indices: Integer tensor, symbolic; of an eager one nothing is known.
     """
     source = _source(indices)
+    if tf.is_symbolic_tensor(source) and _compat.marker_of(source.op) == _UNIQUE:
+        return True
     if not tf.is_symbolic_tensor(source):
         is_known = source is not indices and source is not None
         return is_known and _has_no_duplicates(source)
@@ -89,6 +92,12 @@ def are_unique(indices: tf.Tensor) -> bool:
     return value is not None and _has_no_duplicates(value)
 
 
+def marked_unique(indices: tf.Tensor) -> tf.Tensor:
+    """Return indices of which it is known that none occurs twice."""
+    return _compat.marked(indices, _UNIQUE)
+
+
+_UNIQUE = "unique"
 # The first result of these holds nothing twice.
 _UNIQUE_OPS = ("Range", "Unique", "UniqueV2")
 # Their result holds elements of their first input, none of them more often.
@@ -102,6 +111,8 @@ def _source(tensor: Any) -> Any:
     """Trace a tensor back to the one whose elements it holds, all or some."""
     while tf.is_symbolic_tensor(tensor):
         op = tensor.op
+        if _compat.marker_of(op) == _UNIQUE:
+            return tensor
         if op.type in _SELECTING_OPS:
             tensor = op.inputs[0]
         elif _wraps_negative(op):
