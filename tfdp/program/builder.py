@@ -479,8 +479,9 @@ class Builder:
         return found
 
     def _convert(self, tensor: Any, fact: Fact, need: Need) -> Any:
-        # A plan has been checked, see `tfdp.program.plan`.
-        assert tensor.dtype not in (tf.variant, tf.resource), tensor
+        # A plan has been checked, see `tfdp.program.plan`: zeros of a list, at most.
+        is_whole = fact.form is Form.WHOLE and need.kind is Kind.PART
+        assert is_whole or tensor.dtype not in (tf.variant, tf.resource), tensor
         own = self._held(tensor)
         if need.kind is Kind.WHOLE:
             return self._whole(tensor, own, fact)
