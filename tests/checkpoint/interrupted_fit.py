@@ -298,8 +298,27 @@ def _model(keras: Any, units: int, learning_rate: Any, dropout: float) -> Any:
         keras.layers.Dense(1),
     ]
     model = keras.Sequential(layers)
-    model.compile(keras.optimizers.Adam(learning_rate), "mse", metrics=["mae"])
+    metrics = ["mae", _sum_from_three(keras)]
+    model.compile(keras.optimizers.Adam(learning_rate), "mse", metrics=metrics)
     return model
+
+
+def _sum_from_three(keras: Any) -> Any:
+    """A metric that begins the first epoch with three, and the others with zero."""
+
+    class Sum(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="sum")
+            begin = keras.initializers.Constant(3.0)
+            self.total = self.add_variable((), begin, name="total")
+
+        def update_state(self, y: Any, prediction: Any, sample_weight: Any = None):
+            self.total.assign_add(keras.ops.sum(prediction))
+
+        def result(self) -> Any:
+            return keras.ops.convert_to_tensor(self.total)
+
+    return Sum()
 
 
 def _callbacks(keras: Any, tfdp: Any, everything: bool, stage: int, steps: int) -> list:

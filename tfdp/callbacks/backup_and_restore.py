@@ -292,6 +292,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         data, batches = self._batches.resume_position(run, self._change)
         epochs = self.params.get("epochs", run["epoch"] + 1)
         is_over = run["is_stopped"] or run["epoch"] >= epochs
+        if run["epoch"]:
+            # An epoch has ended: what metrics were created with counts no more.
+            self.model.reset_metrics()
         # Where nothing is left to train, no epoch begins that could load it.
         if difference is None and run["batches"] and not is_over:
             self._pending_load = index, load_plan
