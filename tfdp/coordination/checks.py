@@ -124,26 +124,27 @@ def check_same_program(
     if len({own for own, _ in found}) == 1:
         return min((n for _, n in found if n is not None), default=None)
     counts = collections.Counter(signatures)
-    own = json.dumps([conversions, counts])
-    texts = worker_group.all_gather(f"{topic}: operations", own)
+    message = json.dumps([conversions, counts])
+    texts = worker_group.all_gather(f"{topic}: operations", message)
     steps, all_counts = zip(*map(json.loads, texts), strict=True)
-    ranks = [r for r, other in enumerate(all_counts) if other != all_counts[0]]
-    other = all_counts[0 if worker_group.rank or not ranks else ranks[0]]
-    first = next(
-        (i for i, s in enumerate(signatures) if counts[s] > other.get(s, 0)), None
+    if (difference := _step_difference(topic, steps)) is not None:
+        worker_group.leave()
+        raise ValueError(difference)
+    # As many conversions: then operations differ, on some worker from the first one's.
+    rank = next(r for r, others in enumerate(all_counts) if others != all_counts[0])
+    compared = all_counts[0 if worker_group.rank else rank]
+    own = next(
+        (i for i, s in enumerate(signatures) if counts[s] > compared.get(s, 0)), None
     )
-    own = "nothing" if first is None else describe(first)
-    operations = worker_group.all_gather(f"{topic}: first difference", own)
+    operations = worker_group.all_gather(
+        f"{topic}: first difference", "nothing" if own is None else describe(own)
+    )
     worker_group.leave()
-    text = _step_difference(topic, steps)
-    if text is None:
-        rank = ranks[0]
-        text = (
-            f"Workers would compute different things in {topic}. {_LET_NOTHING_CHOOSE} "
-            f"First operation that differs: {operations[0]} on worker 0, "
-            f"{operations[rank]} on worker {rank}."
-        )
-    raise ValueError(text)
+    raise ValueError(
+        f"Workers would compute different things in {topic}. {_LET_NOTHING_CHOOSE} "
+        f"First operation that differs: {operations[0]} on worker 0, "
+        f"{operations[rank]} on worker {rank}."
+    )
 
 
 _LET_NOTHING_CHOOSE = (
