@@ -335,10 +335,6 @@ class Builder:
             if id(source) in self._multiples and id(tensor) not in self._multiples:
                 self._multiples[id(tensor)] = self._multiples[id(source)]
 
-    def set_multiple(self, tensor: Any, value: Any) -> None:
-        """Note the entries for each row of a tensor of the program."""
-        self._multiples[id(tensor)] = value
-
     def _known_outputs(self, op: Any, decision: Decision) -> list | None:
         """Return constants where all results are known."""
         if not decision.outputs or not self._has_known_outputs(op, decision):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -134,13 +133,9 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
     merge = "sum"
     # What all components together were set to last, outside of a step.
     _begins_with: Any = None
-    # All of them, by the id of the handle of each component.
-    _by_handle: ClassVar[weakref.WeakValueDictionary] = weakref.WeakValueDictionary()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for component in self.values:
-            self._by_handle[id(component.handle)] = self
         is_sum = self.aggregation == tf.VariableAggregation.SUM
         if is_sum and self.is_number and tf.executing_eagerly():
             self._count_once()
@@ -149,11 +144,6 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
     def is_number(self) -> bool:
         """Whether it holds numbers, which can be merged."""
         return self.dtype.is_floating or self.dtype.is_integer
-
-    @classmethod
-    def of_handle(cls, handle: tf.Tensor) -> MetricVariable | None:
-        """Return the variable that a traced operation uses a component of."""
-        return cls._by_handle.get(id(_compat.outermost(handle)))
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
         in_replica = replica_context() is not None

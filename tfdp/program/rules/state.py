@@ -455,10 +455,6 @@ def _build_from_tensor(builder: Any, op: Any, inputs: list) -> list:
     return [tf.raw_ops.TensorListFromTensor(tensor=inputs[0], element_shape=shape)]
 
 
-def _same_list(view: View) -> Decision:
-    return Decision([AS_HELD] * len(view), [view.facts[0]])
-
-
 def _length(view: View) -> Decision:
     return Decision([AS_HELD] * len(view), view.whole_outputs())
 
