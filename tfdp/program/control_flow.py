@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.program.facts import Fact
-from tfdp.program.view import AS_HELD, Decision, Need
+from tfdp.program.plan import need_of
+from tfdp.program.view import AS_HELD, WHOLE, Decision, Need
 
 
 def build(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
@@ -102,8 +103,6 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
             is_loop=True,
         )
         inner.run()
-        from tfdp.program.view import WHOLE
-
         return inner.get(cond_plan.graph.outputs[0], WHOLE)
 
     def body(*values: Any) -> list:
@@ -115,8 +114,6 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
             is_loop=True,
         )
         inner.run()
-        from tfdp.program.plan import need_of
-
         return [
             _shaped(
                 builder,
