@@ -57,6 +57,9 @@ FOUND = {
         ),
         ((13, "squares"),),
     ),
+    "a list of parts of a sum, read only for a log": Program(
+        (Step("scatter_nd", (2, 3), {}), Step("scan", (10,), {})), ((11, "mean"),)
+    ),
     "a table of as many rows as the batch, by unknown sizes": Program(
         (
             Step("softmax", (2,), {"axis": -1, "kind": "log_softmax"}),

@@ -124,20 +124,26 @@ def _normalized() -> keras.Model:
     return keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(1)])
 
 
-@case("`jit_compile=True`: predict before the model is built")
+@case("`jit_compile=True`: predict before the model is built, in the scope too")
 def xla_of_a_model_that_is_not_built(env: Env) -> dict:
-    """Its variables are made in the first trace; the next one is compiled."""
     x, _ = common.regression_data(16)
 
     def build() -> keras.Model:
         ones = {"kernel_initializer": keras.initializers.Constant(0.1)}
         return keras.Sequential([layers.Dense(4, **ones), layers.Dense(1, **ones)])
 
-    model = _compiled(env, build, optimizer="sgd")
+    predictions = {}
     with mock.patch.object(xla, "trace", wraps=xla.trace) as trace:
-        found = [model.predict(x, verbose=0) for _ in range(2)]
+        model = _compiled(env, build, optimizer="sgd")
+        predictions["outside"] = model.predict(x, batch_size=6, verbose=0)
+        model = _compiled(env, build, optimizer="sgd")
+        predictions["on batch"] = model.predict_on_batch(x[:7])
+        with env.scope():
+            model = build()
+            model.jit_compile = not env.is_reference
+            predictions["not compiled"] = model.predict(x, batch_size=6, verbose=0)
         assert trace.called != env.is_reference
-    return {"predictions": found}
+    return predictions
 
 
 def _cnn() -> keras.Model:

@@ -84,13 +84,21 @@ def _ones_like(spec: Any) -> tf.Tensor:
     return tf.ones(shape, spec.dtype)
 
 
-def build_by_steps(model: Any, data_batch: Any) -> None:
-    """Build the layers that steps of the user's own call, where any is unbuilt.
+def build_by_steps(
+    model: Any, data_batch: Any, steps: tuple[str, ...] | None = None
+) -> None:
+    """Build the layers that steps call, where any is unbuilt.
 
     Else replicas would build them while the step is traced, each in its thread, and
     TensorFlow would initialize them in a branch of the step.
+
+    Args:
+        model: Keras model.
+        data_batch: Nest of specs, or arrays, of a batch.
+        steps: Tuple of strings, names of the steps. Defaults to those that the user
+            overrides, with their layers.
     """
-    layers = layers_of(model)
+    layers = layers_of(model) if steps is None else [model, *layers_of(model)]
     if all(layer.built for layer in layers):
         return
     batch = keras.tree.map_structure(
@@ -98,7 +106,7 @@ def build_by_steps(model: Any, data_batch: Any) -> None:
     )
     # An optimizer has no replica to update here, and its error is no news; the
     # variables that were asked for so far are made at the end all the same.
-    for name in overridden(model):
+    for name in overridden(model) if steps is None else steps:
         with model.distribute_strategy.scope(), contextlib.suppress(Exception):
             keras_backend.compute_output_spec(getattr(model, name), batch)
 

@@ -274,14 +274,30 @@ def _make_function(
         return result
 
     @functools.wraps(function)
-    def compute(*args: Any, **kwargs: Any) -> Any:
+    def compute(data: Any) -> Any:
+        if name == "predict_function" and model.jit_compile:
+            _build_for_xla(model, data[0])
         with progress.computing():
-            return function(*args, **kwargs)
+            return function(data)
 
     step: Any = paced(model, _ends_as_keras(model, compute)) if is_training else compute
     step.made_after = num_conversions()
     setattr(model, name, step)
     return result
+
+
+def _build_for_xla(model: Any, batch: Any) -> None:
+    """Build what `predict_step` calls: XLA compiles no creation of variables.
+
+    Keras builds a model before `fit` and `evaluate` only.
+    """
+
+    def spec(part: Any) -> Any:
+        own = model.distribute_strategy.experimental_local_results(part)[0]
+        return tf.TensorSpec([None, *own.shape[1:]], own.dtype)
+
+    specs = keras.tree.map_structure(lambda p: None if p is None else spec(p), batch)
+    _compat.build_by_steps(model, specs, ("predict_step",))
 
 
 def _ends_as_keras(model: Any, compute: Callable) -> Callable:

@@ -138,6 +138,8 @@ def _needed_by_effects(plan: Plan, scope: Scope) -> set:
             or _compat.has_function(op)
             or (not op.inputs and op.type != "Const")
             or any(t.dtype in (tf.variant, tf.resource, tf.string) for t in op.outputs)
+            # No replica returns a list.
+            or any(t.dtype == tf.variant for t in op.inputs)
         )
         if is_tied or any(
             plan.facts[id(t)].form in (Form.ROWS, Form.LOCAL)
