@@ -308,13 +308,17 @@ def test_the_reason_reaches_members_that_are_no_neighbours():
 def run_out_of_files(worker: Worker) -> tuple[str, float]:
     """The worker that accepts connections may open no more files."""
     mesh = worker.mesh(timeout_seconds=3.0 if worker.rank else 10.0)
-    worker.meet("begin")
     if worker.rank == 0:
+        worker.say("listens")
         highest = max(map(int, os.listdir("/proc/self/fd")))
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))
         with contextlib.suppress(OSError):
             while True:  # the numbers between those that are taken
                 os.dup(0)
+        # A link takes no file: the other worker is not to dial before.
+        os.link(worker.store.path("said/listens"), worker.store.path("said/is full"))
+    else:
+        worker.wait_for("is full")
     begin = time.monotonic()
     with pytest.raises((TransportError, PeerLost)) as caught:
         worker.group(mesh)

@@ -37,14 +37,17 @@ class FileStore:
     def __init__(self, directory: str | Path) -> None:
         self._directory = Path(directory)
 
+    def path(self, key: str) -> Path:
+        return self._directory / key.replace("/", "%")
+
     def put(self, key: str, text: str) -> None:
-        path = self._directory / key.replace("/", "%")
+        path = self.path(key)
         partial = path.with_suffix(f".{os.getpid()}")
         partial.write_text(text)
         partial.rename(path)
 
     def get(self, key: str, timeout_seconds: float) -> str:
-        path = self._directory / key.replace("/", "%")
+        path = self.path(key)
         deadline = time.monotonic() + timeout_seconds
         while not path.exists():
             if time.monotonic() > deadline:
