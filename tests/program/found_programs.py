@@ -60,6 +60,21 @@ FOUND = {
     "a list of parts of a sum, read only for a log": Program(
         (Step("scatter_nd", (2, 3), {}), Step("scan", (10,), {})), ((11, "mean"),)
     ),
+    "pairs of rows, cut by the number of rows": Program(
+        (
+            Step("matmul", (1, 1), {"left": False, "right": True, "kind": "transpose"}),
+            Step("slice_by_sizes", (10,), {"axis": -1, "kind": "all"}),
+            Step("matmul", (11, 11), {"left": True, "right": False, "kind": "adjoint"}),
+        ),
+        ((12, "squares"),),
+    ),
+    "pairs of rows that are sorted": Program(
+        (
+            Step("matmul", (1, 1), {"left": False, "right": True, "kind": "transpose"}),
+            Step("sort", (10,), {"axis": 1, "direction": "DESCENDING"}),
+        ),
+        ((11, "squares"),),
+    ),
     "a table of as many rows as the batch, by unknown sizes": Program(
         (
             Step("softmax", (2,), {"axis": -1, "kind": "log_softmax"}),

@@ -198,6 +198,14 @@ DIVIDED = {
 WHOLE = {
     "softmax along rows": (lambda g: tf.nn.softmax(g["v"]), {"Softmax"}),
     "a running sum of rows": (lambda g: tf.cumsum(g["y"]), {"Cumsum"}),
+    "as many columns as rows": (
+        lambda g: tf.matmul(g["y"], g["w"])[:, : tf.shape(g["y"])[0]],
+        {"StridedSlice"},
+    ),
+    "as many columns as rows, by their number": (
+        lambda g: tf.slice(g["y"], [0, 0], [-1, tf.shape(g["y"])[0]]),
+        {"Slice"},
+    ),
     "rows reversed": (lambda g: tf.reverse(g["y"], [0]), {"ReverseV2"}),
     "rows rolled": (lambda g: tf.roll(g["y"], 1, 0), {"Roll"}),
     "the best rows": (lambda g: tf.math.top_k(g["v"], 2)[0], {"TopKV2"}),

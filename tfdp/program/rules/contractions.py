@@ -158,7 +158,10 @@ def decide_convolution(view: View) -> Decision | None:
     for index in indices:
         needs[index] = AS_HELD if view.facts[index].is_rows else rows_along(0)
     for index, fact in enumerate(view.facts):
-        if fact.form is Form.SIZES:
+        # The shape of what a gradient is of, not that of a filter.
+        if fact.form is Form.SIZES and not is_sum:
+            if fact.value is None or not all(s.is_free for s in fact.value[1:]):
+                return None
             needs[index] = AS_HELD
     build = build_with_a_row if view.type in CONVOLUTIONS else None
     if is_sum:

@@ -366,13 +366,13 @@ def _axis_after_slice(view: View, data: Fact) -> int | None:
         for name in ("begin", "end", "shrink_axis", "new_axis", "ellipsis")
     }
     explicit = count - bin(masks["new_axis"]).count("1") - bool(masks["ellipsis"])
-    axis_in, axis_out = 0, 0
+    axis_in, axis_out, found = 0, 0, None
     for item in range(count):
         bit = 1 << item
         if masks["ellipsis"] & bit:
             skipped = rank - explicit
             if axis_in <= data.axis < axis_in + skipped:
-                return axis_out + data.axis - axis_in
+                found = axis_out + data.axis - axis_in
             axis_in, axis_out = axis_in + skipped, axis_out + skipped
         elif masks["new_axis"] & bit:
             axis_out += 1
@@ -384,11 +384,21 @@ def _axis_after_slice(view: View, data: Fact) -> int | None:
             takes_last = masks["end"] & bit or _is(end, item, own)
             if strides is None or strides[item] != 1:
                 return None
-            return axis_out if takes_first and takes_last else None
+            if not (takes_first and takes_last):
+                return None
+            found = axis_out
+            axis_in, axis_out = axis_in + 1, axis_out + 1
+        elif _counts_rows(begin, item) or _counts_rows(end, item):
+            # A replica holds its own number, which is another.
+            return None
         else:
             axis_in += 1
             axis_out += not masks["shrink_axis"] & bit
-    return axis_out + data.axis - axis_in
+    return axis_out + data.axis - axis_in if found is None else found
+
+
+def _counts_rows(values: np.ndarray | None, index: int) -> bool:
+    return values is not None and values[index].kind == "rows"
 
 
 def _is(values: np.ndarray | None, index: int, size: Size) -> bool:
@@ -421,6 +431,9 @@ def decide_slice(view: View) -> Decision | None:
     if begin.value[data.axis] != sizes.ZERO:
         return None
     if size.value[data.axis] not in (number(-1), own):
+        return None
+    others = [axis for axis in range(len(data.sizes)) if axis != data.axis]
+    if any(_counts_rows(f.value, axis) for f in (begin, size) for axis in others):
         return None
     return Decision([AS_HELD] * 3, [view.rows_output(data.axis, data.multiple)])
 

@@ -107,7 +107,7 @@ def decide_row_by_row(view: View) -> Decision | None:
         return None
     needs: list[Need] = []
     for index, fact in enumerate(view.facts):
-        if fact.is_rows or (fact.form is Form.SIZES and index not in indices):
+        if fact.is_rows:
             needs.append(AS_HELD)
         elif index in indices:
             needs.append(rows_along(axis, may_broadcast=view.type in _BROADCASTING))
