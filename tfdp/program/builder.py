@@ -206,7 +206,7 @@ class Builder:
         return self.replica.reduce_results(kind, own)
 
     def with_shape(self, tensor: Any, source: Any, fact: Fact) -> Any:
-        """Set what is known of the shape of a tensor, but the number of its rows."""
+        """Set what is known of the shape of a tensor on this replica."""
         tensor.set_shape(self.own_static_shape(source, fact))
         return tensor
 
@@ -216,7 +216,9 @@ class Builder:
             return tf.TensorShape(None)
         found = source.shape.as_list()
         if fact.is_rows:
-            found[fact.axis] = None
+            rows, multiple = self.own_rows, fact.multiple
+            is_known = isinstance(rows, int) and multiple is not None
+            found[fact.axis] = rows * multiple if is_known else None
         return tf.TensorShape(found)
 
     def own_shape(self, fact: Fact, given: Any) -> Any:
@@ -228,11 +230,9 @@ class Builder:
         for axis, size in enumerate(known):
             if axis == fact.axis and size.number is not None:
                 parts.append(self.own_rows * size.number)
-            elif size.kind == "number":
-                parts.append(tf.constant(size.number, tf.int32))
             else:
-                parts.append(tf.constant(-1, tf.int32))
-        return tf.stack(parts) if parts else tf.zeros([0], tf.int32)
+                parts.append(size.number if size.kind == "number" else -1)
+        return _packed(parts, tf.int32)
 
     # Operations.
 
@@ -293,16 +293,19 @@ class Builder:
             outputs = known
         else:
             inputs = [
-                self.get(tensor, need)
-                for tensor, need in zip(op.inputs, decision.needs, strict=True)
+                self.get(tensor, need) if self.plan.is_needed(op, index) else None
+                for index, (tensor, need) in enumerate(
+                    zip(op.inputs, decision.needs, strict=True)
+                )
             ]
             if op.type in ASSIGNMENTS:
                 inputs[1] = self._unless_empty(op, inputs)
             outputs = self._build_of(op, decision, inputs)
         for tensor, own in zip(op.outputs, outputs, strict=True):
-            self._note(tensor, own)
-        if outputs:
-            self._operations[op] = outputs[0].op
+            if own is not None:
+                self._note(tensor, own)
+            if tf.is_symbolic_tensor(own):
+                self._operations[op] = own.op
 
     def _is_built_when_asked_for(self, op: Any, decision: Decision) -> bool:
         """Whether an operation gives constants and sizes, which nothing may need."""

@@ -85,7 +85,11 @@ def _shaped(builder: Any, own: Any, tensor: Any, fact: Fact) -> Any:
 def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
     cond_plan, body_plan = decision.plans
     is_same: Sequence[bool] = decision.details
-    changed = [index for index, same in enumerate(is_same) if not same]
+    changed = [
+        index
+        for index, same in enumerate(is_same)
+        if not same and builder.plan.is_needed(op, index)
+    ]
     facts = decision.outputs
 
     def given_to(graph: Any, values: Sequence[Any]) -> dict[int, Any]:

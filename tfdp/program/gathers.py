@@ -67,7 +67,7 @@ def _needs(
     """
     for inner, op in _live(plan):
         decision = inner.decisions[op]
-        for tensor, need in zip(op.inputs, decision.needs, strict=True):
+        for tensor, need in inner.needs(op):
             yield inner, tensor, need, op
         if decision.has_collective and op.outputs:
             yield inner, op.outputs[0], None, op

@@ -123,7 +123,7 @@ def tail_of(plan: Plan, results: Any, scope: Scope, *, is_of_all: bool) -> LogTa
             if not is_of_all and not is_state and tensor.dtype.is_floating:
                 kind = MEAN
             cuts.append((tensor, is_part, kind))
-    plan.live = in_step
+    plan.live &= in_step
     return LogTail(results, cuts, order)
 
 

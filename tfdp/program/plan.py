@@ -19,6 +19,7 @@ from tfdp.program import sizes
 from tfdp.program.facts import Fact, Form, static_sizes, whole
 from tfdp.program.rules import decide
 from tfdp.program.rules.elementwise import is_true
+from tfdp.program.rules.state import is_known
 from tfdp.program.sizes import array
 from tfdp.program.view import (
     AS_HELD,
@@ -47,6 +48,7 @@ class Plan:
         facts: Dict from the `id` of a tensor to its `Fact`.
         decisions: Dict from an operation to its `Decision`.
         live: Set of operations that something needs.
+        needed: Set of the `id`s of tensors that something needs.
         sums: Set of the `id`s of parts of which something needs the sum.
     """
 
@@ -54,6 +56,7 @@ class Plan:
     facts: dict[int, Fact]
     decisions: dict[Any, Decision] = dataclasses.field(default_factory=dict)
     live: set = dataclasses.field(default_factory=set)
+    needed: set[int] = dataclasses.field(default_factory=set)
     sums: set[int] = dataclasses.field(default_factory=set)
 
     def fact(self, tensor: Any) -> Fact:
@@ -62,6 +65,19 @@ class Plan:
         if found is None:
             raise KeyError(tensor)
         return found
+
+    def is_needed(self, op: Any, index: int) -> bool:
+        """Return whether an operation needs an input: of a loop, each variable."""
+        return not self.is_loop(op) or id(op.outputs[index]) in self.needed
+
+    def is_loop(self, op: Any) -> bool:
+        """Return whether an operation is a loop that a replica builds."""
+        return op.type in _LOOPS and bool(self.decisions[op].plans)
+
+    def needs(self, op: Any) -> list[tuple[Any, Need]]:
+        """Return the inputs that an operation needs, each with its form."""
+        pairs = zip(op.inputs, self.decisions[op].needs, strict=True)
+        return [pair for i, pair in enumerate(pairs) if self.is_needed(op, i)]
 
 
 class Scope:
@@ -107,7 +123,7 @@ def make_plan(
             _plan_operation(plan, op, scope)
         if len(scope.whole) == before:
             break
-    plan.live = _live_operations(plan, outputs, scope)
+    _find_live(plan, outputs, scope)
     _check_conversions(plan)
     plan.sums = _needed_sums(plan)
     return plan
@@ -166,10 +182,9 @@ def _check_conversions(plan: Plan) -> None:
         CannotDivideError: With the operation that needs it.
     """
     for op in plan.live:
-        decision = plan.decisions.get(op)
-        if decision is None:
+        if op not in plan.decisions:
             continue
-        for tensor, need in zip(op.inputs, decision.needs, strict=True):
+        for tensor, need in plan.needs(op):
             fact = plan.facts.get(id(tensor))
             if fact is None or not is_conversion(fact, need):
                 continue
@@ -187,9 +202,7 @@ def _check_conversions(plan: Plan) -> None:
 def _needed_sums(plan: Plan) -> set[int]:
     found = set()
     for op in plan.live:
-        decision = plan.decisions.get(op)
-        needs = () if decision is None else decision.needs
-        for tensor, need in zip(op.inputs, needs, strict=False):
+        for tensor, need in plan.needs(op) if op in plan.decisions else ():
             fact = plan.facts.get(id(tensor))
             is_part = fact is not None and fact.form is Form.PART
             if is_part and need.kind in (Kind.WHOLE, Kind.ROWS):
@@ -443,7 +456,7 @@ def _converts(plan: Plan, scope: Scope) -> bool:
             return True
         if decision.has_collective:
             return True
-        for tensor, need in zip(op.inputs, decision.needs, strict=True):
+        for tensor, need in plan.needs(op):
             fact = plan.facts.get(id(tensor))
             if fact is not None and is_conversion(fact, need):
                 return True
@@ -523,28 +536,74 @@ _PRUNED = frozenset(
 )
 
 
-def _live_operations(plan: Plan, outputs: Sequence[Any], scope: Scope) -> set:
+def _find_live(plan: Plan, outputs: Sequence[Any], scope: Scope) -> None:
+    """Find the operations and tensors of a graph that something needs."""
     graph = plan.graph
-    pending = [tensor.op for tensor in outputs if tensor.graph is graph]
+    plan.live, plan.needed = set(), set()
+    tensors = [*outputs]
     for effect in scope.effects.get(graph, ()):
-        pending += [tensor.op for tensor in effect.tensors if tensor.graph is graph]
+        tensors += effect.tensors
+    pending = [op for op in graph.get_operations() if _must_run(op)]
     for op, decision in plan.decisions.items():
         for effect in _effects_inside(decision, scope):
             # A branch that updates variables, whatever it returns.
             pending.append(op)
-            pending += [t.op for t in effect.tensors if t.graph is graph]
-    for op in graph.get_operations():
-        if _compat.has_effect(op) and op.type not in _PRUNED:
-            pending.append(op)
-    live: set = set()
-    while pending:
-        op = pending.pop()
-        if op in live:
-            continue
-        live.add(op)
-        pending += [tensor.op for tensor in op.inputs if tensor.graph is graph]
-        pending += list(op.control_inputs)
-    return live
+            tensors += effect.tensors
+    while tensors or pending:
+        for tensor in tensors:
+            is_new = tensor.graph is graph and id(tensor) not in plan.needed
+            if is_new and not _follows_from_rows(plan.facts.get(id(tensor))):
+                plan.needed.add(id(tensor))
+                # Loops come last, once it is known which variables are needed.
+                pending.insert(
+                    0 if tensor.op.type in _LOOPS else len(pending), tensor.op
+                )
+        tensors = []
+        if pending:
+            op = pending.pop()
+            if op.type in _LOOPS and op in pending:
+                continue
+            pending += [other for other in op.control_inputs if other not in plan.live]
+            plan.live.add(op)
+            if op in plan.decisions and plan.is_loop(op):
+                _find_live_variables(plan, op, scope)
+            tensors = [t for i, t in enumerate(op.inputs) if plan.is_needed(op, i)]
+
+
+def _must_run(op: Any) -> bool:
+    return _compat.has_effect(op) and op.type not in _PRUNED
+
+
+def _follows_from_rows(fact: Fact | None) -> bool:
+    """Whether a replica makes a tensor of the number of rows, without its operation."""
+    return fact is not None and fact.form is Form.SIZES and is_known(fact)
+
+
+def _find_live_variables(plan: Plan, op: Any, scope: Scope) -> None:
+    """Find the variables of a loop that something needs, in it or after it.
+
+    A list in which it keeps shapes for its gradient is none where they follow from the
+    number of rows.
+    """
+    cond, body = plan.decisions[op].plans
+    tested, given = cond.graph.inputs, body.graph.inputs
+    before = -1
+    while len(plan.needed) > before:
+        before = len(plan.needed)
+        _find_live(
+            body,
+            [
+                result
+                for output, result in zip(op.outputs, body.graph.outputs, strict=True)
+                if id(output) in plan.needed
+            ],
+            scope,
+        )
+        plan.needed |= {
+            id(output)
+            for index, output in enumerate(op.outputs)
+            if id(given[index]) in body.needed or id(tested[index]) in cond.needed
+        }
 
 
 def _effects_inside(decision: Decision, scope: Scope) -> Iterator[Any]:

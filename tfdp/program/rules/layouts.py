@@ -29,7 +29,7 @@ def decide_reshape(view: View) -> Decision | None:
     is_open = [
         size for i, size in enumerate(target) if size == number(-1) and i != axis
     ]
-    build = _build_reshape if is_open else None
+    build = _build_open_reshape if is_open else _build_reshape
     return Decision([AS_HELD, AS_HELD], [own_rows(shape, axis)], build)
 
 
@@ -111,6 +111,13 @@ def _missing(data: Fact, after: Size, inner: Size, size: Size) -> Size:
 
 
 def _build_reshape(builder: Any, op: Any, inputs: list) -> list:
+    """Build a reshape, unless static shapes show that it changes nothing."""
+    shape = builder.own_static_shape(op.outputs[0], builder.fact(op.outputs[0]))
+    is_same = shape.is_fully_defined() and shape == inputs[0].shape
+    return inputs[:1] if is_same else builder.copy(op, inputs)
+
+
+def _build_open_reshape(builder: Any, op: Any, inputs: list) -> list:
     """Build a reshape with an open size: of no rows TensorFlow cannot find it out."""
     (fact,) = builder.facts_of(op.outputs)
     data, target = builder.facts_of(op.inputs)

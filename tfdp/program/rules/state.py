@@ -402,14 +402,15 @@ def _build_without_shape(builder: Any, op: Any, inputs: list) -> list:
 
 def _build_pop(builder: Any, op: Any, inputs: list) -> list:
     fact = builder.facts_of(op.outputs)[1]
+    known = builder.own_static_shape(op.outputs[1], fact)
+    # Grappler knows of it, too, and leaves out what need not be computed.
+    shape = -1 if known.rank is None else [-1 if n is None else n for n in known]
     rest, item = tf.raw_ops.TensorListPopBack(
         input_handle=inputs[0],
-        element_shape=-1,
+        element_shape=tf.constant(shape, tf.int32),
         element_dtype=op.get_attr("element_dtype"),
     )
-    if fact.form is not Form.SIZES:
-        item = builder.with_shape(item, op.outputs[1], fact)
-    return [rest, item]
+    return [rest, builder.with_shape(item, op.outputs[1], fact)]
 
 
 def _stack(view: View) -> Decision | None:
