@@ -272,3 +272,22 @@ def test_a_loop_that_sums_over_rows_runs_whole_as_it_has_no_collectives_inside()
         )[1]
 
     assert held(loop)[0] == "whole"
+
+
+def test_a_loop_keeps_no_shapes_that_follow_from_the_number_of_rows():
+    def loop(given):
+        return tf.while_loop(
+            lambda i, _: i < 3,
+            lambda i, state: (i + 1, tf.tanh(state) * given["y"]),
+            [0, given["y"]],
+        )[1]
+
+    plan, _ = plan_of(gradient(loop, "y"))
+    bodies = [plan.decisions[op].plans[1] for op in plan.live if "While" in op.type]
+    kept = {
+        op.inputs[1].dtype
+        for body in bodies
+        for op in body.live
+        if op.type == "TensorListPushBack"
+    }
+    assert kept == {tf.float32}
