@@ -412,3 +412,82 @@ def other_and_static_numbers_of_rows(env: Env) -> dict:
         "stateful": fitted(env, stateful, steps),
         "noise": fitted(env, compiled(OfFixedNoise), images),
     }
+
+
+class OfGraphs(keras.Model):
+    """Passes messages along edges, and averages the nodes of each graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = layers.Dense(4, activation="tanh", kernel_initializer=near())
+        self.last = dense()
+
+    def call(self, x: dict) -> tf.Tensor:
+        nodes, edges = self.hidden(x["nodes"]), x["edges"]
+        sent = tf.gather(nodes, edges[:, 1])
+        got = tf.math.unsorted_segment_sum(sent, edges[:, 0], tf.shape(nodes)[0])
+        return self.last(tf.math.segment_mean(nodes + 0.5 * got, x["graph"]))
+
+
+def graphs() -> tf.data.Dataset:
+    """Batches of molecules, whose nodes and edges are merged as on keras.io."""
+    sizes = LENGTHS + 1
+    nodes = tf.RaggedTensor.from_row_lengths(_of_chance(sizes.sum(), 5), sizes)
+    random = np.random.default_rng(4)
+    pairs = np.concatenate([random.integers(0, size, (3, 2)) for size in sizes])
+    edges = tf.RaggedTensor.from_row_lengths(pairs, [3] * NUM_ROWS)
+
+    def merge(x: tuple, y: tf.Tensor) -> tuple:
+        nodes, edges = x
+        starts = tf.gather(nodes.row_starts(), edges.value_rowids())
+        merged = {
+            "nodes": nodes.values,
+            "graph": nodes.value_rowids(),
+            "edges": edges.values + starts[:, None],
+        }
+        return merged, y
+
+    rows = tf.data.Dataset.from_tensor_slices(((nodes, edges), Y))
+    return rows.shuffle(NUM_ROWS, seed=1).batch(common.BATCH_SIZE).map(merge)
+
+
+def two_datasets(size: int, other: int, drop: bool) -> tf.data.Dataset:
+    labelled = tf.data.Dataset.from_tensor_slices((X, Y))
+    others = tf.data.Dataset.from_tensor_slices(_of_chance(5 * NUM_ROWS, 5))
+    batches = labelled.batch(size, drop), others.batch(other, drop)
+    return tf.data.Dataset.zip(batches).prefetch(1)
+
+
+def of_other_rows(env: Env, build: Callable, make: Callable, **options: Any) -> dict:
+    with env.scope():
+        model = build()
+        loss = None if isinstance(model, Hidden) else "mse"
+        model.compile(keras.optimizers.SGD(0.1), loss, **options)
+    data = {"validation_data": make(), "verbose": 0}
+    history = model.fit(make(), epochs=2, **data)
+    found = {"history": history.history, "weights": env.weights(model)}
+    found["evaluated"] = np.ravel(model.evaluate(make(), verbose=0))
+    if loss:
+        found["predicted"] = model.predict(make(), verbose=0)
+    return found
+
+
+@case("Parts whose numbers of rows are not known, or do not divide", setups=BOTH)
+def other_numbers_of_rows_that_do_not_divide(env: Env) -> dict:
+    return {
+        "merged": of_other_rows(env, OfGraphs, graphs),
+        "dropped": of_other_rows(
+            env, OfTwoDatasets, lambda: two_datasets(7, 5, True), steps_per_execution=2
+        ),
+        "last": of_other_rows(env, OfTwoDatasets, lambda: two_datasets(8, 13, False)),
+    }
+
+
+@case("Parts of other numbers of rows, eagerly", setups=("mirrored",), full_setups=BOTH)
+def other_numbers_of_rows_run_eagerly(env: Env) -> dict:
+    return {
+        "merged": of_other_rows(env, OfGraphs, graphs, run_eagerly=True),
+        "zipped": of_other_rows(
+            env, OfTwoDatasets, lambda: two_datasets(8, 13, False), run_eagerly=True
+        ),
+    }

@@ -14,6 +14,7 @@ itself. Reading order:
     island_rows: rows of a worker that is a job of its own
     file_shards: files of which each worker reads its own
     rows, weighted_rows: rows of a batch for each replica, equal or by weight
+    other_rows: parts of a batch that have another number of rows than the first
     per_replica_dataset, element_specs: the distributed dataset on CPUs
     read_counts, source_name: batches asked for and given, and whose they are
     uneven_inputs: the end of the data for all workers

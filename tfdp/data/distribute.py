@@ -20,6 +20,7 @@ from tfdp.data.batch_sizes import batch_size_of, sizes_of_batches
 from tfdp.data.early_rows import Division, divide_early
 from tfdp.data.file_shards import FileShard
 from tfdp.data.island_rows import island_in_training, rows_of_island
+from tfdp.data.other_rows import places_of_others
 from tfdp.data.own_data import distribute_by_policy, distribute_own_files
 from tfdp.data.per_replica_dataset import (
     PREFETCHED_STEPS,
@@ -84,13 +85,17 @@ def _distribute_rows(
     """Return the distributed dataset of the local replicas' rows."""
     num_replicas = strategy.num_replicas_in_sync
     divided = _divide_early(strategy, dataset, ranks)
+    others: frozenset[int] = frozenset()
+    is_in_loop = loops.current() is not None and strategy.extended.balance is None
+    if divided is None and is_in_loop and num_replicas > 1:
+        others = places_of_others(dataset)
     if _reads_on_cpus(strategy) and options is None:
         if divided is None:
-            divided = divide_and_prefetch(dataset, ranks, num_replicas)
+            divided = divide_and_prefetch(dataset, ranks, num_replicas, others=others)
         else:
             divided = divided.prefetch(PREFETCHED_STEPS)
     elif divided is None:
-        divided = divide_batches(dataset, ranks, num_replicas)
+        divided = divide_batches(dataset, ranks, num_replicas, others=others)
     return distribute_divided(strategy, divided, options, read_options, dataset)
 
 

@@ -41,7 +41,7 @@ _OF_CLASS_WEIGHT = (
 )
 # And that which reads the rows of arrays in files.
 _OF_FILES = "tfdp.data.stored_rows."
-_ROW_BY_ROW = (_OF_CLASS_WEIGHT, _OF_FILES)
+ROW_BY_ROW = (_OF_CLASS_WEIGHT, _OF_FILES)
 # That which gathers the rows of a batch from arrays.
 _OF_ARRAYS = "keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter."
 
@@ -233,7 +233,7 @@ def stage_of_batches(dataset: tf.data.Dataset) -> Stage | None:
     kind = _compat.kind_of_part(dataset)
     if kind in (*PASS_ON, *CHOOSE):
         return stage_again(dataset)
-    if kind in MAPS and _compat.name_of_map(dataset).startswith(_ROW_BY_ROW):
+    if kind in MAPS and _compat.name_of_map(dataset).startswith(ROW_BY_ROW):
         # The function as it was traced may be for batches of a fixed size.
         return map_again(dataset, _compat.python_function_of_map(dataset))
     return None

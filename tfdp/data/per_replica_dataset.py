@@ -9,6 +9,7 @@ copies ahead of the step.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -60,6 +61,7 @@ def divide_and_prefetch(
     num_replicas: int,
     *,
     checks: bool | None = None,
+    others: Collection[int] = (),
 ) -> tf.data.Dataset:
     """Divide batches as `divide_batches` does, and prefetch the result.
 
@@ -72,12 +74,13 @@ def divide_and_prefetch(
         ranks: List of ints.
         num_replicas: Int, on all workers.
         checks: Bool or `None`, see `divide_batches`. Defaults to `None`.
+        others: Collection of ints, see `divide_batches`. Defaults to none.
     """
     num_ahead = PREFETCHED_STEPS
     if any(name == _GENERATOR for name, _ in _compat.operations_in(batches)):
         batches, is_ahead = _compat.without_automatic_prefetch(batches)
         num_ahead = int(is_ahead)
-    divided = divide_batches(batches, ranks, num_replicas, checks=checks)
+    divided = divide_batches(batches, ranks, num_replicas, checks=checks, others=others)
     return divided.prefetch(num_ahead) if num_ahead else divided
 
 

@@ -5,7 +5,7 @@ The numbers of rows of two replicas differ by one at most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -36,12 +36,23 @@ class Part(NamedTuple):
     is_shared: bool
 
 
+class OtherRows(NamedTuple):
+    """A part of a batch that has another number of rows than its first part.
+
+    Args:
+        rows: Tensor, the rows of a replica, by the number that the part has.
+    """
+
+    rows: Any
+
+
 def divide_batches(
     dataset: tf.data.Dataset,
     ranks: list[int],
     num_replicas: int,
     *,
     checks: bool | None = None,
+    others: Collection[int] = (),
 ) -> tf.data.Dataset:
     """Divide each global batch among ranks, and count its rows.
 
@@ -52,6 +63,8 @@ def divide_batches(
         checks: Bool, whether the parts of a batch have to have equally many rows, but
             those that are known to have another number, which divides as that does.
             Defaults to `None`: where there are several replicas.
+        others: Collection of ints, the places of flat parts that are divided by
+            themselves, each an `OtherRows`. Defaults to none.
 
     Returns:
         `tf.data.Dataset` of pairs, as long as `dataset`: a tuple with the rows of each
@@ -65,7 +78,7 @@ def divide_batches(
     if checks is None:
         checks = num_replicas > 1
     if checks:
-        alike = _without_others(dataset.element_spec, num_replicas)
+        alike = _without_others(dataset.element_spec, num_replicas, others)
         check_parts(alike)
     is_tuple = type(dataset.element_spec) is tuple
 
@@ -78,7 +91,9 @@ def divide_batches(
             _assert_rows(
                 {n: p for n, p in parts_with_rows(element).items() if n in alike}
             )
-        parts = tuple(rows_of_rank(element, rank, num_replicas) for rank in ranks)
+        parts = tuple(
+            _marked(rows_of_rank(element, rank, num_replicas), others) for rank in ranks
+        )
         # Stateful, so that TensorFlow keeps from parallel calls, which read ahead.
         return parts, tf.raw_ops.DeepCopy(x=num_rows(first_tensor(element)))
 
@@ -229,13 +244,30 @@ def parts_with_rows(batch: Any, name: str = "batch") -> dict[str, Any]:
     }
 
 
-def _without_others(spec: Any, num_replicas: int) -> dict[str, Any]:
+def _marked(batch: Any, others: Collection[int]) -> Any:
+    if not others:
+        return batch
+    parts = [
+        OtherRows(part) if place in others else part
+        for place, part in enumerate(tf.nest.flatten(batch))
+    ]
+    return tf.nest.pack_sequence_as(batch, parts)
+
+
+def _without_others(
+    spec: Any, num_replicas: int, others: Collection[int]
+) -> dict[str, Any]:
     """Return the parts that must have as many rows as the first one.
 
     Dense parts that always have another number of rows, as two datasets of other batch
     sizes have that are zipped, are divided by themselves where all numbers divide.
     """
-    parts = parts_with_rows(spec)
+    without_rows = tf.TensorSpec([])
+    flat = [
+        without_rows if place in others else part
+        for place, part in enumerate(tf.nest.flatten(spec))
+    ]
+    parts = parts_with_rows(tf.nest.pack_sequence_as(spec, flat))
     first = _static_num_rows(
         _first_size(next(iter(parts.values()), None)), num_replicas
     )

@@ -26,6 +26,7 @@ from tfdp.coordination.progress import progress
 from tfdp.data import checks
 from tfdp.data import position as data_position
 from tfdp.data.distribute import check_batch_size
+from tfdp.data.other_rows import without_marks
 from tfdp.islands.training import leave_islands, meet_islands
 from tfdp.keras_hooks import file_hooks, loop_agreement, scope_checks
 from tfdp.keras_hooks.logs import mean_over_workers, merge_logs
@@ -371,7 +372,7 @@ def build_symbolically(
     if strategy_of(model) is None or iterator is None:
         return original(model, iterator=iterator, data_batch=data_batch)
     dataset = _compat.distributed_dataset(iterator)
-    spec = _compat.local_element_spec(dataset)
+    spec, _ = without_marks(_compat.local_element_spec(dataset))
     checks.check_element(model, spec)
     shapes = [s.shape for s in tf.nest.flatten(spec) if s is not None]
     if any(shape.rank is None for shape in shapes):

@@ -8,7 +8,7 @@ of rows than the first one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -35,29 +35,37 @@ class StandIn:
     held: Callable[[Any, Replica], Sequence[Any]] = lambda part, replica: ()
 
 
-def stand_ins(parts: Sequence[Any], num_replicas: int) -> list[StandIn]:
+def stand_ins(
+    parts: Sequence[Any], num_replicas: int, others: Collection[int] = ()
+) -> list[StandIn]:
     """Return what stands for the parts of a batch, of any number of rows.
 
-    Parts that are known to have another number of rows than the first one are whole.
+    Parts that may have another number of rows than the first one are whole.
 
     Args:
         parts: Sequence of what a replica has of each.
         num_replicas: Int, see `stand_in`.
+        others: Collection of ints, the places of these parts; those are found beside
+            whose shapes tell it. Defaults to none.
     """
     first = first_tensor(parts)
     own = None if first is None else first.shape[0]
+
+    def is_other(place: int, part: Any) -> bool:
+        if place in others or own is None:
+            return place in others
+        is_dense = tf.is_symbolic_tensor(part) and part.shape.rank
+        return bool(is_dense) and part.shape[0] not in (None, own)
+
     return [
-        _of_other_rows(part)
-        if tf.is_symbolic_tensor(part)
-        and part.shape.rank
-        and own is not None
-        and part.shape[0] not in (None, own)
-        else stand_in(part, num_replicas)
-        for part in parts
+        _of_other_rows(part) if is_other(place, part) else stand_in(part, num_replicas)
+        for place, part in enumerate(parts)
     ]
 
 
-def _of_other_rows(part: tf.Tensor) -> StandIn:
+def _of_other_rows(part: Any) -> StandIn:
+    if isinstance(part, tf.RaggedTensor):
+        return _of_ragged(part, splits_size=FREE)
     fact = _whole_placeholder(part, FREE)
     return StandIn(fact[0], [fact], lambda own, replica: [replica.gather(own, 0)])
 
@@ -95,12 +103,12 @@ def _of_dense(part: tf.Tensor, num_replicas: int) -> StandIn:
     return StandIn(tensor, [(tensor, fact)], lambda own, _: [own])
 
 
-def _of_ragged(part: tf.RaggedTensor) -> StandIn:
+def _of_ragged(part: tf.RaggedTensor, splits_size: Size = SPLITS) -> StandIn:
     splits = part.nested_row_splits
     facts = [
         _whole_placeholder(part.flat_values, FREE),
         *(
-            _whole_placeholder(each, FREE if level else SPLITS)
+            _whole_placeholder(each, FREE if level else splits_size)
             for level, each in enumerate(splits)
         ),
     ]

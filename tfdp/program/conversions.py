@@ -147,6 +147,14 @@ class Replica:
         own.set_shape(static)
         return own
 
+    def share(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Take an equal share of a whole tensor with any number of rows."""
+        size = self._group.size
+        length = tf.shape(tensor)[0]
+        own = tensor[length * self.rank // size : length * (self.rank + 1) // size]
+        own.set_shape([None, *tensor.shape[1:]])
+        return own
+
     def share_of_first(
         self, own: tf.Tensor | None, dtype: tf.DType, shape: tf.TensorShape
     ) -> tf.Tensor:

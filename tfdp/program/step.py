@@ -6,7 +6,7 @@ step -> traced once, as on one device -> plan -> built on each replica by the pl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -21,7 +21,7 @@ from tfdp.program.builder import Builder
 from tfdp.program.checks import check_step
 from tfdp.program.conversions import Replica, Rows
 from tfdp.program.divisions import warn_of_division
-from tfdp.program.facts import Fact
+from tfdp.program.facts import Fact, Form
 from tfdp.program.gathers import (
     Conversion,
     conversions_of,
@@ -54,12 +54,21 @@ class DividedStep:
         strategy: A tfdp strategy.
         loop: `Loop` of Keras, whose step it is.
         function: Callable, the step, as on one device.
+        others: Collection of ints, the flat places of the arguments that may have
+            another number of rows than the first. Defaults to none.
     """
 
-    def __init__(self, strategy: Any, loop: Loop, function: Callable) -> None:
+    def __init__(
+        self,
+        strategy: Any,
+        loop: Loop,
+        function: Callable,
+        others: Collection[int] = (),
+    ) -> None:
         self._strategy = strategy
         self._loop = loop
         self._function = function
+        self._others = others
         # Rows, as `predict` does, or logs.
         self._returns_rows = "predict" in loop.name
         self._traced: _Traced | None = None
@@ -112,7 +121,7 @@ class DividedStep:
         if found.tail is not None:
             return found.tail.values(builder)
         return tf.nest.map_structure(
-            lambda result: self._rows_of(builder, result), found.results
+            lambda result: self._rows_of(builder, replica, result), found.results
         )
 
     def _warn(self, trace: ProgramTrace) -> None:
@@ -125,7 +134,7 @@ class DividedStep:
         """Return the rows of a global batch, as far as they are known."""
         return rows.total if isinstance(rows.total, int) else self._loop.batch_rows
 
-    def _rows_of(self, builder: Builder, result: Any) -> Any:
+    def _rows_of(self, builder: Builder, replica: Replica, result: Any) -> Any:
         if isinstance(result, (tf.RaggedTensor, tf.SparseTensor)):
             return self._rows_of_composite(builder, result)
         if not tf.is_symbolic_tensor(result):
@@ -133,6 +142,8 @@ class DividedStep:
         fact = builder.fact(result)
         if result.shape.rank == 0:
             return builder.get(result, WHOLE)
+        if fact.form is Form.WHOLE:
+            return replica.share(builder.get(result, WHOLE))
         return builder.get(result, rows_along(0) if not _is_first(fact) else AS_HELD)
 
     @staticmethod
@@ -171,7 +182,7 @@ class DividedStep:
         trace = ProgramTrace(graph)
         flat = tf.nest.flatten(args)
         with graph.as_default(), tracing(trace):
-            parts = stand_ins(flat, num_replicas)
+            parts = stand_ins(flat, num_replicas, self._others)
             given = [part.value for part in parts]
             results = self._function(*tf.nest.pack_sequence_as(args, given))
         needed = [

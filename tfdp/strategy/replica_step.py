@@ -17,6 +17,7 @@ from tfdp.base.batch_weight import BatchWeight
 from tfdp.base.context import strategy_of
 from tfdp.collectives import step_events
 from tfdp.data import batch_weights
+from tfdp.data.other_rows import without_marks
 from tfdp.data.rows import count_of, first_tensor, num_rows, rows_of_rank
 from tfdp.keras_hooks.logs import metric_states
 from tfdp.local_steps import merging_group, training_group
@@ -42,6 +43,7 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
         Tuple of function and arguments.
     """
     args, total = batch_weights.unpack_counted(args)
+    args, others = without_marks(args)
     loop = loops.current()
     if loop is None or strategy_of(loop.model) is not strategy:
         return fn, args
@@ -72,7 +74,7 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
     elif tf.executing_eagerly():
         return _eager_step(strategy, loop, fn, local, parts), args
     else:
-        step = _divided_step(strategy, loop, fn, local, parts, total, told)
+        step = _divided_step(strategy, loop, fn, local, parts, total, told, others)
     return _after_its_data(loop.model, step), args
 
 
@@ -84,12 +86,13 @@ def _divided_step(
     parts: list[BatchWeight],
     total: tf.Tensor | None,
     told: set[str],
+    others: frozenset[int],
 ) -> Callable:
     """Return the step of a replica as its part of the program of one device."""
     if strategy.extended.balance is not None:
         total = None  # Rows are divided by weight.
     are_alike = batch_weights.are_alike(local, merging_group(strategy))
-    divided = DividedStep(strategy, loop, fn)
+    divided = DividedStep(strategy, loop, fn, others)
     counts = {
         rank: tf.cast(count_of(first), tf.int32)
         for rank, batch in enumerate(local, strategy.extended.first_rank)
