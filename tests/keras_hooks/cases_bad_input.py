@@ -245,7 +245,7 @@ BAD_STRUCTURES: dict[str, typing.Callable] = {
     "a batch": lambda: ("train_on_batch", [_ones(8, 6)], _ones(7, 1)),
     "a dataset": lambda: (
         "fit",
-        tf.data.Dataset.from_tensors((_ones(8, 6), _ones(1, 1))),
+        tf.data.Dataset.from_tensors((_ones(8, 6), tf.sparse.from_dense(_ones(1, 1)))),
     ),
     "unknown rows": lambda: ("fit", _of_equal_rows_at_first()),
     "no list": lambda: ("fit", []),

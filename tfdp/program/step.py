@@ -142,7 +142,8 @@ class DividedStep:
         fact = builder.fact(result)
         if result.shape.rank == 0:
             return builder.get(result, WHOLE)
-        if fact.form is Form.WHOLE:
+        if fact.form in (Form.WHOLE, Form.PART):
+            # Rows of another part of the batch, perhaps.
             return replica.share(builder.get(result, WHOLE))
         return builder.get(result, rows_along(0) if not _is_first(fact) else AS_HELD)
 
