@@ -28,6 +28,10 @@ def thinned_by_python(x: tf.Tensor, y: tf.Tensor) -> tuple:
     return tf.ensure_shape(thin, [None]), y
 
 
+def drawn(x: tf.Tensor) -> tf.Tensor:
+    return x + tf.random.uniform([], 0, 9, tf.int64)
+
+
 DATASETS = {
     "one batch": (lambda: pairs(9).batch(4), set()),
     "zipped alike": (lambda: Dataset.zip((of(9).batch(4), of(9).batch(4))), set()),
@@ -53,6 +57,14 @@ DATASETS = {
     "shapes": (lambda: Dataset.from_tensors((tf.zeros([5]), tf.zeros([3]))), {1}),
     "mapped alike": (lambda: pairs(9).batch(4).map(lambda x, y: (x * 2, y)), set()),
     "mapped": (lambda: pairs(9).shuffle(9).batch(4).map(thinned).repeat(2), {1}),
+    "zipped and mapped": (
+        lambda: Dataset.zip((of(9).batch(4), of(9).batch(4).map(lambda x: x * 2))),
+        set(),
+    ),
+    "zipped and drawn": (
+        lambda: Dataset.zip((of(9).batch(4), of(9).batch(3).map(drawn))),
+        {1},
+    ),
     "mapped by Python": (lambda: pairs(9).batch(4).map(thinned_by_python), set()),
     "scalars": (lambda: pairs(9).batch(4).map(lambda x, y: (x, y, 1.0)), set()),
 }

@@ -53,20 +53,20 @@ def places_of_others(dataset: tf.data.Dataset) -> frozenset[int]:
     known = {i: tf.TensorShape(specs[i].shape)[:1] for i in places}
     sizes = {i: shape[0] if shape.rank else None for i, shape in known.items()}
     stages = _rows_by_stages(dataset)
-    first = places[0]
-
-    def differ(place: int) -> bool:
-        if None not in (sizes[first], sizes[place]):
-            return sizes[first] != sizes[place]
-        return stages[place] != stages[first]
-
-    is_unsure = any(stages[i] == _UNSURE and sizes[i] is None for i in places)
-    if is_unsure and (counts := _rows_of_first_batch(dataset)):
-        found = {i for i in places if differ(i) or counts[i] != counts[first]}
-    else:
-        found = {i for i in places if differ(i) and stages[i] != _UNSURE}
+    first, *rest = places
+    differ: dict[int, bool | None] = {}
+    for i in rest:
+        is_known = None not in (sizes[first], sizes[i])
+        differ[i] = (
+            sizes[first] != sizes[i] if is_known else _differ(stages[first], stages[i])
+        )
+    if None in differ.values() and (counts := _rows_of_first_batch(dataset)):
+        for i, found in differ.items():
+            differ[i] = counts[first] != counts[i] if found is None else found
     can_be_whole = (tf.TensorSpec, tf.RaggedTensorSpec)
-    return frozenset(i for i in found if isinstance(specs[i], can_be_whole))
+    return frozenset(
+        i for i, found in differ.items() if found and isinstance(specs[i], can_be_whole)
+    )
 
 
 def without_marks(args: Any) -> tuple[Any, frozenset[int]]:
@@ -92,7 +92,7 @@ class _Batches(NamedTuple):
 
 
 def _rows_by_stages(dataset: tf.data.Dataset) -> list:
-    """Return for each flat part what tells its rows: equal for equal numbers."""
+    """Return for each flat part what tells its rows, to be compared by `_differ`."""
     num_parts = len(tf.nest.flatten(dataset.element_spec))
     kind = _compat.kind_of_part(dataset)
     if kind == "ZipDataset":
@@ -119,9 +119,15 @@ def _rows_of_zip(datasets: list[tf.data.Dataset]) -> list:
         if "last" in text:  # which comes at one place, or anywhere
             is_shuffled = "ShuffleDataset" in text
             text += f" {i}" if is_shuffled else f" of {int(each.cardinality())}"
-        rows = _rows_by_stages(each)
-        found += [r if r == _UNSURE else _Batches(text, r) for r in rows]
+        found += [_Batches(text, rows) for rows in _rows_by_stages(each)]
     return found
+
+
+def _differ(one: Any, other: Any) -> bool | None:
+    """Return whether parts may have other numbers of rows, or `None`: not known."""
+    if isinstance(one, _Batches) and isinstance(other, _Batches):
+        return one.sizes != other.sizes or _differ(one.rows, other.rows)
+    return None if _UNSURE in (one, other) else one != other
 
 
 def _rows_of_first_batch(dataset: tf.data.Dataset) -> list[int | None] | None:
