@@ -75,6 +75,7 @@ LEFT_OUT = {
     "label_array_is_not_overwritten": "shuffled_data_gives_the_batches_of_one_device",
     "int64_input": "string_input",
     "text_and_sparse_encodings": "ragged_and_sparse_batches",
+    "other_numbers_of_rows_*": "other_and_static_numbers_of_rows",
     "odd_batch_size": "partial_last_batch_of_unequal_shares",
     "shuffled_arrays_of_other_seeds_*": "shuffling_without_seeds_*",
     "sharding_off_with_the_same_data_everywhere": "sharding_off_with_own_data_*",
