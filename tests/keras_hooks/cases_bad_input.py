@@ -440,6 +440,14 @@ DIFFERENT_CALLS: dict[str, typing.Callable[[int], tuple]] = {
     ),
 }
 
+# What a process sets by one function for all of its models: that function, what each
+# worker gives it, and what is there before.
+DIFFERENT_PROCESSES: dict[str, tuple[str, typing.Callable, list, typing.Any]] = {
+    "eager functions": ("fit", tf.config.run_functions_eagerly, [False, True], False),
+    "limit of epochs": ("fit", keras.config.set_max_epochs, [2, 1], None),
+    "limit of steps": ("evaluate", keras.config.set_max_steps_per_epoch, [1, 2], None),
+}
+
 
 @case(
     "Bad input: workers that call or compile a model differently",
@@ -458,6 +466,18 @@ def different_calls(env: Env) -> dict:
             options = {"verbose": 0, **options}
         call = getattr(model, method)
         raised = _raised(lambda call=call, data=data, o=options: call(*data, **o))
+        found[name] = {**raised["local"], "method": method}
+
+    for name, (method, change, values, before) in DIFFERENT_PROCESSES.items():
+        with env.scope():
+            common.compiled(model)
+        options = {"epochs": 3} if method == "fit" else {}
+        call = getattr(model, method)
+        change(values[env.rank])
+        try:
+            raised = _raised(lambda c=call, o=options: c(X, Y, verbose=0, **o))
+        finally:
+            change(before)
         found[name] = {**raised["local"], "method": method}
 
     def activation():

@@ -193,6 +193,18 @@ OF_CALLS = {
         SETTINGS,
         "class_weight/1: 2.0 on worker 0, 3.0 on worker 1",
     ),
+    "eager functions": (
+        SETTINGS,
+        "tf.config.functions_run_eagerly: False on worker 0, True on worker 1",
+    ),
+    "limit of epochs": (
+        SETTINGS,
+        "keras.config.max_epochs: 2 on worker 0, 1 on worker 1",
+    ),
+    "limit of steps": (
+        SETTINGS,
+        "keras.config.max_steps_per_epoch: 1 on worker 0, 2 on worker 1",
+    ),
     "activation": (CONFIGS, "/activation: 'relu' on worker 0, 'tanh' on worker 1"),
 }
 

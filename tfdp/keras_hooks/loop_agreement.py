@@ -12,6 +12,9 @@ import json
 import weakref
 from typing import Any
 
+import keras
+import tensorflow as tf
+
 from tfdp.coordination.differences import describe_difference
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.data.checks import describe_arrays, named_arrays
@@ -33,6 +36,12 @@ _KERAS_BATCH_SIZE = 32
 _FREE = ("verbose", "return_dict", "callbacks", "kwargs")
 _NO_SETTINGS = (*_FREE, *_DATA, "validation_data", "batch_size")
 _OF_MODEL = ("steps_per_execution", "run_eagerly", "jit_compile")
+# What a process sets for all of its models.
+_OF_PROCESS = {
+    "tf.config.functions_run_eagerly": tf.config.functions_run_eagerly,
+    "keras.config.max_epochs": keras.config.max_epochs,
+    "keras.config.max_steps_per_epoch": keras.config.max_steps_per_epoch,
+}
 
 # By model and by method (`train_on_batch` and its like): the number of calls, and a
 # digest of the batches that they were given.
@@ -132,7 +141,8 @@ def _settings_of(model: Any, bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def _of_model(model: Any) -> dict[str, Any]:
-    return {name: configs.comparable(getattr(model, name)) for name in _OF_MODEL}
+    of_model = {name: configs.comparable(getattr(model, name)) for name in _OF_MODEL}
+    return of_model | {name: read() for name, read in _OF_PROCESS.items()}
 
 
 def _arrays_of(arguments: dict[str, Any]) -> list[dict[str, Any] | None]:
