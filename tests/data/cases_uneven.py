@@ -175,7 +175,7 @@ def join_of_known_and_unknown_lengths(env: Env) -> dict:
         results["known"] = counted(env, LONGEST, data)
         if not env.is_reference:
             (text,) = set(told(caught))
-            assert "3 on worker 0, 5 on worker 1 batches" in text, text
+            assert "Received batches: 3 on worker 0, 5 on worker 1" in text, text
             data = of_unknown_length(data)
         results["unknown"] = train(env, data, steps_per_execution=2)
         # As many batches on both, but of other sizes: each sample counts alike.

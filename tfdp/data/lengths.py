@@ -41,6 +41,18 @@ class Length:
         rows = values.pop("rows")
         return cls(**values, rows=None if rows is None else tuple(rows))
 
+    @classmethod
+    def of_cardinality(cls, cardinality: int) -> Length:
+        """Return the length of a `tf.data.Dataset` of this cardinality.
+
+        Example:
+
+        >>> [str(Length.of_cardinality(number)) for number in (4, -1, -2)]
+        ['4', 'endlessly many', 'an unknown number']
+        """
+        # `tf.data.INFINITE_CARDINALITY` and `tf.data.UNKNOWN_CARDINALITY`
+        return cls({-1: ENDLESS, -2: None}.get(cardinality, cardinality))
+
     @property
     def is_endless(self) -> bool:
         """Bool, whether it never ends."""

@@ -17,6 +17,7 @@ from tfdp.data.batch_sizes import describe_sizes, sizes_of_batches
 from tfdp.data.early_rows import is_of_arrays
 from tfdp.data.element_specs import describe_spec, without_unknown_sizes
 from tfdp.data.fingerprints import ArrayValues, find_difference
+from tfdp.data.lengths import Length
 from tfdp.data.per_replica_dataset import ReadOptions
 
 _TOPIC = "a dataset's order and length"
@@ -165,11 +166,13 @@ def _lengths_differ(strategy: Any, lengths: list[int]) -> bool:
     same = len(set(lengths)) == 1
     # `epochs` warns of batches that are dropped, where their number is known.
     if not same and not stops_at_shortest(strategy):
-        listed = ", ".join(f"{n} on worker {r}" for r, n in enumerate(lengths))
+        listed = ", ".join(
+            f"{Length.of_cardinality(n)} on worker {r}" for r, n in enumerate(lengths)
+        )
         warnings.warn(
             "Workers have datasets of different length; each should read the same "
             "global batches. All go on until the longest ends, those without data "
-            f"with empty batches. Received: {listed} batches",
+            f"with empty batches. Received batches: {listed}",
             stacklevel=3,
         )
     return not same or lengths[0] == tf.data.UNKNOWN_CARDINALITY
