@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import keras
@@ -39,7 +40,8 @@ def compiled(
         model = build()
         model(np.zeros((1, common.NUM_FEATURES), "float32"))
         optimizer = sharded(env, optimizers.SGD(0.05, momentum=0.9))
-        model.compile(optimizer, loss="mse", jit_compile=False, **options)
+        options = {"jit_compile": False} | options
+        model.compile(optimizer, loss="mse", **options)
     return model
 
 
@@ -233,6 +235,11 @@ def keras_loops_of_sharded_parameters(env: Env) -> dict:
         # The last execution has two.
         "five steps": trained(env, steps_per_execution=5)[1],
     }
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        results["XLA"] = trained(env, jit_compile=not env.is_reference)[1]
+    found = [w for w in told if "`jit_compile=True` is left out" in str(w.message)]
+    assert len(found) == (not env.is_reference)
     model = compiled(env)
     x, y = common.regression_data()
     logs = [

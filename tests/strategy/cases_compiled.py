@@ -143,6 +143,10 @@ def xla_of_a_model_that_is_not_built(env: Env) -> dict:
             model.jit_compile = not env.is_reference
             predictions["not compiled"] = model.predict(x, batch_size=6, verbose=0)
         assert trace.called != env.is_reference
+    with env.scope():
+        model = build()
+        model.jit_compile = False
+    predictions["without XLA"] = model.predict(x, batch_size=6, verbose=0)
     return predictions
 
 

@@ -276,8 +276,8 @@ def _make_function(
 
     @functools.wraps(function)
     def compute(data: Any) -> Any:
-        if name == "predict_function" and model.jit_compile:
-            _build_for_xla(model, data[0])
+        if name == "predict_function":
+            _build_for_predict(model, data[0])
         with progress.computing():
             return function(data)
 
@@ -287,11 +287,8 @@ def _make_function(
     return result
 
 
-def _build_for_xla(model: Any, batch: Any) -> None:
-    """Build what `predict_step` calls: XLA compiles no creation of variables.
-
-    Keras builds a model before `fit` and `evaluate` only.
-    """
+def _build_for_predict(model: Any, batch: Any) -> None:
+    """Build what `predict_step` calls; Keras does before `fit` and `evaluate` only."""
 
     def spec(part: Any) -> Any:
         own = model.distribute_strategy.experimental_local_results(part)[0]

@@ -25,6 +25,7 @@ from tfdp.base.deferred_updates import Update
 from tfdp.base.loops import Loop
 from tfdp.base.xla import CannotCompileError
 from tfdp.collectives import is_collective, step_events
+from tfdp.parameters.sharded_parameter import sharded_parameter
 from tfdp.strategy.step_clusters import cut_at_buckets
 
 
@@ -130,6 +131,7 @@ class CompiledStep:
             CannotDeferError: If its updates cannot wait for its end.
         """
         _check_inputs(args)
+        _check_variables(self.loop.model)
         updates: list[Update] = []
 
         def compiled(args: tuple, numbers: list) -> Any:
@@ -187,6 +189,14 @@ def _check_inputs(args: tuple) -> None:
             raise CannotCompileError(f"a batch has a `{kind}`, which XLA lacks")
         if tf.is_tensor(tensor) and tensor.dtype == tf.string:
             raise CannotCompileError("a batch has strings, which XLA lacks")
+
+
+def _check_variables(model: Any) -> None:
+    if any(sharded_parameter(own) is not None for own in model.variables):
+        raise CannotCompileError(
+            "parameters are sharded, and the collectives that gather them are not for "
+            "XLA"
+        )
 
 
 def _check_collectives(graph: Any) -> None:

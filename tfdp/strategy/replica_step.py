@@ -93,6 +93,8 @@ def _divided_step(
         total = None  # Rows are divided by weight.
     are_alike = batch_weights.are_alike(local, merging_group(strategy))
     divided = DividedStep(strategy, loop, fn, others)
+    # Asked once for all replicas: the first one may build the model.
+    compiles = xla.is_wanted()
     counts = {
         rank: tf.cast(count_of(first), tf.int32)
         for rank, batch in enumerate(local, strategy.extended.first_rank)
@@ -114,7 +116,7 @@ def _divided_step(
             with batch_weight.use(part):
                 return divided(args, group, own)
 
-        if xla.is_wanted():
+        if compiles:
             result = CompiledStep(run, strategy, loop, told)(args, part)
         else:
             result = run(args, part)

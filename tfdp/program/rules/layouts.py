@@ -362,46 +362,43 @@ def decide_strided_slice(view: View) -> Decision | None:
 
 def _axis_after_slice(view: View, data: Fact) -> int | None:
     """Return the axis of rows after a slice, or `None` if it takes only some rows."""
-    begin, end, strides = view.facts[1].value, view.facts[2].value, view.numbers(3)
-    rank, count = len(data.sizes or ()), None
-    source = view.facts[3].sizes
+    rank, source = len(data.sizes or ()), view.facts[3].sizes
     if source is None or len(source) != 1 or source[0].kind != "number":
         return None
     count = int(source[0].number)
-    masks = {
-        name: view.attribute(f"{name}_mask")
-        for name in ("begin", "end", "shrink_axis", "new_axis", "ellipsis")
-    }
-    explicit = count - bin(masks["new_axis"]).count("1") - bool(masks["ellipsis"])
+    new, ellipsis = view.attribute("new_axis_mask"), view.attribute("ellipsis_mask")
+    skipped = rank - (count - bin(new).count("1") - bool(ellipsis))
     axis_in, axis_out, found = 0, 0, None
     for item in range(count):
         bit = 1 << item
-        if masks["ellipsis"] & bit:
-            skipped = rank - explicit
+        if ellipsis & bit:
             if axis_in <= data.axis < axis_in + skipped:
                 found = axis_out + data.axis - axis_in
             axis_in, axis_out = axis_in + skipped, axis_out + skipped
-        elif masks["new_axis"] & bit:
+        elif new & bit:
             axis_out += 1
-        elif axis_in == data.axis:
-            if masks["shrink_axis"] & bit:
-                return None
-            takes_first = masks["begin"] & bit or _is(begin, item, sizes.ZERO)
-            own = (data.sizes or ())[data.axis]
-            takes_last = masks["end"] & bit or _is(end, item, own)
-            if strides is None or strides[item] != 1:
-                return None
-            if not (takes_first and takes_last):
-                return None
-            found = axis_out
-            axis_in, axis_out = axis_in + 1, axis_out + 1
-        elif _counts_rows(begin, item) or _counts_rows(end, item):
-            # A replica holds its own number, which is another.
-            return None
         else:
+            if axis_in == data.axis:
+                found = axis_out
+            if not _can_slice(view, item, data, is_rows=axis_in == data.axis):
+                return None
             axis_in += 1
-            axis_out += not masks["shrink_axis"] & bit
+            axis_out += not view.attribute("shrink_axis_mask") & bit
     return axis_out + data.axis - axis_in if found is None else found
+
+
+def _can_slice(view: View, item: int, data: Fact, *, is_rows: bool) -> bool:
+    """Return whether a replica slices an axis like one device: that of rows, or not."""
+    begin, end, strides = view.facts[1].value, view.facts[2].value, view.numbers(3)
+    if not is_rows:
+        # A bound that is the number of rows is a replica's own, which is another.
+        return not _counts_rows(begin, item) and not _counts_rows(end, item)
+    bit, own = 1 << item, (data.sizes or ())[data.axis]
+    takes_first = view.attribute("begin_mask") & bit or _is(begin, item, sizes.ZERO)
+    takes_last = view.attribute("end_mask") & bit or _is(end, item, own)
+    has_step = strides is None or strides[item] != 1
+    is_one = view.attribute("shrink_axis_mask") & bit
+    return bool(takes_first and takes_last and not has_step and not is_one)
 
 
 def _counts_rows(values: np.ndarray | None, index: int) -> bool:
