@@ -236,6 +236,23 @@ def test_who_waits_for_its_data_is_not_given_up_by_the_others(source, monkeypatc
     assert (watchdog._failure is None) == bool(source)
 
 
+@pytest.mark.parametrize("idle_seconds", [0.0, 11.0])
+@pytest.mark.parametrize("num_ahead", [0, 2])
+def test_who_has_left_a_step_is_given_up_by_those_that_wait_in_it(
+    idle_seconds, num_ahead, monkeypatch
+):
+    watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"], 8.0)
+    own = dataclasses.replace(WAITING, seconds=11.0)
+    monkeypatch.setattr(Heartbeat, "progress", own)
+    watchdog._heartbeat._idle.seconds = idle_seconds
+    other = WorkerProgress(own.count + num_ahead, "evaluate", 3.0)
+    watchdog._detector.record_heartbeat(1, progress=other)
+    watchdog._check_stragglers()
+    assert (watchdog._failure is not None) == bool(idle_seconds)
+    if idle_seconds:
+        assert "and is at evaluate" in watchdog._failure.cause
+
+
 def test_a_process_is_idle_while_it_uses_next_to_no_processor(monkeypatch, clock):
     cpu = [5.0]
     monkeypatch.setattr("time.process_time", lambda: cpu[0])

@@ -173,6 +173,15 @@ class FailureDetector:
                 found[rank] = other
         return found
 
+    def elsewhere(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
+        """Return the progress of workers at other places that are not behind."""
+        found = {rank: self.status(rank).progress for rank in self.ranks()}
+        return {
+            rank: its
+            for rank, its in found.items()
+            if its is not None and its.count >= own.count and its.name != own.name
+        }
+
     def sources(self) -> dict[int, str]:
         """Return the data sources that other workers wait for, by rank."""
         found = {rank: self.status(rank).progress for rank in self.ranks()}
