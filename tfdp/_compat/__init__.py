@@ -239,6 +239,7 @@ from tfdp._compat.programs import (
     branch_graphs,
     call_inline,
     captures_of,
+    counter_of_passes,
     function_graph,
     has_effect,
     has_function,

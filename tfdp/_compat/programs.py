@@ -111,6 +111,14 @@ def loop_graphs(op: tf.Operation) -> tuple[Any, Any]:
     return cond, while_v2._get_graph(op, "body", "_body_graph")
 
 
+def counter_of_passes() -> tf.Tensor:
+    """The counter that `tf.while_loop` adds to the condition or body that is traced.
+
+    It is the first placeholder of its graph, before Python's function is called.
+    """
+    return tf.compat.v1.get_default_graph().get_operations()[0].outputs[0]
+
+
 def is_call(op: tf.Operation) -> bool:
     """Whether an operation calls a function, by an attribute or by its own type.
 

@@ -91,12 +91,19 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
         if not same and builder.plan.is_needed(op, index)
     ]
     facts = decision.outputs
+    # Each loop of TensorFlow counts its passes, the one that is built here, too.
+    is_counter = changed[:1] == [0] and len(changed) > 1
+    is_counter = is_counter and _counts_passes(op, body_plan.graph)
+    changed = changed[1:] if is_counter else changed
 
     def given_to(graph: Any, values: Sequence[Any]) -> dict[int, Any]:
-        return {
+        given = {
             id(graph.inputs[index]): value
             for index, value in zip(changed, values, strict=True)
         }
+        if is_counter:
+            given[id(graph.inputs[0])] = _compat.counter_of_passes()
+        return given
 
     def cond(*values: Any) -> Any:
         inner = _nested(
@@ -149,4 +156,18 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
     outputs = list(inputs)
     for index, value in zip(changed, found, strict=True):
         outputs[index] = value
+    if is_counter:
+        outputs[0] = found[0].op.outputs[0]
     return outputs
+
+
+def _counts_passes(op: Any, body: Any) -> bool:
+    """Return whether the first variable of a loop counts its passes from zero."""
+    before, after = body.inputs[0], body.outputs[0].op
+    return (
+        before.dtype == tf.int32
+        and tf.get_static_value(op.inputs[0]) == 0
+        and after.type in ("Add", "AddV2")
+        and after.inputs[0] is before
+        and tf.get_static_value(after.inputs[1]) == 1
+    )
