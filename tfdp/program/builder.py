@@ -75,7 +75,7 @@ class Builder:
                     self._build(op)
         for effect in effects:
             self._run_effect(effect)
-        self._assign_statistics()
+        self._assign_statistics(is_last=self.parent is None)
 
     def inside(
         self,
@@ -269,15 +269,23 @@ class Builder:
     def _is_own(self, tensor: Any) -> bool:
         return self.fact_or_whole(tensor).form is Form.LOCAL
 
-    def _assign_statistics(self) -> None:
-        """Average what replicas assign of their own rows, by one message."""
+    def _assign_statistics(self, *, is_last: bool = False) -> None:
+        """Average what replicas assign of their own rows, by one message.
+
+        Args:
+            is_last: Bool, whether nothing in the step reads them any more. Then they
+                are averaged after it, as they are for a step that is not divided.
+        """
         waiting, self._waiting = self._waiting, []
         values = {
             id(op.inputs[1]): op.inputs[1]
             for op in waiting
             if (id(op.inputs[1]), WHOLE) not in self._converted
         }
-        if values:
+        handles = [self.get(op.inputs[0]) for op in waiting]
+        if values and is_last and self.replica.averages_after_step(handles):
+            self._converted |= {(key, WHOLE): self.get(v) for key, v in values.items()}
+        elif values:
             with timing.labelled("statistics"):
                 own = [self.replica.weighted(self.get(v)) for v in values.values()]
                 totals = self.replica.sum(own)

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.base import xla
 from tfdp.collectives import timing
 from tfdp.local_steps import TrainingGroup
 from tfdp.parameters.gathers import gather_again_so_far
@@ -53,6 +54,7 @@ class Replica:
 
     def __init__(self, strategy: Any, group: TrainingGroup, rows: Rows) -> None:
         self.rows = rows
+        self._strategy = strategy
         self.local_id = group.replica
         self.rank = group.rank
         # Whether it is the one of its worker that writes what they share.
@@ -176,6 +178,26 @@ class Replica:
     def once(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return a tensor on the first replica, and zeros on others."""
         return tf.identity(tensor) if self.rank == 0 else tf.zeros_like(tensor)
+
+    def averages_after_step(self, handles: Sequence[Any]) -> bool:
+        """Have variables averaged over all replicas after the step, where that can be.
+
+        Args:
+            handles: Sequence of resource tensors, of components of this replica.
+
+        Returns:
+            Bool, whether they will be.
+        """
+        extended = self._strategy.extended
+        variables = [extended.variable_of(handle) for handle in handles]
+        is_known = all(own is not None for own in variables)
+        if not is_known or not self._group.is_all or xla.is_tracing():
+            return False
+        weight = tf.cast(self.rows.own, tf.float64) / tf.cast(
+            self.rows.total, tf.float64
+        )
+        extended.note_statistics(variables, self.local_id, weight)
+        return True
 
     def weighted(self, value: tf.Tensor) -> tf.Tensor:
         """Multiply a value of this replica by the fraction of all rows that it has."""

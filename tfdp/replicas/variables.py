@@ -119,7 +119,7 @@ class StatisticVariable(MirroredVariable):
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
         if program_trace.current() is None and not loops.in_steps_alone():
-            self.distribute_strategy.extended.note_statistic(self)
+            self.distribute_strategy.extended.note_statistics([self])
         return super()._update_replica(update_fn, value, **kwargs)
 
 

@@ -199,14 +199,16 @@ class ReplicaExtended:
     @contextlib.contextmanager
     def step_scope(self) -> Iterator[None]:
         """Average the moving statistics that the replicas assign inside."""
-        outer = getattr(self, "_statistics", None)
+        outer = getattr(self, "_statistics", None), getattr(self, "_weights", {})
         self._statistics: dict[int, Any] | None = {}
+        self._weights: dict[int, tf.Tensor] = {}
         try:
             yield
             statistics = list(self._statistics.values())
+            weights = [own for _, own in sorted(self._weights.items())]
         finally:
-            self._statistics = outer
-        self.average(statistics)
+            self._statistics, self._weights = outer
+        self.average(statistics, weights or None)
 
     def average(self, statistics: list, weights: list | None = None) -> None:
         """Average moving statistics over all replicas, in cross-replica context.
@@ -221,10 +223,21 @@ class ReplicaExtended:
             with timing.labelled("statistics"):
                 average_statistics(statistics, weights or equal, self.host_group)
 
-    def note_statistic(self, variable: Any) -> None:
-        """Remember that a replica assigned a moving statistic."""
+    def note_statistics(
+        self, variables: Sequence[Any], replica: int = 0, weight: Any = None
+    ) -> None:
+        """Remember that a replica assigned moving statistics.
+
+        Args:
+            variables: Sequence of mirrored variables.
+            replica: Int, its local number.
+            weight: Scalar tensor, the fraction of all rows that it has; or `None`:
+                all replicas count alike.
+        """
         if getattr(self, "_statistics", None) is not None:
-            self._statistics[id(variable)] = variable  # type: ignore[index]
+            self._statistics |= {id(own): own for own in variables}  # type: ignore
+            if weight is not None:
+                self._weights[replica] = weight
 
     def merge_metric_variables(self, variables: list[MetricVariable]) -> list:
         """The states of all replicas, merged: one tensor for each variable."""
