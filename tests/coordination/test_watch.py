@@ -236,10 +236,12 @@ def test_who_waits_for_its_data_is_not_given_up_by_the_others(source, monkeypatc
     assert (watchdog._failure is None) == bool(source)
 
 
-@pytest.mark.parametrize("idle_seconds", [0.0, 11.0])
 @pytest.mark.parametrize("num_ahead", [0, 2])
+@pytest.mark.parametrize(
+    ("idle_seconds", "error"), [(0.0, "ValueError: x"), (11.0, ""), (11.0, "OSError")]
+)
 def test_who_has_left_a_step_is_given_up_by_those_that_wait_in_it(
-    idle_seconds, num_ahead, monkeypatch
+    idle_seconds, error, num_ahead, monkeypatch
 ):
     watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"], 8.0)
     own = dataclasses.replace(WAITING, seconds=11.0)
@@ -247,9 +249,11 @@ def test_who_has_left_a_step_is_given_up_by_those_that_wait_in_it(
     watchdog._heartbeat._idle.seconds = idle_seconds
     other = WorkerProgress(own.count + num_ahead, "evaluate", 3.0)
     watchdog._detector.record_heartbeat(1, progress=other)
+    watchdog._detector.record_status(1, has_left=False, last_error=error)
     watchdog._check_stragglers()
-    assert (watchdog._failure is not None) == bool(idle_seconds)
-    if idle_seconds:
+    is_lost = bool(idle_seconds and error)
+    assert (watchdog._failure is not None) == is_lost
+    if is_lost:
         assert "and is at evaluate" in watchdog._failure.cause
 
 

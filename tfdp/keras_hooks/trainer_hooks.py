@@ -274,9 +274,13 @@ def _make_function(
             setattr(model, name, _ends_as_keras(model, function))
         return result
 
+    is_built = name != "predict_function"
+
     @functools.wraps(function)
     def compute(data: Any) -> Any:
-        if name == "predict_function":
+        nonlocal is_built
+        if not is_built:
+            is_built = True
             _build_for_predict(model, data[0])
         with progress.computing():
             return function(data)
@@ -294,6 +298,7 @@ def _build_for_predict(model: Any, batch: Any) -> None:
         own = model.distribute_strategy.experimental_local_results(part)[0]
         return tf.TensorSpec([None, *own.shape[1:]], own.dtype)
 
+    batch, _ = without_marks(batch)
     specs = keras.tree.map_structure(lambda p: None if p is None else spec(p), batch)
     _compat.build_by_steps(model, specs, ("predict_step",))
 

@@ -215,7 +215,7 @@ class Builder:
         if source.shape.rank is None:
             return tf.TensorShape(None)
         found = source.shape.as_list()
-        if fact.is_rows:
+        if fact.is_rows and source.dtype != tf.variant:
             rows, multiple = self.own_rows, fact.multiple
             is_known = isinstance(rows, int) and multiple is not None
             found[fact.axis] = rows * multiple if is_known else None
@@ -342,6 +342,8 @@ class Builder:
             self._inherit_multiple(tensor)
 
     def _inherit_multiple(self, tensor: Any) -> None:
+        if tensor.op.type == "Reshape":
+            return
         for source in tensor.op.inputs:
             if id(source) in self._multiples and id(tensor) not in self._multiples:
                 self._multiples[id(tensor)] = self._multiples[id(source)]

@@ -132,6 +132,13 @@ class Replica:
         each: Any = multiple
         if each is None:
             each = length // tf.maximum(self.rows.total, 1)
+            fits = tf.equal(each * self.rows.total, length)
+            if may_broadcast:
+                fits = tf.logical_or(fits, tf.equal(length, 1))
+            text = ["Incompatible shapes: rows of a batch, and entries:"]
+            check = tf.debugging.Assert(fits, [*text, self.rows.total, length])
+            with tf.control_dependencies([check]):
+                length, tensor = tf.identity(length), tf.identity(tensor)
         begin, size = self.rows.first * each, self.rows.own * each
         if may_broadcast:
             is_one = tf.equal(length, 1)

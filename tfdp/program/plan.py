@@ -366,7 +366,7 @@ def _common(facts: Sequence[Fact]) -> tuple[Need, Fact]:
     given = [fact for fact in facts if fact.form is not Form.EMPTY]
     if not given:
         return AS_HELD, facts[0]
-    shape = _common_sizes([fact.sizes for fact in given])
+    shape = sizes.common([fact.sizes for fact in given])
     forms = {fact.form for fact in given}
     if len({fact.held() for fact in given}) == 1 and Form.SIZES not in forms:
         multiples = {fact.multiple for fact in given} if given[0].is_rows else {0}
@@ -376,19 +376,6 @@ def _common(facts: Sequence[Fact]) -> tuple[Need, Fact]:
     if forms == {Form.PART, Form.WHOLE} and Form.PART in forms:
         return PART, Fact(Form.PART, sizes=shape)
     return WHOLE, whole(shape)
-
-
-def _common_sizes(shapes: Sequence[Any]) -> Any:
-    if any(shape is None or len(shape) != len(shapes[0]) for shape in shapes):
-        return None
-    found = []
-    for same in zip(*shapes, strict=True):
-        if len(set(same)) == 1:
-            found.append(same[0])
-        else:
-            is_free = all(size.is_free for size in same)
-            found.append(sizes.FREE if is_free else sizes.UNKNOWN)
-    return tuple(found)
 
 
 def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
@@ -485,7 +472,7 @@ def _joined(before: Fact, after: Fact, *, is_list: bool) -> Fact:
     if is_list and before == after:
         return before
     after = _without_value(after)
-    shape = _common_sizes([before.sizes, after.sizes])
+    shape = sizes.common([before.sizes, after.sizes])
     if before.held() == after.held():
         return Fact(before.form, before.axis, shape)
     is_zero_first = before.form is Form.WHOLE and after.form in (Form.ROWS, Form.PART)

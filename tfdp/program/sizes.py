@@ -7,7 +7,7 @@ apart, or a sum is over rows, follows from sizes as multiples of that number.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -183,3 +183,16 @@ def _broadcast_axis(sizes: list[Size]) -> Size:
         if found is not None:
             return found
     return ONE
+
+
+def common(shapes: Sequence[Any]) -> Any:
+    """Return the sizes that shapes have in common, or `None` if ranks differ."""
+    if any(shape is None or len(shape) != len(shapes[0]) for shape in shapes):
+        return None
+    found = []
+    for same in zip(*shapes, strict=True):
+        if len(set(same)) == 1:
+            found.append(same[0])
+        else:
+            found.append(_free_or_unknown(*same))
+    return tuple(found)

@@ -31,7 +31,7 @@ from tfdp.program.gathers import (
 from tfdp.program.logs import LogTail, tail_of
 from tfdp.program.plan import CannotDivideError, Plan, Scope, make_plan
 from tfdp.program.rules.state import writes_state
-from tfdp.program.view import AS_HELD, WHOLE, rows_along
+from tfdp.program.view import AS_HELD, WHOLE
 from tfdp.replicas.variables import MetricVariable
 
 
@@ -142,10 +142,10 @@ class DividedStep:
         fact = builder.fact(result)
         if result.shape.rank == 0:
             return builder.get(result, WHOLE)
-        if fact.form in (Form.WHOLE, Form.PART):
-            # Rows of another part of the batch, perhaps.
-            return replica.share(builder.get(result, WHOLE))
-        return builder.get(result, rows_along(0) if not _is_first(fact) else AS_HELD)
+        if _is_first(fact) or fact.form is Form.LOCAL:
+            return builder.get(result, AS_HELD)
+        # Rows of another part of the batch, perhaps.
+        return replica.share(builder.get(result, WHOLE))
 
     @staticmethod
     def _rows_of_composite(builder: Builder, result: Any) -> Any:

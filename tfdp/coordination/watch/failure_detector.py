@@ -173,13 +173,19 @@ class FailureDetector:
                 found[rank] = other
         return found
 
-    def elsewhere(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
-        """Return the progress of workers at other places that are not behind."""
-        found = {rank: self.status(rank).progress for rank in self.ranks()}
+    def workers_past(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
+        """Return the progress of workers that an error has led past a place, by rank.
+
+        Without an error, others may be ahead of a step that needs nothing of them.
+        """
+        found = {rank: self.status(rank) for rank in self.ranks()}
         return {
-            rank: its
-            for rank, its in found.items()
-            if its is not None and its.count >= own.count and its.name != own.name
+            rank: status.progress
+            for rank, status in found.items()
+            if status.last_error
+            and status.progress is not None
+            and status.progress.count >= own.count
+            and status.progress.name != own.name
         }
 
     def sources(self) -> dict[int, str]:

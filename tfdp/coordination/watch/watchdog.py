@@ -321,7 +321,7 @@ class Watchdog(threading.Thread):
         # An all-gather of texts warns by itself.
         if own.seconds < _WARN_AFTER_SECONDS or not own.name or own.is_all_gathering:
             return
-        stragglers = self._detector.stragglers(own) or self._gone(own)
+        stragglers = self._detector.stragglers(own) or self._past_this_step(own)
         limit = self._timeout_seconds
         # Who waits for its data names itself, or is waited for while the data is slow.
         late = {rank: its for rank, its in stragglers.items() if not its.source}
@@ -333,15 +333,14 @@ class Watchdog(threading.Thread):
         else:
             self._check_deadlock(own)
 
-    def _gone(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
-        """Return the workers that left the step in which this one waits for them.
+    def _past_this_step(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
+        """Return the workers that have left the step in which this one waits for them.
 
-        An error that a script catches ends a step on one worker alone. Others may be
-        ahead for a moment, but not while this process has nothing to do.
+        An error that a script catches ends a step on one worker alone.
         """
         is_idle = self._heartbeat.idle_seconds >= _WARN_AFTER_SECONDS
         waits = own.is_computing and not own.source and is_idle
-        return self._detector.elsewhere(own) if waits else {}
+        return self._detector.workers_past(own) if waits else {}
 
     def _check_deadlock(self, own: WorkerProgress) -> None:
         """Warn if all wait in one step, or fail where they wait for different things.

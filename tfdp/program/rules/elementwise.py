@@ -210,6 +210,8 @@ _LINEAR_IN = {
     "SqrtGrad": 1,
     "TanhGrad": 1,
 }
+# The input that is the value of what they add to the elements.
+_PADDED_WITH = {"MatrixDiagPartV3": 2, "MatrixDiagV3": 4, "PadV2": 2}
 _PRODUCTS = frozenset(
     ("BatchMatMul", "BatchMatMulV2", "Einsum", "MatMul", "Mul", "MulNoNan")
 )
@@ -280,7 +282,7 @@ def _linear_index(view: View) -> int | None:
     is_rounded = not (view.op.outputs and view.op.outputs[0].dtype.is_floating)
     if kind in ("Cast", "Mean"):
         return None if is_rounded else 0
-    if kind == "PadV2" and not _pads_zeros(view):
+    if kind in _PADDED_WITH and not _pads_zeros(view):
         return None
     if kind in LINEAR:
         return _data_index(kind)
@@ -288,7 +290,7 @@ def _linear_index(view: View) -> int | None:
 
 
 def _pads_zeros(view: View) -> bool:
-    found = view.numbers(2)
+    found = view.numbers(_PADDED_WITH[view.type])
     return found is not None and not found.any()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -42,8 +43,7 @@ def _reshaped(data: Fact, target: list[Size]) -> tuple[tuple[Size, ...], int] | 
         return None
     unknown = [i for i, size in enumerate(target) if size == number(-1)]
     for axis, size in enumerate(target):
-        leading = _without_trivial(target[:axis])
-        if leading != _without_trivial(data.sizes[: data.axis]):
+        if not _are_same(target[:axis], data.sizes[: data.axis]):
             continue
         rest = [other for i, other in enumerate(target) if i > axis]
         is_own = size.kind == "rows" or unknown == [axis]
@@ -66,6 +66,13 @@ def _reshaped(data: Fact, target: list[Size]) -> tuple[tuple[Size, ...], int] | 
             return None
         return with_rows(tuple(target), axis, multiple), axis
     return None
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Return whether shapes are known to be alike, but for axes of length one."""
+    sizes_of_one, sizes_of_other = _without_trivial(one), _without_trivial(other)
+    are_known = all(size.kind == "number" for size in sizes_of_one)
+    return are_known and sizes_of_one == sizes_of_other
 
 
 def _without_trivial(shape: Any) -> list[Size]:
@@ -93,12 +100,18 @@ def _parts_rows(data: Fact, after: Size, inner: Size, size: Size) -> bool:
 
     So does one of [rows, 3] to [-1, 2], where a batch has an even number of rows.
     """
-    if data.multiple is None or not after.kind == inner.kind == "number":
-        return False
-    each = data.multiple * after.number
+    assert data.sizes is not None
     if size.kind == "rows" and size.number is not None:
-        return bool(each % size.number)
-    return bool(inner.number and each % inner.number)
+        if data.multiple is None or after.kind != "number":
+            return False
+        return bool(data.multiple * after.number % size.number)
+    if inner.kind != "number":
+        return True  # It may be the width of something else.
+    if not inner.number:
+        return False
+    # Entries of a row that are known: others multiply them.
+    known = [n.number for n in data.sizes[data.axis + 1 :] if n.kind == "number"]
+    return bool((data.multiple or 1) * math.prod(known) % inner.number)
 
 
 def _missing(data: Fact, after: Size, inner: Size, size: Size) -> Size:
@@ -353,11 +366,16 @@ def decide_strided_slice(view: View) -> Decision | None:
     axis = _axis_after_slice(view, data)
     if axis is None:
         return None
-    needs: list[Need] = [AS_HELD] * len(view)
     found = view.output_sizes()
     if found is None:
         return None
+    needs = [AS_HELD, *_needs_of_bounds(view.facts[1:])]
     return Decision(needs, [own_rows(with_rows(found, axis, data.multiple), axis)])
+
+
+def _needs_of_bounds(facts: Sequence[Fact]) -> list[Need]:
+    """Return the needs of bounds: of the number of rows a replica takes its own."""
+    return [AS_HELD if fact.form is Form.SIZES else WHOLE for fact in facts]
 
 
 def _axis_after_slice(view: View, data: Fact) -> int | None:
@@ -421,7 +439,7 @@ def decide_strided_slice_grad(view: View) -> Decision | None:
     inner = View(view.op, [source, *view.facts[1:4]], view.scope)
     if _axis_after_slice(inner, source) != gradient.axis:
         return None
-    return Decision([AS_HELD] * 5, [source])
+    return Decision([*_needs_of_bounds(view.facts[:4]), AS_HELD], [source])
 
 
 def decide_slice(view: View) -> Decision | None:

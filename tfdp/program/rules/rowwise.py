@@ -62,6 +62,21 @@ _ROWS = {
 _BY_ELEMENT = frozenset(
     ("InTopKV2", "LookupTableFindV2", "SparseSoftmaxCrossEntropyWithLogits")
 )
+_OF_CLASSES = frozenset(("InTopKV2", "SparseSoftmaxCrossEntropyWithLogits"))
+# Of these the axes of an image follow the first one.
+_OF_IMAGES = frozenset(
+    (
+        "DepthToSpace",
+        "ImageProjectiveTransformV3",
+        "ResizeBicubic",
+        "ResizeBicubicGrad",
+        "ResizeBilinear",
+        "ResizeBilinearGrad",
+        "ResizeNearestNeighbor",
+        "ResizeNearestNeighborGrad",
+        "SpaceToDepth",
+    )
+)
 # Of these an input may have one row for all.
 _BROADCASTING = frozenset(
     (
@@ -131,12 +146,25 @@ def _axis_of_rows(view: View, indices: tuple[int, ...]) -> int | None:
     if not own or own[0].sizes is None or others or None in ranks:
         return None
     axis = own[0].axis
+    if _has_rows_within(view, axis):
+        return None
     if any(fact.held() != own[0].held() for fact in own):
         return None
     if len({fact.multiple for fact in own}) > 1:
         return None
     num_inner = 0 if view.type in _BY_ELEMENT else _INNER.get(view.type, 1)
     return None if axis >= len(own[0].sizes) - num_inner else axis
+
+
+def _has_rows_within(view: View, axis: int) -> bool:
+    """Return whether rows lie along an axis of what is computed at once."""
+    if view.type in _OF_IMAGES:
+        return axis > 0
+    first = view.facts[0]
+    if view.type in _OF_CLASSES and first.is_rows:
+        return axis == len(first.sizes or ()) - 1
+    is_solved = view.type == "MatrixTriangularSolve"
+    return is_solved and first.rank != view.facts[1].rank
 
 
 def build_with_a_row(builder: Any, op: Any, inputs: list) -> list:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -326,11 +327,22 @@ def _item_need(listed: Fact, item: Fact) -> tuple[Need, Fact]:
         return AS_HELD, Fact(item.form, item.axis, item.sizes)
     if listed.value is not None and not have_same_value(listed, item):
         return WHOLE, whole(listed.sizes)
+    listed = _with_sizes_of(listed, item)
     if listed.held() == item.held():
         return AS_HELD, listed
     if listed.is_rows:
         return rows_along(listed.axis), listed
     return (PART if listed.form is Form.PART else WHOLE), listed
+
+
+def _with_sizes_of(listed: Fact, item: Fact) -> Fact:
+    """Return the fact of a list with an item that may have another shape."""
+    if listed.sizes == item.sizes or None in (listed.sizes, item.sizes):
+        return listed
+    shape = sizes.common([listed.sizes, item.sizes])
+    if shape is not None and listed.is_rows and shape[listed.axis].kind != "rows":
+        shape = with_rows(shape, listed.axis, None)
+    return dataclasses.replace(listed, sizes=shape)
 
 
 def _set_item(view: View) -> Decision:

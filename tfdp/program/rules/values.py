@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
+from tfdp.base import xla
 from tfdp.program import sizes
 from tfdp.program.facts import Fact, Form, whole
 from tfdp.program.sizes import FREE, ONE, UNKNOWN, Size, array, product
@@ -350,4 +352,14 @@ def _build_axes(builder: Any, op: Any, inputs: list) -> list:
             builder.constant(sizes.numbers(fact.value), tensor.dtype)
             for fact, tensor in zip(facts, op.outputs, strict=True)
         ]
-    return builder.copy(op, inputs)
+    found = builder.copy(op, inputs)
+    if isinstance(builder.replica.rows.total, int) or xla.is_tracing():
+        return found
+    # Of a batch of one row TensorFlow finds the axis of rows, too.
+    return [_only(axes, fact) for axes, fact in zip(found, facts, strict=True)]
+
+
+def _only(axes: tf.Tensor, fact: Fact) -> tf.Tensor:
+    """Return the axes that a list may have by its fact."""
+    may = tf.constant(sorted((fact.axes or frozenset()) | fact.maybe_axes), axes.dtype)
+    return tf.boolean_mask(axes, tf.reduce_any(axes[:, tf.newaxis] == may, 1))
