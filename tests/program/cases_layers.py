@@ -790,7 +790,33 @@ def _unique(x: Any) -> Any:
     )
 
 
+def _columns_up_to_a_sum(x: Any) -> Any:
+    is_largest = tf.equal(x[:, 0], tf.reduce_max(x[:, 0]))
+    return x * x[:, : tf.reduce_sum(tf.cast(is_largest, tf.int32))]
+
+
+def _padded_diagonal(x: Any) -> Any:
+    sums = tf.reduce_sum(x, axis=0)
+    return 0.05 * tf.matmul(x, tf.linalg.diag(sums, padding_value=1.0))
+
+
+def _rows_as_the_height_of_an_image(x: Any) -> Any:
+    image = tf.image.resize(x[tf.newaxis, :, :, tf.newaxis], [4, 5])
+    return x - tf.reduce_mean(image[0, :2, :, 0], axis=0)
+
+
+def _array_of_other_shapes(x: Any) -> Any:
+    array = tf.TensorArray(x.dtype, size=2, infer_shape=False)
+    array = array.write(0, x).write(1, tf.concat([x, 2.0 * x], axis=1))
+    rest = 0.1 * tf.reduce_mean(array.read(1) ** 2)
+    return tf.ensure_shape(array.read(0), [None, 5]) + rest
+
+
 for _function in (
+    _columns_up_to_a_sum,
+    _padded_diagonal,
+    _rows_as_the_height_of_an_image,
+    _array_of_other_shapes,
     _reversed_gradient,
     _gradient_of_unit_norm,
     _clipped_gradient,

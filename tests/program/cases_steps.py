@@ -562,6 +562,9 @@ class WithOtherSteps(Perceptron):
         return {
             "centred": predicted - tf.reduce_mean(predicted),
             "ranks": tf.argsort(tf.argsort(predicted[:, 0])),
+            "shape": tf.shape(predicted),
+            "products": tf.matmul(predicted, predicted, transpose_a=True),
+            "columns": tf.transpose(predicted)[:, :1],
         }
 
 

@@ -18,6 +18,7 @@ INPUTS = {
     "v": ([None], tf.float32),
     "k": ([None], tf.int32),
     "b": ([None, 3], tf.bool),
+    "u": ([None, None, None], tf.float32),
     "w": ([4, 4], tf.float32),
     "c": ([4], tf.float32),
 }
@@ -217,6 +218,30 @@ WHOLE = {
     "rows in another order": (
         lambda g: tf.gather(g["y"], g["k"] % tf.shape(g["y"])[0]),
         {"GatherV2"},
+    ),
+    "entries of two rows, perhaps": (
+        lambda g: tf.reshape(g["u"], [-1, 2]),
+        {"Reshape"},
+    ),
+    "as many columns as another tensor has": (
+        lambda g: tf.reshape(g["y"], [-1, tf.shape(g["u"])[1]]),
+        {"Reshape"},
+    ),
+    "axes that need not be equal": (
+        lambda g: tf.reshape(
+            tf.transpose(g["u"], [1, 0, 2]), tf.gather(tf.shape(g["u"]), [2, 0, 1])
+        ),
+        {"Reshape"},
+    ),
+    "classes that are rows": (
+        lambda g: tf.nn.sparse_softmax_cross_entropy_with_logits(
+            tf.zeros([4], tf.int32), tf.transpose(g["y"])
+        ),
+        {"SparseSoftmaxCrossEntropyWithLogits"},
+    ),
+    "a matrix for all rows": (
+        lambda g: tf.linalg.triangular_solve(g["w"], g["y"][:, :, tf.newaxis]),
+        {"MatrixTriangularSolve"},
     ),
     "entries of two rows": (lambda g: tf.reshape(g["b"], [-1, 2]), {"Reshape"}),
     "rows behind features": (

@@ -388,13 +388,20 @@ def _pop(view: View) -> Decision | None:
 
 
 def _item(view: View, listed: Fact, index: int) -> Fact:
-    shape = listed.sizes
+    shape, known = listed.sizes, view.output_sizes(index)
     if listed.value is not None:
         return Fact(Form.SIZES, sizes=shape, value=listed.value)
     if shape is None:
-        shape = view.output_sizes(index)
+        shape = known
         if listed.is_rows and shape is not None:
             shape = with_rows(shape, listed.axis, None)
+    elif known is not None and len(known) == len(shape):
+        # Items of a list may have other shapes.
+        own = listed.axis if listed.is_rows else None
+        shape = tuple(
+            static if static.kind == "number" and axis != own else size
+            for axis, (size, static) in enumerate(zip(shape, known, strict=True))
+        )
     return Fact(listed.form, listed.axis, shape)
 
 
