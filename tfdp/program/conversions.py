@@ -125,20 +125,20 @@ class Replica:
             may_broadcast: Bool, whether one entry stands for all rows. Defaults to
                 `False`.
         """
-        shape = tf.shape(tensor)
+        shape, static = tf.shape(tensor), tensor.shape.as_list()
         length = shape[axis]
         rank = tensor.shape.rank
         assert rank is not None
         each: Any = multiple
         if each is None:
             each = length // tf.maximum(self.rows.total, 1)
-            fits = tf.equal(each * self.rows.total, length)
+            expected = each * self.rows.total
             if may_broadcast:
-                fits = tf.logical_or(fits, tf.equal(length, 1))
-            text = ["Incompatible shapes: rows of a batch, and entries:"]
-            check = tf.debugging.Assert(fits, [*text, self.rows.total, length])
-            with tf.control_dependencies([check]):
-                length, tensor = tf.identity(length), tf.identity(tensor)
+                expected = tf.where(tf.equal(length, 1), 1, expected)
+            # An error where rows do not fit. An assertion has a state, and so would
+            # wait for those of other replicas.
+            fitting = tf.concat([shape[:axis], [expected], shape[axis + 1 :]], 0)
+            tensor = tf.reshape(tensor, fitting)
         begin, size = self.rows.first * each, self.rows.own * each
         if may_broadcast:
             is_one = tf.equal(length, 1)
@@ -151,7 +151,6 @@ class Replica:
             tf.stack([begin if i == axis else 0 for i, _ in enumerate(begins)]),
             tf.stack([size if i == axis else -1 for i, _ in enumerate(ends)]),
         )
-        static = tensor.shape.as_list()
         static[axis] = None
         own.set_shape(static)
         return own
