@@ -95,4 +95,12 @@ FOUND = {
         ),
         ((11, "squares"),),
     ),
+    "a check of a sum, after which another replica checks what the sum needs": Program(
+        (
+            Step("split_axis", (7,), {"axis": 0, "by": 2}),
+            Step("unary", (10,), {"kind": "check"}),
+            Step("gather_by", (11, 3), {"axis": -2}),
+        ),
+        ((12, "squares"),),
+    ),
 }

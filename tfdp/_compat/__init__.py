@@ -242,6 +242,7 @@ from tfdp._compat.programs import (
     counter_of_passes,
     function_graph,
     has_effect,
+    order_apart,
     has_function,
     is_call,
     loop_graphs,
