@@ -55,7 +55,7 @@ def _reshaped(data: Fact, target: list[Size]) -> tuple[tuple[Size, ...], int] | 
         inner = product(other for other in rest if other != number(-1))
         if _parts_rows(data, after, inner, size):
             return None
-        multiple = _multiple(data, after, inner, size, has_unknown=bool(unknown))
+        multiple = _multiple(data, after, inner, size)
         if unknown and unknown != [axis]:
             (place,) = unknown
             if place < axis:
@@ -79,11 +79,8 @@ def _without_trivial(shape: Any) -> list[Size]:
     return [size for size in shape if size != ONE]
 
 
-def _multiple(
-    data: Fact, after: Size, inner: Size, size: Size, *, has_unknown: bool
-) -> int | None:
+def _multiple(data: Fact, after: Size, inner: Size, size: Size) -> int | None:
     """Entries for each row along the axis of rows after a reshape."""
-    del has_unknown
     if size.kind == "rows":
         return size.number
     assert data.sizes is not None

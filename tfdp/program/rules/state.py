@@ -61,8 +61,6 @@ def decide_variable(view: View) -> Decision | None:
             return None
         found = with_rows(shape, indices.axis, indices.multiple)
         return Decision([AS_HELD, AS_HELD], [own_rows(found, indices.axis)])
-    if view.type == "VariableShape":
-        return None
     return None
 
 
