@@ -146,6 +146,31 @@ def test_a_finalizer_is_not_called_in_a_fork():
     assert calls == [1]
 
 
+def test_garbage_of_the_parent_is_never_deleted_in_a_fork():
+    # Plain Keras crashes: to delete a function of TensorFlow's needs its threads.
+    code = """
+        import gc, os
+        import keras
+        import numpy as np
+        import tfdp
+
+        def forget():
+            model = keras.Sequential([keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+            model.fit(np.zeros((8, 3)), np.zeros((8, 1)), verbose=0)
+
+        gc.disable()
+        for _ in range(3):
+            forget()
+        if os.fork() == 0:
+            gc.collect()
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.wait()[1]))
+    """
+    done = run_python("-c", textwrap.dedent(code), deadline_seconds=DEADLINE_SECONDS)
+    assert done.output.splitlines()[-1] == "0", done.output
+
+
 def test_a_call_in_a_fork_says_where_it_works():
     owner = forks.Owner()
     owner.check("`fit`")

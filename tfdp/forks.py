@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import os
 import shutil
 import socket
@@ -197,6 +198,8 @@ def _call(owner: Owner, function: Callable, args: tuple, kwargs: dict) -> None:
 
 def _enter_fork() -> None:
     """Make all that the parent has registered or opened inert."""
+    # Garbage of the parent, too: to delete a function of TensorFlow's needs threads.
+    gc.freeze()
     for function in _exits:
         atexit.unregister(function)
     _exits.clear()
