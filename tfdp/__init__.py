@@ -7,6 +7,9 @@ it is used, so that the command line answers at once.
 from __future__ import annotations
 
 import importlib
+import os
+import platform
+import sys
 from typing import TYPE_CHECKING, Any
 
 from tfdp import user_code
@@ -66,6 +69,11 @@ __all__ = [
     "track_each_worker",
 ]
 
+
+if platform.machine() in ("x86_64", "AMD64") and "tensorflow" not in sys.modules:
+    # TensorFlow reads it once, when it is imported: see `tfdp.cluster.cpu_kernels`. The
+    # workers that `tfdp run` starts inherit it.
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
 user_code.watch_start()
 _watch_trackers()

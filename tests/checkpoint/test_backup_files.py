@@ -381,10 +381,13 @@ def test_sigterm_saves_and_exits_with_a_code_of_its_own(undisturbed, tmp_path, c
     assert signal.getsignal(signal.SIGTERM) is before
     assert "saved at step 7" in capfd.readouterr().err
     assert "step-7" in names(tmp_path)
+    change_index(tmp_path / "step-7", versions={"oneDNN": "somewhere else"})
     watch = Cut()
     found = fit(arrays(**PLAIN), watch, BackupAndRestore(tmp_path))
     assert watch.seen[0] == (1, 2)
-    assert "tfdp: resumed at step 3 of epoch 2, from " in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "tfdp: resumed at step 3 of epoch 2, from " in said
+    assert "the last digits are not those of a run without interruption" in said
     assert_same(found, undisturbed)
 
 

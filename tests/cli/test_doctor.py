@@ -86,6 +86,7 @@ def test_doctor_shows_versions_devices_nccl_cluster_ports_and_a_warning(
     for line in (
         "  physical    CPU:0",
         "  logical     CPU:0, CPU:1",
+        "the gradient of a dense layer takes ",
         "  from TF_CONFIG; this process is worker 1 of 2",
         "1 node, 2 workers, 4 replicas",
         "node 0  127.0.0.1",

@@ -91,7 +91,10 @@ class Launcher:
             "PYTHONPATH": str(ROOT),
             MARK: self.mark,
         }
-        for name in ("TF_CONFIG", "OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"):
+        for name in (
+            *("TF_CONFIG", "OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"),
+            "TF_ENABLE_ONEDNN_OPTS",
+        ):
             self.environment.pop(name, None)
 
     def script(self, body: str, name: str = "script.py") -> None:
@@ -224,10 +227,14 @@ def test_cores_are_divided_among_workers(launcher):
     assert lines_of(result.stdout, 1) == [f"{share} {share}"]
 
 
-def test_the_users_own_number_of_threads_stands(launcher):
+def test_the_users_own_number_of_threads_and_choice_of_kernels_stand(launcher):
     launcher.environment["OMP_NUM_THREADS"] = "7"
-    launcher.script("print(os.environ['OMP_NUM_THREADS'])")
-    assert lines_of(launcher.run("-n", "2", "script.py").stdout, 0) == ["7"]
+    launcher.script(
+        "print(os.environ['OMP_NUM_THREADS'], os.environ['TF_ENABLE_ONEDNN_OPTS'])"
+    )
+    assert lines_of(launcher.run("-n", "2", "script.py").stdout, 0) == ["7 1"]
+    launcher.environment["TF_ENABLE_ONEDNN_OPTS"] = "0"
+    assert lines_of(launcher.run("-n", "2", "script.py").stdout, 0) == ["7 0"]
 
 
 def gpus_of(slot: int, environ: dict, count: int = 2, num_workers: int = 2):

@@ -268,6 +268,7 @@ from tfdp._compat.runtime import (
     profile_of,
     remove_generated_files,
     set_key_value,
+    uses_onednn,
 )
 from tfdp._compat.seeds import (
     global_seed,

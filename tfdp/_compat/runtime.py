@@ -18,11 +18,17 @@ from tensorflow.python.framework import (
     ops,
 )
 from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.util import _pywrap_util_port
 
 
 def is_context_initialized() -> bool:
     """Whether TensorFlow has its devices, so that they can't be changed."""
     return context.context()._initialized
+
+
+def uses_onednn() -> bool:
+    """Whether TensorFlow has chosen oneDNN's kernels for this process."""
+    return _pywrap_util_port.IsMklEnabled()
 
 
 def num_local_devices(kind: str) -> int:

@@ -31,6 +31,7 @@ from tfdp.checkpoint.random_state import gather_random_states, restore_random_st
 from tfdp.checkpoint.reader import check_model
 from tfdp.checkpoint.run_schema import check_run
 from tfdp.checkpoint.run_state import CALLBACKS_PREFIX, LoadPlan, RunState
+from tfdp.cluster import cpu_kernels
 from tfdp.cluster.islands import Island
 from tfdp.coordination.preemption import PREEMPTED, PreemptionNotice, PreemptionWatch
 from tfdp.data.batch_change import BatchChange
@@ -314,6 +315,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             else f"resumed at step {step} of epoch {run['epoch'] + 1}, from "
             f"{self.directory}"
         )
+        if change := cpu_kernels.change_since(index.versions):
+            self._say(change)
         # Keras would begin with it in the next `fit`, too.
         self._position.exit_stack.callback(_compat.set_initial_epoch, self.model, 0)
 

@@ -41,6 +41,7 @@ from tfdp.checkpoint.residual_state import (
     residual_tensors,
 )
 from tfdp.checkpoint.storage import Storage, StoreError
+from tfdp.cluster import cpu_kernels
 from tfdp.coordination.checks import check_same_variables
 from tfdp.keras_hooks.file_hooks import plain_optimizer
 from tfdp.local_steps import average_replicas_of
@@ -167,7 +168,8 @@ def save_state(
     def publish() -> None:
         if rank == 0:
             shards = writing.collect_shard_lists(folder, worker_group.num_workers)
-            index = Index(token, entries, shards, versions(), serialize(), run)
+            made_by = versions() | cpu_kernels.versions()
+            index = Index(token, entries, shards, made_by, serialize(), run)
             text = to_text(index)
             from_text(text)  # what cannot be read is no checkpoint
             writing.replace_index(storage, token, text)

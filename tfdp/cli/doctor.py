@@ -202,6 +202,8 @@ def local_devices(tf: Any, cluster: Cluster | None) -> list[str]:
 
 
 def _show_devices(console: Console, tf: Any) -> None:
+    from tfdp.cluster import cpu_kernels  # it imports TensorFlow
+
     num_gpus = len(tf.config.list_physical_devices("GPU"))
     _title(console, "Devices")
     for kind, found in (
@@ -210,6 +212,8 @@ def _show_devices(console: Console, tf: Any) -> None:
     ):
         names = ", ".join(device.name.split("device:")[-1] for device in found)
         console.print(f"  {kind:<12}{names}")
+    if num_gpus == 0:
+        console.print(f"  {'kernels':<12}{cpu_kernels.describe()}")
     _title(console, "NCCL")
     console.print(f"  {_describe_nccl(tf, num_gpus)}")
 

@@ -31,6 +31,7 @@ from tools.bench import (
     hosts_mpi,
     hosts_step,
     input_rows,
+    kernels,
     monitor,
     parameters,
     parameters_memory,
@@ -81,6 +82,7 @@ def models_of(names: Iterable[str], text: str) -> Option:
 
 MODELS_TO_TRAIN = models_of(MODELS, "Models to train.")
 MODELS_TO_COMPILE = models_of(xla.MODELS, "Models to train.")
+MODELS_WITH_KERNELS = models_of(kernels.MODELS, "Models to train.")
 MODELS_TO_COMPRESS = models_of(compression.MODELS, "Models to train.")
 MODELS_TO_REDUCE = models_of(hosts_models.MODELS, "Models whose gradients are reduced.")
 TORCH = click.option(
@@ -181,6 +183,7 @@ BENCHMARKS = [
     benchmark("consistency", consistency.run, MODELS_TO_TRAIN),
     benchmark("rebalance", rebalance.run),
     benchmark("input-rows", input_rows.run, TORCH),
+    benchmark("kernels", kernels.run, MODELS_WITH_KERNELS),
     benchmark("xla", xla.run, MODELS_TO_COMPILE),
     benchmark("xla-clusters", xla_clusters.run, RATES_OF_LINK),
     benchmark("tuning", tuning.run, rates_of_link("100mbit")),

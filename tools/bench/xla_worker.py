@@ -56,7 +56,8 @@ def _transformer() -> Any:
     return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
 
 
-def _batch(model: Any, size: int) -> tuple:
+def make_batch(model: Any, size: int) -> tuple:
+    """Make a batch of inputs and classes for a model."""
     import numpy as np
 
     rng = np.random.default_rng(0)
@@ -91,7 +92,7 @@ def fit_arm(strategy: Any, name: str, how: str) -> Arm:
         )
     num_replicas = strategy.num_replicas_in_sync if strategy else 1
     size = BATCH_SIZES[name] * num_replicas
-    x, y = _batch(model, size)
+    x, y = make_batch(model, size)
     count = how.removesuffix(CLUSTERS)
     clusters = int(count) if count != how else 1
 

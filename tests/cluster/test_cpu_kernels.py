@@ -1,0 +1,84 @@
+"""oneDNN's kernels: asked for where TensorFlow would go without, unless a user has."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+
+import tfdp
+from tests.harness.commands import run_python
+from tfdp import _compat
+from tfdp.cluster import cpu_kernels
+
+VARIABLE = "TF_ENABLE_ONEDNN_OPTS"
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="kernels of another processor"
+)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """A process in which TensorFlow goes without oneDNN, ten times slower."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(_compat, "uses_onednn", lambda: False)
+    monkeypatch.setattr(cpu_kernels, "gradient_factor", lambda: 10.2)
+    cpu_kernels.slow_gradient.cache_clear()
+    yield monkeypatch
+    cpu_kernels.slow_gradient.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("before", "expected"),
+    [
+        ("", "1"),
+        (f"os.environ['{VARIABLE}'] = '0'", "0"),
+        ("sys.modules['tensorflow'] = sys", "None"),
+    ],
+)
+def test_an_import_asks_for_onednn_before_tensorflow_unless_the_user_has(
+    before, expected
+):
+    code = f"""
+import os, sys
+os.environ.pop({VARIABLE!r}, None)
+{before}
+import tfdp
+print(os.environ.get({VARIABLE!r}))
+"""
+    done = run_python("-c", code, deadline_seconds=30)
+    assert done.output.split() == [expected]
+
+
+def test_a_strategy_of_slow_kernels_says_once_what_to_set(kernels):
+    with pytest.warns(UserWarning, match="takes 10 times as long") as caught:
+        tfdp.MirroredStrategy(["CPU:0"])
+    (said,) = [str(one.message) for one in caught if "oneDNN" in str(one.message)]
+    assert f"set {VARIABLE}=1, or import tfdp before" in said
+    assert f"takes 10.2 forward passes; set {VARIABLE}=1" in cpu_kernels.describe()
+
+
+@pytest.mark.parametrize("why", ["decided", "used", "fast", "other"])
+def test_nobody_is_told_where_the_user_has_decided_or_nothing_is_slow(kernels, why):
+    if why == "decided":
+        kernels.setenv(VARIABLE, "0")
+    elif why == "used":
+        kernels.setattr(_compat, "uses_onednn", lambda: True)
+    elif why == "fast":
+        kernels.setattr(cpu_kernels, "gradient_factor", lambda: 1.4)
+    else:
+        kernels.setattr(platform, "machine", lambda: "aarch64")
+    assert cpu_kernels.slow_gradient() == ""
+
+
+def test_a_run_that_goes_on_with_other_kernels_is_told_of_its_last_digits(kernels):
+    saved = cpu_kernels.versions()
+    assert saved == {"oneDNN": "off"}
+    assert cpu_kernels.change_since(saved) == cpu_kernels.change_since({}) == ""
+    kernels.setattr(_compat, "uses_onednn", lambda: True)
+    said = cpu_kernels.change_since(saved)
+    assert "saved with oneDNN's kernels off, and goes on with them on" in said
+
+
+def test_a_gradient_is_measured_in_forward_passes():
+    assert 0.1 < cpu_kernels.gradient_factor() < 1000

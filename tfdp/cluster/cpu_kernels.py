@@ -1,0 +1,106 @@
+"""TensorFlow's kernels on CPUs: those of oneDNN, which some processors go without.
+
+Without AVX-512, TensorFlow multiplies by a transposed matrix, as each gradient of a
+dense layer does, several times slower than oneDNN would. `import tfdp` sets the
+variable, which TensorFlow reads once, when it is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp import _compat
+
+_NAME = "oneDNN"
+_VARIABLE = "TF_ENABLE_ONEDNN_OPTS"
+# Nobody has measured oneDNN's kernels of other processors.
+_X86 = ("x86_64", "AMD64")
+# A gradient that takes this many times as long as the forward pass has a slow kernel.
+_SLOW = 3.0
+# Rows, and units of a dense layer: some milliseconds where it is slow.
+_ROWS, _UNITS = 32, 1024
+_REPEATS = 5
+
+
+@functools.cache
+def slow_gradient() -> str:
+    """Say what TensorFlow's kernels cost where it has left those of oneDNN off.
+
+    Returns:
+        String, a sentence about what to set; or `""` where nothing is slow, or the
+        user has decided. It takes some milliseconds, once.
+    """
+    is_decided = _VARIABLE in os.environ or platform.machine() not in _X86
+    if is_decided or _compat.uses_onednn():
+        return ""
+    factor = gradient_factor()
+    if factor < _SLOW:
+        return ""
+    return (
+        f"The gradient of a dense layer takes {factor:.0f} times as long here as its "
+        "forward pass: TensorFlow has left oneDNN's kernels off on this processor; "
+        f"set {_VARIABLE}=1, or import tfdp before TensorFlow and Keras"
+    )
+
+
+def describe() -> str:
+    """Say which kernels TensorFlow uses on the CPU, and how good they are."""
+    factor = gradient_factor()
+    chosen = "oneDNN" if _compat.uses_onednn() else "TensorFlow's own, oneDNN is off"
+    text = f"{chosen}: the gradient of a dense layer takes {factor:.1f} forward passes"
+    is_slow = factor >= _SLOW and not _compat.uses_onednn()
+    return f"{text}; set {_VARIABLE}=1" if is_slow else text
+
+
+def versions() -> dict[str, str]:
+    """Return what decides the last digits of sums beside the versions of packages."""
+    return {_NAME: "on" if _compat.uses_onednn() else "off"}
+
+
+def change_since(made_by: Mapping[str, str]) -> str:
+    """Say what differs from the kernels of a run that goes on.
+
+    Args:
+        made_by: Mapping of strings, the `versions` that were saved with it.
+
+    Returns:
+        String, a clause, or `""` where nothing differs or is known.
+    """
+    saved, own = made_by.get(_NAME), versions()[_NAME]
+    if saved in (None, own):
+        return ""
+    return (
+        f"the run was saved with oneDNN's kernels {saved}, and goes on with them {own} "
+        f"({_VARIABLE}): the last digits are not those of a run without interruption"
+    )
+
+
+def gradient_factor() -> float:
+    """Measure how long a gradient of a dense layer takes.
+
+    Returns:
+        Float, in units of the forward pass of the same layer: one or two with good
+        kernels.
+    """
+    with tf.init_scope(), tf.device("CPU:0"):
+        rows, kernel = tf.ones([_ROWS, _UNITS]), tf.ones([_UNITS, _UNITS])
+        forward = _seconds(lambda: tf.matmul(rows, kernel))
+        backward = _seconds(lambda: tf.matmul(rows, kernel, transpose_b=True))
+    return backward / forward
+
+
+def _seconds(compute: Callable[[], Any]) -> float:
+    compute()
+    times = []
+    for _ in range(_REPEATS):
+        begin = time.perf_counter()
+        compute()
+        times.append(time.perf_counter() - begin)
+    return min(times)

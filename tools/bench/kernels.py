@@ -1,0 +1,61 @@
+"""Step time of `fit` with oneDNN's kernels relative to TensorFlow's own, on CPUs.
+
+With ONEDNN_MAX_CPU_ISA=AVX2 oneDNN has what it has on a processor without AVX-512,
+where TensorFlow leaves it off. TensorFlow's own kernels use AVX on either.
+"""
+
+from __future__ import annotations
+
+from tfdp.bench.sides import Side, alternate_for, started
+from tfdp.bench.stats import paired_ratio
+from tools.bench.report import Arguments, Figure, Report
+
+# Units of two hidden layers, by millions of parameters.
+UNITS = {"1": 680, "5": 1860, "20": 4088}
+ROWS = ("8", "32", "256")
+# Samples of a replica.
+OTHERS = {"cnn": 16, "transformer": 8, "lstm": 32, "embedding": 256}
+MODELS = (*(f"mlp-{size}-{rows}" for size in UNITS for rows in ROWS), *OTHERS)
+MODULE = "tools.bench.kernels_worker"
+# Of a block, of the slowest arm.
+SECONDS = 1.0
+WHO = {"plain": "plain Keras", "two": "two devices", "workers": "two workers"}
+
+
+def run(args: Arguments) -> None:
+    """Measure `fit` of several models, alone, on two devices and on two workers."""
+    setting = {
+        "benchmark": "Keras fit with TF_ENABLE_ONEDNN_OPTS=1 and 0, CPU, Adam",
+        "models": "mlp-MILLIONS-ROWS: two hidden layers; the CNN and the transformer "
+        "of `xla`; an LSTM of 128 units over 64 steps; an embedding of 50,000 rows",
+        "batch": f"rows of each replica: of others {OTHERS}",
+    }
+    report = Report(args, setting)
+    for model in args.models:
+        for num_workers, whose in ((1, ("plain", "two")), (2, ("workers",))):
+            _measure(report, args.blocks, model, num_workers, whose)
+    report.finish()
+
+
+def _measure(
+    report: Report, blocks: int, model: str, num_workers: int, whose: tuple[str, ...]
+) -> None:
+    own, onednn = (
+        Side(
+            f"oneDNN {value}",
+            MODULE,
+            {"strategy": "tfdp"},
+            num_workers,
+            environment={"TF_ENABLE_ONEDNN_OPTS": value},
+        )
+        for value in "01"
+    )
+    with started(own, onednn):
+        for who in whose:
+            arm = f"{model}/{who}"
+            arms = [(own, arm), (onednn, arm)]
+            times = alternate_for(SECONDS, arms, blocks=blocks)
+            report.add_times(times)
+            ratio = paired_ratio(*(times[f"oneDNN {value}/{arm}"] for value in "10"))
+            name = f"{model}, {WHO[who]}: step time with oneDNN relative to without"
+            report.add(Figure(name, ratio, at_most=1.02))
