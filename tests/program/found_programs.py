@@ -103,4 +103,21 @@ FOUND = {
         ),
         ((12, "squares"),),
     ),
+    "a list of whole items in which a loop puts rows": Program(
+        (
+            Step("matmul", (0, 1), {"left": False, "right": True, "kind": "transpose"}),
+            Step("tensordot", (10, 9), {"axes": [[1], [1]]}),
+            Step("scan", (11,), {}),
+        ),
+        ((12, "sum"),),
+    ),
+    "an einsum of a batch of one row that is its own half": Program(
+        (
+            Step("recurrent", (1,), {"axis": 1, "count": 4}),
+            Step("slice_by_sizes", (10,), {"axis": 0, "kind": "half"}),
+            Step("einsum", (11, 1), {"equation": "a,bc->bac"}),
+            Step("einsum", (11, 12), {"equation": "a,abc->bac"}),
+        ),
+        ((13, "mean"),),
+    ),
 }

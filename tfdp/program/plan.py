@@ -186,7 +186,9 @@ def _check_conversions(plan: Plan) -> None:
             continue
         for tensor, need in plan.needs(op):
             fact = plan.facts.get(id(tensor))
-            if fact is None or not is_conversion(fact, need):
+            is_cut = need.kind is Kind.ROWS and tensor.dtype == tf.variant
+            is_cut = is_cut and fact is not None and fact.form is Form.WHOLE
+            if fact is None or not (is_cut or is_conversion(fact, need)):
                 continue
             is_text = tensor.dtype == tf.string and not (fact.is_rows and not fact.axis)
             if tensor.dtype in (tf.variant, tf.resource) or is_text:
@@ -475,9 +477,9 @@ def _joined(before: Fact, after: Fact, *, is_list: bool) -> Fact:
     shape = sizes.common([before.sizes, after.sizes])
     if before.held() == after.held():
         return Fact(before.form, before.axis, shape)
-    is_zero_first = before.form is Form.WHOLE and after.form in (Form.ROWS, Form.PART)
     first = (before.sizes or (sizes.UNKNOWN,) * (after.axis + 1))[after.axis]
-    if is_zero_first and after.is_rows and first.kind == "rows":
+    is_whole_first = before.form is Form.WHOLE and not is_list
+    if is_whole_first and after.is_rows and first.kind == "rows":
         # States that begin alike for all rows, such as zeros.
         return Fact(Form.ROWS, after.axis, after.sizes)
     if {before.form, after.form} == {Form.WHOLE, Form.PART}:

@@ -9,6 +9,9 @@ from tfdp.program.rules.rowwise import build_with_a_row
 from tfdp.program.sizes import FREE, ONE, Size
 from tfdp.program.view import AS_HELD, WHOLE, Decision, Need, View, rows_along
 
+# Labels of axes of which one entry stands for all: those of "...", and of matrices.
+_BATCH = "12345678"
+
 
 def decide_contraction(view: View) -> Decision | None:
     """Decide a product of matrices or an `Einsum` of own rows."""
@@ -32,9 +35,8 @@ def _labels(view: View) -> tuple[list[str], str] | None:
     if view.type in ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
         first = "yx" if view.attribute("adj_x") else "xy"
         second = "zy" if view.attribute("adj_y") else "yz"
-        batch = "abcdefgh"
         most = max(r for r in ranks if r is not None) - 2
-        outer = batch[:most]
+        outer = _BATCH[:most]
         own = [outer[len(outer) - (r - 2) :] for r in ranks if r is not None]
         return [own[0] + first, own[1] + second], outer + "xz"
     return None
@@ -45,13 +47,12 @@ def _einsum_labels(view: View) -> tuple[list[str], str] | None:
     equation = equation.decode() if isinstance(equation, bytes) else equation
     inputs, output = equation.split("->")
     found = []
-    extra = "ZYXWVUTS"
     for text, fact in zip(inputs.split(","), view.facts, strict=True):
         if "..." in text:
             if fact.rank is None:
                 return None
             count = fact.rank - (len(text) - 3)
-            text = text.replace("...", extra[len(extra) - count :] if count else "")
+            text = text.replace("...", _BATCH[len(_BATCH) - count :])
         found.append(text)
     if "..." in output:
         most = max(
@@ -59,7 +60,7 @@ def _einsum_labels(view: View) -> tuple[list[str], str] | None:
             for text, fact in zip(inputs.split(","), view.facts, strict=True)
             if "..." in text
         )
-        output = output.replace("...", extra[len(extra) - most :] if most else "")
+        output = output.replace("...", _BATCH[len(_BATCH) - most :])
     if any(len(set(text)) < len(text) for text in [*found, output]):
         return None
     return found, output
@@ -91,7 +92,7 @@ def _decide(view: View, inputs: Sequence[str], output: str) -> Decision | None:
         elif label not in text:
             needs.append(WHOLE)
         else:
-            needs.append(rows_along(text.index(label), may_broadcast=label in output))
+            needs.append(rows_along(text.index(label), may_broadcast=label in _BATCH))
     shape = _shape(inputs, output, view.facts)
     if label in output:
         return Decision(needs, [own_rows(shape, output.index(label))])
