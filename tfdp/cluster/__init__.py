@@ -1,7 +1,7 @@
 """Cluster of `TF_CONFIG`, Slurm, a cloud's or an MPI job: addresses, ports, devices.
 
-Only `devices` imports TensorFlow, so that the command line reads a cluster in
-milliseconds. Reading order:
+Only `devices` and `cpu_kernels` import TensorFlow, so that the command line reads a
+cluster in milliseconds. Reading order:
     spec: the cluster and this task's rank
     tf_config, slurm, sagemaker, vertex: read it from the environment
     mpi_launcher, mpi_start, mpi_job, mpi_cluster: a job of MPI, which agrees by MPI
@@ -15,6 +15,7 @@ milliseconds. Reading order:
     islands: workers that are jobs of their own
     topology, nodes: replicas of each node, and how they are found
     devices: local devices that hold a replica
+    cpu_kernels: kernels of oneDNN on CPUs, and what they are worth
     process_tree: processes killed with all that they have started
     temporary: temporary files, and those that killed processes have left
     words: numbers with their nouns, for messages

@@ -221,6 +221,16 @@ class Builder:
             found[fact.axis] = rows * multiple if is_known else None
         return tf.TensorShape(found)
 
+    def shape_of(self, fact: Fact) -> Any:
+        """Return the shape of what follows from the number of rows alone."""
+        assert fact.sizes is not None
+        parts = []
+        for axis, size in enumerate(fact.sizes):
+            is_own = fact.is_rows and axis == fact.axis
+            rows = self.own_rows if is_own else self.replica.rows.total
+            parts.append(rows * size.number if size.kind == "rows" else size.number)
+        return _packed(parts, tf.int32)
+
     def own_shape(self, fact: Fact, given: Any) -> Any:
         """Return the shape of an item of a list that has own rows."""
         known = fact.sizes

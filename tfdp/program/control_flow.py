@@ -164,6 +164,8 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
 def _counts_passes(op: Any, body: Any) -> bool:
     """Return whether the first variable of a loop counts its passes from zero."""
     before, after = body.inputs[0], body.outputs[0].op
+    while after.type == "Identity":  # in the loop of a gradient
+        after = after.inputs[0].op
     return (
         before.dtype == tf.int32
         and tf.get_static_value(op.inputs[0]) == 0

@@ -23,6 +23,7 @@ from tfdp.program.rules.state import is_known
 from tfdp.program.sizes import array
 from tfdp.program.view import (
     AS_HELD,
+    NOTHING,
     PART,
     WHOLE,
     CannotDivideError,
@@ -68,7 +69,10 @@ class Plan:
 
     def is_needed(self, op: Any, index: int) -> bool:
         """Return whether an operation needs an input: of a loop, each variable."""
-        return not self.is_loop(op) or id(op.outputs[index]) in self.needed
+        if self.is_loop(op):
+            return id(op.outputs[index]) in self.needed
+        decision = self.decisions.get(op)
+        return decision is None or decision.needs[index] is not NOTHING
 
     def is_loop(self, op: Any) -> bool:
         """Return whether an operation is a loop that a replica builds."""

@@ -102,6 +102,11 @@ class Size:
         return self if self == other else _free_or_unknown(self, other)
 
     @property
+    def is_counted(self) -> bool:
+        """Bool, whether it follows from the number of rows."""
+        return self.number is not None and self.kind in ("number", "rows")
+
+    @property
     def is_free(self) -> bool:
         """Whether it is the same for any number of rows."""
         return self.kind in ("number", "free")

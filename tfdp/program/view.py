@@ -63,6 +63,7 @@ class Kind(enum.Enum):
     WHOLE = "whole"
     ROWS = "rows"
     PART = "part"
+    NOTHING = "nothing"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Need:
 
     Args:
         kind: `Kind`: as the replica holds it (of sizes, its own); whole (of sizes, the
-            program's); own rows; a part of a sum.
+            program's); own rows; a part of a sum; nothing, not even that it is made.
         axis: Int, the axis of rows.
         may_broadcast: Bool, whether an axis of one entry is left as it is.
     """
@@ -84,6 +85,7 @@ class Need:
 AS_HELD = Need(Kind.AS_HELD)
 WHOLE = Need(Kind.WHOLE)
 PART = Need(Kind.PART)
+NOTHING = Need(Kind.NOTHING)
 
 
 def rows_along(axis: int = 0, *, may_broadcast: bool = False) -> Need:

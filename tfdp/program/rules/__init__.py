@@ -20,6 +20,7 @@ from tfdp.program.rules.elementwise import (
     decide_elementwise,
     decide_linear,
     decide_local,
+    decide_zeros,
 )
 from tfdp.program.rules.layouts import LAYOUTS
 from tfdp.program.rules.reductions import decide_reduction
@@ -60,7 +61,7 @@ def decide(view: View) -> Decision:
     found = decide_stateful_random(view)
     if found is not None:
         return found
-    found = decide_local(view)
+    found = decide_local(view) or decide_zeros(view)
     if found is not None:
         return found
     if Form.ROWS in view.forms():

@@ -9,7 +9,16 @@ import tensorflow as tf
 from tfdp.program import sizes
 from tfdp.program.facts import Fact, Form, own_rows, part, whole, with_rows
 from tfdp.program.sizes import ONE, number
-from tfdp.program.view import AS_HELD, PART, WHOLE, Decision, Need, View, rows_along
+from tfdp.program.view import (
+    AS_HELD,
+    NOTHING,
+    PART,
+    WHOLE,
+    Decision,
+    Need,
+    View,
+    rows_along,
+)
 
 ELEMENTWISE = frozenset(
     [
@@ -219,6 +228,30 @@ _SUMS = frozenset(("Add", "AddN", "AddV2", "Pack", "Sub", "ConcatV2"))
 _ONLY_OF_SHAPE = frozenset(("OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLike"))
 # Their operands have one shape, so that no axis of one entry stands for all rows.
 _OF_ONE_SHAPE = frozenset(("AddN", *_LINEAR_IN))
+
+
+def decide_zeros(view: View) -> Decision | None:
+    """Decide zeros or ones that follow from the number of rows alone.
+
+    So a loop keeps no list of what its gradient only makes zeros of.
+    """
+    if view.type not in ("OnesLike", "ZerosLike") or view.op.outputs[0].dtype in (
+        tf.variant,
+        tf.string,
+    ):
+        return None
+    fact = view.facts[0]
+    if fact.sizes is None or not all(size.is_counted for size in fact.sizes):
+        return None
+    form = Form.ROWS if fact.is_rows else Form.WHOLE
+    return Decision([NOTHING], [Fact(form, fact.axis, fact.sizes)], _build_zeros)
+
+
+def _build_zeros(builder: Any, op: Any, inputs: list) -> list:
+    (fact,), (result,) = builder.facts_of(op.outputs), op.outputs
+    make = tf.zeros if op.type == "ZerosLike" else tf.ones
+    zeros = make(builder.shape_of(fact), result.dtype)
+    return [builder.with_shape(zeros, result, fact)]
 
 
 def decide_linear(view: View) -> Decision | None:

@@ -359,10 +359,7 @@ def _as_list(fact: Fact) -> Fact:
 
 def is_known(fact: Fact) -> bool:
     """Return whether integers follow from the number of rows alone."""
-    return fact.value is not None and all(
-        size.kind == "number" or (size.kind == "rows" and size.number is not None)
-        for size in fact.value.ravel()
-    )
+    return fact.value is not None and all(s.is_counted for s in fact.value.ravel())
 
 
 def _get_item(view: View) -> Decision | None:
