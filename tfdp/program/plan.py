@@ -190,9 +190,7 @@ def _check_conversions(plan: Plan) -> None:
             continue
         for tensor, need in plan.needs(op):
             fact = plan.facts.get(id(tensor))
-            is_cut = need.kind is Kind.ROWS and tensor.dtype == tf.variant
-            is_cut = is_cut and fact is not None and fact.form is Form.WHOLE
-            if fact is None or not (is_cut or is_conversion(fact, need)):
+            if fact is None or not is_conversion(fact, need):
                 continue
             is_text = tensor.dtype == tf.string and not (fact.is_rows and not fact.axis)
             if tensor.dtype in (tf.variant, tf.resource) or is_text:
