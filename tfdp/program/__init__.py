@@ -8,6 +8,7 @@ Reading order:
     step: a step that is traced, planned and built on each replica
     batch: what stands for the parts of a batch
     plan: a decision for each operation, found before anything is built
+    liveness: what of it is needed
     facts, sizes: what is held of a tensor, and its sizes as multiples of the rows
     view, rules: an operation, and what it gives by what is held of its inputs
     builder: the operations of a replica

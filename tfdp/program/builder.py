@@ -21,9 +21,9 @@ from tfdp.base.program_trace import ProgramTrace
 from tfdp.collectives import timing
 from tfdp.program import control_flow, sizes
 from tfdp.program.conversions import Replica
-from tfdp.program.facts import Fact, Form
+from tfdp.program.facts import Fact, Form, is_known
 from tfdp.program.plan import Plan, Scope, with_inputs
-from tfdp.program.rules.state import ASSIGNMENTS, is_known, is_output
+from tfdp.program.rules.state import ASSIGNMENTS, is_output
 from tfdp.program.view import AS_HELD, PART, WHOLE, Decision, Kind, Need, View
 from tfdp.reduction.sparse import are_unique, marked_unique
 

@@ -137,3 +137,8 @@ def with_rows(
 ) -> tuple[Size, ...]:
     """Return sizes with a multiple of the rows on one axis."""
     return (*sizes[:axis], rows(multiple), *sizes[axis + 1 :])
+
+
+def is_known(fact: Fact) -> bool:
+    """Return whether integers follow from the number of rows alone."""
+    return fact.value is not None and all(s.is_counted for s in fact.value.ravel())

@@ -17,9 +17,9 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.program import sizes
 from tfdp.program.facts import Fact, Form, static_sizes, whole
+from tfdp.program.liveness import LOOPS, find_live
 from tfdp.program.rules import decide
 from tfdp.program.rules.elementwise import is_true
-from tfdp.program.rules.state import is_known
 from tfdp.program.sizes import array
 from tfdp.program.view import (
     AS_HELD,
@@ -35,7 +35,6 @@ from tfdp.program.view import (
 )
 
 _BRANCHES = frozenset(("If", "StatelessIf", "Case", "StatelessCase"))
-_LOOPS = frozenset(("While", "StatelessWhile"))
 # Passes over a loop until the forms of its variables are found.
 _MOST_PASSES = 8
 
@@ -76,7 +75,7 @@ class Plan:
 
     def is_loop(self, op: Any) -> bool:
         """Return whether an operation is a loop that a replica builds."""
-        return op.type in _LOOPS and bool(self.decisions[op].plans)
+        return op.type in LOOPS and bool(self.decisions[op].plans)
 
     def needs(self, op: Any) -> list[tuple[Any, Need]]:
         """Return the inputs that an operation needs, each with its form."""
@@ -127,7 +126,7 @@ def make_plan(
             _plan_operation(plan, op, scope)
         if len(scope.whole) == before:
             break
-    _find_live(plan, outputs, scope)
+    find_live(plan, outputs, scope)
     _check_conversions(plan)
     plan.sums = _needed_sums(plan)
     return plan
@@ -252,7 +251,7 @@ def _run_whole(view: View) -> Decision:
     """Decide an operation whose lists another one needs whole."""
     facts = [whole_like(fact, tensor) for fact, tensor in _inputs_of(view)]
     inner = View(view.op, facts, view.scope)
-    if view.type in _LOOPS:
+    if view.type in LOOPS:
         found = _plan_loop(inner, may_divide=False)
     elif view.type in _BRANCHES:
         found = _plan_branches(inner)
@@ -502,104 +501,5 @@ def need_of(fact: Fact) -> Need:
 
 _WITH_GRAPHS = {
     **dict.fromkeys(_BRANCHES, _plan_branches),
-    **dict.fromkeys(_LOOPS, _plan_loop),
+    **dict.fromkeys(LOOPS, _plan_loop),
 }
-
-
-# What is needed at all.
-
-_PRUNED = frozenset(
-    [
-        "ReadVariableOp",
-        "ResourceGather",
-        "VariableShape",
-        "Placeholder",
-        "RandomUniform",
-        "RandomStandardNormal",
-        "TruncatedNormal",
-        "RandomUniformInt",
-        "EmptyTensorList",
-        "TensorListReserve",
-        "VarIsInitializedOp",
-        "LookupTableFindV2",
-        "LookupTableSizeV2",
-    ]
-)
-
-
-def _find_live(plan: Plan, outputs: Sequence[Any], scope: Scope) -> None:
-    """Find the operations and tensors of a graph that something needs."""
-    graph = plan.graph
-    plan.live, plan.needed = set(), set()
-    tensors = [*outputs]
-    for effect in scope.effects.get(graph, ()):
-        tensors += effect.tensors
-    pending = [op for op in graph.get_operations() if _must_run(op)]
-    for op, decision in plan.decisions.items():
-        for effect in _effects_inside(decision, scope):
-            # A branch that updates variables, whatever it returns.
-            pending.append(op)
-            tensors += effect.tensors
-    while tensors or pending:
-        for tensor in tensors:
-            is_new = tensor.graph is graph and id(tensor) not in plan.needed
-            if is_new and not _follows_from_rows(plan.facts.get(id(tensor))):
-                plan.needed.add(id(tensor))
-                # Loops come last, once it is known which variables are needed.
-                pending.insert(
-                    0 if tensor.op.type in _LOOPS else len(pending), tensor.op
-                )
-        tensors = []
-        if pending:
-            op = pending.pop()
-            if op.type in _LOOPS and op in pending:
-                continue
-            pending += [other for other in op.control_inputs if other not in plan.live]
-            plan.live.add(op)
-            if op in plan.decisions and plan.is_loop(op):
-                _find_live_variables(plan, op, scope)
-            tensors = [t for i, t in enumerate(op.inputs) if plan.is_needed(op, i)]
-
-
-def _must_run(op: Any) -> bool:
-    return _compat.has_effect(op) and op.type not in _PRUNED
-
-
-def _follows_from_rows(fact: Fact | None) -> bool:
-    """Whether a replica makes a tensor of the number of rows, without its operation."""
-    return fact is not None and fact.form is Form.SIZES and is_known(fact)
-
-
-def _find_live_variables(plan: Plan, op: Any, scope: Scope) -> None:
-    """Find the variables of a loop that something needs, in it or after it.
-
-    A list in which it keeps shapes for its gradient is none where they follow from the
-    number of rows.
-    """
-    cond, body = plan.decisions[op].plans
-    tested, given = cond.graph.inputs, body.graph.inputs
-    before = -1
-    while len(plan.needed) > before:
-        before = len(plan.needed)
-        _find_live(
-            body,
-            [
-                result
-                for output, result in zip(op.outputs, body.graph.outputs, strict=True)
-                if id(output) in plan.needed
-            ],
-            scope,
-        )
-        plan.needed |= {
-            id(output)
-            for index, output in enumerate(op.outputs)
-            if id(given[index]) in body.needed or id(tested[index]) in cond.needed
-        }
-
-
-def _effects_inside(decision: Decision, scope: Scope) -> Iterator[Any]:
-    """Yield the effects in the branches of an operation, and in theirs."""
-    for inner in decision.plans:
-        yield from scope.effects.get(inner.graph, ())
-        for own in inner.decisions.values():
-            yield from _effects_inside(own, scope)

@@ -7,6 +7,7 @@ variables and updates them. Everything else is TensorFlow's.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
@@ -46,6 +47,14 @@ _STOCK_KEYS_PER_STRATEGY = 1000
 _strategy_counter = itertools.count()
 
 
+@dataclasses.dataclass
+class _Statistics:
+    """Moving statistics that the replicas assign in a step, and how each counts."""
+
+    variables: dict[int, Any] = dataclasses.field(default_factory=dict)
+    weights: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+
+
 class ReplicaExtended:
     """Mixin of both extended classes: the whole step in replica context.
 
@@ -70,6 +79,8 @@ class ReplicaExtended:
     num_scopes = 0
     # By which rows follow the workers' speed, see `tfdp run --rebalance`.
     balance: LoadBalancer | None = None
+    # Those of the step that is built, see `step_scope`.
+    _statistics: _Statistics | None = None
     _collective_keys: Any
 
     def explaining(self) -> contextlib.AbstractContextManager:
@@ -199,16 +210,14 @@ class ReplicaExtended:
     @contextlib.contextmanager
     def step_scope(self) -> Iterator[None]:
         """Average the moving statistics that the replicas assign inside."""
-        outer = getattr(self, "_statistics", None), getattr(self, "_weights", {})
-        self._statistics: dict[int, Any] | None = {}
-        self._weights: dict[int, tf.Tensor] = {}
+        outer, noted = self._statistics, _Statistics()
+        self._statistics = noted
         try:
             yield
-            statistics = list(self._statistics.values())
-            weights = [own for _, own in sorted(self._weights.items())]
         finally:
-            self._statistics, self._weights = outer
-        self.average(statistics, weights or None)
+            self._statistics = outer
+        weights = [own for _, own in sorted(noted.weights.items())]
+        self.average(list(noted.variables.values()), weights or None)
 
     def average(self, statistics: list, weights: list | None = None) -> None:
         """Average moving statistics over all replicas, in cross-replica context.
@@ -234,10 +243,10 @@ class ReplicaExtended:
             weight: Scalar tensor, the fraction of all rows that it has; or `None`:
                 all replicas count alike.
         """
-        if getattr(self, "_statistics", None) is not None:
-            self._statistics |= {id(own): own for own in variables}  # type: ignore
+        if self._statistics is not None:
+            self._statistics.variables |= {id(own): own for own in variables}
             if weight is not None:
-                self._weights[replica] = weight
+                self._statistics.weights[replica] = weight
 
     def merge_metric_variables(self, variables: list[MetricVariable]) -> list:
         """The states of all replicas, merged: one tensor for each variable."""

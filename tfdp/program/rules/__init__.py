@@ -8,7 +8,8 @@ Reading order:
     layouts: reshapes, slices, joins, gathers
     composites: rows made of ragged and sparse tensors
     values: integers that are computed of sizes
-    state: variables, random numbers, lists
+    state: variables, random numbers, functions of Python
+    lists: lists of tensors
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from tfdp.program.rules.elementwise import (
     decide_zeros,
 )
 from tfdp.program.rules.layouts import LAYOUTS
+from tfdp.program.rules.lists import decide_list
 from tfdp.program.rules.reductions import decide_reduction
 from tfdp.program.rules.rowwise import decide_row_by_row
 from tfdp.program.rules.state import (
-    decide_list,
     decide_python,
     decide_random,
     decide_stateful_random,
@@ -54,16 +55,13 @@ def decide(view: View) -> Decision:
         decide_composite,
         decide_random,
         decide_python,
+        decide_stateful_random,
+        decide_local,
+        decide_zeros,
     ):
         found = rule(view)
         if found is not None:
             return found
-    found = decide_stateful_random(view)
-    if found is not None:
-        return found
-    found = decide_local(view) or decide_zeros(view)
-    if found is not None:
-        return found
     if Form.ROWS in view.forms():
         found = _decide_rows(view)
     elif Form.PART in view.forms():
