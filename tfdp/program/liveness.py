@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tfdp import _compat
 from tfdp.program.facts import Fact, Form, is_known
-
-if TYPE_CHECKING:
-    from tfdp.program.plan import Plan, Scope
-    from tfdp.program.view import Decision
+from tfdp.program.view import Decision
 
 LOOPS = frozenset(("While", "StatelessWhile"))
 
@@ -33,7 +30,7 @@ _PRUNED = frozenset(
 )
 
 
-def find_live(plan: Plan, outputs: Sequence[Any], scope: Scope) -> None:
+def find_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
     """Find the operations and tensors of a graph that something needs."""
     graph = plan.graph
     plan.live, plan.needed = set(), set()
@@ -76,7 +73,7 @@ def _follows_from_rows(fact: Fact | None) -> bool:
     return fact is not None and fact.form is Form.SIZES and is_known(fact)
 
 
-def _find_live_variables(plan: Plan, op: Any, scope: Scope) -> None:
+def _find_live_variables(plan: Any, op: Any, scope: Any) -> None:
     """Find the variables of a loop that something needs, in it or after it.
 
     A list in which it keeps shapes for its gradient is none where they follow from the
@@ -103,7 +100,7 @@ def _find_live_variables(plan: Plan, op: Any, scope: Scope) -> None:
         }
 
 
-def _effects_inside(decision: Decision, scope: Scope) -> Iterator[Any]:
+def _effects_inside(decision: Decision, scope: Any) -> Iterator[Any]:
     """Yield the effects in the branches of an operation, and in theirs."""
     for inner in decision.plans:
         yield from scope.effects.get(inner.graph, ())
