@@ -139,7 +139,8 @@ class Replicas:
         def replica(*inputs: Any) -> Any:
             group = training_group(strategy)
             rows = rows_of_replica(group, inputs, None, {}, are_alike=False)
-            return divided(inputs, group, rows)
+            with _compat.ordered_by_itself():  # as in Keras's loops
+                return divided(inputs, group, rows)
 
         kinds = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in batch(1)]
 

@@ -247,7 +247,6 @@ from tfdp._compat.programs import (
     loop_graphs,
     marked,
     marker_of,
-    order_apart,
     results_of_call,
     signature_of,
     stack_of,

@@ -84,27 +84,6 @@ def has_effect(op: tf.Operation) -> bool:
     return auto_control_deps.op_is_stateful(op)
 
 
-def order_apart(graph: tf.Graph, begin: int) -> None:
-    """Order operations that have an effect and no resource among themselves alone.
-
-    TensorFlow orders all of a graph. In that of several replicas a check of the first
-    one that waits for a sum would come before one of the second that the sum needs.
-
-    Args:
-        graph: The graph of a function that is traced.
-        begin: Int, its operations before those to order.
-    """
-    manager = graph.experimental_acd_manager
-    if manager is None:
-        return
-    last: list[tf.Operation] = []
-    for op in graph.get_operations()[begin:]:
-        if has_effect(op) and not list(auto_control_deps._get_resource_inputs(op)):
-            op._add_control_inputs(last)
-            manager.run_independently(op)
-            last = [op]
-
-
 def signature_of(op: tf.Operation) -> str:
     """The type and dtypes of an operation, and the value of a constant."""
     text = " ".join([op.type, *(output.dtype.name for output in op.outputs)])

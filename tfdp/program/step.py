@@ -117,16 +117,12 @@ class DividedStep:
         for outer, inner in _compat.captures_of(found.trace.graph):
             tensors.setdefault(id(inner), self._own(outer, replica.local_id))
         builder = Builder(found.trace, found.plan, found.scope, replica, tensors)
-        begin = len(graph.get_operations())
         builder.run()
         if found.tail is not None:
-            results: Any = found.tail.values(builder)
-        else:
-            results = tf.nest.map_structure(
-                lambda result: self._rows_of(builder, replica, result), found.results
-            )
-        _compat.order_apart(graph, begin)
-        return results
+            return found.tail.values(builder)
+        return tf.nest.map_structure(
+            lambda result: self._rows_of(builder, replica, result), found.results
+        )
 
     def _warn(self, trace: ProgramTrace) -> None:
         extended = self._strategy.extended
