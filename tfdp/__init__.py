@@ -7,12 +7,10 @@ it is used, so that the command line answers at once.
 from __future__ import annotations
 
 import importlib
-import os
-import platform
-import sys
 from typing import TYPE_CHECKING, Any
 
 from tfdp import user_code
+from tfdp.onednn import ask_for_onednn as _ask_for_onednn
 from tfdp.tracking.watch import watch_trackers as _watch_trackers
 
 if TYPE_CHECKING:
@@ -70,11 +68,7 @@ __all__ = [
 ]
 
 
-if platform.machine() in ("x86_64", "AMD64") and "tensorflow" not in sys.modules:
-    # TensorFlow reads it once, when it is imported: see `tfdp.cluster.cpu_kernels`. The
-    # workers that `tfdp run` starts inherit it.
-    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
-
+_ask_for_onednn()
 user_code.watch_start()
 _watch_trackers()
 

@@ -10,8 +10,8 @@ import tfdp
 from tests.harness.commands import run_python
 from tfdp import _compat
 from tfdp.cluster import cpu_kernels
+from tfdp.onednn import VARIABLE
 
-VARIABLE = "TF_ENABLE_ONEDNN_OPTS"
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="kernels of another processor"
 )
@@ -29,21 +29,29 @@ def kernels(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("before", "expected"),
+    ("flags", "before", "expected"),
     [
-        ("", "1"),
-        (f"os.environ['{VARIABLE}'] = '0'", "0"),
-        ("sys.modules['tensorflow'] = sys", "None"),
+        ("fpu avx avx2", "", "1"),
+        ("fpu avx avx2 avx512f avx512_vnni", "", "None"),
+        ("", "", "None"),
+        ("fpu avx avx2", f"os.environ['{VARIABLE}'] = '0'", "0"),
+        ("fpu avx avx2", "sys.modules['tensorflow'] = sys", "None"),
     ],
 )
 def test_an_import_asks_for_onednn_before_tensorflow_unless_the_user_has(
-    before, expected
+    flags, before, expected, tmp_path
 ):
+    cpuinfo = tmp_path / "cpuinfo"
+    if flags:
+        cpuinfo.write_text(f"processor\t: 0\nflags\t\t: {flags}\n\n")
     code = f"""
-import os, sys
+import os, pathlib, sys
+import tfdp
+from tfdp import onednn
 os.environ.pop({VARIABLE!r}, None)
 {before}
-import tfdp
+onednn._CPUINFO = pathlib.Path({str(cpuinfo)!r})
+onednn.ask_for_onednn()
 print(os.environ.get({VARIABLE!r}))
 """
     done = run_python("-c", code, deadline_seconds=30)

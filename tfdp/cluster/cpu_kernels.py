@@ -1,8 +1,7 @@
 """TensorFlow's kernels on CPUs: those of oneDNN, which some processors go without.
 
 Without AVX-512, TensorFlow multiplies by a transposed matrix, as each gradient of a
-dense layer does, several times slower than oneDNN would. `import tfdp` sets the
-variable, which TensorFlow reads once, when it is imported.
+dense layer does, several times slower than oneDNN would: see `tfdp.onednn`.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.onednn import VARIABLE
 
 _NAME = "oneDNN"
-_VARIABLE = "TF_ENABLE_ONEDNN_OPTS"
 # Nobody has measured oneDNN's kernels of other processors.
 _X86 = ("x86_64", "AMD64")
 # A gradient that takes this many times as long as the forward pass has a slow kernel.
@@ -37,7 +36,7 @@ def slow_gradient() -> str:
         String, a sentence about what to set; or `""` where nothing is slow, or the
         user has decided. It takes some milliseconds, once.
     """
-    is_decided = _VARIABLE in os.environ or platform.machine() not in _X86
+    is_decided = VARIABLE in os.environ or platform.machine() not in _X86
     if is_decided or _compat.uses_onednn():
         return ""
     factor = gradient_factor()
@@ -46,7 +45,7 @@ def slow_gradient() -> str:
     return (
         f"The gradient of a dense layer takes {factor:.0f} times as long here as its "
         "forward pass: TensorFlow has left oneDNN's kernels off on this processor; "
-        f"set {_VARIABLE}=1, or import tfdp before TensorFlow and Keras"
+        f"set {VARIABLE}=1, or import tfdp before TensorFlow and Keras"
     )
 
 
@@ -56,7 +55,7 @@ def describe() -> str:
     chosen = "oneDNN" if _compat.uses_onednn() else "TensorFlow's own, oneDNN is off"
     text = f"{chosen}: the gradient of a dense layer takes {factor:.1f} forward passes"
     is_slow = factor >= _SLOW and not _compat.uses_onednn()
-    return f"{text}; set {_VARIABLE}=1" if is_slow else text
+    return f"{text}; set {VARIABLE}=1" if is_slow else text
 
 
 def versions() -> dict[str, str]:
@@ -78,7 +77,7 @@ def change_since(made_by: Mapping[str, str]) -> str:
         return ""
     return (
         f"the run was saved with oneDNN's kernels {saved}, and goes on with them {own} "
-        f"({_VARIABLE}): the last digits are not those of a run without interruption"
+        f"({VARIABLE}): the last digits are not those of a run without interruption"
     )
 
 
