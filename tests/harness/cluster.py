@@ -84,7 +84,7 @@ class Worker:
         parts = [f"===== worker {self.rank} ({state})"]
         for title, path, length in (
             ("output", self.log, 4000),
-            ("stacks", self.stacks, 20000),
+            ("stacks", self.stacks, 60000),
         ):
             text = path.read_text(errors="replace") if path.exists() else ""
             parts.append(f"--- last {title}\n{text[-length:]}")
