@@ -24,17 +24,13 @@ def ask_for_onednn() -> None:
 
     A process inherits it from the one that starts it, such as `tfdp run`.
     """
-    if "tensorflow" not in sys.modules and is_left_off(_CPUINFO):
+    if "tensorflow" not in sys.modules and is_left_off():
         os.environ.setdefault(VARIABLE, "1")
 
 
-def is_left_off(cpuinfo: Path) -> bool:
-    """Return whether TensorFlow leaves oneDNN's kernels off on an x86 processor.
-
-    Args:
-        cpuinfo: Path of Linux's description of the processors.
-    """
-    with contextlib.suppress(OSError), cpuinfo.open() as lines:
+def is_left_off() -> bool:
+    """Return whether TensorFlow leaves oneDNN's kernels off on this x86 processor."""
+    with contextlib.suppress(OSError), _CPUINFO.open() as lines:
         for line in lines:
             name, _, flags = line.partition(":")
             if name.strip() == "flags":  # those of ARM are "Features"

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import functools
 import os
-import platform
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp import _compat
-from tfdp.onednn import VARIABLE
+from tfdp import _compat, user_code
+from tfdp.onednn import VARIABLE, is_left_off
 
 _NAME = "oneDNN"
-# Nobody has measured oneDNN's kernels of other processors.
-_X86 = ("x86_64", "AMD64")
 # A gradient that takes this many times as long as the forward pass has a slow kernel.
 _SLOW = 3.0
 # Rows, and units of a dense layer: some milliseconds where it is slow.
@@ -29,20 +26,17 @@ _REPEATS = 5
 
 
 @functools.cache
-def slow_gradient() -> str:
-    """Say what TensorFlow's kernels cost where it has left those of oneDNN off.
+def warn_of_slow_kernels() -> None:
+    """Warn, once, of what it costs that TensorFlow has left oneDNN's kernels off.
 
-    Returns:
-        String, a sentence about what to set; or `""` where nothing is slow, or the
-        user has decided. It takes some milliseconds, once.
+    It takes some milliseconds there. Who has set the variable has decided.
     """
-    is_decided = VARIABLE in os.environ or platform.machine() not in _X86
-    if is_decided or _compat.uses_onednn():
-        return ""
+    if VARIABLE in os.environ or _compat.uses_onednn() or not is_left_off():
+        return
     factor = gradient_factor()
     if factor < _SLOW:
-        return ""
-    return (
+        return
+    user_code.warn(
         f"The gradient of a dense layer takes {factor:.0f} times as long here as its "
         "forward pass: TensorFlow has left oneDNN's kernels off on this processor; "
         f"set {VARIABLE}=1, or import tfdp before TensorFlow and Keras"

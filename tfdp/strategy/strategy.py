@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdp import _compat, user_code
 from tfdp.base import loops, program_trace
 from tfdp.cluster import Cluster, find_cluster, processes_apart
-from tfdp.cluster.cpu_kernels import slow_gradient
+from tfdp.cluster.cpu_kernels import warn_of_slow_kernels
 from tfdp.cluster.devices import default_cpus, local_devices, resolve_devices
 from tfdp.cluster.mpi_launcher import mpi_rank
 from tfdp.coordination.join import resolver_of_environment, start_worker
@@ -235,9 +235,7 @@ def _warn_of_slow_kernels(strategy: Any) -> None:
     """Warn, on the first worker, if CPUs train with kernels slower than need be."""
     device = strategy.extended.worker_devices[0]
     if strategy.extended.first_rank == 0 and _compat.device_type(device) == "CPU":
-        text = slow_gradient()
-        if text:
-            user_code.warn(text)
+        warn_of_slow_kernels()
 
 
 def _warn_of_processes_apart(cluster: Cluster | None) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from tfdp.bench.channel import Arm, Arms, OnDemand, work
@@ -56,8 +58,7 @@ def _transformer() -> Any:
     return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
 
 
-def make_batch(model: Any, size: int) -> tuple:
-    """Make a batch of inputs and classes for a model."""
+def _batch(model: Any, size: int) -> tuple:
     import numpy as np
 
     rng = np.random.default_rng(0)
@@ -68,12 +69,13 @@ def make_batch(model: Any, size: int) -> tuple:
     return rng.normal(size=shape).astype("float32"), y
 
 
-def fit_arm(strategy: Any, name: str, how: str) -> Arm:
+def fit_arm(strategy: Any, make_model: Callable[[], Any], rows: int, how: str) -> Arm:
     """Seconds per step of `fit`, from the end of the first step on.
 
     Args:
         strategy: Strategy or `None`.
-        name: String, the model.
+        make_model: Callable without arguments, which makes the model.
+        rows: Int, the samples of a replica.
         how: String, `"no jit"`, `"jit"`, or how many clusters to cut the compiled part
             into, such as `"2 clusters"`.
     """
@@ -84,15 +86,15 @@ def fit_arm(strategy: Any, name: str, how: str) -> Arm:
 
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
-        model = build(name)
+        model = make_model()
         model.compile(
             keras.optimizers.Adam(1e-3),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             jit_compile=how != "no jit",
         )
     num_replicas = strategy.num_replicas_in_sync if strategy else 1
-    size = BATCH_SIZES[name] * num_replicas
-    x, y = make_batch(model, size)
+    size = rows * num_replicas
+    x, y = _batch(model, size)
     count = how.removesuffix(CLUSTERS)
     clusters = int(count) if count != how else 1
 
@@ -115,7 +117,8 @@ def make_arms(setup: dict[str, Any]) -> Arms:
 
     def make(arm: str) -> Arm:
         name, who, how = arm.split("/")
-        return fit_arm(strategies[who], name, how)
+        make_model = functools.partial(build, name)
+        return fit_arm(strategies[who], make_model, BATCH_SIZES[name], how)
 
     return OnDemand(make, lambda arm: arm.partition("/")[0])
 
