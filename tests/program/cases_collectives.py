@@ -197,3 +197,26 @@ def steps_of_common_models_convert_nothing(env: Env) -> dict:
         expected = least["table" if name in of_tokens else "linear"]
         assert kinds == expected, (name, kinds, expected)
     return {}
+
+
+@case(
+    "Several steps an execution: what one step exchanges",
+    setups=("two_workers", "two_by_two"),
+    compare=False,
+)
+def several_steps_an_execution_exchange_what_one_step_does(env: Env) -> dict:
+    if env.is_reference:
+        return {}
+    x = common.features(4 * NUM_ROWS)
+    found = []
+    for steps in (1, 2):
+        with env.scope():
+            model = LEAST["linear"][0]()
+            model.compile("sgd", "mse", steps_per_execution=steps)
+        common.fit(model, x, x[:, :3], batch_size=NUM_ROWS)
+        exchanged = launches(step_of(model.train_function))
+        found.append(sorted((one.kind, one.dtype) for one in exchanged))
+    assert found[0] == found[1]
+    # The gradients of one bucket, and the logs.
+    assert len(found[0]) == env.setup.devices_per_worker + 1, found
+    return {}

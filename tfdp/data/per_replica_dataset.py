@@ -166,21 +166,15 @@ class PerReplicaIterator(StepIterator):
         """Return the next batch; raise `tf.errors.OutOfRangeError` at the end."""
         if not self.read_options.asks_workers:
             with Read() as read:
-                parts, num_rows = self._iterator.get_next()
-            read.given((parts, num_rows))
-            batch = self._per_replica(parts)
-            return (
-                CountedBatch(batch, num_rows)
-                if self.read_options.counts_rows
-                else batch
-            )
+                element = self._iterator.get_next()
+            read.given(element)
+            return self._batch(*element)
         optional = self._read_optional()
-
-        def value_or_empty() -> Any:
-            return tf.cond(optional.has_value(), optional.get_value, self._empty)
-
-        # Workers that run out of data alone know the rows of no common batch.
-        parts, _ = tf.cond(self._has_next_step(optional), value_or_empty, self._end)
+        parts = tf.cond(
+            self._has_next_step(optional),
+            lambda: self._value_or_empty(optional),
+            self._end,
+        )
         return self._per_replica(parts)
 
     def get_next_as_optional(self) -> Any:
@@ -192,15 +186,17 @@ class PerReplicaIterator(StepIterator):
         )
 
         def value() -> Any:
-            parts, _ = (
-                tf.cond(optional.has_value(), optional.get_value, self._empty)
-                if asks_workers
-                else optional.get_value()
-            )
-            return tf.experimental.Optional.from_value(self._per_replica(parts))
+            if not asks_workers:
+                batch = self._batch(*optional.get_value())
+            else:
+                batch = self._per_replica(self._value_or_empty(optional))
+            return tf.experimental.Optional.from_value(batch)
 
         def nothing() -> Any:
-            return tf.experimental.Optional.empty(self.element_spec)
+            spec = self.element_spec
+            if self.read_options.counts_rows and not asks_workers:
+                spec = CountedBatch(spec, self._iterator.element_spec[1])
+            return tf.experimental.Optional.empty(spec)
 
         return tf.cond(has_value, value, nothing)
 
@@ -209,6 +205,19 @@ class PerReplicaIterator(StepIterator):
             optional = self._iterator.get_next_as_optional()
         read.given(optional.has_value())
         return optional
+
+    def _value_or_empty(self, optional: Any) -> tuple:
+        """Return local rows, none where this worker has run out of data.
+
+        Such workers know the rows of no common batch.
+        """
+        parts, _ = tf.cond(optional.has_value(), optional.get_value, self._empty)
+        return parts
+
+    def _batch(self, parts: tuple, num_rows: tf.Tensor) -> Any:
+        """Return the batch of a step that needs not ask the other workers."""
+        batch = self._per_replica(parts)
+        return CountedBatch(batch, num_rows) if self.read_options.counts_rows else batch
 
     def _per_replica(self, parts: tuple) -> Any:
         """Return a per-replica value of the local rows, or of one global batch."""
@@ -228,7 +237,8 @@ class PerReplicaIterator(StepIterator):
 
     def _end(self) -> Any:
         with tf.control_dependencies([raise_out_of_range(self.strategy)]):
-            return self._empty()
+            parts, _ = self._empty()
+            return parts
 
     def _empty(self) -> Any:
         return tf.nest.map_structure(empty_of, self._iterator.element_spec)
