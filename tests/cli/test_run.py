@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import pathlib
@@ -35,6 +36,7 @@ from tfdp.cli.outlet import Outlet
 from tfdp.cli.program import check_program
 from tfdp.cli.screen import LineReader, Screen
 from tfdp.cli.signals import SignalPipe
+from tfdp.cli.start import Starter
 from tfdp.cluster import Cluster, local_ports
 from tfdp.cluster.gpus import visible_gpus
 from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
@@ -466,11 +468,16 @@ def test_a_line_without_end_does_not_fill_the_memory():
     assert len(reader._pending) < 1000
 
 
+def start_of(code: str) -> collections.abc.Callable[[int], int]:
+    starter = Starter([sys.executable, "-c", code])
+    return functools.partial(starter.start, os.environ)
+
+
 def test_a_bar_is_shown_now_and_then_in_files(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "_SNAPSHOT_SECONDS", 0.0)
     code = "import sys; sys.stdout.write('1/9'); sys.stdout.flush()"
     log = LogFile(tmp_path / "log", pytest.fail)
-    process = worker.Worker(0, [sys.executable, "-c", code], dict(os.environ), log)
+    process = worker.Worker(0, start_of(code), log)
     output = open(tmp_path / "output", "w")  # noqa: SIM115
     screen = Screen(output)
     while process.is_running:
@@ -490,11 +497,11 @@ def test_a_bar_is_shown_now_and_then_in_files(tmp_path, monkeypatch):
 def test_a_line_is_not_shown_in_halves(tmp_path, monkeypatch):
     # Unbuffered, as under the launcher, Python writes a line and its end apart.
     now = [0.0]
-    clock = types.SimpleNamespace(monotonic=lambda: now[0])
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
     monkeypatch.setattr(worker, "time", clock)
     code = "import time; print('half', end='', flush=True); time.sleep(600)"
     log = LogFile(tmp_path / "log", pytest.fail)
-    process = worker.Worker(0, [sys.executable, "-c", code], dict(os.environ), log)
+    process = worker.Worker(0, start_of(code), log)
     now[0] = 60.0  # nothing was written for a minute
     while not process.unfinished:
         process.read()

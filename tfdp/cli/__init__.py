@@ -3,8 +3,9 @@
 `main` has the commands, each in a file of its name; `parameter_types` the types of
 their options. `run` knows the options of `other_launchers`, checks a `program` and, by
 `run_where` and with `run_settings`, starts a `job` of local workers: `launch` (the
-environment of each), `worker` (a process and its output), `log_file`, `noise` and
-`tracebacks` (lines that are not shown, or once), `screen` (the output of all;
+environment of each), `start` (each by itself, or forked from a process that imports
+TensorFlow, see `import_once`), `worker` (a process and its output), `log_file`, `noise`
+and `tracebacks` (lines that are not shown, or once), `screen` (the output of all;
 `json_screen`: as JSON; `showing`: its end) on an `outlet` (which never blocks),
 `signals`, `restarts` (what follows a failure) and `attempts` (one job after the other).
 On several machines `node_options` say where; the launcher of a `node` takes part in a

@@ -15,6 +15,7 @@ from tfdp.cli.log_file import LogFile
 from tfdp.cli.restarts import JobEnd, Restarts, note
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
+from tfdp.cli.start import Starter
 from tfdp.cli.worker import shell_code, signal_name
 from tfdp.cluster import Cluster
 from tfdp.coordination.preemption import PREEMPTED
@@ -25,7 +26,7 @@ class Attempts:
     """All attempts to run a job.
 
     Args:
-        command: List of strings, what every worker runs.
+        starter: `Starter` of what every worker runs.
         make_clusters: Function that makes the clusters of so many workers.
         logs: List of `LogFile`, one for each worker.
         screen: The `Screen` that shows the output.
@@ -34,7 +35,7 @@ class Attempts:
         until: Float, by `time.monotonic()`, when all is stopped, or `None`.
     """
 
-    command: list[str]
+    starter: Starter
     make_clusters: Callable[[int], list[Cluster]]
     logs: list[LogFile]
     screen: Screen
@@ -66,7 +67,7 @@ class Attempts:
             slots=[Slot(index, len(self.logs)) for index in restarts.slots],
         )
         clusters = self.make_clusters(len(restarts.slots))
-        job = Job(self.command, clusters, self.logs, self.screen, self.signals, options)
+        job = Job(self.starter, clusters, self.logs, self.screen, self.signals, options)
         code = run_job(job)
         # Also one that came while the job was ending for another reason.
         if self.signals.received and code not in (0, PREEMPTED):

@@ -24,6 +24,7 @@ from tfdp.cli.log_file import LogFile
 from tfdp.cli.program import check_platform, check_program
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
+from tfdp.cli.start import Starter
 from tfdp.cluster import Cluster, counted
 from tfdp.cluster.temporary import TemporaryFolder
 from tfdp.monitor.input_wait import InputWait, Pipeline, advise
@@ -77,7 +78,7 @@ def _run(
     folder: Path, words: list[str], clusters: Sequence[Cluster], until: float
 ) -> tuple[Job, int]:
     """Run the workers; what they write goes to their logs only."""
-    command = [sys.executable, "-m", "tfdp.cli.input_worker", *words]
+    starter = Starter([sys.executable, "-m", "tfdp.cli.input_worker", *words])
     options = JobOptions(until, _GRACE_SECONDS)
     with (
         open(os.devnull, "w", encoding="utf-8") as nowhere,
@@ -88,7 +89,7 @@ def _run(
             LogFile(folder / f"worker-{rank}.log", screen.warn)
             for rank in range(len(clusters))
         ]
-        with Job(command, clusters, logs, screen, signals, options) as job:
+        with Job(starter, clusters, logs, screen, signals, options) as job:
             code = job.run()
         screen.close(timeout_seconds=1.0)
     return job, code

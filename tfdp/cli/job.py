@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import selectors
 import signal
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -19,6 +19,7 @@ from tfdp.cli.noise import is_noise, is_of_peers
 from tfdp.cli.other_nodes import OtherNodes, StopOrder
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
+from tfdp.cli.start import Starter
 from tfdp.cli.tracebacks import Tracebacks
 from tfdp.cli.worker import TAIL_LINES, Worker, shell_code, signal_name
 from tfdp.cluster import Cluster, process_tree
@@ -64,7 +65,7 @@ class Job:
     it is left.
 
     Args:
-        command: Sequence of strings, what every worker runs.
+        starter: `Starter` of what every worker runs.
         clusters: Sequence of `Cluster`, one for each worker of this machine, in the
             order of ranks, which follow one another.
         logs: Sequence of `LogFile`, one for each worker.
@@ -76,14 +77,14 @@ class Job:
 
     def __init__(
         self,
-        command: Sequence[str],
+        starter: Starter,
         clusters: Sequence[Cluster],
         logs: Sequence[LogFile],
         screen: Screen,
         signals: SignalPipe,
         options: JobOptions,
     ) -> None:
-        self._command = command
+        self._starter = starter
         self._clusters = clusters
         self._logs = logs
         self._screen = screen
@@ -94,7 +95,6 @@ class Job:
         self._slots = options.slots or [
             Slot(rank, len(clusters)) for rank in range(len(clusters))
         ]
-        self._id = uuid.uuid4().hex
         self._workers: list[Worker] = []
         self._failed: Worker | None = None
         self._is_stopping = self._is_interrupted = False
@@ -111,7 +111,7 @@ class Job:
             self._selector.register(self._others, selectors.EVENT_READ)
         process_tree.adopt_orphans()
         self._guard = subprocess.Popen(
-            [sys.executable, process_tree.__file__, self._id],
+            [sys.executable, process_tree.__file__, self._starter.job],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -216,7 +216,8 @@ class Job:
     def _environment(self, index: int) -> dict[str, str]:
         """The environment of a worker of this machine."""
         cluster, slot = self._clusters[index], self._slots[index]
-        return worker_environment(cluster, slot, self._id, len(self._clusters))
+        job = self._starter.job
+        return worker_environment(cluster, slot, job, len(self._clusters))
 
     def _ask_to_save(self, elapsed: float) -> None:
         """Ask when it is time, and again while nobody has done it."""
@@ -233,12 +234,8 @@ class Job:
 
     def _start(self, index: int) -> None:
         """Start a worker of this machine, in place of one that has ended if any has."""
-        worker = Worker(
-            self._first_rank + index,
-            self._command,
-            self._environment(index),
-            self._logs[index],
-        )
+        start = functools.partial(self._starter.start, self._environment(index))
+        worker = Worker(self._first_rank + index, start, self._logs[index])
         self._workers[index : index + 1] = [worker]
         self._selector.register(worker, selectors.EVENT_READ, data=worker)
         assert self._guard.stdin is not None
@@ -417,10 +414,13 @@ class Job:
             self._turn()
 
     def _not_reaped(self) -> set[int]:
-        return self._strangers.union(worker.pid for worker in self._workers)
+        return self._not_killed().union(worker.pid for worker in self._workers)
+
+    def _not_killed(self) -> set[int]:
+        return self._strangers | self._starter.own_pids
 
     def _kill(self) -> None:
         """Kill the workers, and what they leave to this process until nothing is."""
         process_tree.kill_children(
-            self._strangers, keep_zombies=[worker.pid for worker in self._workers]
+            self._not_killed(), keep_zombies=[worker.pid for worker in self._workers]
         )

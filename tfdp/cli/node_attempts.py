@@ -19,6 +19,7 @@ from tfdp.cli.other_nodes import OtherNodes
 from tfdp.cli.restarts import note
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
+from tfdp.cli.start import Starter
 from tfdp.cli.worker import signal_name
 from tfdp.cluster import Cluster, free_ports
 from tfdp.coordination.preemption import PREEMPTED
@@ -48,7 +49,7 @@ class NodeAttempts:
     Node 0 decides when all start, stop and start again; this node does what it says.
 
     Args:
-        command: List of strings, what every worker runs.
+        starter: `Starter` of what every worker runs.
         num_workers: Int, workers of this node.
         settings: Dict of further arguments of each worker's `Cluster`.
         others: `OtherNodes`.
@@ -62,7 +63,7 @@ class NodeAttempts:
 
     def __init__(
         self,
-        command: list[str],
+        starter: Starter,
         num_workers: int,
         settings: dict[str, Any],
         others: OtherNodes,
@@ -72,7 +73,7 @@ class NodeAttempts:
         grace_seconds: float,
         until: float | None,
     ) -> None:
-        self._command = command
+        self._starter = starter
         self._num_workers = num_workers
         self._settings = settings
         self._others = others
@@ -144,7 +145,7 @@ class NodeAttempts:
             others=self._others,
         )
         logs = self._logs.workers
-        job = Job(self._command, clusters, logs, self._screen, self._signals, options)
+        job = Job(self._starter, clusters, logs, self._screen, self._signals, options)
         code = run_job(job)
         code = PREEMPTED if job.is_preempted else code
         self._others.tell_end(code, has_saved=job.is_preempted)

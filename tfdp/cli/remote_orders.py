@@ -85,4 +85,5 @@ def _options(settings: RunSettings) -> list[str]:
     if settings.log_format != "text":
         words += ["--log-format", settings.log_format]
     words += ["--rebalance"] if settings.rebalance else []
+    words += [] if settings.forks else ["--no-fork"]
     return [*words, "-m"] if settings.is_module else words

@@ -23,6 +23,7 @@ from tfdp.cli.run_settings import AutoCount, RunSettings
 from tfdp.cli.run_where import run_as_node, run_here, run_on_hosts
 from tfdp.cli.showing import showing
 from tfdp.cli.signals import SignalPipe
+from tfdp.cli.start import new_starter
 from tfdp.cluster.gpus import visible_gpus
 
 
@@ -121,6 +122,13 @@ under Kubernetes run the script itself.
     "saves when asked; 0: never. Default: 600.",
 )
 @click.option(
+    "--fork/--no-fork",
+    "forks",
+    default=True,
+    show_default=True,
+    help="Import TensorFlow once and fork the workers, where the script allows it.",
+)
+@click.option(
     "--log-format",
     metavar="FORMAT",
     default="text",
@@ -184,14 +192,19 @@ def run(
     with (
         contextlib.closing(SignalPipe()) as signals,
         showing(signals, until, settings.log_format) as screen,
+        new_starter(settings, signals, until) as starter,
     ):
         if islands.is_used:
-            code = run_islands(settings, islands, folder, screen, signals, until)
+            code = run_islands(
+                settings, islands, starter, folder, screen, signals, until
+            )
         elif where.is_one_machine:
-            code = run_here(settings, again, folder, screen, signals, until)
+            code = run_here(settings, again, starter, folder, screen, signals, until)
         else:
             secret = context.find_object(JobSecret)
-            code = run_as_node(settings, where, secret, folder, screen, signals, until)
+            code = run_as_node(
+                settings, where, secret, starter, folder, screen, signals, until
+            )
     sys.exit(code)
 
 

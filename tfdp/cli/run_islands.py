@@ -21,6 +21,7 @@ from tfdp.cli.run_settings import RunSettings
 from tfdp.cli.run_where import open_logs, warn_of_surroundings
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
+from tfdp.cli.start import Starter
 from tfdp.cluster import counted, split_address
 from tfdp.cluster.islands import Island
 from tfdp.rendezvous.address import listen
@@ -37,6 +38,7 @@ _TURN_SECONDS = 0.2
 def run_islands(
     settings: RunSettings,
     options: IslandOptions,
+    starter: Starter,
     folder: pathlib.Path,
     screen: Screen,
     signals: SignalPipe,
@@ -47,6 +49,7 @@ def run_islands(
     Args:
         settings: `RunSettings`.
         options: `IslandOptions`.
+        starter: `Starter` of the islands.
         folder: Path of the logs.
         screen: The `Screen` that shows the output.
         signals: The `SignalPipe`.
@@ -81,7 +84,7 @@ def run_islands(
                 settings.max_restarts,
                 link.ended,
                 functools.partial(_forget_lost, hub, screen),
-                command=settings.command,
+                starter=starter,
                 clusters=clusters,
                 logs=logs,
                 screen=screen,

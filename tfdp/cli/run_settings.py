@@ -22,6 +22,7 @@ class RunSettings:
     max_restarts: int
     rebalance: bool
     log_format: str
+    forks: bool
     is_module: bool
     script: str
     args: tuple[str, ...]

@@ -27,6 +27,7 @@ from tfdp.cli.screen import Screen
 from tfdp.cli.showing import showing
 from tfdp.cli.signals import SignalPipe
 from tfdp.cli.ssh_job import SshJob
+from tfdp.cli.start import Starter
 from tfdp.cluster import counted
 from tfdp.cluster.gpus import visible_gpus
 from tfdp.rendezvous.errors import RendezvousError
@@ -35,6 +36,7 @@ from tfdp.rendezvous.errors import RendezvousError
 def run_here(
     settings: RunSettings,
     again: RestartOptions,
+    starter: Starter,
     folder: pathlib.Path,
     screen: Screen,
     signals: SignalPipe,
@@ -45,6 +47,7 @@ def run_here(
     Args:
         settings: `RunSettings`.
         again: `RestartOptions`.
+        starter: `Starter` of the workers.
         folder: Path of the logs.
         screen: The `Screen` that shows the output.
         signals: The `SignalPipe`.
@@ -67,7 +70,7 @@ def run_here(
     if settings.rebalance and num_workers == 1:
         screen.warn("tfdp: warning: --rebalance has no effect with one worker")
     attempts = Attempts(
-        settings.command,
+        starter,
         functools.partial(
             make_clusters,
             devices_per_worker=settings.devices_per_worker,
@@ -86,6 +89,7 @@ def run_as_node(
     settings: RunSettings,
     where: NodeOptions,
     secret: JobSecret | None,
+    starter: Starter,
     folder: pathlib.Path,
     screen: Screen,
     signals: SignalPipe,
@@ -97,6 +101,7 @@ def run_as_node(
         settings: `RunSettings`.
         where: `NodeOptions`.
         secret: `JobSecret`, or `None` to read the file or to make one.
+        starter: `Starter` of the workers.
         folder: Path of the logs.
         screen: The `Screen` that shows the output.
         signals: The `SignalPipe`.
@@ -134,7 +139,7 @@ def run_as_node(
     try:
         with membership(where, hello, settings.max_restarts, secret, say) as member:
             attempts = NodeAttempts(
-                settings.command,
+                starter,
                 settings.num_workers,
                 {
                     "devices_per_worker": settings.devices_per_worker,

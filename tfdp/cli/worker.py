@@ -7,9 +7,8 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import psutil
 
@@ -20,6 +19,7 @@ from tfdp.coordination.preemption import PREEMPTED
 
 TAIL_LINES = 20
 _SNAPSHOT_SECONDS = 10.0
+_REAP_SECONDS = 1.0
 _CHUNK_BYTES = 1 << 16
 # What a worker wrote before it ended is in the pipe, which holds no more than
 # this. What its own children go on writing there must not keep us reading.
@@ -32,26 +32,20 @@ _LOST = re.compile(r"\bWorker (\d+) \([^()\s]+\) was lost\b")
 class Worker:
     """A worker process, in a session of its own.
 
-    Its stdout and stderr are one stream, so that a traceback stands where it
-    belongs; its stdin is empty.
-
     Args:
         rank: Int, the worker's rank.
-        command: Sequence of strings, the program and its arguments.
-        environment: Dict of environment variables.
+        start: Callable of the descriptor for the worker's output, which starts the
+            process and returns its id, see `Starter.start`.
         log: `LogFile` that gets the lines the worker writes.
+
+    Attributes:
+        pid: Int, the id of the process and of its session.
 
     Raises:
         OSError: If the process cannot be started.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        command: Sequence[str],
-        environment: dict[str, str],
-        log: LogFile,
-    ) -> None:
+    def __init__(self, rank: int, start: Callable[[int], int], log: LogFile) -> None:
         self.rank = rank
         self.log = log
         self.exit_code: int | None = None
@@ -59,24 +53,16 @@ class Worker:
         self._reader = LineReader()
         # When the line being drawn began, or anything was logged after that.
         self._shown_at = time.monotonic()
-        # A session of its own: Ctrl-C reaches the launcher alone, which passes it
-        # on, and all that the worker starts can be found again.
-        self._process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        self._pipe = self._process.stdout
-        os.set_blocking(self._pipe.fileno(), False)
-
-    @property
-    def pid(self) -> int:
-        """Int, the id of the process and of its session."""
-        return self._process.pid
+        reader, writer = os.pipe()
+        self._pipe = open(reader, "rb", buffering=0)  # noqa: SIM115 `close` does
+        os.set_blocking(reader, False)
+        try:
+            self.pid = start(writer)
+        except OSError:
+            self._pipe.close()
+            raise
+        finally:
+            os.close(writer)
 
     @property
     def is_running(self) -> bool:
@@ -194,8 +180,12 @@ class Worker:
 
     def close(self) -> None:
         """Reap the process, which must have been killed, and close its output."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=1.0)
+        end = time.monotonic() + _REAP_SECONDS
+        with contextlib.suppress(ChildProcessError):
+            while not os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG):
+                if time.monotonic() > end:
+                    break
+                time.sleep(0.005)
         self._pipe.close()
 
 
