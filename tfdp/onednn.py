@@ -30,9 +30,15 @@ def ask_for_onednn() -> None:
 
 def is_left_off() -> bool:
     """Return whether TensorFlow leaves oneDNN's kernels off on this x86 processor."""
+    flags = cpu_flags()
+    return bool(flags) and _BY_ITSELF.isdisjoint(flags)
+
+
+def cpu_flags() -> frozenset[str]:
+    """Return the features of an x86 processor by Linux's names; of others none."""
     with contextlib.suppress(OSError), _CPUINFO.open() as lines:
         for line in lines:
             name, _, flags = line.partition(":")
             if name.strip() == "flags":  # those of ARM are "Features"
-                return _BY_ITSELF.isdisjoint(flags.split())
-    return False
+                return frozenset(flags.split())
+    return frozenset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,13 @@ import pytest
 
 from tests.harness.commands import run_python
 from tfdp.base.intervals import median_interval
-from tfdp.bench import compare_report, output, train, train_report
+from tfdp.bench import (
+    compare_report,
+    compare_sides,
+    output,
+    train,
+    train_report,
+)
 from tfdp.bench.channel import OnDemand
 from tfdp.bench.collectives import Settings, measure
 from tfdp.bench.models import FAMILIES, model_of_size
@@ -340,26 +347,91 @@ def test_without_matplotlib_the_table_is_printed_and_the_plot_left_out(
 # What is drawn.
 
 
-def test_comparisons_and_scaling_are_drawn_from_their_tables(tmp_path):
-    times = {"tfdp/1M": [1.0, 1.0], "stock/1M": [2.0, 2.0], "ddp/1M": [3.0, 3.0]}
-    times |= {
-        f"stock/1M, packs of {mb} MB": [1.5, 1.5] for mb in compare_report.PACKS_MB
+def times_of_comparison() -> dict[str, list[float]]:
+    """What two blocks of each arm have taken: the second is compared if tuned."""
+    found: dict[str, list[float]] = {}
+    for set_up in compare_sides.set_ups(2, has_torch=True):
+        for choice in set_up.choices:
+            found[set_up.key("1M", choice)] = [4.0, 4.0]
+            if alone := set_up.key_alone("1M", choice):
+                found[alone] = [3.0, 3.5]
+    found["workers, defaults/1M"] = [5.0, 7.0]
+    found["plain, defaults/1M"] = [2.0, 2.0]
+    # The fastest in the first block is compared by its second one.
+    found["workers, tuned/1M, jit_compile=True"] = [2.0, 8.0]
+    found["stock, tuned/1M, packs of 4 MB"] = [1.0, 16.0]
+    return found
+
+
+def test_each_set_up_is_compared_with_those_of_tfdp_of_its_settings():
+    set_ups, times = compare_sides.set_ups(2, has_torch=True), times_of_comparison()
+    measured = {
+        f"{set_up.kind}, {set_up.tuning}/1M{arm}"
+        for set_up in set_ups
+        for arm in set_up.arms
     }
-    times["ddp/1M, tuned"] = [0.5, 0.5]
-    for arm in ("tfdp/1M", "ddp/1M"):
-        times[f"{arm}, {compare_report.ALONE}"] = [0.75, 0.75]
-    rows = compare_report.rows_of("1M", times, global_batch_size=64)
-    ratios = [row.speed_of_tfdp.median for row in rows if row.speed_of_tfdp]
-    assert ratios == [2.0, 1.5, 3.0, 0.5]
-    assert rows[0].samples_per_second == 64.0
-    assert [row.efficiency for row in rows] == [0.75, None, None, 0.25, None]
-    ratios = [row.efficiency_of_tfdp.median for row in rows if row.efficiency_of_tfdp]
-    assert ratios == [3.0]
-    assert compare_report.efficiency_notes(rows) == [
-        "1M, tfdp: efficiency 0.750.",
-        "1M, DDP, defaults: efficiency 0.250; "
-        "that of tfdp is 3.000 [3.000, 3.000] times it.",
+    assert set(times) == measured
+    rows = compare_report.rows_of("1M", set_ups, times, global_batch_size=64)
+    assert [row.set_up for row in rows[::2]] == [
+        "tfdp, 1 process of 2 devices",
+        "tfdp, 2 processes",
+        "plain Keras, all cores",
+        "stock, 2 processes",
+        "DDP, 2 processes",
     ]
+    assert [row.settings for row in rows if row.settings != "defaults"] == [
+        *("tuned: no XLA", "tuned: jit_compile=True", "tuned: no XLA"),
+        *("tuned: packs of 4 MB", "tuned"),
+    ]
+    speeds = [
+        [row.speed_of_tfdp[kind].median for row in rows if kind in row.speed_of_tfdp]
+        for kind in compare_report.OURS
+    ]
+    assert speeds[0] == [1.5, 2.0, 0.5, 1.0, 1.0, 4.0, 1.0, 1.0]
+    ours = [statistics.median([1 / 5, 1 / 7]), 1 / 8]
+    theirs = (4.0, 4.0, 2.0, 4.0, 4.0, 16.0, 4.0, 4.0)  # defaults and tuned by turns
+    expected_speeds = [seconds * ours[n % 2] for n, seconds in enumerate(theirs)]
+    assert speeds[1] == pytest.approx(expected_speeds)
+    devices, workers, plain = rows[0], rows[2], rows[4]
+    assert devices.own_step_seconds == workers.own_step_seconds == 3.25
+    assert workers.communication_seconds == statistics.median([2.0, 3.5])
+    assert rows[3].own_step_seconds == 3.5
+    assert plain.own_step_seconds is None
+    assert plain.samples_per_second == 32.0
+
+
+@pytest.mark.parametrize("left_off", [True, False])
+def test_plain_keras_has_the_kernels_that_it_has_without_tfdp(monkeypatch, left_off):
+    monkeypatch.setattr(compare_sides, "is_left_off", lambda: left_off)
+    started = {}
+
+    def start(name: str, *arguments: object, environment: dict, **given: object):
+        started[name] = environment
+
+    monkeypatch.setattr(compare_sides, "Side", start)
+    for set_up in compare_sides.set_ups(2, has_torch=False):
+        set_up.side({}, 32, 1, "python")
+    asked = {
+        name: found.get("TF_ENABLE_ONEDNN_OPTS") for name, found in started.items()
+    }
+    kinds = ("devices", "workers", "plain", "stock")
+    on, off = ("1", "0") if left_off else (None, None)
+    assert asked == {
+        **{f"{kind}, tuned": on for kind in kinds},
+        **{f"{kind}, defaults": on for kind in kinds[:2]},
+        **{f"{kind}, defaults": off for kind in kinds[2:]},
+    }
+    with_memory = {
+        name for name, found in started.items() if "MALLOC_TRIM_THRESHOLD_" in found
+    }
+    assert with_memory == {f"{kind}, tuned" for kind in kinds}
+
+
+def test_comparisons_and_scaling_are_drawn_from_their_tables(tmp_path):
+    set_ups, times = compare_sides.set_ups(2, has_torch=True), times_of_comparison()
+    rows = compare_report.rows_of("1M", set_ups, times, global_batch_size=64)
+    for row in rows:
+        assert len(compare_report.cells(row)) == len(compare_report.COLUMNS)
     compare_report.plot(rows, "title", "caption", tmp_path / "compare.png")
     ratio = Ratio(0.5, 0.4, 0.6, 9)
     scaled = [
@@ -386,7 +458,14 @@ def run_bench(folder: Path, name: str, *arguments: str) -> tuple[str, dict]:
     assert done.code == 0, done.output
     assert files["png"].read_bytes().startswith(PNG)
     content = json.loads(files["json"].read_text("utf-8"))
-    for field in ("machine", "load_average_1_min", "tensorflow", "keras", "tfdp"):
+    for field in (
+        "machine",
+        "kernels",
+        "load_average_1_min",
+        "tensorflow",
+        "keras",
+        "tfdp",
+    ):
         assert content[field]
     assert content["command"].startswith(f"tfdp bench {name} ")
     return done.output, content
@@ -428,17 +507,22 @@ def test_a_comparison_goes_on_without_torch_and_says_how_to_get_it(tmp_path):
     assert "`pip install torch`" in output
     assert "--torch-python" in output
     assert content["torch"] is None
-    ratios = {row["side"]: row["speed_of_tfdp"] for row in content["rows"]}
-    assert list(ratios) == [
-        compare_report.OURS,
-        compare_report.STOCK,
-        compare_report.STOCK_BEST,
-    ]
+    rows = {
+        (row["set_up"], row["settings"].partition(":")[0]): row
+        for row in content["rows"]
+    }
+    assert len(rows) == 2 * 4
+    stock = rows["stock, 2 processes", "defaults"]
     times = content["seconds_per_step"]
-    pairs = zip(times["stock/0.05M"], times["tfdp/0.05M"], strict=True)
-    in_range = sorted(stock / ours for stock, ours in pairs)
-    assert in_range[0] <= ratios[compare_report.STOCK]["median"] <= in_range[-1]
-    assert ratios[compare_report.STOCK_BEST]["median"] > 0
+    pairs = zip(
+        times["stock, defaults/0.05M"], times["workers, defaults/0.05M"], strict=True
+    )
+    in_range = sorted(theirs / ours for theirs, ours in pairs)
+    assert in_range[0] <= stock["speed_of_tfdp"]["workers"]["median"] <= in_range[-1]
+    for row in rows.values():
+        assert (row["own_step_seconds"] is None) == (row["set_up"].startswith("plain"))
+    assert "plain Keras, all cores" in output
+    assert content["kernels"] in output
 
 
 @pytest.mark.full

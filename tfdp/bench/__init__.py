@@ -8,13 +8,14 @@ The engine, in the order in which to read it, which `tools/bench` uses too:
 - `stats`: paired ratios with their intervals, scaling efficiency.
 - `machine`, `output`: what it ran on; table, JSON and plot.
 
-What is measured: `models` (sizes), `keras_models` (built by Keras), `training` (the
-worker that trains), `torch_worker` (its rival, which needs no TensorFlow),
-`published_models` (shapes of gradients). Beside it: `local_replicas` (which are on one
-node), `link_rate`, `tcp_bytes` (what connections have sent).
+What is measured: `models` (sizes), `keras_models` (built by Keras), `fit` (timed steps
+of Keras `fit`), `training` (the worker that trains), `torch_worker` (its rival, which
+needs no TensorFlow), `published_models` (shapes of gradients). Beside it:
+`local_replicas` (which are on one node), `link_rate`, `tcp_bytes` (what connections
+have sent).
 
 The benchmarks: `collectives` (with `collectives_worker` and `nccl_tests`), `gradients`
-(`tfdp bench models`, with `gradients_worker`), `train`, `compare`; their tables and
-plots are in `collectives_report`, `gradients_report`, `train_report` and
-`compare_report`.
+(`tfdp bench models`, with `gradients_worker`), `train`, `compare` (with
+`compare_sides`, its set-ups); their tables and plots are in `collectives_report`,
+`gradients_report`, `train_report` and `compare_report`.
 """

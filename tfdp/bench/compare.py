@@ -1,4 +1,4 @@
-"""`tfdp bench compare`: training steps of tfdp, stock tf.distribute and DDP."""
+"""`tfdp bench compare`: Keras `fit` with tfdp, plain Keras, and loops of its rivals."""
 
 from __future__ import annotations
 
@@ -8,22 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdp.bench import output
-from tfdp.bench.compare_report import (
-    ALONE,
-    COLUMNS,
-    DDP,
-    PACKS_MB,
-    Row,
-    Times,
-    cells,
-    efficiency_notes,
-    plot,
-    rows_of,
-)
-from tfdp.bench.machine import HOW_TO_GET_TORCH, torch_version
+from tfdp.bench.compare_report import COLUMNS, Row, cells, plot, rows_of
+from tfdp.bench.compare_sides import SetUp, set_ups
+from tfdp.bench.machine import HOW_TO_GET_TORCH, num_cores, torch_version
 from tfdp.bench.models import ModelSettings
 from tfdp.bench.sides import Side, alternate_for, started
 from tfdp.cluster.words import counted
+from tfdp.onednn import is_left_off
 
 _BLOCK_SECONDS = 0.4
 
@@ -33,10 +24,10 @@ class Settings(ModelSettings):
     """Settings of the measurement.
 
     Args:
-        num_workers: Int, processes of each side.
+        num_workers: Int, replicas of each side: processes, or devices of one.
         family: String, of `tfdp.bench.models.FAMILIES`.
         millions: Sequence of floats, sizes of the models in million parameters.
-        batch_size: Int, samples of each worker.
+        batch_size: Int, samples of each replica.
         blocks: Int, turns of each side, at least 2.
         torch_python: String, an interpreter that may have PyTorch.
     """
@@ -47,6 +38,11 @@ class Settings(ModelSettings):
     batch_size: int
     blocks: int
     torch_python: str
+
+    @property
+    def num_threads(self) -> int:
+        """Int, threads of a replica: the cores are divided, as `tfdp run` does."""
+        return max(1, num_cores() // self.num_workers)
 
 
 def run(settings: Settings, files: output.Files) -> None:
@@ -64,10 +60,21 @@ def run(settings: Settings, files: output.Files) -> None:
     content["models"] = {name: str(model) for name, model in settings.models.items()}
     content["torch"] = torch_version(settings.torch_python)
     console = output.new_console()
-    if content["torch"] is None:
+    has_torch = content["torch"] is not None
+    if not has_torch:
         console.print(_without_torch(settings), soft_wrap=True)
-    sides = _sides(settings, has_torch=content["torch"] is not None)
-    num_turns = len(settings.models) * settings.blocks * len(_arms(sides, ""))
+    measured = set_ups(settings.num_workers, has_torch=has_torch)
+    num_arms = sum(len(set_up.arms) for set_up in measured)
+    num_turns = len(settings.models) * settings.blocks * num_arms
+    sides = {
+        set_up: set_up.side(
+            settings.models,
+            settings.batch_size,
+            settings.num_threads,
+            settings.torch_python,
+        )
+        for set_up in measured
+    }
     with (
         output.progress_bar("training steps", num_turns) as on_turn,
         started(*sides.values()),
@@ -79,67 +86,28 @@ def run(settings: Settings, files: output.Files) -> None:
         content,
         files,
         table=output.Table(COLUMNS, [cells(row) for row in rows]),
-        notes=[*content["models"].values(), *_notes(settings, rows)],
+        notes=[*content["models"].values(), *_notes(settings, has_torch=has_torch)],
         draw=functools.partial(plot, rows, _title(settings)),
     )
 
 
-def _sides(settings: Settings, *, has_torch: bool) -> dict[str, Side]:
-    told = {
-        name: {
-            "model": dataclasses.asdict(model),
-            "batch_size": settings.batch_size,
-        }
-        for name, model in settings.models.items()
-    }
-    packs = {
-        f"{name}, packs of {mb} MB": {**arm, "pack_bytes": mb * 2**20}
-        for name, arm in told.items()
-        for mb in PACKS_MB
-    }
-    tuned = {f"{name}, tuned": {**arm, "tuned": True} for name, arm in told.items()}
-    alone = {
-        f"{name}, {ALONE}": {**arm, "alone": True}
-        for name, arm in {**told, **tuned}.items()
-    }
-    ours, count = "tfdp.bench.training", settings.num_workers
-    sides = {
-        name: Side(name, ours, {"strategy": name, "arms": arms}, count)
-        for name, arms in (("tfdp", {**told, **alone}), ("stock", {**told, **packs}))
-    }
-    if has_torch:
-        setup, python = {"arms": {**told, **tuned, **alone}}, settings.torch_python
-        sides["ddp"] = Side("ddp", "tfdp.bench.torch_worker", setup, count, python)
-    return sides
-
-
-def _arms(sides: dict[str, Side], model: str) -> list[tuple[Side, str]]:
-    alone = f"{model}, {ALONE}"
-    arms = [(sides["tfdp"], model), (sides["tfdp"], alone), (sides["stock"], model)]
-    arms += [(sides["stock"], f"{model}, packs of {mb} MB") for mb in PACKS_MB]
-    if "ddp" in sides:
-        settings = (model, f"{model}, tuned")
-        arms += [
-            (sides["ddp"], arm)
-            for each in settings
-            for arm in (each, f"{each}, {ALONE}")
-        ]
-    return arms
-
-
 def _measure(
-    settings: Settings, sides: dict[str, Side], on_turn: Callable[[], Any]
-) -> tuple[list[Row], Times]:
+    settings: Settings, sides: dict[SetUp, Side], on_turn: Callable[[], Any]
+) -> tuple[list[Row], dict[str, list[float]]]:
     rows: list[Row] = []
-    all_times: Times = {}
+    all_times: dict[str, list[float]] = {}
     for model in settings.models:
-        arms = _arms(sides, model)
+        arms = [
+            (side, f"{model}{arm}")
+            for set_up, side in sides.items()
+            for arm in set_up.arms
+        ]
         times = alternate_for(
             _BLOCK_SECONDS, arms, blocks=settings.blocks, on_turn=on_turn
         )
         all_times |= times
         global_batch = settings.batch_size * settings.num_workers
-        rows += rows_of(model, times, global_batch)
+        rows += rows_of(model, list(sides), times, global_batch)
     return rows, all_times
 
 
@@ -152,27 +120,32 @@ def _without_torch(settings: Settings) -> str:
 
 def _title(settings: Settings) -> str:
     return (
-        f"Training step on {counted(settings.num_workers, 'local worker')}, "
-        f"{settings.family}, "
-        f"batch {settings.batch_size} each"
+        f"Training step of {counted(settings.num_workers, 'replica')} on one machine, "
+        f"{settings.family}, batch {settings.batch_size} each"
     )
 
 
-def _notes(settings: Settings, rows: Sequence[Row]) -> list[str]:
-    """Note below the table."""
+def _notes(settings: Settings, *, has_torch: bool) -> list[str]:
+    """Notes below the table."""
+    threads = counted(settings.num_threads, "thread")
     notes = [
-        f"A step with SGD on a fixed batch of {settings.batch_size} for each of "
-        f"{counted(settings.num_workers, 'worker')} of one thread on this machine, "
+        f"A step with SGD, {counted(settings.batch_size, 'sample')} for each of "
+        f"{counted(settings.num_workers, 'replica')} of {threads}; plain Keras has "
+        f"all of them in one batch and {counted(num_cores(), 'core')}. "
         f"{counted(settings.blocks, 'alternating block')}.",
-        f"Best pack size: of {', '.join(map(str, PACKS_MB))} MB, chosen in every other "
-        "block and compared in the rest.",
-        *efficiency_notes(rows),
-        "Efficiency: the time of the side's own step without communication, on all "
-        "workers at once, relative to its step.",
+        "tfdp and plain Keras run fit; stock, which cannot, and DDP run a loop on a "
+        "fixed batch, with no input pipeline and no metrics.",
+        "Own step: without communication, in all processes at once; that of devices "
+        "is that of processes. Communication: what it adds to a step.",
+        "Speed: of defaults relative to defaults and of tuned relative to tuned; the "
+        "tuned choice is made in every other block and compared in the rest.",
+        "Tuned: MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ of 1 GiB for all; "
+        "fit with or without jit_compile=True; stock's pack size"
+        + ("; DDP's gradient_as_bucket_view, SGD with foreach." if has_torch else "."),
     ]
-    if any(row.side == DDP for row in rows):
+    if is_left_off():
         notes.append(
-            "DDP: PyTorch's DistributedDataParallel with Gloo; tuned: "
-            "gradient_as_bucket_view and SGD with foreach."
+            "oneDNN: on with tfdp, which turns it on, and for all that is tuned; off "
+            "with the defaults of plain Keras and stock, as TensorFlow leaves it here."
         )
     return notes

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tfdp.bench.output import new_figure, save
-from tfdp.bench.stats import Ratio, paired_ratio, ratio_to_best
+from tfdp.bench.compare_sides import DEVICES, TUNED, WORKERS, SetUp
+from tfdp.bench.output import new_panels, save
+from tfdp.bench.stats import Ratio, paired_ratio
 
 if TYPE_CHECKING:  # it is an extra
     from matplotlib.axes import Axes
 
-PACKS_MB = (1, 4, 25)
-OURS, STOCK, STOCK_BEST = "tfdp", "stock, defaults", "stock, best pack size"
-DDP, DDP_TUNED = "DDP, defaults", "DDP, tuned"
-# Of the arm of a side in which its workers know nothing of each other.
-ALONE = "no communication"
-_ARMS = {
-    OURS: "tfdp/{}",
-    STOCK: "stock/{}",
-    DDP: "ddp/{}",
-    DDP_TUNED: "ddp/{}, tuned",
-}
+OURS = {DEVICES: "devices", WORKERS: "processes"}
 COLUMNS = (
-    *("model", "side", "step\n(ms)", "samples/s", "speed of tfdp\n/ its speed"),
-    "95 %\ninterval",
+    *("set-up", "settings", "model", "step\n(ms)", "own step\n(ms)"),
+    *("communi-\ncation (ms)", "samples/s"),
+    *(f"speed of tfdp's {name}\n/ its speed" for name in OURS.values()),
 )
-Times = dict[str, list[float]]
+Times = Mapping[str, list[float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,92 +29,91 @@ class Row:
     """A line of the table.
 
     Args:
+        set_up: String.
+        settings: String, `"defaults"`, or `"tuned"` with what was chosen.
         model: String.
-        side: String.
         step_seconds: Float, the median.
-        samples_per_second: Float, of all workers together.
-        speed_of_tfdp: `Ratio` of this side's time to that of tfdp, or `None` for
-            tfdp itself.
-        note: String, what else to know.
-        efficiency: Float, the median of the side's step without communication
-            relative to its step, or `None` where that was not measured.
-        efficiency_of_tfdp: `Ratio` of tfdp's efficiency to this one, or `None`.
+        own_step_seconds: Float, the same without communication, or `None` where a
+            step has none.
+        communication_seconds: Float, the median of what communication adds to a step
+            of the same block, or `None`.
+        samples_per_second: Float, of all replicas together.
+        speed_of_tfdp: Dict from `DEVICES` and `WORKERS` to the `Ratio` of this time
+            to theirs, with their defaults or tuned as this one.
     """
 
+    set_up: str
+    settings: str
     model: str
-    side: str
     step_seconds: float
+    own_step_seconds: float | None
+    communication_seconds: float | None
     samples_per_second: float
-    speed_of_tfdp: Ratio | None
-    note: str = ""
-    efficiency: float | None = None
-    efficiency_of_tfdp: Ratio | None = None
+    speed_of_tfdp: dict[str, Ratio]
 
 
-def rows_of(model: str, times: Times, global_batch_size: int) -> list[Row]:
+def rows_of(
+    model: str, set_ups: Sequence[SetUp], times: Times, global_batch_size: int
+) -> list[Row]:
     """The lines of one model.
+
+    What is tuned is chosen in every other block and compared in the rest: the best of
+    several noisy medians would look faster than it is.
 
     Args:
         model: String, its name.
-        times: Dict from `side/arm` to seconds per step, block by block.
+        set_ups: Sequence of `SetUp`.
+        times: Mapping from `side/arm` to seconds per step, block by block.
         global_batch_size: Int, samples of a step.
 
     Returns:
-        List of `Row`, tfdp first.
+        List of `Row`, in the order of `set_ups`.
     """
-    arms = {side: arm.format(model) for side, arm in _ARMS.items()}
-    arms = {side: arm for side, arm in arms.items() if arm in times}
-    ours = times[arms[OURS]]
-    rows = [
-        _row(model, side, times[arm], ours, global_batch_size)
-        for side, arm in arms.items()
-    ]
-    rows.insert(2, _row_of_best_packs(model, times, global_batch_size))
-    return _with_efficiencies(rows, _efficiencies(arms, times))
-
-
-def _row(
-    model: str, side: str, seconds: list[float], ours: list[float], batch_size: int
-) -> Row:
-    middle = statistics.median(seconds)
-    ratio = None if side == OURS else paired_ratio(seconds, ours)
-    return Row(model, side, middle, batch_size / middle, ratio)
-
-
-def _row_of_best_packs(model: str, times: Times, batch_size: int) -> Row:
-    packs = {f"packs of {mb} MB": f"stock/{model}, packs of {mb} MB" for mb in PACKS_MB}
-    best = min(packs, key=lambda name: statistics.median(times[packs[name]]))
-    ours = times[f"tfdp/{model}"]
-    row = _row(model, STOCK_BEST, times[packs[best]], ours, batch_size)
-    ratio = ratio_to_best([times[arm] for arm in packs.values()], ours)
-    return dataclasses.replace(row, speed_of_tfdp=ratio, note=best)
-
-
-def _efficiencies(arms: dict[str, str], times: Times) -> Times:
-    """What each side keeps of the speed of its step without communication."""
-    return {
-        side: [
-            alone / step
-            for alone, step in zip(times[f"{arm}, {ALONE}"], times[arm], strict=True)
-        ]
-        for side, arm in arms.items()
-        if f"{arm}, {ALONE}" in times
+    chosen = {
+        set_up: min(
+            set_up.choices,
+            key=lambda name, of=set_up: statistics.median(
+                times[of.key(model, name)][::2]
+            ),
+        )
+        for set_up in set_ups
     }
-
-
-def _with_efficiencies(rows: list[Row], kept: Times) -> list[Row]:
-    found = []
-    for row in rows:
-        if own := kept.get(row.side):
-            row = dataclasses.replace(
-                row,
-                efficiency=statistics.median(own),
-                efficiency_of_tfdp=paired_ratio(kept[OURS], own)
-                if row.side != OURS
-                else None,
+    parts = {
+        set_up: _compared(set_up, times[set_up.key(model, choice)])
+        for set_up, choice in chosen.items()
+    }
+    rows = []
+    for set_up, steps in parts.items():
+        key_alone = set_up.key_alone(model, chosen[set_up])
+        own = _compared(set_up, times[key_alone]) if key_alone else None
+        middle = statistics.median(steps)
+        rows.append(
+            Row(
+                set_up.name,
+                ": ".join(filter(None, (set_up.tuning, chosen[set_up]))),
+                model,
+                middle,
+                statistics.median(own) if own else None,
+                _median_difference(steps, own) if own else None,
+                global_batch_size / middle,
+                {
+                    ours.kind: paired_ratio(steps, of_ours)
+                    for ours, of_ours in parts.items()
+                    if ours.kind in OURS
+                    and ours.kind != set_up.kind
+                    and ours.tuning == set_up.tuning
+                },
             )
-        found.append(row)
-    return found
+        )
+    return rows
+
+
+def _compared(set_up: SetUp, seconds: list[float]) -> list[float]:
+    return seconds[1::2] if set_up.tuning == TUNED else seconds
+
+
+def _median_difference(steps: Sequence[float], own: Sequence[float]) -> float:
+    return statistics.median(a - b for a, b in zip(steps, own, strict=True))
 
 
 def cells(row: Row) -> list[str]:
@@ -134,39 +125,18 @@ def cells(row: Row) -> list[str]:
     Returns:
         List of strings, one for each of `COLUMNS`.
     """
-    ratio = row.speed_of_tfdp
+    ratios = [row.speed_of_tfdp.get(kind) for kind in OURS]
+    times = (row.step_seconds, row.own_step_seconds, row.communication_seconds)
     return [
-        row.model,
-        row.side + (f" ({row.note})" if row.note else ""),
-        f"{1e3 * row.step_seconds:.2f}",
+        *(row.set_up, row.settings, row.model),
+        *("-" if seconds is None else f"{1e3 * seconds:.2f}" for seconds in times),
         f"{row.samples_per_second:.0f}",
-        f"{ratio.median:.3f}" if ratio else "",
-        ratio.interval if ratio else "",
+        *(f"{ratio.median:.3f} {ratio.interval}" if ratio else "-" for ratio in ratios),
     ]
 
 
-def efficiency_notes(rows: Sequence[Row]) -> list[str]:
-    """What the sides keep of their own speed, a sentence for each.
-
-    Args:
-        rows: Sequence of `Row`.
-
-    Returns:
-        List of strings.
-    """
-    notes = []
-    for row in rows:
-        if row.efficiency is None:
-            continue
-        note = f"{row.model}, {row.side}: efficiency {row.efficiency:.3f}"
-        if ratio := row.efficiency_of_tfdp:
-            note += f"; that of tfdp is {ratio.median:.3f} {ratio.interval} times it"
-        notes.append(f"{note}.")
-    return notes
-
-
 def plot(rows: Sequence[Row], title: str, caption: str, path: Path) -> None:
-    """Draw the ratios with their intervals.
+    """Draw the ratios with their intervals, a panel for each set-up of tfdp.
 
     Args:
         rows: Sequence of `Row`.
@@ -174,20 +144,25 @@ def plot(rows: Sequence[Row], title: str, caption: str, path: Path) -> None:
         caption: String, the machine and the versions.
         path: Path of the PNG file.
     """
-    figure, axes = new_figure(title, caption)
+    figure, panels = new_panels(title, len(OURS), caption)
     models = list(dict.fromkeys(row.model for row in rows))
-    rivals = [s for s in dict.fromkeys(row.side for row in rows) if s != OURS]
-    for index, rival in enumerate(rivals):
-        ratios = [
-            row.speed_of_tfdp for row in rows if row.side == rival and row.speed_of_tfdp
-        ]
-        _draw(axes, ratios, rival, (index, len(rivals)))
-    axes.axhline(1.0, color="0.2", linestyle="--", linewidth=1)
-    axes.set_xticks(range(len(models)), [f"{m} parameters" for m in models])
-    axes.grid(visible=False, axis="x")
-    axes.set_ylabel("speed of tfdp relative to each\n(above 1: tfdp is faster)")
-    axes.set_ylim(top=axes.get_ylim()[1] * 1.2)
-    axes.legend(ncols=2, loc="upper left", frameon=False)
+    # The other set-up of tfdp is no rival.
+    rivals: dict[str, list[Row]] = {}
+    for row in rows:
+        if set(row.speed_of_tfdp) == set(OURS):
+            tuning = row.settings.partition(":")[0]
+            rivals.setdefault(f"{row.set_up}, {tuning}", []).append(row)
+    for (kind, name), axes in zip(OURS.items(), panels, strict=True):
+        for index, (rival, of_rival) in enumerate(rivals.items()):
+            ratios = [row.speed_of_tfdp[kind] for row in of_rival]
+            _draw(axes, ratios, rival, (index, len(rivals)))
+        axes.axhline(1.0, color="0.2", linestyle="--", linewidth=1)
+        axes.set_xticks(range(len(models)), [f"{m} parameters" for m in models])
+        axes.grid(visible=False, axis="x")
+        axes.set_title(f"speed of tfdp's {name} relative to each", fontsize=10)
+        axes.set_ylabel("above 1: tfdp is faster")
+        axes.set_ylim(top=axes.get_ylim()[1] * 1.3)
+    panels[0].legend(ncols=2, loc="upper left", frameon=False, fontsize=8)
     save(figure, path)
 
 
@@ -214,5 +189,5 @@ def _draw(axes: Axes, ratios: list[Ratio], label: str, place: tuple[int, int]) -
             textcoords="offset points",
             ha="center",
             color="white",
-            fontsize=9,
+            fontsize=8,
         )

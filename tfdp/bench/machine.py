@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tfdp.cluster import cpu_kernels
 from tfdp.cluster.words import counted
 
 _PACKAGES = ("tensorflow", "keras", "numpy", "tfdp")
@@ -46,6 +47,7 @@ def describe(program: str | None = None) -> dict[str, Any]:
     """
     return {
         "machine": f"{_cpu_name()}, {counted(num_cores(), 'core')}",
+        "kernels": cpu_kernels.chosen(),
         "load_average_1_min": load(),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -55,7 +57,7 @@ def describe(program: str | None = None) -> dict[str, Any]:
 
 
 def caption(described: Mapping[str, Any]) -> str:
-    """The machine and the versions in one line, for a plot.
+    """The machine, its kernels and the versions in one line, for a plot.
 
     Args:
         described: Mapping from `describe`; a `torch` in it is named too.
@@ -69,7 +71,8 @@ def caption(described: Mapping[str, Any]) -> str:
     'a CPU, 2 cores; tfdp 0.1.0'
     """
     versions = [f"{_NAMES[k]} {described[k]}" for k in _NAMES if described.get(k)]
-    return f"{described['machine']}; {', '.join(versions)}"
+    kernels = f" ({described['kernels']})" if "kernels" in described else ""
+    return f"{described['machine']}{kernels}; {', '.join(versions)}"
 
 
 def command_line(program: str | None = None) -> str:

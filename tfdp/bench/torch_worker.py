@@ -222,14 +222,14 @@ def timed(step: Callable[[], Any], *, meets: bool) -> Arm:
 
 
 def join(setup: dict[str, Any]) -> None:
-    """Make this process a member of the workers' group, with one thread.
+    """Make this process a member of the workers' group.
 
     Args:
-        setup: Dict, its `rank` and all `addresses`.
+        setup: Dict, its `rank`, all `addresses`, and its `threads`, one by default.
     """
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(setup.get("threads", 1))
     torch.distributed.init_process_group(
         "gloo",
         init_method=f"tcp://{setup['addresses'][0]}",

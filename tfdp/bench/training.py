@@ -1,4 +1,4 @@
-"""Worker of a training benchmark: its strategy and timed training steps."""
+"""Worker of a training benchmark: its strategy, and timed steps of loops and `fit`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfdp.bench.channel import Arm, Arms, OnDemand, work
+from tfdp.bench.fit import fit_arm
 from tfdp.bench.keras_models import build, make_batch
 from tfdp.bench.models import Model
 from tfdp.cluster import Cluster
@@ -228,14 +229,12 @@ def make_arms(setup: dict[str, Any]) -> Arms:
     told = setup["arms"]
 
     def make(name: str) -> Arm:
-        arm = told[name]
-        step = training_step(
-            None if arm.get("alone") else strategy,
-            Model(**arm["model"]),
-            batch_size=arm["batch_size"],
-            pack_bytes=arm.get("pack_bytes", 0),
-        )
-        return timed(step)
+        arm = dict(told[name])
+        own = None if arm.pop("alone", False) else strategy
+        model = Model(**arm.pop("model"))
+        if arm.pop("fit", False):
+            return fit_arm(own, model, **arm)
+        return timed(training_step(own, model, **arm))
 
     return OnDemand(make, lambda name: str(told[name]["model"]))
 

@@ -80,10 +80,11 @@ def train(**given: Any) -> None:
     default=2,
     show_default=True,
     type=types.COUNT,
-    help="Local worker processes of each side, of one thread each.",
+    help="Replicas of each side, among which the cores are divided: local worker "
+    "processes, or devices of one process.",
 )
 @options.models
-@options.batch("each worker")
+@options.batch("each replica; plain Keras has N times as many")
 @click.option(
     "--torch-python",
     metavar="PATH",
@@ -93,11 +94,12 @@ def train(**given: Any) -> None:
 @options.blocks(20)
 @options.files
 def compare(**given: Any) -> None:
-    """Time a training step of tfdp, stock tf.distribute and PyTorch's DDP.
+    """Time Keras fit with tfdp, against plain Keras and what else there is.
 
-    All are alive at the same time and take turns, block by block. Stock is taken at
-    its defaults and at its best pack size, DDP (with Gloo, where PyTorch is
-    installed) at its defaults and tuned.
+    tfdp runs in one process of N devices and in N processes, plain Keras on all
+    cores with the same global batch, stock tf.distribute and PyTorch's DDP (with Gloo,
+    where PyTorch is installed) as loops in N processes: all with their defaults and
+    tuned. All are alive at the same time and take turns, block by block.
     """
     files = options.checked_files("compare", given)
     if given["workers"] < 2:

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat, user_code
-from tfdp.onednn import VARIABLE, is_left_off
+from tfdp.onednn import VARIABLE, cpu_flags, is_left_off
 
 _NAME = "oneDNN"
 # A gradient that takes this many times as long as the forward pass has a slow kernel.
@@ -23,6 +23,10 @@ _SLOW = 3.0
 # Rows, and units of a dense layer: some milliseconds where it is slow.
 _ROWS, _UNITS = 32, 1024
 _REPEATS = 5
+# Flags of x86 processors in /proc/cpuinfo: the widest vectors, and what is beside them.
+_VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}
+_BESIDE = {"avx512_vnni": "VNNI", "avx_vnni": "VNNI", "avx512_bf16": "bfloat16"}
+_BESIDE |= {"amx_tile": "AMX"}
 
 
 @functools.cache
@@ -46,10 +50,29 @@ def warn_of_slow_kernels() -> None:
 def describe() -> str:
     """Say which kernels TensorFlow uses on the CPU, and how good they are."""
     factor = gradient_factor()
-    chosen = "oneDNN" if _compat.uses_onednn() else "TensorFlow's own, oneDNN is off"
-    text = f"{chosen}: the gradient of a dense layer takes {factor:.1f} forward passes"
+    text = (
+        f"{chosen()}: the gradient of a dense layer takes {factor:.1f} forward passes"
+    )
     is_slow = factor >= _SLOW and not _compat.uses_onednn()
     return f"{text}; set {VARIABLE}=1" if is_slow else text
+
+
+def chosen() -> str:
+    """Name what the processor has, and whose kernels TensorFlow has chosen for it.
+
+    It starts no device.
+
+    Example:
+
+    >>> chosen().rpartition("; ")[2] in ("oneDNN", "TensorFlow's own, oneDNN is off")
+    True
+    """
+    kernels = "oneDNN" if _compat.uses_onednn() else "TensorFlow's own, oneDNN is off"
+    flags = cpu_flags()
+    vectors = [name for flag, name in _VECTORS.items() if flag in flags][:1]
+    beside = dict.fromkeys(name for flag, name in _BESIDE.items() if flag in flags)
+    features = ", ".join([*vectors, *beside])
+    return f"{features}; {kernels}" if features else kernels
 
 
 def versions() -> dict[str, str]:

@@ -22,17 +22,16 @@ def run(args: Arguments) -> None:
     large = {"100 MB": (BUCKETS, 0)}
     packed = {f"100 MB, packs of {mb} MB": (BUCKETS, mb * MB) for mb in PACKS_MB}
     small = {"4 KB": (SMALL, 0)}
-    setup = {"benchmark": "all_reduce"}
     ours = Side(
         "tfdp",
         "tools.bench.worker",
-        {**setup, "strategy": "tfdp", "arms": {**large, **small}},
+        {"strategy": "tfdp", "arms": {**large, **small}},
         num_workers=2,
     )
     stock = Side(
         "stock",
         "tools.bench.worker",
-        {**setup, "strategy": "stock", "arms": {**large, **packed, **small}},
+        {"strategy": "stock", "arms": {**large, **packed, **small}},
         num_workers=2,
     )
     with started(ours, stock):

@@ -1,45 +1,18 @@
-"""Blocks of steps of Keras `fit`, timed step by step, with callbacks or without."""
+"""Blocks of steps of Keras `fit`, with callbacks or without."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 
+from tfdp.bench.fit import timed_fit
 from tfdp.bench.keras_models import build, make_batch
 from tools.bench.models import MODELS
 
 # Steps that are not timed: one is traced, the next ones find cold caches.
 SKIPPED = 5
-
-
-class Clock(keras.callbacks.Callback):
-    """Clock of steps.
-
-    Args:
-        skipped: Int, steps at the begin that are not timed.
-    """
-
-    def __init__(self, skipped: int) -> None:
-        super().__init__()
-        self._skipped = skipped
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Forget the `fit` before."""
-        self.times: list[float] = []
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Take the time."""
-        self.times.append(time.perf_counter())
-
-    @property
-    def seconds(self) -> float:
-        """Float, a step: the mean, which includes what happens now and then."""
-        timed = self.times[self._skipped :]
-        return (timed[-1] - timed[0]) / (len(timed) - 1)
 
 
 def block_of(
@@ -65,21 +38,12 @@ def block_of(
             model = keras.Model(inputs, model(first(inputs)))
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adam(1e-3), loss=loss)
-    batch = 32 * strategy.num_replicas_in_sync
-    x, y = make_batch(MODELS[name], batch)
+    batch = make_batch(MODELS[name], 32 * strategy.num_replicas_in_sync)
+    fit = timed_fit(model, batch, skipped)
 
     def block(steps: int, *callbacks: Any) -> dict[str, float]:
-        clock = Clock(skipped)
         # Both arms trace their step anew.
         model.train_function = None
-        data = (np.concatenate([part] * steps) for part in (x, y))
-        model.fit(
-            *data,
-            batch_size=batch,
-            shuffle=False,
-            verbose=0,
-            callbacks=[*callbacks, clock],
-        )
-        return {"seconds": clock.seconds}
+        return {"seconds": fit(steps - skipped - 1, *callbacks)}
 
     return block

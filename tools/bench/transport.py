@@ -83,7 +83,6 @@ def _measure(args: Arguments, folder: str, *, with_torch: bool) -> Blocks:
 
 def _tensorflow(backend: str) -> Side:
     setup = {
-        "benchmark": "all_reduce",
         "strategy": "tfdp",
         "communication": {"backend": backend},
         "meters": True,

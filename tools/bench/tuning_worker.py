@@ -41,18 +41,16 @@ def fit_arm(strategy: Any, bucket_mb: float | str | None) -> Arm:
         bucket_mb: Float, `"auto"`, which has its trial in the first block, or `None`,
             the default.
     """
-    import numpy as np
-
     import tfdp
+    from tfdp.bench.fit import timed_fit
     from tfdp.tuning.tuner import most_steps
-    from tools.bench.fit_blocks import Clock
 
     options = tfdp.CommunicationOptions()
     if bucket_mb is not None:
         options = tfdp.CommunicationOptions(bucket_mb=bucket_mb)
     model, images = new_model(strategy)
     size = BATCH_SIZE * strategy.num_replicas_in_sync
-    x, y = images.images[:size], images.labels[:size]
+    fit = timed_fit(model, (images.images[:size], images.labels[:size]))
     extended = strategy.extended
     needs_trial = bucket_mb == "auto"
 
@@ -62,10 +60,7 @@ def fit_arm(strategy: Any, bucket_mb: float | str | None) -> Arm:
         extended.options = extended.reducer.options = options
         if needs_trial:
             steps, needs_trial = most_steps(1), False
-        clock = Clock(skipped=0)
-        data = [np.concatenate([part] * (steps + 1)) for part in (x, y)]
-        model.fit(*data, batch_size=size, shuffle=False, verbose=0, callbacks=[clock])
-        return clock.seconds
+        return fit(steps)
 
     return run
 

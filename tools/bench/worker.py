@@ -1,4 +1,4 @@
-"""One TensorFlow process of a benchmark: tfdp's strategy or the stock one."""
+"""Sums of tensors in one TensorFlow process, by tfdp's strategy or the stock one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdp.bench.channel import Arm, Arms, work
-from tfdp.bench.training import make_strategy, sums_in_packs, timed, training_step
+from tfdp.bench.training import make_strategy, sums_in_packs, timed
 from tools.bench.metered import metered
-from tools.bench.models import MODELS
 
 
-def all_reduce_arms(strategy: Any, setup: dict[str, Any]) -> dict[str, Arm]:
-    """Sums of plain tensors, by the public API of tf.distribute."""
-    arms = {}
+def make_arms(setup: dict[str, Any]) -> Arms:
+    """Make sums of plain tensors, by the public API of tf.distribute."""
+    strategy = make_strategy(setup)
+    arms: dict[str, Arm] = {}
     in_a_row = setup.get("in_a_row", {})
     for name, (lengths, pack_bytes) in setup["arms"].items():
         step = _all_reduce_step(strategy, lengths, pack_bytes, in_a_row.get(name, 1))
@@ -42,25 +42,6 @@ def _all_reduce_step(
         return strategy.experimental_local_results(strategy.run(replica))[0]
 
     return step
-
-
-def step_arms(strategy: Any, setup: dict[str, Any]) -> dict[str, Arm]:
-    """Training steps of a GradientTape loop, one for each model and pack size."""
-    arms = {}
-    for name in setup["models"]:
-        model = MODELS[name]
-        for pack_bytes in setup["pack_bytes"]:
-            arm = f"{name}, packs of {pack_bytes}" if pack_bytes else name
-            arms[arm] = timed(training_step(strategy, model, pack_bytes=pack_bytes))
-        if setup["strategy"] != "stock":
-            arms[f"{name}, no communication"] = timed(training_step(None, model))
-    return arms
-
-
-def make_arms(setup: dict[str, Any]) -> Arms:
-    strategy = make_strategy(setup)
-    arms = {"all_reduce": all_reduce_arms, "step": step_arms}
-    return arms[setup["benchmark"]](strategy, setup)
 
 
 if __name__ == "__main__":

@@ -80,9 +80,8 @@ def fit_arm(strategy: Any, make_model: Callable[[], Any], rows: int, how: str) -
             into, such as `"2 clusters"`.
     """
     import keras
-    import numpy as np
 
-    from tools.bench.fit_blocks import Clock
+    from tfdp.bench.fit import timed_fit
 
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
@@ -93,21 +92,17 @@ def fit_arm(strategy: Any, make_model: Callable[[], Any], rows: int, how: str) -
             jit_compile=how != "no jit",
         )
     num_replicas = strategy.num_replicas_in_sync if strategy else 1
-    size = rows * num_replicas
-    x, y = _batch(model, size)
+    fit = timed_fit(model, _batch(model, rows * num_replicas))
     count = how.removesuffix(CLUSTERS)
     clusters = int(count) if count != how else 1
 
     def run(steps: int) -> float:
-        clock = Clock(skipped=0)
-        data = [np.concatenate([part] * (steps + 1)) for part in (x, y)]
         if strategy:
             extended = strategy.extended
             extended.options = dataclasses.replace(
                 extended.options, xla_clusters=clusters
             )
-        model.fit(*data, batch_size=size, shuffle=False, verbose=0, callbacks=[clock])
-        return clock.seconds
+        return fit(steps)
 
     return run
 
