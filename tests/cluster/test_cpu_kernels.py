@@ -92,5 +92,19 @@ def test_a_run_that_goes_on_with_other_kernels_is_told_of_its_last_digits(kernel
     assert "saved with oneDNN's kernels off, and goes on with them on" in said
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("fpu avx avx2", "AVX2; TensorFlow's own, oneDNN is off"),
+        ("avx avx2 avx512f avx512_vnni avx_vnni amx_tile", "AVX-512, VNNI, AMX; "),
+        ("", "TensorFlow's own, oneDNN is off"),
+    ],
+)
+def test_kernels_are_named_with_the_vectors_of_the_processor(kernels, flags, expected):
+    kernels.setattr(cpu_kernels, "cpu_flags", lambda: frozenset(flags.split()))
+    for said in (cpu_kernels.chosen(), cpu_kernels.describe()):
+        assert said.startswith(expected)
+
+
 def test_a_gradient_is_measured_in_forward_passes():
     assert 0.1 < cpu_kernels.gradient_factor() < 1000

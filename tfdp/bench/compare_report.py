@@ -69,15 +69,7 @@ def rows_of(
     Returns:
         List of `Row`, in the order of `set_ups`.
     """
-    chosen = {
-        set_up: min(
-            set_up.choices,
-            key=lambda name, of=set_up: statistics.median(
-                times[of.key(model, name)][::2]
-            ),
-        )
-        for set_up in set_ups
-    }
+    chosen = {set_up: _fastest(model, set_up, times) for set_up in set_ups}
     parts = {
         set_up: _compared(set_up, times[set_up.key(model, choice)])
         for set_up, choice in chosen.items()
@@ -106,6 +98,14 @@ def rows_of(
             )
         )
     return rows
+
+
+def _fastest(model: str, set_up: SetUp, times: Times) -> str:
+    medians = {
+        choice: statistics.median(times[set_up.key(model, choice)][::2])
+        for choice in set_up.choices
+    }
+    return min(medians, key=medians.__getitem__)
 
 
 def _compared(set_up: SetUp, seconds: list[float]) -> list[float]:

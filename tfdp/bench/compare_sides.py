@@ -8,6 +8,7 @@ from typing import Any
 
 from tfdp.bench.models import Model
 from tfdp.bench.sides import Side
+from tfdp.cluster.words import counted
 from tfdp.onednn import VARIABLE, is_left_off
 
 DEFAULTS, TUNED = "defaults", "tuned"
@@ -50,13 +51,13 @@ class SetUp:
     @property
     def name(self) -> str:
         """String, for people."""
-        count = self.num_workers
+        processes = counted(self.num_workers, "process", "processes")
         return {
-            DEVICES: f"tfdp, 1 process of {count} devices",
-            WORKERS: f"tfdp, {count} processes",
+            DEVICES: f"tfdp, 1 process of {counted(self.num_workers, 'device')}",
+            WORKERS: f"tfdp, {processes}",
             PLAIN: "plain Keras, all cores",
-            STOCK: f"stock, {count} processes",
-            DDP: f"DDP, {count} processes",
+            STOCK: f"stock, {processes}",
+            DDP: f"DDP, {processes}",
         }[self.kind]
 
     @property
@@ -67,14 +68,18 @@ class SetUp:
         return {"": _DEFAULTS[self.kind]}
 
     @property
-    def arms(self) -> list[str]:
-        """List of strings, the names of a model's arms, without the model."""
-        names = [f", {choice}" if choice else "" for choice in self.choices]
+    def arms(self) -> dict[str, dict[str, Any]]:
+        """What each arm is told beside its model, by its name without the model's."""
+        arms = {
+            f", {choice}" if choice else "": dict(told)
+            for choice, told in self.choices.items()
+        }
         if self.kind in (DEVICES, PLAIN):
-            return names
+            return arms
         # What stock computes is the same with packs of any size.
-        alone = names[:1] if self.kind == STOCK else names
-        return [*names, *(f"{name}, {ALONE}" for name in alone)]
+        alone = list(arms)[:1] if self.kind == STOCK else list(arms)
+        own = {f"{name}, {ALONE}": {**arms[name], "alone": True} for name in alone}
+        return arms | own
 
     def key(self, model: str, choice: str) -> str:
         """The key of an arm's times: `side/arm`."""
@@ -112,34 +117,28 @@ class SetUp:
         Returns:
             A `Side`.
         """
-        count, is_plain = self.num_workers, self.kind == PLAIN
-        rows = batch_size * count if is_plain else batch_size
-        arms = {
-            key.partition("/")[2]: {
-                **told,
-                "model": dataclasses.asdict(model),
-                "batch_size": rows,
-                "alone": is_alone,
-            }
-            for name, model in models.items()
-            for choice, told in self.choices.items()
-            for key, is_alone in (
-                (self.key(name, choice), False),
-                (f"{self.key(name, choice)}, {ALONE}", True),
-            )
-        }
-        setup: dict[str, Any] = {"arms": arms, "threads": num_threads}
-        setup |= {
+        count = self.num_workers
+        rows = batch_size * count if self.kind == PLAIN else batch_size
+        of_kind: dict[str, dict[str, Any]] = {
             DEVICES: {"strategy": "auto", "devices": count},
             WORKERS: {"strategy": "tfdp"},
             PLAIN: {"strategy": "alone", "threads": None},
             STOCK: {"strategy": "stock"},
             DDP: {},
-        }[self.kind]
+        }
+        arms = {
+            f"{name}{arm}": {
+                **told,
+                "model": dataclasses.asdict(model),
+                "batch_size": rows,
+            }
+            for name, model in models.items()
+            for arm, told in self.arms.items()
+        }
         return Side(
             f"{self.kind}, {self.tuning}",
             "tfdp.bench.torch_worker" if self.kind == DDP else "tfdp.bench.training",
-            setup,
+            {"arms": arms, "threads": num_threads, **of_kind[self.kind]},
             num_workers=1 if self.kind in (DEVICES, PLAIN) else count,
             python=torch_python if self.kind == DDP else None,
             environment=self._environment(),

@@ -12,7 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tfdp.cluster import cpu_kernels
 from tfdp.cluster.words import counted
 
 _PACKAGES = ("tensorflow", "keras", "numpy", "tfdp")
@@ -45,6 +44,8 @@ def describe(program: str | None = None) -> dict[str, Any]:
     >>> "core" in described["machine"], "tensorflow" in described
     (True, True)
     """
+    from tfdp.cluster import cpu_kernels  # it imports TensorFlow
+
     return {
         "machine": f"{_cpu_name()}, {counted(num_cores(), 'core')}",
         "kernels": cpu_kernels.chosen(),

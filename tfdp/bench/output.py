@@ -161,7 +161,9 @@ def _drawn(table: Table) -> rich.table.Table:
     drawn = rich.table.Table(box=box.SIMPLE)
     for index, name in enumerate(table.columns):
         cells = [row[index] for row in table.rows]
-        is_number = all(cell[:1].isdigit() or cell in ("", "-") for cell in cells)
+        is_number = all(
+            cell.lstrip("-")[:1].isdigit() or cell in ("", "-") for cell in cells
+        )
         drawn.add_column(name, justify="right" if is_number else "left", no_wrap=True)
     for row in table.rows:
         drawn.add_row(*row)

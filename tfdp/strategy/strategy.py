@@ -267,7 +267,9 @@ def auto_strategy(
     a SageMaker job, machines of a Vertex AI job, or an MPI job of several processes
     that have mpi4py: all of them. Otherwise all GPUs of the
     machine, or else its CPUs as several logical devices of one process, which is
-    faster than several processes.
+    faster than several processes. On one machine without GPUs, a small dense model,
+    whose step is mostly memory and communication, may be faster without a strategy,
+    on all cores: `tfdp bench compare` measures both.
 
     Args:
         communication: `CommunicationOptions` or `None`, the defaults.
