@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import click
+import keras
 import numpy as np
 import pytest
 
@@ -212,6 +215,26 @@ def test_what_is_made_on_demand_is_kept_while_its_group_takes_turns():
     for name in ("a1", "a2", "a1", "b1", "a1"):
         assert arms[name] == name
     assert made == ["a1", "a2", "b1", "a1"]
+
+
+def test_a_worker_times_fit_or_a_loop_as_its_arms_say():
+    from tfdp.bench.training import make_arms
+
+    settings = {"model": dataclasses.asdict(model_of_size("mlp", 0.05))}
+    told = {
+        "fit": {"fit": True},
+        "own step": {"fit": True, "jit_compile": False, "alone": True},
+        "loop": {"pack_bytes": 2**20, "alone": True},
+    }
+    setup = {"strategy": "alone", "threads": None, "addresses": ["here:1"]}
+    each = {name: {**settings, "batch_size": 4, **arm} for name, arm in told.items()}
+    arms = make_arms({**setup, "arms": each})
+    with mock.patch.object(
+        keras.Model, "fit", autospec=True, side_effect=keras.Model.fit
+    ) as fit:
+        assert all(0 < arms[name](2) < DEADLINE_SECONDS for name in told)
+    samples = [len(call.args[1]) for call in fit.call_args_list]
+    assert samples == [3 * 4, 3 * 4]
 
 
 def test_a_worker_that_ends_is_named_with_its_last_lines():
