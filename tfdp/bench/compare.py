@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdp.bench import output
-from tfdp.bench.compare_report import COLUMNS, Row, cells, plot, rows_of
-from tfdp.bench.compare_sides import SetUp, set_ups
+from tfdp.bench.compare_report import COLUMNS, Times, cells, plot, rows_of
+from tfdp.bench.compare_sides import DEFAULTS, TUNED, SetUp, set_ups
 from tfdp.bench.machine import HOW_TO_GET_TORCH, num_cores, torch_version
 from tfdp.bench.models import ModelSettings
-from tfdp.bench.sides import Side, alternate_for, started
+from tfdp.bench.sides import alternate_for, started
 from tfdp.cluster.words import counted
 from tfdp.onednn import is_left_off
 
@@ -66,20 +66,19 @@ def run(settings: Settings, files: output.Files) -> None:
     measured = set_ups(settings.num_workers, has_torch=has_torch)
     num_arms = sum(len(set_up.arms) for set_up in measured)
     num_turns = len(settings.models) * settings.blocks * num_arms
-    sides = {
-        set_up: set_up.side(
-            settings.models,
-            settings.batch_size,
-            settings.num_threads,
-            settings.torch_python,
-        )
-        for set_up in measured
-    }
-    with (
-        output.progress_bar("training steps", num_turns) as on_turn,
-        started(*sides.values()),
-    ):
-        rows, content["seconds_per_step"] = _measure(settings, sides, on_turn)
+    times: Times = {}
+    with output.progress_bar("training steps", num_turns) as on_turn:
+        # Nothing is compared with what has other settings: half of the processes.
+        for tuning in (DEFAULTS, TUNED):
+            together = [set_up for set_up in measured if set_up.tuning == tuning]
+            times |= _measure(settings, together, on_turn)
+    content["seconds_per_step"] = times
+    global_batch_size = settings.batch_size * settings.num_workers
+    rows = [
+        row
+        for model in settings.models
+        for row in rows_of(model, measured, times, global_batch_size)
+    ]
     content["rows"] = [dataclasses.asdict(row) for row in rows]
     output.report(
         console,
@@ -92,23 +91,29 @@ def run(settings: Settings, files: output.Files) -> None:
 
 
 def _measure(
-    settings: Settings, sides: dict[SetUp, Side], on_turn: Callable[[], Any]
-) -> tuple[list[Row], dict[str, list[float]]]:
-    rows: list[Row] = []
-    all_times: dict[str, list[float]] = {}
-    for model in settings.models:
-        arms = [
-            (side, f"{model}{arm}")
-            for set_up, side in sides.items()
-            for arm in set_up.arms
-        ]
-        times = alternate_for(
-            _BLOCK_SECONDS, arms, blocks=settings.blocks, on_turn=on_turn
+    settings: Settings, together: Sequence[SetUp], on_turn: Callable[[], Any]
+) -> Times:
+    sides = {
+        set_up: set_up.side(
+            settings.models,
+            settings.batch_size,
+            settings.num_threads,
+            settings.torch_python,
         )
-        all_times |= times
-        global_batch = settings.batch_size * settings.num_workers
-        rows += rows_of(model, list(sides), times, global_batch)
-    return rows, all_times
+        for set_up in together
+    }
+    times: Times = {}
+    with started(*sides.values()):
+        for model in settings.models:
+            arms = [
+                (side, f"{model}{arm}")
+                for set_up, side in sides.items()
+                for arm in set_up.arms
+            ]
+            times |= alternate_for(
+                _BLOCK_SECONDS, arms, blocks=settings.blocks, on_turn=on_turn
+            )
+    return times
 
 
 def _without_torch(settings: Settings) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ COLUMNS = (
     *("communi-\ncation (ms)", "samples/s"),
     *(f"speed of tfdp's {name}\n/ its speed" for name in OURS.values()),
 )
-Times = Mapping[str, list[float]]
+Times = dict[str, list[float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def rows_of(
     Args:
         model: String, its name.
         set_ups: Sequence of `SetUp`.
-        times: Mapping from `side/arm` to seconds per step, block by block.
+        times: Dict from `side/arm` to seconds per step, block by block.
         global_batch_size: Int, samples of a step.
 
     Returns:

@@ -99,7 +99,7 @@ def compare(**given: Any) -> None:
     tfdp runs in one process of N devices and in N processes, plain Keras on all
     cores with the same global batch, stock tf.distribute and PyTorch's DDP (with Gloo,
     where PyTorch is installed) as loops in N processes: all with their defaults and
-    tuned. All are alive at the same time and take turns, block by block.
+    tuned. All of the same settings are alive at the same time and take turns.
     """
     files = options.checked_files("compare", given)
     if given["workers"] < 2:
