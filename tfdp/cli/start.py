@@ -29,12 +29,13 @@ class Starter:
         command: Sequence of strings, what every worker runs.
 
     Attributes:
+        command: Sequence of strings, the same.
         job: String, stands in the `TF_CONFIG` of each, by which all are found.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
         self.job = uuid.uuid4().hex
-        self._command = command
+        self.command = command
 
     @property
     def own_pids(self) -> set[int]:
@@ -58,7 +59,7 @@ class Starter:
         # session of its own: Ctrl-C reaches the launcher alone, which passes it on,
         # and all that the worker starts can be found again.
         process = subprocess.Popen(
-            self._command,
+            self.command,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -126,7 +127,7 @@ class ForkingStarter(Starter):
         own = {"TF_CONFIG": json.dumps({"tfdp": {"job": self.job}})}
         environment = {**self._environment, **self._imports.variables, **own}
         try:
-            parent = Parent(self._command, self._imports.packages, environment)
+            parent = Parent(self.command, self._imports.packages, environment)
         except OSError:
             return None  # as the worker will say
         if not parent.wait(self._signals, self._until):

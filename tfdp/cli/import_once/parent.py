@@ -8,6 +8,7 @@ import os
 import select
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,23 +45,20 @@ class Parent:
         path = environment.get("PYTHONPATH")
         hooked = f"{_FOLDER}{os.pathsep}{path}" if path else str(_FOLDER)
         self._connection, theirs = socket.socketpair()
-        output = os.memfd_create("tfdp imports")
         try:
-            # In a session of its own: Ctrl-C reaches the launcher alone.
-            self._process = subprocess.Popen(
-                list(command),
-                env={**environment, "PYTHONPATH": hooked},
-                stdin=theirs.fileno(),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            with theirs, tempfile.TemporaryFile() as output:
+                # In a session of its own: Ctrl-C reaches the launcher alone.
+                self._process = subprocess.Popen(
+                    list(command),
+                    env={**environment, "PYTHONPATH": hooked},
+                    stdin=theirs.fileno(),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
         except OSError:
             self._connection.close()
             raise
-        finally:
-            theirs.close()
-            os.close(output)
         self._send(json.dumps(packages))
 
     @property
