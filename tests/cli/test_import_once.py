@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
 import signal
+import sys
 import textwrap
 
 import pytest
 
 from tests.cli.test_run import ROOT, STOPS_WITHIN_SECONDS, Launcher, launcher, lines_of
+from tfdp.cli.import_once import parent
 from tfdp.cli.import_once.script import Imports, imports_of
+from tfdp.cli.signals import SignalPipe
 
 __all__ = ["launcher"]
 pytestmark = pytest.mark.processes
@@ -227,6 +231,43 @@ def test_a_variable_that_cannot_be_foreseen_is_named(fakes):
     done = fakes.run("-n", "2", "script.py")
     assert done.stdout.count("imported TensorFlow before the script set TF_LEVEL") == 2
     assert "script.py:9" in done.stdout, done.stdout
+
+
+def test_a_module_of_a_package_imports_the_package(fakes):
+    part = fakes.folder / "packages" / "tensorflow" / "part.py"
+    part.write_text("value = 1")
+    fakes.environment["AT_IMPORT"] = "import tensorflow.part"
+    fakes.script(
+        """
+        print("tensorflow.part" in sys.modules, os.environ.get("SET_BY_IMPORT"))
+        from tensorflow.part import value
+        print("tensorflow" in sys.modules, os.environ.get("SET_BY_IMPORT"), value)
+        """
+    )
+    done = fakes.run("-n", "2", "script.py")
+    expected = ["False None", "import with None", "True 1 1"]
+    assert lines_of(done.stdout, 1) == expected, done.stdout
+    assert len(imports(fakes)) == 1
+
+
+def test_a_variable_that_is_set_after_the_import_is_not_too_late(fakes):
+    fakes.script("import tensorflow\nos.environ['TF_LEVEL'] = '3'\nimport keras")
+    done = fakes.run("-n", "2", "script.py")
+    assert done.returncode == 0
+    assert len(imports(fakes)) == 1
+    assert "may have no effect" not in done.stdout
+
+
+def test_a_suspended_parent_is_not_waited_for(fakes, monkeypatch):
+    monkeypatch.setattr(parent, "_FORK_SECONDS", 0.2)
+    fakes.script("import tensorflow")
+    script = str(fakes.folder / "script.py")
+    own = parent.Parent([sys.executable, script], TENSORFLOW, fakes.environment)
+    with contextlib.closing(own), contextlib.closing(SignalPipe()) as signals:
+        assert own.wait(signals, None)
+        os.kill(own.pid, signal.SIGSTOP)
+        with pytest.raises(TimeoutError), open(os.devnull, "wb") as output:
+            own.fork(fakes.environment, output.fileno())
 
 
 def test_workers_draw_random_numbers_of_their_own(fakes):

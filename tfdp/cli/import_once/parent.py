@@ -18,11 +18,10 @@ from tfdp.cli.signals import SignalPipe
 # Later each worker imports by itself, whose output says what takes so long.
 _IMPORT_SECONDS = 60.0
 _TURN_SECONDS = 0.1
+# A fork takes milliseconds; who is suspended answers nothing.
+_FORK_SECONDS = 30.0
+_END_SECONDS = 5.0
 _FOLDER = Path(__file__).parent
-
-
-class ParentLost(OSError):
-    """The parent has ended, or has not imported TensorFlow."""
 
 
 class Parent:
@@ -59,7 +58,12 @@ class Parent:
         except OSError:
             self._connection.close()
             raise
-        self._send(json.dumps(packages))
+        self._connection.settimeout(_FORK_SECONDS)
+        try:
+            self._send(json.dumps(packages))
+        except OSError:
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -96,7 +100,7 @@ class Parent:
             own.
 
         Raises:
-            OSError: If it could not be started.
+            OSError: If it could not be started, or there is no answer in time.
         """
         self._send(json.dumps(dict(environment)), output)
         number = self._number()
@@ -108,7 +112,8 @@ class Parent:
         """End the process; its forks are not affected."""
         self._connection.close()
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
 
     def _send(self, text: str, *descriptors: int) -> None:
         data = text.encode()
@@ -119,5 +124,5 @@ class Parent:
     def _number(self) -> int:
         answer = self._connection.recv(8, socket.MSG_WAITALL)
         if len(answer) < 8:
-            raise ParentLost(0, "The process that forks workers has ended")
+            raise ConnectionError("The process that forks workers has ended")
         return int.from_bytes(answer, "little", signed=True)

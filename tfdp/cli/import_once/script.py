@@ -55,15 +55,10 @@ def imports_of(script: str) -> Imports | None:
         pass
     except (_Unclear, OSError, SyntaxError, ValueError, RecursionError):
         return None
-    else:
-        if not scan.imports_later:
-            return None
-    if scan.variables.get("KERAS_BACKEND", "tensorflow") != "tensorflow":
+    is_other = scan.variables.get("KERAS_BACKEND", "tensorflow") != "tensorflow"
+    if is_other or not scan.imported & _PACKAGES:
         return None
-    packages = ["tensorflow", "keras"]
-    with open(script, "rb") as file:
-        if "tfdp" in map(_package, _imported(ast.parse(file.read()))):
-            packages.append("tfdp")
+    packages = ["tensorflow", "keras", *scan.imported & {"tfdp"}]
     return Imports(packages, scan.variables)
 
 
@@ -72,12 +67,15 @@ class _Scan:
 
     Args:
         folder: String, the script's.
+
+    Attributes:
+        variables: Dict of what they set in the environment.
+        imported: Set of the packages that they import, at once or in a function.
     """
 
     def __init__(self, folder: str) -> None:
         self.variables: dict[str, str] = {}
-        # Whether a function imports TensorFlow when it is called.
-        self.imports_later = False
+        self.imported: set[str] = set()
         self._folder = folder
         self._seen: set[str] = set()
 
@@ -88,6 +86,7 @@ class _Scan:
         self._seen.add(path)
         with open(path, "rb") as file:
             tree = ast.parse(file.read())
+        self.imported.update(map(_package, _imported(tree)))
         for statement in tree.body:
             self._follow(statement)
 
@@ -105,9 +104,7 @@ class _Scan:
         for name in _imported(statement):
             if _package(name) not in _PACKAGES:
                 self._read_module(name)
-            elif is_definition:
-                self.imports_later = True
-            else:
+            elif not is_definition:
                 raise _Found
 
     def _read_module(self, name: str) -> None:

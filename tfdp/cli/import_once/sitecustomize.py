@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.machinery
 import json
 import os
 import socket
@@ -146,32 +147,44 @@ class _Preloaded:
     """
 
     def __init__(self, packages: list[str], environment: dict[str, str]) -> None:
-        self._modules = {name: sys.modules[name] for name in packages}
-        self._specs = {name: self._modules[name].__spec__ for name in packages}
+        # With their modules: `from keras.layers import Dense` imports `keras`, too.
+        self._modules = {
+            package: {
+                name: module
+                for name, module in sys.modules.items()
+                if name.partition(".")[0] == package
+            }
+            for package in packages
+        }
+        self._specs = {name: sys.modules[name].__spec__ for name in packages}
         self._environment = environment
         self._set = dict(os.environ.items() - environment.items())
         self._written = os.pread(1, os.fstat(1).st_size, 0)
+        self._is_seen = False
 
     def install(self) -> None:
         """Take the packages out of `sys.modules`, and find them from now on."""
-        for name in self._modules:
-            del sys.modules[name]
+        for modules in self._modules.values():
+            for name in modules:
+                del sys.modules[name]
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         del path, target
         if name not in self._modules:
             return None
-        self._follow_up()
+        if not self._is_seen:
+            self._is_seen = True
+            self._follow_up()
         return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: Any) -> Any:
-        return self._modules[spec.name]
+        return self._modules[spec.name][spec.name]
 
     def exec_module(self, module: Any) -> None:
         name = module.__spec__.name
         module.__spec__ = self._specs[name]
-        del self._modules[name]
+        sys.modules.update(self._modules.pop(name))
         if name == "tfdp":
             # By the rank, which only a worker has.
             importlib.import_module("tfdp.tracking.watch").watch_trackers()
@@ -191,7 +204,6 @@ class _Preloaded:
             os.environ.setdefault(name, value)
         while self._written:
             self._written = self._written[os.write(2, self._written) :]
-        self._environment, self._set = dict(os.environ), {}
         if changed:
             warnings.warn(
                 f"`tfdp run` imported TensorFlow before the script set "
