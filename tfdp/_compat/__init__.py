@@ -61,6 +61,7 @@ from tfdp._compat.datasets import (
     values_or_empty,
     without_automatic_prefetch,
     without_partial_batches,
+    writes_while_read,
 )
 from tfdp._compat.distribute import (
     CollectiveAllReduce,

@@ -138,6 +138,17 @@ def operations_in(dataset: tf.data.Dataset) -> Iterator[tuple[str, Any]]:
                 yield node.op, node.attr
 
 
+def writes_while_read(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset writes files, or takes work of a service, as it is read."""
+    for part in dataset_inputs(dataset):
+        name = getattr(part, "_filename", None)
+        if name is not None and tf.get_static_value(name):  # a cache in a file
+            return True
+        if kind_of_part(part).startswith(("Snapshot", "Save", "DataService")):
+            return True
+    return False
+
+
 def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     """The seeds of every `Dataset.shuffle` in a dataset, (0, 0) for none."""
     return [

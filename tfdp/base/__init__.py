@@ -10,6 +10,7 @@ Reading order:
     xla, deferred_updates: what XLA compiles of a step, and what waits for its end
     active_hooks: hooks that are active while steps are traced
     stand_in_seed: seeds of those who give none
+    finalizers: finalizers that run on a thread of their own
     intervals: intervals of a median
     memory: memory that this process can still get
     files: files that appear whole, and folders that only their owner can read

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tfdp import _compat, forks
-from tfdp.collectives.bridge import Failure, remember
+from tfdp.collectives.bridge import Failure, finalizers, remember
 from tfdp.coordination.watch import COLLECTIVE_FAILED, NotConnected
 
 _CLOSE_SECONDS = 2.0
@@ -67,7 +67,7 @@ class Background:
         thread.start()
         self._thread = thread
         # Its thread would keep the queues for ever.
-        forks.finalize(self, _close, self._boxes)
+        finalizers.register(self, _close, self._boxes)
         _backgrounds.add(self)
 
     def launch(self, replica: int, tensors: Sequence[tf.Tensor]) -> None:
@@ -177,8 +177,7 @@ class _Boxes:
         return self._failure
 
     def close(self) -> None:
-        # Garbage may be collected while a step is traced.
-        with tf.init_scope():
+        with tf.init_scope():  # also while a step is traced
             for queue in self._requests, self._results:
                 queue.close(cancel_pending_enqueues=True)
 

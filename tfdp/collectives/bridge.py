@@ -27,6 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.base.finalizers import FinalizerThread
 from tfdp.coordination.watch import COLLECTIVE_FAILED, NotConnected
 
 _CLOSE_SECONDS = 2.0
@@ -38,6 +39,7 @@ _COMPONENTS = [tf.uint8, tf.int64]
 _COUNT_BITS = 32
 _LEFT_BEHIND = "An earlier step ended with an error on some replicas of a worker only"
 _log = logging.getLogger("tfdp.transport")
+finalizers = FinalizerThread("tfdp-finalizers")
 # By the id of a tensor that every function has as an input in which they are.
 _crossings: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -280,8 +282,7 @@ class _Crossing:
 
     def close(self) -> None:
         """End what waits at the queues with an error."""
-        # Garbage may be collected while a step is traced.
-        with tf.init_scope():
+        with tf.init_scope():  # also while a step is traced
             for queue in self._requests, self._results:
                 queue.close(cancel_pending_enqueues=True)
 

@@ -17,8 +17,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp import forks
-from tfdp.collectives.bridge import Bridge, StepEnded, end_call, generation_of
+from tfdp.collectives.bridge import (
+    Bridge,
+    StepEnded,
+    end_call,
+    finalizers,
+    generation_of,
+)
 from tfdp.collectives.process_collectives import COLLECTIVES, Members
 from tfdp.collectives.transport import SCOPE, Call, Group
 from tfdp.coordination.watch import COLLECTIVE_FAILED, NotConnected
@@ -168,7 +173,7 @@ class ProcessTransport:
                 lane = _Lane(name, group, self._rank, self._new_communicator)
                 lanes[channel] = lane
                 # Its thread would keep it for ever.
-                forks.finalize(group, lane.end, waits=False)
+                finalizers.register(group, lane.end, waits=False)
             return lanes[channel]
 
 

@@ -12,7 +12,7 @@ from tfdp import _compat
 
 # Operations that call Python functions, which may have state; of a `PyFuncStateless`
 # the user says that it has none.
-_PYTHON_OPS = ("GeneratorDataset", "PyFunc", "EagerPyFunc")
+PYTHON_OPS = ("GeneratorDataset", "PyFunc", "EagerPyFunc")
 RANDOM_OPS = (
     *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal"),
     *("RandomShuffle", "Multinomial", "RandomGamma", "RandomPoissonV2"),
@@ -107,7 +107,7 @@ def _nondeterminism_of_dataset(
     if chosen_seed in {seed for seed, _ in _compat.shuffle_seeds(dataset)}:
         return "the global seed, which `Dataset.shuffle` depends on, was not set"
     for name, attributes in _compat.operations_in(dataset):
-        if name in _PYTHON_OPS:
+        if name in PYTHON_OPS:
             return "a Python generator or function in the dataset has state of its own"
         if name not in RANDOM_OPS:
             continue

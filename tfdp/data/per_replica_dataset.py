@@ -8,6 +8,7 @@ copies ahead of the step.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.data.batch_weights import CountedBatch
+from tfdp.data.determinism import PYTHON_OPS
 from tfdp.data.element_specs import element_spec_of, empty_of
 from tfdp.data.read_counts import Read
 from tfdp.data.rows import divide_batches
@@ -26,6 +28,11 @@ PREFETCHED_STEPS = 2
 
 # The operation of `Dataset.from_generator`.
 _GENERATOR = "GeneratorDataset"
+# What autotuning makes faster.
+_TUNED = (
+    *("MapDataset", "ParallelMapDataset", "ParallelBatchDataset"),
+    *("InterleaveDataset", "ParallelInterleaveDataset"),
+)
 
 _strategies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
@@ -76,12 +83,20 @@ def divide_and_prefetch(
         checks: Bool or `None`, see `divide_batches`. Defaults to `None`.
         others: Collection of ints, see `divide_batches`. Defaults to none.
     """
-    num_ahead = PREFETCHED_STEPS
+    num_ahead, is_tuned = PREFETCHED_STEPS, True
     if any(name == _GENERATOR for name, _ in _compat.operations_in(batches)):
         batches, is_ahead = _compat.without_automatic_prefetch(batches)
         num_ahead = int(is_ahead)
+        is_tuned = any(kind in _TUNED for kind in _compat.kinds_of_parts(batches))
     divided = divide_batches(batches, ranks, num_replicas, checks=checks, others=others)
-    return divided.prefetch(num_ahead) if num_ahead else divided
+    if num_ahead:
+        divided = divided.prefetch(num_ahead)
+    if not is_tuned:
+        # An iterator that is deleted waits for it, see `delete_in_background`.
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        divided = divided.with_options(options)
+    return divided
 
 
 class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
@@ -111,7 +126,23 @@ class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
         self.batches = batches
 
     def __iter__(self) -> PerReplicaIterator:
-        return PerReplicaIterator(iter(self.dataset), self.strategy, self.read_options)
+        own = iter(self.dataset)
+        iterator = PerReplicaIterator(own, self.strategy, self.read_options)
+        if self._is_deleted_in_background:
+            iterator.delete_in_background()
+        return iterator
+
+    @functools.cached_property
+    def _is_deleted_in_background(self) -> bool:
+        """Bool, false where a user sees when an iterator is deleted.
+
+        A generator runs its `finally` then, and a file that is written is closed.
+        """
+        operations = {name for name, _ in _compat.operations_in(self.dataset)}
+        return not (
+            operations.intersection(PYTHON_OPS)
+            or _compat.writes_while_read(self.dataset)
+        )
 
     def read(self, read_options: ReadOptions) -> PerReplicaDataset:
         """Return a dataset of the same batches with other options.

@@ -11,9 +11,12 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.base.finalizers import FinalizerThread
 from tfdp.collectives import all_reduce
 from tfdp.data.read_counts import Read
 from tfdp.forks import keep_in_forks
+
+_deletions = FinalizerThread("tfdp-iterators")
 
 
 def has_next_step(strategy: Any, has_data: tf.Tensor, *, stops: bool) -> tf.Tensor:
@@ -80,6 +83,16 @@ class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor
         self._iterator = iterator
         self.strategy = strategy
         keep_in_forks(iterator)
+
+    def delete_in_background(self) -> None:
+        """Delete the iterator of this worker on another thread, once this one is.
+
+        To delete it may take as long as reading it has taken, at most a minute:
+        TensorFlow's autotuning sleeps through its cancellation, of which it is notified
+        before it can see it (`Model::OptimizeLoop`, `CancellationManager`).
+        """
+        # Its last reference is that of the call.
+        _deletions.register(self, id, self._iterator)
 
     def __iter__(self) -> Any:
         return self
