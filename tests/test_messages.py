@@ -42,7 +42,7 @@ MANY = {
     ("cluster/other_launchers.py", "{count} processes"),
     ("data/distribute.py", "{num_workers} workers"),
     ("data/same_datasets.py", "{listed} batches"),
-    ("keras_hooks/rebalancing.py", "{num_rows} rows"),
+    ("tuning/rebalancing.py", "{num_rows} rows"),
     ("keras_hooks/scope_checks.py", "{num_workers} workers"),
     ("optimizer/distributed.py", "{skips} steps"),
     ("plans/traffic.py", "{sizes} replicas"),

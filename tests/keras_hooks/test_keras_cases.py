@@ -14,6 +14,7 @@ CASE_MODULES = (
     "keras_hooks.cases_metrics",
     "keras_hooks.cases_logs",
     "keras_hooks.cases_callbacks",
+    "keras_hooks.cases_features",
     "keras_hooks.cases_validation",
     "keras_hooks.cases_prediction",
     "keras_hooks.cases_saving",

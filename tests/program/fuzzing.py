@@ -21,9 +21,9 @@ from tests.program.operations import State
 from tests.program.random_programs import EVEN, ODD, Program, batch, initial_weights
 from tfdp import _compat
 from tfdp.base.loops import Loop
-from tfdp.local_steps.training_group import training_group
 from tfdp.program import step as program_step
 from tfdp.program.step import DividedStep, rows_of_replica
+from tfdp.reduction.training_group import training_group
 
 # Rows of each replica, by the number of replicas and the rows of a program.
 DIVISIONS: dict[tuple[int, tuple[int, int, int]], tuple[tuple[int, ...], ...]] = {

@@ -17,7 +17,6 @@ from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import ALL, case
 from tests.reduction.cases_plans import collectives, step_of
-from tfdp.keras_hooks import worker_callbacks
 from tfdp.tuning import callback, plan_cache, proposals, tuner
 
 SMALL_BLOCKS = {"BLOCK_STEPS": 2, "_FEWEST_UPDATES": 2, "_SKIPPED_AT_FIRST": 1}
@@ -56,16 +55,13 @@ def tuned(env: Env, **constants: int) -> collections.abc.Iterator[StepClock | No
     extended = env.strategy.extended
     before, clock = extended.options, StepClock(env)
 
-    def new_callback(*arguments: typing.Any) -> callback.BucketTuning:
-        return callback.BucketTuning(*arguments, clock=clock)
-
     options = tfdp.CommunicationOptions(bucket_mb="auto")
     extended.options = extended.reducer.options = options
     with (
         mock.patch.multiple(tuner, **(SMALL_BLOCKS | constants)),
         # The models here are smaller than the smallest bucket that is worth it.
         mock.patch.object(proposals, "_LEAST_BUCKET_BYTES", 64),
-        mock.patch.object(worker_callbacks, "BucketTuning", new_callback),
+        mock.patch.object(callback.BucketTuning.__init__, "__defaults__", (clock,)),
         mock.patch.object(
             plan_cache, "plans_path", return_value=env.tmp / f"{env.rank}.json"
         ),

@@ -38,6 +38,7 @@ class FinalizerThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._thread: threading.Thread | None
         self._reset()
         # The threads of a parent do not exist in a process that it forks.
         forks.in_forks(self._reset)
@@ -66,7 +67,7 @@ class FinalizerThread:
         self._lock = threading.Lock()
         # Its `put` may interrupt another one of the same thread, as garbage does.
         self._calls: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread = None
 
     def _finish(self, thread: threading.Thread) -> None:
         # False in a process that was forked after the thread had started.

@@ -13,6 +13,7 @@ import keras
 
 from tfdp import _compat
 from tfdp.arguments import checked_bool, checked_integer, is_integer, plain
+from tfdp.base.feature import equalize_replicas
 from tfdp.callbacks.arguments import check_directory
 from tfdp.callbacks.resumed_batches import ResumedBatches
 from tfdp.checkpoint import api, schema
@@ -37,7 +38,7 @@ from tfdp.coordination.preemption import PREEMPTED, PreemptionNotice, Preemption
 from tfdp.data.batch_change import BatchChange
 from tfdp.data.position import DataPosition
 from tfdp.keras_hooks import install
-from tfdp.local_steps import average_replicas_of, batches_between_meetings
+from tfdp.local_steps import FEATURE as LOCAL_STEPS
 from tfdp.optimizer.arguments import check_strategy
 
 # Of what a backup holds beside tensors; a newer tfdp may know more.
@@ -180,7 +181,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._total += batch - self._last_batch
         self._last_batch = batch
         # Replicas that train alone do not ask each other in between.
-        ask_every = batches_between_meetings(self.model, is_delayed=False)
+        ask_every = LOCAL_STEPS.batches_between_meetings(self.model, is_delayed=False)
         may_ask = ask_every and self._total // ask_every > before // ask_every
         if may_ask and self._watch.is_given(self._total):
             self._save(self._epoch, batch + 1, logs)
@@ -217,7 +218,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             batches: Int, how many of its batches are done.
             logs: Dict, those of the last batch.
         """
-        average_replicas_of(self.model)
+        equalize_replicas(self.model)
         states, arrays = callback_states(self._others)
         state = RunState(self.model, arrays)
         run = {

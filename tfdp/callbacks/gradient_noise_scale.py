@@ -6,6 +6,7 @@ from typing import Any
 
 from tfdp.arguments import checked_number
 from tfdp.callbacks.optimizer_callback import OptimizerCallback
+from tfdp.monitor.gradient_noise import GradientNoise
 from tfdp.optimizer.distributed import DistributedOptimizer
 
 
@@ -43,9 +44,10 @@ class GradientNoiseScale(OptimizerCallback):
                 "`GradientNoiseScale` compares the gradients of several replicas. "
                 "Received: a strategy of one replica"
             )
-        optimizer.measure_noise(self.smoothing)
+        optimizer.features.install(GradientNoise, smoothing=self.smoothing)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Add the noise scale to the logs."""
         if logs is not None:
-            logs["gradient_noise_scale"] = self.optimizer.gradient_noise_scale
+            noise = self.optimizer.features.installed[GradientNoise]
+            logs["gradient_noise_scale"] = noise.scale

@@ -6,7 +6,7 @@ from typing import Any
 
 from tfdp.arguments import checked_integer
 from tfdp.callbacks.optimizer_callback import OptimizerCallback
-from tfdp.local_steps import LocalStepsOptions
+from tfdp.local_steps import LocalSteps, LocalStepsOptions
 from tfdp.optimizer.distributed import DistributedOptimizer
 
 
@@ -31,7 +31,7 @@ class LocalStepsCallback(OptimizerCallback):
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
         """Make the state; begin at once where nothing comes before."""
-        optimizer.step_locally(self.options, alone=self.start_step == 0)
+        optimizer.step_locally(self.options, LocalSteps, alone=self.start_step == 0)
         self._left = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -55,7 +55,7 @@ class LocalStepsCallback(OptimizerCallback):
             return  # reading the number of updates waits for the step
         self._left = self.start_step - int(self.optimizer.iterations.numpy())
         if self._left <= 0:
-            self.optimizer.step_locally(self.options, alone=True)
+            self.optimizer.step_locally(self.options, LocalSteps, alone=True)
             self.model.make_train_function(force=True)
 
     def on_train_end(self, logs: Any = None) -> None:

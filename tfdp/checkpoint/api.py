@@ -12,6 +12,7 @@ from typing import Any
 import keras
 
 from tfdp.base.context import strategy_of
+from tfdp.base.feature import equalize_replicas
 from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing
@@ -44,7 +45,6 @@ from tfdp.checkpoint.storage import Storage, StoreError
 from tfdp.cluster import cpu_kernels
 from tfdp.coordination.checks import check_same_variables
 from tfdp.keras_hooks.file_hooks import plain_optimizer
-from tfdp.local_steps import average_replicas_of
 from tfdp.replicas.synchronized_scope import synchronize_new_variables
 from tfdp.sharding.state_tensors import StateTensor
 
@@ -94,7 +94,7 @@ def _make_alike(model: keras.Model) -> None:
     strategy = strategy_of(model)
     if strategy is not None:
         synchronize_new_variables(strategy)  # of a scope that is not left yet
-    average_replicas_of(model)
+    equalize_replicas(model)
     redistribute_accumulated_gradients(model)
 
 

@@ -218,8 +218,8 @@ def _counters(model: Any, shard_writer: ShardWriter) -> list[StateTensor]:
     if features.scale is not None:
         for name in ("skipped_steps", "skips_at_minimum", "non_finite"):
             found[name] = getattr(features.scale, name)
-    if features.noise is not None:
-        found.update(signal=features.noise.signal, noise=features.noise.noise)
+    for feature in features.installed.values():
+        found.update(feature.counters)
     return [
         shard_writer.replicated(
             f"{RUN_PREFIX}/counters/{name}", variable, str(variable.dtype)

@@ -10,14 +10,18 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 
 from tfdp import user_code
+from tfdp.base.feature import Feature, Fit, register
 from tfdp.cluster.islands import Island
 from tfdp.cluster.words import counted
 from tfdp.forks import Owner
 from tfdp.islands.member import HubGone, Member
 from tfdp.islands.outer_state import OuterState
+from tfdp.keras_hooks.added_callbacks import OptimizerProgressCheck
+from tfdp.keras_hooks.worker_callbacks import WRITERS, callback_list
 from tfdp.local_steps import LocalStepsOptions
 from tfdp.replicas.variables import StatisticVariable
 from tfdp.transport.communicator import Array
@@ -29,16 +33,57 @@ _fits = itertools.count()
 _running: weakref.WeakKeyDictionary[Any, IslandTraining] = weakref.WeakKeyDictionary()
 
 
-def meet_islands(model: Any) -> None:
-    """Go on from what all islands have in common, where a model trains on one.
+class Islands(Feature):
+    """Islands that meet in outer steps only, see `tfdp.islands`."""
 
-    Before the model is evaluated.
+    def before_loop(self, model: Any) -> None:
+        """Continue from what all islands have in common, before an evaluation."""
+        if (training := _running.get(model)) is not None:
+            training.meet()
 
-    Args:
-        model: Keras model.
-    """
-    if (training := _running.get(model)) is not None:
-        training.meet()
+    def choose_callbacks(self, fit: Fit) -> None:
+        """Keep those that write files on the first island only; `DiLoCo` comes first.
+
+        Raises:
+            ValueError: If nothing would bring the islands together, or several
+                callbacks.
+        """
+        island = Island.from_environment()
+        if island is None:
+            return
+        callbacks = fit.arguments["callbacks"]
+        given = callback_list(callbacks)
+        is_met = any(hasattr(callback, "trains_islands") for callback in given)
+        if fit.strategy is None or not is_met:
+            raise ValueError(
+                "The workers of `tfdp run --islands` train with a strategy of tfdp and "
+                "`tfdp.callbacks.DiLoCo`, which brings them together. Add what is "
+                "missing, or leave out `--islands`."
+            )
+        if sum(hasattr(callback, "steps_locally") for callback in given) > 1:
+            raise ValueError(
+                "An island trains by one `DiLoCo`, whose exchanges are of all its "
+                "replicas. Leave out `LocalSGD`, and a second `DiLoCo`."
+            )
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            return
+        chosen = [c for c in given if island.index == 0 or not isinstance(c, WRITERS)]
+        # At the end of an epoch the others see the weights that all have in common.
+        fit.arguments["callbacks"] = sorted(chosen, key=_place)
+
+    def after_fit(self, fit: Fit) -> None:
+        """Leave the other islands, where `fit` has not done so: it failed."""
+        if (training := _running.get(fit.model)) is not None:
+            training.end(is_through=False)
+
+
+register(Islands())
+
+
+def _place(callback: Any) -> int:
+    if isinstance(callback, OptimizerProgressCheck):
+        return 0
+    return 1 if hasattr(callback, "trains_islands") else 2
 
 
 def meet_islands_after_flush(model: Any) -> None:
@@ -49,16 +94,6 @@ def meet_islands_after_flush(model: Any) -> None:
     """
     if (training := _running.get(model)) is not None:
         training.flushed()
-
-
-def leave_islands(model: Any) -> None:
-    """Leave the other islands, where the `fit` of a model has not done so: it failed.
-
-    Args:
-        model: Keras model.
-    """
-    if (training := _running.get(model)) is not None:
-        training.end(is_through=False)
 
 
 class IslandTraining:

@@ -17,5 +17,4 @@ Read in this order:
     added_callbacks   callbacks that tfdp adds to the user's
     logs              logs of a step over the whole global batch
     saving            files that several workers write
-    rebalancing       rows of a batch by the speed of the workers
 """

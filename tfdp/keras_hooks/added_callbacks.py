@@ -8,8 +8,8 @@ import keras
 
 from tfdp import _compat
 from tfdp.base.context import is_tfdp
+from tfdp.base.feature import batches_between_meetings, equalize_replicas
 from tfdp.base.wrappers import other_optimizers
-from tfdp.local_steps import average_replicas_of, batches_between_meetings
 from tfdp.replicas.synchronized_scope import broadcast_variables
 
 # Looking at a variable waits for the step that is under way.
@@ -109,7 +109,7 @@ class OptimizerProgressCheck(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._check()
-        average_replicas_of(self.model)
+        equalize_replicas(self.model)
         strategy = self.model.distribute_strategy
         # The parts of one process are added up when they are written.
         several = is_tfdp(strategy) and strategy.extended.worker_group.num_workers > 1

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base import loops, program_trace, xla
 from tfdp.base.context import is_tfdp, replica_context
-from tfdp.local_steps import training_group
+from tfdp.reduction.training_group import training_group
 
 # An odd number far from the increments of the counter beside it.
 _SEED_STRIDE = 1_000_003

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdp.base import loops
 from tfdp.collectives import timing
 from tfdp.coordination.worker_group import WorkerGroup
-from tfdp.local_steps import merging_group
+from tfdp.reduction.training_group import merging_group
 from tfdp.replicas import drift_probe
 from tfdp.replicas.state_merge import merge_states
 from tfdp.replicas.variables import MetricVariable

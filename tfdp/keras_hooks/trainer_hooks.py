@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base import loops
 from tfdp.base.context import is_tfdp, strategy_of
+from tfdp.base.feature import Fit, registered
 from tfdp.base.wrappers import wrapper_of
 from tfdp.cluster.islands import Island
 from tfdp.collectives import timing
@@ -27,21 +28,17 @@ from tfdp.data import checks
 from tfdp.data import position as data_position
 from tfdp.data.distribute import check_batch_size
 from tfdp.data.other_rows import without_marks
-from tfdp.islands.training import leave_islands, meet_islands
 from tfdp.keras_hooks import file_hooks, loop_agreement, scope_checks
 from tfdp.keras_hooks.logs import mean_over_workers, merge_logs
 from tfdp.keras_hooks.saving import save_atomically
 from tfdp.keras_hooks.worker_callbacks import (
-    add_bucket_tuning,
     add_optimizer_check,
     backup_callbacks,
-    callbacks_of_island,
     find_callback_problem,
     order_callbacks,
     other_callbacks,
     select_callbacks,
 )
-from tfdp.local_steps import average_replicas_of, go_to_meeting, paced
 from tfdp.parameters.conversion import num_conversions, whole_variables
 from tfdp.reduction import link_measure
 from tfdp.replicas import drift_probe
@@ -92,24 +89,22 @@ def _run_loop(
 ) -> Any:
     arguments = bound.arguments
     _drop_stale_function(model, name)
-    go_to_meeting(model)
-    meet_islands(model)
+    features = registered()
+    for feature in features:
+        feature.before_loop(model)
     each_batch = _agree(name, model, bound, strategy)
-    average_replicas_of(model)
-    if name == "fit":
-        arguments["callbacks"] = add_optimizer_check(
-            model, callbacks_of_island(strategy, arguments.get("callbacks"))
-        )
+    for feature in features:
+        feature.equalize_replicas(model)
+    if strategy is not None:
+        _check_data(strategy, name, model, arguments)
+    fit = _begin_fit(strategy, model, arguments) if name == "fit" else None
     if strategy is None:
         scope_checks.check_outside_scope(model, name)
-        if name == "fit":
+        if fit is not None:
             scope_checks.warn_of_separate_training(model, name)
         _choose_callbacks(arguments, arguments.get("callbacks"), is_fit=name == "fit")
         return original(*bound.args, **bound.kwargs)
     worker_group = strategy.extended.worker_group
-    _check_data(model, arguments)
-    if name != "predict":
-        check_batch_size(strategy, arguments.get("batch_size"), "`batch_size`")
     if not _shows_progress(worker_group):
         arguments["verbose"] = 0
     chosen = select_callbacks(
@@ -120,28 +115,12 @@ def _run_loop(
         each_batch=each_batch,
     )
     _choose_callbacks(arguments, chosen, is_fit=name == "fit")
-    tuning = None
-    if name == "fit":
-        extended = strategy.extended
-        steps = link_measure.num_fit_steps(arguments)
-        tuning = add_bucket_tuning(strategy, model, arguments, steps)
-        link_measure.load_or_measure_links(
-            extended.algorithm_selector,
-            extended.group,
-            worker_group,
-            str(extended.hosts),
-            steps,
-        )
-    is_fit = name == "fit"
-    if is_fit:
+    if fit is not None:
+        _measure_links(fit)
         _note_model(model)
-    with loops.looping(model, name), _recording(model, is_fit=is_fit):
-        try:
-            result = original(*bound.args, **bound.kwargs)
-        finally:
-            if tuning is not None:
-                tuning.close()
-    if name == "fit":
+    with loops.looping(model, name), _recording(fit):
+        result = original(*bound.args, **bound.kwargs)
+    if fit is not None:
         # The first worker's files are complete when the others go on.
         worker_group.all_gather("the end of fit")
     return result
@@ -162,12 +141,35 @@ def _note_model(model: Any) -> None:
         optimizer.note_model(model)
 
 
-def _check_data(model: Any, arguments: dict[str, Any]) -> None:
+def _begin_fit(strategy: Any, model: Any, arguments: dict[str, Any]) -> Fit:
+    fit = Fit(strategy, model, arguments)
+    arguments["callbacks"] = add_optimizer_check(model, arguments.get("callbacks"))
+    for feature in registered():
+        feature.choose_callbacks(fit)
+    return fit
+
+
+def _measure_links(fit: Fit) -> None:
+    extended = fit.strategy.extended
+    link_measure.load_or_measure_links(
+        extended.algorithm_selector,
+        extended.group,
+        extended.worker_group,
+        str(extended.hosts),
+        link_measure.num_fit_steps(fit.arguments),
+    )
+
+
+def _check_data(
+    strategy: Any, name: str, model: Any, arguments: dict[str, Any]
+) -> None:
     """Raise what is wrong with the data; a generator's comes when it is read."""
     checks.check_arrays(model, arguments)
     for key in ("x", "validation_data"):
         if key in arguments:
             arguments[key] = checks.check_structure(arguments[key])
+    if name != "predict":
+        check_batch_size(strategy, arguments.get("batch_size"), "`batch_size`")
 
 
 def _choose_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -> None:
@@ -186,7 +188,8 @@ def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
     position = data_position.current()
     if not logs and position is not None and position.last_logs:
         logs = position.last_logs
-    go_to_meeting(model)
+    for feature in registered():
+        feature.before_meeting(model)
     found = original(model, logs)
     if found is logs and logs and loops.in_steps_alone():
         # What a step of the user's own returns; metrics are merged when they are read.
@@ -214,9 +217,9 @@ def _agree(name: str, model: Any, bound: inspect.BoundArguments, strategy: Any) 
 
 
 @contextlib.contextmanager
-def _recording(model: Any, *, is_fit: bool) -> Iterator[None]:
-    """Undo after `fit` what its callbacks added to what is traced; leave islands."""
-    if not is_fit:
+def _recording(fit: Fit | None) -> Iterator[None]:
+    """Undo after `fit` what its callbacks added to what is traced."""
+    if fit is None:
         with _unrecorded():
             yield
         return
@@ -224,10 +227,11 @@ def _recording(model: Any, *, is_fit: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        leave_islands(model)
+        for feature in registered():
+            feature.after_fit(fit)
         was_recorded = timing.recorders.deactivate_since(recorders)
         if drift_probe.probes.deactivate_since(watches) or was_recorded:
-            model.train_function = None
+            fit.model.train_function = None
 
 
 @contextlib.contextmanager
@@ -285,7 +289,11 @@ def _make_function(
         with progress.computing():
             return function(data)
 
-    step: Any = paced(model, _ends_as_keras(model, compute)) if is_training else compute
+    step: Any = compute
+    if is_training:
+        step = _ends_as_keras(model, compute)
+        for feature in registered():
+            step = feature.wrap_step(model, step)
     step.made_after = num_conversions()
     setattr(model, name, step)
     return result

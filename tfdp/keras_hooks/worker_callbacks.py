@@ -8,9 +8,7 @@ from typing import Any
 import keras
 
 from tfdp import _compat
-from tfdp.base import loops
 from tfdp.base.param_groups import innermost
-from tfdp.cluster.islands import Island
 from tfdp.cluster.temporary import TemporaryFolder
 from tfdp.keras_hooks.added_callbacks import (
     BroadcastRestoredState,
@@ -19,13 +17,10 @@ from tfdp.keras_hooks.added_callbacks import (
     SyncStopTrainingEachBatch,
     TensorBoardParticipant,
 )
-from tfdp.keras_hooks.rebalancing import Rebalance
 from tfdp.reduction.link_measure import num_fit_steps
-from tfdp.tuning.callback import BucketTuning
-from tfdp.tuning.conditions import describe_batches
 
 # They write what the user names by one path for all workers.
-_WRITERS = (
+WRITERS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.CSVLogger,
     keras.callbacks.TensorBoard,
@@ -63,7 +58,7 @@ def select_callbacks(
     given = callback_list(callbacks)
     is_sharded = _is_sharded(model, given)
     for callback in given:
-        if worker_group.rank == 0 or not isinstance(callback, _WRITERS):
+        if worker_group.rank == 0 or not isinstance(callback, WRITERS):
             chosen.append(callback)
         elif is_sharded:
             chosen += _saving_participants(callback)
@@ -75,44 +70,7 @@ def select_callbacks(
             if each_batch
             else SyncStopTraining(strategy)
         )
-        if strategy.extended.balance is not None:
-            chosen.append(Rebalance(strategy, strategy.extended.balance))
     return chosen
-
-
-def callbacks_of_island(strategy: Any, callbacks: Any) -> Any:
-    """Select the callbacks of `fit` that this island runs: the first writes files.
-
-    Args:
-        strategy: A tfdp strategy, or `None`.
-        callbacks: What the user gave to Keras.
-
-    Returns:
-        List of callbacks, or what was given where this process is no island.
-
-    Raises:
-        ValueError: If nothing would bring the islands together, or several callbacks.
-    """
-    island = Island.from_environment()
-    if island is None:
-        return callbacks
-    given = callback_list(callbacks)
-    if strategy is None or not any(hasattr(c, "trains_islands") for c in given):
-        raise ValueError(
-            "The workers of `tfdp run --islands` train with a strategy of tfdp and "
-            "`tfdp.callbacks.DiLoCo`, which brings them together. Add what is missing, "
-            "or leave out `--islands`."
-        )
-    if sum(hasattr(c, "steps_locally") for c in given) > 1:
-        raise ValueError(
-            "An island trains by one `DiLoCo`, whose exchanges are of all its "
-            "replicas. Leave out `LocalSGD`, and a second `DiLoCo`."
-        )
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        return callbacks
-    chosen = [c for c in given if island.index == 0 or not isinstance(c, _WRITERS)]
-    # At the end of an epoch the others see the weights that all have in common.
-    return sorted(chosen, key=lambda callback: not hasattr(callback, "trains_islands"))
 
 
 def order_callbacks(callbacks: Any) -> Any:
@@ -216,34 +174,17 @@ def add_optimizer_check(model: Any, callbacks: Any) -> Any:
     is_there = any(isinstance(callback, OptimizerProgressCheck) for callback in given)
     if not is_needed or is_there:
         return callbacks
-    return _with_first(model, callbacks, OptimizerProgressCheck())
+    return with_first(model, callbacks, OptimizerProgressCheck())
 
 
-def add_bucket_tuning(
-    strategy: Any, model: Any, arguments: dict[str, Any], num_steps: int | None
-) -> BucketTuning | None:
-    """Add the callback that tunes buckets, before all others, where it is wanted.
+def with_first(model: Any, callbacks: Any, added: keras.callbacks.Callback) -> Any:
+    """Return callbacks with one more before them, or in a list of Keras's after them.
 
     Args:
-        strategy: A tfdp strategy.
         model: The Keras model.
-        arguments: Dict, the arguments of `fit` by name, in which it is added.
-        num_steps: Int, steps of `fit`, or `None` where that is not known.
-
-    Returns:
-        The callback, or `None`.
+        callbacks: What the user gave to Keras.
+        added: Keras callback.
     """
-    options = strategy.extended.options
-    is_within = loops.current() is not None
-    if not options.tunes_buckets or strategy.num_replicas_in_sync == 1 or is_within:
-        return None
-    tuning = BucketTuning(strategy, num_steps, describe_batches(arguments))
-    arguments["callbacks"] = _with_first(model, arguments.get("callbacks"), tuning)
-    return tuning
-
-
-def _with_first(model: Any, callbacks: Any, added: keras.callbacks.Callback) -> Any:
-    """Callbacks with one more before them, or in a list of Keras's after them."""
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         return [added, *callback_list(callbacks)]
     added.set_model(model)

@@ -20,9 +20,11 @@ from tfdp.local_steps.outer_step import OuterStep, Update
 from tfdp.local_steps.pace import Pace
 from tfdp.reduction.fusion import wide_dtype
 from tfdp.reduction.gradient_reducer import GradientReducer, LocalReducer
+from tfdp.step.grouped_update import decay_and_update
+from tfdp.step.step import Step, StepFeature
 
 
-class LocalSteps:
+class LocalSteps(StepFeature):
     """Counts what a replica has done alone, and exchanges it when that is due.
 
     Args:
@@ -33,6 +35,8 @@ class LocalSteps:
     Source: Stich 2019, "Local SGD Converges Fast and Communicates Little",
     https://arxiv.org/abs/1805.09767.
     """
+
+    trains_alone = True
 
     def __init__(
         self,
@@ -135,6 +139,12 @@ class LocalSteps:
         """Prepare a step, before the first update."""
         if self.outer is not None:
             self.outer.begin(self._trained)
+
+    def end(self, step: Step, is_due: Any, is_kept: Any) -> None:
+        """Count a micro-batch, and exchange what was learned when that is due."""
+        self.count(is_due, is_kept)
+        optimizer, reducer = step.optimizer, step.reducer
+        self.exchange_if_due(optimizer, reducer, decay_and_update, is_due)
 
     def count(self, is_due: tf.Tensor | bool, is_kept: tf.Tensor | bool) -> None:
         """Count a micro-batch of this replica, once its update is made.

@@ -10,5 +10,6 @@ Read in the order of the data:
 - `input_wait`: waiting for data, by worker, for `tfdp doctor --input`.
 - `report`: the thread that brings the windows of all workers together, and the files
   of a run, which `sinks` writes.
+- `gradient_noise`: the noise scale of gradients, from norms of a step.
 - `trace`: steps as a timeline for Chrome and Perfetto.
 """

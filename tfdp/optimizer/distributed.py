@@ -307,8 +307,9 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         take_step(self._step(variables), None)
 
     def _step(self, variables: list) -> Step:
-        self._check_noise()
         features = self._features
+        for feature in features.installed.values():
+            feature.check(self)
         param_groups = param_groups_of(self.inner_optimizer, variables)
         reducer = _reducer()
         alone = self._alone()
@@ -324,9 +325,8 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
             reducer=reducer,
             layout=layout,
             schedules=[self._schedule(group) for group in param_groups],
-            noise=features.noise,
             scale=features.scale,
-            local_steps=alone,
+            features=[*features.installed.values(), *([alone] if alone else [])],
             fixed_scale=self.inner_optimizer.loss_scale_factor,
         )
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfdp.local_steps import LocalSteps, LocalStepsOptions
-from tfdp.reduction.gradient_noise import GradientNoise
 from tfdp.step.accumulation import AccumulationState
 from tfdp.step.loss_scale import LossScale, LossScaling
+from tfdp.step.step import StepFeature
 from tfdp.step.warmup import Warmup, WarmupOptions
 
 
@@ -40,16 +39,17 @@ class Features:
         self.accumulation: AccumulationState | None = None
         self.scale: LossScale | None = None
         self.warmup: Warmup | None = None
-        self.noise: GradientNoise | None = None
-        self.local_options: LocalStepsOptions | None = None
-        self.local_steps: LocalSteps | None = None
+        self.installed: dict[type[StepFeature], Any] = {}
+        self.local_options: Any = None
+        self.local_steps: Any = None
+        self._make_local_steps: Callable | None = None
         self.steps_alone = False
 
     @property
     def traced_parts(self) -> tuple:
         """State that a traced step refers to: with other state it is traced again."""
-        parts = self.accumulation, self.scale, self.warmup, self.noise
-        return *parts, self.local_steps, self.steps_alone
+        parts = self.accumulation, self.scale, self.warmup, self.local_steps
+        return *parts, self.steps_alone, *self.installed.values()
 
     def build(
         self, variables: Sequence[Any], accumulated: Sequence[Any] | None = None
@@ -108,19 +108,27 @@ class Features:
             self.warmup = None
             self._complete()
 
-    def measure_noise(self, smoothing: float) -> None:
-        """Measure the gradient noise scale from now on."""
-        if self.noise is not None and self.noise.smoothing == smoothing:
-            return
-        if self.noise is not None:
-            self._forget(self.noise.variables)
-        self.noise = GradientNoise(self._make_variable, smoothing)
+    def install(self, kind: type, **settings: Any) -> None:
+        """Add a feature to each step from now on, in place of another of its class.
 
-    def step_locally(self, options: LocalStepsOptions, *, alone: bool) -> None:
+        Args:
+            kind: Subclass of `StepFeature`, which is called with what creates a
+                variable of the optimizer, and the settings.
+            **settings: Kept as its attributes, too.
+        """
+        found = self.installed.get(kind)
+        if found is not None:
+            if all(getattr(found, name) == settings[name] for name in settings):
+                return
+            self._forget(found.variables)
+        self.installed[kind] = kind(self._make_variable, **settings)
+
+    def step_locally(self, options: Any, make: Callable, *, alone: bool) -> None:
         """Prepare local steps, and begin with them or not yet.
 
         Args:
-            options: `LocalStepsOptions`.
+            options: What says when the replicas meet.
+            make: Callable, see `LocallySteppingOptimizer.step_locally`.
             alone: Bool, whether replicas step alone from now on.
 
         Raises:
@@ -132,6 +140,7 @@ class Features:
                 "replicas meet."
             )
         self.local_options, self.steps_alone = options, alone
+        self._make_local_steps = make
         if self.local_steps is not None and self.local_steps.options != options:
             self._forget(self.local_steps.variables)
             self.local_steps = None
@@ -155,6 +164,7 @@ class Features:
         if self.warmup_options is not None and self.warmup is None:
             self.warmup = Warmup(self._make_variable, self.warmup_options)
         if self.local_options is not None and self.local_steps is None:
-            self.local_steps = LocalSteps(
+            assert self._make_local_steps is not None
+            self.local_steps = self._make_local_steps(
                 self._make_variable, self.local_options, self._trained
             )

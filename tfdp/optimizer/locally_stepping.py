@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from tfdp import _compat
-from tfdp.local_steps import LocalSteps, LocalStepsOptions
 from tfdp.optimizer.shardable import ShardableOptimizer
 from tfdp.reduction.gradient_reducer import replica_reducer
 from tfdp.step.grouped_update import decay_and_update
@@ -12,18 +14,20 @@ from tfdp.step.grouped_update import decay_and_update
 class LocallySteppingOptimizer(ShardableOptimizer):
     """The part of a `DistributedOptimizer` that lets replicas or nodes step alone."""
 
-    def step_locally(self, options: LocalStepsOptions, *, alone: bool) -> None:
+    def step_locally(self, options: Any, make: Callable, *, alone: bool) -> None:
         """Let replicas, or nodes, step alone, and meet every so many updates.
 
         Args:
-            options: `LocalStepsOptions`.
+            options: What says when they meet.
+            make: Callable of what creates a variable of this optimizer, the options and
+                the trained variables, which returns a `StepFeature`.
             alone: Bool, whether from now on; else the state for it is only made.
 
         Raises:
             ValueError: If this `fit` has other local steps already.
         """
         with _compat.scope_of_optimizer(self):  # of the outer optimizer, too
-            self._features.step_locally(options, alone=alone)
+            self._features.step_locally(options, make, alone=alone)
 
     def stop_local_steps(self) -> None:
         """Let the replicas train synchronously from now on, once they are averaged."""
@@ -54,16 +58,17 @@ class LocallySteppingOptimizer(ShardableOptimizer):
         if accumulation is not None:  # of another scale on each replica until now
             accumulation.rescale_own(scale.read() / before)
 
-    def _alone(self) -> LocalSteps | None:
+    def _alone(self) -> Any:
         """The local steps of a step that is being traced, or `None`."""
         features = self._features
         if not features.steps_alone:
             return None
         others = {
             "sharded state": self.sharding != "none",
-            "the gradient noise scale": features.noise is not None,
             "Adasum": self._combines_means,
         }
+        installed = features.installed.values()
+        others |= {part.label: part.needs_all_replicas for part in installed}
         if found := [name for name, is_used in others.items() if is_used]:
             raise ValueError(
                 "Replicas that step alone cannot be combined with "

@@ -124,14 +124,6 @@ class OptimizerSettings:
             accumulation.rescale(factor)
             accumulation.count.assign(count)
 
-    def measure_noise(self, smoothing: float) -> None:
-        """Measure the gradient noise scale at each update from now on.
-
-        Args:
-            smoothing: Float, weight of the past in the moving averages.
-        """
-        self._features.measure_noise(smoothing)
-
     def finish_warmup(self) -> bool:
         """Hand the rate over if the warmup is over, outside a step.
 
@@ -198,12 +190,6 @@ class OptimizerSettings:
         """Int, micro-batches that wait for the next update."""
         accumulation = self._features.accumulation
         return 0 if accumulation is None else int(accumulation.count.numpy())
-
-    @property
-    def gradient_noise_scale(self) -> float:
-        """Float, in samples, or NaN where it is not measured."""
-        noise = self._features.noise
-        return float("nan") if noise is None else noise.scale
 
     @property
     def variables(self) -> list:

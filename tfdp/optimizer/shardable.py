@@ -221,22 +221,6 @@ class ShardableOptimizer(OptimizerSettings):
         assert self._features.accumulation is not None
         self._features.accumulation.redistribute(replica_reducer())
 
-    def _check_noise(self) -> None:
-        features = self._features
-        if features.noise and features.accumulation and self.accumulates_sums:
-            raise ValueError(
-                "The gradient noise scale needs what each replica accumulates itself, "
-                f"which `sharding={self.sharding!r}` does not keep. Use "
-                '`sharding="optimizer"`, stage 1.'
-            )
-
-        if features.noise and self._combines_means:
-            raise ValueError(
-                "The gradient noise scale compares a replica's gradient with the mean "
-                "of all, which Adasum does not compute. Leave out "
-                '`GradientNoiseScale`, or `algorithm="adasum"`.'
-            )
-
     @property
     def _combines_means(self) -> bool:
         """Whether the strategy combines gradients by Adasum."""

@@ -11,8 +11,8 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base import xla
 from tfdp.collectives import timing
-from tfdp.local_steps import TrainingGroup
 from tfdp.parameters.gathers import gather_again_so_far
+from tfdp.reduction.training_group import TrainingGroup
 
 _REDUCE = {
     "All": tf.reduce_all,

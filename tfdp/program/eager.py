@@ -21,7 +21,7 @@ from tfdp.base.program_trace import ProgramTrace, tracing
 from tfdp.collectives import ProcessGroup
 from tfdp.collectives.gather import gather_first_axis
 from tfdp.data.rows import first_tensor, num_rows
-from tfdp.local_steps import TrainingGroup, training_group
+from tfdp.reduction.training_group import TrainingGroup, training_group
 
 
 class EagerProgram(ProgramTrace):

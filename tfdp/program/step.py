@@ -15,7 +15,6 @@ from tfdp import _compat
 from tfdp.base.loops import Loop
 from tfdp.base.program_trace import ProgramTrace, tracing
 from tfdp.data.rows import count_of, first_tensor, take_rows
-from tfdp.local_steps import TrainingGroup
 from tfdp.program.batch import StandIn, stand_ins
 from tfdp.program.builder import Builder
 from tfdp.program.checks import check_step
@@ -32,6 +31,7 @@ from tfdp.program.logs import LogTail, tail_of
 from tfdp.program.plan import CannotDivideError, Plan, Scope, make_plan
 from tfdp.program.rules.state import writes_state
 from tfdp.program.view import AS_HELD, WHOLE
+from tfdp.reduction.training_group import TrainingGroup
 from tfdp.replicas.variables import MetricVariable
 
 

@@ -2,6 +2,7 @@
 
 - `reducer`: dense tensors and rows of this worker's replicas, reduced.
 - `gradient_reducer`: the same as the running replica, or a single device, sees it.
+- `training_group`: the replicas whose steps are one program.
 - `fusion`: buckets of gradients, packed, all-reduced and unpacked.
 - `sparse`: gradients that are rows of a table.
 - `reduced_gradients`: the result, as the later stages of a step take it.
@@ -14,5 +15,4 @@
 - `link_measure`, `link_fit`, `link_cache`: the links that this choice depends on.
 - `cache_file`: files of the user's cache.
 - `communication_plan`: all of it as a table for the user.
-- `gradient_noise`: noise scale, from the norms before and after.
 """

@@ -6,10 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.reduction.gradient_noise import squared_norm
 from tfdp.sharding.shard_collectives import ShardCollectives
 from tfdp.sharding.sharded_gradients import ShardedGradients
 from tfdp.sharding.sharded_param_group import ShardedParamGroup
+from tfdp.step.state_layout import squared_norm
 
 
 class ShardedGradientStatistics:

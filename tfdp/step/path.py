@@ -7,9 +7,9 @@
 Everything above `2 reduce` is the replica's own; everything below it is computed
 from the sums of all replicas and so alike on each, branches included. A step with
 an overflow anywhere is skipped everywhere and changes the scale and its counters; what
-compression has left out is kept for the next step only where this one is. With local
-steps 2 reduces nothing, or within a node, which then skips a step by itself, and 10
-exchanges what was learned when that is due.
+compression has left out is kept for the next step only where this one is. Features act
+before 1, at 4 and after 9, see `StepFeature`; with one that trains replicas alone 2
+reduces nothing, or within a node, which then skips a step by itself.
 """
 
 from __future__ import annotations
@@ -21,15 +21,11 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import batch_weight
 from tfdp.base.param_groups import ParamGroup
 from tfdp.collectives import step_events
 from tfdp.compression.step_residuals import step_residuals
-from tfdp.local_steps import LocalSteps
 from tfdp.parameters.sharded_parameter import sharded_parameter
-from tfdp.reduction.gradient_noise import GradientNoise, squared_norm
 from tfdp.step.accumulation import Totals
-from tfdp.step.grouped_update import decay_and_update
 from tfdp.step.state_layout import GradientStatistics, StateLayout, reduce_groups
 from tfdp.step.step import Step
 
@@ -42,8 +38,8 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
         gradients: Sequence of tensors and `tf.IndexedSlices`, one for each of the
             step's variables, or `None` to make an update of what was accumulated.
     """
-    if step.local_steps is not None:
-        step.local_steps.begin()
+    for feature in step.features:
+        feature.begin()
     taken = None if gradients is None else list(gradients)
     with step_residuals(lambda: _scale_of(step)) as of_micro_batch:
         take_totals, is_due = step.accumulator.take(taken)  # 1
@@ -68,13 +64,13 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
     is_updated, is_kept = _update_if(is_due, update)
     _average(step, is_kept)  # 7
     _constrain(step, is_kept)  # 8
-    if step.local_steps is None:
-        _count(step, is_updated, is_kept)  # 9
+    is_due = True if is_due is None else is_due
+    if step.trains_alone:
+        _count(step, is_due, True)  # what one replica skips others make
     else:
-        # What one replica skips others make: it counts on all, which so meet.
-        is_due = True if is_due is None else is_due
-        _count(step, is_due, True)
-        _exchange(step, step.local_steps, is_due, is_kept)  # 10
+        _count(step, is_updated, is_kept)  # 9
+    for feature in step.features:
+        feature.end(step, is_due, is_kept)
 
 
 def take_empty_step(step: Step) -> None:
@@ -83,7 +79,7 @@ def take_empty_step(step: Step) -> None:
     Args:
         step: `Step`.
     """
-    if step.scale is not None or step.local_steps is not None:
+    if step.scale is not None or step.trains_alone:
         return  # Keras knows whether gradients are finite with them only.
     release, is_due = step.accumulator.take_nothing()
 
@@ -131,44 +127,19 @@ def _scale_of(step: Step) -> tf.Tensor | None:
 
 def _examine(step: Step, sums: list, totals: Totals) -> GradientStatistics:
     """Norms and finite flags of the sums, as far as anybody asks for them."""
-    measures = step.noise is not None and totals.gradients is not None
+    measures = any(feature.measures_norm for feature in step.features)
     statistics = step.layout.examine(
-        step.param_groups, sums, checks=step.scale is not None, measures=measures
+        step.param_groups,
+        sums,
+        checks=step.scale is not None,
+        measures=measures and totals.gradients is not None,
     )
     step_events.record_squared_norm(
         lambda: step.layout.own_squares(step.param_groups, sums)
     )
-    if step.noise is not None and totals.gradients is not None:
-        _measure_noise(step, step.noise, totals, statistics)
+    for feature in step.features:
+        feature.examine(step, totals, _divisor(step, totals), statistics)
     return statistics
-
-
-def _measure_noise(
-    step: Step, noise: GradientNoise, totals: Totals, statistics: GradientStatistics
-) -> None:
-    """Compare each replica's gradient with that of all, by one scalar more."""
-    if tf.executing_eagerly() and batch_weight.is_part_of_sum():
-        raise ValueError(
-            "The gradient noise scale compares the gradients of replicas, and with "
-            "`run_eagerly=True` there is one, that of the whole batch. Leave out "
-            "`GradientNoiseScale`, or `run_eagerly=True`."
-        )
-    samples, weight = batch_weight.num_samples(), batch_weight.current()
-    if samples is None or weight is None:
-        return
-    replicas = step.reducer.num_replicas
-    divisor = _divisor(step, totals)
-    factor = tf.constant(1.0, tf.float64) if divisor is None else divisor
-    if totals.count is not None:
-        # What was accumulated has the weights of its micro-batches.
-        samples = samples * tf.cast(totals.count, tf.float32)
-        factor = factor / replicas
-    else:
-        factor *= weight  # it is a part of a sum
-    own = squared_norm(totals.gradients or []) / tf.square(tf.cast(factor, tf.float32))
-    own = tf.math.multiply_no_nan(own, tf.cast(weight > 0, tf.float32))
-    small = step.reducer.sum([own])[0] / replicas
-    noise.update(small, statistics.squared_norm(), replicas, samples)
 
 
 def _is_finite(step: Step, statistics: GradientStatistics) -> tf.Tensor | bool:
@@ -237,17 +208,6 @@ def _count(step: Step, is_updated: tf.Tensor | bool, is_kept: tf.Tensor | bool) 
     counts = is_kept if step.counts_micro_batches else is_updated
     for optimizer in step.optimizers:
         _compat.count_update(optimizer, tf.cast(counts, tf.int64))
-
-
-def _exchange(
-    step: Step,
-    local_steps: LocalSteps,
-    is_due: tf.Tensor | bool,
-    is_kept: tf.Tensor | bool,
-) -> None:
-    """Exchange what replicas have learned alone, after so many updates."""
-    local_steps.count(is_due, is_kept)
-    local_steps.exchange_if_due(step.optimizer, step.reducer, decay_and_update, is_due)
 
 
 def _update_if(

@@ -11,7 +11,6 @@ from tfdp import _compat
 from tfdp.base.param_groups import ParamGroup, is_linear
 from tfdp.parameters.sharded_parameter import check_reader
 from tfdp.reduction.fusion import ReducedGradients
-from tfdp.reduction.gradient_noise import squared_norm
 from tfdp.step.grouped_update import decay_and_update, decay_without_gradients
 from tfdp.step.loss_scale import not_finite
 
@@ -227,3 +226,16 @@ class _WholeGradientStatistics:
 
     def _gradients(self) -> list:
         return [item for sums in self._sums for item in sums.gradients()]
+
+
+def squared_norm(gradients: Sequence[Any]) -> tf.Tensor:
+    """Sum the squares of all elements: a scalar float32 tensor.
+
+    Args:
+        gradients: Sequence of tensors and `tf.IndexedSlices`, whose rows of one
+            index are added up first.
+    """
+    squares = [
+        tf.square(tf.cast(tf.convert_to_tensor(g), tf.float32)) for g in gradients
+    ]
+    return tf.add_n([tf.reduce_sum(square) for square in squares])

@@ -12,17 +12,20 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base.param_groups import ParamGroup, param_groups_of
 from tfdp.cluster.words import counted
-from tfdp.local_steps import LocalSteps
-from tfdp.reduction.gradient_noise import GradientNoise
 from tfdp.reduction.gradient_reducer import GradientReducer
 from tfdp.replicas.synchronized_scope import build_in_step
 from tfdp.step.accumulation import (
     Accumulator,
     KerasAccumulation,
     NoAccumulation,
+    Totals,
 )
 from tfdp.step.loss_scale import LossScale
-from tfdp.step.state_layout import StateLayout, WholeVariables
+from tfdp.step.state_layout import (
+    GradientStatistics,
+    StateLayout,
+    WholeVariables,
+)
 
 
 class Schedule(NamedTuple):
@@ -38,6 +41,72 @@ class Schedule(NamedTuple):
     momentum_factor: tf.Tensor | None = None
 
 
+class StepFeature:
+    """What can be added to a step; each hook does nothing where it is not overridden.
+
+    Attributes:
+        label: String, its name in a sentence.
+        variables: List of the Keras variables that it has made.
+        counters: Dict by name of those that the logs show and a backup keeps.
+        needs_all_replicas: Bool, whether it needs what all replicas have in every step.
+        trains_alone: Bool, whether replicas update by themselves, so that an update
+            that one of them skips is counted on all.
+        measures_norm: Bool, whether it reads the norm of the reduced gradients.
+    """
+
+    label = ""
+    trains_alone = False
+    measures_norm = False
+    needs_all_replicas = False
+
+    @property
+    def variables(self) -> list:
+        return []
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        return {}
+
+    def check(self, optimizer: Any) -> None:
+        """Raise what it cannot be combined with, before a step is traced.
+
+        Args:
+            optimizer: `DistributedOptimizer`.
+
+        Raises:
+            ValueError: If there is such a thing.
+        """
+
+    def begin(self) -> None:
+        """Prepare a step, before its first stage."""
+
+    def examine(
+        self,
+        step: Step,
+        totals: Totals,
+        divisor: tf.Tensor | None,
+        statistics: GradientStatistics,
+    ) -> None:
+        """Look at the gradients of an update, reduced and unscaled.
+
+        Args:
+            step: `Step`.
+            totals: `Totals`, this replica's own gradients.
+            divisor: Scalar float64 tensor, by which those are too large, or `None`.
+            statistics: `GradientStatistics` of the reduced gradients.
+        """
+
+    def end(self, step: Step, is_due: Any, is_kept: Any) -> None:
+        """Continue once a micro-batch is counted.
+
+        Args:
+            step: `Step`.
+            is_due: Scalar bool tensor, or bool, whether an update was due; alike on all
+                replicas.
+            is_kept: Scalar bool tensor, or bool, false where an overflow was skipped.
+        """
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """Settings and state of a step, see `tfdp.step.path`.
@@ -51,9 +120,8 @@ class Step:
         reducer: `GradientReducer`, sums over the replicas.
         layout: `StateLayout`, where gradients, variables and slots lie.
         schedules: List of `Schedule`, one for each parameter group.
-        noise: `GradientNoise`, or `None` if it is not measured.
         scale: `LossScale`, or `None` for none.
-        local_steps: `LocalSteps` where the replicas step alone, or `None`.
+        features: Sequence of `StepFeature`, called in this order.
         fixed_scale: Float, a factor of the loss that is not looked after, or `None`.
         counts_micro_batches: Bool, whether the optimizer counts micro-batches, as
             Keras's accumulation does, and not updates. Defaults to `False`.
@@ -67,11 +135,15 @@ class Step:
     reducer: GradientReducer
     layout: StateLayout
     schedules: list[Schedule]
-    noise: GradientNoise | None = None
     scale: LossScale | None = None
-    local_steps: LocalSteps | None = None
+    features: Sequence[StepFeature] = ()
     fixed_scale: float | None = None
     counts_micro_batches: bool = False
+
+    @property
+    def trains_alone(self) -> bool:
+        """Bool, whether replicas update by themselves."""
+        return any(feature.trains_alone for feature in self.features)
 
     @property
     def optimizers(self) -> list[Any]:

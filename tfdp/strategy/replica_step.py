@@ -20,10 +20,10 @@ from tfdp.data import batch_weights
 from tfdp.data.other_rows import without_marks
 from tfdp.data.rows import count_of, first_tensor, num_rows, rows_of_rank
 from tfdp.keras_hooks.logs import metric_states
-from tfdp.local_steps import merging_group, training_group
 from tfdp.program.divisions import name_of_count
 from tfdp.program.eager import EagerStep
 from tfdp.program.step import DividedStep, rows_of_replica
+from tfdp.reduction.training_group import merging_group, training_group
 from tfdp.replicas import drift_probe
 from tfdp.step.empty_step import note_changes_without_data
 from tfdp.strategy.compiled_step import CompiledStep

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdp import _compat, user_code
 from tfdp.base import loops, program_trace
+from tfdp.base.feature import registered
 from tfdp.cluster import Cluster, find_cluster, processes_apart
 from tfdp.cluster.cpu_kernels import warn_of_slow_kernels
 from tfdp.cluster.devices import default_cpus, local_devices, resolve_devices
@@ -26,7 +27,6 @@ from tfdp.strategy.extended import (
     SingleWorkerReplicaExtended,
     next_stock_key_base,
 )
-from tfdp.tracking.watch import follow
 
 
 class _Strategy:
@@ -219,7 +219,8 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
         worker = start_worker(cluster_resolver, devices, options)
         if cluster_resolver is None:
             _warn_of_processes_apart(worker.cluster or find_cluster())
-        follow(worker.rank)
+        for feature in registered():
+            feature.on_strategy(worker.rank)
         extended = MultiWorkerReplicaExtended(self, worker=worker, options=options)
         tf.distribute.Strategy.__init__(self, extended)
         random_seed.agree_on_seed(self)

@@ -6,6 +6,7 @@ import functools
 
 import wrapt
 
+from tfdp.base.feature import Feature, register
 from tfdp.tracking import mlflow_store, weights_and_biases
 from tfdp.tracking.first_worker import is_silent, note_rank
 
@@ -27,6 +28,15 @@ def follow(rank: int) -> None:
     """
     note_rank(rank)
     watch_trackers()
+
+
+class _Tracking(Feature):
+    def on_strategy(self, rank: int) -> None:
+        """Watch from when a strategy knows for sure which worker this is."""
+        follow(rank)
+
+
+register(_Tracking())
 
 
 @functools.cache

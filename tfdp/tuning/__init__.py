@@ -9,4 +9,5 @@
 - `plan_cache`: winners on disk, for the next run.
 - `conditions`: what a `fit` has to be like for a trial.
 - `callback`: all of it in `fit`.
+- `rebalancing`: rows of a batch by the measured speed of the workers.
 """

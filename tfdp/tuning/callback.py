@@ -11,13 +11,25 @@ import keras
 import numpy as np
 
 from tfdp import user_code
+from tfdp.base import loops
+from tfdp.base.feature import Feature, Fit, register
 from tfdp.cluster.words import counted
+from tfdp.keras_hooks.worker_callbacks import callback_list, with_first
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import BucketPlan
 from tfdp.plans.traffic import FLAT
 from tfdp.reduction.algorithm_choice import AlgorithmChoice
-from tfdp.reduction.link_measure import cluster_key, load_or_measure_links
-from tfdp.tuning.conditions import obstacle, shortness, update_steps
+from tfdp.reduction.link_measure import (
+    cluster_key,
+    load_or_measure_links,
+    num_fit_steps,
+)
+from tfdp.tuning.conditions import (
+    describe_batches,
+    obstacle,
+    shortness,
+    update_steps,
+)
 from tfdp.tuning.plan_cache import KeptPlan, load_plan, plan_key, store_plan
 from tfdp.tuning.plan_choice import PlanChoice
 from tfdp.tuning.proposals import Proposal, propose
@@ -245,6 +257,30 @@ class BucketTuning(keras.callbacks.Callback):
         if self._extended.worker_group.rank == 0 and reason not in told:
             told.add(reason)
             user_code.warn(f"{_NAME} stays with the default buckets: {reason}.")
+
+
+class _Tuning(Feature):
+    def choose_callbacks(self, fit: Fit) -> None:
+        """Add the callback, before all others, where the strategy's option asks."""
+        strategy = fit.strategy
+        is_within = loops.current() is not None
+        if strategy is None or strategy.num_replicas_in_sync == 1 or is_within:
+            return
+        if strategy.extended.options.tunes_buckets:
+            steps, data = num_fit_steps(fit.arguments), describe_batches(fit.arguments)
+            tuning = BucketTuning(strategy, steps, data)
+            fit.arguments["callbacks"] = with_first(
+                fit.model, fit.arguments["callbacks"], tuning
+            )
+
+    def after_fit(self, fit: Fit) -> None:
+        """End a trial that an error has ended."""
+        for callback in callback_list(fit.arguments["callbacks"]):
+            if isinstance(callback, BucketTuning):
+                callback.close()
+
+
+register(_Tuning())
 
 
 def _wait_for(logs: Any) -> None:

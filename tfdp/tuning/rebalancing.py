@@ -8,7 +8,11 @@ import math
 import statistics
 from typing import Any
 
+import keras
+
+from tfdp.base.feature import Feature, Fit, register
 from tfdp.data.load_balancer import LoadBalancer
+from tfdp.keras_hooks.worker_callbacks import callback_list
 from tfdp.monitor.device_meter import meter_for
 from tfdp.monitor.meter import TimedSteps
 from tfdp.monitor.readings import Reading
@@ -98,3 +102,19 @@ class Rebalance(TimedSteps):
         if unknown or not math.isfinite(rows):
             return None
         return round(1e6 * seconds), int(rows)
+
+
+class _Rebalancing(Feature):
+    def choose_callbacks(self, fit: Fit) -> None:
+        """Add the callback where the strategy's option asks for it."""
+        strategy, callbacks = fit.strategy, fit.arguments["callbacks"]
+        if strategy is None or strategy.extended.worker_group.num_workers == 1:
+            return
+        is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+        balance = strategy.extended.balance
+        if balance is not None and not is_list:
+            added = Rebalance(strategy, balance)
+            fit.arguments["callbacks"] = [*callback_list(callbacks), added]
+
+
+register(_Rebalancing())

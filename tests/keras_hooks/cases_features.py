@@ -1,0 +1,107 @@
+"""Features: what is added to training by hooks, and the core does not know."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdp
+from tests.harness import common
+from tests.harness.env import Env
+from tests.harness.registry import case
+from tfdp import _compat
+from tfdp.base.feature import Feature, register, unregister
+from tfdp.keras_hooks.worker_callbacks import callback_list
+from tfdp.step.step import StepFeature
+
+
+class GradientNorm(StepFeature):
+    """That of CONTRIBUTING.md."""
+
+    measures_norm = True
+
+    def __init__(self, make_variable):
+        self.norm = make_variable(shape=(), dtype="float32", name="norm")
+
+    def examine(self, step, totals, divisor, statistics):
+        part = _compat.local_part(self.norm)
+        part.assign(tf.sqrt(statistics.squared_norm()), read_value=False)
+
+
+class LogNorm(keras.callbacks.Callback):
+    """Switches the feature on, and logs what it measures."""
+
+    def on_train_begin(self, logs=None):
+        self.model.optimizer.features.install(GradientNorm)
+
+    def on_epoch_end(self, epoch, logs=None):
+        found = self.model.optimizer.features.installed[GradientNorm]
+        logs["norm"] = float(found.norm.numpy())
+
+
+@case("a feature of ten lines in the step")
+def a_feature_in_the_step_sees_the_gradient_of_the_global_batch(env: Env) -> dict:
+    x, y = common.regression_data()
+
+    def new_model() -> keras.Model:
+        return common.compiled(common.mlp(), tfdp.DistributedOptimizer(_sgd()))
+
+    model = common.build_in_scope(env, new_model)
+    first = [np.array(v) for v in model.trainable_variables]
+    options = {"batch_size": len(x), "epochs": 1, "verbose": 0, "shuffle": False}
+    history = model.fit(x, y, callbacks=[LogNorm()], **options).history
+    last = [np.array(v) for v in model.trainable_variables]
+    moved = sum(np.sum((a - b) ** 2) for a, b in zip(first, last, strict=True))
+    np.testing.assert_allclose(history["norm"][0], np.sqrt(moved) / RATE, rtol=1e-4)
+    return history
+
+
+RATE = 0.01
+
+
+def _sgd() -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD(RATE)
+
+
+class Recorder(Feature):
+    """Keeps the hooks that were called."""
+
+    def __init__(self):
+        self.called: list[str] = []
+
+    def before_loop(self, model):
+        self.called.append("before")
+
+    def choose_callbacks(self, fit):
+        self.called.append("choose")
+        given = callback_list(fit.arguments["callbacks"])
+        fit.arguments["callbacks"] = [*given, Fails()]
+
+    def after_fit(self, fit):
+        self.called.append("after")
+
+
+class Fails(keras.callbacks.Callback):
+    """Ends training with an error."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        raise KeyError("enough")
+
+
+@case("a feature around a loop", compare=False)
+def a_feature_acts_before_and_after_a_fit_also_one_that_fails(env: Env) -> dict:
+    if env.strategy is None:
+        return {}
+    model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
+    x, y = common.regression_data()
+    recorder = register(Recorder())
+    try:
+        model.fit(x, y, verbose=0)
+    except KeyError:
+        recorder.called.append("failed")
+    finally:
+        unregister(recorder)
+    model.evaluate(x, y, verbose=0)
+    assert recorder.called == ["before", "choose", "after", "failed"]
+    return {}
