@@ -4,6 +4,7 @@ Reading order:
     context: tfdp strategies of models, optimizers and scopes
     loops: the loop of Keras that is running
     feature: what can be added to training, and when it is called
+    step_context: what one replica's step knows, in its thread
     batch_weight: weight of a replica's rows in the sums over a global batch
     program_trace: the program of one device that is traced
     param_groups: variables by optimizer, and properties of Keras's optimizers

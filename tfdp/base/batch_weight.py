@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
-from collections.abc import Iterator
 
 import tensorflow as tf
 
-from tfdp.base import program_trace
-
-_thread = threading.local()
+from tfdp.base import program_trace, step_context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +30,9 @@ class BatchWeight:
     num_samples: tf.Tensor | None
 
 
-@contextlib.contextmanager
-def use(value: BatchWeight | None) -> Iterator[None]:
+def use(value: BatchWeight | None) -> contextlib.AbstractContextManager[None]:
     """Set the weight of the replica that runs in this thread."""
-    outer = _active()
-    _thread.batch_weight = value
-    try:
-        yield
-    finally:
-        _thread.batch_weight = outer
+    return step_context.using(batch_weight=value)
 
 
 def current() -> tf.Tensor | None:
@@ -59,7 +49,7 @@ def num_samples() -> tf.Tensor | None:
 
 
 def _active() -> BatchWeight | None:
-    return getattr(_thread, "batch_weight", None)
+    return step_context.current().batch_weight
 
 
 def is_part_of_sum() -> bool:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdp.base import step_context
 from tfdp.base.program_trace import ProgramTrace
-
-_thread = threading.local()
 
 
 class CannotDeferError(Exception):
@@ -45,11 +43,8 @@ class Update:
 def deferring() -> Iterator[list[Update]]:
     """Defer the updates of this thread; yields the list of them."""
     updates: list[Update] = []
-    _thread.deferring = updates, tf.compat.v1.get_default_graph()
-    try:
+    with step_context.using(deferred=(updates, tf.compat.v1.get_default_graph())):
         yield updates
-    finally:
-        _thread.deferring = None
 
 
 def defer(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
@@ -66,7 +61,7 @@ def defer(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
     Raises:
         CannotDeferError: If it is made in a branch or a loop.
     """
-    found = getattr(_thread, "deferring", None)
+    found = step_context.current().deferred
     if found is None:
         return False
     updates, graph = found

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-_thread = threading.local()
+from tfdp.base import step_context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +98,7 @@ class ProgramTrace:
 
 def current() -> ProgramTrace | None:
     """Return the program that this thread traces, or `None`."""
-    return getattr(_thread, "trace", None)
+    return step_context.current().trace
 
 
 def traced() -> ProgramTrace | None:
@@ -108,12 +107,6 @@ def traced() -> ProgramTrace | None:
     return None if found is None or found.is_eager else found
 
 
-@contextlib.contextmanager
-def tracing(trace: ProgramTrace | None) -> Iterator[None]:
+def tracing(trace: ProgramTrace | None) -> contextlib.AbstractContextManager[None]:
     """Trace a program inside, or none."""
-    outer = current()
-    _thread.trace = trace
-    try:
-        yield
-    finally:
-        _thread.trace = outer
+    return step_context.using(trace=trace)

@@ -6,16 +6,14 @@ which would have read its batch already.
 
 from __future__ import annotations
 
-import contextlib
 import re
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base import loops
+from tfdp.base import loops, step_context
 
 # In the check for what XLA lacks these stand for sizes that no one knows before a step,
 # until a model can do with one: with many strides it needs large images, and one that
@@ -23,8 +21,6 @@ from tfdp.base import loops
 _TRIED_SIZES = (16, 96, 224, 512)
 # An operation and its name in the graph.
 _LACKS = re.compile(r": (\w+) \(No registered .*?\{\{node ([^}]*)\}\}", re.DOTALL)
-
-_thread = threading.local()
 
 
 class CannotCompileError(Exception):
@@ -49,7 +45,7 @@ def is_wanted() -> bool:
 
 def is_tracing() -> bool:
     """Return whether this thread traces what XLA compiles."""
-    return getattr(_thread, "is_tracing", False)
+    return step_context.current().is_compiled
 
 
 def trace(function: Callable, args: tuple) -> Any:
@@ -63,7 +59,7 @@ def trace(function: Callable, args: tuple) -> Any:
         Concrete function.
     """
     plain = tf.autograph.experimental.do_not_convert(function)
-    with _tracing():
+    with step_context.using(is_compiled=True):
         return tf.function(plain, jit_compile=True).get_concrete_function(*args)
 
 
@@ -109,15 +105,6 @@ def run(function: Callable, args: tuple, device: str) -> Any:
     except CannotCompileError:
         return function(*args)
     return concrete(*args)
-
-
-@contextlib.contextmanager
-def _tracing() -> Iterator[None]:
-    _thread.is_tracing = True
-    try:
-        yield
-    finally:
-        _thread.is_tracing = False
 
 
 def _static(tensor: Any, any_size: int) -> tf.TensorSpec:

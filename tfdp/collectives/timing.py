@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.base import step_context
 from tfdp.base.active_hooks import ActiveHooks
 
 # Prefixes of the labels of a bucket's collectives, and the label of sparse gradients.
@@ -148,7 +148,6 @@ class Recorder:
 
 
 recorders: ActiveHooks[Recorder] = ActiveHooks()
-_thread = threading.local()
 
 
 def is_active() -> bool:
@@ -171,35 +170,26 @@ def gather() -> None:
 @contextlib.contextmanager
 def labelled(label: str) -> Iterator[None]:
     """Label the collectives that this thread traces inside."""
-    outer = getattr(_thread, "label", None)
-    _thread.label = label
-    try:
-        # An error of TensorFlow names the operation.
-        with tf.name_scope(label.replace(" ", "_")):
-            yield
-    finally:
-        _thread.label = outer
+    # An error of TensorFlow names the operation.
+    with step_context.using(label=label), tf.name_scope(label.replace(" ", "_")):
+        yield
 
 
 def current_label() -> str | None:
     """Return the label of the collectives that this thread traces, or `None`."""
-    return getattr(_thread, "label", None)
+    return step_context.current().label
 
 
-@contextlib.contextmanager
-def needed_after(ops: Sequence[tf.Operation]) -> Iterator[None]:
+def needed_after(
+    ops: Sequence[tf.Operation],
+) -> contextlib.AbstractContextManager[None]:
     """Record when the results of collectives traced inside are needed.
 
     Args:
         ops: Sequence of operations: the last ones that run without the results.
             Without any, the results are needed at once.
     """
-    outer = getattr(_thread, "ops_before_need", None)
-    _thread.ops_before_need = list(ops)
-    try:
-        yield
-    finally:
-        _thread.ops_before_need = outer
+    return step_context.using(ops_before_need=list(ops))
 
 
 @contextlib.contextmanager
@@ -212,10 +202,11 @@ def measured(
         return
 
     count = tensor.shape.num_elements()
-    label = getattr(_thread, "label", None) or kind
+    context = step_context.current()
+    label = context.label or kind
     times = _new_variable([0.0] * 3)
     num_bytes = -1 if count is None else count * tensor.dtype.size
-    ops = getattr(_thread, "ops_before_need", None) or []
+    ops = context.ops_before_need
     is_awaited = bool(ops) and count is not None
     record = Collective(
         kind, num_bytes, replica, times, label, group_size, chain, is_awaited

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-_thread = threading.local()
+from tfdp.base import step_context
 
 
 @dataclasses.dataclass
@@ -56,12 +55,9 @@ def step_residuals(
         unit_of: Callable, see `StepResiduals`. It is called where a bucket is
             compressed.
     """
-    outer = _collected()
-    _thread.residuals = collected = StepResiduals(unit_of)
-    try:
+    collected = StepResiduals(unit_of)
+    with step_context.using(residuals=collected):
         yield collected
-    finally:
-        _thread.residuals = outer
 
 
 def gradient_unit() -> tf.Tensor | None:
@@ -84,4 +80,4 @@ def assign_if_kept(changed: list[tuple[Any, tf.Tensor]]) -> None:
 
 
 def _collected() -> StepResiduals | None:
-    return getattr(_thread, "residuals", None)
+    return step_context.current().residuals
