@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import gc
 import io
 import json
 import math
+import threading
 import time
 import typing
 
@@ -138,6 +140,31 @@ def check_tags(env: Env) -> None:
     expected = tags.documented() - unused - straggler
     differing = (tags.written(env.tmp / "logs") - straggler) ^ expected
     assert not differing, differing
+
+
+@case(
+    "Monitor: a fit that is broken off leaves no thread",
+    setups=("mirrored",),
+    compare=False,
+)
+def monitor_ends_its_thread_with_a_fit_that_fails(env: Env) -> dict:
+    def fails(batch: int, logs: dict) -> None:
+        raise KeyboardInterrupt
+
+    model = model_of(env)
+    monitor = tfdp.callbacks.CommunicationMonitor(str(env.tmp / "failing"))
+    interrupt = keras.callbacks.LambdaCallback(on_train_batch_end=fails)
+    try:
+        model.fit(*data(), callbacks=[monitor, interrupt], verbose=0)
+    except KeyboardInterrupt:
+        found = [t for t in threading.enumerate() if t.name == "tfdp monitor"]
+    assert found
+    del monitor, interrupt
+    gc.collect()
+    for thread in found:
+        thread.join(30.0)
+        assert not thread.is_alive()
+    return {}
 
 
 @case(

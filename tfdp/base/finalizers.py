@@ -85,3 +85,7 @@ def _run(calls: queue.SimpleQueue) -> None:
             sys.excepthook(*sys.exc_info())
         # What the call refers to is deleted here, not when the next one comes.
         del call, function, args, kwargs
+
+
+# Of what closes connections and ends threads: none takes long.
+finalizers = FinalizerThread("tfdp-finalizers")

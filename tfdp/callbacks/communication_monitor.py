@@ -15,6 +15,7 @@ import tensorflow as tf
 from tfdp.arguments import checked_bool, checked_integer
 from tfdp.base.context import strategy_of
 from tfdp.base.files import problem_of_folder
+from tfdp.base.finalizers import finalizers
 from tfdp.callbacks.measuring_callback import MeasuringCallback
 from tfdp.checkpoint.files import error_text
 from tfdp.coordination.mailbox import Mailbox
@@ -147,8 +148,6 @@ class CommunicationMonitor(MeasuringCallback):
         self._last_meter = self.meter
         if strategy is not None:
             self.meter.start()
-        if self._report_thread is not None:  # of a `fit` that was broken off
-            self._report_thread.close()
         self._num_fits += 1
         if worker_group.rank == 0:
             hosts = strategy.extended.hosts if strategy else ("localhost",)
@@ -157,6 +156,8 @@ class CommunicationMonitor(MeasuringCallback):
             )
         self._report_thread = ReportThread(Mailbox(worker_group), self._run_report)
         self._report_thread.start()
+        # Keras does not say when a `fit` is broken off.
+        finalizers.register(self, self._report_thread.close)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Start to count batches."""

@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tfdp import _compat, forks
-from tfdp.collectives.bridge import Failure, finalizers, remember
+from tfdp.base.finalizers import finalizers
+from tfdp.collectives.bridge import Failure, remember
 from tfdp.coordination.watch import COLLECTIVE_FAILED, NotConnected
 
 _CLOSE_SECONDS = 2.0

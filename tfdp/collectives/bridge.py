@@ -27,7 +27,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.base.finalizers import FinalizerThread
 from tfdp.coordination.watch import COLLECTIVE_FAILED, NotConnected
 
 _CLOSE_SECONDS = 2.0
@@ -39,7 +38,6 @@ _COMPONENTS = [tf.uint8, tf.int64]
 _COUNT_BITS = 32
 _LEFT_BEHIND = "An earlier step ended with an error on some replicas of a worker only"
 _log = logging.getLogger("tfdp.transport")
-finalizers = FinalizerThread("tfdp-finalizers")
 # By the id of a tensor that every function has as an input in which they are.
 _crossings: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 

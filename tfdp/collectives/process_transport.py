@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdp.base.finalizers import finalizers
 from tfdp.collectives.bridge import (
     Bridge,
     StepEnded,
     end_call,
-    finalizers,
     generation_of,
 )
 from tfdp.collectives.process_collectives import COLLECTIVES, Members
