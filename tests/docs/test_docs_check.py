@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools import docs_check
+from tools import count_lines, docs_check
 
 
 def test_a_package_without_line_in_readme_is_found(tmp_path, monkeypatch):
@@ -11,8 +11,8 @@ def test_a_package_without_line_in_readme_is_found(tmp_path, monkeypatch):
     page.write_text("\n".join(x for x in lines if "[`step`]" not in x), "utf-8")
     monkeypatch.setattr(docs_check, "README", page)
     (found,) = [x for x in docs_check.check_packages() if x.startswith("README")]
-    assert "sharding, step, islands, local_steps" in found.partition("; they are ")[0]
-    assert "sharding, islands, local_steps" in found.partition("; they are ")[2]
+    assert "sharding, step, reduction" in found.partition("; they are ")[0]
+    assert "sharding, reduction" in found.partition("; they are ")[2]
 
 
 def test_a_file_that_its_package_does_not_name_is_found(monkeypatch):
@@ -58,3 +58,20 @@ def test_pages_of_subfolders_are_walked(monkeypatch):
     listed = ["docs/howto/ssh.md", "docs/index.md", "tfdp/options.py"]
     monkeypatch.setattr(docs_check, "tracked_files", lambda: listed)
     assert docs_check.markdown_pages() == listed[:2]
+
+
+def test_lines_of_code_are_counted_without_docstrings_comments_and_blanks():
+    source = """'A module.'
+
+# Why not?
+def greet(name):
+    '''Say hello.
+
+    Politely.
+    '''
+    print(  # loudly
+        'hello', name,
+
+    )
+"""
+    assert count_lines.lines_of_code(source) == 4
