@@ -120,7 +120,7 @@ class Kernel:
     def run(self, code: str, interrupt_at: str | None = None) -> Ran:
         """Run a cell; interrupt the kernel once the cell has printed a text."""
         message = self._client.execute(code)
-        output, error = "", ""
+        output, error, num_seen = "", "", 0
         deadline = time.monotonic() + DEADLINE_SECONDS
         while True:
             try:
@@ -136,9 +136,11 @@ class Kernel:
                 error = f"{content['ename']}: {content['evalue']}"
             elif kind == "status" and content["execution_state"] == "idle":
                 return Ran(output, error)
-            if interrupt_at is not None and interrupt_at in output:
+            if interrupt_at is not None and interrupt_at in output[num_seen:]:
                 self._manager.interrupt_kernel()
-                interrupt_at = None
+                # Python ignores one that comes while TensorFlow's `__del__` runs, and
+                # prints that. A user presses again.
+                interrupt_at, num_seen = "Exception ignored in", len(output)
 
     def close(self) -> None:
         self._client.stop_channels()
