@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from tfdp.cluster.islands import Island
-from tfdp.islands.frames import close, secured
+from tfdp.connection import Acceptor
+from tfdp.islands.frames import SERVICE, close, framed
 from tfdp.islands.hub import Hub
 from tfdp.islands.launcher_link import LauncherLink
 from tfdp.islands.member import HubGone, Member
@@ -197,8 +198,8 @@ def test_islands_of_other_settings_are_refused_with_what_differs(open_hub):
         other.join({**SETTINGS, "sync_every": 8}, [np.zeros(2, "f4")])
 
 
-def test_strangers_change_nothing(open_hub, monkeypatch):
-    monkeypatch.setattr("tfdp.islands.frames._PROOF_SECONDS", 1)
+def test_unauthenticated_peers_change_nothing(open_hub, monkeypatch):
+    monkeypatch.setattr("tfdp.connection.acceptor._PROOF_SECONDS", 1)
     hub = open_hub(2)
     with pytest.raises(RuntimeError, match="has not the secret of these islands"):
         Member(island(hub, 0, secret="another secret!!"))
@@ -329,7 +330,7 @@ def test_an_island_that_gives_no_sign_of_life_has_gone(open_hub, monkeypatch):
 
 
 def test_a_hub_that_may_open_no_more_files_says_so_once(capsys, monkeypatch):
-    monkeypatch.setattr("tfdp.islands.hub._RETRY_SECONDS", 0.001)
+    monkeypatch.setattr("tfdp.connection.acceptor._RETRY_SECONDS", 0.001)
 
     class Full(socket.socket):
         num_asked = 0
@@ -341,7 +342,7 @@ def test_a_hub_that_may_open_no_more_files_says_so_once(capsys, monkeypatch):
     server = Full()
     server.bind(("127.0.0.1", 0))
     server.listen()
-    with Hub(server, SECRET, 1):
+    with Hub(server, SECRET, 1), socket.create_connection(server.getsockname()):
         while server.num_asked < 5:
             time.sleep(0.001)
     said = capsys.readouterr().err
@@ -457,15 +458,16 @@ def test_a_hub_that_stands_still_is_gone_for_its_islands_and_launchers(monkeypat
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = Island(0, 1, f"127.0.0.1:{server.getsockname()[1]}", SECRET)
 
-        def prove() -> None:
-            for _ in range(2):
-                kept.append(secured(server.accept()[0], SECRET, is_hub=True))
-
         kept: list = []
-        thread = threading.Thread(target=prove, daemon=True)
-        thread.start()
+        acceptor = Acceptor(
+            SECRET,
+            SERVICE,
+            [server],
+            lambda sock, _: kept.append(framed(sock)),
+            lacks_files=print,
+        )
         member, link = Member(address), LauncherLink(address, [0])
-        thread.join(DEADLINE_SECONDS)
+        wait_until(lambda: len(kept) == 2)
         begin = time.monotonic()
         with pytest.raises(HubGone, match="is suspended, or is cut off"):
             member.join(SETTINGS, [np.zeros(2, "f4")])
@@ -475,5 +477,6 @@ def test_a_hub_that_stands_still_is_gone_for_its_islands_and_launchers(monkeypat
         link.close()
         assert time.monotonic() - begin < DEADLINE_SECONDS
         member.close()
+        acceptor.close()
         for connection in kept:
             connection.close()

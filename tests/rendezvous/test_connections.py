@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tests.rendezvous.test_coordinator import HELLO
+from tfdp.connection import acceptor
 from tfdp.rendezvous import member as member_module
-from tfdp.rendezvous import server as server_module
 from tfdp.rendezvous.address import listen, own_address
 from tfdp.rendezvous.channel import Channel
 from tfdp.rendezvous.coordinator import Coordinator
@@ -29,6 +29,7 @@ from tfdp.rendezvous.server import Server
 
 SECRET = "0123456789abcdef"
 DEADLINE_SECONDS = 20.0
+GREETING = b"tfdp/1 rendezvous".ljust(32) + b"0" * 32
 
 
 class Bed:
@@ -48,7 +49,7 @@ class Bed:
         self.stack.callback(member.close)
         return member
 
-    def stranger(self) -> socket.socket:
+    def outsider(self) -> socket.socket:
         sock = socket.create_connection(self.address, DEADLINE_SECONDS)
         self.stack.callback(sock.close)
         return sock
@@ -121,11 +122,11 @@ def answers(listener: socket.socket, reply: bytes) -> None:
     [
         (b"SSH-2.0-OpenSSH_9.2\r\n", "is no rendezvous of `tfdp run`"),
         (b'{"a": 1}\n', "is no rendezvous of `tfdp run`"),
-        (b"x" * 2_000_000, "nothing answers at "),
-        (b'{"tfdp": "rendezvous/2", "nonce": "%s"}\n' % (b"0" * 64), "another version"),
+        (b"x" * 2_000_000, "is no rendezvous of `tfdp run`"),
+        (GREETING.replace(b"/1", b"/2"), "another version .* protocol '2', here '1'"),
+        (b"tfdp/1 hub".ljust(64), "is no rendezvous of `tfdp run`"),
         (
-            b'{"tfdp": "rendezvous/1", "nonce": "%s"}\n{"proof": "%s"}\n'
-            % (b"0" * 64, b"0" * 64),
+            GREETING + bytes(32),
             "The secret of this node is not that of node 0",
         ),
     ],
@@ -178,8 +179,8 @@ GARBAGE = [
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     b"{}\n",
-    b'{"nonce": 1, "proof": null}\n',
-    b'{"nonce": "%s", "proof": "%s"}\n' % (b"0" * 64, b"0" * 64),
+    b"0" * 64,
+    GREETING,
     b"[" * 60_000 + b"\n",
     b"x" * 1_000_000,
     b"\xff\xfe\n" * 1000,
@@ -189,7 +190,7 @@ GARBAGE = [
 def test_garbage_does_no_harm(bed):
     random = [os.urandom(size) for size in (1, 100, 5000, 100_000)]
     for data in GARBAGE + random:
-        sock = bed.stranger()
+        sock = bed.outsider()
         with contextlib.suppress(OSError):
             sock.sendall(data)
     meet(bed)
@@ -203,10 +204,10 @@ def test_garbage_behind_a_true_proof_ends_that_connection_alone(bed, monkeypatch
 
 
 def test_connections_that_say_nothing_have_to_go(bed, monkeypatch):
-    monkeypatch.setattr(server_module, "_STRANGER_SECONDS", 0.2)
-    silent = [bed.stranger() for _ in range(20)]
-    half = bed.stranger()
-    half.sendall(b'{"nonce": "00')
+    monkeypatch.setattr(acceptor, "_PROOF_SECONDS", 0.2)
+    silent = [bed.outsider() for _ in range(20)]
+    half = bed.outsider()
+    half.sendall(b"0" * 10)
     for sock in [*silent, half]:
         sock.settimeout(DEADLINE_SECONDS)
         with contextlib.suppress(ConnectionResetError):
@@ -215,8 +216,8 @@ def test_connections_that_say_nothing_have_to_go(bed, monkeypatch):
     meet(bed)
 
 
-def test_a_flood_of_strangers_does_not_keep_nodes_out(bed, monkeypatch):
-    monkeypatch.setattr(server_module, "_MOST_STRANGERS", 16)
+def test_a_flood_of_outsiders_does_not_keep_nodes_out(bed, monkeypatch):
+    monkeypatch.setattr(acceptor, "_MOST_UNAUTHENTICATED", 16)
     is_over = threading.Event()
 
     def flood() -> None:
@@ -283,7 +284,7 @@ def test_the_secret_never_travels(bed):
     bed.member()
     with between(bed, keep) as member:
         next_of(member, "prepare")
-    assert b"rendezvous/1" in seen
+    assert GREETING[:32] in seen
     assert b"hello" in seen
     assert SECRET.encode() not in seen
     assert SECRET.encode().hex().encode() not in seen
@@ -343,7 +344,7 @@ def test_who_waits_hears_of_an_error_that_nobody_has_foreseen(bed, monkeypatch):
     async def broken(*_: Any) -> Channel:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(member_module.handshake, "dial", broken)
+    monkeypatch.setattr(member_module, "authenticate_stream", broken)
     assert "is not heard any more" in next_of(bed.member(), "lost")["text"]
 
 

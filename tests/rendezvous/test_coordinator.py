@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tfdp.rendezvous.coordinator import Coordinator, Phase, Restart
-from tfdp.rendezvous.errors import RendezvousError, Stranger
+from tfdp.rendezvous.errors import MalformedMessage, RendezvousError
 from tfdp.rendezvous.failure import NODE_LOST, Failure
 from tfdp.rendezvous.hello import Hello
 from tfdp.rendezvous.messages import encode
@@ -495,10 +495,10 @@ FAILED = {"rank": 2, "code": 1, "reason": "failed", "log": ""}
         ("leaving", {"why": "x", "code": None, "signal": 1}),
     ],
 )
-def test_a_message_that_no_node_sends_is_a_strangers(kind, said):
+def test_a_message_that_no_node_sends_is_malformed(kind, said):
     course = Course()
     course.start()
-    with pytest.raises(Stranger):
+    with pytest.raises(MalformedMessage):
         course.say(1, kind, **said)
 
 
@@ -518,7 +518,7 @@ def test_a_message_that_no_node_sends_is_a_strangers(kind, said):
         {**HELLO.to_message(), "grace_seconds": float("nan")},
     ],
 )
-def test_a_hello_of_another_form_is_a_strangers(message):
-    with pytest.raises(Stranger):
+def test_a_hello_of_another_form_is_malformed(message):
+    with pytest.raises(MalformedMessage):
         Hello.from_message(message)
     assert Hello.from_message(HELLO.to_message()) == HELLO

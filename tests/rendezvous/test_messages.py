@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfdp.rendezvous.errors import Stranger
+from tfdp.rendezvous.errors import MalformedMessage
 from tfdp.rendezvous.messages import MAX_LINE_BYTES, Seal, decode, encode
 
 MESSAGE = {"type": "start", "nodes": [["10.0.0.1", [1, 2]]], "text": "ü"}
@@ -21,8 +21,8 @@ NO_MESSAGES = (
 
 
 @pytest.mark.parametrize("line", NO_MESSAGES, ids=lambda line: repr(line[:8]))
-def test_what_is_no_object_of_json_is_a_strangers(line):
-    with pytest.raises(Stranger):
+def test_what_is_no_object_of_json_is_malformed(line):
+    with pytest.raises(MalformedMessage):
         decode(line)
 
 
@@ -41,11 +41,11 @@ def test_an_altered_repeated_or_reordered_line_breaks_the_seal():
         b"\n",
         "ü \n".encode(),
     ):
-        with pytest.raises(Stranger):
+        with pytest.raises(MalformedMessage):
             Seal(b"key").open(wrong)
     receiver = Seal(b"key")
     receiver.open(lines[0])
-    with pytest.raises(Stranger):
+    with pytest.raises(MalformedMessage):
         receiver.open(lines[0])
-    with pytest.raises(Stranger):
+    with pytest.raises(MalformedMessage):
         Seal(b"another key").open(lines[0])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.transport.test_strangers import logged
+from tests.transport.test_unauthenticated_peers import logged
 from tests.transport.workers import Worker, run
 from tfdp.transport import new_communicator, shared_memory
 

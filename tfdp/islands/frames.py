@@ -1,4 +1,4 @@
-"""Arrays over a connection whose ends have proved that they have one secret."""
+"""Arrays and signs of life over an authenticated connection."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import (
-    Connection,
-    answer_challenge,
-    deliver_challenge,
-)
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -29,8 +24,8 @@ _LIVENESS = {
     "TCP_KEEPCNT": 3,
     "TCP_USER_TIMEOUT": 60_000,
 }
-# How long the other end may take to prove itself.
-_PROOF_SECONDS = 10
+# What is dialled, see `tfdp.connection`.
+SERVICE = "hub"
 # Each end sends a sign of life so often, and without any for so long is lost.
 BEAT_SECONDS = 5.0
 SILENT_SECONDS = 60
@@ -39,23 +34,20 @@ _BEAT = {"kind": "beat"}
 # More is no head of a message.
 _MOST_HEAD_BYTES = 1 << 22
 # What a connection raises whose other end has gone.
-GONE = (EOFError, OSError, AuthenticationError)
+GONE = (EOFError, OSError)
 
 
-def secured(sock: socket.socket, secret: str, *, is_hub: bool) -> Connection:
-    """Make a connection of a socket, once both ends have proved themselves.
+def framed(sock: socket.socket) -> Connection:
+    """Make a connection for messages of a socket, after the handshake.
 
-    From then on reading and writing fail after a minute in which the other end has
-    sent, or taken, nothing: a process that is suspended keeps its connections.
+    Reading and writing fail after a minute in which the other end has sent, or taken,
+    nothing: a process that is suspended keeps its connections.
 
     Args:
         sock: TCP socket, which belongs to the connection from then on.
-        secret: String.
-        is_hub: Bool, whether this end asks first.
 
     Raises:
-        AuthenticationError: If the other end has another secret.
-        OSError, EOFError: If it has gone.
+        OSError: If the other end has gone.
     """
     sock.setblocking(True)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -64,21 +56,9 @@ def secured(sock: socket.socket, secret: str, *, is_hub: bool) -> Connection:
     for name, value in _LIVENESS.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    _limit_silence(sock, _PROOF_SECONDS)
-    connection = close_in_forks(Connection(sock.detach()))
-    key = secret.encode()
-    try:
-        for turn in (deliver_challenge, answer_challenge)[:: 1 if is_hub else -1]:
-            turn(connection, key)
-    except AssertionError as error:  # of Python 3.11, by what is no challenge
-        connection.close()
-        raise AuthenticationError from error
-    except BaseException:
-        connection.close()
-        raise
-    with _socket_of(connection) as own:
-        _limit_silence(own, SILENT_SECONDS)
-    return connection
+    for option in socket.SO_RCVTIMEO, socket.SO_SNDTIMEO:
+        sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(SILENT_SECONDS, 0))
+    return close_in_forks(Connection(sock.detach()))
 
 
 def send(
@@ -162,25 +142,14 @@ def beating(connection: Connection) -> Iterator[None]:
 
 def close(connection: Connection) -> None:
     """Close a connection, also one on which another thread waits."""
-    with contextlib.suppress(OSError), _socket_of(connection) as sock:
-        sock.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError):
+        sock = socket.socket(fileno=connection.fileno())
+        try:
+            sock.shutdown(socket.SHUT_RDWR)
+        finally:
+            sock.detach()
     with contextlib.suppress(OSError):
         connection.close()
-
-
-@contextlib.contextmanager
-def _socket_of(connection: Connection) -> Iterator[socket.socket]:
-    sock = socket.socket(fileno=connection.fileno())
-    try:
-        yield sock
-    finally:
-        sock.detach()
-
-
-def _limit_silence(sock: socket.socket, seconds: int) -> None:
-    """Let reading and writing fail after so long without a byte."""
-    for option in socket.SO_RCVTIMEO, socket.SO_SNDTIMEO:
-        sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(seconds, 0))
 
 
 def _bytes_of(array: Array) -> memoryview:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import sys
 import threading
@@ -11,21 +12,21 @@ from collections.abc import Collection
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tfdp.cluster.limits import lack_of_files
+from tfdp.connection import Acceptor, Authenticated
 from tfdp.islands.frames import (
     GONE,
+    SERVICE,
     SILENT_SECONDS,
     beating,
     close,
+    framed,
     receive,
-    secured,
     send,
 )
 from tfdp.islands.meeting import Meeting, Parcel, Participant
 
 # How long those who come first wait for the others, which may still start.
 JOIN_SECONDS = 120.0
-_RETRY_SECONDS = 0.1
 
 
 class Hub:
@@ -52,13 +53,10 @@ class Hub:
         join_seconds: float = JOIN_SECONDS,
         own: Collection[int] = (),
     ) -> None:
-        self._server = server
         self.port: int = server.getsockname()[1]
-        self._secret = secret
         self._join_seconds = join_seconds
         self._lock = threading.Lock()
         self._is_closed = False
-        self._has_warned = False
         # Which islands give a sign of life over each.
         self._connections: dict[Connection, set[int]] = {}
         self._meetings: dict[int, Meeting] = {}
@@ -68,7 +66,13 @@ class Hub:
         self._own = frozenset(own)
         # When others were last heard of, by `time.monotonic()`.
         self._heard_at: dict[int, float] = {}
-        self._start(self._accept)
+        self._acceptor = Acceptor(
+            secret,
+            SERVICE,
+            [server],
+            self._begin,
+            lacks_files=functools.cache(_warn_of_lack),  # once
+        )
 
     def __enter__(self) -> Hub:
         return self
@@ -78,9 +82,7 @@ class Hub:
             self._is_closed = True
             connections = list(self._connections)
             meetings = list(self._meetings.values())
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
+        self._acceptor.close()
         for meeting in meetings:
             meeting.close()
         for connection in connections:
@@ -125,31 +127,14 @@ class Hub:
         for meeting in meetings:
             meeting.expect_no_more(index)
 
-    def _start(self, target: Any, *args: Any) -> None:
-        threading.Thread(target=target, args=args, name="tfdp hub", daemon=True).start()
-
-    def _accept(self) -> None:
-        while not self._is_closed:
-            try:
-                sock, _ = self._server.accept()
-            except OSError as error:  # it is closed; or files are lacking, for a while
-                self._warn_of_lack(error)
-                time.sleep(_RETRY_SECONDS)
-                continue
-            self._start(self._serve, sock)
-
-    def _warn_of_lack(self, error: OSError) -> None:
-        lack = lack_of_files(error)
-        if lack is not None and not self._has_warned:
-            self._has_warned = True
-            print(f"tfdp: no island can connect: {lack}", file=sys.stderr, flush=True)
+    def _begin(self, sock: socket.socket, _: Authenticated) -> None:
+        threading.Thread(
+            target=self._serve, args=(sock,), name="tfdp hub", daemon=True
+        ).start()
 
     def _serve(self, sock: socket.socket) -> None:
         """Answer one island until it has gone."""
-        try:
-            connection = secured(sock, self._secret, is_hub=True)
-        except GONE:  # a stranger
-            return
+        connection = framed(sock)
         with self._lock:
             is_late = self._is_closed
             self._connections[connection] = set()
@@ -230,3 +215,7 @@ class Hub:
                 expected = set(self._expected)
                 self._meetings[number] = Meeting(expected, self._join_seconds)
             return self._meetings[number]
+
+
+def _warn_of_lack(lack: str) -> None:
+    print(f"tfdp: no island can connect: {lack}", file=sys.stderr, flush=True)

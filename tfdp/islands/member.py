@@ -8,25 +8,32 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from typing import Any
 
 from tfdp.cluster.address import split_address
 from tfdp.cluster.islands import Island
+from tfdp.connection import (
+    ConnectionFailed,
+    UnauthenticatedPeer,
+    authenticate,
+    dial_steps,
+)
 from tfdp.forks import close_in_forks
 from tfdp.islands.frames import (
     BEAT_SECONDS,
     GONE,
+    SERVICE,
     close,
+    framed,
     receive,
-    secured,
     send,
     send_beat,
 )
 from tfdp.transport.communicator import Array
 
 _CONNECT_SECONDS = 60.0
+_PROOF_SECONDS = 10.0
 _RETRY_SECONDS = 0.2
 
 
@@ -217,14 +224,17 @@ def connect(island: Island, within_seconds: float) -> Connection:
     deadline = time.monotonic() + within_seconds
     while True:
         try:
-            sock = close_in_forks(socket.create_connection(address, timeout=5.0))
-            return secured(sock, island.secret, is_hub=False)
-        except AuthenticationError as error:
+            opened = socket.create_connection(address, timeout=5.0)
+            with close_in_forks(opened) as sock:
+                steps = dial_steps(island.secret, SERVICE)
+                authenticate(sock, steps, _PROOF_SECONDS)
+                return framed(sock)
+        except UnauthenticatedPeer as error:
             raise RuntimeError(
                 f"What listens at {island.hub} has not the secret of these islands. "
                 "Another job may have taken its port, or the secret's file differs."
             ) from error
-        except (OSError, EOFError) as error:
+        except (OSError, ConnectionFailed) as error:
             if time.monotonic() >= deadline:
                 raise RuntimeError(
                     f"The hub of the islands ({island.hub}) cannot be reached: {error}."

@@ -6,7 +6,6 @@ somebody who has not the job's secret. Reading order:
     errors: what ends a rendezvous, in one sentence
     secret: the job's secret, in a file or made for one job
     messages: lines of JSON of limited length, sealed with a key
-    handshake: proof of both ends that they have the secret
     channel: messages of a connection, and heartbeats
     address: where node 0 listens, and whether this machine is it
     hello: what a node says of itself, and what has to be the same on all

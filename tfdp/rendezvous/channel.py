@@ -9,7 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.rendezvous.errors import Lost, Stranger
+from tfdp.connection import Authenticated
+from tfdp.rendezvous.errors import Lost, MalformedMessage
 from tfdp.rendezvous.messages import Seal
 
 BEAT_SECONDS = 1.0
@@ -27,19 +28,17 @@ class Channel:
     Args:
         reader: `asyncio.StreamReader`.
         writer: `asyncio.StreamWriter`.
-        outgoing: `Seal` of what is sent.
-        incoming: `Seal` of what is received.
+        keys: `Authenticated`, of the handshake.
     """
 
     def __init__(
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        outgoing: Seal,
-        incoming: Seal,
+        keys: Authenticated,
     ) -> None:
         self._reader, self._writer = reader, writer
-        self._outgoing, self._incoming = outgoing, incoming
+        self._outgoing, self._incoming = Seal(keys.outgoing), Seal(keys.incoming)
         self._heard_at = time.monotonic()
 
     @property
@@ -95,7 +94,7 @@ class Channel:
                 raise Lost(f"has not answered for {silent_seconds:.0f} s") from error
             except (OSError, asyncio.IncompleteReadError) as error:
                 raise Lost("has ended its connection") from error
-            except (asyncio.LimitOverrunError, Stranger) as error:
+            except (asyncio.LimitOverrunError, MalformedMessage) as error:
                 raise Lost("has sent what is no message") from error
             self._heard_at = time.monotonic()
             if message != _BEAT:
@@ -103,10 +102,12 @@ class Channel:
 
     async def close(self) -> None:
         """Send what is left, for a moment, and end the connection."""
-        with contextlib.suppress(OSError, asyncio.TimeoutError):
-            self._writer.close()
-            await asyncio.wait_for(self._writer.wait_closed(), _CLOSING_SECONDS)
-        self._writer.transport.abort()
+        try:
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                self._writer.close()
+                await asyncio.wait_for(self._writer.wait_closed(), _CLOSING_SECONDS)
+        finally:
+            self._writer.transport.abort()
 
 
 def _plain(address: Any) -> str:

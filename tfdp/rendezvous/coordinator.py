@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from tfdp.cluster import counted
 from tfdp.cluster.tf_config import shorten
-from tfdp.rendezvous.errors import RendezvousError, Stranger
+from tfdp.rendezvous.errors import MalformedMessage, RendezvousError
 from tfdp.rendezvous.failure import LOST_EXIT_SECONDS, NODE_LOST, Failure
 from tfdp.rendezvous.hello import Hello
 from tfdp.rendezvous.reports import Reports
@@ -155,7 +155,7 @@ class Coordinator:
             message: Mapping.
 
         Raises:
-            Stranger: If no node says such a thing.
+            MalformedMessage: If no node says such a thing.
         """
         node = self._roster.of(link)
         if node is None or self.is_over:
@@ -309,7 +309,7 @@ class Coordinator:
 
     def _report(self, node: Node, failure: Failure) -> None:
         if not self._roster.has(node, failure.rank):
-            raise Stranger
+            raise MalformedMessage
         if self.phase is not Phase.RUNNING:
             return
         if self._reports.add(failure):
@@ -338,7 +338,7 @@ class Coordinator:
         signum = message.get("signal")
         is_right = isinstance(code, int) and isinstance(signum, int)
         if not is_right or not isinstance(why, str):
-            raise Stranger
+            raise MalformedMessage
         assert isinstance(code, int)
         if not self._has_started and node.hello.node_rank != 0:
             node.link.send({"type": "end", "code": code, "text": ""})
@@ -392,5 +392,5 @@ def _ports(message: Mapping[str, Any], count: int) -> list[int]:
     ports = message.get("ports")
     is_right = isinstance(ports, list) and len(ports) == count
     if not is_right or not all(each in range(1, 65536) for each in ports or ()):
-        raise Stranger
+        raise MalformedMessage
     return list(ports or ())

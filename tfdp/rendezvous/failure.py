@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.rendezvous.errors import Stranger
+from tfdp.rendezvous.errors import MalformedMessage
 
 # EX_UNAVAILABLE of sysexits.h, as a worker ends that has lost another one.
 NODE_LOST = 69
@@ -53,7 +53,7 @@ class Failure:
             `Failure`.
 
         Raises:
-            Stranger: If a field is missing or has another type.
+            MalformedMessage: If a field is missing or has another type.
         """
         fields = {f.name: message.get(f.name) for f in dataclasses.fields(cls)}
         lost = fields["lost_rank"]
@@ -61,5 +61,5 @@ class Failure:
         texts = (fields["reason"], fields["log"])
         is_right = all(isinstance(each, int) for each in ints)
         if not is_right or not all(isinstance(each, str) for each in texts):
-            raise Stranger
+            raise MalformedMessage
         return cls(**fields)  # type: ignore[arg-type]

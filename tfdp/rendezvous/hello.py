@@ -8,7 +8,7 @@ from typing import Any
 
 from tfdp.cluster import counted
 from tfdp.cluster.tf_config import shorten
-from tfdp.rendezvous.errors import Stranger
+from tfdp.rendezvous.errors import MalformedMessage
 
 _MOST_WORKERS = 1 << 16
 
@@ -56,10 +56,10 @@ class Hello:
             `Hello`.
 
         Raises:
-            Stranger: If a field is missing or has another type.
+            MalformedMessage: If a field is missing or has another type.
         """
         if message.get("type") != "hello":
-            raise Stranger
+            raise MalformedMessage
         fields = {f.name: message.get(f.name) for f in dataclasses.fields(cls)}
         texts = [fields[name] for name in ("version", "python", "program", "host")]
         numbers = [fields[name] for name in ("nodes", "num_workers")]
@@ -73,7 +73,7 @@ class Hello:
             and grace >= 0
         )
         if not is_right:
-            raise Stranger
+            raise MalformedMessage
         return cls(**fields)  # type: ignore[arg-type]
 
     def difference(self, first: Hello) -> str | None:

@@ -11,11 +11,18 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.rendezvous import handshake
+from tfdp.connection import (
+    ConnectionFailed,
+    UnauthenticatedPeer,
+    WrongService,
+    WrongVersion,
+    authenticate_stream,
+    dial_steps,
+)
 from tfdp.rendezvous.channel import Channel
-from tfdp.rendezvous.errors import Lost, RendezvousError, Stranger
+from tfdp.rendezvous.errors import Lost, RendezvousError
 from tfdp.rendezvous.hello import Hello
-from tfdp.rendezvous.messages import MAX_LINE_BYTES
+from tfdp.rendezvous.messages import MAX_LINE_BYTES, SERVICE
 
 _DIAL_SECONDS = 5.0
 _HANDSHAKE_SECONDS = 10.0
@@ -157,7 +164,9 @@ class Member:
         while True:
             try:
                 return await self._dial()
-            except (Stranger, asyncio.TimeoutError) as error:
+            except UnauthenticatedPeer as error:
+                raise RendezvousError(_difference(error, self._place)) from error
+            except (ConnectionFailed, asyncio.TimeoutError) as error:
                 reason = str(error) or "no answer"
             except OSError as error:
                 reason = error.strerror or str(error)
@@ -175,10 +184,31 @@ class Member:
         connecting = asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
         reader, writer = await asyncio.wait_for(connecting, _DIAL_SECONDS)
         try:
-            return await asyncio.wait_for(
-                handshake.dial(reader, writer, self._secret, self._place),
-                _HANDSHAKE_SECONDS,
+            steps = dial_steps(self._secret, SERVICE)
+            keys = await asyncio.wait_for(
+                authenticate_stream(reader, writer, steps), _HANDSHAKE_SECONDS
             )
         except BaseException:
             writer.transport.abort()
             raise
+        return Channel(reader, writer, keys)
+
+
+def _difference(error: UnauthenticatedPeer, place: str) -> str:
+    """Say in what the end that was dialled is not this job's node 0."""
+    if isinstance(error, WrongService):
+        return (
+            f"What listens at {place} is no rendezvous of `tfdp run`; give the address "
+            "of node 0, and a port that nothing else uses. "
+            f"Received: {error.received[:40]!r}"
+        )
+    if isinstance(error, WrongVersion):
+        return (
+            f"Node 0 at {place} has another version of tfdp; install the same one on "
+            f"all machines. Received: protocol {error.received!r}, here {error.own!r}"
+        )
+    return (
+        f"The secret of this node is not that of node 0 at {place}: paste the line "
+        "that node 0 has printed, or give both the same file. "
+        "Received: another TFDP_JOB_SECRET_FILE"
+    )

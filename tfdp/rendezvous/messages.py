@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdp.cluster import counted
-from tfdp.rendezvous.errors import Stranger
+from tfdp.rendezvous.errors import MalformedMessage
 
+# What is dialled, see `tfdp.connection`.
+SERVICE = "rendezvous"
 MAX_LINE_BYTES = 1 << 19
-# What node 0 reads, also of those who have proved nothing: no node has more to say.
+# What node 0 reads: no node has more to say.
 MAX_REPORT_BYTES = 1 << 16
 _MAC_DIGITS = 64
 _COUNT_BYTES = 8
@@ -52,7 +54,7 @@ def decode(line: bytes) -> dict[str, Any]:
         Dict.
 
     Raises:
-        Stranger: If it is no JSON object.
+        MalformedMessage: If it is no JSON object.
 
     Example:
 
@@ -62,9 +64,9 @@ def decode(line: bytes) -> dict[str, Any]:
     try:
         message = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise Stranger from error
+        raise MalformedMessage from error
     if not isinstance(message, dict):
-        raise Stranger
+        raise MalformedMessage
     return message
 
 
@@ -110,11 +112,11 @@ class Seal:
             Dict.
 
         Raises:
-            Stranger: If the seal is not that of this line.
+            MalformedMessage: If the seal is not that of this line.
         """
         mac, _, rest = line.partition(b" ")
         if not hmac.compare_digest(mac, self._mac(rest)):
-            raise Stranger
+            raise MalformedMessage
         return decode(rest)
 
     def _mac(self, line: bytes) -> bytes:

@@ -5,12 +5,9 @@ Reading order:
     store: the interface of the key-value store over which workers find each other
     arithmetic: sums in a fixed order; half precision is added in float32
     addresses: which interface a worker listens on, and which host it is on
-    handshake: proof that both ends of a connection belong to the job
     flows: data over several connections at once, in both directions
     connections: a connection to another worker
     control: messages that say why a connection is closed
-    listener: the thread that accepts connections and refuses strangers
-    dialling: the end of a handshake that dials
     sockets: sockets as a mesh opens them
     mesh: the connections of a worker to all others
     calls: what a member calls, compared with what its peers do

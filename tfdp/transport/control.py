@@ -15,7 +15,7 @@ _MOST_LETTERS = 4096
 
 
 class ControlLine:
-    """Connection for messages, written by any thread, read by the listener's.
+    """Connection for messages, written by any thread, read by the acceptor's.
 
     Args:
         sock: `socket.socket`, after the handshake.
@@ -60,6 +60,10 @@ class ControlLine:
             return [_parsed(line) for line in lines]
         except (ValueError, TypeError):  # another version of tfdp
             return None
+
+    def fileno(self) -> int:
+        """Return the descriptor, -1 once it is closed."""
+        return self.sock.fileno()
 
     def close(self) -> None:
         """Close the connection."""

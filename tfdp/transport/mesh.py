@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import hashlib
+import logging
 import secrets
 import socket
+import struct
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
 
 from tfdp.cluster.limits import lack_of_files
+from tfdp.connection import (
+    Acceptor,
+    Authenticated,
+    ConnectionFailed,
+    UnauthenticatedPeer,
+    authenticate,
+    dial_steps,
+)
 from tfdp.forks import Owner, close_in_forks
-from tfdp.transport import handshake
 from tfdp.transport.addresses import (
     Addresses,
     family_of,
@@ -30,12 +41,16 @@ from tfdp.transport.communicator import (
 from tfdp.transport.connections import Connection, Ending
 from tfdp.transport.control import LANE as CONTROL
 from tfdp.transport.control import ControlLine
-from tfdp.transport.dialling import Failed, WrongSecret, dial
-from tfdp.transport.listener import Listener
 from tfdp.transport.sockets import listen_tcp, listen_unix, shut_down, tune
 from tfdp.transport.store import Store
 
+_logger = logging.getLogger("tfdp.transport")
+
 _PREFIX = "transport"
+# Rank of a worker that dials, and digest of the lane's name.
+_CLAIM = struct.Struct("!I32s")
+# After which a busy or silent end is dialled again.
+_ATTEMPT_SECONDS = 10.0
 # In which a store is asked once, and after which `close` is noticed at the latest.
 _STORE_SECONDS = 2.0
 _RETRY_SECONDS = 0.05
@@ -107,7 +122,15 @@ class Mesh:
             unix_name=unix.getsockname()[1:].decode(),
             machine=this_machine(),
         )
-        self._listener = Listener(rank, self._secret, [tcp, unix], self)
+        self._acceptor = Acceptor(
+            self._secret,
+            _service(rank),
+            [tcp, unix],
+            self._accept,
+            lacks_files=self._note_lack,
+            log=_logger.warning,
+            claim_bytes=_CLAIM.size,
+        )
         _meshes.add(self)
         store.put(f"{_PREFIX}/address/{rank}", self.addresses.to_json())
 
@@ -173,7 +196,7 @@ class Mesh:
             self._changed.notify_all()
         for connection in connections:
             connection.close(reason)
-        self._listener.close()
+        self._acceptor.close()
         with self._changed:
             for sock in self._accepted.values():
                 sock.close()
@@ -203,56 +226,53 @@ class Mesh:
         with self._changed:
             self._connections.discard(connection)
 
-    # What the listener's thread calls.
+    # What the acceptor's thread calls.
 
-    def accepted(self, sock: socket.socket, claim: handshake.Claim) -> None:
+    def _accept(self, sock: socket.socket, authenticated: Authenticated) -> None:
         """Keep the connection of a worker until `connect` asks for it."""
-        if claim.lane == handshake.lane_digest(CONTROL):
-            self._add_line(ControlLine(sock, claim.rank))
+        rank, lane = _CLAIM.unpack(authenticated.claim)
+        if lane == _digest(CONTROL):
+            self._add_line(ControlLine(sock, rank))
             return
         with self._changed:
             self._lack = None
-            before = self._accepted.pop((claim.rank, claim.lane), None)
-            self._accepted[claim.rank, claim.lane] = sock
+            before = self._accepted.pop((rank, lane), None)
+            self._accepted[rank, lane] = sock
             self._changed.notify_all()
         if before is not None:  # whose other end has tried again
             before.close()
 
-    def lacks_files(self, sentence: str) -> None:
+    def _note_lack(self, sentence: str) -> None:
         """End the calls that wait for a connection which cannot be accepted."""
         with self._changed:
             self._lack = sentence
             self._changed.notify_all()
 
-    def told(self, peer: int, lane: str, ending: Ending) -> None:
-        """Keep the reason for which a peer closes a connection."""
+    def _read(self, line: ControlLine) -> bool:
+        """Keep the reasons for which a peer closes connections, and note its end."""
+        messages = line.receive()
         with self._changed:
-            self._endings[peer, lane] = ending
-            self._changed.notify_all()
-
-    def gone(self, line: ControlLine) -> None:
-        """Take note that a peer has closed its control line, as at its end."""
-        with self._changed:
-            if self._lines.get(line.peer) is line:
+            for lane, ending in messages or ():
+                self._endings[line.peer, lane] = ending
+            if messages is None and self._lines.get(line.peer) is line:
                 del self._lines[line.peer]
                 self._gone.add(line.peer)
             self._changed.notify_all()
+        return messages is not None
 
     def _add_line(self, line: ControlLine) -> None:
         with self._changed:
             self._lines[line.peer] = line
             self._changed.notify_all()
-        self._listener.read(line)
+        self._acceptor.watch(line, functools.partial(self._read, line))
 
-    def _shared_secret(self) -> bytes:
+    def _shared_secret(self) -> str:
         key = f"{_PREFIX}/secret"
         if self.rank == 0:
             secret = secrets.token_hex(32)
             self._store.put(key, secret)
-        else:
-            deadline = time.monotonic() + self._timeout_seconds
-            secret = self._text(key, 0, deadline)
-        return bytes.fromhex(secret)
+            return secret
+        return self._text(key, 0, time.monotonic() + self._timeout_seconds)
 
     def _addresses_of(self, peer: int, deadline: float) -> Addresses:
         if peer == self.rank:
@@ -305,7 +325,7 @@ class Mesh:
     def _dial(self, peer: int, lane: str, deadline: float) -> socket.socket:
         """Dial until the other worker answers."""
         addresses = self._addresses_of(peer, deadline)
-        claim = handshake.new_claim(self.rank, peer, lane)
+        claim = _CLAIM.pack(self.rank, _digest(lane))
         while True:
             if peer in self._gone:
                 raise self._ended(peer)
@@ -313,20 +333,21 @@ class Mesh:
                 sock, target = self._new_socket(addresses)
             except OSError as error:
                 raise TransportError(lack_of_files(error) or str(error)) from error
-            left = deadline - time.monotonic()
+            left = min(deadline - time.monotonic(), _ATTEMPT_SECONDS)
             try:
                 with self._interruptible(sock):
-                    dial(sock, target, claim, self._secret, max(0.01, left))
+                    steps = dial_steps(self._secret, _service(peer), claim)
+                    authenticate(sock, steps, left, target)
                 tune(sock)
                 return sock
-            except WrongSecret:
+            except UnauthenticatedPeer:
                 sock.close()
                 raise TransportError(
                     f"What listens at {addresses}, where worker {peer} said that it "
                     "does, has not the secret of this job. Another job may have taken "
                     "its port: start all workers again."
                 ) from None
-            except Failed as error:
+            except ConnectionFailed as error:
                 sock.close()
                 if self._closed is not None:
                     raise self._was_closed() from None
@@ -347,7 +368,7 @@ class Mesh:
 
     def _take(self, peer: int, lane: str, deadline: float) -> socket.socket:
         """Wait for the connection that a peer of higher rank dials."""
-        key = peer, handshake.lane_digest(lane)
+        key = peer, _digest(lane)
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -401,7 +422,7 @@ class Mesh:
         )
 
     def _unreachable(
-        self, peer: int, addresses: Addresses, error: Failed
+        self, peer: int, addresses: Addresses, error: ConnectionFailed
     ) -> TransportError:
         if is_loopback(addresses.ip) and addresses.machine != self.addresses.machine:
             return TransportError(
@@ -417,6 +438,14 @@ class Mesh:
             "between them, or choose another interface with "
             '`CommunicationOptions(interface="...")`.'
         )
+
+
+def _service(rank: int) -> str:
+    return f"worker {rank}"
+
+
+def _digest(lane: str) -> bytes:
+    return hashlib.sha256(lane.encode()).digest()
 
 
 @atexit.register

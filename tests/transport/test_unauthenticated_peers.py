@@ -1,4 +1,4 @@
-"""Whoever has not the job's secret harms nothing, and is logged."""
+"""Unauthenticated peers do no harm to a mesh, and are logged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ import time
 import pytest
 
 from tests.transport.workers import FileStore, Worker, by_sockets, run
-from tfdp.transport import TransportError, handshake, listener
+from tfdp.connection import (
+    GREETING_BYTES,
+    UnauthenticatedPeer,
+    acceptor,
+    authenticate,
+    dial_steps,
+)
+from tfdp.transport import TransportError
+from tfdp.transport.mesh import _CLAIM
 
 
 class Lines(logging.Handler):
@@ -39,14 +47,13 @@ def dialled(mesh, use_unix: bool) -> socket.socket:
 
 
 def wrong_claim(sock: socket.socket) -> None:
-    greeting = sock.recv(handshake.GREETING_BYTES)
-    claim = handshake.new_claim(1, 0, "lane")
-    sock.sendall(handshake.signed(claim, greeting, b"guessed"))
+    steps = dial_steps("guessed", "worker 0", bytes(_CLAIM.size))
+    with pytest.raises(UnauthenticatedPeer, match="has not the secret"):
+        authenticate(sock, steps, 5.0)
 
 
-def replayed_claim(sock: socket.socket) -> None:
-    """Signed for another greeting."""
-    sock.sendall(bytes(handshake.CLAIM_BYTES))
+def claim_without_proof(sock: socket.socket) -> None:
+    sock.sendall(bytes(32 + _CLAIM.size + 32))
 
 
 ACTS = {
@@ -54,7 +61,7 @@ ACTS = {
     "nothing": lambda sock: None,
     "half": lambda sock: sock.sendall(b"1" * 10),
     "a wrong claim": wrong_claim,
-    "a claim without a proof": replayed_claim,
+    "a claim without a proof": claim_without_proof,
     "the end": lambda sock: sock.close(),
 }
 REASONS = {
@@ -67,66 +74,66 @@ REASONS = {
 }
 
 
-def meet_stranger(worker: Worker, act: str) -> list[str]:
-    listener._STRANGER_SECONDS = 0.2
+def meet_unauthenticated(worker: Worker, act: str) -> list[str]:
+    acceptor._PROOF_SECONDS = 0.2
     handler = logged()
     mesh = worker.mesh()
-    stranger = dialled(mesh, worker.wire == "unix") if worker.rank == 0 else None
-    if stranger is not None:
-        ACTS[act](stranger)
+    outsider = dialled(mesh, worker.wire == "unix") if worker.rank == 0 else None
+    if outsider is not None:
+        ACTS[act](outsider)
         worker.say("strange")
     worker.wait_for("strange")
-    # The workers do not wait for the stranger.
+    # The workers do not wait for it.
     connection = mesh.connect(1 - worker.rank, "lane")
     connection.send(b"own")
     received = bytearray(3)
     connection.receive_into(received)
     assert received == b"own"
-    if stranger is not None:
+    if outsider is not None:
         deadline = time.monotonic() + 5.0
         while not handler.lines and time.monotonic() < deadline:
             time.sleep(0.01)
-        if stranger.fileno() >= 0:
+        if outsider.fileno() >= 0:
             with_end = b""
             try:
-                while part := stranger.recv(4096):
+                while part := outsider.recv(4096):
                     with_end += part
             except ConnectionResetError:
                 pass
-            assert len(with_end) <= handshake.GREETING_BYTES
-            stranger.close()
+            assert not any(with_end[GREETING_BYTES:])
+            outsider.close()
     mesh.close()
     return handler.lines
 
 
 @by_sockets
 @pytest.mark.parametrize("act", ACTS)
-def test_a_stranger_is_refused_and_logged(act, wire):
-    (line,), others = run(2, meet_stranger, act, wire=wire)
+def test_an_unauthenticated_peer_is_refused_and_logged(act, wire):
+    (line,), others = run(2, meet_unauthenticated, act, wire=wire)
     assert line.startswith("Refused a connection from ")
     assert REASONS[act] in line
     assert others == []
 
 
 def meet_crowd(worker: Worker) -> tuple[int, str]:
-    """More strangers than there is room for; a worker still comes through."""
-    listener._STRANGER_SECONDS = 0.3
-    listener._MOST_STRANGERS = 8
+    """More unauthenticated peers than are allowed; a worker still comes through."""
+    acceptor._PROOF_SECONDS = 0.3
+    acceptor._MOST_UNAUTHENTICATED = 8
     handler = logged()
     mesh = worker.mesh(timeout_seconds=5.0)
     crowd = [dialled(mesh, False) for _ in range(40)] if worker.rank == 0 else []
     worker.say(f"here {worker.rank}")
     worker.wait_for("here 0")
     mesh.connect(1 - worker.rank, "lane")
-    for stranger in crowd:
-        stranger.close()
+    for outsider in crowd:
+        outsider.close()
     mesh.close()
     return len(handler.lines), "".join(handler.lines)
 
 
-def test_a_crowd_of_strangers_is_logged_a_few_times_only():
+def test_a_crowd_is_logged_a_few_times_only():
     (count, text), _ = run(2, meet_crowd)
-    assert listener._FULL_LOG <= count < 20
+    assert acceptor._FULL_LOG <= count < 20
     assert "too many others" in text
 
 
@@ -153,7 +160,7 @@ def wrong_secret(worker: Worker) -> str:
 def test_workers_with_other_secrets_do_not_connect():
     waiting, dialling = run(2, wrong_secret, wire="tcp")
     assert "Worker 1 has not connected to worker 0" in waiting
-    assert "as to one that has not its secret" in dialling
+    assert "has not the secret of this job" in dialling
 
 
 def impostor(worker: Worker) -> str:
