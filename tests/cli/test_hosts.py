@@ -195,8 +195,8 @@ def test_a_network_that_is_cut_ends_two_commands(bed: SshdBed):
 
 def test_a_hub_that_is_cut_off_ends_the_islands_of_both_hosts(bed: SshdBed):
     # A minute each, of the launcher and in an island.
-    silence = "from tfdp.islands import frames\nframes.SILENT_SECONDS = 4\n"
-    silence += "frames.BEAT_SECONDS = 0.5\n"
+    silence = "from tfdp.islands import hub_connection as hub\nhub.SILENT_SECONDS = 4\n"
+    silence += "hub.BEAT_SECONDS = 0.5\n"
     (bed.folder / "island.py").write_text(f"{PRELUDE}{silence}{ISLAND}")
     address = f"{bed.bed.addresses[0]}:29410"
     line = ["run", "-n", "1", "--islands", "--hub", address, "--num-islands", "2"]

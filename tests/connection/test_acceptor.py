@@ -13,12 +13,12 @@ import time
 
 import pytest
 
-from tfdp.connection import (
-    Acceptor,
+from tfdp.connection import acceptor
+from tfdp.connection.acceptor import Acceptor
+from tfdp.connection.handshake import (
     Authenticated,
     ConnectionFailed,
     UnauthenticatedPeer,
-    acceptor,
     authenticate,
     dial_steps,
 )
@@ -204,6 +204,7 @@ def test_an_end_that_says_nothing_fails_those_who_dial():
         steps = dial_steps(SECRET, "test")
         with sock, pytest.raises(ConnectionFailed, match="no answer"):
             authenticate(sock, steps, 0.2, server.getsockname())
+        assert sock.fileno() == -1
 
 
 def test_a_slow_end_has_no_more_time_than_a_silent_one():

@@ -15,7 +15,6 @@ import tfdp
 from tests.harness import common
 from tfdp.cluster import Cluster
 from tfdp.cluster.islands import Island
-from tfdp.islands import frames
 from tfdp.islands import training as island_training
 from tfdp.islands.hub import Hub
 
@@ -144,7 +143,7 @@ def test_an_island_that_the_hub_has_taken_for_gone_joins_again(hub):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 5:
                 for connection in list(hub._connections):
-                    frames.close(connection)
+                    connection.close()
 
     callback = tfdp.callbacks.DiLoCo(4)
     fit(callback, Cut(), epochs=1)

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from tfdp.cluster.islands import Island
-from tfdp.connection import Acceptor
-from tfdp.islands.frames import SERVICE, close, framed
+from tfdp.connection.acceptor import Acceptor
 from tfdp.islands.hub import Hub
+from tfdp.islands.hub_connection import SERVICE, HubConnection
 from tfdp.islands.launcher_link import LauncherLink
 from tfdp.islands.member import HubGone, Member
 
@@ -219,7 +219,7 @@ def test_unauthenticated_peers_change_nothing(open_hub, monkeypatch):
 def test_a_member_that_breaks_the_rules_is_gone_and_no_other_is(open_hub):
     hub = open_hub(2)
     first, second = join(hub, 0, 1)
-    second._connection.send_bytes(b"no message")
+    second._connection.send(b"no message")
     assert bring(first, 0, 1.0).participants == 1
 
 
@@ -314,8 +314,8 @@ def test_a_hub_is_needed_until_those_that_have_been_there_have_ended(open_hub):
 
 
 def test_an_island_that_gives_no_sign_of_life_has_gone(open_hub, monkeypatch):
-    monkeypatch.setattr("tfdp.islands.frames.SILENT_SECONDS", 1)
-    monkeypatch.setattr("tfdp.islands.frames.BEAT_SECONDS", 0.1)
+    monkeypatch.setattr("tfdp.islands.hub_connection.SILENT_SECONDS", 1)
+    monkeypatch.setattr("tfdp.islands.hub_connection.BEAT_SECONDS", 0.1)
     monkeypatch.setattr("tfdp.islands.member.BEAT_SECONDS", 0.1)
     first, second = join(open_hub(2), 0, 1)
     time.sleep(1.5)  # both are there, and compute
@@ -370,7 +370,7 @@ def test_a_hub_forgets_an_island_whose_launcher_has_ended_too(open_hub, monkeypa
     monkeypatch.setattr("tfdp.islands.launcher_link.connect", refuse)
     for connection, heard in list(hub._connections.items()):
         if heard == {1}:
-            close(connection)
+            connection.close()
     found: list[int] = []
 
     def forget() -> None:
@@ -438,8 +438,8 @@ def test_a_link_reports_what_has_ended_while_the_hub_could_not_be_reached(
 
 
 def test_islands_that_wait_for_long_hear_that_the_hub_lives(open_hub, monkeypatch):
-    monkeypatch.setattr("tfdp.islands.frames.SILENT_SECONDS", 1)
-    monkeypatch.setattr("tfdp.islands.frames.BEAT_SECONDS", 0.1)
+    monkeypatch.setattr("tfdp.islands.hub_connection.SILENT_SECONDS", 1)
+    monkeypatch.setattr("tfdp.islands.hub_connection.BEAT_SECONDS", 0.1)
     monkeypatch.setattr("tfdp.islands.member.BEAT_SECONDS", 0.1)
     first, second = join(open_hub(2), 0, 1)
 
@@ -453,7 +453,7 @@ def test_islands_that_wait_for_long_hear_that_the_hub_lives(open_hub, monkeypatc
 
 def test_a_hub_that_stands_still_is_gone_for_its_islands_and_launchers(monkeypatch):
     """Its kernel goes on to answer for it: connections stay open."""
-    monkeypatch.setattr("tfdp.islands.frames.SILENT_SECONDS", 1)
+    monkeypatch.setattr("tfdp.islands.hub_connection.SILENT_SECONDS", 1)
     monkeypatch.setattr("tfdp.islands.launcher_link._CLOSE_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = Island(0, 1, f"127.0.0.1:{server.getsockname()[1]}", SECRET)
@@ -463,7 +463,7 @@ def test_a_hub_that_stands_still_is_gone_for_its_islands_and_launchers(monkeypat
             SECRET,
             SERVICE,
             [server],
-            lambda sock, _: kept.append(framed(sock)),
+            lambda sock, _: kept.append(HubConnection(sock)),
             lacks_files=print,
         )
         member, link = Member(address), LauncherLink(address, [0])

@@ -13,8 +13,6 @@ import pytest
 from tfdp.transport import PeerLost, RoundFollower, RoundLeader, TransportError
 from tfdp.transport.rounds import Reply
 
-SHAPES = [np.empty(3, "float32"), np.empty((), "float64")]
-STATE = [np.array(7), np.zeros((2, 2), "float32")]
 _SECONDS = 20.0
 
 
@@ -41,8 +39,8 @@ class Job:
         self.sockets = [sock for pair in pairs for sock in pair]
         links = {rank: End(own) for rank, (own, _) in enumerate(pairs, start=1)}
         self.ends = [
-            RoundLeader(links, SHAPES, least, patience),
-            *(RoundFollower(End(other), SHAPES, STATE) for _, other in pairs),
+            RoundLeader(links, least, patience),
+            *(RoundFollower(End(other)) for _, other in pairs),
         ]
 
     def come(

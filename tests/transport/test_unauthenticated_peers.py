@@ -9,10 +9,10 @@ import time
 import pytest
 
 from tests.transport.workers import FileStore, Worker, by_sockets, run
-from tfdp.connection import (
+from tfdp.connection import acceptor
+from tfdp.connection.handshake import (
     GREETING_BYTES,
     UnauthenticatedPeer,
-    acceptor,
     authenticate,
     dial_steps,
 )

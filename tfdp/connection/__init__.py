@@ -5,29 +5,3 @@ imports no TensorFlow. Reading order:
     handshake: what both ends send and check, and how it is run over a socket
     acceptor: thread that accepts connections, with limits on unauthenticated ones
 """
-
-from tfdp.connection.acceptor import Acceptor
-from tfdp.connection.handshake import (
-    GREETING_BYTES,
-    Authenticated,
-    ConnectionFailed,
-    UnauthenticatedPeer,
-    WrongService,
-    WrongVersion,
-    authenticate,
-    authenticate_stream,
-    dial_steps,
-)
-
-__all__ = [
-    "GREETING_BYTES",
-    "Acceptor",
-    "Authenticated",
-    "ConnectionFailed",
-    "UnauthenticatedPeer",
-    "WrongService",
-    "WrongVersion",
-    "authenticate",
-    "authenticate_stream",
-    "dial_steps",
-]

@@ -21,9 +21,9 @@ import time
 from collections.abc import Generator
 from typing import TypeAlias
 
-_PROTOCOL, _VERSION = b"tfdp/", b"1"
+VERSION = "1"
+_PROTOCOL = b"tfdp/"
 _HEAD_BYTES = 32
-_SERVICE_BYTES = _HEAD_BYTES - len(_PROTOCOL + _VERSION) - 1  # filled up with spaces
 _NONCE_BYTES = _PROOF_BYTES = 32
 GREETING_BYTES = _HEAD_BYTES + _NONCE_BYTES
 
@@ -44,7 +44,7 @@ class UnauthenticatedPeer(Exception):
 
 
 class WrongService(UnauthenticatedPeer):
-    """What was dialled is something else.
+    """What was dialled is something else, or speaks another version of the protocol.
 
     Args:
         received: Bytes, with which it began.
@@ -54,19 +54,14 @@ class WrongService(UnauthenticatedPeer):
         super().__init__("it is another service")
         self.received = received
 
-
-class WrongVersion(UnauthenticatedPeer):
-    """What was dialled speaks another version of the protocol.
-
-    Args:
-        received: String, its version.
-    """
-
-    own = _VERSION.decode()
-
-    def __init__(self, received: str) -> None:
-        super().__init__(f"it speaks version {received} of the protocol")
-        self.received = received
+    @property
+    def version(self) -> str | None:
+        """String, the version if it is another one of this protocol, or `None`."""
+        if not self.received.startswith(_PROTOCOL):
+            return None
+        text = self.received[len(_PROTOCOL) : _HEAD_BYTES].decode(errors="replace")
+        version = text.partition(" ")[0]
+        return None if version == VERSION else version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +94,7 @@ def dial_steps(secret: str, service: str, claim: bytes = b"") -> Steps:
         ConnectionFailed: If the other end has ended the connection.
         UnauthenticatedPeer: If it is another service, or has another secret.
     """
-    greeting = yield from _greeting(service)
+    greeting = yield from _received(GREETING_BYTES, _head(service))
     own = secrets.token_bytes(_NONCE_BYTES) + claim
     yield own + _proof(secret, b"dials", greeting, own)
     proof = yield from _received(_PROOF_BYTES)
@@ -139,7 +134,9 @@ def authenticate(
     seconds: float,
     address: tuple | str | None = None,
 ) -> Authenticated:
-    """Run a handshake over a socket, which is left with a time limit.
+    """Run a handshake over a socket, which is closed if that fails.
+
+    The socket is left with a time limit.
 
     Args:
         sock: `socket.socket`.
@@ -168,8 +165,11 @@ def authenticate(
                 received = sock.recv(step)
     except StopIteration as end:
         return end.value
-    except OSError as error:
-        raise ConnectionFailed(reason_of(error)) from error
+    except (OSError, ConnectionFailed, UnauthenticatedPeer) as error:
+        sock.close()
+        if isinstance(error, OSError):
+            raise ConnectionFailed(reason_of(error)) from error
+        raise
 
 
 async def authenticate_stream(
@@ -199,34 +199,21 @@ def reason_of(error: OSError) -> str:
 
 
 def _head(service: str) -> bytes:
-    return b"%s%s %s" % (_PROTOCOL, _VERSION, service.encode().ljust(_SERVICE_BYTES))
-
-
-def _greeting(service: str) -> Generator[int, bytes | None, bytes]:
-    """Receive a greeting; what is none is known by its first bytes."""
-    head, greeting = _head(service), b""
-    while missing := GREETING_BYTES - len(greeting):
-        greeting += yield from _received(missing, least=1)
-        if head.startswith(greeting[:_HEAD_BYTES]):
-            continue
-        if greeting.startswith(_PROTOCOL):
-            version = greeting[len(_PROTOCOL) : _HEAD_BYTES].partition(b" ")[0]
-            if version != _VERSION:
-                raise WrongVersion(version.decode(errors="replace"))
-        raise WrongService(greeting)
-    return greeting
+    return (_PROTOCOL + f"{VERSION} {service}".encode()).ljust(_HEAD_BYTES)
 
 
 def _received(
-    num_bytes: int, least: int | None = None
+    num_bytes: int, begin: bytes = b""
 ) -> Generator[int, bytes | None, bytes]:
-    """Receive a number of bytes, or of these at least some."""
+    """Receive a number of bytes, of which the first ones are given."""
     received = b""
-    while len(received) < (least or num_bytes):
+    while len(received) < num_bytes:
         part = yield num_bytes - len(received)
         if not part:
             raise ConnectionFailed("it ended the connection")
         received += part
+        if not begin.startswith(received[: len(begin)]):
+            raise WrongService(received)
     return received
 
 

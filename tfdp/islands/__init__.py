@@ -3,7 +3,7 @@
 One that ends stops no other, and one that comes back goes on from what all have in
 common. Files, in reading order:
 
-- `frames`: arrays and signs of life over an authenticated connection.
+- `hub_connection`: messages and signs of life over an authenticated connection.
 - `meeting`: means over the islands that come in time, and the state for who joins.
 - `hub`: the process that islands connect to, one meeting for each `fit`.
 - `member`: the hub as an island sees it.

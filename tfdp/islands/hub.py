@@ -9,21 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Collection
-from multiprocessing.connection import Connection
 from typing import Any
 
-from tfdp.connection import Acceptor, Authenticated
-from tfdp.islands.frames import (
-    GONE,
-    SERVICE,
-    SILENT_SECONDS,
-    beating,
-    close,
-    framed,
-    receive,
-    send,
-)
+from tfdp.connection.acceptor import Acceptor
+from tfdp.connection.handshake import Authenticated
+from tfdp.islands.hub_connection import GONE, SERVICE, SILENT_SECONDS, HubConnection
 from tfdp.islands.meeting import Meeting, Parcel, Participant
+from tfdp.transport.frames import send_frame
 
 # How long those who come first wait for the others, which may still start.
 JOIN_SECONDS = 120.0
@@ -58,7 +50,7 @@ class Hub:
         self._lock = threading.Lock()
         self._is_closed = False
         # Which islands give a sign of life over each.
-        self._connections: dict[Connection, set[int]] = {}
+        self._connections: dict[HubConnection, set[int]] = {}
         self._meetings: dict[int, Meeting] = {}
         # Islands that have not ended for good, and of those that have been here.
         self._expected = set(range(count))
@@ -86,7 +78,7 @@ class Hub:
         for meeting in meetings:
             meeting.close()
         for connection in connections:
-            close(connection)
+            connection.close()
 
     @property
     def is_needed(self) -> bool:
@@ -134,7 +126,7 @@ class Hub:
 
     def _serve(self, sock: socket.socket) -> None:
         """Answer one island until it has gone."""
-        connection = framed(sock)
+        connection = HubConnection(sock)
         with self._lock:
             is_late = self._is_closed
             self._connections[connection] = set()
@@ -147,10 +139,10 @@ class Hub:
             with self._lock:
                 heard = self._connections.pop(connection)
                 self._heard_at.update(dict.fromkeys(heard, time.monotonic()))
-            close(connection)
+            connection.close()
 
-    def _answer(self, connection: Connection) -> None:
-        head, arrays = receive(connection)
+    def _answer(self, connection: HubConnection) -> None:
+        head, arrays = connection.receive()
         if head["kind"] == "launcher":
             self._serve_launcher(connection, head)
             return
@@ -160,11 +152,11 @@ class Hub:
         meeting = self._meeting(number)
         member = meeting.new_member(index)
         try:
-            with beating(connection):
+            with connection.beating():
                 reply = meeting.join(
                     member, head["settings"], int(head["updates"]), arrays
                 )
-            send(connection, *reply)
+            send_frame(connection, *reply)
             if member.has_begun:
                 self._serve_member(connection, meeting, member)
         finally:
@@ -173,7 +165,7 @@ class Hub:
                 if meeting.is_over:  # its state is of no use to anybody
                     self._meetings.pop(number, None)
 
-    def _hear_of(self, connection: Connection, indices: set[int]) -> None:
+    def _hear_of(self, connection: HubConnection, indices: set[int]) -> None:
         """Take note of islands that live while a connection does."""
         with self._lock:
             before = self._connections[connection] - indices
@@ -182,7 +174,7 @@ class Hub:
             self._seen |= indices
             self._expected |= indices  # also one that was taken for lost
 
-    def _serve_launcher(self, connection: Connection, head: dict[str, Any]) -> None:
+    def _serve_launcher(self, connection: HubConnection, head: dict[str, Any]) -> None:
         """Take the reports of another machine's launcher until it has gone."""
         told: set[int] = set()
         while True:
@@ -190,14 +182,14 @@ class Hub:
                 self.ended(index)
             told.update(head["ended"])
             self._hear_of(connection, set(head["running"]))
-            send(connection, {})
-            head, _ = receive(connection)
+            send_frame(connection, {})
+            head, _ = connection.receive()
 
     def _serve_member(
-        self, connection: Connection, meeting: Meeting, member: Participant
+        self, connection: HubConnection, meeting: Meeting, member: Participant
     ) -> None:
         while True:
-            head, arrays = receive(connection)
+            head, arrays = connection.receive()
             if head["kind"] == "bye":
                 meeting.expect_no_more(member.index)
                 return
@@ -205,9 +197,9 @@ class Hub:
                 meeting.keep(int(head["version"]), arrays)
                 continue
             parcel = Parcel(int(head["version"]), float(head["samples"]), arrays)
-            with beating(connection):
+            with connection.beating():
                 reply = meeting.exchange(member, parcel)
-            send(connection, *reply)
+            send_frame(connection, *reply)
 
     def _meeting(self, number: int) -> Meeting:
         with self._lock:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 
 from tfdp.cluster.islands import Island
-from tfdp.islands.frames import BEAT_SECONDS, GONE, close, receive, send
+from tfdp.islands.hub_connection import BEAT_SECONDS, GONE, HubConnection
 from tfdp.islands.member import connect
+from tfdp.transport.frames import send_frame
 
 _RETRY_SECONDS = 1.0
 # A launcher whose islands have ended has nothing else to wait for.
@@ -65,7 +65,7 @@ class LauncherLink(threading.Thread):
             self._changed.wait(_RETRY_SECONDS)
             self._changed.clear()
 
-    def _report_on(self, connection: Connection) -> None:
+    def _report_on(self, connection: HubConnection) -> None:
         """Report on a connection until this link is closed."""
         try:
             is_last = False
@@ -75,9 +75,9 @@ class LauncherLink(threading.Thread):
                 ended = sorted(self._ended)
                 running = sorted(set(self._indices).difference(ended))
                 report = {"kind": "launcher", "running": running, "ended": ended}
-                send(connection, report)
-                receive(connection)
+                send_frame(connection, report)
+                connection.receive()
                 if not is_last:
                     self._changed.wait(BEAT_SECONDS)
         finally:
-            close(connection)
+            connection.close()

@@ -13,11 +13,9 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from tfdp.transport.arithmetic import mean_by_samples
 from tfdp.transport.communicator import Array
 
 Message = tuple[dict[str, Any], list[Array]]
@@ -229,7 +227,7 @@ class Meeting:
     def _end_exchange(self) -> None:
         waiting = self._waiting()
         parcels = [m.parcel for m in waiting if m.parcel is not None] + self._late
-        mean = _mean([(parcel.samples, parcel.arrays) for parcel in parcels])
+        mean = mean_by_samples([(parcel.samples, parcel.arrays) for parcel in parcels])
         self._version += 1
         self._means.append((self._version, mean))
         keeper = min(member.index for member in waiting)
@@ -248,20 +246,6 @@ class Meeting:
     def _setting(self, name: str) -> Any:
         assert self._settings is not None
         return self._settings[name]
-
-
-def _mean(parts: Sequence[tuple[float, Sequence[Array]]]) -> list[Array]:
-    """Mean of arrays, each by its samples."""
-    total = sum(samples for samples, _ in parts) or 1.0
-    columns = zip(*(arrays for _, arrays in parts), strict=True)
-    shares = [samples / total for samples, _ in parts]
-    return [
-        np.asarray(
-            sum(share * array for share, array in zip(shares, column, strict=True)),
-            column[0].dtype,
-        )
-        for column in columns
-    ]
 
 
 def _difference(own: dict[str, Any], others: dict[str, Any]) -> str:

@@ -8,29 +8,20 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 from tfdp.cluster.address import split_address
 from tfdp.cluster.islands import Island
-from tfdp.connection import (
+from tfdp.connection.handshake import (
     ConnectionFailed,
     UnauthenticatedPeer,
     authenticate,
     dial_steps,
 )
 from tfdp.forks import close_in_forks
-from tfdp.islands.frames import (
-    BEAT_SECONDS,
-    GONE,
-    SERVICE,
-    close,
-    framed,
-    receive,
-    send,
-    send_beat,
-)
+from tfdp.islands.hub_connection import BEAT_SECONDS, GONE, SERVICE, HubConnection
 from tfdp.transport.communicator import Array
+from tfdp.transport.frames import send_frame
 
 _CONNECT_SECONDS = 60.0
 _PROOF_SECONDS = 10.0
@@ -170,18 +161,18 @@ class Member:
         if is_through:
             with contextlib.suppress(HubGone):
                 self._send({"kind": "bye"})
-        close(self._connection)
+        self._connection.close()
 
     def _ask(
         self, head: dict[str, Any], arrays: Sequence[Array]
     ) -> tuple[dict[str, Any], list[Array]]:
         with self._translated():
-            send(self._connection, head, arrays)
-            return receive(self._connection)
+            send_frame(self._connection, head, arrays)
+            return self._connection.receive()
 
     def _send(self, head: dict[str, Any], arrays: Sequence[Array] = ()) -> None:
         with self._translated():
-            send(self._connection, head, arrays)
+            send_frame(self._connection, head, arrays)
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
@@ -197,7 +188,7 @@ class Member:
         with contextlib.suppress(HubGone):  # the next exchange says so
             while not self._is_closed.wait(BEAT_SECONDS):
                 with self._translated():
-                    send_beat(self._connection)
+                    self._connection.send_beat()
 
     def _gone(self) -> HubGone:
         return HubGone(
@@ -207,7 +198,7 @@ class Member:
         )
 
 
-def connect(island: Island, within_seconds: float) -> Connection:
+def connect(island: Island, within_seconds: float) -> HubConnection:
     """Connect to the hub.
 
     Args:
@@ -215,7 +206,7 @@ def connect(island: Island, within_seconds: float) -> Connection:
         within_seconds: Float, for how long it is tried.
 
     Returns:
-        `Connection` whose ends have proved themselves.
+        `HubConnection` whose ends have proved themselves.
 
     Raises:
         RuntimeError: If the hub cannot be reached, or has another secret.
@@ -224,11 +215,10 @@ def connect(island: Island, within_seconds: float) -> Connection:
     deadline = time.monotonic() + within_seconds
     while True:
         try:
-            opened = socket.create_connection(address, timeout=5.0)
-            with close_in_forks(opened) as sock:
-                steps = dial_steps(island.secret, SERVICE)
-                authenticate(sock, steps, _PROOF_SECONDS)
-                return framed(sock)
+            sock = close_in_forks(socket.create_connection(address, timeout=5.0))
+            steps = dial_steps(island.secret, SERVICE)
+            authenticate(sock, steps, _PROOF_SECONDS)
+            return HubConnection(sock)
         except UnauthenticatedPeer as error:
             raise RuntimeError(
                 f"What listens at {island.hub} has not the secret of these islands. "

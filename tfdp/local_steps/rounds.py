@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from tfdp.cluster.words import counted
@@ -14,6 +13,7 @@ from tfdp.collectives import ProcessTransport
 from tfdp.collectives.background import Background
 from tfdp.collectives.process_transport import host_of
 from tfdp.transport import RoundFollower, RoundLeader
+from tfdp.transport.arithmetic import mean_by_samples
 
 # Alike on all workers, which make them in one order.
 _names = itertools.count()
@@ -54,7 +54,7 @@ class RoundExchange:
         patience_seconds: float,
     ) -> None:
         self._num_gradients = len(specs)
-        self._end = _end_of(strategy, specs, state_specs, least, patience_seconds)
+        self._end = _end_of(strategy, least, patience_seconds)
         hosts = [host_of(device) for device in strategy.extended.group.devices]
         self._background = Background(
             "tfdp rounds",
@@ -91,11 +91,7 @@ class RoundExchange:
 
 
 def _end_of(
-    strategy: Any,
-    specs: Sequence[tf.TensorSpec],
-    state_specs: Sequence[tf.TensorSpec],
-    least: int,
-    patience_seconds: float,
+    strategy: Any, least: int, patience_seconds: float
 ) -> RoundLeader | RoundFollower:
     extended = strategy.extended
     transport, worker_group = extended.group.transport, extended.worker_group
@@ -113,16 +109,11 @@ def _end_of(
             f"{counted(worker_group.num_workers, 'worker')}"
         )
     lane = f"rounds {next(_names)}"
-    shapes, state_shapes = _arrays_like(specs), _arrays_like(state_specs)
     if worker_group.rank:
-        return RoundFollower(connect(0, lane), shapes, state_shapes)
+        return RoundFollower(connect(0, lane))
     others = range(1, worker_group.num_workers)
     links = {rank: connect(rank, lane) for rank in others}
-    return RoundLeader(links, shapes, least, patience_seconds)
-
-
-def _arrays_like(specs: Sequence[tf.TensorSpec]) -> list[np.ndarray]:
-    return [np.empty(spec.shape, spec.dtype.as_numpy_dtype) for spec in specs]
+    return RoundLeader(links, least, patience_seconds)
 
 
 def _function(
@@ -132,16 +123,8 @@ def _function(
 
     def run(parts: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
         samples = [float(own[0].numpy()) for own in parts]
-        total = sum(samples) or 1.0
-        gradients = [
-            sum(
-                share / total * tensor.numpy()
-                for share, tensor in zip(samples, column, strict=True)
-            )
-            for column in zip(
-                *(own[1 : 1 + num_gradients] for own in parts), strict=True
-            )
-        ]
+        columns = [[t.numpy() for t in own[1 : 1 + num_gradients]] for own in parts]
+        gradients = mean_by_samples(list(zip(samples, columns, strict=True)))
         state = parts[0][1 + num_gradients :]
         reply = end.exchange(sum(samples), gradients, [t.numpy() for t in state])
         mean = reply.mean if reply.is_made else gradients

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.connection import Authenticated
+from tfdp.connection.handshake import Authenticated
 from tfdp.rendezvous.errors import Lost, MalformedMessage
 from tfdp.rendezvous.messages import Seal
 

@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.connection import (
+from tfdp.connection.handshake import (
+    VERSION,
     ConnectionFailed,
     UnauthenticatedPeer,
     WrongService,
-    WrongVersion,
     authenticate_stream,
     dial_steps,
 )
@@ -196,16 +196,16 @@ class Member:
 
 def _difference(error: UnauthenticatedPeer, place: str) -> str:
     """Say in what the end that was dialled is not this job's node 0."""
+    if isinstance(error, WrongService) and error.version is not None:
+        return (
+            f"Node 0 at {place} has another version of tfdp; install the same one on "
+            f"all machines. Received: protocol {error.version!r}, here {VERSION!r}"
+        )
     if isinstance(error, WrongService):
         return (
             f"What listens at {place} is no rendezvous of `tfdp run`; give the address "
             "of node 0, and a port that nothing else uses. "
             f"Received: {error.received[:40]!r}"
-        )
-    if isinstance(error, WrongVersion):
-        return (
-            f"Node 0 at {place} has another version of tfdp; install the same one on "
-            f"all machines. Received: protocol {error.received!r}, here {error.own!r}"
         )
     return (
         f"The secret of this node is not that of node 0 at {place}: paste the line "

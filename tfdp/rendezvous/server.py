@@ -8,7 +8,8 @@ import logging
 import socket
 import threading
 
-from tfdp.connection import Acceptor, Authenticated
+from tfdp.connection.acceptor import Acceptor
+from tfdp.connection.handshake import Authenticated
 from tfdp.rendezvous.channel import Channel
 from tfdp.rendezvous.coordinator import Coordinator
 from tfdp.rendezvous.errors import Lost, MalformedMessage, RendezvousError

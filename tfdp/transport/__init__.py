@@ -10,6 +10,7 @@ Reading order:
     control: messages that say why a connection is closed
     sockets: sockets as a mesh opens them
     mesh: the connections of a worker to all others
+    frames: messages of a head and arrays
     calls: what a member calls, compared with what its peers do
     schedules: the segments of an array, and the order in which they travel
     ring, ordered_sums: what a member sends and receives, and adds

@@ -69,3 +69,27 @@ def _add_to(total: Array, addends: Sequence[Array]) -> Array:
     for addend in addends:
         np.add(total, addend, out=total)
     return total
+
+
+def mean_by_samples(parts: Sequence[tuple[float, Sequence[Array]]]) -> list[Array]:
+    """Return the means of arrays, each weighted by its number of samples.
+
+    Args:
+        parts: Sequence of a number of samples and arrays, alike in all parts.
+
+    Returns:
+        List of arrays, of the dtypes of the first part.
+
+    Example:
+    >>> mean_by_samples([(3.0, [np.array([1.0])]), (1.0, [np.array([5.0])])])
+    [array([2.])]
+    """
+    total = sum(samples for samples, _ in parts) or 1.0
+    shares = [samples / total for samples, _ in parts]
+    return [
+        np.asarray(
+            sum(share * array for share, array in zip(shares, column, strict=True)),
+            column[0].dtype,
+        )
+        for column in zip(*(arrays for _, arrays in parts), strict=True)
+    ]

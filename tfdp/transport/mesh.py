@@ -16,8 +16,8 @@ import weakref
 from collections.abc import Iterable, Iterator
 
 from tfdp.cluster.limits import lack_of_files
-from tfdp.connection import (
-    Acceptor,
+from tfdp.connection.acceptor import Acceptor
+from tfdp.connection.handshake import (
     Authenticated,
     ConnectionFailed,
     UnauthenticatedPeer,
@@ -341,14 +341,12 @@ class Mesh:
                 tune(sock)
                 return sock
             except UnauthenticatedPeer:
-                sock.close()
                 raise TransportError(
                     f"What listens at {addresses}, where worker {peer} said that it "
                     "does, has not the secret of this job. Another job may have taken "
                     "its port: start all workers again."
                 ) from None
             except ConnectionFailed as error:
-                sock.close()
                 if self._closed is not None:
                     raise self._was_closed() from None
                 if deadline - time.monotonic() <= _RETRY_SECONDS:

@@ -10,34 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from tfdp.cluster.words import counted
+from tfdp.transport.arithmetic import mean_by_samples
 from tfdp.transport.communicator import Array, PeerLost, TransportError
-from tfdp.transport.schedules import bytes_of
+from tfdp.transport.frames import Link, receive_frame, send_frame
 
-# Generation, version and samples of what a follower brings.
-_PARCEL = struct.Struct("!qqd")
-# Version, and whether a round was made and the state follows.
-_REPLY = struct.Struct("!q??")
 # The version of a follower that makes no more rounds until all meet.
 _RESTS = -1
-
-
-class Link(Protocol):
-    """A connection to another worker."""
-
-    def send(self, *buffers: bytes | memoryview) -> None:
-        """Send buffers, one after the other."""
-
-    def receive_into(self, view: bytearray | memoryview) -> None:
-        """Fill a buffer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +60,6 @@ class RoundLeader:
 
     Args:
         links: Mapping from ranks to `Link`, to all other workers.
-        shapes: Sequence of arrays like those that a follower brings.
         least: Int, how many workers make a round, this one among them.
         patience_seconds: Float, how long a round waits for more.
     """
@@ -83,12 +67,10 @@ class RoundLeader:
     def __init__(
         self,
         links: Mapping[int, Link],
-        shapes: Sequence[Array],
         least: int,
         patience_seconds: float,
     ) -> None:
         self._links = dict(links)
-        self._shapes = list(shapes)
         self._least, self._patience = least, patience_seconds
         self._generation = self._version = 0
         self._is_open = True
@@ -129,7 +111,8 @@ class RoundLeader:
         with self._lock, self._changed:
             self._wait_for_parcels()
             parcels = [*self._waiting.values(), *self._late]
-            mean = _mean([(samples, arrays)] + [(p.samples, p.arrays) for p in parcels])
+            brought = [(parcel.samples, parcel.arrays) for parcel in parcels]
+            mean = mean_by_samples([(samples, arrays), *brought])
             self._version += 1
             self._last = mean, [np.array(array) for array in state]
             self._away = set(self._links) - set(self._waiting)
@@ -180,8 +163,8 @@ class RoundLeader:
         """Answer one follower, parcel by parcel, until it has gone."""
         try:
             while True:
-                parcel = _receive_parcel(link, self._shapes)
-                reply = self._reply_to(rank, parcel)
+                head, arrays = receive_frame(link)
+                reply = self._reply_to(rank, _Parcel(**head, arrays=arrays))
                 if reply is not None:
                     _send_reply(link, reply)
         except (PeerLost, TransportError) as error:
@@ -219,15 +202,10 @@ class RoundFollower:
 
     Args:
         link: `Link` to worker 0.
-        shapes: Sequence of arrays like those that it brings.
-        state_shapes: Sequence of arrays like those of the state.
     """
 
-    def __init__(
-        self, link: Link, shapes: Sequence[Array], state_shapes: Sequence[Array]
-    ) -> None:
+    def __init__(self, link: Link) -> None:
         self._link = link
-        self._shapes, self._state_shapes = list(shapes), list(state_shapes)
         self._generation = self._version = 0
         self._lock = threading.Lock()
 
@@ -237,16 +215,15 @@ class RoundFollower:
         """Bring arrays to a round, see `RoundLeader.exchange`."""
         del state
         with self._lock:
-            head = _PARCEL.pack(self._generation, self._version, samples)
-            self._link.send(head, *map(_view, arrays))
-            reply = _receive_reply(self._link, self._shapes, self._state_shapes)
+            self._send(self._version, samples, arrays)
+            reply = _receive_reply(self._link)
             self._version = reply.version
             return reply
 
     def rest(self) -> None:
         """Tell the leader that this worker makes no more rounds until all have met."""
         with self._lock, contextlib.suppress(PeerLost, TransportError):
-            self._link.send(_PARCEL.pack(self._generation, _RESTS, 0.0))
+            self._send(_RESTS, 0.0, [])
 
     def meet(self) -> None:
         """Begin anew, once all have met and have one state."""
@@ -254,52 +231,26 @@ class RoundFollower:
             self._generation += 1
             self._version = 0
 
-
-def _mean(parts: Sequence[tuple[float, Sequence[Array]]]) -> list[Array]:
-    """Mean of arrays, each by its samples."""
-    total = sum(samples for samples, _ in parts) or 1.0
-    shares = [samples / total for samples, _ in parts]
-    means = []
-    for column in zip(*(arrays for _, arrays in parts), strict=True):
-        mean = np.zeros_like(column[0])
-        for share, array in zip(shares, column, strict=True):
-            mean += share * array
-        means.append(mean)
-    return means
-
-
-def _receive_parcel(link: Link, shapes: Sequence[Array]) -> _Parcel:
-    head = bytearray(_PARCEL.size)
-    link.receive_into(head)
-    generation, version, samples = _PARCEL.unpack(head)
-    arrays = [] if version == _RESTS else _receive_arrays(link, shapes)
-    return _Parcel(generation, version, samples, arrays)
+    def _send(self, version: int, samples: float, arrays: Sequence[Array]) -> None:
+        head = {
+            "generation": self._generation,
+            "version": version,
+            "samples": samples,
+        }
+        send_frame(self._link, head, arrays)
 
 
 def _send_reply(link: Link, reply: Reply) -> None:
-    head = _REPLY.pack(reply.version, reply.is_made, reply.is_behind)
-    mean = reply.mean if reply.is_made else []
-    state = reply.state if reply.is_behind else []
-    link.send(head, *map(_view, [*mean, *state]))
+    head = {
+        "version": reply.version,
+        "is_made": reply.is_made,
+        "is_behind": reply.is_behind,
+        "num_mean": len(reply.mean),
+    }
+    send_frame(link, head, [*reply.mean, *reply.state])
 
 
-def _receive_reply(
-    link: Link, shapes: Sequence[Array], state_shapes: Sequence[Array]
-) -> Reply:
-    head = bytearray(_REPLY.size)
-    link.receive_into(head)
-    version, is_made, is_behind = _REPLY.unpack(head)
-    mean = _receive_arrays(link, shapes if is_made else [])
-    state = _receive_arrays(link, state_shapes if is_behind else [])
-    return Reply(version, is_made, is_behind, mean, state)
-
-
-def _receive_arrays(link: Link, shapes: Sequence[Array]) -> list[Array]:
-    arrays = [np.empty_like(shape) for shape in shapes]
-    for array in arrays:
-        link.receive_into(_view(array))
-    return arrays
-
-
-def _view(array: Array) -> memoryview:
-    return bytes_of(np.ascontiguousarray(array).reshape(-1))
+def _receive_reply(link: Link) -> Reply:
+    head, arrays = receive_frame(link)
+    size = head.pop("num_mean")
+    return Reply(**head, mean=arrays[:size], state=arrays[size:])
