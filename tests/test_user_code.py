@@ -5,12 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import sysconfig
+import threading
 import types
 import warnings
+import weakref
 
 import pytest
 
 from tfdp import user_code
+from tfdp.forks import Owner
 
 LIBRARY = sysconfig.get_path("purelib") + "/some_library/module.py"
 
@@ -77,6 +80,33 @@ def test_a_warning_is_at_the_users_line_under_a_library():
     assert [(w.filename, f"{w.message}") for w in caught] == [
         (__file__, "Mind the gap.")
     ]
+
+
+def test_a_warning_comes_once_for_each_object_and_topic():
+    first, second = Owner(), Owner()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for about in (first, second, first):
+            user_code.warn("Mind the gap.", once_for=about)
+            user_code.warn(f"Gap {about}.", once_for=about, topic="gap")
+        user_code.forget_topics()
+        user_code.warn("Mind the gap.", once_for=first)
+    texts = [str(w.message) for w in caught]
+    assert texts.count("Mind the gap.") == 3
+    assert len(texts) == 5
+    reference = weakref.ref(second)
+    del second, about
+    assert reference() is None
+
+
+def test_a_warning_of_a_thread_is_at_the_line_that_warns():
+    function = library_function("def function(warn): warn('Mind the gap.')")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        thread = threading.Thread(target=function, args=(user_code.warn,))
+        thread.start()
+        thread.join()
+    assert [w.filename for w in caught] == [LIBRARY]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Lines of the user's code: which one calls tfdp, and which one started TensorFlow.
+"""Lines of the user's code, warnings at them, and the one that started TensorFlow.
 
 Beside `tfdp._compat`, which imports TensorFlow: `import tfdp` must not, and only who is
 there before can see TensorFlow start.
@@ -15,6 +15,7 @@ import sys
 import sysconfig
 import types
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +35,47 @@ _LIBRARIES = tuple(
 _CONTEXT = "tensorflow.python.eager.context"
 _started_at: list[str] = []
 _started_by: list[Owner] = []
+# What a user has read of, by the object that it is about.
+_topics: weakref.WeakKeyDictionary[Any, dict[str, object]]
+_topics = weakref.WeakKeyDictionary()
 
 
-def warn(message: str) -> None:
+def warn(message: str, *, once_for: Any = None, topic: str = "") -> None:
     """Warn of something, at the line of the user's code that has led to it.
 
     Args:
         message: String, a sentence.
+        once_for: Object that the warning is about, such as a model, for which a user
+            reads it once. Defaults to `None`: each call warns.
+        topic: String, by which warnings about the object are told apart. Defaults to
+            the message.
     """
+    if once_for is not None and not is_new(topic or message, once_for):
+        return
     depth, frame = 1, inspect.currentframe()
     while frame is not None and not _is_of_user(frame):
         # Those of an import `warnings` does not count.
         is_import = frame.f_code.co_filename.startswith("<frozen importlib")
         depth, frame = depth + (not is_import), frame.f_back
-    warnings.warn(message, stacklevel=depth)
+    # A thread of tfdp's or TensorFlow's has no line of the user's.
+    warnings.warn(message, stacklevel=2 if frame is None else depth)
+
+
+def is_new(topic: str, about: Any) -> bool:
+    """Return whether a user has not yet read of a topic, and note that now they have.
+
+    Args:
+        topic: String.
+        about: Object with identity, such as a model; what was noted goes with it.
+    """
+    # Without a lock, for which a forked process might wait indefinitely.
+    mark = object()
+    return _topics.setdefault(about, {}).setdefault(topic, mark) is mark
+
+
+def forget_topics() -> None:
+    """Have users read everything again, in tests."""
+    _topics.clear()
 
 
 def place_of(frame: types.FrameType | None) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 import tfdp
 from tests.harness.commands import run_python
-from tfdp import _compat
+from tfdp import _compat, user_code
 from tfdp.cluster import cpu_kernels
 from tfdp.onednn import VARIABLE
 
@@ -25,9 +25,9 @@ def kernels(monkeypatch):
     monkeypatch.setattr(_compat, "uses_onednn", lambda: False)
     monkeypatch.setattr(cpu_kernels, "gradient_factor", lambda: 10.2)
     monkeypatch.setattr(cpu_kernels, "is_left_off", lambda: True)
-    cpu_kernels.warn_of_slow_kernels.cache_clear()
+    user_code.forget_topics()
     yield monkeypatch
-    cpu_kernels.warn_of_slow_kernels.cache_clear()
+    user_code.forget_topics()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from tests.data.cases_balance import Shift, rebalanced
 from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case
+from tfdp import user_code
 from tfdp.data.rows import rows_of_worker
 from tfdp.data.stored_rows import StoredRows
 
@@ -239,7 +240,7 @@ def own_rows_with_rebalance(env: Env) -> dict:
         told = [str(w.message) for w in caught if "prepares all rows" in str(w.message)]
         assert len(told) == (not env.is_reference and env.is_chief), (name, told)
         if not env.is_reference:
-            env.strategy.extended.told.clear()
+            user_code.forget_topics()
     return found
 
 

@@ -29,6 +29,7 @@ from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.harness.registry import case
 from tests.harness.results import flatten_results
+from tfdp import user_code
 
 BATCH = common.BATCH_SIZE
 # Of two workers: 3 and 5 batches. A batch of 5 is split alike for 2 and 4 replicas.
@@ -52,7 +53,7 @@ def uneven(env: Env, how: str) -> typing.Iterator[list]:
             yield caught
         finally:
             extended.options = before
-            extended.told.clear()
+            user_code.forget_topics()
 
 
 def data_of(rank: int, num_rows: int | None = None) -> tuple:

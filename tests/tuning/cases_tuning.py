@@ -17,6 +17,7 @@ from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import ALL, case
 from tests.reduction.cases_plans import collectives, step_of
+from tfdp import user_code
 from tfdp.tuning import callback, plan_cache, proposals, tuner
 
 SMALL_BLOCKS = {"BLOCK_STEPS": 2, "_FEWEST_UPDATES": 2, "_SKIPPED_AT_FIRST": 1}
@@ -70,7 +71,7 @@ def tuned(env: Env, **constants: int) -> collections.abc.Iterator[StepClock | No
             yield clock
         finally:
             extended.options = extended.reducer.options = before
-            extended.reducer.told.clear()
+            user_code.forget_topics()
 
 
 def new_model(env: Env, clock: StepClock | None, **options: typing.Any) -> keras.Model:

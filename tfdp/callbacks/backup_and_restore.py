@@ -6,12 +6,11 @@ import functools
 import json
 import os
 import sys
-import warnings
 from typing import Any
 
 import keras
 
-from tfdp import _compat
+from tfdp import _compat, user_code
 from tfdp.arguments import checked_bool, checked_integer, is_integer, plain
 from tfdp.base.feature import equalize_replicas
 from tfdp.callbacks.arguments import check_directory
@@ -337,10 +336,9 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def _warn_about_position(self, difficulty: str | None) -> None:
         if difficulty is not None:
-            warnings.warn(
+            user_code.warn(
                 f"The position in the data cannot be restored: {difficulty}. A run "
-                "that is interrupted within an epoch begins that epoch again.",
-                stacklevel=2,
+                "that is interrupted within an epoch begins that epoch again."
             )
 
     def _build_model(self) -> None:

@@ -6,12 +6,12 @@ import collections
 import contextlib
 import dataclasses
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
+from tfdp import user_code
 from tfdp.arguments import checked_bool, checked_integer
 from tfdp.base.context import strategy_of
 from tfdp.base.files import problem_of_folder
@@ -195,10 +195,9 @@ class CommunicationMonitor(MeasuringCallback):
             error = error or later
         if error is not None:
             # Training has ended well, and the other workers wait for this one.
-            warnings.warn(
+            user_code.warn(
                 "`CommunicationMonitor` could not write all of its reports: "
-                f"{error_text(error)}",
-                stacklevel=2,
+                f"{error_text(error)}"
             )
 
     def _print_notices(self) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import warnings
 from typing import Any
 
 import keras
 
+from tfdp import user_code
 from tfdp.callbacks.local_steps import LocalStepsCallback
 from tfdp.cluster.islands import Island
 from tfdp.islands.training import IslandTraining
@@ -132,10 +132,9 @@ class DiLoCo(LocalStepsCallback):
             patience_seconds=patience_seconds,
         )
         if not delay and (scale_by_staleness or mixing != 0.5):
-            warnings.warn(
+            user_code.warn(
                 "`mixing` and `scale_by_staleness` are for late outer steps, and are "
-                f"ignored. Received: delay={delay!r}",
-                stacklevel=2,
+                f"ignored. Received: delay={delay!r}"
             )
         options = LocalStepsOptions(sync_every, outer, dynamic_steps)
         super().__init__(options, start_step=0)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import keras
 
+from tfdp import user_code
 from tfdp.base.wrappers import other_optimizers
 from tfdp.keras_hooks import install
 from tfdp.optimizer.arguments import check_strategy
@@ -53,11 +53,10 @@ class OptimizerCallback(keras.callbacks.Callback):
         ]
         if others:
             name = type(self).__name__
-            warnings.warn(
+            user_code.warn(
                 f"`{name}` is for `model.optimizer`, the one of `compile`, and not for "
                 f"{' and '.join(f'`model.{other}`' for other in others)}. Make each of "
-                "these a `tfdp.DistributedOptimizer`, which has the same settings.",
-                stacklevel=2,
+                "these a `tfdp.DistributedOptimizer`, which has the same settings."
             )
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:

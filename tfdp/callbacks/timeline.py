@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
+from tfdp import user_code
 from tfdp.arguments import is_integer
 from tfdp.base.context import strategy_of
 from tfdp.base.files import problem_of_folder
@@ -115,10 +115,9 @@ class Timeline(MeasuringCallback):
         """Write what there is if training ended before the last step."""
         if self.meter is None:
             return
-        warnings.warn(
+        user_code.warn(
             f"`Timeline` was to show {self._named_steps}, and training ended "
-            f"after {self.step}.",
-            stacklevel=2,
+            f"after {self.step}."
         )
         self._write()
 
@@ -140,16 +139,15 @@ class Timeline(MeasuringCallback):
             self._write_file([worker for worker in workers if worker.slices])
         except OSError as error:
             # Training goes on: the other workers are in the next step already.
-            warnings.warn(f"`Timeline` could not be written: {error}", stacklevel=2)
+            user_code.warn(f"`Timeline` could not be written: {error}")
 
     def _write_file(self, workers: list[WorkerTrace]) -> None:
         if workers and workers[0].rank == 0:
             write_json(self.path, chrome_trace(workers))
         else:
-            warnings.warn(
+            user_code.warn(
                 f"`Timeline` has nothing to show of {self._named_steps}: that is of "
-                "the execution that was traced.",
-                stacklevel=2,
+                "the execution that was traced."
             )
 
 

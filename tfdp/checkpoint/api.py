@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 
+from tfdp import user_code
 from tfdp.base.context import strategy_of
 from tfdp.base.feature import equalize_replicas
 from tfdp.checkpoint import files
@@ -242,26 +242,23 @@ def _select_tensors(
     names = {tensor.name for tensor in wanted}
     left_out = [n for n in saved if n.startswith(scale) and n not in names]
     if left_out:
-        warnings.warn(
+        user_code.warn(
             "The checkpoint has a loss scale and the optimizer has none, so that it is "
             "left out. To go on with it, scale the loss before `restore`: "
-            '`DistributedOptimizer(..., loss_scale="dynamic")`.',
-            stacklevel=3,
+            '`DistributedOptimizer(..., loss_scale="dynamic")`.'
         )
     of_outer = [n for n in saved if n.startswith(outer) and n not in names]
     if of_outer:
-        warnings.warn(
+        user_code.warn(
             "The checkpoint has the outer optimizer of `DiLoCo`, which the model does "
-            "not use, so that it is left out.",
-            stacklevel=3,
+            "not use, so that it is left out."
         )
     left_out += of_outer + left_out_others
     of_run = [name for name in saved if name.startswith(f"{RUN_PREFIX}/")]
     if any(name.startswith(f"{RUN_PREFIX}/{ACCUMULATED_PREFIX}/") for name in of_run):
-        warnings.warn(
+        user_code.warn(
             "This is a backup from between the micro-batches of an update. What they "
-            "had accumulated is left out; `BackupAndRestore` in `fit` goes on with it.",
-            stacklevel=3,
+            "had accumulated is left out; `BackupAndRestore` in `fit` goes on with it."
         )
     left_out += of_run
     waiting = [n for n in saved if n.startswith(f"{ACCUMULATED_PREFIX}/")]

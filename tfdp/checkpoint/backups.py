@@ -10,10 +10,10 @@ import contextlib
 import functools
 import json
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tfdp import user_code
 from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint.api import save_state
@@ -270,10 +270,9 @@ class Backups:
         self._worker_group.all_gather(
             "what is damaged", "", storage_timeout(self._worker_group)
         )
-        warnings.warn(
+        user_code.warn(
             f"Training goes on from the backup {used!r}, since newer ones are damaged. "
-            f"They stay as '{damaged[0][0]}.damaged'. Received: {_describe(damaged)}",
-            stacklevel=2,
+            f"They stay as '{damaged[0][0]}.damaged'. Received: {_describe(damaged)}"
         )
 
     def _prune(self, newest: str) -> None:

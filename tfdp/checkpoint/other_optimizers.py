@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
 
+from tfdp import user_code
 from tfdp.base.param_groups import innermost
 from tfdp.base.wrappers import other_optimizers
 from tfdp.sharding.state_tensors import StateTensor
@@ -60,9 +60,8 @@ def match_others(
     ):
         if names:
             listed = ", ".join(repr(name) for name in sorted(map(str, names)))
-            warnings.warn(
-                f"The state of another optimizer of the model {text}: {listed}.",
-                stacklevel=3,
+            user_code.warn(
+                f"The state of another optimizer of the model {text}: {listed}."
             )
     kept = [tensor for tensor in tensors if _other_of(tensor.name) in theirs]
     return kept, [name for name in saved if _other_of(name) not in own]

@@ -10,12 +10,11 @@ import dataclasses
 import functools
 import hashlib
 import re
-import warnings
 from typing import Any
 
 import numpy as np
 
-from tfdp import _compat
+from tfdp import _compat, user_code
 from tfdp.base.context import strategy_of
 from tfdp.checkpoint.index import Index, TensorMetadata
 from tfdp.checkpoint.replica_state import LocalReplicas, local_replicas
@@ -76,10 +75,9 @@ class ResidualPlan:
             return
         strategy.extended.reducer.residuals.restore(self.restored)
         if self.reason and strategy.extended.first_rank == 0:
-            warnings.warn(
+            user_code.warn(
                 "The errors of compressed gradients that were saved are dropped, and "
-                f"begin at zero: {self.reason}.",
-                stacklevel=2,
+                f"begin at zero: {self.reason}."
             )
 
 

@@ -7,13 +7,13 @@ import json
 import os
 import re
 import uuid
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from tfdp import user_code
 from tfdp.checkpoint import files
 from tfdp.checkpoint.index import FILE_ENDINGS, Extent, File, Shard, plan_shards
 from tfdp.checkpoint.index_file import (
@@ -69,11 +69,10 @@ def remove_old_folders(storage: Storage, keep: str) -> None:
             if folder.name != keep:
                 folder.remove()
     except StoreError as error:
-        warnings.warn(
+        user_code.warn(
             "The checkpoint was saved, and what older ones have left in the object "
             f"store was not removed: {error}. The next save tries again. "
-            f"Received: directory={storage.path!r}",
-            stacklevel=2,
+            f"Received: directory={storage.path!r}"
         )
     except OSError:
         pass  # the next save tries again

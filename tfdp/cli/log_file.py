@@ -7,6 +7,8 @@ import pathlib
 import stat
 from collections.abc import Callable
 
+from tfdp import user_code
+
 # Neither follow a link nor wait for the reader of a FIFO.
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 _FLAGS |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -26,7 +28,7 @@ class LogFile:
 
     def __init__(self, path: pathlib.Path, warn: Callable[[str], None]) -> None:
         self.path = path
-        self._warn: Callable[[str], None] | None = warn
+        self._warn = warn
         try:
             self._fd = os.open(path, _FLAGS, 0o666)
         except OSError as error:
@@ -46,12 +48,11 @@ class LogFile:
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
-            if self._warn is not None:
+            if user_code.is_new("unwritten log", self):
                 self._warn(
                     f"tfdp: warning: {self.path} cannot be written ({error.strerror}); "
                     "the job goes on"
                 )
-            self._warn = None
 
     def close(self) -> None:
         """Close the file."""

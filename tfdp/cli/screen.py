@@ -13,6 +13,7 @@ from typing import Literal, TextIO, cast
 from rich.console import Console
 from rich.text import Text
 
+from tfdp import user_code
 from tfdp.cli.outlet import Outlet
 
 # Longer text without an end is cut: nobody reads it, and memory is finite.
@@ -155,7 +156,6 @@ class Screen:
         self._messages = Console(
             file=cast("TextIO", self._words), highlight=False, soft_wrap=True
         )
-        self._is_failure_told = False
         # Not what rich thinks: FORCE_COLOR makes no terminal of a file.
         self._is_terminal = self._output.isatty() and not self._console.is_dumb_terminal
         # The line that each worker is drawing; who drew last stands last.
@@ -256,13 +256,13 @@ class Screen:
 
     def _tell_failure(self) -> None:
         error = self._output.error
-        if error is None or self._is_failure_told or self.has_no_reader:
+        if error is None or self.has_no_reader:
             return
-        self._is_failure_told = True
-        self.warn(
-            f"tfdp: warning: the output cannot be written ({error.strerror}); "
-            "it is kept in the logs"
-        )
+        if user_code.is_new("unwritten output", self):
+            self.warn(
+                f"tfdp: warning: the output cannot be written ({error.strerror}); "
+                "it is kept in the logs"
+            )
 
     def _erase_bar(self) -> None:
         if self._bar is not None:

@@ -6,7 +6,6 @@ dense layer does, several times slower than oneDNN would: see `tfdp.onednn`.
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -29,12 +28,13 @@ _BESIDE = {"avx512_vnni": "VNNI", "avx_vnni": "VNNI", "avx512_bf16": "bfloat16"}
 _BESIDE |= {"amx_tile": "AMX"}
 
 
-@functools.cache
 def warn_of_slow_kernels() -> None:
     """Warn, once, of what it costs that TensorFlow has left oneDNN's kernels off.
 
     It takes some milliseconds there. Who has set the variable has decided.
     """
+    if not user_code.is_new("slow kernels", warn_of_slow_kernels):
+        return
     if VARIABLE in os.environ or _compat.uses_onednn() or not is_left_off():
         return
     factor = gradient_factor()

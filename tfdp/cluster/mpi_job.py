@@ -12,10 +12,10 @@ import dataclasses
 import json
 import threading
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfdp import user_code
 from tfdp.cluster.backoff import Backoff
 
 _WARN_AFTER_SECONDS = 10.0
@@ -208,7 +208,7 @@ class _Inbox:
     ) -> dict[int, bytes]:
         """Wait for a message of each rank, with a warning that names who is late."""
         backoff = Backoff(LONGEST_PAUSE_SECONDS)
-        begin, is_warned = time.monotonic(), False
+        begin = time.monotonic()
         while missing := [rank for rank in ranks if not self._has(rank)]:
             waited = time.monotonic() - begin
             if timeout_seconds is not None and waited >= timeout_seconds:
@@ -217,11 +217,11 @@ class _Inbox:
                     "job, which did not come to make a strategy. Start the same script "
                     "on all ranks, and see how the output of those ends."
                 )
-            if waited >= _WARN_AFTER_SECONDS and not is_warned:
-                is_warned = True
-                warnings.warn(
+            if waited >= _WARN_AFTER_SECONDS:
+                user_code.warn(
                     f"Waiting for {_names(missing)} of the MPI job to make a strategy.",
-                    stacklevel=2,
+                    once_for=self,
+                    topic="waiting",
                 )
             backoff.pause()
         return self._texts

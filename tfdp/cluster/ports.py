@@ -8,9 +8,9 @@ import errno
 import socket
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 
+from tfdp import user_code
 from tfdp.cluster.address import split_address
 from tfdp.cluster.spec import Cluster
 from tfdp.forks import close_in_forks
@@ -118,7 +118,6 @@ def rendezvous(cluster: Cluster, timeout_seconds: float | None = None) -> list[i
     """
     begin = time.monotonic()
     limit = float("inf") if timeout_seconds is None else timeout_seconds
-    warned = named = False
     with _listening(cluster.workers[cluster.rank], cluster.num_workers):
         while True:
             # All within one second: a worker that has given up by now does not count.
@@ -128,20 +127,20 @@ def rendezvous(cluster: Cluster, timeout_seconds: float | None = None) -> list[i
             if not missing or waited >= limit:
                 return missing
             unknown = [r for r in missing if found[r] is ProbeResult.UNKNOWN_HOST]
-            if unknown and not named:
-                named = True
-                warnings.warn(
+            if unknown:
+                user_code.warn(
                     "No host of that name is known here: "
                     f"{describe_workers(cluster, unknown)}. Check TF_CONFIG; the name "
                     "may also be that of a machine that is yet to start.",
-                    stacklevel=2,
+                    once_for=cluster,
+                    topic="unknown hosts",
                 )
-            if waited >= _WARN_AFTER_SECONDS and not warned:
-                warned = True
-                warnings.warn(
+            if waited >= _WARN_AFTER_SECONDS:
+                user_code.warn(
                     f"Waiting for {describe_workers(cluster, missing)} to start. Start "
                     "every worker of TF_CONFIG.",
-                    stacklevel=2,
+                    once_for=cluster,
+                    topic="missing workers",
                 )
 
 

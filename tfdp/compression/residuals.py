@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _compat
+from tfdp import _compat, user_code
 from tfdp.compression.checks import check_state
 from tfdp.compression.compressor import Compressor, GradientBucket
 from tfdp.compression.step_residuals import assign_if_kept
@@ -78,7 +77,7 @@ class ResidualState:
                 assign(variable, self.initial[name])
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class RestoredResiduals:
     """States that were read for a model, until a traced step asks for them.
 
@@ -87,14 +86,11 @@ class RestoredResiduals:
         values: Dict from what `ResidualState.name_for` returns, as an identity of
             `identify`, to arrays by name and local replica.
         identify: Callable from what `name_for` returns to that identity.
-        has_warned: Bool, whether a user knows that they do not fit. Defaults to
-            `False`.
     """
 
     places: dict[int, int]
     values: dict[str, dict[str, dict[int, np.ndarray]]]
     identify: Callable[[tuple], str]
-    has_warned: bool = False
 
     def fill(self, state: ResidualState) -> bool:
         """Give a state its values; return whether this is of its variables."""
@@ -103,7 +99,12 @@ class RestoredResiduals:
         found = self.values.pop(self.identify(state.name_for(self.places)), None)
         if found is None or not _fits(found, state):
             if self.values or found:
-                self._warn()
+                user_code.warn(
+                    "The errors of compressed gradients that were saved are dropped, "
+                    "and begin at zero: they are of other buckets or of another "
+                    "compressor.",
+                    once_for=self,
+                )
             return True
         for name, by_replica in found.items():
             for replica, array in by_replica.items():
@@ -112,15 +113,6 @@ class RestoredResiduals:
                     array.reshape(state.initial[name].shape),
                 )
         return True
-
-    def _warn(self) -> None:
-        if not self.has_warned:
-            self.has_warned = True
-            warnings.warn(
-                "The errors of compressed gradients that were saved are dropped, and "
-                "begin at zero: they are of other buckets or of another compressor.",
-                stacklevel=2,
-            )
 
 
 class ResidualStore:

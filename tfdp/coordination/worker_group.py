@@ -11,12 +11,11 @@ import contextlib
 import itertools
 import json
 import time
-import warnings
 from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfdp import _compat, forks
+from tfdp import _compat, forks, user_code
 from tfdp.coordination.clock import clock
 from tfdp.coordination.progress import WorkerProgress, progress
 
@@ -205,19 +204,18 @@ class WorkerGroup:
         check: Callable[[int], None] = lambda rank: None,
     ) -> str:
         begin = clock.now()
-        warned = False
         while True:
             waited = clock.now() - begin
             if limit is not None and waited >= limit:
                 self.check(rank, True, topic)
                 raise TimeoutError(self._missing(topic, [rank], limit))
-            if waited >= _WARN_AFTER_SECONDS and not warned:
-                warned = True
-                warnings.warn(
+            if waited >= _WARN_AFTER_SECONDS:
+                user_code.warn(
                     f"Waiting for worker {rank} at {topic!r} for "
                     f"{_WARN_AFTER_SECONDS:.0f} s. Every worker has to run the "
                     "same calls of Keras and tfdp.",
-                    stacklevel=2,
+                    once_for=self,
+                    topic=key,
                 )
             # TensorFlow remembers each wait until the key is there: few long ones.
             step = min(_CHECK_SECONDS + waited / 5, _CHECK_AT_LEAST_SECONDS)

@@ -154,11 +154,11 @@ def tell_of_obstacle(strategy: Any, obstacle: str) -> None:
     extended = strategy.extended
     num_workers = extended.worker_group.num_workers
     is_first = extended.worker_group.rank == 0  # the others have the same
-    if obstacle and is_first and obstacle not in extended.told:
-        extended.told.add(obstacle)
+    if obstacle and is_first:
         user_code.warn(
             f"Each of the {num_workers} workers prepares all rows of this dataset, and "
-            f"not only its own: {obstacle}."
+            f"not only its own: {obstacle}.",
+            once_for=extended,
         )
 
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import random
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -109,11 +108,10 @@ def _is_divided_by_weight(strategy: Any, iterator: Any) -> bool:
     dataset = _compat.distributed_dataset(iterator)
     if isinstance(dataset, PerReplicaDataset) and dataset.batches is not None:
         return True
-    warnings.warn(
+    user_code.warn(
         "`--rebalance` has no effect on this data: it is divided among workers by "
         "the dataset's own sharding, and not by tfdp. Batches of all workers, with "
-        "`AutoShardPolicy.AUTO` or `DATA`, can be rebalanced.",
-        stacklevel=2,
+        "`AutoShardPolicy.AUTO` or `DATA`, can be rebalanced."
     )
     return False
 
@@ -188,11 +186,10 @@ def _agree_on_order(strategy: Any, arguments: dict[str, Any]) -> None:
 
 
 def _warn_of_seeds() -> None:
-    warnings.warn(
+    user_code.warn(
         "Workers have different random seeds. They shuffle in the first "
         "worker's order; call `keras.utils.set_random_seed` with one seed on "
-        "all of them.",
-        stacklevel=2,
+        "all of them."
     )
 
 
@@ -249,14 +246,11 @@ def _warn_of_dropped_batches(extended: Any, lengths: list[Length]) -> None:
     if not dropped:
         return
     given = ", ".join(f"{length} on worker {r}" for r, length in enumerate(lengths))
-    if given in extended.told:
-        return
-    extended.told.add(given)
-    warnings.warn(
+    user_code.warn(
         f'Workers have different numbers of batches: {given}. With `uneven="stop"` '
         "each pass of `fit` over the data ends for all of them with the shortest. "
         f"Left out are {dropped}.",
-        stacklevel=2,
+        once_for=extended,
     )
 
 

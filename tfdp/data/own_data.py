@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import warnings
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp import _compat
+from tfdp import _compat, user_code
 from tfdp.data.early_rows import BATCHES
 from tfdp.data.element_specs import describe_spec
 from tfdp.data.file_shards import FileShard
@@ -66,10 +65,9 @@ def distribute_by_policy(
     probe = stock.experimental_distribute_dataset(records, options)
     if not worker_group.any("sharding by file", not _can_read(probe)):
         return stock.experimental_distribute_dataset(dataset, options)
-    warnings.warn(
+    user_code.warn(
         "This dataset cannot be sharded by file: it needs at least one file for "
-        "each worker. It is sharded by rows.",
-        stacklevel=2,
+        "each worker. It is sharded by rows."
     )
     changed = tf.data.Options()
     changed.experimental_distribute.auto_shard_policy = _POLICY.DATA

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -169,11 +168,10 @@ def _lengths_differ(strategy: Any, lengths: list[int]) -> bool:
         listed = ", ".join(
             f"{Length.of_cardinality(n)} on worker {r}" for r, n in enumerate(lengths)
         )
-        warnings.warn(
+        user_code.warn(
             "Workers have datasets of different length; each should read the same "
             "global batches. All go on until the longest ends, those without data "
-            f"with empty batches. Received batches: {listed}",
-            stacklevel=3,
+            f"with empty batches. Received batches: {listed}"
         )
     return not same or lengths[0] == tf.data.UNKNOWN_CARDINALITY
 
@@ -188,10 +186,9 @@ def _same_rows(sizes: Sequence[dict[str, Any] | None]) -> bool:
         listed = ", ".join(
             f"{describe_sizes(each)} on worker {r}" for r, each in enumerate(known)
         )
-        warnings.warn(
+        user_code.warn(
             "Workers have datasets with batches of different sizes; each should read "
             "the same global batches, of which it takes its rows, or data of its own "
-            f"with `AutoShardPolicy.OFF`. Received: {listed}",
-            stacklevel=3,
+            f"with `AutoShardPolicy.OFF`. Received: {listed}"
         )
     return same

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +11,6 @@ import tensorflow as tf
 from tfdp import _compat, user_code
 from tfdp.base.context import in_tfdp_scope
 from tfdp.coordination.join import num_joined_workers
-
-_warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def check_outside_scope(model: Any, name: str) -> None:
@@ -33,15 +30,15 @@ def check_outside_scope(model: Any, name: str) -> None:
 def warn_of_separate_training(model: Any, name: str) -> None:
     """Warn, once for a model, if each worker of a cluster trains one of its own."""
     num_workers = num_joined_workers()
-    is_separate = num_workers > 1 and _compat.strategy_of(model) is None
-    if not is_separate or model in _warned:
+    if num_workers == 1 or _compat.strategy_of(model) is not None:
         return
-    _warned.add(model)
     user_code.warn(
         f"The model {model.name!r} was made outside `strategy.scope()`: each of the "
         f"{num_workers} workers trains a model of its own, and none has what the "
         "others learn. Make and compile it inside the scope. "
-        f"Received: a call of `{name}` outside the scope"
+        f"Received: a call of `{name}` outside the scope",
+        once_for=model,
+        topic="separate training",
     )
 
 

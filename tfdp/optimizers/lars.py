@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numbers
 import re
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdp import user_code
 from tfdp.arguments import checked_bool, checked_number
 
 # What Keras's layers call their biases and the parameters of normalisation. Most
@@ -125,10 +125,9 @@ class LARS(keras.optimizers.Optimizer):
         nesterov = checked_bool("nesterov", nesterov)
         excludes = checked_bool("exclude_biases_and_norms", exclude_biases_and_norms)
         if nesterov and not momentum:
-            warnings.warn(
+            user_code.warn(
                 "`nesterov=True` changes nothing without momentum. Give a "
-                f"`momentum` above zero. Received: momentum={momentum!r}",
-                stacklevel=2,
+                f"`momentum` above zero. Received: momentum={momentum!r}"
             )
         super().__init__(
             learning_rate=learning_rate, weight_decay=weight_decay, **kwargs

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import tensorflow as tf
 
+from tfdp import user_code
 from tfdp.collectives import (
     ProcessGroup,
     all_gather,
@@ -289,17 +289,15 @@ def shard_groups_of(
     is_even = selector.topology.is_even
     has_nodes = selector.topology.num_nodes > 1
     if has_nodes and not is_even and scope == "node":
-        warnings.warn(
+        user_code.warn(
             '`shard_scope="node"` works as "all": it needs equally many replicas on '
-            "every node.",
-            stacklevel=2,
+            "every node."
         )
         scope = "all"
     if has_nodes and not is_even and needs_two_levels:
-        warnings.warn(
+        user_code.warn(
             '`reshard_after_forward="node"` works as `True`: it needs equally many '
-            "replicas on every node.",
-            stacklevel=2,
+            "replicas on every node."
         )
     levels = selector.is_hierarchical or (needs_two_levels and is_even)
     return ShardGroups(extended.group, scope, is_hierarchical=levels)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from tfdp import user_code
 from tfdp.base.loops import Loop
 from tfdp.base.memory import available_bytes
 from tfdp.coordination.checks import check_same_program
@@ -79,9 +80,9 @@ def _sentence(loop: Loop, gathers: StepGathers, some: Any) -> str:
 
 def _tell(strategy: Any, loop: Loop, gathers: StepGathers) -> None:
     """Tell the first worker's user, once for a model, of what is gathered."""
-    told = strategy.extended.told_of_steps.setdefault(loop.model, set())
-    new = [g for g in gathers.large if f"{g.operation} {g.place}" not in told]
-    told.update(f"{g.operation} {g.place}" for g in new)
+    topics = {f"{g.operation} {g.place}" for g in gathers.large}
+    unread = {topic for topic in topics if user_code.is_new(topic, loop.model)}
+    new = [g for g in gathers.large if f"{g.operation} {g.place}" in unread]
     if new and strategy.extended.worker_group.rank == 0:
         _log.warning(
             "tfdp: %s. The result is that of one device; each replica computes these "

@@ -40,7 +40,7 @@ _DIVISIONS = frozenset(("DivNoNan", "RealDiv"))
 
 
 def warn_of_division(
-    trace: ProgramTrace, num_replicas: int, names: set[str], told: set[str]
+    trace: ProgramTrace, num_replicas: int, names: set[str], model: Any
 ) -> None:
     """Warn, once for a model, of a loss that a user divides by the number of replicas.
 
@@ -49,19 +49,20 @@ def warn_of_division(
         num_replicas: Int.
         names: Set of strings, names that the number has in the user's script; with an
             empty one it may have any.
-        told: Set of strings, what the user has been told of a model.
+        model: The Keras model.
     """
-    if num_replicas == 1 or not names or "division" in told:
+    if num_replicas == 1 or not names:
         return
     place = _division(trace, num_replicas, names)
     if place is None:
         return
-    told.add("division")
     user_code.warn(
         f"A loss is divided by {num_replicas}, the number of replicas: {place}. In "
         "`fit` and the like a step is that of one device, whose loss is not divided: "
         "leave the division out, or read `strategy.num_replicas_in_sync` within the "
-        "step, where it is 1."
+        "step, where it is 1.",
+        once_for=model,
+        topic="division",
     )
 
 

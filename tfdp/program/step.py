@@ -126,9 +126,9 @@ class DividedStep:
 
     def _warn(self, trace: ProgramTrace) -> None:
         extended = self._strategy.extended
-        told = extended.told_of_steps.setdefault(self._loop.model, set())
         num_replicas = self._strategy.num_replicas_in_sync
-        warn_of_division(trace, num_replicas, extended.names_of_count, told)
+        names, model = extended.names_of_count, self._loop.model
+        warn_of_division(trace, num_replicas, names, model)
 
     def _rows_of_batch(self, rows: Rows) -> int | None:
         """Return the rows of a global batch, as far as they are known."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 import tensorflow as tf
 
+from tfdp import user_code
 from tfdp.cluster import Topology
 from tfdp.links import DEFAULT_LINKS, Links
 from tfdp.options import CommunicationOptions
@@ -59,7 +59,7 @@ class AlgorithmSelector:
                 "`compression` across nodes has no effect: all replicas are on one node"
             )
         if problem and warn:
-            warnings.warn(f"{problem}.", stacklevel=2)
+            user_code.warn(f"{problem}.")
 
     @property
     def depends_on_links(self) -> bool:

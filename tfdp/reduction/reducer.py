@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfdp import user_code
 from tfdp.base import loops
 from tfdp.base.param_groups import path_of
 from tfdp.collectives import ProcessGroup, timing
@@ -72,8 +72,6 @@ class Reducer:
         self._worker_group = worker_group
         self.plans = TrainedPlans()
         self._tuned = TunedOptions()
-        # What a user has been told, once.
-        self.told: set[str] = set()
         self.residuals = residuals or ResidualStore(group.devices)
         self._kind = kind
         self._compares = compares
@@ -303,13 +301,12 @@ class Reducer:
         loop = loops.current()
         in_fit = loop is not None and loop.name == "fit"
         tells = self.options.tunes_buckets and self._worker_group.rank == 0
-        if in_fit or not tells or "loops" in self.told:
+        if in_fit or not tells:
             return
-        self.told.add("loops")
-        warnings.warn(
+        user_code.warn(
             '`bucket_mb="auto"` tunes the buckets of `fit`. Other loops have those of '
             "the default, or of what a `fit` of the same model has found.",
-            stacklevel=2,
+            once_for=self,
         )
 
     def warn_of_momentum(self, reason: str) -> None:
@@ -324,14 +321,14 @@ class Reducer:
             getattr(compressor, "replaces_momentum", False)
             for compressor in compressors
         )
-        if not has_momentum or "momentum" in self.told:
+        if not has_momentum:
             return
-        self.told.add("momentum")
-        warnings.warn(
+        user_code.warn(
             "The `momentum` of `TopK` acts on gradients that are compressed, and here "
             f"{reason}: these are trained without momentum. Give it to the optimizer, "
             "and none to `TopK`.",
-            stacklevel=2,
+            once_for=self,
+            topic="momentum",
         )
 
     def gather_rows(

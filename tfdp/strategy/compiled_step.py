@@ -12,13 +12,12 @@ the updates follow. A step that cannot be cut or compiled runs without XLA.
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp import _compat
+from tfdp import _compat, user_code
 from tfdp.base import batch_weight, deferred_updates, xla
 from tfdp.base.batch_weight import BatchWeight
 from tfdp.base.deferred_updates import Update
@@ -47,13 +46,11 @@ class CompiledStep:
             returns logs.
         strategy: A tfdp strategy.
         loop: `Loop` of Keras, whose step it is.
-        told: Set of strings, subjects of which the user has been warned.
     """
 
     step: Callable
     strategy: Any
     loop: Loop
-    told: set[str]
 
     def __call__(self, args: tuple, part: BatchWeight | None) -> Any:
         """Run the step of this thread's replica.
@@ -96,16 +93,6 @@ class CompiledStep:
         else:
             compiled_models.pop(self.loop.model, None)
 
-    def _warn(self, reason: str) -> None:
-        """Warn, once in each kind of loop, that it runs without XLA."""
-        name = self.loop.name
-        if f"XLA in {name}" not in self.told:
-            self.told.add(f"XLA in {name}")
-            warnings.warn(
-                f"`jit_compile=True` is left out: {reason}. `{name}` runs without XLA.",
-                stacklevel=2,
-            )
-
     def _trace_what_can_be(
         self, args: tuple, part: BatchWeight | None, numbers: list
     ) -> _Traced | None:
@@ -118,7 +105,12 @@ class CompiledStep:
                 return self._trace(args, part, numbers, is_whole=is_whole)
             except (CannotCompileError, deferred_updates.CannotDeferError) as error:
                 reason = str(error)
-        self._warn(reason)
+        name = self.loop.name
+        user_code.warn(
+            f"`jit_compile=True` is left out: {reason}. `{name}` runs without XLA.",
+            once_for=self.loop.model,
+            topic=f"XLA in {name}",
+        )
         return None
 
     def _trace(

@@ -65,8 +65,6 @@ class ReplicaExtended:
 
     options: CommunicationOptions
     worker_group: WorkerGroup
-    # Which sentences about a step of a model a user has read.
-    told_of_steps: weakref.WeakKeyDictionary[Any, set[str]]
     # The number of XLA clusters of a step of each model that is compiled.
     compiled_models: weakref.WeakKeyDictionary[Any, int]
     # What the step of each loop of a model gathers, see `tfdp.program.checks`.
@@ -106,7 +104,6 @@ class ReplicaExtended:
             count_reads()
             if self.worker_group.num_workers == 1:
                 watch_data(self.options.timeout_seconds)
-        self.told_of_steps = weakref.WeakKeyDictionary()
         self.names_of_count = set()
         self.step_gathers = weakref.WeakKeyDictionary()
         self.compiled_models = weakref.WeakKeyDictionary()
@@ -292,8 +289,6 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         self.options = options
         self.worker = worker
         self.new_variables = NewVariables()
-        # What a user has been told of the data, once.
-        self.told: set[str] = set()
         self._std_server_started = has_joined(worker)
         with joining(worker):
             super().__init__(

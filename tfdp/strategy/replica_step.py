@@ -65,16 +65,15 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
     step_events.record_batch(parts[0].num_samples if parts else _own_samples(local[0]))
     if parts is None and not xla.is_wanted():
         return _after_its_data(loop.model, fn), args
-    told = strategy.extended.told_of_steps.setdefault(loop.model, set())
     loop.program_logs = None
     step: Callable
     if parts is None:
-        compiled = CompiledStep(lambda args, _: fn(*args), strategy, loop, told)
+        compiled = CompiledStep(lambda args, _: fn(*args), strategy, loop)
         step = functools.wraps(fn)(lambda *args: compiled(args, None))
     elif tf.executing_eagerly():
         return _eager_step(strategy, loop, fn, local, parts), args
     else:
-        step = _divided_step(strategy, loop, fn, local, parts, total, told, others)
+        step = _divided_step(strategy, loop, fn, local, parts, total, others)
     return _after_its_data(loop.model, step), args
 
 
@@ -85,7 +84,6 @@ def _divided_step(
     local: list,
     parts: list[BatchWeight],
     total: tf.Tensor | None,
-    told: set[str],
     others: frozenset[int],
 ) -> Callable:
     """Return the step of a replica as its part of the program of one device."""
@@ -117,7 +115,7 @@ def _divided_step(
                 return divided(args, group, own)
 
         if compiles:
-            result = CompiledStep(run, strategy, loop, told)(args, part)
+            result = CompiledStep(run, strategy, loop)(args, part)
         else:
             result = run(args, part)
         loop.program_logs = divided.tail

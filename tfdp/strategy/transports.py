@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfdp import _compat, forks
+from tfdp import _compat, forks, user_code
 from tfdp.collectives import ProcessTransport, TensorFlowTransport, Transport
 from tfdp.coordination.watch import Watchdog
 from tfdp.coordination.worker_group import WorkerGroup
@@ -158,10 +157,9 @@ def _agreed(
         # `"auto"` sees MPI, or a GPU for each replica, on some workers only.
         name = "direct" if set(names) <= {"direct", "mpi"} else "ring"
     if name != "direct" and options.interface is not None and worker_group.rank == 0:
-        warnings.warn(
+        user_code.warn(
             '`interface` is for `backend="direct"` only, and is ignored. '
-            f"Received: interface={options.interface!r}, with {name!r}",
-            stacklevel=2,
+            f"Received: interface={options.interface!r}, with {name!r}"
         )
     return name, tuple(interfaces)
 

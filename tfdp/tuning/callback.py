@@ -241,22 +241,21 @@ class BucketTuning(keras.callbacks.Callback):
 
     def _tell_of_kept(self, kept: KeptPlan) -> None:
         """Say once with which plan a `fit` begins that has no trial."""
-        told = self._extended.reducer.told
-        if self._extended.worker_group.rank or self._key in told or not kept.choice:
-            return
-        told.add(self._key)
-        print(
-            f"tfdp: {_NAME} begins with {kept.choice}, which an earlier `fit` has "
-            f"found {kept.gain}."
-        )
+        is_first = self._extended.worker_group.rank == 0
+        if kept.choice and is_first and user_code.is_new(self._key, self._extended):
+            print(
+                f"tfdp: {_NAME} begins with {kept.choice}, which an earlier `fit` has "
+                f"found {kept.gain}."
+            )
 
     def _stay(self, reason: str) -> None:
         """Have the default, and say so once."""
         self._take(KeptPlan(None))
-        told = self._extended.reducer.told
-        if self._extended.worker_group.rank == 0 and reason not in told:
-            told.add(reason)
-            user_code.warn(f"{_NAME} stays with the default buckets: {reason}.")
+        if self._extended.worker_group.rank == 0:
+            user_code.warn(
+                f"{_NAME} stays with the default buckets: {reason}.",
+                once_for=self._extended,
+            )
 
 
 class _Tuning(Feature):

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import tensorflow as tf
 
-from tfdp import _compat
+from tfdp import _compat, user_code
 from tfdp.cluster import ProbeResult, probe_port
 from tfdp.coordination.clock import clock
 from tfdp.coordination.preemption import PREEMPTED
@@ -102,8 +102,6 @@ class Watchdog(threading.Thread):
         self.closers: list[Callable[[str], None]] = []
         # Why a collective over these has failed, or `""`.
         self.reason_of_failure: Callable[[], str] = str
-        self._warned_at = -1
-        self._is_deadlock_told = False
 
     def start(self) -> None:
         """Start this thread and the heartbeat's."""
@@ -356,9 +354,8 @@ class Watchdog(threading.Thread):
         rank = self._detector.first_with_other_reductions(own)
         if rank is not None and limit is not None and idle > limit:
             self._blame(rank, f"its step reduces other tensors; {_SAME_CALLS}")
-        elif not self._is_deadlock_told:
+        elif user_code.is_new("deadlock", self):
             # Once: on GPUs a long step leaves the processors idle, too.
-            self._is_deadlock_told = True
             sources = self._detector.sources()
             if own.source:
                 sources[self._rank] = own.source
@@ -388,8 +385,7 @@ class Watchdog(threading.Thread):
 
     def _warn(self, own: WorkerProgress, text: str) -> None:
         """Print a text, once for what this worker is at."""
-        if self._warned_at != own.count:
-            self._warned_at = own.count
+        if user_code.is_new(f"place {own.count}", self):
             # No warning: as an error it would end this thread.
             print(f"tfdp: {text}", file=sys.stderr, flush=True)
 
