@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tfdp.checkpoint import api, index_file
-from tfdp.checkpoint.on_all_workers import SingleProcessGroup
+from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.sharding.state_tensors import LocalShard, StateTensor
 
 VALUES = {
@@ -37,14 +37,14 @@ def _tensor(name: str, array: np.ndarray) -> StateTensor:
 
 def save(folder: Path) -> Path:
     """Saves `VALUES` and returns the folder of their data."""
-    api.save_state(state(VALUES), folder, SingleProcessGroup())
+    api.save_state(state(VALUES), folder, WorkerGroup(0, 1))
     return next(folder.glob("data-*"))
 
 
 def restore(folder: Path) -> dict[str, np.ndarray]:
     """The values that a restore has found."""
     found = {name: np.full_like(array, 99) for name, array in VALUES.items()}
-    api.restore_state(state(found), folder, SingleProcessGroup())
+    api.restore_state(state(found), folder, WorkerGroup(0, 1))
     return found
 
 

@@ -28,9 +28,9 @@ from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing
 from tfdp.checkpoint.index import Extent, Shard, TensorMetadata, check_complete
 from tfdp.checkpoint.index_file import INDEX_FILE, load_index, to_text
-from tfdp.checkpoint.on_all_workers import SingleProcessGroup
 from tfdp.checkpoint.storage import Storage
 from tfdp.cli import main
+from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.sharding.state_tensors import LocalShard, StateTensor
 
 COUNTS = (1, 2, 3, 4, 8)
@@ -43,7 +43,7 @@ WAITING_SECONDS = 60
 DEADLINE_SECONDS = 120
 
 
-class WorkerGroup:
+class ThreadGroup(WorkerGroup):
     """The workers of a test are threads."""
 
     timeout_seconds = None
@@ -64,10 +64,6 @@ class WorkerGroup:
         self._barrier.wait(WAITING_SECONDS)
         return found
 
-    def all_equal(self, topic: str, text: str) -> tuple[bool, list]:
-        texts = self.all_gather(topic, text)
-        return len(set(texts)) == 1, texts
-
     def leave(self) -> None:
         pass
 
@@ -79,7 +75,7 @@ def on_workers(action: Callable[..., Any], *per_worker: Sequence) -> list:
 
     def run(rank: int, *arguments: Any) -> Any:
         try:
-            return action(*arguments, WorkerGroup(rank, barrier, texts))
+            return action(*arguments, ThreadGroup(rank, barrier, texts))
         except Exception as error:  # noqa: BLE001 the test looks at it
             return error
 
@@ -337,7 +333,7 @@ def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(
             for owner, name in OPERATIONS:
                 _end_at(patch, owner, name, calls, number, error, is_after)
             with contextlib.suppress(Killed, OSError):
-                api.save_state(new_state, directory, SingleProcessGroup())
+                api.save_state(new_state, directory, WorkerGroup(0, 1))
             total = next(calls)
         is_new = holds(new, directory, 1)
         assert is_new or holds(old, directory, 1)
@@ -415,7 +411,7 @@ FULL_DISK = """
 import resource, signal, sys
 import numpy as np, tensorflow as tf
 from tfdp.checkpoint import api
-from tfdp.checkpoint.on_all_workers import SingleProcessGroup
+from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.sharding.state_tensors import LocalShard, StateTensor
 directory = sys.argv[1]
 def state(value):
@@ -423,7 +419,7 @@ def state(value):
     def write(values): elements[:] = values
     piece = LocalShard(0, elements.size, lambda: elements, write)
     return [StateTensor("x", elements.shape, "float32", (piece,), (piece,))], elements
-alone = SingleProcessGroup()
+alone = WorkerGroup(0, 1)
 api.save_state(state(1)[0], directory, alone)
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, resource.RLIM_INFINITY))

@@ -21,6 +21,7 @@ from tfdp.checkpoint import index_file
 from tfdp.checkpoint.backups import Backups
 from tfdp.checkpoint.run_schema import check_run
 from tfdp.checkpoint.schema import Malformed
+from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.reduction.link_cache import load_links, store_links
 
 Content = dict[str, Any]
@@ -377,13 +378,7 @@ def test_the_probe_of_a_directory_follows_no_link(tmp_path):
     folder.mkdir()
     (folder / ".tfdp-probe").symlink_to(victim)
 
-    class Alone:
-        rank, num_workers, timeout_seconds = 0, 1, None
-
-        def all_gather(self, topic: str, text: str = "", limit: Any = None) -> list:
-            return [text]
-
-    Backups(str(folder), 1, Alone()).prepare()
+    Backups(str(folder), 1, WorkerGroup(0, 1)).prepare()
     assert victim.read_text() == "mine"
     assert os.listdir(folder) == [".tfdp-probe"]
 

@@ -28,7 +28,7 @@ from tests.checkpoint.test_api import (
 from tests.harness.tiers import standard
 from tfdp.checkpoint import api, files, object_store, open_storage
 from tfdp.checkpoint.index_file import INDEX_FILE, load_index
-from tfdp.checkpoint.on_all_workers import SingleProcessGroup
+from tfdp.coordination.worker_group import WorkerGroup
 
 URL = "bucket://runs/latest"
 
@@ -133,7 +133,7 @@ def test_a_save_that_is_cut_off_anywhere_leaves_a_whole_checkpoint(
         own = shutil.copytree(store, tmp_path / str(number))
         num_requests = _cut_off_at(number, own, error, is_after)
         with contextlib.suppress(Killed, OSError):
-            api.save_state(new_state, URL, SingleProcessGroup())
+            api.save_state(new_state, URL, WorkerGroup(0, 1))
         bucket.install(own)
         is_new = holds(new, URL, 1)
         assert is_new or holds(old, URL, 1)

@@ -24,7 +24,7 @@ from tfdp.plans.file_owners import balance_files, bytes_of_workers
 NUM_FILES = 12
 
 
-class Alike:
+class Alike(worker_group.WorkerGroup):
     """The group of a worker of several that all see the same."""
 
     def __init__(self, rank: int, num_workers: int) -> None:

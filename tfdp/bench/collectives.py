@@ -254,7 +254,7 @@ def _measure_here(settings: Settings) -> Found:
     extended = strategy.extended
     settings.check(extended.algorithm_selector.topology)
     runner = ClusterRunner(strategy, CollectiveArms(strategy, settings.dtype))
-    is_chief = extended.worker_group.rank == 0
+    is_chief = extended.worker_group.is_chief
     count = extended.group.size
     with output.progress_bar("collectives", num_turns(settings)) as on_turn:
         rows, times = measure(settings, runner, count, on_turn)

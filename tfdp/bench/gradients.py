@@ -241,4 +241,4 @@ def _measure_here(settings: Settings) -> Found:
     topology = extended.algorithm_selector.topology
     with output.progress_bar(_WHAT, _num_turns(settings)) as on_turn:
         rows, times = measure(settings, runner, topology, on_turn)
-    return rows, times, topology, extended.worker_group.rank == 0
+    return rows, times, topology, extended.worker_group.is_chief

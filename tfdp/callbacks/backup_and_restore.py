@@ -331,7 +331,7 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def _say(self, text: str) -> None:
         """Print a line on the first worker."""
-        if self._worker_group.rank == 0:
+        if self._worker_group.is_chief:
             print(f"tfdp: {text}", file=sys.stderr, flush=True)
 
     def _warn_about_position(self, difficulty: str | None) -> None:

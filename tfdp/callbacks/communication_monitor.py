@@ -149,7 +149,7 @@ class CommunicationMonitor(MeasuringCallback):
         if strategy is not None:
             self.meter.start()
         self._num_fits += 1
-        if worker_group.rank == 0:
+        if worker_group.is_chief:
             hosts = strategy.extended.hosts if strategy else ("localhost",)
             self._run_report = RunReport(
                 self.log_dir, hosts, histogram=self.histogram, number=self._num_fits

@@ -127,7 +127,7 @@ class Timeline(MeasuringCallback):
         assert meter is not None
         assert self._mailbox is not None
         own = meter.trace(self._worker_group.rank, self._host, self._readings)
-        if self._worker_group.rank > 0:
+        if not self._worker_group.is_chief:
             self._mailbox.send(0, json.dumps(dataclasses.asdict(own)))
             return
         workers = [own]

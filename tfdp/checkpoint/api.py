@@ -159,14 +159,15 @@ def save_state(
 
     def begin() -> tuple[Storage, str]:
         storage = open_storage(path)
-        return storage, writing.make_data_folder(storage) if rank == 0 else ""
+        token = writing.make_data_folder(storage) if worker_group.is_chief else ""
+        return storage, token
 
     storage, token = act("the folder", begin)
     token = worker_group.all_gather("checkpoint.save: the folder's name", token)[0]
     folder = storage.below(token)
 
     def publish() -> None:
-        if rank == 0:
+        if worker_group.is_chief:
             shards = writing.collect_shard_lists(folder, worker_group.num_workers)
             made_by = versions() | cpu_kernels.versions()
             index = Index(token, entries, shards, made_by, serialize(), run)
@@ -180,7 +181,7 @@ def save_state(
         act("the index", publish)
     except (OSError, ValueError) as error:
         # A store that does not answer may yet put the index that it was sent.
-        if rank == 0 and not isinstance(error.__cause__, StoreError):
+        if worker_group.is_chief and not isinstance(error.__cause__, StoreError):
             writing.discard_save(storage, token)
         raise
 

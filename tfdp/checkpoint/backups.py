@@ -50,7 +50,6 @@ class Backups:
         self.directory = directory
         self._keep = keep
         self._worker_group = worker_group
-        self._rank = worker_group.rank
 
     @functools.cached_property
     def _storage(self) -> Storage:
@@ -75,7 +74,7 @@ class Backups:
         probe = self._worker_group.all_gather("a backup: its directory", probe)[0]
 
         def remove() -> None:
-            if self._rank == 0:
+            if self._worker_group.is_chief:
                 self._storage.remove_file(probe)
                 with contextlib.suppress(OSError):  # the next start tries again
                     self._storage.remove_left_over()
@@ -113,7 +112,7 @@ class Backups:
                 f"directory. Received: {backup.path!r}"
             )
         save_state(state, backup.path, self._worker_group, serialize, run=run)
-        if self._rank == 0:
+        if self._worker_group.is_chief:
             self._prune(backup.name)
 
     def find_newest(
@@ -136,7 +135,7 @@ class Backups:
         group = self._worker_group
 
         def find() -> list[int]:
-            return _steps_of(self._storage) if self._rank == 0 else []
+            return _steps_of(self._storage) if self._worker_group.is_chief else []
 
         found_steps = run_on_all_workers(
             group, self.directory, "restored", _NOTHING_LOADED, "the backups", find
@@ -183,7 +182,7 @@ class Backups:
         What no backup has written stays, whatever its name is.
         """
         self._worker_group.all_gather("the end of the backups")
-        if self._rank:
+        if not self._worker_group.is_chief:
             return
         with contextlib.suppress(OSError):
             for step in reversed(_steps_of(self._storage)):  # the newest goes last
@@ -196,7 +195,7 @@ class Backups:
 
     def _make_directory(self) -> str:
         storage = self._storage  # on every worker: one may lack what it needs
-        if self._rank:
+        if not self._worker_group.is_chief:
             return ""
         storage.make()
         probe = f".{temporary_name('probe')}"
@@ -262,7 +261,7 @@ class Backups:
         """Rename damaged backups, so that later ones can take their names."""
         if not damaged:
             return
-        if self._rank == 0:
+        if self._worker_group.is_chief:
             for name, _ in damaged:
                 with contextlib.suppress(OSError):
                     self._storage.rename(name, f"{name}.damaged")

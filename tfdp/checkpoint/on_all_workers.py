@@ -10,6 +10,7 @@ import keras
 
 from tfdp.base.context import strategy_of
 from tfdp.checkpoint import files
+from tfdp.coordination.worker_group import WorkerGroup
 
 # A timeout is meant for messages; a slow disk or store may take longer than that.
 _STORAGE_SECONDS = 3600.0
@@ -68,24 +69,7 @@ def storage_timeout(worker_group: Any) -> float | None:
     return seconds and max(seconds, _STORAGE_SECONDS)
 
 
-def worker_group_of(model: keras.Model) -> Any:
+def worker_group_of(model: keras.Model) -> WorkerGroup:
     """Worker group of a model's strategy."""
     strategy = strategy_of(model)
-    return SingleProcessGroup() if strategy is None else strategy.extended.worker_group
-
-
-class SingleProcessGroup:
-    """Worker group of a process without a strategy."""
-
-    rank = 0
-    num_workers = 1
-    timeout_seconds = None
-
-    def all_gather(
-        self, topic: str, text: str = "", timeout_seconds: float | None = None
-    ) -> list[str]:
-        del topic, timeout_seconds
-        return [text]
-
-    def leave(self) -> None:
-        pass
+    return WorkerGroup(0, 1) if strategy is None else strategy.extended.worker_group

@@ -74,7 +74,7 @@ class ResidualPlan:
         if strategy is None:
             return
         strategy.extended.reducer.residuals.restore(self.restored)
-        if self.reason and strategy.extended.first_rank == 0:
+        if self.reason and strategy.extended.worker_group.is_chief:
             user_code.warn(
                 "The errors of compressed gradients that were saved are dropped, and "
                 f"begin at zero: {self.reason}."

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfdp import _compat, forks, user_code
+from tfdp.cluster.islands import Island
 from tfdp.coordination.clock import clock
 from tfdp.coordination.progress import WorkerProgress, progress
 
@@ -53,7 +54,8 @@ class WorkerGroup:
         self.rank = rank
         self.num_workers = num_workers
         self.timeout_seconds = timeout_seconds
-        self._prefix = f"tfdp/{next(_instances)}"
+        # Alike on all workers, of which one may make groups of its own.
+        self._prefix = f"tfdp/{next(_instances)}" if num_workers > 1 else "tfdp"
         # All-gathers that this worker has begun.
         self.num_calls = 0
         self._prefixes = itertools.count()
@@ -67,6 +69,17 @@ class WorkerGroup:
         self.guard = contextlib.nullcontext
         if rank == 0 and num_workers > 1:
             forks.at_exit(self._wait_for_readers)
+
+    @property
+    def is_chief(self) -> bool:
+        """Bool, whether this worker writes the group's files, and reports for it."""
+        return self.rank == 0
+
+    @property
+    def is_job_chief(self) -> bool:
+        """Bool, whether it is the chief of the whole job, which may have islands."""
+        island = Island.from_environment()
+        return self.is_chief and (island is None or island.index == 0)
 
     def new_prefix(self) -> str:
         """Return a new key prefix; all workers call it in the same order."""

@@ -153,8 +153,7 @@ def tell_of_obstacle(strategy: Any, obstacle: str) -> None:
     """
     extended = strategy.extended
     num_workers = extended.worker_group.num_workers
-    is_first = extended.worker_group.rank == 0  # the others have the same
-    if obstacle and is_first:
+    if obstacle and extended.worker_group.is_chief:  # the others have the same
         user_code.warn(
             f"Each of the {num_workers} workers prepares all rows of this dataset, and "
             f"not only its own: {obstacle}.",

@@ -259,7 +259,7 @@ def _warn_of_no_end(strategy: Any, iterator: Any) -> None:
     has_end = iterator.steps_per_epoch or iterator.num_batches
     if has_end or not is_endless(_compat.source_of(iterator.data_adapter)):
         return
-    if strategy.extended.worker_group.rank == 0:
+    if strategy.extended.worker_group.is_chief:
         user_code.warn(
             "The dataset never ends, and this pass over it has no number of steps: it "
             "runs until a callback stops it. Give `steps_per_epoch` to `fit`, `steps` "

@@ -274,7 +274,7 @@ def _shown(patterns: list[str]) -> str:
 
 
 def _warn_of_few(group: WorkerGroup, num_files: int) -> None:
-    if group.rank == 0:
+    if group.is_chief:
         user_code.warn(
             f"There are {counted(num_files, 'file')} for "
             f"{counted(group.num_workers, 'worker')}: "
@@ -288,7 +288,7 @@ def _warn_of_uneven_sizes(
 ) -> None:
     totals = bytes_of_workers(sizes, owners, num_workers)
     most = max(totals)
-    if group.rank == 0 and most > _UNEVEN * sum(totals) / num_workers:
+    if group.is_chief and most > _UNEVEN * sum(totals) / num_workers:
         user_code.warn(
             f"Files do not divide evenly: worker {totals.index(most)} reads "
             f"{most:,} of {counted(sum(totals), 'byte')}, and the others have no rows "

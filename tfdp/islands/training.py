@@ -48,8 +48,7 @@ class Islands(Feature):
             ValueError: If nothing would bring the islands together, or several
                 callbacks.
         """
-        island = Island.from_environment()
-        if island is None:
+        if Island.from_environment() is None:
             return
         callbacks = fit.arguments["callbacks"]
         given = callback_list(callbacks)
@@ -67,7 +66,8 @@ class Islands(Feature):
             )
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return
-        chosen = [c for c in given if island.index == 0 or not isinstance(c, WRITERS)]
+        writes = fit.strategy.extended.worker_group.is_job_chief
+        chosen = [c for c in given if writes or not isinstance(c, WRITERS)]
         # At the end of an epoch the others see the weights that all have in common.
         fit.arguments["callbacks"] = sorted(chosen, key=_place)
 

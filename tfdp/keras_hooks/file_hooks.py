@@ -66,8 +66,11 @@ def _save_with_plain_optimizer(
     worker_group.all_gather(
         "saving a model of which each worker has a part, which all workers have to do"
     )
-    is_writer = worker_group.rank == 0
-    whole = _collect(optimizer, extended) if is_sharded else None
+    is_writer = worker_group.is_chief
+    whole = None
+    if is_sharded:
+        tensors = sharded_tensors(optimizer)
+        whole = gather_full_state(tensors, host_group, keep=is_writer)
     result, error = None, None
     if not is_writer:
         serve_reads(parameters, host_group)
@@ -87,13 +90,6 @@ def _save_with_plain_optimizer(
         worker_group.leave()
         raise OSError(f"Worker 0 could not save the model: {told}")
     return result
-
-
-def _collect(distributed: Any, extended: Any) -> FullState:
-    """Gather the optimizer's sharded state on the first worker."""
-    is_first = extended.worker_group.rank == 0
-    tensors = sharded_tensors(distributed)
-    return gather_full_state(tensors, extended.host_group, keep=is_first)
 
 
 def save_tensors(

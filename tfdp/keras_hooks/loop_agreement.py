@@ -76,7 +76,7 @@ def agree_on_loop(
     callbacks: list = []
     if name == "fit":
         callbacks = callback_list(arguments.get("callbacks"))
-        if strategy.extended.worker_group.rank == 0:
+        if strategy.extended.worker_group.is_chief:
             own["problem"] = find_callback_problem(callbacks, arguments)
         own["callbacks"] = tfdp_callback_names(callbacks)
         own["each_batch"] = decide_per_batch(callbacks)

@@ -65,7 +65,6 @@ def _save(
     # Where a file may not be replaced, Keras asks the user.
     if target is None or given.get("overwrite") is False:
         return original(model, path, *rest, **options)
-    rank = worker_group.rank
     if worker_group.num_workers == 1:
         if not _is_replaceable(target) or _is_split(given):
             return original(model, path, *rest, **options)
@@ -73,14 +72,14 @@ def _save(
         # Object stores have no atomic move, nor have several files at once; one
         # writer needs none. All take part in collecting what is sharded.
         optimizer = getattr(model, "optimizer", None)
-        takes_part = rank == 0 or getattr(optimizer, "is_sharded", False)
+        takes_part = worker_group.is_chief or getattr(optimizer, "is_sharded", False)
         return original(model, path, *rest, **options) if takes_part else None
-    own = _temporary_path(target, str(rank))
-    if rank == 0:
+    own = _temporary_path(target, str(worker_group.rank))
+    if worker_group.is_chief:
         _remove_left_over(target, worker_group.num_workers)
     # Of folders, which cannot replace each other, the first worker's stays.
     with replaced(
-        os.path.realpath(target), own, replaces_folder=rank == 0
+        os.path.realpath(target), own, replaces_folder=worker_group.is_chief
     ) as temporary:
         try:
             result = original(model, temporary, *rest, **options)

@@ -21,7 +21,6 @@ from tfdp.base import loops
 from tfdp.base.context import is_tfdp, strategy_of
 from tfdp.base.feature import Fit, registered
 from tfdp.base.wrappers import wrapper_of
-from tfdp.cluster.islands import Island
 from tfdp.collectives import timing
 from tfdp.coordination.progress import progress
 from tfdp.data import checks
@@ -105,7 +104,7 @@ def _run_loop(
         _choose_callbacks(arguments, arguments.get("callbacks"), is_fit=name == "fit")
         return original(*bound.args, **bound.kwargs)
     worker_group = strategy.extended.worker_group
-    if not _shows_progress(worker_group):
+    if not worker_group.is_job_chief:
         arguments["verbose"] = 0
     chosen = select_callbacks(
         strategy,
@@ -124,14 +123,6 @@ def _run_loop(
         # The first worker's files are complete when the others go on.
         worker_group.all_gather("the end of fit")
     return result
-
-
-def _shows_progress(worker_group: Any) -> bool:
-    """Return whether this worker, or island, is the one that shows its progress."""
-    if worker_group.num_workers > 1:
-        return worker_group.rank == 0
-    island = Island.from_environment()
-    return island is None or island.index == 0
 
 
 def _note_model(model: Any) -> None:

@@ -58,7 +58,7 @@ def select_callbacks(
     given = callback_list(callbacks)
     is_sharded = _is_sharded(model, given)
     for callback in given:
-        if worker_group.rank == 0 or not isinstance(callback, WRITERS):
+        if worker_group.is_job_chief or not isinstance(callback, WRITERS):
             chosen.append(callback)
         elif is_sharded:
             chosen += _saving_participants(callback)

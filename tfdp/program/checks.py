@@ -83,7 +83,7 @@ def _tell(strategy: Any, loop: Loop, gathers: StepGathers) -> None:
     topics = {f"{g.operation} {g.place}" for g in gathers.large}
     unread = {topic for topic in topics if user_code.is_new(topic, loop.model)}
     new = [g for g in gathers.large if f"{g.operation} {g.place}" in unread]
-    if new and strategy.extended.worker_group.rank == 0:
+    if new and strategy.extended.worker_group.is_chief:
         _log.warning(
             "tfdp: %s. The result is that of one device; each replica computes these "
             "operations for the whole batch. docs/one_program.md says how to avoid it.",

@@ -56,7 +56,7 @@ def load_or_measure_links(
     if algorithm_selector.are_links_known or not is_needed:
         return
     key = cluster_key(algorithm_selector, group, hosts)
-    found = load_links(key) if worker_group.rank == 0 else None
+    found = load_links(key) if worker_group.is_chief else None
     text = "" if found is None else json.dumps(dataclasses.asdict(found))
     is_long = num_steps is not None and num_steps >= LONG_RUN_STEPS
     own = json.dumps({"kept": text, "is_long": is_long})
@@ -66,11 +66,11 @@ def load_or_measure_links(
     elif first["is_long"]:
         samples = _measure_samples(algorithm_selector, group)
         # The workers' clocks differ, and their figures must not.
-        fitted = _fit_to_json(samples, group.backend) if worker_group.rank == 0 else ""
+        fitted = _fit_to_json(samples, group.backend) if worker_group.is_chief else ""
         text_of_first = worker_group.all_gather("measured links", fitted)[0]
         if text_of_first:
             algorithm_selector.set_links(Links.from_dict(json.loads(text_of_first)))
-        if text_of_first and worker_group.rank == 0:
+        if text_of_first and worker_group.is_chief:
             store_links(key, algorithm_selector.links)
 
 

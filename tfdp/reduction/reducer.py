@@ -300,7 +300,7 @@ class Reducer:
         """Warn, once, that nothing is tuned outside of `fit`."""
         loop = loops.current()
         in_fit = loop is not None and loop.name == "fit"
-        tells = self.options.tunes_buckets and self._worker_group.rank == 0
+        tells = self.options.tunes_buckets and self._worker_group.is_chief
         if in_fit or not tells:
             return
         user_code.warn(

@@ -131,7 +131,7 @@ class ReplicaExtended:
             workers=_by_position(places, 1),
         )
         self.algorithm_selector = AlgorithmSelector(
-            self.options, topology, transport.name, warn=rank == 0
+            self.options, topology, transport.name, warn=self.worker_group.is_chief
         )
         self.hosts = tuple(hosts)
         self.first_rank = first_rank

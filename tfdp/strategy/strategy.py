@@ -235,7 +235,7 @@ def _begin() -> None:
 def _warn_of_slow_kernels(strategy: Any) -> None:
     """Warn, on the first worker, if CPUs train with kernels slower than need be."""
     device = strategy.extended.worker_devices[0]
-    if strategy.extended.first_rank == 0 and _compat.device_type(device) == "CPU":
+    if strategy.extended.worker_group.is_chief and _compat.device_type(device) == "CPU":
         warn_of_slow_kernels()
 
 

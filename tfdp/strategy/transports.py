@@ -156,7 +156,7 @@ def _agreed(
     if len(set(names)) > 1:
         # `"auto"` sees MPI, or a GPU for each replica, on some workers only.
         name = "direct" if set(names) <= {"direct", "mpi"} else "ring"
-    if name != "direct" and options.interface is not None and worker_group.rank == 0:
+    if name != "direct" and options.interface is not None and worker_group.is_chief:
         user_code.warn(
             '`interface` is for `backend="direct"` only, and is ignored. '
             f"Received: interface={options.interface!r}, with {name!r}"

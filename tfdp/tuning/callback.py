@@ -180,7 +180,7 @@ class BucketTuning(keras.callbacks.Callback):
     def _agree_on_begin(self) -> tuple[KeptPlan | None, int | None]:
         """What the first worker knows: the plan of an earlier run, and the steps."""
         worker_group = self._extended.worker_group
-        kept = load_plan(self._key) if worker_group.rank == 0 else None
+        kept = load_plan(self._key) if worker_group.is_chief else None
         own = json.dumps([kept and kept.to_json(), self._num_steps])
         text, num_steps = json.loads(worker_group.all_gather("kept plans", own)[0])
         return (None if text is None else KeptPlan.from_json(text)), num_steps
@@ -234,15 +234,15 @@ class BucketTuning(keras.callbacks.Callback):
         if outcome.winner is not None:
             kept = KeptPlan(outcome.winner.choice, str(outcome.gain))
         self._tune(kept.choice, kept.gain)
-        if self._extended.worker_group.rank == 0:
+        if self._extended.worker_group.is_chief:
             store_plan(self._key, kept)
             steps = counted(block_steps(self._update_steps), "step")
             print(f"\ntfdp: {_NAME} {outcome.describe(steps)}.")
 
     def _tell_of_kept(self, kept: KeptPlan) -> None:
         """Say once with which plan a `fit` begins that has no trial."""
-        is_first = self._extended.worker_group.rank == 0
-        if kept.choice and is_first and user_code.is_new(self._key, self._extended):
+        is_chief = self._extended.worker_group.is_chief
+        if kept.choice and is_chief and user_code.is_new(self._key, self._extended):
             print(
                 f"tfdp: {_NAME} begins with {kept.choice}, which an earlier `fit` has "
                 f"found {kept.gain}."
@@ -251,7 +251,7 @@ class BucketTuning(keras.callbacks.Callback):
     def _stay(self, reason: str) -> None:
         """Have the default, and say so once."""
         self._take(KeptPlan(None))
-        if self._extended.worker_group.rank == 0:
+        if self._extended.worker_group.is_chief:
             user_code.warn(
                 f"{_NAME} stays with the default buckets: {reason}.",
                 once_for=self._extended,

@@ -81,7 +81,7 @@ class Rebalance(TimedSteps):
         before = self._balance.rows(num_rows)
         self._balance.update(num_rows, times)
         after = self._balance.rows(num_rows)
-        if worker_group.rank == 0 and after != before:
+        if worker_group.is_chief and after != before:
             took = ", ".join(f"{time / 1000:.1f}" for time in times)
             print(
                 f"\ntfdp: workers took {took} ms for their own part of a step; of "
