@@ -15,16 +15,17 @@ from tests.harness.tf_config import cluster_configs
 from tfdp import _compat
 from tfdp.cluster import mpi_cluster
 from tfdp.coordination import worker_group
+from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.data import file_shards
 from tfdp.data.determinism import draws_seeds_once, nondeterminism_of
 from tfdp.data.file_shards import FileShard
-from tfdp.data.own_batches import own_batches
+from tfdp.data.own_data import own_batches
 from tfdp.plans.file_owners import balance_files, bytes_of_workers
 
 NUM_FILES = 12
 
 
-class Alike(worker_group.WorkerGroup):
+class Alike(WorkerGroup):
     """The group of a worker of several that all see the same."""
 
     def __init__(self, rank: int, num_workers: int) -> None:

@@ -108,7 +108,7 @@ def test_a_workers_rows_are_those_of_the_whole_batch(name, ranks):
     wanted = [[batch for batch in whole] for _ in range(2)]  # noqa: C416
     torch.manual_seed(5)
     own = make()
-    assert loader_rows.obstacle_of_loader(own) == ""
+    assert loader_rows.why_not_split_loader(own) == ""
     of_rows = loader_rows.loader_of_rows(own, own.dataset, ranks, num_replicas)
     for batches in wanted:  # the second pass has another order
         items = list(loader_rows.items_of(of_rows))
@@ -167,7 +167,7 @@ LATE = {
 @pytest.mark.parametrize("name", LATE)
 def test_what_keeps_a_loader_from_loading_own_rows_is_named(name):
     make, obstacle = LATE[name]
-    assert obstacle in loader_rows.obstacle_of_loader(make())
+    assert obstacle in loader_rows.why_not_split_loader(make())
 
 
 def test_a_shuffled_loader_has_no_position():

@@ -252,7 +252,7 @@ def cut_now() -> None:
 
 def test_arrays_without_a_seed_go_on_in_the_order_that_they_had(tmp_path, monkeypatch):
     seeds = iter([77, 77, 99])
-    monkeypatch.setattr(epochs, "_new_seed", lambda: next(seeds))
+    monkeypatch.setattr(epochs, "new_seed", lambda: next(seeds))
     undisturbed = fit(arrays(), BackupAndRestore(tmp_path / "a", 2), Cut())
     with pytest.raises(PowerCut):
         fit(arrays(), BackupAndRestore(tmp_path / "b", 2), Cut(7))

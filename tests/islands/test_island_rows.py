@@ -9,7 +9,7 @@ import tensorflow as tf
 from tests.harness import common
 from tfdp.callbacks import DiLoCo
 from tfdp.cluster.islands import Island
-from tfdp.data.island_rows import rows_of_island
+from tfdp.data.distribute import rows_of_island
 from tfdp.islands.training import IslandTraining
 
 NUM_ROWS, BATCH_SIZE = 21, 10

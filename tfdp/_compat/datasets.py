@@ -31,6 +31,10 @@ CompositeTensor = tf.__internal__.CompositeTensor
 # takes for an argument that is made of tensors.
 DistributedDatasetsFromFunction = input_lib.DistributedDatasetsFromFunction
 DistributedIteratorInterface = distribute_types.DistributedIteratorInterface
+# The operations that call a Python function which may have state, and that of
+# `Dataset.from_generator`.
+PYTHON_FUNCTIONS = ("PyFunc", "EagerPyFunc")
+_GENERATOR = "GeneratorDataset"
 # By the class of a source of elements: its name, and what holds its tensors.
 _SOURCES = {
     "TensorDataset": ("from_tensors", ("_tensors",)),
@@ -131,11 +135,27 @@ def operations_in(dataset: tf.data.Dataset) -> Iterator[tuple[str, Any]]:
         Pairs of the type of an operation and its attributes by name.
     """
     for part in dataset_inputs(dataset):
-        for function in part._functions():
-            graph = function.function.graph.as_graph_def()
-            libraries = [nested.node_def for nested in graph.library.function]
-            for node in itertools.chain(graph.node, *libraries):
-                yield node.op, node.attr
+        yield from operations_of_stage(part)
+
+
+def operations_of_stage(dataset: tf.data.Dataset) -> Iterator[tuple[str, Any]]:
+    """The operations of `operations_in`, of the last stage of a dataset only."""
+    for function in dataset._functions():
+        graph = function.function.graph.as_graph_def()
+        libraries = [nested.node_def for nested in graph.library.function]
+        for node in itertools.chain(graph.node, *libraries):
+            yield node.op, node.attr
+
+
+def calls_python(dataset: tf.data.Dataset, *, counts_pure: bool = False) -> bool:
+    """Whether a dataset calls Python that may have state, or pure functions, too."""
+    names = (_GENERATOR, *PYTHON_FUNCTIONS, *(("PyFuncStateless",) * counts_pure))
+    return any(name in names for name, _ in operations_in(dataset))
+
+
+def has_generator(dataset: tf.data.Dataset) -> bool:
+    """Whether a dataset draws from a Python generator: `Dataset.from_generator`."""
+    return any(name == _GENERATOR for name, _ in operations_in(dataset))
 
 
 def writes_while_read(dataset: tf.data.Dataset) -> bool:
@@ -277,12 +297,12 @@ def without_partial_batches(dataset: Any) -> Any:
     return dataset
 
 
-def asks_for_more(dataset: Any) -> bool:
+def syncs_end_of_data(dataset: Any) -> bool:
     """Whether workers ask each other for more data, in a dataset of TensorFlow's."""
     return dataset._enable_get_next_as_optional
 
 
-def that_asks(dataset: Any) -> Any:
+def with_end_of_data_sync(dataset: Any) -> Any:
     """A copy of a distributed dataset of TensorFlow's whose workers ask for more data.
 
     A worker with an endless dataset does not ask, while one whose data ends does.

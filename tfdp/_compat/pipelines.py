@@ -6,13 +6,14 @@ tf.data has no public way to see a pipeline's stages. Checked on TensorFlow 2.19
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.data.util import structure
 from tensorflow.python.framework import op_def_registry
+
+from tfdp._compat.datasets import operations_of_stage
 
 # Stateful only in that they read, or run other functions, whose operations are listed.
 _READING = {
@@ -51,7 +52,7 @@ def parallelism_of(dataset: tf.data.Dataset) -> Any:
 
 def stateful_operation(dataset: tf.data.Dataset) -> str | None:
     """An operation in the function of a `map` that does more than read, or `None`."""
-    names = (name for name in _operations_of(dataset) if name not in _READING)
+    names = (name for name, _ in operations_of_stage(dataset) if name not in _READING)
     return next((name for name in names if _is_stateful(name)), None)
 
 
@@ -84,14 +85,6 @@ def zipped(dataset: tf.data.Dataset) -> Any:
 def _value(tensor: Any) -> Any:
     static = None if tensor is None else tf.get_static_value(tensor)
     return tensor if static is None else static.item()
-
-
-def _operations_of(dataset: tf.data.Dataset) -> Iterator[str]:
-    for function in dataset._functions():
-        graph = function.function.graph.as_graph_def()
-        libraries = [nested.node_def for nested in graph.library.function]
-        for node in itertools.chain(graph.node, *libraries):
-            yield node.op
 
 
 def _is_stateful(name: str) -> bool:

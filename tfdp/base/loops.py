@@ -58,6 +58,11 @@ def current() -> Loop | None:
     return _loops[-1] if _loops else None
 
 
+def awaiting_training_data() -> Loop | None:
+    """Return the loop that is about to be given its training data, or `None`."""
+    return next((loop for loop in _loops[-1:] if loop.awaits_training_data), None)
+
+
 def steps_alone(model: Any) -> bool:
     """Return whether the replicas of a model train alone, see `tfdp.local_steps`."""
     features = getattr(getattr(model, "optimizer", None), "features", None)

@@ -22,7 +22,7 @@ from tfdp.callbacks.measuring_callback import MeasuringCallback
 from tfdp.callbacks.timeline import Timeline
 from tfdp.data.early_rows import divide_early
 from tfdp.data.py_dataset_rows import gives_rows
-from tfdp.data.raw_elements import MAPS
+from tfdp.data.stages import MAPS
 from tfdp.keras_hooks.worker_callbacks import callback_list
 from tfdp.monitor.input_wait import (
     ARRAYS,
@@ -167,11 +167,8 @@ def pipeline_of(data: Any, strategy: Any) -> Pipeline:
         return Pipeline(ARRAYS if is_array else "")
     parts = list(_compat.dataset_inputs(data))
     maps = [each for each in parts if _compat.kind_of_part(each) in MAPS]
-    is_drawn = any(
-        name == "GeneratorDataset" for name, _ in _compat.operations_in(data)
-    )
     return Pipeline(
-        GENERATOR if is_drawn else "",
+        GENERATOR if _compat.has_generator(data) else "",
         has_serial_map=any(_compat.parallelism_of(each) is None for each in maps),
         has_map=bool(maps),
         is_cached="CacheDataset" in map(_compat.kind_of_part, parts),
@@ -195,6 +192,5 @@ def _has_other_workers(strategy: Any) -> bool:
 def _obstacle_of(dataset: tf.data.Dataset, strategy: Any) -> str:
     if not _has_other_workers(strategy):
         return ""
-    first = strategy.extended.first_rank
-    ranks = list(range(first, first + strategy.extended.num_local))
+    ranks = strategy.extended.local_ranks
     return divide_early(dataset, ranks, strategy.num_replicas_in_sync).obstacle

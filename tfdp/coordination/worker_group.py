@@ -12,6 +12,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -157,6 +158,10 @@ class WorkerGroup:
         with contextlib.suppress(tf.errors.OpError):
             _compat.set_key_value(f"{call}/seen/{self.rank}", "")
         return answer
+
+    def all_gather_values(self, topic: str, value: Any) -> list[Any]:
+        """Gather values that JSON can hold, ordered by worker."""
+        return [json.loads(text) for text in self.all_gather(topic, json.dumps(value))]
 
     def all_equal(self, topic: str, text: str) -> tuple[bool, list[str]]:
         """Return whether the texts of all workers are equal, and the texts."""

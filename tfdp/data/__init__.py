@@ -6,22 +6,22 @@ itself. Reading order:
     same_datasets: comparison of the workers' datasets
     fingerprints, batch_labels: values of arrays and of batches, to compare workers by
     batch_sizes: rows of all batches, as far as known before they are read
-    early_rows, raw_elements: rows that are taken before they are prepared
+    stages: stages of a pipeline, found and rebuilt
+    early_rows: rows that are taken before they are prepared
     own_rows: data of Keras's loops of which each worker reads its rows only, by
         py_dataset_rows, stored_rows, loader_rows
     index_source: elements that are loaded by their index
-    own_data, own_batches: data that a worker has for itself
-    island_rows: rows of a worker that is a job of its own
+    own_data: data that a worker has for itself
     file_shards: files of which each worker reads its own
     rows, weighted_rows: rows of a batch for each replica, equal or by weight
     other_rows: parts of a batch that have another number of rows than the first
     per_replica_dataset, element_specs: the distributed dataset on CPUs
-    read_counts, source_name: batches asked for and given, and whose they are
+    read_counts: batches asked for and given
     uneven_inputs: the end of the data for all workers
     lengths, epochs: number of steps and order of an epoch
     batch_weights: weights of the replicas in the sums over a batch
     load_balancer: weights of workers by their speed
-    checks: messages for wrong data
+    checks: messages for wrong data, and the name of data in messages
     determinism: pipelines that give the same batches again
     position, batch_change: the position of a run that is resumed
 """

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import keras
 import numpy as np
 
 from tfdp.data.fingerprints import as_numpy
+from tfdp.data.rows import named_leaves
 
 _NUM_KEPT = 1000  # batches, more than are read ahead of the step
 
@@ -72,10 +72,7 @@ def class_labels(batch: Any) -> dict[str, np.ndarray]:
     """
     if not isinstance(batch, tuple) or len(batch) < 2:
         return {}
-    found = {
-        "y" + "".join(f"[{step!r}]" for step in path): _labels(leaf)
-        for path, leaf in keras.tree.flatten_with_path(batch[1])
-    }
+    found = {name: _labels(part) for name, part in named_leaves(batch[1], "y").items()}
     return {name: labels for name, labels in found.items() if labels is not None}
 
 

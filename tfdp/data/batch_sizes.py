@@ -8,27 +8,16 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.cluster import counted
+from tfdp.data.stages import CHOOSE, MAPS, PASS_ON
 
 # Stages after `batch` that pass each batch on, and those that choose and order them
 # by what workers compare. Of other stages the sizes are not known.
 _PASS_ON = {
-    "MapDataset",
-    "ParallelMapDataset",
-    "PrefetchDataset",
-    "CacheDataset",
-    "OptionsDataset",
-    "AssertCardinalityDataset",
-    "ParseExampleDataset",
-    "SnapshotDataset",
+    *(*MAPS, *PASS_ON, "CacheDataset", "AssertCardinalityDataset"),
+    *("ParseExampleDataset", "SnapshotDataset"),
 }
 _CHOOSE = {
-    "RepeatDataset",
-    "ShuffleDataset",
-    "TakeDataset",
-    "SkipDataset",
-    "ShardDataset",
-    "ConcatenateDataset",
-    "ZipDataset",
+    *(*CHOOSE, "ShuffleDataset", "ShardDataset", "ConcatenateDataset", "ZipDataset")
 }
 
 

@@ -16,6 +16,7 @@ from tfdp.data.rows import (
     BETWEEN_NAMES,
     UNEQUAL_ROWS,
     check_parts,
+    named_leaves,
     parts_with_rows,
     unequal_rows,
 )
@@ -99,9 +100,9 @@ def named_arrays(given: dict[str, Any]) -> dict[str, Any] | None:
     if not all(_is_array(leaf) for leaf in keras.tree.flatten(given)):
         return None
     return {
-        name + "".join(f"[{step!r}]" for step in path): leaf
+        where: leaf
         for name, part in given.items()
-        for path, leaf in keras.tree.flatten_with_path(part)
+        for where, leaf in named_leaves(part, name).items()
         if leaf is not None
     }
 
@@ -109,19 +110,12 @@ def named_arrays(given: dict[str, Any]) -> dict[str, Any] | None:
 def _described(array: Any) -> dict[str, Any]:
     shape = tf.TensorShape(array.shape)
     dtype = getattr(array, "dtype", None)
+    name: Any = str(getattr(dtype, "name", dtype))
     if dtype is None:  # a table, with a type for each column
-        dtype = [str(column) for column in getattr(array, "dtypes", [])]
+        name = [str(column) for column in getattr(array, "dtypes", [])]
     if not shape.rank:
-        return {"shape": [], "dtype": _dtype_name(dtype)}
-    return {
-        "rows": shape[0],
-        "shape": [None, *shape[1:]],
-        "dtype": _dtype_name(dtype),
-    }
-
-
-def _dtype_name(dtype: Any) -> Any:
-    return dtype if isinstance(dtype, list) else str(getattr(dtype, "name", dtype))
+        return {"shape": [], "dtype": name}
+    return {"rows": shape[0], "shape": [None, *shape[1:]], "dtype": name}
 
 
 def check_element(model: Any, spec: Any) -> None:
@@ -244,9 +238,8 @@ def _check_all(given: dict[str, Any]) -> None:
     if not all(_is_array(leaf) for leaf in keras.tree.flatten(given)):
         return
     for name, part in given.items():
-        for path, leaf in keras.tree.flatten_with_path(part):
+        for where, leaf in named_leaves(part, name).items():
             if leaf is not None and tf.TensorShape(leaf.shape).rank == 0:
-                where = name + "".join(f"[{step!r}]" for step in path)
                 raise ValueError(
                     f"`{where}` must have the samples along its first axis. Received: "
                     f"the scalar {leaf}"
@@ -263,3 +256,39 @@ def _check_alike(given: dict[str, Any]) -> None:
 
 def _is_array(leaf: Any) -> bool:
     return leaf is None or hasattr(leaf, "shape")
+
+
+def source_name(source: Any) -> str:
+    """Return what the data given to a loop of Keras is called in messages.
+
+    Args:
+        source: Arrays, a dataset, a `PyDataset`, a torch `DataLoader` or a generator.
+
+    Example:
+
+    >>> source_name(batch for batch in ())
+    'the generator `<genexpr>`'
+    >>> source_name(tf.data.Dataset.range(4).batch(2))
+    'the `tf.data.Dataset` of `RangeDataset`'
+    """
+    name = type(source).__name__
+    if isinstance(source, keras.utils.PyDataset):
+        return f"the `PyDataset` `{name}`"
+    if isinstance(source, tf.data.Dataset):
+        return _dataset_name(source)
+    if isinstance(source, (tf.Tensor, list, tuple, dict)) or hasattr(source, "shape"):
+        return "the arrays"
+    if hasattr(source, "dataset") and hasattr(source, "batch_size"):
+        return f"the `{name}` of `{type(source.dataset).__name__}`"
+    if hasattr(source, "__next__"):
+        return f"the generator `{getattr(source, '__name__', name)}`"
+    return f"the `{name}`"
+
+
+def _dataset_name(dataset: tf.data.Dataset) -> str:
+    """Name a dataset after the files, tensors or function that it begins with."""
+    if _compat.calls_python(dataset, counts_pure=True):
+        return "the `tf.data.Dataset` that calls Python"
+    *_, first = _compat.dataset_inputs(dataset)
+    kind = type(first).__name__.strip("_")
+    return f"the `tf.data.Dataset` of `{kind}`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -9,29 +10,23 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.coordination.worker_group import WorkerGroup
+from tfdp.data.stages import BATCHES, MAPS, PASS_ON
 
-# Operations that call Python functions, which may have state; of a `PyFuncStateless`
-# the user says that it has none.
-PYTHON_OPS = ("GeneratorDataset", "PyFunc", "EagerPyFunc")
 RANDOM_OPS = (
     *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal"),
     *("RandomShuffle", "Multinomial", "RandomGamma", "RandomPoissonV2"),
 )
 # Datasets that create one iterator of each input in a pass.
 _ONE_PASS_DATASETS = (
-    *("BatchDataset", "ParallelBatchDataset", "PaddedBatchDataset", "MapDataset"),
-    *("ParallelMapDataset", "PrefetchDataset", "TakeDataset", "SkipDataset"),
-    *("FilterDataset", "ShuffleDataset", "OptionsDataset", "ZipDataset"),
+    *(*BATCHES, *MAPS, *PASS_ON, "PaddedBatchDataset", "TakeDataset", "SkipDataset"),
+    *("FilterDataset", "ShuffleDataset", "ZipDataset", "AssertCardinalityDataset"),
     *("TensorDataset", "TensorSliceDataset", "RangeDataset", "RebatchDataset"),
     *("InterleaveDataset", "ParallelInterleaveDataset", "FlatMapDataset"),
-    *("TFRecordDatasetV2", "AssertCardinalityDataset"),
+    "TFRecordDatasetV2",
 )
 # Datasets that keep the order of samples after they are batched.
-_ORDER_KEEPING_DATASETS = (
-    *("MapDataset", "ParallelMapDataset", "PrefetchDataset", "OptionsDataset"),
-    *("CacheDataset", "ModelDataset"),
-)
-_BATCHING_DATASETS = ("BatchDataset", "ParallelBatchDataset", "PaddedBatchDataset")
+_ORDER_KEEPING_DATASETS = (*MAPS, *PASS_ON, "CacheDataset", "ModelDataset")
 
 
 def nondeterminism_of(
@@ -87,7 +82,7 @@ def batch_dependence_of(source: Any, *, shuffles_batches: bool) -> str | None:
     if not isinstance(source, tf.data.Dataset):
         return None
     for kind in _compat.kinds_of_parts(source):
-        if kind in _BATCHING_DATASETS:
+        if kind in (*BATCHES, "PaddedBatchDataset"):
             return None
         if kind not in _ORDER_KEEPING_DATASETS:
             return f"the size of its batches has changed, and a {kind} comes after them"
@@ -106,9 +101,9 @@ def _nondeterminism_of_dataset(
         return "the dataset is asked for speed, and not for one order (`deterministic`)"
     if chosen_seed in {seed for seed, _ in _compat.shuffle_seeds(dataset)}:
         return "the global seed, which `Dataset.shuffle` depends on, was not set"
+    if _compat.calls_python(dataset):
+        return "a Python generator or function in the dataset has state of its own"
     for name, attributes in _compat.operations_in(dataset):
-        if name in PYTHON_OPS:
-            return "a Python generator or function in the dataset has state of its own"
         if name not in RANDOM_OPS:
             continue
         seed, seed2 = attributes["seed"].i, attributes["seed2"].i
@@ -124,6 +119,16 @@ def _nondeterminism_of_py_dataset(source: Any, is_ordered: bool) -> str | None:
         if getattr(type(source), name) is not getattr(keras.utils.PyDataset, name):
             return f"a `PyDataset` changes in `{name}`"
     return None
+
+
+def common_seed(worker_group: WorkerGroup) -> int:
+    """Return a seed that the first worker draws for all."""
+    return int(worker_group.all_gather("a seed", str(new_seed()))[0])
+
+
+def new_seed() -> int:
+    """Draw a seed from the operating system: the user's generators stay untouched."""
+    return random.SystemRandom().getrandbits(30)
 
 
 class SeededShuffle:

@@ -16,23 +16,24 @@ import tensorflow as tf
 
 from tfdp import _compat, user_code
 from tfdp.base import loops
+from tfdp.cluster.islands import Island
 from tfdp.data.batch_sizes import batch_size_of, sizes_of_batches
 from tfdp.data.early_rows import Division, divide_early
 from tfdp.data.file_shards import FileShard
-from tfdp.data.island_rows import island_in_training, rows_of_island
 from tfdp.data.other_rows import places_of_others
 from tfdp.data.own_data import distribute_by_policy, distribute_own_files
 from tfdp.data.per_replica_dataset import (
     PREFETCHED_STEPS,
     PerReplicaDataset,
     ReadOptions,
+    distribute_divided,
     divide_and_prefetch,
-    is_on_cpus,
+    is_read_on_cpus,
 )
-from tfdp.data.rows import divide_batches, in_turn
+from tfdp.data.rows import divide_batches, flatten_local_replicas, has_rows
 from tfdp.data.same_datasets import compare
 
-OF_BALANCE = (
+REBALANCE_REASON = (
     "with `--rebalance` it changes which rows these are, while they are read ahead"
 )
 _POLICY = tf.data.experimental.AutoShardPolicy
@@ -54,80 +55,39 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
         ValueError: If a batch has fewer rows than there are replicas, or
             workers would shuffle differently.
     """
-    if not isinstance(dataset, tf.data.Dataset) or not _has_rows(dataset):
+    if not _has_rows(dataset):
         return stock.experimental_distribute_dataset(dataset, options)
     if (island := island_in_training()) is not None:
         dataset = rows_of_island(dataset, island)
-    check_batch_size(strategy, batch_size_of(dataset), "The dataset's batch size")
+    batch_size = batch_size_of(dataset)
+    check_batch_size(strategy, batch_size, "The dataset's batch size")
     extended = strategy.extended
     policy = dataset.options().experimental_distribute.auto_shard_policy
     is_alone = extended.worker_group.num_workers == 1
-    shard = FileShard.of_dataset(dataset)
-    if shard is not None and shard.num_workers > 1:
+    if (shard := FileShard.of_several(dataset)) is not None:
         return distribute_own_files(strategy, dataset, shard, options)
     if not is_alone and policy in (_POLICY.FILE, _POLICY.OFF):
         return distribute_by_policy(strategy, dataset, options, policy, stock)
-    known = batch_size_of(dataset) or (sizes_of_batches(dataset) or {}).get("size")
-    loops.note_batch_rows(known)
-    first = extended.first_rank
-    ranks = list(range(first, first + extended.num_local))
-    read_options = compare(strategy, dataset)
-    return _distribute_rows(strategy, dataset, ranks, options, read_options)
+    loops.note_batch_rows(batch_size or (sizes_of_batches(dataset) or {}).get("size"))
+    return _distribute_rows(strategy, dataset, options, compare(strategy, dataset))
 
 
 def _distribute_rows(
-    strategy: Any,
-    dataset: Any,
-    ranks: list[int],
-    options: Any,
-    read_options: ReadOptions,
+    strategy: Any, dataset: Any, options: Any, read_options: ReadOptions
 ) -> Any:
     """Return the distributed dataset of the local replicas' rows."""
-    num_replicas = strategy.num_replicas_in_sync
+    ranks, num_replicas = strategy.extended.local_ranks, strategy.num_replicas_in_sync
     divided = _divide_early(strategy, dataset, ranks)
-    others: frozenset[int] = frozenset()
-    is_in_loop = loops.current() is not None and strategy.extended.balance is None
-    if divided is None and is_in_loop and num_replicas > 1:
-        others = places_of_others(dataset)
-    if _reads_on_cpus(strategy) and options is None:
-        if divided is None:
-            divided = divide_and_prefetch(dataset, ranks, num_replicas, others=others)
-        else:
-            divided = divided.prefetch(PREFETCHED_STEPS)
-    elif divided is None:
-        divided = divide_batches(dataset, ranks, num_replicas, others=others)
+    is_on_cpus = is_read_on_cpus(strategy, options)
+    if divided is None:
+        is_in_loop = loops.current() is not None and strategy.extended.balance is None
+        finds_others = is_in_loop and num_replicas > 1
+        others = places_of_others(dataset) if finds_others else ()
+        divide = divide_and_prefetch if is_on_cpus else divide_batches
+        divided = divide(dataset, ranks, num_replicas, others=others)
+    elif is_on_cpus:
+        divided = divided.prefetch(PREFETCHED_STEPS)
     return distribute_divided(strategy, divided, options, read_options, dataset)
-
-
-def distribute_divided(
-    strategy: Any,
-    divided: tf.data.Dataset,
-    options: Any,
-    read_options: ReadOptions,
-    batches: tf.data.Dataset | None = None,
-) -> Any:
-    """Return the distributed dataset of rows that are divided among local replicas.
-
-    Args:
-        strategy: A tfdp strategy.
-        divided: `tf.data.Dataset` as `divide_batches` returns it.
-        options: `tf.distribute.InputOptions` or `None`.
-        read_options: `ReadOptions`.
-        batches: `tf.data.Dataset` of the global batches, or `None`, see
-            `PerReplicaDataset`. Defaults to `None`.
-    """
-    if _reads_on_cpus(strategy) and options is None:
-        return PerReplicaDataset(divided, strategy, read_options, batches=batches)
-    local = in_turn(divided)
-    distributed = strategy.distribute_datasets_from_function(lambda _: local, options)
-    if read_options.asks_workers:
-        return distributed
-    return _compat.without_partial_batches(distributed)
-
-
-def _reads_on_cpus(strategy: Any) -> bool:
-    """Return whether a step takes its rows from host memory, or from a GPU's."""
-    return is_on_cpus(strategy) or strategy.extended.balance is not None
 
 
 def _divide_early(
@@ -139,12 +99,12 @@ def _divide_early(
         return None
     division = divide_early(dataset, ranks, strategy.num_replicas_in_sync)
     if division.dataset is not None and extended.balance is not None:
-        division = Division(obstacle=OF_BALANCE)
-    tell_of_obstacle(strategy, division.obstacle)
+        division = Division(obstacle=REBALANCE_REASON)
+    warn_not_split_early(strategy, division.obstacle)
     return division.dataset
 
 
-def tell_of_obstacle(strategy: Any, obstacle: str) -> None:
+def warn_not_split_early(strategy: Any, obstacle: str) -> None:
     """Warn of what makes each worker prepare all rows, once, on the first worker.
 
     Args:
@@ -159,6 +119,32 @@ def tell_of_obstacle(strategy: Any, obstacle: str) -> None:
             f"not only its own: {obstacle}.",
             once_for=extended,
         )
+
+
+def island_in_training() -> Island | None:
+    """Return the island whose `fit` is given its training data, or `None`."""
+    is_for_training = loops.awaiting_training_data() is not None
+    return Island.from_environment() if is_for_training else None
+
+
+def rows_of_island(dataset: tf.data.Dataset, island: Island) -> tf.data.Dataset:
+    """Take an island's rows of each batch that has a row for each island.
+
+    A last batch of fewer is left out by all: islands make as many steps.
+
+    Args:
+        dataset: `tf.data.Dataset` of batches.
+        island: `Island`.
+
+    Returns:
+        `tf.data.Dataset` of smaller batches.
+    """
+    ranks = [island.index]
+    divided = divide_early(dataset, ranks, island.count).dataset
+    if divided is None:
+        divided = divide_batches(dataset, ranks, island.count)
+    enough = divided.filter(lambda parts, total: total >= float(island.count))
+    return flatten_local_replicas(enough).with_options(dataset.options())
 
 
 def check_batch_size(strategy: Any, batch_size: int | None, what: str) -> None:
@@ -177,15 +163,9 @@ def check_batch_size(strategy: Any, batch_size: int | None, what: str) -> None:
         )
 
 
-def _has_rows(dataset: tf.data.Dataset) -> bool:
-    specs = tf.nest.flatten(dataset.element_spec)
-    ranks = [
-        spec.shape.rank
-        for spec in specs
-        if hasattr(spec, "shape") and spec.shape.rank is not None
-    ]
-    return any(rank > 0 for rank in ranks) or any(
-        hasattr(spec, "shape") and spec.shape.rank is None for spec in specs
+def _has_rows(dataset: Any) -> bool:
+    return isinstance(dataset, tf.data.Dataset) and any(
+        map(has_rows, tf.nest.flatten(dataset.element_spec))
     )
 
 
@@ -197,8 +177,7 @@ def steps_per_batch(strategy: Any, source: Any) -> float:
     """
     if isinstance(source, tf.data.Dataset):
         policy = source.options().experimental_distribute.auto_shard_policy
-        shard = FileShard.of_dataset(source)
-        has_own = policy == _POLICY.OFF or (shard and shard.num_workers > 1)
+        has_own = policy == _POLICY.OFF or FileShard.of_several(source) is not None
         return strategy.extended.worker_group.num_workers if has_own else 1
     by_replica = isinstance(source, _compat.DistributedDatasetsFromFunction)
     if by_replica and not isinstance(source, PerReplicaDataset):

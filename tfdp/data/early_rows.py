@@ -14,36 +14,57 @@ Rows, order and number of steps are those of `tfdp.data.rows.divide_batches`.
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.data.raw_elements import (
+from tfdp.data.determinism import RANDOM_OPS
+from tfdp.data.rows import (
+    Part,
+    bounds_of_ranks,
+    num_rows,
+    rows_of_rank,
+    rows_of_worker,
+)
+from tfdp.data.stages import (
+    BATCHES,
     CHOOSE,
     MAPS,
     PASS_ON,
     Stage,
-    elements_of,
-    map_again,
+    is_of_arrays,
     no_autograph,
-    obstacle_of,
-    obstacle_of_generator,
-    obstacle_of_order,
-    stage_again,
+    of_element,
+    rebuild_batch,
+    rebuild_map,
+    rebuild_stage,
+    stages_after_batch,
 )
-from tfdp.data.rows import Part, bounds_of_ranks, num_rows, rows_of_rank
 
-BATCHES = ("BatchDataset", "ParallelBatchDataset")
-# The function of Keras's `class_weight`, which treats each row of a batch by itself.
-_OF_CLASS_WEIGHT = (
-    "keras.src.trainers.data_adapters.tf_dataset_adapter.make_class_weight_map_fn."
+_RANDOM = "`tf.random.stateless_uniform` and its like, seeded by the element's index"
+# By the operation that stands in the way: what can be done.
+_ADVICE = {
+    "PyFunc": "give `tf.numpy_function` `stateful=False` if its function is pure",
+    "EagerPyFunc": "use `tf.numpy_function` with `stateful=False` if it is pure",
+    **dict.fromkeys(RANDOM_OPS, f"use {_RANDOM}"),
+}
+_PURE = "it has to give for an element the same wherever it is called"
+_BEFORE_BATCH = "put it before `batch` if it treats each element by itself"
+_AFTER = "put `map` after it, if that gives the same elements"
+_OF_ORDER = "with `deterministic=False` its elements come in any order; leave that out"
+_OF_GENERATOR = (
+    "it draws from a Python generator; make a dataset of indices or names instead, and "
+    "load in a `map`"
 )
-# And that which reads the rows of arrays in files.
-_OF_FILES = "tfdp.data.stored_rows."
-ROW_BY_ROW = (_OF_CLASS_WEIGHT, _OF_FILES)
-# That which gathers the rows of a batch from arrays.
-_OF_ARRAYS = "keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter."
+_OF_CACHE = (
+    "its `map` stands before `cache`, which keeps all of them; put `cache` before "
+    "`map`, or leave it out, if preparing own rows in each pass costs less"
+)
+_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 
 
 @dataclasses.dataclass
@@ -61,6 +82,21 @@ class Division:
     obstacle: str = ""
 
 
+@dataclasses.dataclass
+class Elements:
+    """Elements of a pipeline: raw ones, and the stages that treat each by itself.
+
+    Args:
+        raw: `tf.data.Dataset`.
+        stages: List of `Stage`.
+        obstacle: String, what makes a `map` a part of `raw`; empty if none is.
+    """
+
+    raw: tf.data.Dataset
+    stages: list[Stage] = dataclasses.field(default_factory=list)
+    obstacle: str = ""
+
+
 def divide_early(
     batches: tf.data.Dataset, ranks: list[int], num_replicas: int
 ) -> Division:
@@ -72,36 +108,25 @@ def divide_early(
         num_replicas: Int, on all workers.
     """
     if _compat.is_unordered(batches):
-        return Division(obstacle=obstacle_of_order(batches))
-    after: list[Stage] = []
-    stage = batches
-    while _compat.kind_of_part(stage) not in BATCHES:
-        if is_of_arrays(stage):
-            return Division(_divided_arrays(stage, after, ranks, num_replicas))
-        again = stage_of_batches(stage)
-        if again is None:
-            return Division(obstacle=obstacle_of(stage))
-        after.insert(0, again)
-        (stage,) = _compat.dataset_sources(stage)
-    if any(name == "GeneratorDataset" for name, _ in _compat.operations_in(stage)):
-        return Division(obstacle=obstacle_of_generator(stage))
+        return Division(obstacle=why_not_split_early(batches, _OF_ORDER))
+    stage, after = stages_after_batch(batches)
+    if is_of_arrays(stage):
+        return Division(_divided_arrays(stage, after, ranks, num_replicas))
+    if _compat.kind_of_part(stage) not in BATCHES:
+        return Division(obstacle=why_not_split_early(stage))
+    if _compat.has_generator(stage):
+        return Division(obstacle=why_not_split_early(stage, _OF_GENERATOR))
     own, static, obstacle = _own_batches(stage, ranks, num_replicas)
     if own is None:
         return Division(obstacle=obstacle)
     for each in after:
-        own = each(own)
+        own = each.on_pairs(own)
     # `batch` has made their memory.
     own = divide_rows(own, ranks, num_replicas, static, is_shared=False)
     length = int(batches.cardinality())
     if length != tf.data.UNKNOWN_CARDINALITY:
         own = own.apply(tf.data.experimental.assert_cardinality(length))
     return Division(own.with_options(batches.options()), obstacle)
-
-
-def is_of_arrays(stage: tf.data.Dataset) -> bool:
-    """Return whether a stage is Keras's `map` that gathers rows of arrays."""
-    is_map = _compat.kind_of_part(stage) in MAPS
-    return is_map and _compat.name_of_map(stage).startswith(_OF_ARRAYS)
 
 
 def _divided_arrays(
@@ -119,16 +144,8 @@ def _divided_arrays(
     (source,) = _compat.dataset_sources(stage)
     divided = source.map(divide, num_parallel_calls=_compat.parallelism_of(stage))
     for each in after:
-        divided = _of_each_part(each)(divided)
+        divided = each.on_parts(divided)
     return divided.with_options(stage.options())
-
-
-def _of_each_part(stage: Stage) -> Stage:
-    """A stage that treats the rows of each replica, if it looks into batches."""
-    call = stage.call
-    if call is None:
-        return stage
-    return Stage(stage.apply, lambda parts: tuple(map(call, parts)))
 
 
 def _own_batches(
@@ -148,13 +165,8 @@ def _own_batches(
     drops = _compat.drops_remainder(stage)
     own = _own_elements(elements.raw, size, ranks, num_replicas, drops=drops)
     for each in elements.stages:
-        own = each(own)
-    begin, end = bounds_of_ranks(size, ranks, num_replicas)
-    own = own.batch(
-        int(end - begin),
-        drop_remainder=drops,
-        num_parallel_calls=_compat.parallelism_of(stage),
-    )
+        own = each.on_pairs(own)
+    own = rebuild_batch(stage, own, len(rows_of_worker(size, ranks, num_replicas)))
     own = own.map(no_autograph(lambda rows, totals: (rows, totals[0])))
     return own, size if drops else None, elements.obstacle
 
@@ -180,11 +192,8 @@ def _own_elements(
         a batch in which this worker has no row it has one all the same, so that it
         has as many batches as the others.
     """
-    is_tuple = type(raw.element_spec) is tuple
 
-    @no_autograph
-    def take(*windows: Any) -> tf.data.Dataset:
-        window = windows if is_tuple else windows[0]
+    def take(window: Any) -> tf.data.Dataset:
         total = tf.nest.flatten(window)[0].cardinality()
         begin, end = bounds_of_ranks(total, ranks, num_replicas)
         begin, size = tf.minimum(begin, total - 1), tf.maximum(end - begin, 1)
@@ -192,7 +201,8 @@ def _own_elements(
         totals = tf.data.Dataset.from_tensors(total).repeat()
         return tf.data.Dataset.zip((tf.data.Dataset.zip(own), totals))
 
-    return raw.window(size, drop_remainder=drops).flat_map(take)
+    windows = raw.window(size, drop_remainder=drops)
+    return windows.flat_map(of_element(raw, take))
 
 
 def divide_rows(
@@ -228,12 +238,91 @@ def divide_rows(
     return batches.map(divide)
 
 
-def stage_of_batches(dataset: tf.data.Dataset) -> Stage | None:
-    """A stage after `batch` that does not look into batches, or only row by row."""
+def elements_of(dataset: tf.data.Dataset) -> Elements:
+    """Find the raw elements of a pipeline, and the stages that treat each by itself."""
     kind = _compat.kind_of_part(dataset)
-    if kind in (*PASS_ON, *CHOOSE):
-        return stage_again(dataset)
-    if kind in MAPS and _compat.name_of_map(dataset).startswith(ROW_BY_ROW):
-        # The function as it was traced may be for batches of a fixed size.
-        return map_again(dataset, _compat.python_function_of_map(dataset))
-    return None
+    if kind == "ZipDataset":
+        return _elements_of_zip(dataset)
+    is_pure_map = kind in MAPS and not _compat.stateful_operation(dataset)
+    if not is_pure_map and kind not in (*PASS_ON, *CHOOSE):
+        return Elements(dataset, obstacle=why_not_split_early(dataset))
+    elements = elements_of(*_compat.dataset_sources(dataset))
+    if is_pure_map:
+        call = _compat.function_of_map(dataset)
+        elements.stages.append(rebuild_map(dataset, call))
+    elif not elements.stages:
+        elements.raw = dataset
+    elif kind in PASS_ON:
+        elements.stages.append(rebuild_stage(dataset))
+    else:
+        raw = elements.raw
+        if kind == "RepeatDataset":
+            # TensorFlow makes one stage of `shuffle` and `repeat` with nothing between,
+            # by which the second pass over the dataset has another order.
+            raw = raw.filter(no_autograph(lambda *_: True))
+        elements.raw = rebuild_stage(dataset).on(raw)
+    return elements
+
+
+def _elements_of_zip(dataset: tf.data.Dataset) -> Elements:
+    """Zip raw elements; one stage treats the parts of an element."""
+    nest = _compat.zipped(dataset)
+    parts = [elements_of(part) for part in tf.nest.flatten(nest)]
+    obstacle = next((part.obstacle for part in parts if part.obstacle), "")
+    maps = [[each for each in part.stages if each.call] for part in parts]
+    if not any(maps):
+        return Elements(dataset, obstacle=obstacle)
+    calls = tf.nest.pack_sequence_as(nest, [_composed(each) for each in maps])
+
+    def call(element: Any) -> Any:
+        return keras.tree.map_structure_up_to(
+            calls, lambda one, part: one(part), calls, element
+        )
+
+    raw = tf.nest.pack_sequence_as(nest, [part.raw for part in parts])
+    first = next(each[0] for each in maps if each)
+    zipped = tf.data.Dataset.zip(raw)
+    return Elements(zipped, [Stage(first.build, call)], obstacle=obstacle)
+
+
+def _composed(stages: list[Stage]) -> Callable[[Any], Any]:
+    def call(element: Any) -> Any:
+        for stage in stages:
+            element = stage.call(element)
+        return element
+
+    return call
+
+
+def why_not_split_early(dataset: tf.data.Dataset, reason: str = "") -> str:
+    """Say why all workers run a `map` that is in a dataset, if there is one.
+
+    Args:
+        dataset: `tf.data.Dataset`.
+        reason: String, a reason known already, or by default an empty one: it is the
+            last stage.
+    """
+    if not _has_map(dataset):
+        return ""
+    if not _has_map(dataset, in_each_pass=True):
+        return _OF_CACHE
+    if reason:
+        return reason
+    kind = _compat.kind_of_part(dataset)
+    if kind in MAPS and (operation := _compat.stateful_operation(dataset)):
+        return f"its `map` has `{operation}`; {_ADVICE.get(operation, _PURE)}"
+    if kind in MAPS:
+        return f"there is a `map` after `batch`; {_BEFORE_BATCH}"
+    name = _CAPITAL.sub("_", kind.removesuffix("Dataset").removeprefix("Parallel"))
+    return f"there is `{name.lower()}` after `map`; {_AFTER}"
+
+
+def _has_map(dataset: tf.data.Dataset, *, in_each_pass: bool = False) -> bool:
+    """Return whether a user's `map` runs at all, or in each pass: without a `cache`."""
+    kind = _compat.kind_of_part(dataset)
+    if kind == "CacheDataset" and in_each_pass:
+        return False
+    if kind in MAPS and not _compat.name_of_map(dataset).startswith("keras.src."):
+        return True
+    sources = _compat.dataset_sources(dataset)
+    return any(_has_map(source, in_each_pass=in_each_pass) for source in sources)

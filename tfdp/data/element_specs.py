@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.data.rows import named_leaves
 
 
 def element_spec_of(value: Any, source: Any) -> Any:
@@ -76,10 +76,7 @@ def describe_spec(spec: Any) -> dict[str, Any]:
     >>> describe_spec({"a": tf.TensorSpec([8, 3])})
     {"['a']": {'kind': 'TensorSpec', 'dtype': 'float32', 'shape': [None, 3]}}
     """
-    return {
-        "".join(f"[{step!r}]" for step in path): _described(leaf)
-        for path, leaf in keras.tree.flatten_with_path(spec)
-    }
+    return {where: _described(leaf) for where, leaf in named_leaves(spec).items()}
 
 
 def _described(spec: Any) -> dict[str, Any]:

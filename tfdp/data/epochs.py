@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import random
 import weakref
@@ -20,18 +19,26 @@ from tfdp.coordination.data_wait import data_wait
 from tfdp.coordination.progress import progress
 from tfdp.data import position as data_position
 from tfdp.data.batch_labels import class_labels
-from tfdp.data.determinism import SeededShuffle
-from tfdp.data.distribute import is_endless, steps_per_batch
+from tfdp.data.checks import source_name
+from tfdp.data.determinism import SeededShuffle, common_seed, new_seed
+from tfdp.data.distribute import (
+    is_endless,
+    island_in_training,
+    rows_of_island,
+    steps_per_batch,
+)
 from tfdp.data.fingerprints import ArrayValues
-from tfdp.data.island_rows import island_in_training, rows_of_island
 from tfdp.data.lengths import ENDLESS, Length, agreed_steps, dropped_batches
 from tfdp.data.own_data import num_own_steps
 from tfdp.data.own_rows import with_own_rows
 from tfdp.data.per_replica_dataset import PerReplicaDataset, ReadOptions
 from tfdp.data.read_counts import is_counting
 from tfdp.data.same_datasets import check_same_values, stops_at_shortest
-from tfdp.data.source_name import source_name
-from tfdp.data.uneven_inputs import CountedDataset, ShortestDataset
+from tfdp.data.uneven_inputs import (
+    CountedIterator,
+    ShortestIterator,
+    StockDataset,
+)
 
 # The names of what Keras's epoch iterators read.
 _sources: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -77,7 +84,7 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
         if _compat.shuffles_arrays(iterator.data_adapter) and not _has_order(iterator):
             _compat.set_dataset_of_epoch(
                 iterator,
-                SeededShuffle(_new_seed(), of_epoch),
+                SeededShuffle(new_seed(), of_epoch),
             )
         extended = strategy.extended
         position.attach(
@@ -95,14 +102,15 @@ def _count_reads(strategy: Any, iterator: Any) -> None:
         return
     is_alone = strategy.extended.worker_group.num_workers == 1
     # A worker that asks the others waits for them, not for data.
-    if is_alone or not _compat.asks_for_more(dataset):
-        _compat.set_distributed_dataset(iterator, CountedDataset(dataset))
+    if is_alone or not _compat.syncs_end_of_data(dataset):
+        _compat.set_distributed_dataset(
+            iterator, StockDataset(dataset, CountedIterator)
+        )
 
 
 def _is_divided_by_weight(strategy: Any, iterator: Any) -> bool:
     """Return whether the rows of each batch follow the speed of the workers."""
-    loop = loops.current()
-    is_for_training = loop is not None and loop.awaits_training_data
+    is_for_training = loops.awaiting_training_data() is not None
     if strategy.extended.balance is None or not is_for_training:
         return False
     dataset = _compat.distributed_dataset(iterator)
@@ -160,7 +168,7 @@ def _agree_on_shuffling(strategy: Any, iterator: Any, of_loop: Callable) -> None
         return  # the user's own seed, as on one device
     if not same:
         _warn_of_seeds()
-    first = int(extended.worker_group.all_gather("a seed", str(_new_seed()))[0])
+    first = common_seed(extended.worker_group)
 
     def of_epoch() -> Any:
         return of_loop(_dataset(strategy, iterator))
@@ -182,7 +190,7 @@ def _agree_on_order(strategy: Any, arguments: dict[str, Any]) -> None:
     same, _ = worker_group.all_equal("Python's random state", state)
     if not same:
         _warn_of_seeds()
-        random.seed(int(worker_group.all_gather("a seed", str(_new_seed()))[0]))
+        random.seed(common_seed(worker_group))
 
 
 def _warn_of_seeds() -> None:
@@ -199,11 +207,6 @@ def _has_order(iterator: Any) -> bool:
     return is_seeded or _compat.global_seed() is not None
 
 
-def _new_seed() -> int:
-    """Draw a seed from the operating system: the user's generators stay untouched."""
-    return random.SystemRandom().getrandbits(30)
-
-
 def _dataset(strategy: Any, iterator: Any, island: Island | None = None) -> Any:
     """Distribute the dataset of the arrays that Keras was given."""
     dataset = iterator.data_adapter.get_tf_dataset()
@@ -218,9 +221,6 @@ def _gather_lengths(strategy: Any, adapter: Any) -> list[Length]:
     Raises:
         ValueError: If first batches hold other labels.
     """
-    rows = None
-    if _compat.holds_arrays(adapter):
-        rows = int(adapter.batch_size), int(adapter.partial_batch_size or 0)
     source = _compat.source_of(adapter)
     steps, each = adapter.num_batches, steps_per_batch(strategy, source)
     own_steps = num_own_steps(strategy, source)
@@ -230,14 +230,16 @@ def _gather_lengths(strategy: Any, adapter: Any) -> list[Length]:
         steps = math.ceil(steps * each)
     if steps is None and is_endless(source):
         steps = ENDLESS
-    length = Length(steps, each, rows).to_json()
+    length = Length(steps, each)
+    if _compat.holds_arrays(adapter):
+        rows = int(adapter.batch_size), int(adapter.partial_batch_size or 0)
+        length = Length(steps, each, *rows)
     values = ArrayValues(class_labels(_compat.first_batch_of(adapter)))
     worker_group, topic = strategy.extended.worker_group, "the number of batches"
-    own = json.dumps([length, values.fingerprints()])
-    texts = worker_group.all_gather(topic, own)
-    lengths, labels = zip(*map(json.loads, texts), strict=True)
+    told = worker_group.all_gather_values(topic, [length, values.fingerprints()])
+    lengths, labels = zip(*told, strict=True)
     check_same_values(worker_group, topic, labels, values)
-    return [Length.from_json(text) for text in lengths]
+    return [Length(*each) for each in lengths]
 
 
 def _warn_of_dropped_batches(extended: Any, lengths: list[Length]) -> None:
@@ -290,7 +292,7 @@ def _of_loop(
         A distributed dataset.
     """
     # Of arrays all know how many rows there are, though the dataset does not.
-    is_settled = len(set(lengths)) == 1 and lengths[0].rows is not None
+    is_settled = len(set(lengths)) == 1 and lengths[0].batch_rows is not None
     if isinstance(dataset, PerReplicaDataset):
         before = dataset.read_options
         asks_workers = before.asks_workers and not is_settled
@@ -298,9 +300,9 @@ def _of_loop(
         return dataset.read(ReadOptions(asks_workers, counts_rows, stops, by_weight))
     num_endless = sum(length.is_endless for length in lengths)
     if 0 < num_endless < len(lengths):
-        dataset = _compat.that_asks(dataset)
-    if stops and not is_settled and _compat.asks_for_more(dataset):
-        return ShortestDataset(dataset)
+        dataset = _compat.with_end_of_data_sync(dataset)
+    if stops and not is_settled and _compat.syncs_end_of_data(dataset):
+        return StockDataset(dataset, ShortestIterator)
     return dataset
 
 

@@ -18,7 +18,7 @@ from tfdp.arguments import is_integer, plain
 from tfdp.base.context import in_tfdp_scope
 from tfdp.cluster import count_workers, counted
 from tfdp.coordination.worker_group import WorkerGroup, latest_group
-from tfdp.data.raw_elements import no_autograph
+from tfdp.data.stages import no_autograph
 from tfdp.plans.file_owners import balance_files, bytes_of_workers
 
 _MARK = "tfdp_shard_files"
@@ -52,6 +52,12 @@ class FileShard:
                 num_workers, rank, digest = name[len(_MARK) + 1 :].split("_")
                 return cls(int(num_workers), int(rank), digest)
         return None
+
+    @classmethod
+    def of_several(cls, dataset: tf.data.Dataset) -> FileShard | None:
+        """Return the shard if several workers share the files, or `None`."""
+        shard = cls.of_dataset(dataset)
+        return shard if shard and shard.num_workers > 1 else None
 
     @property
     def name(self) -> str:
@@ -209,11 +215,9 @@ def _agree(
     group: WorkerGroup, files: Listing, patterns: list[str], seed: int | None
 ) -> None:
     """Raise on all workers unless they see the same files."""
-    own = json.dumps(
-        [files.problem, str(files), _digest([files.names, files.sizes]), seed]
-    )
-    texts = group.all_gather("the files of `shard_files`", own)
-    problems, counts, digests, seeds = zip(*map(json.loads, texts), strict=True)
+    own = [files.problem, str(files), _digest([files.names, files.sizes]), seed]
+    told = group.all_gather_values("the files of `shard_files`", own)
+    problems, counts, digests, seeds = zip(*told, strict=True)
     found = next((rank for rank, problem in enumerate(problems) if problem), None)
     if found is not None:
         where = f" on worker {found}" if group.num_workers > 1 else ""
@@ -247,8 +251,7 @@ def _digest(value: Any) -> str:
 def _difference(group: WorkerGroup, files: Listing) -> str:
     """Name a file that one worker sees and another does not, where there are few."""
     own = list(zip(files.names, files.sizes, strict=True))[:_MOST_NAMES]
-    texts = group.all_gather("the names of files", json.dumps(own))
-    first, *others = [dict(json.loads(text)) for text in texts]
+    first, *others = map(dict, group.all_gather_values("the names of files", own))
     for rank, other in enumerate(others, start=1):
         for name in sorted(first.keys() | other.keys()):
             if first.get(name) != other.get(name):

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.arguments import is_integer, plain
-from tfdp.data.raw_elements import no_autograph
+from tfdp.data.stages import no_autograph
 
 
 @_compat.filter_traceback
@@ -107,10 +107,6 @@ def _spec_of(part: Any) -> tf.TensorSpec | None:
         return tf.TensorSpec(array.shape, tf.as_dtype(array.dtype))
     except TypeError:
         return None
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, (str, bytes))
 
 
 def _parts(

@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 ENDLESS = math.inf
 
 
-@dataclasses.dataclass(frozen=True)
-class Length:
+class Length(NamedTuple):
     """Length of one worker's data.
 
     Args:
         steps: Int, `ENDLESS`, or `None` where it is not known before the end.
         steps_per_batch: Float, number of steps for which one batch lasts.
-        rows: Tuple of ints, the rows of a batch and of the last one of arrays, or
-            `None` for other data.
-
-    Example:
-
-    >>> Length.from_json(Length(12, 1, (8, 4)).to_json())
-    Length(steps=12, steps_per_batch=1, rows=(8, 4))
+        batch_rows: Int, the rows of a batch of arrays, or `None` for other data.
+        last_rows: Int, the rows of a last smaller batch, or 0.
     """
 
     steps: float | None
     steps_per_batch: float = 1
-    rows: tuple[int, int] | None = None
-
-    def to_json(self) -> str:
-        """Serialize for the other workers."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Length:
-        """Restore the `Length` of another worker."""
-        values = json.loads(text)
-        rows = values.pop("rows")
-        return cls(**values, rows=None if rows is None else tuple(rows))
+    batch_rows: int | None = None
+    last_rows: int = 0
 
     @classmethod
     def of_cardinality(cls, cardinality: int) -> Length:

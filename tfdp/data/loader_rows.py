@@ -115,7 +115,7 @@ class LoaderRowsAdapter(_compat.TorchDataLoaderAdapter):
         )
 
 
-def obstacle_of_loader(loader: Any) -> str:
+def why_not_split_loader(loader: Any) -> str:
     """Say what makes each worker load all rows, and what to do; empty if nothing."""
     import torch
 

@@ -15,9 +15,17 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.data.batch_sizes import batch_size_of, sizes_of_batches
-from tfdp.data.early_rows import BATCHES, ROW_BY_ROW, is_of_arrays
-from tfdp.data.raw_elements import CHOOSE, MAPS, PASS_ON, map_again, no_autograph
 from tfdp.data.rows import OtherRows, count_of, has_rows
+from tfdp.data.stages import (
+    BATCHES,
+    CHOOSE,
+    MAPS,
+    PASS_ON,
+    is_of_arrays,
+    is_row_by_row,
+    rebuild_batch,
+    rebuild_map,
+)
 
 _KEEP_ROWS = {
     *(*PASS_ON, *CHOOSE, "ShuffleDataset", "CacheDataset", "SnapshotDataset"),
@@ -98,7 +106,7 @@ def _rows_by_stages(dataset: tf.data.Dataset) -> list:
     if kind == "ZipDataset":
         return _rows_of_zip(tf.nest.flatten(_compat.zipped(dataset)))
     if kind in MAPS and not is_of_arrays(dataset):
-        if not _compat.name_of_map(dataset).startswith(ROW_BY_ROW):
+        if not is_row_by_row(dataset):
             return [_UNSURE] * num_parts
         found = _rows_by_stages(*_compat.dataset_sources(dataset))
         return [found[0] if len(set(found)) == 1 else _UNSURE] * num_parts
@@ -169,15 +177,7 @@ def _without_state(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
         return source
     if kind in BATCHES:
         size = _compat.size_of_batch_stage(dataset)
-        drops = _compat.drops_remainder(dataset)
-        return None if size is None else source.batch(size, drop_remainder=drops)
+        return None if size is None else rebuild_batch(dataset, source, size)
     if _compat.stateful_operation(dataset):
         return None
-    function = _compat.function_of_map(dataset)
-    is_tuple = type(source.element_spec) is tuple
-
-    @no_autograph
-    def call(*parts: Any) -> Any:
-        return function(parts if is_tuple else parts[0])
-
-    return map_again(dataset, call).apply(source, call)
+    return rebuild_map(dataset, _compat.function_of_map(dataset)).on(source)

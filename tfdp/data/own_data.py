@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp import _compat, user_code
-from tfdp.data.early_rows import BATCHES
 from tfdp.data.element_specs import describe_spec
 from tfdp.data.file_shards import FileShard
-from tfdp.data.own_batches import own_batches
 from tfdp.data.per_replica_dataset import (
-    PerReplicaDataset,
     ReadOptions,
+    distribute_divided,
     divide_and_prefetch,
-    is_on_cpus,
+    is_read_on_cpus,
 )
-from tfdp.data.raw_elements import CHOOSE, MAPS, PASS_ON
-from tfdp.data.rows import rows_of_ranks
+from tfdp.data.rows import divide_batches, flatten_local_replicas, rows_of_worker
 from tfdp.data.same_datasets import (
     check_not_sharded,
     check_same_elements,
     check_same_values,
     values_of_sources,
+)
+from tfdp.data.stages import (
+    BATCHES,
+    CHOOSE,
+    MAPS,
+    PASS_ON,
+    rebuild_batch,
+    stages_after_batch,
 )
 
 _POLICY = tf.data.experimental.AutoShardPolicy
@@ -53,8 +57,8 @@ def distribute_by_policy(
         values.fingerprints() if policy == _POLICY.FILE else {},
     ]
     topic = "a dataset's shards"
-    texts = worker_group.all_gather(topic, json.dumps(own))
-    shards, specs, sources = zip(*map(json.loads, texts), strict=True)
+    told = worker_group.all_gather_values(topic, own)
+    shards, specs, sources = zip(*told, strict=True)
     check_same_elements(worker_group, specs)
     if policy == _POLICY.OFF:
         return _of_own_batches(strategy, dataset, options)
@@ -86,22 +90,52 @@ def distribute_own_files(
         return _of_own_batches(strategy, dataset, options)
     asks_workers = len(set(lengths)) > 1 or lengths[0] == tf.data.UNKNOWN_CARDINALITY
     local = list(range(strategy.extended.num_local))
-    if is_on_cpus(strategy) and options is None:
-        divided = divide_and_prefetch(own, local, len(local))
-        read_options = ReadOptions(asks_workers, same_rows=False)
-        return PerReplicaDataset(divided, strategy, read_options)
-    rows = rows_of_ranks(own, local, len(local))
-    distributed = strategy.distribute_datasets_from_function(lambda _: rows, options)
-    if asks_workers:
-        return distributed
-    return _compat.without_partial_batches(distributed)
+    is_on_cpus = is_read_on_cpus(strategy, options)
+    divide = divide_and_prefetch if is_on_cpus else divide_batches
+    read_options = ReadOptions(asks_workers, same_rows=False)
+    divided = divide(own, local, len(local))
+    return distribute_divided(strategy, divided, options, read_options)
 
 
 def _own_batches(strategy: Any, dataset: Any) -> tf.data.Dataset | None:
     """Return this worker's part of global batches of its own files."""
-    first, num_local = strategy.extended.first_rank, strategy.extended.num_local
-    ranks = list(range(first, first + num_local))
-    return own_batches(dataset, ranks, strategy.num_replicas_in_sync)
+    return own_batches(
+        dataset, strategy.extended.local_ranks, strategy.num_replicas_in_sync
+    )
+
+
+def own_batches(
+    batches: tf.data.Dataset, ranks: list[int], num_replicas: int
+) -> tf.data.Dataset | None:
+    """Batch a worker's own rows by its part of a global batch, and not by all of it.
+
+    So the workers' batches of a step are together one of the size that the user gave,
+    and a worker holds no more rows than it needs.
+
+    Args:
+        batches: `tf.data.Dataset` of this worker's own rows, in global batches.
+        ranks: List of ints, consecutive, those of this worker.
+        num_replicas: Int, on all workers.
+
+    Returns:
+        `tf.data.Dataset`, or `None` where the pipeline does not end in `batch`, or in
+        stages after it that do not look into batches.
+
+    Example:
+
+    >>> rows = tf.data.Dataset.range(5).batch(4).take(2)
+    >>> [rows.tolist() for rows in own_batches(rows, [0, 1], 4).as_numpy_iterator()]
+    [[0, 1], [2, 3]]
+    """
+    stage, after = stages_after_batch(batches)
+    size = _compat.size_of_batch_stage(stage)
+    if _compat.kind_of_part(stage) not in BATCHES or size is None:
+        return None
+    (rows,) = _compat.dataset_sources(stage)
+    own = rebuild_batch(stage, rows, len(rows_of_worker(size, ranks, num_replicas)))
+    for each in after:
+        own = each.on(own)
+    return own.with_options(batches.options())
 
 
 def _check_shards(
@@ -119,8 +153,8 @@ def _check_shards(
     wrong = "" if policy in (_POLICY.AUTO, _POLICY.OFF) else str(policy)
     length = None if own is None else int(own.cardinality())
     facts = [shard.name, wrong, describe_spec(dataset.element_spec), length]
-    texts = group.all_gather("own files", json.dumps(facts))
-    names, policies, specs, lengths = zip(*map(json.loads, texts), strict=True)
+    told = group.all_gather_values("own files", facts)
+    names, policies, specs, lengths = zip(*told, strict=True)
     if any(policies):
         group.leave()
         raise ValueError(
@@ -149,10 +183,7 @@ def num_own_steps(strategy: Any, source: Any) -> int | None:
     Returns:
         Int as `tf.data.Dataset.cardinality` gives it, or `None` for other data.
     """
-    if not isinstance(source, tf.data.Dataset):
-        return None
-    shard = FileShard.of_dataset(source)
-    if shard is None or shard.num_workers == 1:
+    if not isinstance(source, tf.data.Dataset) or not FileShard.of_several(source):
         return None
     own = _own_batches(strategy, source)
     return None if own is None else int(own.cardinality())
@@ -161,7 +192,8 @@ def num_own_steps(strategy: Any, source: Any) -> int | None:
 def _of_own_batches(strategy: Any, dataset: Any, options: Any) -> Any:
     """Divide the batches that a worker reads among as many steps as workers."""
     num_replicas = strategy.num_replicas_in_sync
-    local = rows_of_ranks(dataset, list(range(num_replicas)), num_replicas)
+    divided = divide_batches(dataset, list(range(num_replicas)), num_replicas)
+    local = flatten_local_replicas(divided)
     return strategy.distribute_datasets_from_function(lambda _: local, options)
 
 

@@ -11,7 +11,6 @@ kinds of data tfdp makes the adapter, which reads the rows of this worker's repl
 from __future__ import annotations
 
 import json
-import random
 import types
 from collections.abc import Callable
 from typing import Any
@@ -25,10 +24,11 @@ from tfdp.coordination.differences import describe_difference
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.data import loader_rows
 from tfdp.data.batch_labels import LabelRecord
-from tfdp.data.distribute import OF_BALANCE, distribute_divided, tell_of_obstacle
+from tfdp.data.determinism import common_seed
+from tfdp.data.distribute import REBALANCE_REASON, warn_not_split_early
 from tfdp.data.early_rows import divide_rows
 from tfdp.data.element_specs import describe_spec
-from tfdp.data.per_replica_dataset import ReadOptions
+from tfdp.data.per_replica_dataset import ReadOptions, distribute_divided
 from tfdp.data.py_dataset_rows import (
     RowsAdapter,
     RowsOfBatches,
@@ -67,7 +67,7 @@ def with_own_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         return arguments  # of which Keras raises
     has_rows = gives_rows(source)
     if has_rows and strategy.extended.balance is not None:
-        tell_of_obstacle(strategy, OF_BALANCE)
+        warn_not_split_early(strategy, REBALANCE_REASON)
     elif has_rows:
         return arguments | {"x": _rows_of_py_dataset(strategy, source, arguments)}
     record = _record_of_loop(restarts=arguments.get("steps_per_epoch") is None)
@@ -79,14 +79,14 @@ def with_own_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _record_of_loop(*, restarts: bool) -> LabelRecord:
     """Return a record of labels, that of the running `fit` if it is for training."""
-    record, loop = LabelRecord(restarts=restarts), loops.current()
-    if loop is not None and loop.awaits_training_data:
+    record = LabelRecord(restarts=restarts)
+    if (loop := loops.awaiting_training_data()) is not None:
         loop.label_record = record
     return record
 
 
 def _rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) -> Any:
-    ranks = _local_ranks(strategy)
+    ranks = strategy.extended.local_ranks
     dataset = RowsOfBatches(source, ranks, strategy.num_replicas_in_sync)
 
     def distribute(make: Callable[[], tf.data.Dataset]) -> Any:
@@ -109,22 +109,22 @@ def _rows_of_loader(strategy: Any, loader: Any) -> Any:
     """Return an adapter for a `DataLoader`, or the loader where all read all rows."""
     worker_group = strategy.extended.worker_group
     _agree_on_order(worker_group, loader)
-    ranks, num_replicas = _local_ranks(strategy), strategy.num_replicas_in_sync
-    obstacle = loader_rows.obstacle_of_loader(loader)
+    ranks, num_replicas = strategy.extended.local_ranks, strategy.num_replicas_in_sync
+    obstacle = loader_rows.why_not_split_loader(loader)
     if not obstacle and strategy.extended.balance is not None:
-        obstacle = OF_BALANCE
+        obstacle = REBALANCE_REASON
     items: list = []
     if not worker_group.any("a DataLoader", bool(obstacle)):
         items, is_random = loader_rows.first_items(loader, ranks, num_replicas)
         obstacle = _OF_RANDOM_ITEMS if is_random else ""
         if not worker_group.any("random numbers of a DataLoader", is_random):
             return _adapter_of_loader(strategy, loader, items)
-    tell_of_obstacle(strategy, obstacle)
+    warn_not_split_early(strategy, obstacle)
     return loader
 
 
 def _adapter_of_loader(strategy: Any, loader: Any, items: list) -> Any:
-    ranks, num_replicas = _local_ranks(strategy), strategy.num_replicas_in_sync
+    ranks, num_replicas = strategy.extended.local_ranks, strategy.num_replicas_in_sync
     told = {
         "number of batches": len(loader),
         "rows": len(loader.dataset),
@@ -151,9 +151,7 @@ def _agree_on_order(worker_group: WorkerGroup, loader: Any) -> None:
     states = json.dumps(loader_rows.generator_states(loader))
     same, _ = worker_group.all_equal("torch's random state", states)
     if not same:
-        seed = str(random.SystemRandom().getrandbits(30))
-        first = worker_group.all_gather("a seed for torch", seed)[0]
-        loader_rows.seed_generators(loader, int(first))
+        loader_rows.seed_generators(loader, common_seed(worker_group))
 
 
 def _distributed(strategy: Any, kind: str, describe: Callable[[], tuple]) -> Any:
@@ -171,7 +169,8 @@ def _distributed(strategy: Any, kind: str, describe: Callable[[], tuple]) -> Any
     items = _agreed(strategy, kind, describe)
     items, is_ahead = _compat.without_automatic_prefetch(items)
     pairs = items.map(lambda item: (item["rows"], item["total"][0]))
-    divided = divide_rows(pairs, _local_ranks(strategy), strategy.num_replicas_in_sync)
+    ranks, num_replicas = strategy.extended.local_ranks, strategy.num_replicas_in_sync
+    divided = divide_rows(pairs, ranks, num_replicas)
     if is_ahead:  # as much as on one device
         divided = divided.prefetch(1)
     # All know how many batches there are, or that there is no end.
@@ -186,8 +185,7 @@ def _agreed(strategy: Any, kind: str, describe: Callable[[], tuple]) -> Any:
         own = {"told": told}
     except ValueError as error:
         own = {"problem": str(error)}
-    texts = worker_group.all_gather(f"the batches of {kind}", json.dumps(own))
-    facts = [json.loads(text) for text in texts]
+    facts = worker_group.all_gather_values(f"the batches of {kind}", own)
     for rank, fact in enumerate(facts):
         if "problem" in fact:
             worker_group.leave()
@@ -200,8 +198,3 @@ def _agreed(strategy: Any, kind: str, describe: Callable[[], tuple]) -> Any:
             f"so that all need the same batches. Received: {difference}"
         )
     return found
-
-
-def _local_ranks(strategy: Any) -> list[int]:
-    first = strategy.extended.first_rank
-    return list(range(first, first + strategy.extended.num_local))

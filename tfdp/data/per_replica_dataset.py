@@ -17,20 +17,22 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.data.batch_weights import CountedBatch
-from tfdp.data.determinism import PYTHON_OPS
 from tfdp.data.element_specs import element_spec_of, empty_of
 from tfdp.data.read_counts import Read
-from tfdp.data.rows import divide_batches
-from tfdp.data.uneven_inputs import StepIterator, has_next_step, raise_out_of_range
+from tfdp.data.rows import divide_batches, flatten_local_replicas
+from tfdp.data.stages import MAPS
+from tfdp.data.uneven_inputs import (
+    ComponentsSpec,
+    StepIterator,
+    has_next_step,
+    raise_out_of_range,
+)
 from tfdp.data.weighted_rows import rows_of_ranks_by_weight
 
 PREFETCHED_STEPS = 2
-
-# The operation of `Dataset.from_generator`.
-_GENERATOR = "GeneratorDataset"
 # What autotuning makes faster.
 _TUNED = (
-    *("MapDataset", "ParallelMapDataset", "ParallelBatchDataset"),
+    *(*MAPS, "ParallelBatchDataset"),
     *("InterleaveDataset", "ParallelInterleaveDataset"),
 )
 
@@ -84,7 +86,7 @@ def divide_and_prefetch(
         others: Collection of ints, see `divide_batches`. Defaults to none.
     """
     num_ahead, is_tuned = PREFETCHED_STEPS, True
-    if any(name == _GENERATOR for name, _ in _compat.operations_in(batches)):
+    if _compat.has_generator(batches):
         batches, is_ahead = _compat.without_automatic_prefetch(batches)
         num_ahead = int(is_ahead)
         is_tuned = any(kind in _TUNED for kind in _compat.kinds_of_parts(batches))
@@ -138,11 +140,8 @@ class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
 
         A generator runs its `finally` then, and a file that is written is closed.
         """
-        operations = {name for name, _ in _compat.operations_in(self.dataset)}
-        return not (
-            operations.intersection(PYTHON_OPS)
-            or _compat.writes_while_read(self.dataset)
-        )
+        dataset = self.dataset
+        return not (_compat.calls_python(dataset) or _compat.writes_while_read(dataset))
 
     def read(self, read_options: ReadOptions) -> PerReplicaDataset:
         """Return a dataset of the same batches with other options.
@@ -254,9 +253,8 @@ class PerReplicaIterator(StepIterator):
         """Return a per-replica value of the local rows, or of one global batch."""
         if self.read_options.by_weight:
             extended = self.strategy.extended
-            first, weights = extended.first_rank, extended.balance.weights
-            ranks = list(range(first, first + extended.num_local))
-            parts = rows_of_ranks_by_weight(parts[0], ranks, weights.read_value())
+            weights = extended.balance.weights.read_value()
+            parts = rows_of_ranks_by_weight(parts[0], extended.local_ranks, weights)
         return _compat.per_replica(list(parts))
 
     def _has_next_step(self, optional: Any) -> tf.Tensor:
@@ -279,25 +277,18 @@ class PerReplicaIterator(StepIterator):
         return _spec_of(PerReplicaIteratorSpec, self)
 
 
-class _PerReplicaTypeSpec(tf.TypeSpec):
+class _PerReplicaTypeSpec(ComponentsSpec):
     """Type spec of a dataset or its iterator, as an argument of `tf.function`."""
 
-    __slots__ = ("_inner", "_read_options", "_strategy_id")
+    __slots__ = ("_read_options", "_strategy_id")
 
     def __init__(self, inner: Any, strategy_id: int, read_options: tuple) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._strategy_id = strategy_id
         self._read_options = tuple(read_options)
 
     def _serialize(self) -> tuple:
         return (self._inner, self._strategy_id, self._read_options)
-
-    @property
-    def _component_specs(self) -> Any:
-        return self._inner
-
-    def _to_components(self, value: Any) -> Any:
-        return value.components
 
     def _from_components(self, components: Any) -> Any:
         strategy = _strategies[self._strategy_id]
@@ -308,20 +299,14 @@ class PerReplicaDatasetSpec(_PerReplicaTypeSpec):
     """Type spec of a `PerReplicaDataset`."""
 
     __slots__ = ()
-
-    @property
-    def value_type(self) -> type:
-        return PerReplicaDataset
+    value_type = PerReplicaDataset
 
 
 class PerReplicaIteratorSpec(_PerReplicaTypeSpec):
     """Type spec of a `PerReplicaIterator`."""
 
     __slots__ = ()
-
-    @property
-    def value_type(self) -> type:
-        return PerReplicaIterator
+    value_type = PerReplicaIterator
 
 
 def _spec_of(kind: type, value: Any) -> Any:
@@ -331,11 +316,35 @@ def _spec_of(kind: type, value: Any) -> Any:
     return kind(inner, id(value.strategy), value.read_options)
 
 
-def is_on_cpus(strategy: Any) -> bool:
-    """Return whether a strategy has no GPU, whose memory data would be copied to."""
-    return strategy.extended.group.backend != "nccl" and not _has_gpus(strategy)
+def distribute_divided(
+    strategy: Any,
+    divided: tf.data.Dataset,
+    options: Any,
+    read_options: ReadOptions,
+    batches: tf.data.Dataset | None = None,
+) -> Any:
+    """Return the distributed dataset of rows that are divided among local replicas.
+
+    Args:
+        strategy: A tfdp strategy.
+        divided: `tf.data.Dataset` as `divide_batches` returns it.
+        options: `tf.distribute.InputOptions` or `None`.
+        read_options: `ReadOptions`.
+        batches: `tf.data.Dataset` of the global batches, or `None`, see
+            `PerReplicaDataset`. Defaults to `None`.
+    """
+    if is_read_on_cpus(strategy, options):
+        return PerReplicaDataset(divided, strategy, read_options, batches=batches)
+    local = flatten_local_replicas(divided)
+    distributed = strategy.distribute_datasets_from_function(lambda _: local, options)
+    if read_options.asks_workers:
+        return distributed
+    return _compat.without_partial_batches(distributed)
 
 
-def _has_gpus(strategy: Any) -> bool:
-    devices = strategy.extended.worker_devices
-    return any(_compat.device_type(device) == "GPU" for device in devices)
+def is_read_on_cpus(strategy: Any, options: Any) -> bool:
+    """Return whether a step takes its rows from host memory, or from a GPU's."""
+    extended = strategy.extended
+    devices = map(_compat.device_type, extended.worker_devices)
+    has_gpus = extended.group.backend == "nccl" or "GPU" in devices
+    return options is None and (not has_gpus or extended.balance is not None)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from tfdp import _compat
 from tfdp.cluster import counted
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.data.batch_change import BatchChange, convert_position
+from tfdp.data.batch_sizes import batch_size_of
 from tfdp.data.determinism import (
     SeededShuffle,
     batch_dependence_of,
@@ -81,10 +81,9 @@ class DataPosition:
             "dependence": self._own_batch_dependence(),
             "batch size": self._batch_size(),
         }
-        texts = [json.dumps(facts)]
+        of_all: list[Any] = [facts]
         if worker_group is not None:
-            texts = worker_group.all_gather("the position in the data", texts[0])
-        of_all = [json.loads(text) for text in texts]
+            of_all = worker_group.all_gather_values("the position in the data", facts)
         self._descriptions = [item["description"] for item in of_all]
         # If one worker cannot restore its position, none does.
         self.nondeterminism = _first(item["nondeterminism"] for item in of_all)
@@ -119,8 +118,7 @@ class DataPosition:
         dataset = _compat.source_of(self.iterator.data_adapter)
         batch_size = getattr(self.iterator.data_adapter, "batch_size", None)
         if batch_size is None and isinstance(dataset, tf.data.Dataset):
-            found = _compat.dataset_batch_size(dataset)
-            batch_size = found if found > 0 else None
+            batch_size = batch_size_of(dataset)
         return batch_size
 
     def snapshot(self) -> dict[str, Any]:

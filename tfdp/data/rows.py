@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfdp.data.stages import of_element
+
 UNEQUAL_ROWS = (
     "All parts of a batch must have the same number of rows, of which each replica "
     "gets some."
@@ -80,13 +82,8 @@ def divide_batches(
     if checks:
         alike = _without_others(dataset.element_spec, num_replicas, others)
         check_parts(alike)
-    is_tuple = type(dataset.element_spec) is tuple
 
-    # AutoGraph would take a second to find that there is nothing to convert.
-    @tf.autograph.experimental.do_not_convert
-    def divide(*arguments: Any) -> Any:
-        # A tuple arrives as several arguments, one of one part as one.
-        element = arguments if is_tuple else arguments[0]
+    def divide(element: Any) -> Any:
         if checks:
             _assert_rows(
                 {n: p for n, p in parts_with_rows(element).items() if n in alike}
@@ -97,32 +94,10 @@ def divide_batches(
         # Stateful, so that TensorFlow keeps from parallel calls, which read ahead.
         return parts, tf.raw_ops.DeepCopy(x=num_rows(first_tensor(element)))
 
-    return dataset.map(divide)
+    return dataset.map(of_element(dataset, divide))
 
 
-def rows_of_ranks(
-    dataset: tf.data.Dataset, ranks: list[int], num_replicas: int
-) -> tf.data.Dataset:
-    """Divide each global batch into one element for each of the given ranks.
-
-    Args:
-        dataset: `tf.data.Dataset` of global batches.
-        ranks: List of ints.
-        num_replicas: Int, on all workers.
-
-    Returns:
-        `tf.data.Dataset`, `len(ranks)` times as long.
-
-    Example:
-
-    >>> dataset = tf.data.Dataset.range(5).batch(5)
-    >>> [rows.tolist() for rows in rows_of_ranks(dataset, [0, 1], 2).as_numpy_iterator()]
-    [[0, 1, 2], [3, 4]]
-    """  # noqa: E501
-    return in_turn(divide_batches(dataset, ranks, num_replicas))
-
-
-def in_turn(divided: tf.data.Dataset) -> tf.data.Dataset:
+def flatten_local_replicas(divided: tf.data.Dataset) -> tf.data.Dataset:
     """Make one element of the rows of each rank.
 
     Args:
@@ -130,6 +105,13 @@ def in_turn(divided: tf.data.Dataset) -> tf.data.Dataset:
 
     Returns:
         `tf.data.Dataset`, as many times longer as there are ranks.
+
+    Example:
+
+    >>> batches = tf.data.Dataset.range(5).batch(5)
+    >>> rows = flatten_local_replicas(divide_batches(batches, [0, 1], 2))
+    >>> [part.tolist() for part in rows.as_numpy_iterator()]
+    [[0, 1, 2], [3, 4]]
     """
 
     def of_ranks(parts: tuple, total: tf.Tensor) -> tf.data.Dataset:
@@ -237,10 +219,15 @@ def parts_with_rows(batch: Any, name: str = "batch") -> dict[str, Any]:
     >>> list(parts_with_rows(({"a": tf.zeros([8, 3])}, None, tf.zeros([8]))))
     ["batch[0]['a']", 'batch[2]']
     """
+    leaves = named_leaves(batch, name)
+    return {where: leaf for where, leaf in leaves.items() if has_rows(leaf)}
+
+
+def named_leaves(nest: Any, name: str = "") -> dict[str, Any]:
+    """Return the leaves of a nest by a name and their places in it."""
     return {
         name + "".join(f"[{step!r}]" for step in path): leaf
-        for path, leaf in keras.tree.flatten_with_path(batch)
-        if has_rows(leaf)
+        for path, leaf in keras.tree.flatten_with_path(nest)
     }
 
 
@@ -333,11 +320,9 @@ def first_tensor(batch: Any) -> Any:
 
 def num_rows(tensor: Any) -> tf.Tensor:
     """Count the rows of a tensor, ragged or sparse ones too: scalar, float32."""
-    if isinstance(tensor, tf.RaggedTensor):
-        return tf.cast(tensor.nrows(), tf.float32)
-    if isinstance(tensor, tf.SparseTensor):
-        return tf.cast(tensor.dense_shape[0], tf.float32)
-    return tf.cast(tf.shape(tensor)[0], tf.float32)
+    is_dense = not isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor))
+    count = tf.shape(tensor)[0] if is_dense else count_of(tensor)
+    return tf.cast(count, tf.float32)
 
 
 def _bounds(num_rows: Any, rank: int, num_replicas: int) -> tuple[Any, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,9 +44,8 @@ def compare(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
         describe_spec(dataset.element_spec),
         values.fingerprints(),
     ]
-    texts = worker_group.all_gather(_TOPIC, json.dumps(own))
-    told = zip(*map(json.loads, texts), strict=True)
-    seeds, lengths, sizes, shards, specs, sources = told
+    told = worker_group.all_gather_values(_TOPIC, own)
+    seeds, lengths, sizes, shards, specs, sources = zip(*told, strict=True)
     check_same_elements(worker_group, specs)
     _check_same_shuffle(list(seeds))
     check_not_sharded(shards)
@@ -155,8 +153,7 @@ def stops_at_shortest(strategy: Any) -> bool:
 
     Only that which a `fit` trains on: all other samples count, each by itself.
     """
-    loop = loops.current()
-    is_for_training = loop is not None and loop.awaits_training_data
+    is_for_training = loops.awaiting_training_data() is not None
     return is_for_training and strategy.extended.options.uneven == "stop"
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.data.raw_elements import no_autograph
+from tfdp.data.stages import no_autograph
 
 _PARTS = ("x", "y", "sample_weight")
 _NUMBERS = "biuf"  # kinds of dtype: booleans, integers, floats

@@ -51,16 +51,16 @@ def raise_out_of_range(strategy: Any) -> tf.Tensor:
 
 
 class StockDataset:
-    """Base class of datasets that read a distributed dataset of TensorFlow's.
+    """Distributed dataset of TensorFlow that is read by another iterator.
 
     Args:
         dataset: A distributed dataset of a tfdp strategy.
+        iterator_class: `CountedIterator` or `ShortestIterator`.
     """
 
-    _iterator_class: type[StockIterator]
-
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, iterator_class: type[StockIterator]) -> None:
         self._dataset = dataset
+        self._iterator_class = iterator_class
 
     def __iter__(self) -> StockIterator:
         return self._iterator_class(iter(self._dataset))
@@ -116,7 +116,7 @@ class StockIterator(StepIterator):
         iterator: Iterator of TensorFlow's over a distributed dataset.
     """
 
-    spec_class: type[StockIteratorSpec]
+    spec_class: type[ComponentsSpec]
 
     def __init__(self, iterator: Any) -> None:
         super().__init__(iterator, _compat.strategy_of_iterator(iterator))
@@ -132,7 +132,7 @@ class StockIterator(StepIterator):
 
 
 class CountedIterator(StockIterator):
-    """Iterator over a `CountedDataset`, also inside `tf.function`."""
+    """Iterator whose reads are counted, see `tfdp.data.read_counts`."""
 
     def get_next(self) -> Any:
         """Return the next batch; raise `tf.errors.OutOfRangeError` at the end."""
@@ -150,7 +150,10 @@ class CountedIterator(StockIterator):
 
 
 class ShortestIterator(StockIterator):
-    """Iterator over a `ShortestDataset`, also inside `tf.function`."""
+    """Iterator that ends with the shortest data of a worker.
+
+    TensorFlow's own ends with the longest, without an option.
+    """
 
     def get_next(self) -> Any:
         """Return the next batches; raise `tf.errors.OutOfRangeError` at the end."""
@@ -185,8 +188,8 @@ class ShortestIterator(StockIterator):
         )
 
 
-class StockIteratorSpec(tf.TypeSpec):
-    """Base class of the type specs of a `StockIterator`."""
+class ComponentsSpec(tf.TypeSpec):
+    """Base class of the type specs of what is made of its `components`."""
 
     __slots__ = ("_inner",)
 
@@ -207,40 +210,19 @@ class StockIteratorSpec(tf.TypeSpec):
         return self.value_type(components)
 
 
-class CountedIteratorSpec(StockIteratorSpec):
+class CountedIteratorSpec(ComponentsSpec):
     """Type spec of a `CountedIterator`, as an argument of `tf.function`."""
 
     __slots__ = ()
-
-    @property
-    def value_type(self) -> type:
-        return CountedIterator
+    value_type = CountedIterator
 
 
-class ShortestIteratorSpec(StockIteratorSpec):
+class ShortestIteratorSpec(ComponentsSpec):
     """Type spec of a `ShortestIterator`, as an argument of `tf.function`."""
 
     __slots__ = ()
-
-    @property
-    def value_type(self) -> type:
-        return ShortestIterator
+    value_type = ShortestIterator
 
 
 CountedIterator.spec_class = CountedIteratorSpec
 ShortestIterator.spec_class = ShortestIteratorSpec
-
-
-class CountedDataset(StockDataset):
-    """Distributed dataset whose reads are counted, see `tfdp.data.read_counts`."""
-
-    _iterator_class = CountedIterator
-
-
-class ShortestDataset(StockDataset):
-    """Distributed dataset of TensorFlow that ends with the shortest worker's.
-
-    TensorFlow's own ends with the longest, without an option.
-    """
-
-    _iterator_class = ShortestIterator

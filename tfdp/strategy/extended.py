@@ -136,6 +136,7 @@ class ReplicaExtended:
         self.hosts = tuple(hosts)
         self.first_rank = first_rank
         self.num_local = len(devices)
+        self.local_ranks = list(range(first_rank, first_rank + len(devices)))
         self.reducer = Reducer(
             self.group,
             first_rank,

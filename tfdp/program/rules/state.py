@@ -226,13 +226,9 @@ def _build_rows_of_first(builder: Any, op: Any, inputs: list) -> list:
     return [builder.with_shape(own, op.outputs[0], fact)]
 
 
-# They run functions of Python, which may draw, count or write.
-_PYTHON = frozenset(("EagerPyFunc", "PyFunc"))
-
-
 def decide_python(view: View) -> Decision | None:
     """Decide a function of Python: the first replica calls it, once for a step."""
-    if view.type not in _PYTHON:
+    if view.type not in _compat.PYTHON_FUNCTIONS:  # they may draw, count or write
         return None
     return Decision(
         [WHOLE] * len(view), view.whole_outputs(), _build_python, has_collective=True
