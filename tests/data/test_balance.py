@@ -14,9 +14,15 @@ from tests.harness.forks import Start
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
 from tests.harness.tf_config import cluster_configs
-from tfdp.data.load_balancer import EQUAL, LoadBalancer, WeightSearch, next_weights
+from tfdp.data.load_balancer import (
+    EQUAL,
+    LoadBalancer,
+    WeightSearch,
+    next_weights,
+    rows_by_weight,
+    rows_of_ranks_by_weight,
+)
 from tfdp.data.rows import rows_of_rank
-from tfdp.data.weighted_rows import rows_by_weight, rows_of_ranks_by_weight
 
 CASE_MODULES = ("data.cases_balance",)
 DEADLINE_SECONDS = 90.0

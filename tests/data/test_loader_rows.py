@@ -15,6 +15,7 @@ from tests.harness import common
 from tests.harness.interrupted import Layout, run
 from tfdp import _compat
 from tfdp.data import loader_rows
+from tfdp.data.rows import rows_of_worker
 
 torch = pytest.importorskip("torch")
 
@@ -114,7 +115,7 @@ def test_a_workers_rows_are_those_of_the_whole_batch(name, ranks):
         items = list(loader_rows.items_of(of_rows))
         for item, (x, y) in zip(items, batches, strict=True):
             assert item["total"] == [len(x)]
-            kept = loader_rows.rows_of_worker(len(x), ranks, num_replicas)
+            kept = rows_of_worker(len(x), ranks, num_replicas)
             np.testing.assert_array_equal(item["rows"][0], x[kept.start : kept.stop])
             np.testing.assert_array_equal(item["rows"][1], y[kept.start : kept.stop])
 

@@ -13,14 +13,14 @@ itself. Reading order:
     index_source: elements that are loaded by their index
     own_data: data that a worker has for itself
     file_shards: files of which each worker reads its own
-    rows, weighted_rows: rows of a batch for each replica, equal or by weight
+    rows: rows of a batch for each replica, equally many
     other_rows: parts of a batch that have another number of rows than the first
     per_replica_dataset, element_specs: the distributed dataset on CPUs
     read_counts: batches asked for and given
     uneven_inputs: the end of the data for all workers
     lengths, epochs: number of steps and order of an epoch
     batch_weights: weights of the replicas in the sums over a batch
-    load_balancer: weights of workers by their speed
+    load_balancer: rows of a batch by weights, and weights by the speed of workers
     checks: messages for wrong data, and the name of data in messages
     determinism: pipelines that give the same batches again
     position, batch_change: the position of a run that is resumed

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.data.rows import rows_of_worker
+from tfdp.data.rows import rows_to_read
 
 _SAMPLERS = (
     "SequentialSampler",
@@ -59,10 +59,9 @@ class OwnBatches:
     def _numbers(self, totals: collections.deque[int]) -> Iterator[list]:
         for batch in self._batches:
             total = len(batch)
-            own = rows_of_worker(total, self._ranks, self._num_replicas)
-            start = min(own.start, total - 1)  # without a row, one that tells shapes
+            own = rows_to_read(total, self._ranks, self._num_replicas)
             totals.append(total)
-            yield list(batch[start : max(own.stop, start + 1)])
+            yield list(batch[own.start : own.stop])
 
 
 class Watched:

@@ -18,6 +18,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.data.batch_weights import CountedBatch
 from tfdp.data.element_specs import element_spec_of, empty_of
+from tfdp.data.load_balancer import rows_of_ranks_by_weight
 from tfdp.data.read_counts import Read
 from tfdp.data.rows import divide_batches, flatten_local_replicas
 from tfdp.data.stages import MAPS
@@ -27,7 +28,6 @@ from tfdp.data.uneven_inputs import (
     has_next_step,
     raise_out_of_range,
 )
-from tfdp.data.weighted_rows import rows_of_ranks_by_weight
 
 PREFETCHED_STEPS = 2
 # What autotuning makes faster.

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdp import _compat, user_code
 from tfdp.cluster import counted
-from tfdp.data.rows import rows_of_worker
+from tfdp.data.rows import rows_to_read
 
 # So many batches have their rows compared between workers before the first step.
 _COMPARED_BATCHES = 10_000
@@ -54,11 +54,9 @@ class RowsOfBatches(keras.utils.PyDataset):
         No operation of TensorFlow: Keras may call it in a forked process.
         """
         total = num_rows_of(self.source, index)
-        own = rows_of_worker(total, self.ranks, self.num_replicas)
-        start = min(own.start, total - 1)
-        stop = max(own.stop, start + 1)
-        rows = self.source.rows(index, start, stop)
-        _check_rows(self.source, index, start, stop, rows)
+        own = rows_to_read(total, self.ranks, self.num_replicas)
+        rows = self.source.rows(index, own.start, own.stop)
+        _check_rows(self.source, index, own.start, own.stop, rows)
         return {"rows": rows, "total": np.array([total], "int64")}
 
     def on_epoch_begin(self) -> None:

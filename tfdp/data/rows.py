@@ -373,6 +373,13 @@ def rows_of_worker(num_rows: int, ranks: Sequence[int], num_replicas: int) -> ra
     return range(begin * least + min(begin, extra), end * least + min(end, extra))
 
 
+def rows_to_read(num_rows: int, ranks: Sequence[int], num_replicas: int) -> range:
+    """Return `rows_of_worker`, or where it has none one row, which tells shapes."""
+    own = rows_of_worker(num_rows, ranks, num_replicas)
+    start = min(own.start, num_rows - 1)
+    return range(start, max(own.stop, start + 1))
+
+
 def _static_num_rows(rows: int | None, num_replicas: int) -> int | None:
     """Return the rows of a replica where they are known and equal for all."""
     return None if rows is None or rows % num_replicas else rows // num_replicas
