@@ -110,7 +110,6 @@ def test_defaults_are_those_that_are_documented():
         "links": None,
         "timeout_seconds": None,
         "uneven": "join",
-        "xla_clusters": 1,
         "sync_batch_norm": False,
         "gathers": "allow",
     }
@@ -125,12 +124,6 @@ def test_every_backend_that_is_documented_is_taken(name: str):
 def test_wrong_interface(interface):
     with pytest.raises(ValueError, match=re.escape(f"interface={interface!r}")):
         CommunicationOptions(interface=interface)
-
-
-@pytest.mark.parametrize("clusters", [0, -1, 1.5, True, "2"])
-def test_wrong_number_of_clusters(clusters):
-    with pytest.raises(ValueError, match=re.escape(f"xla_clusters={clusters!r}")):
-        CommunicationOptions(xla_clusters=clusters)
 
 
 def test_buckets_are_tuned_from_the_default_sizes():

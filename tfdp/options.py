@@ -82,10 +82,6 @@ class CommunicationOptions:
             what the others still have is left out. Validation, `evaluate`,
             `predict` and loops of your own always go on to the end, since there
             every sample counts. Defaults to `"join"`.
-        xla_clusters: Int, with `compile(jit_compile=True)` the parts that the forward
-            and backward pass are compiled in, at most one for each bucket. The
-            buckets of a part are reduced while the next one computes, which pays
-            where a slow link takes about as long as the backward pass. Defaults to 1.
         sync_batch_norm: Bool, whether every `BatchNormalization` normalizes by the
             moments of the global batch, as with `synchronized=True`: its layers then
             wait for an all-reduce in the forward and the backward pass. Defaults to
@@ -119,7 +115,6 @@ class CommunicationOptions:
     links: Links | None = None
     timeout_seconds: float | None = None
     uneven: str = "join"
-    xla_clusters: int = 1
     sync_batch_norm: bool = False
     gathers: str = "allow"
 
@@ -143,8 +138,6 @@ class CommunicationOptions:
         _check_one_of("gathers", self.gathers, GATHERS)
         is_synchronized = checked_bool("sync_batch_norm", self.sync_batch_norm)
         object.__setattr__(self, "sync_batch_norm", is_synchronized)
-        clusters = checked_integer("xla_clusters", self.xla_clusters, 1)
-        object.__setattr__(self, "xla_clusters", clusters)
         _check_compression(self.compression)
         _check_adasum(self.algorithm, self.compression)
         if self.tunes_buckets:

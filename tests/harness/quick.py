@@ -237,7 +237,6 @@ LEFT_OUT = {
     "waiting_slices_survive_what_is_shared": "backup_restores_sharded_state",
     "waiting_slices_take_the_scale_that_is_restored": ("backup_restores_sharded_state"),
     "uneven_nodes_share_one_state": "adamw_in_stage_1_shared_by_node",
-    "xla_in_several_clusters": "xla_in_all_loops",
     "recurrent_models_of_sharded_parameters": "attention_of_sharded_parameters",
     "tied_weights_of_sharded_parameters": ("deferred_parameters_train_like_one_device"),
     "units_are_kept_where_they_are_not_resharded": (

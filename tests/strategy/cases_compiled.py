@@ -6,7 +6,6 @@ One device runs without XLA, so that what is compared is both.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +20,6 @@ from tests.data.cases_distribute import Policy, with_policy
 from tests.data.cases_inputs import RaggedMean
 from tests.harness import common, compare, registry, results
 from tests.harness.env import Env
-from tests.sharding.cases_plans import small_buckets
 from tfdp.base import xla
 
 case = registry.case
@@ -83,45 +81,6 @@ def xla_in_all_loops(env: Env) -> dict:
         "on batch": model.train_on_batch(x[:7], y[:7]),
         "weights": env.weights(model),
     }
-
-
-@case(
-    "`xla_clusters=3`: statistics, a partial batch, accumulation, sharded state",
-    setups=WORKERS,
-)
-def xla_in_several_clusters(env: Env) -> dict:
-    x, y = common.regression_data(28)
-    found = {}
-    for sharding in "none", "gradients":
-        optimizer = optimizers.SGD(0.01, momentum=0.9)
-        clusters = contextlib.nullcontext()
-        if not env.is_reference:
-            clusters = _several_clusters(env)
-            optimizer = tfdp.DistributedOptimizer(
-                optimizer, accumulation_steps=2, sharding=sharding
-            )
-        else:
-            optimizer.gradient_accumulation_steps = 2
-        with clusters:
-            model = _compiled(env, _normalized, optimizer=optimizer)
-            found[sharding] = _trained(env, model, x, y, epochs=2, batch_size=8)
-        if not env.is_reference:
-            assert env.distribution.communication_plan(model).num_clusters == 3
-    return found
-
-
-@contextlib.contextmanager
-def _several_clusters(env: Env) -> Iterator[None]:
-    """Buckets of a kilobyte, and three clusters of them."""
-    extended = env.strategy.extended
-    with small_buckets(env):
-        extended.options = dataclasses.replace(extended.options, xla_clusters=3)
-        yield
-
-
-def _normalized() -> keras.Model:
-    hidden = [layers.Dense(32, activation="tanh") for _ in range(4)]
-    return keras.Sequential([keras.Input((6,)), *hidden, layers.Dense(1)])
 
 
 @case("`jit_compile=True`: predict before the model is built, in the scope too")

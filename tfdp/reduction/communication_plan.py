@@ -52,9 +52,9 @@ class CommunicationPlan:
             by units, for the forward and again for the backward pass.
         memory: `MemoryReport` of the training state, or `None` where it is not
             known.
-        num_clusters: Int, XLA clusters that the forward and backward pass of each
-            replica are compiled in: no bucket is reduced before its cluster has ended.
-            Defaults to 0: they are not compiled.
+        is_compiled: Bool, whether XLA compiles the forward and backward pass of each
+            replica in one cluster, after which buckets are reduced. Defaults to
+            `False`.
         gather_ratio: Float, bytes that a gather of parameters sends over those of the
             parameters. Defaults to 1.
         gain: String, what tuned buckets have gained over the default, or `""`.
@@ -73,15 +73,10 @@ class CommunicationPlan:
     traced: bool
     sharding: str = "none"
     memory: MemoryReport | None = None
-    num_clusters: int = 0
+    is_compiled: bool = False
     gather_ratio: float = 1.0
     gain: str = ""
     gathers: Mapping[str, StepGathers] = dataclasses.field(default_factory=dict)
-
-    @property
-    def is_compiled(self) -> bool:
-        """Bool, whether XLA compiles the forward and backward pass of each replica."""
-        return self.num_clusters > 0
 
     @property
     def num_bytes(self) -> int:
@@ -147,8 +142,6 @@ class CommunicationPlan:
                 f"{'up to ' if gathers > count else ''}{counted(gathers, 'all-gather')}"
             )
         after = ", after one XLA cluster" if self.is_compiled else ""
-        if self.num_clusters > 1:
-            after = f", each after one of {self.num_clusters} XLA clusters"
         return (
             f"{what} of {counted(self.num_bytes, 'byte')} over "
             f"{counted(self.num_replicas, 'replica')} ({self.backend}){after}"
@@ -219,12 +212,12 @@ def _cell(tag: str, text: str, side: str) -> str:
 def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
     """Make the plan of a model's step, see `strategy.communication_plan`."""
     plan = _plan_of(strategy, model)
-    num_clusters = strategy.extended.compiled_models.get(model, 0)
+    is_compiled = model in strategy.extended.compiled_models
     tuned = strategy.extended.reducer.tuned_of(model.trainable_variables)
     gain = "" if tuned is None else tuned.gain
     gathers = dict(strategy.extended.step_gathers.get(model, {}))
     return dataclasses.replace(
-        plan, num_clusters=num_clusters, gain=gain, gathers=gathers
+        plan, is_compiled=is_compiled, gain=gain, gathers=gathers
     )
 
 

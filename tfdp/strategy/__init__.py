@@ -1,7 +1,7 @@
 """The strategies: what a user makes, and what TensorFlow calls.
 
 Read `strategy` (the public classes), `replica_step` (what `strategy.run` does with a
-step of Keras), `compiled_step` and `step_clusters` (the part of it that XLA compiles),
-`extended` (variables, devices, groups), `transports` (what carries the bytes) and
+step of Keras), `compiled_step` (the part of it that XLA compiles), `extended`
+(variables, devices, groups), `transports` (what carries the bytes) and
 `cross_device_ops` (the reducer as tf.distribute sees it).
 """

@@ -25,7 +25,6 @@ from tfdp.base.loops import Loop
 from tfdp.base.xla import CannotCompileError
 from tfdp.collectives import is_collective, step_events
 from tfdp.parameters.sharded_parameter import sharded_parameter
-from tfdp.strategy.step_clusters import cut_at_buckets
 
 
 @dataclasses.dataclass
@@ -34,7 +33,6 @@ class _Traced:
 
     function: Any
     updates: list[Update]
-    num_clusters: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +87,9 @@ class CompiledStep:
         """Note for `communication_plan` whether XLA compiles what precedes updates."""
         compiled_models = self.strategy.extended.compiled_models
         if traced is not None and traced.updates:
-            compiled_models[self.loop.model] = traced.num_clusters
+            compiled_models.add(self.loop.model)
         else:
-            compiled_models.pop(self.loop.model, None)
+            compiled_models.discard(self.loop.model)
 
     def _trace_what_can_be(
         self, args: tuple, part: BatchWeight | None, numbers: list
@@ -142,16 +140,7 @@ class CompiledStep:
         _check_collectives(concrete.graph)
         _check_order(concrete.graph, updates)
         xla.check(concrete, self._device())
-        extended = self.strategy.extended
-        # With several optimizers, each waits for the one before.
-        if extended.options.xla_clusters == 1 or len(updates) != 1:
-            return _Traced(concrete, updates)
-        (update,) = updates
-        variables = update.variables or _compat.trained_by(update.optimizer)
-        tuned = extended.reducer.tuned_of(variables)
-        options = extended.options if tuned is None else tuned.options
-        function, num_clusters = cut_at_buckets(concrete, update, options)
-        return _Traced(function, updates, num_clusters)
+        return _Traced(concrete, updates)
 
 
 def _in_order(update: Update, gradients: list) -> list:

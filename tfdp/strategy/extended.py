@@ -65,8 +65,8 @@ class ReplicaExtended:
 
     options: CommunicationOptions
     worker_group: WorkerGroup
-    # The number of XLA clusters of a step of each model that is compiled.
-    compiled_models: weakref.WeakKeyDictionary[Any, int]
+    # The models whose step XLA compiles.
+    compiled_models: weakref.WeakSet[Any]
     # What the step of each loop of a model gathers, see `tfdp.program.checks`.
     step_gathers: weakref.WeakKeyDictionary[Any, dict[str, Any]]
     # Names of the number of replicas in the script, see `tfdp.program.divisions`.
@@ -106,7 +106,7 @@ class ReplicaExtended:
                 watch_data(self.options.timeout_seconds)
         self.names_of_count = set()
         self.step_gathers = weakref.WeakKeyDictionary()
-        self.compiled_models = weakref.WeakKeyDictionary()
+        self.compiled_models = weakref.WeakSet()
         topology = agreed_topology(self.worker_group, hosts, len(devices), self.options)
         self.topology = topology
         positions = device_positions(all_devices)

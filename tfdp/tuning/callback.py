@@ -68,9 +68,8 @@ class BucketTuning(keras.callbacks.Callback):
         self._update_steps = 1
         self._begin = 0.0
         self._last_batch = -1
-        # Traced steps by plan, with their number of XLA clusters, while plans are
-        # tried: going back to one is free.
-        self._functions: dict[Proposal | None, tuple[Any, int]] = {}
+        # Traced steps by plan while plans are tried: going back to one is free.
+        self._functions: dict[Proposal | None, Any] = {}
         self._plan: Proposal | None = None
         self._in_force: Any = None
 
@@ -158,12 +157,11 @@ class BucketTuning(keras.callbacks.Callback):
         model = self.model
         if model.train_function is not self._in_force:
             self._functions.clear()  # somebody has had the step traced anew
-        clusters = self._extended.compiled_models
-        self._functions[self._plan] = model.train_function, clusters.get(model, 0)
+        self._functions[self._plan] = model.train_function
         self._plan = proposal
         self._tune(None if proposal is None else proposal.choice)
         if proposal in self._functions:
-            model.train_function, clusters[model] = self._functions[proposal]
+            model.train_function = self._functions[proposal]
         else:
             model.make_train_function(force=True)
         self._in_force = model.train_function
@@ -196,7 +194,6 @@ class BucketTuning(keras.callbacks.Callback):
             options.algorithm,
             options.first_bucket_mb,
             options.reduce_dtypes,
-            options.xla_clusters,
             model.jit_compile,
             self._update_steps,
             self._data,

@@ -43,7 +43,6 @@ from tools.bench import (
     update,
     wrapping,
     xla,
-    xla_clusters,
 )
 from tools.bench.buckets_command import buckets
 from tools.bench.hosts_bed import missing
@@ -183,7 +182,6 @@ BENCHMARKS = [
     benchmark("start", start.run, TORCH),
     benchmark("kernels", kernels.run, MODELS_WITH_KERNELS),
     benchmark("xla", xla.run, MODELS_TO_COMPILE),
-    benchmark("xla-clusters", xla_clusters.run, RATES_OF_LINK),
     benchmark("tuning", tuning.run, rates_of_link("100mbit")),
     benchmark("compression", compression.run, MODELS_TO_COMPRESS),
     benchmark("hosts", hosts.run, RATES_OF_LINK, workers_per_host(2, 4), MEGABYTES),

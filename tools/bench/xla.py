@@ -8,13 +8,7 @@ from tools.bench.report import Arguments, Figure, Report
 
 MODELS = ("mlp", "cnn", "transformer")
 # Samples of a replica.
-BATCH_SIZES = {
-    "mlp": 32,
-    "deep mlp": 32,
-    "deep mlp, large batches": 512,
-    "cnn": 16,
-    "transformer": 8,
-}
+BATCH_SIZES = {"mlp": 32, "cnn": 16, "transformer": 8}
 MODULE = "tools.bench.xla_worker"
 # Of a block, of the slowest arm.
 SECONDS = 1.0

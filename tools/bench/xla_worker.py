@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 from tfdp.bench.channel import Arm, Arms, OnDemand, work
 from tools.bench.xla import BATCH_SIZES
-from tools.bench.xla_clusters import CLUSTERS
 
 
 def build(name: str) -> Any:
@@ -25,9 +23,6 @@ def build(name: str) -> Any:
             layers.BatchNormalization(),
             layers.Dense(1024, activation="relu"),
         ]
-    elif name.startswith("deep mlp"):
-        hidden = [layers.Dense(1024, activation="relu") for _ in range(5)]
-        parts = [keras.Input((784,)), *hidden]
     elif name == "cnn":
         parts = [keras.Input((32, 32, 3))]
         for filters in (32, 32, 64, 64):
@@ -76,8 +71,7 @@ def fit_arm(strategy: Any, make_model: Callable[[], Any], rows: int, how: str) -
         strategy: Strategy or `None`.
         make_model: Callable without arguments, which makes the model.
         rows: Int, the samples of a replica.
-        how: String, `"no jit"`, `"jit"`, or how many clusters to cut the compiled part
-            into, such as `"2 clusters"`.
+        how: String, `"no jit"` or `"jit"`.
     """
     import keras
 
@@ -89,22 +83,10 @@ def fit_arm(strategy: Any, make_model: Callable[[], Any], rows: int, how: str) -
         model.compile(
             keras.optimizers.Adam(1e-3),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            jit_compile=how != "no jit",
+            jit_compile=how == "jit",
         )
     num_replicas = strategy.num_replicas_in_sync if strategy else 1
-    fit = timed_fit(model, _batch(model, rows * num_replicas))
-    count = how.removesuffix(CLUSTERS)
-    clusters = int(count) if count != how else 1
-
-    def run(steps: int) -> float:
-        if strategy:
-            extended = strategy.extended
-            extended.options = dataclasses.replace(
-                extended.options, xla_clusters=clusters
-            )
-        return fit(steps)
-
-    return run
+    return timed_fit(model, _batch(model, rows * num_replicas))
 
 
 def make_arms(setup: dict[str, Any]) -> Arms:
