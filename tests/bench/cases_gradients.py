@@ -1,4 +1,4 @@
-"""Gradients of a model's shapes, reduced as `tfdp bench models` does."""
+"""Gradients of a model's shapes, reduced as `python -m tools.bench models` does."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import tensorflow as tf
 
 from tests.harness.env import Env
 from tests.harness.registry import case
-from tfdp.bench.gradients_worker import GradientReduction, make_gradients
-from tfdp.bench.training import barrier
+from tools.bench.barrier import barrier
+from tools.bench.gradients_worker import GradientReduction, make_gradients
 
 SHAPES = {"first/kernel": (300_000,), "last/kernel": (1000, 1000), "last/bias": (8,)}
 

@@ -17,13 +17,7 @@ import pytest
 
 from tests.harness.commands import run_python
 from tfdp.base.intervals import median_interval
-from tfdp.bench import (
-    compare_report,
-    compare_sides,
-    output,
-    train,
-    train_report,
-)
+from tfdp.bench import compare, compare_report, compare_sides, output
 from tfdp.bench.channel import OnDemand
 from tfdp.bench.collectives import Settings, measure
 from tfdp.bench.models import FAMILIES, model_of_size
@@ -38,14 +32,7 @@ from tfdp.bench.nccl_tests import (
     padded_bytes,
 )
 from tfdp.bench.sides import Side, alternate, started, steps_that_take, worker_commands
-from tfdp.bench.stats import (
-    Ratio,
-    batch_of,
-    efficiency,
-    paired_ratio,
-    ratio_to_best,
-    speedup,
-)
+from tfdp.bench.stats import Ratio, paired_ratio
 from tfdp.cli import main
 from tfdp.cli.parameter_types import ManyValues
 
@@ -114,37 +101,14 @@ def test_sums_of_the_inputs_are_exact_in_half_precision():
     assert expected("all_reduce", 0, MOST_REPLICAS_OF["bfloat16"], 7).max() <= 256
 
 
-def test_efficiency_is_that_of_the_literature():
-    alone, together = [8.0, 8.0, 8.0], [10.0, 10.0, 10.0]
-    weak = efficiency("weak", alone, together, 4)
-    assert weak.median == 0.8
-    assert speedup(weak, 4).median == 3.2
-    strong = efficiency("strong", alone, [2.5, 2.5, 2.5], 4)
-    assert strong.median == 0.8
-    assert speedup(strong, 4).median == pytest.approx(8.0 / 2.5)
-    with pytest.raises(ValueError, match="Received: 'super'"):
-        efficiency("super", alone, together, 2)
-
-
-def test_strong_scaling_shares_one_global_batch_and_weak_scaling_does_not():
-    counts = (1, 2, 4)
-    assert [n * batch_of("strong", 8, n, 4) for n in counts] == [32, 32, 32]
-    assert [batch_of("weak", 8, n, 4) for n in counts] == [8, 8, 8]
-    with pytest.raises(ValueError, match="32 samples on 3 replicas"):
-        batch_of("strong", 8, 3, 4)
-
-
 def test_the_interval_of_a_median_leaves_out_the_extremes_it_may():
     # With 6 values, both extremes lie on one side of the median once in 32 times.
     assert median_interval([3, 1, 2, 6, 5, 4]) == (1, 6)
     assert median_interval(range(9)) == (1, 7)
 
 
-def test_ratios_are_of_pairs_and_the_best_rival_is_chosen_in_other_blocks():
+def test_ratios_are_of_pairs():
     assert paired_ratio([2.0, 4.0, 9.0], [1.0, 2.0, 3.0]).median == 2.0
-    lucky, steady = [1.0, 9.0, 1.0, 9.0], [2.0, 2.0, 2.0, 2.0]
-    # Chosen for its odd blocks, measured in its even ones: luck does not help.
-    assert ratio_to_best([lucky, steady], [1.0] * 4).median == 9.0
     assert Ratio(1.0, 0.5, 2.0, 3).times(2) == Ratio(2.0, 1.0, 4.0, 3)
 
 
@@ -297,15 +261,11 @@ def test_an_option_takes_many_values_until_something_else_comes(
         ("collectives -n 2 --blocks 1", "at least 2. Received: 1"),
         ("collectives -n 2 --json nowhere/x.json", "a folder that is not there"),
         ("collectives -n 2 --json .", "is a folder"),
-        ("train --replicas 1", "above 1. Received: 1"),
-        ("train --replicas 0", "at least 1. Received: 0"),
-        ("train --replicas 2 3 --batch 1", "3 samples on 2 replicas"),
-        ("train --scaling fast", "'fast' is not one of"),
         ("compare -n 1", "at least 2 workers. Received: -n 1"),
         ("compare --models 1 x", "Received: x"),
         ("compare --models 0.0001", "Received: 0.0001"),
-        ("train --models 1e308", "at most 1,000,000,000. Received: 1e308"),
-        (f"train --replicas {'9' * 4000}", "at most 1,000,000,000. Received: 999"),
+        ("compare --models 1e308", "at most 1,000,000,000. Received: 1e308"),
+        (f"compare -n {'9' * 4000}", "at most 1,000,000,000. Received: 999"),
         (f"collectives --sizes {'9' * 5000}", "at most 1024GB. Received: 999"),
         (f"collectives --json {'9' * 5000}", "cannot be written. Received: 999"),
         ("compare --plot x.png --no-plot", "--plot x.png"),
@@ -330,7 +290,7 @@ def no_matplotlib(monkeypatch, tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", ["collectives", "train", "compare"])
+@pytest.mark.parametrize("command", ["collectives", "compare"])
 def test_a_plot_that_is_asked_for_without_matplotlib_is_refused_at_once(
     capsys, no_matplotlib, command
 ):
@@ -348,12 +308,12 @@ def test_without_matplotlib_the_table_is_printed_and_the_plot_left_out(
 
     def run(settings: object, files: output.Files) -> None:
         table = output.Table(("model", "step"), [("1M", "7.1")])
-        content = output.about("train", {})
+        content = output.about("compare", {})
         output.report(output.new_console(), content, files, table=table, draw=draw)
 
-    monkeypatch.setattr(train, "run", run)
+    monkeypatch.setattr(compare, "run", run)
     with pytest.raises(SystemExit) as stopped:
-        main.main(["bench", "train", *(["--no-plot"] if declined else [])])
+        main.main(["bench", "compare", *(["--no-plot"] if declined else [])])
     assert not stopped.value.code
     printed = capsys.readouterr().out
     assert "7.1" in printed
@@ -450,21 +410,13 @@ def test_plain_keras_has_the_kernels_that_it_has_without_tfdp(monkeypatch, left_
     assert with_memory == {f"{kind}, tuned" for kind in kinds}
 
 
-def test_comparisons_and_scaling_are_drawn_from_their_tables(tmp_path):
+def test_comparisons_are_drawn_from_their_table(tmp_path):
     set_ups, times = compare_sides.set_ups(2, has_torch=True), times_of_comparison()
     rows = compare_report.rows_of("1M", set_ups, times, global_batch_size=64)
     for row in rows:
         assert len(compare_report.cells(row)) == len(compare_report.COLUMNS)
     compare_report.plot(rows, "title", "caption", tmp_path / "compare.png")
-    ratio = Ratio(0.5, 0.4, 0.6, 9)
-    scaled = [
-        train_report.Row("1M", scaling, count, 8, 0.1, 80.0, ratio, ratio)
-        for scaling in ("weak", "strong")
-        for count in (1, 2)
-    ]
-    train_report.plot(scaled, "mlp", "caption", tmp_path / "scaling.png")
-    for name in ("compare.png", "scaling.png"):
-        assert (tmp_path / name).read_bytes().startswith(PNG)
+    assert (tmp_path / "compare.png").read_bytes().startswith(PNG)
 
 
 # What is measured, for real.

@@ -1,4 +1,4 @@
-"""`tfdp bench models`: shapes of published models, payloads, and what is refused."""
+"""`python -m tools.bench models`: shapes of published models, payloads, refusals."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import pytest
 from tests.harness.commands import run_python
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
-from tfdp.bench.gradients import Settings, measure
-from tfdp.bench.gradients_report import least_seconds
-from tfdp.bench.link_rate import bits_per_second
-from tfdp.bench.published_models import (
+from tfdp.cli.main import run_command
+from tfdp.cluster import Topology
+from tools.bench.__main__ import bench
+from tools.bench.gradients import Settings, measure
+from tools.bench.gradients_report import buckets_text, least_seconds
+from tools.bench.link_rate import bits_per_second
+from tools.bench.published_models import (
     PUBLISHED_MODELS,
     Layer,
     PublishedModel,
@@ -23,10 +26,8 @@ from tfdp.bench.published_models import (
     resnet50,
     vgg16,
 )
-from tfdp.bench.tcp_bytes import tcp_bytes_sent
-from tfdp.cli import main
-from tfdp.cluster import Topology
 from tools.bench.report import Figure
+from tools.bench.tcp_bytes import tcp_bytes_sent
 
 CASE_MODULES = ("bench.cases_gradients",)
 DEADLINE_SECONDS = 200
@@ -119,6 +120,10 @@ def test_the_bound_of_a_link_counts_nodes_and_not_replicas():
     assert bits_per_second("1.5mbit") == 1.5e6
 
 
+def test_buckets_are_told_by_number_and_sizes():
+    assert buckets_text([2**20, 3 * 2**19, 2**24]) == "3 buckets of 1 to 16 MB"
+
+
 def test_a_figure_has_to_meet_both_of_its_goals():
     found = [Figure("f", x, at_least=0.9, at_most=1.1).met for x in (0.8, 1.0, 1.2)]
     assert found == [False, True, False]
@@ -201,7 +206,7 @@ def test_algorithms_and_backends_of_a_model_take_turns_and_all_is_counted():
         ("-n 3 --node-size 2 --algorithms ring hierarchical", "nodes of [2, 1]"),
         ("-n 2 --backends nccl", "'nccl' is not one of"),
         ("-n 2 --backends mpi", "without -n of its own. Received: --backends mpi"),
-        ("--backends direct mpi", "mpiexec -n 2 tfdp bench models"),
+        ("--backends direct mpi", "mpiexec -n 2 python -m tools.bench models"),
         ("-n 2 --bucket-mb 0", "above 0. Received: 0"),
         ("-n 2 --link-rate fast", "such as 200mbit. Received: fast"),
         ("-n 2 --link-rate 0mbit", "such as 200mbit. Received: 0mbit"),
@@ -217,11 +222,11 @@ def test_what_cannot_be_run_is_answered_by_one_sentence(
     for name in ("TF_CONFIG", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(SystemExit) as stopped:
-        main.main(["bench", "models", *arguments.split()])
+        run_command(bench, "tools.bench", ["models", *arguments.split()])
     captured = capsys.readouterr()
     assert stopped.value.code == 2
     assert captured.out == ""
-    assert captured.err.startswith("tfdp: error: ")
+    assert captured.err.startswith("tools.bench: error: ")
     assert captured.err.count("\n") == 1
     assert said in captured.err
 
@@ -235,7 +240,7 @@ def test_what_cannot_be_run_is_answered_by_one_sentence(
 def test_gradients_of_resnet50_send_what_a_ring_has_to(tmp_path):
     files = {kind: tmp_path / f"models.{kind}" for kind in ("json", "png")}
     done = run_python(
-        *("-m", "tfdp", "bench", "models", "-n", "2", "--models", "resnet50"),
+        *("-m", "tools.bench", "models", "-n", "2", "--models", "resnet50"),
         *("--algorithms", "ring", "--blocks", "2", "--bucket-mb", "8"),
         *("--node-size", "1", "--link-rate", "10gbit"),
         *("--json", str(files["json"]), "--plot", str(files["png"])),

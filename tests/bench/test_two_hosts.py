@@ -16,9 +16,9 @@ import psutil
 import pytest
 
 from tests.harness.commands import run_python
-from tfdp.bench.published_models import resnet50
 from tools.bench import hosts_bed
 from tools.bench.hosts_bed import BedError, TwoHosts
+from tools.bench.published_models import resnet50
 
 ROOT = Path(__file__).resolve().parents[2]
 # Nothing else makes hosts while these tests look for what is left of them.

@@ -62,7 +62,7 @@ def complete(tmp_path) -> Callable[[str], str]:
     [
         ("tfdp r", "run"),
         ("tfdp run --num-w", "--num-workers"),
-        ("tfdp bench train --scaling w", "weak"),
+        ("tfdp bench compare --family t", "transformer"),
     ],
 )
 def test_bash_completes_and_nothing_of_tensorflow_is_loaded(
@@ -84,7 +84,7 @@ def test_bash_completes_and_nothing_of_tensorflow_is_loaded(
         "tfdp run --log-dir lo",
         "tfdp plan mo",
         "tfdp convert ch",
-        "tfdp bench train --plot pl",
+        "tfdp bench compare --plot pl",
     ],
 )
 def test_where_a_file_is_due_the_shell_completes_its_name(words: str):

@@ -90,9 +90,7 @@ EXECUTED_BY = {
 }
 
 # What takes minutes, whatever the page.
-_TAKES_MINUTES = re.compile(
-    r"\btfdp bench (collectives|models|train|compare)|-m tools\.bench "
-)
+_TAKES_MINUTES = re.compile(r"\btfdp bench (collectives|compare)|-m tools\.bench ")
 # What only changes the shell for the commands after it.
 _SHELL = re.compile(r"^(cd|export|source|\.|set|alias|exit|[A-Za-z_]\w*=\S*$)")
 

@@ -348,7 +348,7 @@ LEFT_OUT = {
     "gradient_noise_scale_with_accumulation_and_loss_scaling": (
         "gradient_noise_scale_is_that_of_the_replicas_gradients"
     ),
-    "a_wrong_gradient_on_one_replica_is_counted_on_all": "the rest of `bench models`",
+    "a_wrong_gradient_on_one_replica_is_counted_on_all": "the rest of `models`",
     # What costs most, and shows what cheaper cases show.
     "compressed_gradients_send_as_many_bytes_as_planned": (
         "compressed_sums_of_4_bits_in_levels"

@@ -17,10 +17,6 @@ from tfdp.bench.models import (
     Model,
 )
 
-# With several buckets PowerSGD's hook aborts a process (torch 2.13, Gloo): what its
-# callbacks reduce is not started in the same order by all.
-_ONE_BUCKET_MB = 4096.0
-
 
 def build(model: Model) -> Any:
     """The model as `tfdp.bench.keras_models` builds it, layer by layer.
@@ -96,8 +92,6 @@ def training_step(
     batch_size: int,
     *,
     tuned: bool = False,
-    bf16: bool = False,
-    power_sgd: dict[str, Any] | None = None,
     alone: bool = False,
 ) -> Callable[[], Any]:
     """A training step on a fixed batch with SGD.
@@ -107,24 +101,17 @@ def training_step(
         batch_size: Int, samples of each replica.
         tuned: Bool, whether with the settings that serve DDP best. Defaults to
             `False`: with its own.
-        bf16: Bool, whether gradients travel as bfloat16. Defaults to `False`.
-        power_sgd: Dict of arguments of PyTorch's `PowerSGDState`: gradients travel as
-            factors of a low rank from the third step on; or `None`. Defaults to `None`.
         alone: Bool, whether without DDP: nothing is communicated. Defaults to `False`.
 
     Returns:
         Callable that takes the step and returns the loss.
     """
     import torch
+    from torch.nn.parallel import DistributedDataParallel
 
     network = build(model)
     if not alone:
-        bucket_mb = None if power_sgd is None else _ONE_BUCKET_MB
-        network = _data_parallel(network, tuned=tuned, bucket_mb=bucket_mb)
-        if bf16:
-            _send_bf16(network)
-        if power_sgd is not None:
-            _send_low_rank(network, power_sgd)
+        network = DistributedDataParallel(network, gradient_as_bucket_view=tuned)
     optimizer = torch.optim.SGD(network.parameters(), lr=1e-3, foreach=tuned)
     return step_of(network, optimizer, model, batch_size)
 
@@ -158,31 +145,6 @@ def step_of(
     return step
 
 
-def _data_parallel(network: Any, *, tuned: bool, bucket_mb: float | None) -> Any:
-    from torch.nn.parallel import DistributedDataParallel
-
-    return DistributedDataParallel(
-        network, gradient_as_bucket_view=tuned, bucket_cap_mb=bucket_mb
-    )
-
-
-def _send_bf16(network: Any) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    # DDP refuses the hook itself, by its name, without a GPU. Gloo can do it.
-    network.register_comm_hook(
-        None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)
-    )
-
-
-def _send_low_rank(network: Any, options: dict[str, Any]) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    # As early as PyTorch allows: what it feeds back needs buckets that stay.
-    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, **options)
-    network.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-
 def _batch(model: Model, size: int) -> tuple[Any, Any]:
     import torch
 
@@ -194,24 +156,18 @@ def _batch(model: Model, size: int) -> tuple[Any, Any]:
     return ids[:, :-1], ids[:, 1:].flatten()
 
 
-def timed(step: Callable[[], Any], *, meets: bool) -> Arm:
+def timed(step: Callable[[], Any]) -> Arm:
     """Seconds per step, as `tfdp.bench.training.timed` measures them.
 
     Args:
         step: Callable that returns the loss.
-        meets: Bool, whether the workers only meet before the first step that is
-            timed; otherwise they take one that is not.
 
     Returns:
         Callable that takes a number of steps and returns seconds per step.
     """
-    import torch
 
     def run(steps: int) -> float:
-        if meets:
-            torch.distributed.barrier()
-        else:
-            step().item()
+        step().item()
         begin = time.perf_counter()
         for _ in range(steps):
             loss = step()
@@ -246,7 +202,7 @@ def make_arms(setup: dict[str, Any]) -> Arms:
     def make(name: str) -> Arm:
         arm = dict(told[name])
         step = training_step(Model(**arm.pop("model")), arm.pop("batch_size"), **arm)
-        return timed(step, meets=setup.get("meets", False))
+        return timed(step)
 
     return OnDemand(make, lambda name: str(told[name]["model"]))
 

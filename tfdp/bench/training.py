@@ -82,26 +82,6 @@ def timed(function: Callable[[], Any], meet: Callable[[], Any] | None = None) ->
     return run
 
 
-def barrier(strategy: Any) -> Callable[[], Any]:
-    """A sum of one number, for which every worker waits for all others.
-
-    Args:
-        strategy: Strategy.
-
-    Returns:
-        Callable that returns a tensor.
-    """
-
-    def replica() -> Any:
-        return tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([1]))
-
-    @tf.function
-    def step() -> Any:
-        return strategy.experimental_local_results(strategy.run(replica))[0]
-
-    return step
-
-
 def training_step(
     strategy: Any,
     model: Model,

@@ -15,6 +15,6 @@ rendezvous (tfdp/rendezvous) by `node_attempts`, and hears the `other_nodes`. By
 `run_islands` starts an `island_job`, whose options are `island_options`.
 `doctor` draws a `topology_tree`; its `--input` runs a script in such a job, by
 `doctor_input`, where each worker is an `input_worker`. `plan` prints a `forecast` with
-its `memory`; `bench` has options of its own in `bench_options`, and `bench_models` for
-published models. TensorFlow is imported late, by `importing`.
+its `memory`; `bench` has options of its own in `bench_options`. TensorFlow is imported
+late, by `importing`.
 """

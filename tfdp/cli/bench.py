@@ -9,67 +9,15 @@ import click
 
 from tfdp.bench import collectives as of_collectives
 from tfdp.bench import compare as of_sides
-from tfdp.bench import train as of_training
 from tfdp.bench.nccl_tests import COLLECTIVES
-from tfdp.bench.stats import SCALINGS
 from tfdp.cli import bench_options as options
 from tfdp.cli import parameter_types as types
-from tfdp.cli.bench_models import models
 
 _EXAMPLES = """\b
 Examples:
   tfdp bench collectives -n 2 --sizes 1MB 16MB
-  tfdp bench models -n 2 --models resnet50
-  tfdp bench train --replicas 1 2
+  tfdp bench compare -n 2 --models 1 5
 """
-
-
-@click.command(cls=types.ManyValues)
-@options.models
-@click.option(
-    "--replicas",
-    metavar="N...",
-    multiple=True,
-    default=(1, 2, 4),
-    show_default=True,
-    type=types.COUNT,
-    help="Numbers of replicas; one is always measured, to compare with.",
-)
-@click.option(
-    "--scaling",
-    multiple=True,
-    type=click.Choice(SCALINGS),
-    default=SCALINGS,
-    show_default=True,
-    help="weak: every replica keeps its batch. strong: all share one global batch.",
-)
-@options.batch("each replica; in strong scaling of each of the most replicas")
-@click.option(
-    "--placement",
-    type=click.Choice(of_training.PLACEMENTS),
-    default="processes",
-    show_default=True,
-    help="A process for each replica, or logical CPU devices of one process.",
-)
-@options.blocks(10)
-@options.files
-def train(**given: Any) -> None:
-    """Time training steps on 1, 2, ... replicas: speedup and efficiency.
-
-    The numbers of replicas take turns, block by block, on this machine's CPU.
-    """
-    files = options.checked_files("train", given)
-    settings = of_training.Settings(
-        family=given["family"],
-        millions=given["models"],
-        replicas=given["replicas"],
-        scalings=given["scaling"],
-        batch_size=given["batch"],
-        blocks=given["blocks"],
-        placement=given["placement"],
-    )
-    with options.errors_in_one_sentence():
-        of_training.run(settings, files)
 
 
 @click.command(cls=types.ManyValues)
@@ -197,7 +145,7 @@ def collectives(min_bytes: int, max_bytes: int, factor: int, **given: Any) -> No
 
 
 @click.group(
-    commands=[collectives, models, train, compare],
+    commands=[collectives, compare],
     no_args_is_help=False,
     invoke_without_command=True,
     epilog=_EXAMPLES,

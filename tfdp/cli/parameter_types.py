@@ -13,7 +13,6 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from tfdp.bench.link_rate import bits_per_second
 from tfdp.plans.cost_model import Algorithm
 
 # More, or less, is a slip of the hand, and far from where arithmetic ends.
@@ -177,15 +176,6 @@ def _algorithm(text: str) -> Algorithm | None:
         ) from error
 
 
-def _link_rate(text: str) -> str:
-    try:
-        bits_per_second(text)
-    except ValueError:
-        what = "it must be a positive number of kbit, mbit or gbit, such as 200mbit"
-        raise ValueError(what) from None
-    return text
-
-
 def _output_file(text: str) -> Path:
     path = Path(text)
     # Those of `os.path` are false, too, of what no file can be called.
@@ -207,8 +197,6 @@ LATENCIES = Checked("levels", functools.partial(_levels, above_zero=False))
 BANDWIDTHS = Checked("levels", functools.partial(_levels, above_zero=True))
 # An algorithm of the all-reduce by its name; `None` for `auto`.
 ALGORITHM = Checked("algorithm", _algorithm)
-# The rate of a link, such as `1gbit`, as text.
-LINK_RATE = Checked("rate", _link_rate)
 # A file that can be written, which is found out now and not after minutes.
 OUTPUT_FILE = Checked("file", _output_file)
 

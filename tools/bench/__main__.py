@@ -4,7 +4,7 @@
 
 Both sides are alive at the same time and take turns, block by block. Run it on an
 idle machine: a busy one makes the intervals wide. `buckets` trains a script with
-several bucket sizes.
+several bucket sizes; `models` and `train` print tables, as `tfdp bench` does.
 """
 
 from __future__ import annotations
@@ -45,10 +45,13 @@ from tools.bench import (
     xla,
 )
 from tools.bench.buckets_command import buckets
+from tools.bench.gradients_command import models
 from tools.bench.hosts_bed import missing
 from tools.bench.hosts_sides import RATES
+from tools.bench.link_rate import LINK_RATE
 from tools.bench.models import MODELS
 from tools.bench.report import PROGRAM, Arguments
+from tools.bench.train_command import train
 
 Option = Callable[[Callable], Callable]
 
@@ -97,7 +100,7 @@ def rates_of_link(*default: str) -> Option:
         "--rates",
         metavar="RATE...",
         multiple=True,
-        type=types.LINK_RATE,
+        type=LINK_RATE,
         default=default,
         show_default=True,
         help="Rates of the link between the hosts.",
@@ -210,7 +213,7 @@ BENCHMARKS = [
 
 
 @click.group(
-    commands=[*BENCHMARKS, buckets],
+    commands=[*BENCHMARKS, buckets, models, train],
     help=(__doc__ or "").partition("\n")[0],
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdp.bench.channel import Arm, Arms, work
-from tfdp.bench.training import barrier, make_strategy, timed
+from tfdp.bench.training import make_strategy, timed
+from tools.bench.barrier import barrier
 
 
 def all_reduce_arm(strategy: Any, name: str, num_bytes: int) -> Arm:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 
 from tfdp.bench.sides import Side, alternate, started
-from tfdp.bench.stats import paired_ratio, ratio_to_best
+from tfdp.bench.stats import paired_ratio
 from tools.bench.report import Arguments, Figure, Report
+from tools.bench.stats import ratio_to_best
 
 MB = 2**20
 BUCKETS = [25 * MB // 4] * 4  # floats

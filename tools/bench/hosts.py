@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import statistics
 
-from tfdp.bench.link_rate import bits_per_second
 from tfdp.bench.sides import alternate, started
-from tfdp.bench.stats import paired_ratio, ratio_to_best
+from tfdp.bench.stats import paired_ratio
 from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
 from tools.bench.hosts_sides import (
     RATE_OF_GOALS,
@@ -19,7 +18,9 @@ from tools.bench.hosts_sides import (
     tfdp_arms,
     utilisations,
 )
+from tools.bench.link_rate import bits_per_second
 from tools.bench.report import Arguments, Figure, Report
+from tools.bench.stats import ratio_to_best
 
 NUM_TENSORS = 16
 # Speed of an arm relative to a rival, by the workers on a host.

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from types import TracebackType
 
-from tfdp.bench.link_rate import UNLIMITED, bits_per_second
+from tools.bench.link_rate import UNLIMITED, bits_per_second
 
 NUM_HOSTS = 2
 INTERFACE = "eth0"  # in each namespace, which has no other but loopback

@@ -6,7 +6,6 @@ import dataclasses
 import statistics
 from typing import Any
 
-from tfdp.bench.link_rate import bits_per_second
 from tfdp.bench.machine import torch_version
 from tfdp.bench.sides import alternate, started
 from tfdp.bench.stats import paired_ratio
@@ -18,6 +17,7 @@ from tools.bench.hosts_sides import (
     in_megabytes,
     utilisations,
 )
+from tools.bench.link_rate import bits_per_second
 from tools.bench.models import MODELS
 from tools.bench.report import Arguments, Figure, Report
 
@@ -79,9 +79,8 @@ def _measure_workers(
 def _torch_side(bed: TwoHosts, args: Arguments, workers_per_host: int) -> HostsSide:
     told = {"model": dataclasses.asdict(MODEL), "batch_size": args.batch}
     arms = {name: {**told, **options} for name, options in DDP_ARMS.items()}
-    setup = {"arms": arms, "meets": True}
-    module, python = "tfdp.bench.torch_worker", args.torch_python
-    return HostsSide(bed, "ddp", module, setup, workers_per_host, python)
+    module, python = "tools.bench.ddp_worker", args.torch_python
+    return HostsSide(bed, "ddp", module, {"arms": arms}, workers_per_host, python)
 
 
 def _measure_rate(

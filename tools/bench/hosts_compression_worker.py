@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tfdp.bench.channel import Arms, work
-from tfdp.bench.training import barrier, make_strategy, timed, training_step
+from tfdp.bench.training import make_strategy, timed, training_step
+from tools.bench.barrier import barrier
 from tools.bench.models import MODELS
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from tfdp.bench.gradients import WORKER, Settings
-from tfdp.bench.gradients_report import Row, buckets_text, least_seconds, row_of
-from tfdp.bench.link_rate import bits_per_second
 from tfdp.bench.local_replicas import local_topology
 from tfdp.bench.nccl_tests import bus_factor
-from tfdp.bench.published_models import PUBLISHED_MODELS, PublishedModel
 from tfdp.bench.sides import alternate, started
 from tfdp.bench.stats import paired_ratio
 from tfdp.options import FLAT_ALGORITHMS
+from tools.bench.gradients import WORKER, Settings
+from tools.bench.gradients_report import Row, buckets_text, least_seconds, row_of
 from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
 from tools.bench.hosts_sides import (
     RATE_OF_START,
@@ -22,6 +20,8 @@ from tools.bench.hosts_sides import (
     in_megabytes,
     utilisations,
 )
+from tools.bench.link_rate import bits_per_second
+from tools.bench.published_models import PUBLISHED_MODELS, PublishedModel
 from tools.bench.report import Arguments, Figure, Report
 
 MODELS = tuple(PUBLISHED_MODELS)

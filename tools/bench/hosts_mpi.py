@@ -36,7 +36,7 @@ def entered(bed: TwoHosts, workers_per_host: int) -> list[str]:
 
 
 def run(args: Arguments) -> None:
-    """Start `tfdp bench models` as a job of MPICH for each rate and number of workers.
+    """Start `models` as a job of MPICH for each rate and number of workers.
 
     Raises:
         click.UsageError: If MPI has no launcher here.
@@ -54,7 +54,7 @@ def _run_job(bed: TwoHosts, args: Arguments, workers_per_host: int) -> None:
     job = [
         *(launcher(), "-n", str(NUM_HOSTS * workers_per_host)),
         *entered(bed, workers_per_host),
-        *(sys.executable, "-m", "tfdp", "bench", "models"),
+        *(sys.executable, "-m", "tools.bench", "models"),
         *("--models", *args.models, "--backends", *_BACKENDS),
         *("--algorithms", "ring", *levels, "--blocks", str(args.blocks)),
         *("--node-size", str(workers_per_host), "--link-rate", bed.rate),

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import statistics
 
-from tfdp.bench.link_rate import bits_per_second
 from tfdp.bench.machine import torch_version
 from tfdp.bench.sides import alternate, started
-from tfdp.bench.stats import paired_ratio, ratio_to_best
+from tfdp.bench.stats import paired_ratio
 from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
 from tools.bench.hosts_sides import (
     RATE_OF_GOALS,
@@ -20,8 +19,10 @@ from tools.bench.hosts_sides import (
     tfdp_arms,
     utilisations,
 )
+from tools.bench.link_rate import bits_per_second
 from tools.bench.models import MODELS
 from tools.bench.report import Arguments, Figure, Report
+from tools.bench.stats import ratio_to_best
 
 ALONE = "no communication"
 # Over stock, where the link is slow and each host has several workers.
@@ -67,9 +68,8 @@ def _torch_side(bed: TwoHosts, args: Arguments, workers_per_host: int) -> HostsS
     model = dataclasses.asdict(MODELS["transformer"])
     told = {"model": model, "batch_size": args.batch, "tuned": True}
     arms = {"float32": told, "bf16": {**told, "bf16": True}}
-    module, python = "tfdp.bench.torch_worker", args.torch_python
-    setup = {"arms": arms, "meets": True}
-    return HostsSide(bed, "ddp", module, setup, workers_per_host, python)
+    module, python = "tools.bench.ddp_worker", args.torch_python
+    return HostsSide(bed, "ddp", module, {"arms": arms}, workers_per_host, python)
 
 
 def wire_type(arm: str) -> str:

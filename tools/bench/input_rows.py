@@ -8,10 +8,11 @@ from pathlib import Path
 
 from tfdp.bench.machine import torch_version
 from tfdp.bench.sides import Side, alternate, started
-from tfdp.bench.stats import Ratio, paired_ratio, ratio_to_best
+from tfdp.bench.stats import Ratio, paired_ratio
 from tools.bench.input_rows_worker import NUM_COUNTED
 from tools.bench.pictures import HEIGHT, WIDTH, write_pictures
 from tools.bench.report import Arguments, Figure, Report
+from tools.bench.stats import ratio_to_best
 
 # Steps of a block that are timed.
 STEPS = 6

@@ -8,8 +8,9 @@ from typing import Any
 
 from tfdp.bench.channel import Arm, Arms, OnDemand, work
 from tfdp.bench.models import Model
-from tfdp.bench.training import barrier, make_strategy, training_step
+from tfdp.bench.training import make_strategy, training_step
 from tools.bench.all_reduce import BUCKETS
+from tools.bench.barrier import barrier
 from tools.bench.metered import metered
 from tools.bench.resident import peak_bytes, peak_of, reset_peak, resident_bytes
 

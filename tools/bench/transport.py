@@ -13,11 +13,12 @@ from typing import Any
 
 from tfdp.bench.machine import torch_version
 from tfdp.bench.sides import Side, alternate, started
-from tfdp.bench.stats import Ratio, paired_ratio, ratio_to_best
+from tfdp.bench.stats import Ratio, paired_ratio
 from tfdp.transport.shared_memory import CHUNKS_BYTES
 from tools.bench.all_reduce import BUCKETS, MB, SMALL
 from tools.bench.metered import Times, of_all
 from tools.bench.report import Arguments, Figure, Report
+from tools.bench.stats import ratio_to_best
 
 LARGE, LATENCY = "100 MB", "4 KB"
 SIZES = {LARGE: BUCKETS, LATENCY: SMALL}

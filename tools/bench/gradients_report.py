@@ -1,4 +1,4 @@
-"""Table and plot of `tfdp bench models`: time, payload and bandwidth by algorithm."""
+"""Table and plot of `models`: time, payload and bandwidth by algorithm."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tfdp.base.intervals import median_interval
-from tfdp.bench.link_rate import bits_per_second
 from tfdp.bench.nccl_tests import algorithm_bandwidth, bus_factor
 from tfdp.bench.output import COLOURS, new_figure, save
-from tfdp.bench.published_models import PublishedModel
 from tfdp.cluster import Topology
 from tfdp.cluster.words import counted
+from tools.bench.link_rate import bits_per_second
+from tools.bench.published_models import PublishedModel
 
 COLUMNS = (
     *("model", "algorithm", "backend", "time\n(ms)", "95 %\ninterval"),

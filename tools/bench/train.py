@@ -1,4 +1,4 @@
-"""`tfdp bench train`: weak and strong scaling of training steps."""
+"""Weak and strong scaling of training steps: `train`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from tfdp.bench import output
 from tfdp.bench.machine import num_cores
 from tfdp.bench.models import ModelSettings
 from tfdp.bench.sides import Side, alternate_for, started
-from tfdp.bench.stats import batch_of, efficiency
-from tfdp.bench.train_report import COLUMNS, Row, cells, plot, row_of
 from tfdp.cluster.words import counted
+from tools.bench.report import PROGRAM
+from tools.bench.stats import batch_of, efficiency
+from tools.bench.train_report import COLUMNS, Row, cells, plot, row_of
 
 PLACEMENTS = ("processes", "devices")
 _WORKER = "tfdp.bench.training"
@@ -28,7 +29,7 @@ class Settings(ModelSettings):
         family: String, of `tfdp.bench.models.FAMILIES`.
         millions: Sequence of floats, sizes of the models in million parameters.
         replicas: Sequence of ints, numbers of replicas.
-        scalings: Sequence of strings, of `tfdp.bench.stats.SCALINGS`.
+        scalings: Sequence of strings, of `tools.bench.stats.SCALINGS`.
         batch_size: Int, samples of each replica; see `batch_of`.
         blocks: Int, turns of each number of replicas.
         placement: String, `"processes"`, one for each replica, or `"devices"`,
@@ -83,7 +84,7 @@ def run(settings: Settings, files: output.Files) -> None:
         RuntimeError: If a worker fails.
     """
     settings.check()
-    content = output.about("train", dataclasses.asdict(settings))
+    content = output.about("train", dataclasses.asdict(settings), PROGRAM)
     content["models"] = {name: str(model) for name, model in settings.models.items()}
     num_tables = len(settings.models) * len(settings.scalings)
     num_turns = num_tables * len(settings.counts) * settings.blocks

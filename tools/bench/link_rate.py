@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+from tfdp.cli.parameter_types import Checked
+
 UNLIMITED = "unlimited"
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
@@ -36,3 +38,16 @@ def bits_per_second(rate: str) -> float:
             f"or {UNLIMITED!r}. Received: rate={rate!r}"
         )
     return bits
+
+
+def _link_rate(text: str) -> str:
+    try:
+        bits_per_second(text)
+    except ValueError:
+        what = "it must be a positive number of kbit, mbit or gbit, such as 200mbit"
+        raise ValueError(what) from None
+    return text
+
+
+# On the command line: as text.
+LINK_RATE = Checked("rate", _link_rate)

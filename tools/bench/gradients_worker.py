@@ -1,4 +1,4 @@
-"""Worker of `tfdp bench models`: gradients that are reduced, timed and counted."""
+"""Worker of `models`: gradients that are reduced, timed and counted."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.bench.channel import Arm, Arms, OnDemand, work
-from tfdp.bench.published_models import Shape
-from tfdp.bench.tcp_bytes import tcp_bytes_sent
-from tfdp.bench.training import barrier, make_strategy, timed
+from tfdp.bench.training import make_strategy, timed
 from tfdp.cluster import Topology
 from tfdp.collectives import ProcessGroup
 from tfdp.options import CommunicationOptions
 from tfdp.reduction.communication_plan import CommunicationPlan
 from tfdp.strategy.strategy import auto_strategy
+from tools.bench.barrier import barrier
+from tools.bench.published_models import Shape
+from tools.bench.tcp_bytes import tcp_bytes_sent
 
 COUNT = "count "
 # Until the other end has confirmed what has arrived.

@@ -1,4 +1,4 @@
-"""`tfdp bench models`: reductions of the gradients of published models."""
+"""`python -m tools.bench models`: reductions of the gradients of published models."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Any
 
 import click
 
-from tfdp.bench import gradients
-from tfdp.bench.published_models import PUBLISHED_MODELS
 from tfdp.cli import bench_options as options
 from tfdp.cli import parameter_types as types
+from tools.bench import gradients
+from tools.bench.link_rate import LINK_RATE
+from tools.bench.published_models import PUBLISHED_MODELS
 
 
 @click.command(cls=types.ManyValues)
@@ -45,7 +46,7 @@ from tfdp.cli import parameter_types as types
 @click.option(
     "--link-rate",
     metavar="RATE",
-    type=types.LINK_RATE,
+    type=LINK_RATE,
     help="Rate of each node's link in each direction, such as 10gbit: the share of "
     "its bound is shown.",
 )

@@ -1,4 +1,4 @@
-"""`tfdp bench models`: gradients of published models, reduced as training does."""
+"""Gradients of published models, reduced as training does: `models`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfdp.bench import output
-from tfdp.bench.gradients_report import COLUMNS, Row, cells, notes, plot, row_of
 from tfdp.bench.local_replicas import check_topology, local_topology
-from tfdp.bench.published_models import PublishedModel
 from tfdp.bench.sides import Runner, Side, alternate_for, started
 from tfdp.cluster import Topology
 from tfdp.transport import is_mpi_job
+from tools.bench.gradients_report import COLUMNS, Row, cells, notes, plot, row_of
+from tools.bench.published_models import PublishedModel
+from tools.bench.report import PROGRAM
 
 BACKENDS = ("direct", "ring", "mpi")
-WORKER = "tfdp.bench.gradients_worker"
+WORKER = "tools.bench.gradients_worker"
 _BLOCK_SECONDS = 0.1
 _WHAT = "gradients of published models"
 Times = dict[str, list[float]]
@@ -108,8 +109,8 @@ class Settings:
         if "mpi" in self.backends and (self.num_workers or not is_mpi_job()):
             raise ValueError(
                 "The backend mpi needs processes that MPI has started, and mpi4py: "
-                "mpiexec -n 2 tfdp bench models --backends mpi, without -n of its "
-                f"own. Received: --backends {' '.join(self.backends)}"
+                "mpiexec -n 2 python -m tools.bench models --backends mpi, without "
+                f"-n of its own. Received: --backends {' '.join(self.backends)}"
             )
 
 
@@ -123,7 +124,7 @@ def measure(
 
     Args:
         settings: `Settings`.
-        runner: A `Side` of `tfdp.bench.gradients_worker`, or `ClusterRunner`.
+        runner: A `Side` of `tools.bench.gradients_worker`, or `ClusterRunner`.
         topology: `Topology` of the replicas.
         on_turn: Callable, called after each block. Defaults to nothing.
 
@@ -199,7 +200,7 @@ def _about(settings: Settings) -> dict[str, Any]:
         for field in dataclasses.fields(settings)
     }
     names = [model.name for model in settings.models]
-    about = output.about("models", {**asked, "models": names})
+    about = output.about("models", {**asked, "models": names}, PROGRAM)
     about["models"] = {
         model.name: {
             "parameters": model.num_parameters,
@@ -233,7 +234,7 @@ def _measure_here(settings: Settings) -> Found:
     """Measure on the cluster of this process; the first worker reports."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from tfdp.bench.collectives_worker import ClusterRunner
-    from tfdp.bench.gradients_worker import GradientArms
+    from tools.bench.gradients_worker import GradientArms
 
     arms = GradientArms(settings.worker_setup, settings.check)
     extended = arms.strategy.extended

@@ -1,4 +1,4 @@
-"""Table and plot of `tfdp bench train`: time, speed, efficiency by replicas."""
+"""Table and plot of `train`: time, speed, efficiency by replicas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tfdp.bench.output import new_panels, save
-from tfdp.bench.stats import Ratio, speedup
+from tfdp.bench.stats import Ratio
+from tools.bench.stats import speedup
 
 COLUMNS = (
     *("model", "scaling", "replicas", "batch", "step\n(ms)", "samples/s", "speedup"),
