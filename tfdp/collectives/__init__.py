@@ -30,6 +30,7 @@ from tfdp.collectives.algorithms import (
 )
 from tfdp.collectives.groups import LaunchOrder, ProcessGroup, device_positions
 from tfdp.collectives.primitives import (
+    Member,
     all_gather,
     all_reduce,
     all_to_all,
@@ -45,6 +46,7 @@ __all__ = [
     "FLAT",
     "LaunchOrder",
     "Level",
+    "Member",
     "ProcessGroup",
     "ProcessTransport",
     "TensorFlowTransport",

@@ -24,12 +24,12 @@ import tensorflow as tf
 from tfdp.collectives.groups import Partition, ProcessGroup
 from tfdp.collectives.phases import (
     PHASES,
-    PhaseArguments,
+    Pairs,
     in_two_phases,
     power_of_two_in,
     powers_below,
 )
-from tfdp.collectives.primitives import all_gather, all_reduce, all_to_all, broadcast
+from tfdp.collectives.primitives import Member, all_reduce, all_to_all
 
 
 def adasum(
@@ -59,7 +59,7 @@ def adasum(
     """
     del is_alone
     members = tuple((position,) for position in range(group.size))
-    place = _place_of(group, replica, members, channel, reduce_dtype)
+    place = _place_of(Member(group, replica, channel, reduce_dtype), members)
     with tf.device(group.devices[replica]):
         return _combined(tensor, sizes, place)
 
@@ -96,19 +96,17 @@ def adasum_across_nodes(
     """
     del is_alone
     nodes = tuple(tuple(sorted(positions)) for positions in group.nodes)
-    node = group.split(nodes)[replica]
-    assert node is not None
-    place = _place_of(group, replica, nodes, channel, outer_dtype)
+    node = Member(group, replica, channel, inner_dtype).inside(group.split(nodes))
+    place = _place_of(Member(group, replica, channel, outer_dtype), nodes)
     scatter, gather = PHASES["ring"]
 
-    def scatter_and_combine(flat: tf.Tensor, args: PhaseArguments) -> tf.Tensor:
-        piece = scatter(flat, args)
+    def scatter_and_combine(flat: tf.Tensor, member: Member) -> tf.Tensor:
+        piece = scatter(flat, member)
         assert piece is not None
         size = piece.shape[0]
-        return _combined(piece, _part(sizes, args.position * size, size), place)
+        return _combined(piece, _part(sizes, member.position * size, size), place)
 
-    args = PhaseArguments(node, replica, channel, inner_dtype)
-    return in_two_phases(tensor, args, scatter_and_combine, gather)
+    return in_two_phases(tensor, node, scatter_and_combine, gather)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,62 +114,44 @@ class _Place:
     """Place of a replica among members: replicas, or nodes that hold slices.
 
     Args:
+        caller: `Member` of the group of all replicas.
         member: Int, the index of its member.
         num_members: Int.
-        pairs: Dict from a distance of members to the group of two that have one slice,
-            or `None` for a replica that has no partner at it.
+        pairs: Dict from a distance of members to the groups of two that have one slice,
+            by local replica.
         is_swapped: Dict from a distance to whether the lower member is second there.
         blocks: Dict from a distance to the group of all replicas whose gradients
             a pair at it combines, with all slices.
-        replica: Int, index of the calling replica among the local ones.
-        channel: Int, the chain of the launch order.
-        reduce_dtype: `tf.DType` in which elements travel, or `None`.
     """
 
+    caller: Member
     member: int
     num_members: int
-    pairs: dict[int, ProcessGroup | None]
+    pairs: dict[int, Pairs]
     is_swapped: dict[int, bool]
-    blocks: dict[int, ProcessGroup | None]
-    replica: int
-    channel: int
-    reduce_dtype: tf.DType | None
+    blocks: dict[int, Pairs]
 
 
-def _place_of(
-    group: ProcessGroup,
-    replica: int,
-    members: Partition,
-    channel: int,
-    reduce_dtype: tf.DType | None,
-) -> _Place:
+def _place_of(caller: Member, members: Partition) -> _Place:
     """Create the groups by distance, all at once and alike on every replica."""
-    position, core = group.position(replica), power_of_two_in(len(members))
+    group, position = caller.group, caller.position
+    core = power_of_two_in(len(members))
     pairs, is_swapped, blocks = {}, {}, {}
     for distance in powers_below(core):
         lower = [index for index in range(core) if not index & distance]
         given = _pairs_at(members, lower, distance)
-        pairs[distance] = group.split(given)[replica]
+        pairs[distance] = group.split(given)
         is_swapped[distance] = any(position in p and p[0] > p[1] for p in given)
         firsts = range(0, core, 2 * distance)
         joined = [sum(members[f : f + 2 * distance], ()) for f in firsts]
-        blocks[distance] = group.split(joined)[replica]
+        blocks[distance] = group.split(joined)
     # Those beyond the power of two are combined with a partner by itself.
     given = _pairs_at(members, range(len(members) - core), core)
-    pairs[core] = group.split(given)[replica]
+    pairs[core] = group.split(given)
     is_swapped[core] = any(position in p and p[0] > p[1] for p in given)
-    blocks[core] = group.split(members)[replica]
+    blocks[core] = group.split(members)
     member = next(i for i, positions in enumerate(members) if position in positions)
-    return _Place(
-        member,
-        len(members),
-        pairs,
-        is_swapped,
-        blocks,
-        replica,
-        channel,
-        reduce_dtype,
-    )
+    return _Place(caller, member, len(members), pairs, is_swapped, blocks)
 
 
 def _pairs_at(
@@ -207,13 +187,7 @@ def _combined(flat: tf.Tensor, sizes: Sequence[int], place: _Place) -> tf.Tensor
         sizes = _part(sizes, half * size, size)
         flat = _pair(lower, upper, sizes, place, distance)
     for distance in reversed(powers_below(core)):
-        flat = all_gather(
-            flat,
-            _pair_of(place, distance),
-            place.replica,
-            channel=place.channel,
-            reduce_dtype=place.reduce_dtype,
-        )
+        flat = _pair_of(place, distance).all_gather(flat)
     if has_extra:
         _send(flat, place, core, from_lower=True)
     return flat[:length]
@@ -226,13 +200,13 @@ def _exchange_halves(
 
     What travels is rounded, and what stays here alike.
     """
-    group = _pair_of(place, distance)
+    pair = _pair_of(place, distance)
     halves = tf.reshape(flat, [2, flat.shape[0] // 2])
-    if place.reduce_dtype is not None:
-        halves = tf.cast(halves, place.reduce_dtype)
-    found = all_to_all(halves, group, place.replica, channel=place.channel)
+    if pair.reduce_dtype is not None:
+        halves = tf.cast(halves, pair.reduce_dtype)
+    found = all_to_all(halves, pair.group, pair.replica, channel=pair.channel)
     first, second = tf.unstack(tf.cast(found, flat.dtype))
-    half = group.position(place.replica)
+    half = pair.position
     if place.is_swapped[distance]:
         return second, first, half
     return first, second, half
@@ -242,20 +216,12 @@ def _send(
     flat: tf.Tensor, place: _Place, distance: int, *, from_lower: bool
 ) -> tf.Tensor:
     """Broadcast from one member of a pair to the other."""
-    return broadcast(
-        flat,
-        _pair_of(place, distance),
-        place.replica,
-        source=int(from_lower == place.is_swapped[distance]),
-        channel=place.channel,
-        reduce_dtype=place.reduce_dtype,
-    )
+    source = int(from_lower == place.is_swapped[distance])
+    return _pair_of(place, distance).broadcast(flat, source)
 
 
-def _pair_of(place: _Place, distance: int) -> ProcessGroup:
-    group = place.pairs[distance]
-    assert group is not None
-    return group
+def _pair_of(place: _Place, distance: int) -> Member:
+    return place.caller.inside(place.pairs[distance])
 
 
 def _pair(
@@ -266,8 +232,7 @@ def _pair(
     distance: int,
 ) -> tf.Tensor:
     """Apply the rule to a part of two tensors, whose other parts the block holds."""
-    block = place.blocks[distance]
-    assert block is not None
+    block = place.caller.inside(place.blocks[distance])
     dtype = lower.dtype
     wide = tf.float32 if dtype.size < tf.float32.size else dtype
     present = [index for index, size in enumerate(sizes) if size]
@@ -278,9 +243,9 @@ def _pair(
         rows[index] = _dot_products(a, b)
     totals = all_reduce(
         tf.stack(rows),  # [num_gradients, 3]
-        block,
-        place.replica,
-        channel=place.channel,
+        block.group,
+        block.replica,
+        channel=block.channel,
         is_alone=False,
     )
     of_first, of_second = (tf.cast(x, wide) for x in _coefficients(totals))

@@ -10,17 +10,13 @@ MPICH".
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import tensorflow as tf
 
 from tfdp.collectives.groups import ProcessGroup
-from tfdp.collectives.phases import (
-    PHASES,
-    PhaseArguments,
-    in_two_phases,
-    pairs_of,
-)
-from tfdp.collectives.primitives import all_reduce
+from tfdp.collectives.phases import PHASES, in_two_phases, pairs_of
+from tfdp.collectives.primitives import Member, all_reduce
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,48 +62,37 @@ def ring(
         sent = tf.cast(tensor, reduce_dtype)
         total = ring(sent, group, replica, channel=channel, is_alone=is_alone)
         return tf.cast(total, tensor.dtype)
-    args = PhaseArguments(group, replica, channel, reduce_dtype)
-    return in_two_phases(tensor, args, *PHASES["ring"])
+    member = Member(group, replica, channel, reduce_dtype)
+    return in_two_phases(tensor, member, *PHASES["ring"])
 
 
-def tree(
-    tensor: tf.Tensor,
-    group: ProcessGroup,
-    replica: int,
-    *,
-    channel: int = 0,
-    is_alone: bool = True,
-    reduce_dtype: tf.DType | None = None,
-) -> tf.Tensor:
-    """All-reduce up and down a binomial tree: 2 log2 N steps.
+def _in_phases(algorithm: str) -> Callable[..., tf.Tensor]:
+    """Return the all-reduce of two phases; arguments and result are those of `ring`."""
 
-    Every step moves the whole tensor, so that it is for small ones. Arguments and
-    result are those of `ring`.
-    """
-    del is_alone
-    args = PhaseArguments(group, replica, channel, reduce_dtype)
-    return in_two_phases(tensor, args, *PHASES["tree"])
+    def all_reduce_in_phases(
+        tensor: tf.Tensor,
+        group: ProcessGroup,
+        replica: int,
+        *,
+        channel: int = 0,
+        is_alone: bool = True,
+        reduce_dtype: tf.DType | None = None,
+    ) -> tf.Tensor:
+        del is_alone
+        member = Member(group, replica, channel, reduce_dtype)
+        return in_two_phases(tensor, member, *PHASES[algorithm])
+
+    return all_reduce_in_phases
 
 
-def halving_doubling(
-    tensor: tf.Tensor,
-    group: ProcessGroup,
-    replica: int,
-    *,
-    channel: int = 0,
-    is_alone: bool = True,
-    reduce_dtype: tf.DType | None = None,
-) -> tf.Tensor:
-    """All-reduce by recursive halving and doubling between pairs: 2 log2 N steps.
-
-    It moves as few bytes as a ring where N is a power of two; otherwise the
-    replicas beyond one hand theirs to a partner first, and get the sum from it.
-    Neighbours exchange the halves, so that most bytes stay inside a node.
-    Arguments and result are those of `ring`.
-    """
-    del is_alone
-    args = PhaseArguments(group, replica, channel, reduce_dtype)
-    return in_two_phases(tensor, args, *PHASES["halving_doubling"])
+# Up and down a binomial tree, 2 log2 N steps: each moves the whole tensor, so that it
+# is for small ones.
+tree = _in_phases("tree")
+# Recursive halving and doubling between pairs, 2 log2 N steps: as few bytes as a ring
+# where N is a power of two; otherwise the replicas beyond one hand theirs to a partner
+# first, and get the sum from it. Neighbours exchange the halves, so that most bytes
+# stay inside a node.
+halving_doubling = _in_phases("halving_doubling")
 
 
 def hierarchical(
@@ -147,28 +132,22 @@ def hierarchical(
             sent = tf.cast(tensor, dtype)
         total = hierarchical(sent, group, replica, channel=channel, is_alone=is_alone)
         return tf.cast(total, tensor.dtype)
-    node, across = node_levels(group, replica)
+    node, other_nodes = node_levels(group, replica)
+    inside = Member(node, replica, channel, inner.reduce_dtype)
+    across = Member(other_nodes, replica, channel, outer.reduce_dtype)
     # Also by replicas without a shard: all create groups in the same order.
     pairs_of(inner.algorithm, node)
-    pairs_of(outer.algorithm, across)
+    pairs_of(outer.algorithm, other_nodes)
     scatter, gather = PHASES[inner.algorithm]
     reduce = FLAT[outer.algorithm]
 
-    def scatter_and_reduce(flat: tf.Tensor, args: PhaseArguments) -> tf.Tensor | None:
-        shard = scatter(flat, args)
+    def scatter_and_reduce(flat: tf.Tensor, member: Member) -> tf.Tensor | None:
+        shard = scatter(flat, member)
         if shard is None:
             return None
-        return reduce(
-            shard,
-            across,
-            replica,
-            channel=channel,
-            is_alone=is_alone,
-            reduce_dtype=outer.reduce_dtype,
-        )
+        return reduce(shard, is_alone=is_alone, **across.arguments)
 
-    args = PhaseArguments(node, replica, channel, inner.reduce_dtype)
-    return in_two_phases(tensor, args, scatter_and_reduce, gather)
+    return in_two_phases(tensor, inside, scatter_and_reduce, gather)
 
 
 def node_levels(group: ProcessGroup, replica: int) -> tuple[ProcessGroup, ProcessGroup]:

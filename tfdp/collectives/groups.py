@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
@@ -101,7 +100,10 @@ class LaunchOrder:
         # Automatic control dependencies order the operations that take the
         # same resource, here one small variable per device and channel.
         self._tokens = [
-            [_ordering_token(device) for _ in range(num_channels)]
+            [
+                _compat.plain_variable(0.0, tf.float32, device)
+                for _ in range(num_channels)
+            ]
             for device in self.devices
         ]
         self.strategy_index = next(_strategy_counter)
@@ -291,12 +293,3 @@ class ProcessGroup:
             for replica, position in enumerate(positions):
                 groups[replica] = groups[replica] if position is None else group
         return tuple(groups)
-
-
-def _ordering_token(device: str) -> Any:
-    """The resource by which automatic control dependencies order collectives.
-
-    With no token, collectives on two devices of one process are chained one
-    after the other, each waits for the other, and the step never ends.
-    """
-    return _compat.plain_variable(0.0, tf.float32, device)

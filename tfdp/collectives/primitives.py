@@ -9,7 +9,9 @@ returns only when all have called.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -174,6 +176,52 @@ def broadcast(
     call = Call(group, replica, channel)
     with _measured("broadcast", sent, call) as done:
         return back(done(group.transport.broadcast(sent, call, source)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A replica as a member of a group, which calls its collectives.
+
+    Args:
+        group: `ProcessGroup`.
+        replica: Int, index of the calling replica among the local ones.
+        channel: Int, the chain of the launch order. Defaults to `0`.
+        reduce_dtype: `tf.DType` in which elements travel, or `None`, their own.
+            Defaults to `None`.
+    """
+
+    group: ProcessGroup
+    replica: int
+    channel: int = 0
+    reduce_dtype: tf.DType | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Dict, the arguments of a collective beside its tensor."""
+        return vars(self)
+
+    @property
+    def position(self) -> int:
+        """Int, the calling replica's position in the group."""
+        return self.group.position(self.replica)
+
+    def inside(self, groups: Sequence[ProcessGroup | None]) -> Member:
+        """The same replica as a member of its part of a split group."""
+        group = groups[self.replica]
+        assert group is not None
+        return dataclasses.replace(self, group=group)
+
+    def reduce_scatter(self, tensor: tf.Tensor) -> tf.Tensor:
+        """See `reduce_scatter`."""
+        return reduce_scatter(tensor, **self.arguments)
+
+    def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        """See `all_gather`."""
+        return all_gather(tensor, **self.arguments)
+
+    def broadcast(self, tensor: tf.Tensor, source: int) -> tf.Tensor:
+        """See `broadcast`."""
+        return broadcast(tensor, source=source, **self.arguments)
 
 
 def padded_length(length: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -1,13 +1,9 @@
-"""Collectives of the replicas of a process, by a communicator between processes.
-
-Each takes the flat arrays of the local replicas, in the order of their positions, and
-returns one tensor for each of them.
-"""
+"""Collectives of the replicas of a process, by a communicator between processes."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -52,24 +48,29 @@ class Members:
         return [start * (length // self.size) for start in self.starts]
 
 
-class _Collective:
-    """What the collectives have in common."""
+class ProcessCollectives:
+    """Collectives of the local replicas of a process, by kind.
+
+    Each takes the flat arrays of these replicas, in the order of their positions, and
+    the position of the source, which is that of a broadcast; and returns one tensor
+    for each.
+
+    Args:
+        members: `Members` of the group.
+        communicator: `Communicator` of its workers, or `None` where one worker has all
+            replicas.
+        tag: Int, the same on all workers.
+    """
 
     def __init__(
         self, members: Members, communicator: Communicator | None, tag: int
     ) -> None:
         self.members = members
-        # `None` where one worker has all replicas.
         self.communicator = communicator
         self.tag = tag
 
-    def __call__(self, arrays: list[np.ndarray], source: int) -> list[tf.Tensor]:
-        """Run it on the arrays of the local replicas; `source` is of a broadcast."""
-        raise NotImplementedError
-
-
-class _AllReduce(_Collective):
-    def __call__(self, arrays: list[np.ndarray], source: int) -> list[tf.Tensor]:
+    def all_reduce(self, arrays: list[np.ndarray], source: int) -> list[tf.Tensor]:
+        """Sum the arrays, alike for all."""
         result, total = _new_array(len(arrays[0]), arrays[0].dtype)
         if self.communicator is None or len(arrays) > 1:
             sum_into(total, arrays)
@@ -80,9 +81,8 @@ class _AllReduce(_Collective):
             self.communicator.all_reduce(arrays[0], self.tag, into)
         return [result] * len(arrays)
 
-
-class _ReduceScatter(_Collective):
-    def __call__(self, arrays: list[np.ndarray], source: int) -> list[tf.Tensor]:
+    def reduce_scatter(self, arrays: list[np.ndarray], source: int) -> list[tf.Tensor]:
+        """Sum the arrays; each replica gets the slice of its position."""
         length, dtype = len(arrays[0]) // self.members.size, arrays[0].dtype
         made = [_new_array(length, dtype) for _ in arrays]
         if self.communicator is not None and len(arrays) == 1:
@@ -99,9 +99,8 @@ class _ReduceScatter(_Collective):
             own[:] = slices[position]
         return [tensor for tensor, _ in made]
 
-
-class _AllGather(_Collective):
-    def __call__(self, arrays: list[np.ndarray], source: int) -> list[tf.Tensor]:
+    def all_gather(self, arrays: list[np.ndarray], source: int) -> list[tf.Tensor]:
+        """Concatenate the arrays by position."""
         size = self.members.size
         result, data = _new_array(size * len(arrays[0]), arrays[0].dtype)
         rows = data.reshape(size, -1)
@@ -112,9 +111,8 @@ class _AllGather(_Collective):
             self.communicator.all_gather(data, bounds, self.tag)
         return [result] * len(arrays)
 
-
-class _AllToAll(_Collective):
-    def __call__(self, arrays: list[np.ndarray], source: int) -> list[tf.Tensor]:
+    def all_to_all(self, arrays: list[np.ndarray], source: int) -> list[tf.Tensor]:
+        """Send slice i of each array to position i."""
         members = self.members
         made = [_new_array(len(array), array.dtype) for array in arrays]
         sent = [array.reshape(members.size, -1) for array in arrays]
@@ -132,9 +130,8 @@ class _AllToAll(_Collective):
                 own[begin:end] = rows[:, index]
         return [tensor for tensor, _ in made]
 
-
-class _Broadcast(_Collective):
-    def __call__(self, arrays: list[np.ndarray], source: int) -> list[tf.Tensor]:
+    def broadcast(self, arrays: list[np.ndarray], source: int) -> list[tf.Tensor]:
+        """Copy the array of the source."""
         members = self.members
         result, data = _new_array(len(arrays[0]), arrays[0].dtype)
         if source in members.positions:
@@ -144,15 +141,6 @@ class _Broadcast(_Collective):
             worker = next(i for i, end in enumerate(starts[1:]) if source < end)
             self.communicator.broadcast(data, worker, self.tag)
         return [result] * len(arrays)
-
-
-COLLECTIVES: dict[str, Callable[[Members, Communicator | None, int], _Collective]] = {
-    "all_reduce": _AllReduce,
-    "reduce_scatter": _ReduceScatter,
-    "all_gather": _AllGather,
-    "all_to_all": _AllToAll,
-    "broadcast": _Broadcast,
-}
 
 
 def _new_array(length: int, dtype: np.dtype) -> tuple[tf.Tensor, np.ndarray]:

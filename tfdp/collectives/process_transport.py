@@ -24,7 +24,7 @@ from tfdp.collectives.bridge import (
     end_call,
     generation_of,
 )
-from tfdp.collectives.process_collectives import COLLECTIVES, Members
+from tfdp.collectives.process_collectives import Members, ProcessCollectives
 from tfdp.collectives.transport import SCOPE, Call, Group
 from tfdp.coordination.watch import COLLECTIVE_FAILED, NotConnected
 from tfdp.transport import (
@@ -108,28 +108,25 @@ class ProcessTransport:
 
     def all_reduce(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
         """See `Transport`."""
-        result = self._exchange("all_reduce", tensor, call)
-        return tf.reshape(result, _shape(tensor))
+        return self._exchange("all_reduce", tensor, call, _shape(tensor))
 
     def all_gather(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
         """See `Transport`."""
-        result = self._exchange("all_gather", tensor, call)
-        return tf.reshape(result, _shape_of_rows(tensor, times=call.group.size))
+        shape = _shape_of_rows(tensor, times=call.group.size)
+        return self._exchange("all_gather", tensor, call, shape)
 
     def all_to_all(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
         """See `Transport`."""
-        result = self._exchange("all_to_all", tensor, call)
-        return tf.reshape(result, _shape(tensor))
+        return self._exchange("all_to_all", tensor, call, _shape(tensor))
 
     def reduce_scatter(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
         """See `Transport`."""
-        result = self._exchange("reduce_scatter", tensor, call)
-        return tf.reshape(result, _shape_of_rows(tensor, parts=call.group.size))
+        shape = _shape_of_rows(tensor, parts=call.group.size)
+        return self._exchange("reduce_scatter", tensor, call, shape)
 
     def broadcast(self, tensor: tf.Tensor, call: Call, source: int) -> tf.Tensor:
         """See `Transport`."""
-        result = self._exchange("broadcast", tensor, call, source)
-        return tf.reshape(result, _shape(tensor))
+        return self._exchange("broadcast", tensor, call, _shape(tensor), source)
 
     def abort(self, reason: str) -> None:
         """End what waits for other workers, with a reason that they are told."""
@@ -151,7 +148,7 @@ class ProcessTransport:
             return [lane for own in self._lanes.values() for lane in own.values()]
 
     def _exchange(
-        self, kind: str, tensor: tf.Tensor, call: Call, source: int = 0
+        self, kind: str, tensor: tf.Tensor, call: Call, shape: Any, source: int = 0
     ) -> tf.Tensor:
         lane = self._lane(call.group, call.channel % self.num_channels)
         named = f"{kind} from {source}" if kind == "broadcast" else kind
@@ -163,7 +160,7 @@ class ProcessTransport:
             operation = _Operation(kind, dtype, int(key), source, scope)
             flat = tf.reshape(_to_bytes(tensor), [-1])
             result = lane.exchange(flat, call.replica, operation)
-            return _from_bytes(result, tensor.dtype)
+            return tf.reshape(_from_bytes(result, tensor.dtype), shape)
 
     def _lane(self, group: Group, channel: int) -> _Lane:
         with self._lock:
@@ -237,9 +234,9 @@ class _Lane:
         arrays = [array.view(operation.dtype) for array in data]
         while True:
             communicator = self._connected()
-            collective = COLLECTIVES[operation.kind](self._members, communicator, tag)
+            collectives = ProcessCollectives(self._members, communicator, tag)
             try:
-                return collective(arrays, operation.source)
+                return getattr(collectives, operation.kind)(arrays, operation.source)
             except RuntimeError as error:
                 ahead = steps_ahead(error, generation)
                 if ahead is None:
