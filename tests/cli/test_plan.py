@@ -16,7 +16,8 @@ from tfdp.cluster import Topology
 from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import Bucket, BucketPlan, Entry
-from tfdp.plans.cost_model import Algorithm, predict_seconds
+from tfdp.plans.cost_model import predict_seconds
+from tfdp.plans.traffic import Algorithm
 from tfdp.reduction.algorithm_selector import AlgorithmChoice, AlgorithmSelector
 
 pytestmark = pytest.mark.slow

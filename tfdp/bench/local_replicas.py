@@ -47,9 +47,7 @@ def check_topology(topology: Topology, algorithms: Collection[str]) -> None:
             "A collective needs at least 2 replicas; give -n, or "
             f"--devices-per-worker, or run it in a cluster. Received: {count}"
         )
-    if "hierarchical" in algorithms and not (
-        topology.num_nodes > 1 and topology.is_even and topology.replicas_per_node > 1
-    ):
+    if "hierarchical" in algorithms and not topology.has_levels:
         raise ValueError(
             "The hierarchical algorithm needs several nodes with equally many, "
             "at least 2, replicas; --node-size says how many count as one. "

@@ -13,7 +13,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from tfdp.plans.cost_model import Algorithm
+from tfdp.plans.traffic import Algorithm
 
 # More, or less, is a slip of the hand, and far from where arithmetic ends.
 _MOST, _LEAST = 10**9, 1e-9

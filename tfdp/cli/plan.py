@@ -18,9 +18,9 @@ from tfdp.cluster import Topology, counted
 from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.options import COMPRESSIONS, CommunicationOptions
 from tfdp.plans.buckets import BucketPlan
-from tfdp.plans.cost_model import Algorithm
 from tfdp.plans.gathers import StepGathers
 from tfdp.plans.prediction import BACKWARD_FRACTION
+from tfdp.plans.traffic import Algorithm
 
 if TYPE_CHECKING:  # it imports TensorFlow
     from tfdp.reduction.algorithm_choice import AlgorithmChoice
@@ -226,7 +226,7 @@ def algorithm_option(algorithm: Algorithm | None) -> str | dict[str, str]:
     """Option of `CommunicationOptions` for an algorithm; `None` stands for `auto`."""
     if algorithm is None:
         return "auto"
-    if algorithm.name != "hierarchical":
+    if not algorithm.has_levels:
         return algorithm.name
     return {"inner": algorithm.inner, "outer": algorithm.outer}
 

@@ -106,6 +106,11 @@ class Topology:
         """Int, number of replicas on the largest node."""
         return max(map(len, self.nodes))
 
+    @property
+    def has_levels(self) -> bool:
+        """Bool, whether several nodes have several replicas each, and equally many."""
+        return 1 < self.num_nodes < self.num_replicas and self.is_even
+
     def node_rank(self, rank: int) -> int:
         """Return the place of a replica's node among the nodes.
 

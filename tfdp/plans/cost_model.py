@@ -5,19 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tfdp.cluster import Topology
-from tfdp.links import DEFAULT_LINKS, Link, Links
+from tfdp.links import Links
 from tfdp.plans.traffic import FLAT, Algorithm, Transfer, transfers_of
-
-__all__ = [
-    "DEFAULT_LINKS",
-    "Algorithm",
-    "Link",
-    "Links",
-    "candidates_for",
-    "choose",
-    "num_serial_messages",
-    "predict_seconds",
-]
 
 # An algorithm has to be faster than those before it by more than the model can
 # tell: the ring is a single operation, where the others are made of several.
@@ -60,6 +49,7 @@ def predict_seconds(
 
     Example: four replicas on one node send six messages of a quarter each.
 
+    >>> from tfdp.links import Link
     >>> links = Links(inside=Link(1e-3, 1e-6), across=Link(0.0, 0.0))
     >>> node = Topology(((0, 1, 2, 3),))
     >>> round(predict_seconds(Algorithm("ring"), 4000, node, links), 6)
@@ -76,7 +66,7 @@ def predict_seconds(
         )
     if num_bytes == 0:
         return 0.0
-    if algorithm.name != "hierarchical":
+    if not algorithm.has_levels:
         inner_ratio = outer_ratio = max(inner_ratio, outer_ratio)
     inner_bytes, outer_bytes = num_bytes * inner_ratio, num_bytes * outer_ratio
     transfers = transfers_of(algorithm, topology)
@@ -104,8 +94,7 @@ def candidates_for(topology: Topology) -> tuple[Algorithm, ...]:
     12
     """
     ring, tree, halving_doubling = (Algorithm(name) for name in FLAT)
-    has_levels = topology.num_nodes > 1 and topology.replicas_per_node > 1
-    if not (has_levels and topology.is_even):
+    if not topology.has_levels:
         return ring, tree, halving_doubling
     levels = ("ring", "halving_doubling", "tree")
     pairs = [(inner, outer) for inner in levels for outer in levels]
@@ -142,6 +131,7 @@ def choose(
 
     Example:
 
+    >>> from tfdp.links import DEFAULT_LINKS
     >>> node = Topology((tuple(range(8)),))
     >>> for num_bytes in (1_000, 100_000_000):
     ...     print(choose(num_bytes, node, DEFAULT_LINKS["ring"])[0])

@@ -61,12 +61,17 @@ class Algorithm:
             )
 
     @property
+    def has_levels(self) -> bool:
+        """Bool, whether a reduction inside nodes is followed by one across them."""
+        return self.name == "hierarchical"
+
+    @property
     def is_adasum(self) -> bool:
         """Bool, whether gradients are combined by Adasum, and not summed."""
         return ADASUM in (self.name, self.outer)
 
     def __str__(self) -> str:
-        if self.name != "hierarchical":
+        if not self.has_levels:
             return self.name
         return f"{self.name} ({self.inner}, {self.outer})"
 
@@ -111,7 +116,7 @@ def transfers_of(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, ..
     >>> transfers_of(Algorithm("ring"), Topology(((0, 1), (2, 3))))
     (Transfer(fraction=0.25, num_inside=1, num_streams=1, repeats=6),)
     """
-    if algorithm.name == "hierarchical":
+    if algorithm.has_levels:
         return _hierarchical(algorithm, topology)
     node_of = np.zeros(topology.num_replicas, np.int64)  # [num_replicas]
     for node, ranks in enumerate(topology.nodes):

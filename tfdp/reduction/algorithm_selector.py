@@ -76,10 +76,8 @@ class AlgorithmSelector:
     @property
     def is_hierarchical(self) -> bool:
         """True if reductions go inside nodes first and then across."""
-        topology = self.topology
-        has_levels = topology.num_nodes > 1 and topology.replicas_per_node > 1
-        is_flat = self._fixed is not None and self._fixed.name != "hierarchical"
-        return has_levels and topology.is_even and not is_flat
+        is_flat = self._fixed is not None and not self._fixed.has_levels
+        return self.topology.has_levels and not is_flat
 
     def set_links(self, links: Links) -> None:
         """Set measured links; they have to be the same on all workers."""
@@ -189,7 +187,7 @@ class AlgorithmSelector:
             inner_ratio=fraction if inner else 1.0,
             outer_ratio=fraction if outer else 1.0,
         )
-        if algorithm.name != "hierarchical" and inner != outer:
+        if not algorithm.has_levels and inner != outer:
             # What is compressed on one level only travels by no flat algorithm.
             inner = outer = inner if self.topology.num_nodes == 1 else None
         return AlgorithmChoice(algorithm, inner, outer, seconds)
@@ -225,7 +223,7 @@ def _fixed_algorithm(
         wanted = Algorithm("hierarchical", **given)
     else:
         wanted = Algorithm(given)
-    if wanted.name != "hierarchical":
+    if not wanted.has_levels:
         return wanted, ""
     if wanted.is_adasum:
         return _adasum_of_nodes(wanted, topology)

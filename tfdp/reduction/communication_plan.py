@@ -6,7 +6,7 @@ import dataclasses
 import html
 import io
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -116,7 +116,7 @@ class CommunicationPlan:
     ) -> float:
         itemsize = tf.as_dtype(bucket.dtype).size
         num_replicas, node_size = self.num_replicas, self.node_size
-        if route.algorithm.name != "hierarchical":
+        if not route.algorithm.has_levels:
             node_size = num_replicas
         inner = 1 - 1 / node_size
         outer = (1 - node_size / num_replicas) / node_size
@@ -253,28 +253,23 @@ def _sharded_plan(strategy: Any, optimizer: Any) -> CommunicationPlan:
     """Plan of a sharded optimizer's buckets, of which a step may leave some out."""
     plan = BucketPlan(optimizer.shards.buckets)
     routes = strategy.extended.reducer.routes_of(plan)
-    found = _build_plan(
+    return _build_plan(
         strategy,
         plan,
         routes,
-        [],
         traced=optimizer.was_traced,
         sharding=optimizer.sharding,
         memory=optimizer.memory_report(),
+        gather_ratio=optimizer.shards.compression_ratio,
     )
-    ratio = optimizer.shards.compression_ratio
-    return dataclasses.replace(found, gather_ratio=ratio)
 
 
 def _build_plan(
     strategy: Any,
     plan: BucketPlan,
     routes: tuple[AlgorithmChoice, ...],
-    sparse: list[str],
-    *,
-    traced: bool,
-    sharding: str = "none",
-    memory: MemoryReport | None = None,
+    sparse: Sequence[str] = (),
+    **others: Any,
 ) -> CommunicationPlan:
     return CommunicationPlan(
         plan.buckets,
@@ -283,9 +278,7 @@ def _build_plan(
         strategy.extended.group.backend,
         routes,
         strategy.extended.algorithm_selector.topology.replicas_per_node,
-        traced,
-        sharding,
-        memory,
+        **others,
     )
 
 

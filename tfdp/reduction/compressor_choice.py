@@ -95,10 +95,9 @@ def _carriers(
     levels: LevelCompressors, candidates: Sequence[Algorithm], topology: Topology
 ) -> Iterator[Algorithm]:
     """The algorithms by which compressors can reduce."""
-    has_levels = topology.num_nodes > 1 and topology.replicas_per_node > 1
     found: dict[Algorithm, None] = {}
     for algorithm in candidates:
-        is_hierarchical = algorithm.name == "hierarchical" and has_levels
+        is_hierarchical = algorithm.has_levels and topology.has_levels
         if levels.is_uniform and not levels.cuts_buckets:
             found[algorithm] = None  # what is summed are factors and the like
         elif is_hierarchical and levels.are_both_compressed:
@@ -119,9 +118,9 @@ def _choice(
     itemsize = tf.as_dtype(dtype).size
     whole = GradientBucket(num_bytes // itemsize, dtype, topology.num_replicas, entries)
     inside = across = whole
-    if algorithm.name == "hierarchical" and not levels.is_uniform:
+    if algorithm.has_levels and not levels.is_uniform:
         across = dataclasses.replace(whole, num_replicas=topology.num_nodes)
-    if algorithm.name == "hierarchical" and levels.cuts_buckets:
+    if algorithm.has_levels and levels.cuts_buckets:
         node_size = topology.replicas_per_node
         inside = dataclasses.replace(whole, num_replicas=node_size, entries=())
         across = dataclasses.replace(

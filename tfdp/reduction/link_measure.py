@@ -142,7 +142,7 @@ def _measure_samples(
     """
     algorithms = [Algorithm(name) for name in FLAT]
     topology = algorithm_selector.topology
-    if topology.num_nodes > 1 and topology.replicas_per_node > 1 and topology.is_even:
+    if topology.has_levels:
         algorithms.append(Algorithm("hierarchical"))
     return [
         Sample(algorithm, size, topology, _measure_seconds(algorithm, size, group))
