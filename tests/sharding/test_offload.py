@@ -26,9 +26,7 @@ def test_offload(clusters: ClusterPool, case: Case, setup_name: str):
 
 def test_slices_take_an_nth_of_every_slot():
     plan = plan_element_shards(ENTRIES, 4, bucket_bytes=2**20, first_bucket_bytes=2**20)
-    found = sharded_memory(
-        ENTRIES, SLOTS, plan, accumulates=True, shards_gradients=True
-    )
+    found = sharded_memory(ENTRIES, SLOTS, plan, accumulates=True, stage=2)
     whole = unsharded_memory(ENTRIES, SLOTS, accumulates=True)
     assert found.slots == whole.slots / 4
     assert found.gradients == whole.gradients / 4
@@ -40,9 +38,7 @@ def test_slices_take_an_nth_of_every_slot():
 
 def test_whole_variables_take_as_much_as_the_largest_owner_has():
     plan = plan_variable_shards(ENTRIES, 2, bucket_bytes=2**20)
-    found = sharded_memory(
-        ENTRIES, SLOTS, plan, accumulates=True, shards_gradients=False
-    )
+    found = sharded_memory(ENTRIES, SLOTS, plan, accumulates=True)
     assert found.slots == SLOTS[0] + SLOTS[1]
     assert found.accumulators == 4 * (64 * 32 + 512 + 1000)
 
@@ -74,14 +70,7 @@ def test_memory_of_the_stages_is_as_published():
         entries, replicas, bucket_bytes=25 * 2**20, first_bucket_bytes=2**20
     )
     of_stage = {
-        stage: sharded_memory(
-            entries,
-            slots,
-            plan,
-            accumulates=False,
-            shards_gradients=stage > 1,
-            shards_parameters=stage > 2,
-        )
+        stage: sharded_memory(entries, slots, plan, accumulates=False, stage=stage)
         for stage in (1, 2, 3)
     }
     # In the paper's first stage each replica keeps whole gradients.

@@ -9,9 +9,7 @@ from tfdp.arguments import is_integer
 from tfdp.callbacks.optimizer_callback import OptimizerCallback
 from tfdp.optimizer.distributed import DistributedOptimizer
 from tfdp.plans.units import UnitOptions
-from tfdp.sharding.options import ShardingOptions
-
-_STAGES = {1: "optimizer", 2: "gradients", 3: "parameters"}
+from tfdp.sharding.options import SHARDINGS, ShardingOptions
 
 
 class ShardedOptimizer(OptimizerCallback):
@@ -77,13 +75,13 @@ class ShardedOptimizer(OptimizerCallback):
         gather_compression: str | None = None,
     ) -> None:
         super().__init__()
-        if not is_integer(stage) or stage not in tuple(_STAGES):
+        if not is_integer(stage) or stage not in (1, 2, 3):
             raise ValueError(f"`stage` must be 1, 2 or 3. Received: stage={stage!r}")
         unit_options = UnitOptions(
             units, reshard_after_forward, prefetch, gather_compression
         )
         self.options = ShardingOptions(
-            _STAGES[stage], shard_scope, offload, unit_options
+            SHARDINGS[stage], shard_scope, offload, unit_options
         )
 
     @property

@@ -76,8 +76,7 @@ def memory_of(
                 variables,
                 plan,
                 accumulates=accumulates,
-                shards_gradients=stage >= 2,
-                shards_parameters=stage == 3,
+                stage=stage,
                 gathered=gathered if stage == 3 else 0,
             )
             held = -(-frozen // num_owners) if stage == 3 else frozen

@@ -99,8 +99,7 @@ def sharded_memory(
     plan: ShardPlan,
     *,
     accumulates: bool,
-    shards_gradients: bool,
-    shards_parameters: bool = False,
+    stage: int = 1,
     gathered: int = 0,
 ) -> ReplicaMemory:
     """Compute the memory of the replica that holds most of a sharded state.
@@ -110,8 +109,7 @@ def sharded_memory(
         slot_bytes: Sequence of ints, bytes of each one's slots.
         plan: `ShardPlan` of them.
         accumulates: Bool, whether gradients are accumulated.
-        shards_gradients: Bool, whether accumulated gradients are sharded too.
-        shards_parameters: Bool, whether the variables are, too. Defaults to `False`.
+        stage: Int, the stage of ZeRO. Defaults to 1.
         gathered: Int, what a step gathers of them at a time. Defaults to 0.
 
     Returns:
@@ -123,9 +121,7 @@ def sharded_memory(
     >>> entries = [Entry("w", (100,), "float32", 4)]
     >>> sizes = {"bucket_bytes": 1000, "first_bucket_bytes": 1000}
     >>> plan = plan_element_shards(entries, 4, **sizes)
-    >>> sharded_memory(
-    ...     entries, [800], plan, accumulates=False, shards_gradients=False
-    ... ).slots
+    >>> sharded_memory(entries, [800], plan, accumulates=False).slots
     200
     """
     whole = unsharded_memory(entries, slot_bytes, accumulates=accumulates)
@@ -133,10 +129,10 @@ def sharded_memory(
     moved = [(bucket.slice_size, sizes[bucket.dtype]) for bucket in plan.buckets]
     slices = sum(size * itemsize for size, itemsize in moved)
     accumulators = whole.accumulators
-    if accumulates and shards_gradients:
+    if accumulates and stage >= 2:
         accumulators = sum(size * _wide(itemsize) for size, itemsize in moved)
     return ReplicaMemory(
-        slices if shards_parameters else whole.parameters,
+        slices if stage == 3 else whole.parameters,
         slices,
         accumulators,
         max(

@@ -39,8 +39,7 @@ def memory_report(distributed: Any) -> MemoryReport:
                 variables,
                 shards.parts[id(part)].plan,
                 accumulates=accumulates,
-                shards_gradients=distributed.accumulates_sums,
-                shards_parameters=distributed.sharding == "parameters",
+                stage=distributed.sharding_options.stage,
             )
     return MemoryReport(sharded, whole)
 
@@ -60,8 +59,7 @@ def param_group_memory(
     plan: ShardPlan | None = None,
     *,
     accumulates: bool = False,
-    shards_gradients: bool = False,
-    shards_parameters: bool = False,
+    stage: int = 1,
     gathered: int = 0,
 ) -> ReplicaMemory:
     """Compute the memory of an optimizer that is no wrapper, for some variables.
@@ -71,8 +69,7 @@ def param_group_memory(
         variables: List of Keras variables.
         plan: `ShardPlan` of them, or `None` without sharding. Defaults to `None`.
         accumulates: Bool, whether gradients are accumulated. Defaults to `False`.
-        shards_gradients: Bool, see `sharded_memory`. Defaults to `False`.
-        shards_parameters: Bool, see `sharded_memory`. Defaults to `False`.
+        stage: Int, see `sharded_memory`. Defaults to 1.
         gathered: Int, see `sharded_memory`. Defaults to 0.
 
     Returns:
@@ -87,8 +84,7 @@ def param_group_memory(
         slots,
         plan,
         accumulates=accumulates,
-        shards_gradients=shards_gradients,
-        shards_parameters=shards_parameters,
+        stage=stage,
         gathered=gathered,
     )
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from tfdp.plans.units import DEFAULT_UNITS, UnitOptions
 
-_SHARDINGS = ("none", "optimizer", "gradients", "parameters")
+# By stage of ZeRO: each shards what those before it do, too.
+SHARDINGS = ("none", "optimizer", "gradients", "parameters")
 _SCOPES = ("all", "node")
 
 
@@ -37,9 +38,9 @@ class ShardingOptions:
     units: UnitOptions = DEFAULT_UNITS
 
     def __post_init__(self) -> None:
-        if self.sharding not in _SHARDINGS:
+        if self.sharding not in SHARDINGS:
             raise ValueError(
-                f"`sharding` must be one of {_SHARDINGS}. "
+                f"`sharding` must be one of {SHARDINGS}. "
                 f"Received: sharding={self.sharding!r}"
             )
         if self.shard_scope not in _SCOPES:
@@ -51,12 +52,12 @@ class ShardingOptions:
             raise ValueError(
                 f'`offload` must be `None` or "cpu". Received: offload={self.offload!r}'
             )
-        if self.offload and self.sharding == "none":
+        if self.offload and not self.stage:
             raise ValueError(
                 "`offload` is for sharded state: give `sharding` too. "
                 f"Received: offload={self.offload!r}, sharding={self.sharding!r}"
             )
-        if self.sharding != "parameters" and self.units.gather_compression:
+        if not self.shards_parameters and self.units.gather_compression:
             raise ValueError(
                 "`gather_compression` is for sharded parameters, stage 3. In other "
                 "stages the weights that are gathered are all that a replica has, and "
@@ -64,7 +65,7 @@ class ShardingOptions:
                 f"Received: gather_compression={self.units.gather_compression!r}, "
                 f"sharding={self.sharding!r}"
             )
-        if self.sharding != "parameters" and self.units != DEFAULT_UNITS:
+        if not self.shards_parameters and self.units != DEFAULT_UNITS:
             raise ValueError(
                 "`units`, `reshard_after_forward` and `prefetch` are for sharded "
                 'parameters: give `sharding="parameters"`, stage 3, too. '
@@ -72,14 +73,19 @@ class ShardingOptions:
             )
 
     @property
+    def stage(self) -> int:
+        """Int, the stage of ZeRO, 0 without sharding."""
+        return SHARDINGS.index(self.sharding)
+
+    @property
     def shards_gradients(self) -> bool:
         """Bool, whether accumulated gradients are sharded too."""
-        return self.sharding in ("gradients", "parameters")
+        return self.stage >= 2
 
     @property
     def shards_parameters(self) -> bool:
         """Bool, whether the variables are sharded too."""
-        return self.sharding == "parameters"
+        return self.stage == 3
 
     @property
     def config(self) -> dict[str, Any]:
