@@ -11,7 +11,7 @@ import tfdp
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
 from tfdp.replicas.checksum import MODULUS, checksums, combined
-from tfdp.replicas.drift import describe_difference, outliers
+from tfdp.replicas.drift import describe_drift, outliers
 
 CASE_MODULES = ("replicas.cases_drift",)
 DTYPES = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"] + [
@@ -107,14 +107,14 @@ def test_the_minority_is_named_and_of_two_both():
 def test_of_many_replicas_some_are_named_and_the_rest_counted():
     names = [f"replica {rank}" for rank in range(40)]
     tables = [[rank if rank < 11 else 77] for rank in range(40)]
-    text = describe_difference([0] * 40, tables, ["w"], names)
+    text = describe_drift([0] * 40, tables, ["w"], names)
     assert text.startswith("replica 0, replica 1, ")
     assert "replica 7 and 3 more differ from the other 29 in 'w'" in text
 
 
 def test_replicas_that_are_alike_again_are_named_all_the_same():
     names = ["replica 0", "replica 1", "replica 2"]
-    text = describe_difference([5.0, 5.0, 6.0], [[1], [1], [1]], ["w"], names)
+    text = describe_drift([5.0, 5.0, 6.0], [[1], [1], [1]], ["w"], names)
     expected = "replica 2 differs from the other 2 in a variable that is alike again"
     assert text == expected
 

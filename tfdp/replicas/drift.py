@@ -72,7 +72,7 @@ def raise_difference(
     _raise_drift(strategy, weights, when, totals, tables)
 
 
-def describe_difference(
+def describe_drift(
     totals: Sequence[Any],
     tables: Sequence[Sequence[int]],
     paths: Sequence[str],
@@ -93,7 +93,7 @@ def describe_difference(
     Example:
 
     >>> names = ["replica 0", "replica 1", "replica 2"]
-    >>> describe_difference([1, 2, 1], [[5, 6], [5, 7], [5, 6]], ["a", "b"], names)
+    >>> describe_drift([1, 2, 1], [[5, 6], [5, 7], [5, 6]], ["a", "b"], names)
     "replica 1 differs from the other 2 in 'b' (1 of 2 variables)"
     """
     columns = list(zip(*tables, strict=True))
@@ -155,7 +155,7 @@ def _raise_drift(
         record = getattr(weight.value, "assigned", None)
         if record is not None:
             record.compared(are_alike=len(set(column)) == 1)
-    found = describe_difference(totals, all_tables, paths, _replica_names(strategy))
+    found = describe_drift(totals, all_tables, paths, _replica_names(strategy))
     raise RuntimeError(
         f"Replicas have drifted apart, as seen {when}: {found}. Every replica makes "
         "the same updates of the same weights, so that one computes wrongly, or "
