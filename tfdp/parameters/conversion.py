@@ -14,6 +14,7 @@ from tfdp.parameters.gathers import Gathers
 from tfdp.parameters.sharded_parameter import (
     ShardedParameter,
     copy_of_elements,
+    parameter_of,
     sharded_parameter,
 )
 from tfdp.plans.units import (
@@ -93,7 +94,7 @@ def shard_variables(
             _take_over(variable, gathers, devices)
     entries = [entry_of(variable) for variable in new]
     for unit in plan_units(entries, unit_bytes, options.layers):
-        gathers.add_unit([_parameter_of(new[index]) for index in unit], options)
+        gathers.add_unit([parameter_of(new[index]) for index in unit], options)
 
 
 def divide_again(
@@ -112,7 +113,7 @@ def divide_again(
     for replica, old in enumerate(parameter.values):
         own = ranges[parameter.reader.owner(replica)]
         is_whole = keeps_shape and own == (0, parameter.num_elements)
-        value = whole if is_whole else _elements(whole, own)
+        value = whole if is_whole else copy_of_elements(whole, *own)
         parts.append(_compat.variable_like(old, value, old.device))
     parameter.replace_parts(parts, ranges)
     _count_conversion()
@@ -142,12 +143,6 @@ def whole_variables(model: Any) -> Iterator[None]:
                 _compat.set_value_of(variable, parameter)
 
 
-def _parameter_of(variable: Any) -> ShardedParameter:
-    found = sharded_parameter(variable)
-    assert found is not None
-    return found
-
-
 def _has_unit(variable: Any) -> bool:
     parameter = sharded_parameter(variable)
     return parameter is not None and parameter.unit is not None
@@ -155,7 +150,7 @@ def _has_unit(variable: Any) -> bool:
 
 def _take_over(variable: Any, gathers: Gathers, devices: Sequence[str]) -> None:
     """Let parts that no optimizer has planned lie where this one updates them."""
-    parameter = _parameter_of(variable)
+    parameter = parameter_of(variable)
     parameter.casts = _compat.is_cast_when_read(variable)
     places = [part.device for part in parameter.values]
     if parameter.reader is gathers and places == list(devices):
@@ -191,13 +186,9 @@ def _parts_of(
     """What each local replica keeps of its copy of a whole, one copy at a time."""
     return [
         _compat.variable_like(
-            like, _elements(whole, ranges[gathers.owner(replica)]), device
+            like, copy_of_elements(whole, *ranges[gathers.owner(replica)]), device
         )
         for replica, (whole, like, device) in enumerate(
             zip(wholes, likes, devices, strict=True)
         )
     ]
-
-
-def _elements(whole: tf.Tensor, part: tuple[int, int]) -> tf.Tensor:
-    return copy_of_elements(tf.reshape(whole, [-1]), *part)

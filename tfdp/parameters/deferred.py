@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdp import _compat
 from tfdp.base.context import in_replica_thread
 from tfdp.coordination.checks import check_same_variables
-from tfdp.parameters.gathers import Gathers, gathers_of
+from tfdp.parameters.gathers import gathers_of
 from tfdp.parameters.shard_groups import shard_groups_of
 from tfdp.parameters.sharded_parameter import ShardedParameter, copy_of_elements
 from tfdp.plans.units import equal_ranges
@@ -63,17 +63,15 @@ def deferred_parameter(strategy: Any, arguments: dict[str, Any]) -> ShardedParam
     unique_id = _compat.unique_name(name)
     parts = [
         _compat.component_variable(
-            _part(whole, gathers, ranges, replica), device, name, unique_id
+            copy_of_elements(whole, *ranges[gathers.owner(replica)]),
+            device,
+            name,
+            unique_id,
         )
         for replica, device in enumerate(extended.group.devices)
     ]
     # Keras's variable is not there yet, which knows whether it is cast when read.
     return ShardedParameter(strategy, parts, whole.shape, ranges, gathers, casts=False)
-
-
-def _part(whole: tf.Tensor, gathers: Gathers, ranges: Any, replica: int) -> tf.Tensor:
-    own = ranges[gathers.owner(replica)]
-    return copy_of_elements(tf.reshape(whole, [-1]), *own)
 
 
 def _initial_value(extended: Any, name: str, arguments: dict[str, Any]) -> tf.Tensor:

@@ -163,7 +163,6 @@ class ShardedParameter(MirroredVariable):
 
             trace.add([value], run)
             return self
-        flat = tf.reshape(value, [-1])
         context = replica_context()
         replicas: Sequence[int] = range(len(self.values))
         if context is not None:
@@ -172,7 +171,7 @@ class ShardedParameter(MirroredVariable):
             part = self.values[replica]
             start, stop = self.ranges[self.reader.owner(replica)]
             with tf.device(part.device):
-                own = copy_of_elements(flat, start, stop)
+                own = copy_of_elements(value, start, stop)
                 update(part, tf.reshape(own, part.shape))
         self.reader.forget(self)
         return self
@@ -182,6 +181,13 @@ def sharded_parameter(variable: Any) -> ShardedParameter | None:
     """The sharded parameter behind a Keras variable, or `None` if it is whole."""
     value = _compat.value_of(variable)
     return value if isinstance(value, ShardedParameter) else None
+
+
+def parameter_of(variable: Any) -> ShardedParameter:
+    """Return the `ShardedParameter` of a Keras variable that is sharded."""
+    found = sharded_parameter(variable)
+    assert found is not None
+    return found
 
 
 def check_reader(variables: Sequence[Any], reader: Reader | None) -> None:
@@ -215,13 +221,13 @@ def check_reader(variables: Sequence[Any], reader: Reader | None) -> None:
         )
 
 
-def copy_of_elements(flat: tf.Tensor, start: int, stop: int) -> tf.Tensor:
-    """Elements of a flat tensor, in memory of their own.
+def copy_of_elements(whole: tf.Tensor, start: int, stop: int) -> tf.Tensor:
+    """Elements of a flattened tensor, in memory of their own.
 
     A slice shares the memory of the tensor that it is cut out of: a variable that is
     given one would keep the whole.
     """
-    return tf.raw_ops.DeepCopy(x=flat[start:stop])
+    return tf.raw_ops.DeepCopy(x=tf.reshape(whole, [-1])[start:stop])
 
 
 def own_elements(variable: Any, segment: Segment, replica: int) -> tf.Tensor:

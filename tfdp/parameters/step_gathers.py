@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -239,11 +238,9 @@ def gather_unit(
                 for parameter, own in zip(unit.parameters, forms, strict=True)
                 if own == form
             ]
-            gather = _gather_quantized if form.is_quantized else _gather_plain
             with timing.labelled(f"{label} {unit.number}"):
-                wholes, piece = gather(
-                    step, unit, members, form.dtype, (pieces or {}).get(form)
-                )
+                given = (pieces or {}).get(form)
+                wholes, piece = _gather(step, unit, members, form, given)
             if piece is not None:
                 kept[form] = piece
             step.order.begin_with(wholes)
@@ -251,55 +248,35 @@ def gather_unit(
     return values, kept
 
 
-def _gather_plain(
+def _gather(
     step: StepGathers,
     unit: Unit,
     members: list[ShardedParameter],
-    dtype: tf.DType,
+    form: Form,
     piece: tf.Tensor | None,
 ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
-    """Gather parameters as they are read, and the piece that they are made of."""
-    bucket = _bucket(members, dtype)
+    """Gather parameters in one form, and return the piece that they are made of, too.
+
+    It is gathered across nodes, unless that has been done, and then inside of them. In
+    8 bits, rows of unequal length are padded: that is still less.
+    """
     place: dict[str, int] = {"replica": step.replica, "channel": unit.number}
-    if bucket.is_lopsided:
+    ranges = [parameter.ranges for parameter in members]
+    bucket = unit_bucket(range(len(members)), ranges, form.dtype.name)
+    if bucket.is_lopsided and not form.is_quantized:
         own = _own_slice(step, members, bucket)
         flat = step.groups.gather_bucket(bucket, own, **place)
         return _wholes(members, bucket, flat), None
-    own_slice = functools.partial(_own_slice, step, members, bucket)
-    flat, piece = _gather_by_level(step, place, own_slice, piece)
-    return _wholes(members, bucket, flat), piece
-
-
-def _gather_quantized(
-    step: StepGathers,
-    unit: Unit,
-    members: list[ShardedParameter],
-    dtype: tf.DType,
-    piece: tf.Tensor | None,
-) -> tuple[list[tf.Tensor], tf.Tensor | None]:
-    """The same in 8 bits. Rows of unequal length are padded: that is still less."""
-    place: dict[str, int] = {"replica": step.replica, "channel": unit.number}
-    own = functools.partial(own_words, members, step.replica)
-    words, piece = _gather_by_level(step, place, own, piece)
-    return [tf.cast(whole, dtype) for whole in decoded(members, words)], piece
-
-
-def _gather_by_level(
-    step: StepGathers,
-    place: Mapping[str, int],
-    own: Callable[[], tf.Tensor],
-    piece: tf.Tensor | None,
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Gather across nodes, unless that has been done, and inside of them."""
     if piece is None:
-        piece = step.groups.gather_across_nodes(own(), **place)
-    return step.groups.gather_in_node(piece, **place), piece
-
-
-def _bucket(members: list[ShardedParameter], dtype: tf.DType) -> ShardBucket:
-    """How parameters that travel in one dtype lie end to end."""
-    ranges = [parameter.ranges for parameter in members]
-    return unit_bucket(range(len(members)), ranges, dtype.name)
+        if form.is_quantized:
+            own = own_words(members, step.replica)
+        else:
+            own = _own_slice(step, members, bucket)
+        piece = step.groups.gather_across_nodes(own, **place)
+    flat = step.groups.gather_in_node(piece, **place)
+    if not form.is_quantized:
+        return _wholes(members, bucket, flat), piece
+    return [tf.cast(whole, form.dtype) for whole in decoded(members, flat)], piece
 
 
 def _own_slice(

@@ -6,7 +6,7 @@ from typing import Any
 
 from tfdp.parameters.conversion import divide_again
 from tfdp.parameters.gathers import Gathers
-from tfdp.parameters.sharded_parameter import ShardedParameter, sharded_parameter
+from tfdp.parameters.sharded_parameter import ShardedParameter, parameter_of
 from tfdp.plans.shards import ShardBucket, ShardPlan
 from tfdp.plans.units import range_of_owner, unit_bucket
 
@@ -26,7 +26,7 @@ def plan_of_parameters(
     Returns:
         `ShardPlan` with a bucket for each unit, the last unit first, and each dtype.
     """
-    parameters = [_parameter(variable) for variable in variables]
+    parameters = [parameter_of(variable) for variable in variables]
     if plan.owners is not None:
         for parameter, owner in zip(parameters, plan.owners, strict=True):
             size = parameter.num_elements
@@ -55,10 +55,4 @@ def _buckets(
         bucket = unit_bucket(own, [parameters[i].ranges for i in own], dtype)
         if bucket.slice_size:
             found.append(bucket)
-    return found
-
-
-def _parameter(variable: Any) -> ShardedParameter:
-    found = sharded_parameter(variable)
-    assert found is not None
     return found
