@@ -38,7 +38,7 @@ def loses_the_division_by_n(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def clips_before_it_reduces(env: Env, column: Any) -> Iterator[None]:
     """Each replica clips its own gradients, as stock does."""
-    from tfdp.step.state_layout import WholeVariables
+    from tfdp.step.state_layout import StateLayout
 
     clipping = keras.optimizers.SGD(**column.options)
 
@@ -48,7 +48,7 @@ def clips_before_it_reduces(env: Env, column: Any) -> Iterator[None]:
     with (
         _around_reduction(before=before),
         mock.patch.object(
-            WholeVariables, "clip", lambda layout, part, sums, _: sums.gradients()
+            StateLayout, "clip", lambda layout, part, sums, _: sums.gradients()
         ),
     ):
         yield
@@ -103,9 +103,9 @@ def decays_what_is_excluded(env: Env, column: Any) -> Iterator[None]:
 def averages_before_it_updates(env: Env, column: Any) -> Iterator[None]:
     """The moving averages are one update behind."""
     from tfdp import _compat
-    from tfdp.step.state_layout import WholeVariables
+    from tfdp.step.state_layout import StateLayout
 
-    average, update = _compat.update_moving_average, WholeVariables.update
+    average, update = _compat.update_moving_average, StateLayout.update
 
     def update_after(layout: Any, part: Any, *arguments: Any) -> None:
         average(part.optimizer)
@@ -113,7 +113,7 @@ def averages_before_it_updates(env: Env, column: Any) -> Iterator[None]:
 
     with (
         mock.patch.object(_compat, "update_moving_average"),
-        mock.patch.object(WholeVariables, "update", update_after),
+        mock.patch.object(StateLayout, "update", update_after),
     ):
         yield
 
@@ -138,9 +138,9 @@ def weighs_all_replicas_alike(env: Env, column: Any) -> Iterator[None]:
 def clips_before_it_unscales(env: Env, column: Any) -> Iterator[None]:
     """The limit is held against gradients that are multiplied by the loss scale."""
     from tfdp.reduction.fusion import ReducedGradients
-    from tfdp.step.state_layout import WholeVariables
+    from tfdp.step.state_layout import StateLayout
 
-    clip = WholeVariables.clip
+    clip = StateLayout.clip
 
     def keep(reduced: Any, divisor: tf.Tensor) -> Any:
         _thread.divisor = divisor
@@ -152,7 +152,7 @@ def clips_before_it_unscales(env: Env, column: Any) -> Iterator[None]:
 
     with (
         mock.patch.object(ReducedGradients, "divided_by", keep),
-        mock.patch.object(WholeVariables, "clip", clip_and_divide),
+        mock.patch.object(StateLayout, "clip", clip_and_divide),
     ):
         yield
 
@@ -177,11 +177,9 @@ def updates_with_the_slice_of_another_owner(env: Env, column: Any) -> Iterator[N
 @contextlib.contextmanager
 def takes_norms_of_its_own_slices(env: Env, column: Any) -> Iterator[None]:
     """Each replica clips by the norm of what it owns."""
-    from tfdp.sharding.shard_collectives import GraphShardCollectives
+    from tfdp.sharding.shard_collectives import ShardCollectives
 
-    with mock.patch.object(
-        GraphShardCollectives, "all_reduce", lambda exchange, own: own
-    ):
+    with mock.patch.object(ShardCollectives, "all_reduce", lambda exchange, own: own):
         yield
 
 
@@ -189,11 +187,11 @@ def takes_norms_of_its_own_slices(env: Env, column: Any) -> Iterator[None]:
 def does_not_gather_averages(env: Env, column: Any) -> Iterator[None]:
     """Each replica takes the averages that it owns for those of all owners."""
     from tfdp.parameters.packing import unpack_rows
-    from tfdp.sharding.shard_collectives import GraphShardCollectives
+    from tfdp.sharding.shard_collectives import ShardCollectives
     from tfdp.sharding.sharded_layout import ShardedLayout
 
     gather, overwrite = (
-        GraphShardCollectives.all_gather,
+        ShardCollectives.all_gather,
         ShardedLayout.overwrite_with_average,
     )
 
@@ -209,7 +207,7 @@ def does_not_gather_averages(env: Env, column: Any) -> Iterator[None]:
 
     with (
         mock.patch.object(ShardedLayout, "overwrite_with_average", overwrite_with_own),
-        mock.patch.object(GraphShardCollectives, "all_gather", gather_updates),
+        mock.patch.object(ShardCollectives, "all_gather", gather_updates),
     ):
         yield
 

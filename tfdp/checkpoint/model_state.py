@@ -22,7 +22,7 @@ from tfdp.checkpoint.other_optimizers import OTHERS_PREFIX, check_no_sums
 from tfdp.keras_hooks.file_view import VariableView
 from tfdp.parameters.sharded_parameter import sharded_parameter
 from tfdp.sharding import slot_names, variable_name
-from tfdp.sharding.parameter_state import parameter_state
+from tfdp.sharding.optimizer_state import parameter_state
 from tfdp.sharding.state_tensors import (
     READ_ELEMENTS,
     LocalShard,

@@ -8,13 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.collectives import (
-    ProcessGroup,
-    all_gather,
-    node_levels,
-    reduce_scatter,
-    ring,
-)
+from tfdp.collectives import Member, ProcessGroup, node_levels, ring
 from tfdp.compression.checks import check_result
 from tfdp.compression.compressor import Compressor, GradientBucket
 from tfdp.compression.replica_group import NodeGroup, ReplicaGroup
@@ -39,7 +33,7 @@ class Wire:
 
 @dataclasses.dataclass(frozen=True)
 class CompressedRoute:
-    """How a bucket is reduced where a level of the reduction has a compressor.
+    """What travels on each level of a reduction, cast or compressed.
 
     Args:
         inner: `Wire` inside nodes, and everywhere in one level.
@@ -54,6 +48,11 @@ class CompressedRoute:
     outer: Wire
     has_levels: bool
     sum_all: Callable[..., tf.Tensor]
+
+    @property
+    def is_compressed(self) -> bool:
+        """Bool, whether a level has a compressor."""
+        return (self.inner.compressor, self.outer.compressor) != (None, None)
 
     @property
     def is_one_reduction(self) -> bool:
@@ -76,6 +75,10 @@ class Caller:
     replica: int
     channel: int
     residuals: BucketResiduals
+
+    def member(self, group: ProcessGroup, dtype: tf.DType | None = None) -> Member:
+        """The caller as a member of a group, whose elements travel in a dtype."""
+        return Member(group, self.replica, self.channel, dtype)
 
 
 def all_reduce_compressed(
@@ -118,7 +121,7 @@ def all_reduce_compressed(
         return total if unit is None else total * unit
 
 
-def reduce_scatter_compressed(
+def reduce_scatter_in_levels(
     flat: tf.Tensor,
     inner: ProcessGroup,
     outer: ProcessGroup | None,
@@ -127,14 +130,14 @@ def reduce_scatter_compressed(
     *,
     is_copied: bool,
 ) -> tf.Tensor:
-    """Sum a bucket over all replicas by compressors, and keep the own slice.
+    """Sum a bucket over all replicas, and keep the own slice.
 
     Args:
         flat: Tensor of shape `[num_owners * slice_size]`.
         inner: `ProcessGroup` of the owners of slices, those of a node where there
             are two levels.
         outer: `ProcessGroup` across nodes, or `None` in one level.
-        route: `CompressedRoute`, whose compressors cut buckets.
+        route: `CompressedRoute`, whose compressors, if any, cut buckets.
         caller: `Caller`.
         is_copied: Bool, whether each node has the whole state, so that the second
             level is an all-reduce.
@@ -142,7 +145,7 @@ def reduce_scatter_compressed(
     Returns:
         Tensor of shape `[slice_size]`.
     """
-    own, unit = _in_unit(flat)
+    own, unit = _in_unit(flat) if route.is_compressed else (flat, None)
     piece = _scatter(route.inner, "inner", own, inner, caller)
     if outer is not None and is_copied:
         piece = _reduce(route.outer, "outer", piece, outer, caller)
@@ -178,13 +181,7 @@ def _in_two_levels(
         inside = ReplicaGroup(node, caller.replica, caller.channel)
         whole = route.inner.compressor.all_gather(piece, inside)
     else:
-        whole = all_gather(
-            piece,
-            node,
-            caller.replica,
-            channel=caller.channel,
-            reduce_dtype=route.inner.dtype,
-        )
+        whole = caller.member(node, route.inner.dtype).all_gather(piece)
     return whole[:size]
 
 
@@ -197,14 +194,8 @@ def _across_nodes(
 ) -> tf.Tensor:
     """Sum the bucket inside each node; all its replicas then compress the sum."""
     node, across = node_levels(group, caller.replica)
-    total = ring(
-        flat,
-        node,
-        caller.replica,
-        channel=caller.channel,
-        is_alone=False,
-        reduce_dtype=route.inner.dtype,
-    )
+    inside = caller.member(node, route.inner.dtype)
+    total = ring(flat, is_alone=False, **inside.arguments)
     members = NodeGroup(across, node, caller.replica, caller.channel)
     return _call(route.outer, "reduce", "outer", total, entries, members, caller)
 
@@ -214,13 +205,7 @@ def _scatter(
 ) -> tf.Tensor:
     """Reduce-scatter on one level."""
     if wire.compressor is None:
-        return reduce_scatter(
-            flat,
-            group,
-            caller.replica,
-            channel=caller.channel,
-            reduce_dtype=wire.dtype,
-        )
+        return caller.member(group, wire.dtype).reduce_scatter(flat)
     members = ReplicaGroup(group, caller.replica, caller.channel)
     return _call(wire, "reduce_scatter", level, flat, (), members, caller)
 
@@ -230,14 +215,8 @@ def _reduce(
 ) -> tf.Tensor:
     """All-reduce on one level."""
     if wire.compressor is None:
-        return ring(
-            flat,
-            group,
-            caller.replica,
-            channel=caller.channel,
-            is_alone=False,
-            reduce_dtype=wire.dtype,
-        )
+        own = caller.member(group, wire.dtype)
+        return ring(flat, is_alone=False, **own.arguments)
     members = ReplicaGroup(group, caller.replica, caller.channel)
     return _call(wire, "reduce", level, flat, (), members, caller)
 

@@ -19,7 +19,7 @@ from tfdp.local_steps.options import LocalStepsOptions
 from tfdp.local_steps.outer_step import OuterStep, Update
 from tfdp.local_steps.pace import Pace
 from tfdp.reduction.fusion import wide_dtype
-from tfdp.reduction.gradient_reducer import GradientReducer, LocalReducer
+from tfdp.reduction.gradient_reducer import GradientReducer
 from tfdp.step.grouped_update import decay_and_update
 from tfdp.step.step import Step, StepFeature
 
@@ -125,7 +125,7 @@ class LocalSteps(StepFeature):
         """The reducer of the gradients of the replica that is running."""
         outer = self.options.outer
         if outer is None or outer.scope == "replica":
-            return LocalReducer()
+            return GradientReducer()
         strategy = tf.distribute.get_strategy()
         if not is_tfdp(strategy) or len(strategy.extended.group.nodes) < 2:
             raise ValueError(

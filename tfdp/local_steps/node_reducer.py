@@ -9,11 +9,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.coordination.checks import check_same_variables
-from tfdp.reduction.gradient_reducer import (
-    GradientReducer,
-    LocalReducer,
-    ReplicaReducer,
-)
+from tfdp.reduction.gradient_reducer import GradientReducer, ReplicaReducer
 from tfdp.reduction.reducer import Reducer
 
 
@@ -51,7 +47,7 @@ class NodeReducers:
             self._compare(strategy.extended.worker_group)
         group = whole.group.split(nodes)[replica]
         if group is None or group.size == 1:
-            return LocalReducer()
+            return GradientReducer()
         if tf.executing_eagerly() and len(group.devices) > 1:
             raise ValueError(
                 "Replicas of one process cannot reduce within their node while they "

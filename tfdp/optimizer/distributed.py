@@ -37,7 +37,7 @@ from tfdp.step.accumulation import (
 from tfdp.step.empty_step import note_update
 from tfdp.step.loss_scale import MOST_SKIPS, LossScaling
 from tfdp.step.path import take_step
-from tfdp.step.state_layout import StateLayout, WholeVariables
+from tfdp.step.state_layout import StateLayout
 from tfdp.step.step import Schedule, Step, checked_gradients
 
 
@@ -315,7 +315,7 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         alone = self._alone()
         sharded = None if self._shards is None else self._shards.on_replica()
         own_reducer = alone.reducer() if alone else reducer
-        layout = sharded or WholeVariables(own_reducer)
+        layout = sharded or StateLayout(own_reducer)
         return Step(
             optimizer=self.inner_optimizer,
             param_groups=param_groups,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdp.plans.shards import Row, Segment, ShardBucket, ShardPlan
+from tfdp.plans.shards import Segment, ShardBucket, ShardPlan
 
 
 def pack_rows(
@@ -25,34 +25,25 @@ def pack_rows(
     Returns:
         Tensor of shape `[num_owners * slice_size]`, or `[num_elements]`.
     """
-    runs: list[Segment | int] = []
     moved = bucket.moved
-    for owner, row in enumerate(moved.rows):
-        for segment in row:
-            _append(runs, segment if segment.index in tensors else segment.size)
-        _append(runs, moved.padding(owner))
-    return _pack(runs, tensors, dtype)
+    return _pack(moved, range(len(moved.rows)), tensors, dtype)
 
 
 def pack_row(
-    row: Row, padding: int, tensors: Mapping[int, tf.Tensor], dtype: tf.DType
+    bucket: ShardBucket, owner: int, tensors: Mapping[int, tf.Tensor], dtype: tf.DType
 ) -> tf.Tensor:
     """Lay one row of a bucket end to end, as `pack_rows` does with all.
 
     Args:
-        row: Tuple of `Segment`.
-        padding: Int, zeros at the end.
-        tensors: Dict from position to tensor.
+        bucket: `ShardBucket`.
+        owner: Int.
+        tensors: Dict from position to tensor, see `pack_rows`.
         dtype: `tf.DType` of the tensors.
 
     Returns:
         Tensor of shape `[slice_size]`.
     """
-    runs: list[Segment | int] = []
-    for segment in row:
-        _append(runs, segment if segment.index in tensors else segment.size)
-    _append(runs, padding)
-    return _pack(runs, tensors, dtype)
+    return _pack(bucket, [owner], tensors, dtype)
 
 
 def place_row(bucket: ShardBucket, owner: int, row: tf.Tensor) -> tf.Tensor:
@@ -102,12 +93,11 @@ def unpack_rows(
         if flats[number] is None:
             continue
         moved = bucket.moved
-        for owner, row in enumerate(moved.rows):
-            begin = owner * moved.slice_size
-            for segment in row:
-                found = (segment.start, number, begin, begin + segment.size)
+        for owner in range(len(moved.rows)):
+            first = owner * moved.slice_size
+            for segment, begin, end in moved.places(owner):
+                found = (segment.start, number, first + begin, first + end)
                 ranges.setdefault(segment.index, []).append(found)
-                begin += segment.size
     return {index: _join(sorted(parts), flats) for index, parts in ranges.items()}
 
 
@@ -148,8 +138,16 @@ def _append(runs: list[Segment | int], item: Segment | int) -> None:
 
 
 def _pack(
-    runs: list[Segment | int], tensors: Mapping[int, tf.Tensor], dtype: tf.DType
+    bucket: ShardBucket,
+    owners: Sequence[int],
+    tensors: Mapping[int, tf.Tensor],
+    dtype: tf.DType,
 ) -> tf.Tensor:
+    runs: list[Segment | int] = []
+    for owner in owners:
+        for segment in bucket.rows[owner]:
+            _append(runs, segment if segment.index in tensors else segment.size)
+        _append(runs, bucket.padding(owner))
     parts = [
         tf.zeros([run], dtype)
         if isinstance(run, int)

@@ -7,25 +7,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import user_code
-from tfdp.collectives import (
-    ProcessGroup,
-    all_gather,
-    all_reduce,
-    reduce_scatter,
-    ring,
-)
+from tfdp.collectives import Member, ProcessGroup, all_reduce, ring
 from tfdp.compression.compressed_reduce import (
     Caller,
     CompressedRoute,
-    reduce_scatter_compressed,
+    reduce_scatter_in_levels,
 )
-from tfdp.compression.residuals import BucketResiduals
 from tfdp.parameters.packing import place_row, take_row
 from tfdp.plans.shards import ShardBucket
-
-ReduceDtypes = tuple[tf.DType | None, tf.DType | None]
-# How a bucket is compressed, and what is kept of it from step to step.
-Compression = tuple[CompressedRoute, BucketResiduals]
 
 
 class ShardGroups:
@@ -89,49 +78,21 @@ class ShardGroups:
         return is_only or (outer is not None and outer.position(replica) == 0)
 
     def reduce_scatter(
-        self,
-        flat: tf.Tensor,
-        replica: int,
-        *,
-        channel: int = 0,
-        reduce_dtypes: ReduceDtypes = (None, None),
+        self, flat: tf.Tensor, route: CompressedRoute, caller: Caller
     ) -> tf.Tensor:
         """Sum over all replicas and keep the calling one's slice.
 
         Args:
             flat: Tensor of shape `[num_owners * slice_size]`.
-            replica: Int, index of the calling replica among the local ones.
-            channel: Int, the chain of the launch order. Defaults to `0`.
-            reduce_dtypes: Tuple of two `tf.DType` or `None`: what elements travel in
-                inside and across nodes. Defaults to their own.
+            route: `CompressedRoute`, what travels inside and across nodes.
+            caller: `Caller`.
 
         Returns:
             Tensor of shape `[slice_size]`.
         """
-        inner, outer = self._levels(replica)
-        piece = reduce_scatter(
-            flat,
-            inner,
-            replica,
-            channel=channel,
-            reduce_dtype=reduce_dtypes[0],
-        )
-        if outer is None:
-            return piece
-        if not self._is_copied:
-            return reduce_scatter(
-                piece,
-                outer,
-                replica,
-                channel=channel,
-                reduce_dtype=reduce_dtypes[1],
-            )
-        return ring(
-            piece,
-            outer,
-            replica,
-            channel=channel,
-            reduce_dtype=reduce_dtypes[1],
+        inner, outer = self._levels(caller.replica)
+        return reduce_scatter_in_levels(
+            flat, inner, outer, route, caller, is_copied=self._is_copied
         )
 
     def all_gather(
@@ -167,7 +128,7 @@ class ShardGroups:
         _, outer = self._levels(replica)
         if outer is None or self._is_copied:
             return piece
-        return all_gather(piece, outer, replica, channel=channel)
+        return Member(outer, replica, channel).all_gather(piece)
 
     def gather_in_node(
         self, piece: tf.Tensor, replica: int, *, channel: int = 0
@@ -183,49 +144,30 @@ class ShardGroups:
             Tensor of shape `[num_owners * slice_size]`, alike on all replicas.
         """
         inner, _ = self._levels(replica)
-        return all_gather(piece, inner, replica, channel=channel)
+        return Member(inner, replica, channel).all_gather(piece)
 
     def scatter_bucket(
         self,
         bucket: ShardBucket,
         flat: tf.Tensor,
-        replica: int,
-        *,
-        channel: int = 0,
-        reduce_dtypes: ReduceDtypes = (None, None),
-        compression: Compression | None = None,
+        route: CompressedRoute,
+        caller: Caller,
     ) -> tf.Tensor:
         """Sum a bucket over all replicas and keep the calling one's slice.
 
         Args:
             bucket: `ShardBucket`. Where it is lopsided, an all-reduce moves less.
             flat: Tensor, its elements as they lie in `bucket.moved`.
-            replica: Int, index of the calling replica among the local ones.
-            channel: Int, the chain of the launch order. Defaults to `0`.
-            reduce_dtypes: See `reduce_scatter`. An all-reduce does without.
-            compression: Tuple of a `CompressedRoute` and `BucketResiduals`, or `None`.
-                An all-reduce does without. Defaults to `None`.
+            route: See `reduce_scatter`. An all-reduce does without.
+            caller: `Caller`.
 
         Returns:
             Tensor of shape `[slice_size]`.
         """
-        if not bucket.is_lopsided and compression is not None:
-            route, residuals = compression
-            inner, outer = self._levels(replica)
-            return reduce_scatter_compressed(
-                flat,
-                inner,
-                outer,
-                route,
-                Caller(replica, channel, residuals),
-                is_copied=self._is_copied,
-            )
         if not bucket.is_lopsided:
-            return self.reduce_scatter(
-                flat, replica, channel=channel, reduce_dtypes=reduce_dtypes
-            )
-        total = ring(flat, self.group, replica, channel=channel, is_alone=False)
-        return take_row(bucket, self.owner(replica), total)
+            return self.reduce_scatter(flat, route, caller)
+        total = ring(flat, is_alone=False, **caller.member(self.group).arguments)
+        return take_row(bucket, self.owner(caller.replica), total)
 
     def gather_bucket(
         self, bucket: ShardBucket, piece: tf.Tensor, replica: int, *, channel: int = 0

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from tfdp.plans.buckets import BucketPlan, Entry, plan_buckets
+from tfdp.plans.buckets import Entry, plan_buckets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,13 @@ class ShardBucket:
     def padding(self, owner: int) -> int:
         """Return the elements of an owner's shard that belong to no variable."""
         return self.slice_size - _length(self.rows[owner])
+
+    def places(self, owner: int) -> Iterator[tuple[Segment, int, int]]:
+        """Yield an owner's segments, and where each begins and ends in its shard."""
+        end = 0
+        for segment in self.rows[owner]:
+            begin, end = end, end + segment.size
+            yield segment, begin, end
 
     @property
     def num_elements(self) -> int:
@@ -162,7 +169,12 @@ def plan_element_shards(
 
     Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054.
     """
-    buckets = _backward_buckets(entries, bucket_bytes, first_bucket_bytes)
+    buckets = plan_buckets(
+        entries,
+        list(reversed(range(len(entries)))),
+        bucket_bytes=bucket_bytes,
+        first_bucket_bytes=first_bucket_bytes,
+    )
     return ShardPlan(
         tuple(
             _cut(
@@ -219,17 +231,6 @@ def plan_variable_shards(
             for first in range(0, length, width)
         ]
     return ShardPlan(tuple(buckets), num_owners, tuple(owners))
-
-
-def _backward_buckets(
-    entries: Sequence[Entry], bucket_bytes: int, first_bucket_bytes: int
-) -> BucketPlan:
-    return plan_buckets(
-        entries,
-        list(reversed(range(len(entries)))),
-        bucket_bytes=bucket_bytes,
-        first_bucket_bytes=first_bucket_bytes,
-    )
 
 
 def _rows_of_equal_length(

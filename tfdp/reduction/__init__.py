@@ -9,7 +9,6 @@
 - `algorithm_choice`: a bucket's algorithm, and what travels by it.
 - `compressor_choice`: the choice among those that carry a compressor.
 - `algorithm_selector`: the choice for each bucket of a plan.
-- `adasum_members`: whose gradients are combined where they are not summed.
 - `tuned_options`: options in place of a strategy's, for the variables of one model.
 - `trained_plans`: the plans of the steps that were traced.
 - `link_measure`, `link_fit`, `link_cache`: the links that this choice depends on.

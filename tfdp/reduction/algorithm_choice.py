@@ -49,7 +49,7 @@ class AlgorithmChoice:
 
     def __str__(self) -> str:
         text, (inner, outer) = str(self.algorithm), self.wires
-        if self.algorithm.name != "hierarchical" or inner == outer:
+        if not self.algorithm.has_levels or inner == outer:
             return f"{text}, {inner}" if inner else text
         if inner:
             text += f", {inner} inside nodes"
@@ -92,18 +92,11 @@ class AlgorithmChoice:
         )
 
     @property
-    def compressed(self) -> CompressedRoute | None:
-        """`CompressedRoute`, or `None` where no level has a compressor."""
-        if self.compressors == (None, None):
-            return None
-        inner, outer = (
-            Wire(compressor, _reduce_dtype(name))
-            for compressor, name in zip(
-                self.compressors, (self.inner_dtype, self.outer_dtype), strict=True
-            )
-        )
-        is_hierarchical = self.algorithm.name == "hierarchical"
-        return CompressedRoute(inner, outer, is_hierarchical, self.all_reduce)
+    def levels(self) -> CompressedRoute:
+        """`CompressedRoute`, what travels on each level."""
+        inner, outer = map(Wire, self.compressors, self._dtypes)
+        has_levels = self.algorithm.has_levels
+        return CompressedRoute(inner, outer, has_levels, self.all_reduce)
 
     @property
     def all_reduce(self) -> Callable[..., tf.Tensor]:
@@ -111,17 +104,14 @@ class AlgorithmChoice:
 
         That of Adasum asks for the `sizes` of the gradients in a bucket, too.
         """
-        inner, outer = (
-            _reduce_dtype(self.inner_dtype),
-            _reduce_dtype(self.outer_dtype),
-        )
+        inner, outer = self._dtypes
         if self.algorithm.name == ADASUM:
             return functools.partial(adasum, reduce_dtype=inner)
         if self.algorithm.is_adasum:
             return functools.partial(
                 adasum_across_nodes, inner_dtype=inner, outer_dtype=outer
             )
-        if self.algorithm.name != "hierarchical":
+        if not self.algorithm.has_levels:
             return functools.partial(FLAT[self.algorithm.name], reduce_dtype=inner)
         return functools.partial(
             hierarchical,
@@ -129,9 +119,10 @@ class AlgorithmChoice:
             outer=Level(self.algorithm.outer, outer),
         )
 
-
-def _reduce_dtype(name: str | None) -> tf.DType | None:
-    return None if name is None else tf.as_dtype(name)
+    @property
+    def _dtypes(self) -> list[tf.DType | None]:
+        names = (self.inner_dtype, self.outer_dtype)
+        return [None if name is None else tf.as_dtype(name) for name in names]
 
 
 def _known(ratio: float) -> float:

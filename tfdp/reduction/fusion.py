@@ -71,8 +71,8 @@ def all_reduce_buckets(
     plan: BucketPlan,
     group: ProcessGroup,
     replica: int,
-    weight: tf.Tensor | None = None,
-    algorithms: Sequence[Callable[..., tf.Tensor]] | None = None,
+    weight: tf.Tensor | None,
+    algorithms: Sequence[Callable[..., tf.Tensor]],
 ) -> list[tf.Tensor]:
     """Sum tensors over the group by one all-reduce for each bucket.
 
@@ -82,9 +82,9 @@ def all_reduce_buckets(
         group: `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
         weight: Scalar tensor by which this replica's tensors count, see `weighted`,
-            or `None` for one. Defaults to `None`.
-        algorithms: Sequence of callables such as `tfdp.collectives.ring`, one
-            for each bucket, or `None` for the ring. Defaults to `None`.
+            or `None` for one.
+        algorithms: Sequence of callables such as `tfdp.collectives.ring`, one for each
+            bucket.
 
     Returns:
         List of flat tensors, one for each bucket, its members end to end.
@@ -96,10 +96,9 @@ def all_reduce_buckets(
             if weight is not None:
                 flat = weighted(flat, weight)
             is_alone = 2 * bucket.num_bytes > plan.num_bytes
-            algorithm = all_reduce if algorithms is None else algorithms[channel]
             label = timing.current_label() or f"{timing.GRADIENTS} {channel}"
             with timing.labelled(label):
-                reduced = algorithm(
+                reduced = algorithms[channel](
                     flat, group, replica, channel=channel, is_alone=is_alone
                 )
             flats.append(reduced)
@@ -120,14 +119,18 @@ def weighted(gradient: Any, weight: tf.Tensor) -> Any:
         The same kind of gradient.
     """
     if isinstance(gradient, tf.IndexedSlices):
-        values = weighted(gradient.values, weight)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return with_values(gradient, weighted(gradient.values, weight))
     gradient = tf.convert_to_tensor(gradient)
     if gradient.dtype.size < tf.float32.size:
         # A third, say, in half precision would scale everything by 1.002.
         wide = weighted(tf.cast(gradient, tf.float32), weight)
         return tf.cast(wide, gradient.dtype)
     return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
+
+
+def with_values(rows: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices:
+    """Return `tf.IndexedSlices` of the same rows that have other values."""
+    return tf.IndexedSlices(values, rows.indices, rows.dense_shape)
 
 
 def all_reduce_any_shape(
@@ -202,12 +205,18 @@ class ReducedGradients:
 
     def divided_by(self, divisor: tf.Tensor) -> ReducedGradients:
         """The same, each element divided by a scalar, see `divided`."""
-        return self._map(lambda values: divided(values, divisor))
+        sparse = {
+            index: with_values(item, divided(item.values, divisor))
+            for index, item in self.sparse.items()
+        }
+        flats = [divided(flat, divisor) for flat in self.flats]
+        return dataclasses.replace(self, flats=flats, sparse=sparse)
 
     def all_finite(self) -> tf.Tensor:
         """Scalar bool tensor, whether no element is infinite or NaN."""
         values = [*self.flats, *(item.values for item in self.sparse.values())]
-        return tf.reduce_all([_is_finite(value) for value in values])
+        flags = [tf.reduce_all(tf.math.is_finite(value)) for value in values]
+        return tf.reduce_all(flags)
 
     def gradients(self) -> list:
         """One gradient for each variable."""
@@ -219,16 +228,6 @@ class ReducedGradients:
         for index, slices in self.sparse.items():
             results[index] = slices
         return results
-
-    def _map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> ReducedGradients:
-        sparse = {
-            index: tf.IndexedSlices(
-                function(item.values), item.indices, item.dense_shape
-            )
-            for index, item in self.sparse.items()
-        }
-        flats = [function(flat) for flat in self.flats]
-        return dataclasses.replace(self, flats=flats, sparse=sparse)
 
 
 def divided(values: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
@@ -257,7 +256,3 @@ def unbucketed(gradients: list) -> ReducedGradients:
     return ReducedGradients(
         list(dense.values()), [(i,) for i in dense], gradients, sparse
     )
-
-
-def _is_finite(values: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_all(tf.math.is_finite(values))

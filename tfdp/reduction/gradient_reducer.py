@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
@@ -14,41 +14,13 @@ from tfdp.reduction.fusion import ReducedGradients, unbucketed, weighted
 from tfdp.reduction.reducer import Reducer
 
 
-class GradientReducer(Protocol):
-    """Reducer of the gradients of a step: the seam for other ways to reduce."""
+class GradientReducer:
+    """Reducer of the gradients of a step: by itself that of one device.
 
-    @property
-    def num_replicas(self) -> int:
-        """Int, over how many replicas it sums."""
+    It is also that of a replica that steps alone.
+    """
 
-    def reduce_gradients(
-        self,
-        gradients: list,
-        variables: list[Any],
-        *,
-        may_sum: bool,
-        weight: tf.Tensor | None,
-    ) -> ReducedGradients:
-        """Sum gradients over all replicas, see `Reducer.reduce_gradients`."""
-
-    def gradient_weight(self, optimizer: Any) -> tf.Tensor | None:
-        """Factor of this replica's gradients before they are reduced, or `None`."""
-
-    def prepare(self, gradients: list) -> list:
-        """Bring gradients into the form in which they are reduced."""
-
-    def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Sum tensors that are no gradients over all replicas."""
-
-    def gather_rows(
-        self, gradients: list, variables: list[Any], *, may_sum: bool
-    ) -> list:
-        """Put sparse gradients together, see `Reducer.gather_rows`."""
-
-
-class LocalReducer:
-    """The reducer of one device, or of a replica that steps alone."""
-
+    # Over how many it sums.
     num_replicas = 1
 
     def reduce_gradients(
@@ -59,34 +31,34 @@ class LocalReducer:
         may_sum: bool,
         weight: tf.Tensor | None,
     ) -> ReducedGradients:
-        """Leave gradients as they are, but for a weight."""
+        """Sum gradients over all replicas, see `Reducer.reduce_gradients`."""
         del variables, may_sum
         if weight is not None:
             gradients = [weighted(gradient, weight) for gradient in gradients]
         return unbucketed(gradients)
 
     def gradient_weight(self, optimizer: Any) -> tf.Tensor | None:
-        """None: they are its own."""
+        """Factor of this replica's gradients before they are reduced, or `None`."""
         del optimizer
         return None
 
     def prepare(self, gradients: list) -> list:
-        """Leave them as they are."""
+        """Bring gradients into the form in which they are reduced."""
         return gradients
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Leave them as they are."""
+        """Sum tensors that are no gradients over all replicas."""
         return tensors
 
     def gather_rows(
         self, gradients: list, variables: list[Any], *, may_sum: bool
     ) -> list:
-        """Leave them as they are."""
+        """Put sparse gradients together, see `Reducer.gather_rows`."""
         del variables, may_sum
         return gradients
 
 
-class ReplicaReducer:
+class ReplicaReducer(GradientReducer):
     """The reducer as one replica sees it.
 
     Args:
@@ -127,11 +99,7 @@ class ReplicaReducer:
                 gradients = [weighted(gradient, weight) for gradient in gradients]
             return unbucketed(self.sum(gradients))
         return self._reducer.reduce_gradients(
-            gradients,
-            variables,
-            self._replica,
-            may_sum=may_sum,
-            weight=weight,
+            gradients, variables, self._replica, may_sum=may_sum, weight=weight
         )
 
     def gradient_weight(self, optimizer: Any) -> tf.Tensor | None:
@@ -148,12 +116,12 @@ class ReplicaReducer:
         """
         self._check_graph()
         del optimizer
-        members, share = self._reducer.adasum_members, batch_weight.current()
-        if members is None or share is None:
+        share = batch_weight.current()
+        if not self._reducer.combines_means or share is None:
             return None
-        own = members.share(share, self._replica)
+        own = self._reducer.share_of_mean(share, self._replica)
         one = tf.ones([], tf.float64)
-        return tf.math.divide_no_nan(one, own * members.count)
+        return tf.math.divide_no_nan(one, own * self._reducer.num_means)
 
     def prepare(self, gradients: list) -> list:
         """Make tensors of sparse gradients for Adasum; leave others as they are."""
@@ -162,7 +130,7 @@ class ReplicaReducer:
         return [tf.convert_to_tensor(gradient) for gradient in gradients]
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Sum tensors that are no gradients over all replicas."""
+        """See `GradientReducer`."""
         if self._meets_first():
             return list(self._context.strategy.extended.sum_over_replicas(tensors))
         return list(self._reducer.reduce("SUM", tensors, self._replica))
@@ -174,10 +142,7 @@ class ReplicaReducer:
         if self._meets_first():
             return self.sum(gradients) if gradients else []
         return self._reducer.gather_rows(
-            gradients,
-            variables,
-            self._replica,
-            may_sum=may_sum,
+            gradients, variables, self._replica, may_sum=may_sum
         )
 
     @property
@@ -207,5 +172,5 @@ def replica_reducer() -> GradientReducer:
     """The reducer of the replica that is running, or of a single device."""
     context = replica_context()
     if context is None:
-        return LocalReducer()
+        return GradientReducer()
     return ReplicaReducer(tf.distribute.get_strategy().extended.reducer, context)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdp import user_code
 from tfdp.base import loops
 from tfdp.base.param_groups import path_of
-from tfdp.collectives import ProcessGroup, timing
+from tfdp.collectives import Member, ProcessGroup, all_reduce, timing
 from tfdp.compression.compressed_reduce import all_reduce_compressed
 from tfdp.compression.residuals import ResidualStore
 from tfdp.coordination.checks import check_same_plan, check_same_variables
@@ -19,7 +19,6 @@ from tfdp.coordination.progress import progress
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import Bucket, BucketPlan
-from tfdp.reduction.adasum_members import AdasumMembers
 from tfdp.reduction.algorithm_choice import AlgorithmChoice
 from tfdp.reduction.algorithm_selector import AlgorithmSelector
 from tfdp.reduction.fusion import (
@@ -29,6 +28,7 @@ from tfdp.reduction.fusion import (
     make_plan,
     unbucketed,
     weighted,
+    with_values,
 )
 from tfdp.reduction.sparse import reduce_indexed_slices
 from tfdp.reduction.trained_plans import TrainedPlans
@@ -77,17 +77,33 @@ class Reducer:
         self._compares = compares
 
     @property
-    def adasum_members(self) -> AdasumMembers | None:
-        """`AdasumMembers` where gradients are combined, or `None`: they are summed."""
-        selector = self.algorithm_selector
-        if selector is None or not selector.combines_means:
-            return None
-        return AdasumMembers(self.group, of_nodes=selector.is_hierarchical)
-
-    @property
     def combines_means(self) -> bool:
         """Bool, whether gradients are combined by Adasum, and not summed."""
-        return self.adasum_members is not None
+        selector = self.algorithm_selector
+        return selector is not None and selector.combines_means
+
+    @property
+    def num_means(self) -> int:
+        """Int, how many gradients Adasum combines: those of replicas, or of nodes."""
+        selector = self.algorithm_selector
+        of_nodes = selector is not None and selector.is_hierarchical
+        return len(self.group.nodes) if of_nodes else self.group.size
+
+    def share_of_mean(self, own: tf.Tensor, replica: int) -> tf.Tensor:
+        """Sum the shares of the batch of those whose mean is one to Adasum.
+
+        Args:
+            own: Scalar tensor, the part of all rows that this replica has.
+            replica: Int, index of the calling replica among the local ones.
+
+        Returns:
+            Scalar tensor, the part of all rows that the mean is of.
+        """
+        if self.num_means == self.group.size:
+            return own
+        node = Member(self.group, replica).inside(self.group.split(self.group.nodes))
+        with timing.labelled("weights"), tf.device(self.group.devices[replica]):
+            return all_reduce(own[tf.newaxis], node.group, replica)[0]
 
     def reduce(self, reduce_op: Any, value: Any, replica: int) -> Any:
         """All-reduce a nest of tensors and `IndexedSlices` of one replica.
@@ -139,9 +155,9 @@ class Reducer:
             self.warn_of_momentum("with one replica nothing is compressed")
         elif any(map(_is_sparse, gradients)):
             self.warn_of_momentum("rows of sparse gradients are not compressed")
-        if self.adasum_members is not None:
+        if self.combines_means:
             # Gradients are parts of a mean, and what is combined are means.
-            members = tf.constant(self.adasum_members.count, tf.float64)
+            members = tf.constant(self.num_means, tf.float64)
             weight = members if weight is None else weight * members
         return self._reduce(gradients, variables, replica, may_sum, weight)
 
@@ -200,7 +216,9 @@ class Reducer:
         routes = self.routes_of(
             plan, are_gradients=variables is not None, variables=variables
         )
-        if variables is not None and any(route.compressed is None for route in routes):
+        if variables is not None and any(
+            not route.levels.is_compressed for route in routes
+        ):
             self.warn_of_momentum("some of them are sent whole")
         if variables is not None and replica == 0:
             self._warn_of_own_loop()
@@ -231,12 +249,12 @@ class Reducer:
         if route.algorithm.is_adasum:
             sizes = [entry.num_elements for entry in bucket.entries]
             return functools.partial(route.all_reduce, sizes=sizes)
-        if route.compressed is None or variables is None:
+        if not route.levels.is_compressed or variables is None:
             return route.all_reduce
         members = [variables[dense[index]] for index in bucket.indices]
         return functools.partial(
             all_reduce_compressed,
-            route=route.compressed,
+            route=route.levels,
             entries=bucket.entries,
             residuals=self.residuals.of_bucket(self._kind, order, members, replica),
         )
@@ -372,5 +390,5 @@ def _is_mean(reduce_op: Any) -> bool:
 
 def _divide(value: Any, count: int) -> Any:
     if _is_sparse(value):
-        return tf.IndexedSlices(value.values / count, value.indices, value.dense_shape)
+        return with_values(value, value.values / count)
     return value / count

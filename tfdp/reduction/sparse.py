@@ -118,7 +118,7 @@ def _source(tensor: Any) -> Any:
         elif _wraps_negative(op):
             tensor = op.inputs[2]
         elif op.type == "Placeholder":
-            outer = [o for o, i in _graph_captures(tensor.graph) if i is tensor]
+            outer = [o for o, i in getattr(tensor.graph, "captures", ()) if i is tensor]
             if not outer:
                 return tensor
             tensor = outer[0]
@@ -133,10 +133,6 @@ def _wraps_negative(op: Any) -> bool:
         return False
     wrapped = op.inputs[1].op
     return wrapped.type == "AddV2" and wrapped.inputs[0] is op.inputs[2]
-
-
-def _graph_captures(graph: Any) -> Any:
-    return getattr(graph, "captures", ())
 
 
 def _has_no_duplicates(values: Any) -> bool:

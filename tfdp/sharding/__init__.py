@@ -4,11 +4,9 @@
 - `sharded_state`: builds the state, shows it to a step and to files.
 - `sharded_param_group`, `element_shards`, `variable_shards`: the state of one inner
   optimizer, in flat shards or in whole variables.
-- `parameter_plan`, `parameter_state`: the same where parameters are sharded (ZeRO-3),
-  by their units, and for checkpoints.
+- `parameter_plan`: the same where parameters are sharded (ZeRO-3), by their units.
 - `sharded_layout`, `sharded_gradients`, `gradient_statistics`: its stages of a step.
-- `shard_collectives`, `step_collectives`: reduce-scatter and all-gather, and which of
-  them a step takes.
+- `shard_collectives`: reduce-scatter and all-gather, and which of them a step takes.
 - `state_tensors`, `state_names`, `optimizer_state`, `full_state`: the state as files
   hold it, whole tensors by name.
 - `memory_report`: what the state takes on each replica.

@@ -170,11 +170,6 @@ class ElementShards:
         is_whole = slot is None or (start, stop) == (0, slot.shape[0])
         return slot if is_whole else FlatParameterRange(slot.value, start, stop)
 
-    def scale_momentum(self, growth: tf.Tensor) -> None:
-        """Multiply every momentum."""
-        for slot in self.slots.get("momentums", []):
-            slot.assign(slot * tf.cast(growth, slot.dtype))
-
     def own_values(self, variables: list[Any]) -> list[tf.Tensor]:
         """Values of what the replica owns, one tensor for each average."""
         rows = [self._plan.buckets[number].rows[self.owner] for number in self.buckets]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 from tfdp.sharding.shard_collectives import ShardCollectives
 from tfdp.sharding.sharded_gradients import ShardedGradients
 from tfdp.sharding.sharded_param_group import ShardedParamGroup
-from tfdp.step.state_layout import squared_norm
+from tfdp.step.state_layout import GradientStatistics, squared_norm
 
 
-class ShardedGradientStatistics:
+class ShardedGradientStatistics(GradientStatistics):
     """Norms and finite checks from slices: one small collective for all parts.
 
     Args:
@@ -30,14 +28,16 @@ class ShardedGradientStatistics:
         *,
         is_needed: bool,
     ) -> None:
-        self._parts, self._sums, self._exchange = parts, sums, collectives
+        super().__init__(sums)
+        self._parts = parts
         self._facts: list[tf.Tensor] = []
         if is_needed:
             own = [
-                _squares_and_flags(p, s, collectives.owner) for p, s in self._pairs()
+                _squares_and_flags(p, s, collectives.owner)
+                for p, s in zip(parts, sums, strict=True)
             ]
             total = collectives.all_reduce(
-                _joined([fact for pair in own for fact in pair])
+                tf.concat(_alike([fact for pair in own for fact in pair]), axis=0)
             )
             sizes = [len(p.variables) for p in parts for _ in range(2)]
             self._facts = tf.split(total, sizes)
@@ -68,9 +68,6 @@ class ShardedGradientStatistics:
             for index in sums.order
         ]
 
-    def _pairs(self) -> Any:
-        return zip(self._parts, self._sums, strict=True)
-
 
 def own_squares(
     part: ShardedParamGroup, sums: ShardedGradients, owner: int
@@ -95,15 +92,7 @@ def _squares_and_flags(
     part: ShardedParamGroup, sums: ShardedGradients, owner: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Contribution of the own slices to each variable's squared norm and flag."""
-    found: dict[int, list[tf.Tensor]] = {}
-    for bucket, piece in zip(part.plan.buckets, sums.slices, strict=True):
-        if piece is None:
-            continue
-        begin = 0
-        for segment in bucket.rows[owner]:
-            elements = piece[begin : begin + segment.size]
-            found.setdefault(segment.index, []).append(elements)
-            begin += segment.size
+    found = sums.parts(part.plan, owner)
     # Every replica has the rows of sparse gradients; one counts them.
     for index, rows in sums.sparse.items() if owner == 0 else ():
         found.setdefault(index, []).append(rows.values)
@@ -111,7 +100,9 @@ def _squares_and_flags(
     squares, flags = [], []
     for index in range(len(part.variables)):
         own = found.get(index, [])
-        squares.append(_joined_sum([_sum_of_squares(item) for item in own] or none))
+        squares.append(
+            tf.add_n(_alike([_sum_of_squares(item) for item in own] or none))
+        )
         bad = [tf.cast(tf.math.is_finite(item), tf.float32) for item in own]
         flags.append(tf.add_n([tf.reduce_sum(1.0 - item) for item in bad] or none))
     dtype = _dtype_of_norms(part)
@@ -128,14 +119,6 @@ def _sum_of_squares(values: tf.Tensor) -> tf.Tensor:
     if values.dtype.size < tf.float32.size:
         values = tf.cast(values, tf.float32)
     return tf.reduce_sum(tf.square(values))
-
-
-def _joined_sum(values: list[tf.Tensor]) -> tf.Tensor:
-    return tf.add_n(_alike(values))
-
-
-def _joined(tensors: list[tf.Tensor]) -> tf.Tensor:
-    return tf.concat(_alike(tensors), axis=0)
 
 
 def _alike(tensors: list[tf.Tensor]) -> list[tf.Tensor]:

@@ -10,6 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat
+from tfdp.parameters.gathers import Gathers
+from tfdp.parameters.sharded_parameter import ShardedParameter
+from tfdp.plans.shards import Segment
 from tfdp.sharding.sharded_param_group import Owned, ShardedParamGroup
 from tfdp.sharding.state_names import slot_name, slot_names
 from tfdp.sharding.state_tensors import READ_ELEMENTS, LocalShard, StateTensor
@@ -78,13 +81,11 @@ def accumulator_state(
         dtypes.update(dict.fromkeys(bucket.indices, str(total.dtype)))
         for replica, state in enumerate(group.replicas):
             local = _compat.local_value(total, replica)
-            begin = 0
-            for segment in bucket.rows[state.owner]:
-                shard = _range_shard(local, begin, segment.start, segment.size)
+            for segment, begin, _ in bucket.places(state.owner):
+                shard = _range_shard(local, begin, segment)
                 local_shards[segment.index].append(shard)
                 if is_first_copy(replica):
                     owned[segment.index] += shard.split(READ_ELEMENTS)
-                begin += segment.size
     names = [slot_name(prefix, i, group.variables) for i in range(len(group.variables))]
     return [
         StateTensor(
@@ -96,6 +97,36 @@ def accumulator_state(
         )
         for index, variable in enumerate(group.variables)
     ]
+
+
+def parameter_state(name: str, parameter: ShardedParameter) -> StateTensor:
+    """State tensor of a sharded parameter, of which each replica has its part.
+
+    Args:
+        name: String, unique among all.
+        parameter: `ShardedParameter`.
+
+    Returns:
+        `StateTensor`.
+    """
+    gathers = parameter.reader
+    assert isinstance(gathers, Gathers)
+
+    def written() -> None:
+        parameter.reader.forget(parameter)
+
+    owned: list[LocalShard] = []
+    local_shards: list[LocalShard] = []
+    for replica, part in enumerate(parameter.values):
+        start, stop = parameter.ranges[gathers.owner(replica)]
+        if start == stop:
+            continue
+        shard = _full_shard(part, start, written)
+        local_shards.append(shard)
+        if gathers.groups.is_first_copy(replica):
+            owned += shard.split(READ_ELEMENTS)
+    shape, dtype = tuple(parameter.whole_shape), parameter.dtype.name
+    return StateTensor(name, shape, dtype, tuple(owned), tuple(local_shards))
 
 
 def shard_full_slots(tensors: Sequence[StateTensor], slots: Sequence[Any]) -> None:
@@ -119,13 +150,9 @@ def _named_shards(
         return found + _named_shards_of_variables(group, state)
     for attribute, slots in state.slots.items():
         for number, slot in zip(state.buckets, slots, strict=True):
-            begin = 0
-            for segment in group.plan.buckets[number].rows[state.owner]:
+            for segment, begin, _ in group.plan.buckets[number].places(state.owner):
                 name = slot_name(attribute, segment.index, group.variables)
-                found.append(
-                    (name, _range_shard(slot.value, begin, segment.start, segment.size))
-                )
-                begin += segment.size
+                found.append((name, _range_shard(slot.value, begin, segment)))
     return found
 
 
@@ -146,19 +173,24 @@ def _named_shards_of_variables(
     ]
 
 
-def _full_shard(variable: Any) -> LocalShard:
+def _full_shard(
+    variable: Any, start: int = 0, written: Callable[[], None] = lambda: None
+) -> LocalShard:
+    """Local shard of all elements of a variable, those from `start` of a tensor."""
     shape = tuple(variable.shape)
     size = int(np.prod(shape, dtype=np.int64))
     read = functools.partial(_compat.elements_of, variable)
 
     def write(values: Any) -> None:
         variable.assign(np.asarray(values).reshape(shape))
+        written()
 
-    return LocalShard(0, size, lambda: read(0, size), write, read)
+    return LocalShard(start, start + size, lambda: read(0, size), write, read)
 
 
-def _range_shard(variable: Any, begin: int, start: int, size: int) -> LocalShard:
-    """Local shard in a flat `tf.Variable`, of elements from `start` of a tensor."""
+def _range_shard(variable: Any, begin: int, segment: Segment) -> LocalShard:
+    """Local shard of a segment that begins somewhere in a flat `tf.Variable`."""
+    size = segment.size
 
     def read(first: int, last: int) -> np.ndarray:
         # Elements only: TensorFlow copies the whole of what `write` has written to.
@@ -169,4 +201,4 @@ def _range_shard(variable: Any, begin: int, start: int, size: int) -> LocalShard
     def write(values: Any) -> None:
         variable[begin : begin + size].assign(values)
 
-    return LocalShard(start, start + size, lambda: read(0, size), write, read)
+    return LocalShard(segment.start, segment.stop, lambda: read(0, size), write, read)

@@ -2,26 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.collectives import timing
+from tfdp.compression.compressed_reduce import Caller
+from tfdp.parameters.backward_gathers import BackwardGathers
 from tfdp.parameters.packing import pack_row, pack_rows, unpack_rows
-from tfdp.parameters.shard_groups import Compression, ReduceDtypes, ShardGroups
+from tfdp.parameters.shard_groups import ShardGroups
 from tfdp.plans.shards import Segment, ShardBucket, ShardPlan
 from tfdp.reduction.fusion import weighted
+from tfdp.reduction.gradient_reducer import ReplicaReducer
+from tfdp.sharding.sharded_param_group import ShardedParamGroup
 
 Slices = list[tf.Tensor | None]
 
 
-class ShardCollectives(Protocol):
-    """Collectives that a step with sharded optimizer state needs."""
+@dataclasses.dataclass(frozen=True)
+class StepCollectives:
+    """Callable from a parameter group to its collectives, on one replica.
 
-    owner: int
-    num_copies: int
+    Args:
+        extended: Extended class of a tfdp strategy.
+        groups: `ShardGroups`.
+        replica: Int, index of the calling replica among the local ones.
+        reducer: `ReplicaReducer`.
+        backward: `BackwardGathers` of sharded parameters, or `None`.
+        may_sum_everything: Bool, whether all-reduces may take the place of all
+            collectives of an optimizer.
+    """
+
+    extended: Any
+    groups: ShardGroups
+    replica: int
+    reducer: ReplicaReducer
+    backward: BackwardGathers | None
+    may_sum_everything: bool
+
+    def __call__(self, part: ShardedParamGroup) -> ShardCollectives:
+        """Return the `ShardCollectives` of a parameter group.
+
+        Raises:
+            ValueError: In eager mode, where gradients are combined by Adasum.
+        """
+        selector = self.extended.algorithm_selector
+        if selector.combines_means and tf.executing_eagerly():
+            raise ValueError(
+                "Adasum with sharded state needs a graph. Leave out "
+                "`run_eagerly=True`, and call `strategy.run` in a `tf.function`."
+            )
+        is_lopsided = part.plan.shards_variables and part.plan.is_lopsided
+        sums_everything = self.may_sum_everything and not selector.combines_means
+        if tf.executing_eagerly() or (sums_everything and is_lopsided):
+            return EagerShardCollectives(self, part.variables)
+        if selector.needs_whole_buckets:
+            return WholeGradientCollectives(self, part.variables)
+        return ShardCollectives(self, part.variables)
+
+
+class ShardCollectives:
+    """Shard collectives by reduce-scatter and all-gather, in a graph.
+
+    Args:
+        step: `StepCollectives`.
+        variables: List of Keras variables, those of a parameter group.
+    """
+
+    def __init__(self, step: StepCollectives, variables: list[Any]) -> None:
+        self.owner = step.groups.owner(step.replica)
+        self.num_copies = step.groups.num_copies
+        self._step = step
+        self._variables = variables
 
     def reduce_scatter(
         self,
@@ -41,6 +96,21 @@ class ShardCollectives(Protocol):
             List with a tensor of shape `[slice_size]` for each bucket, or `None`
             where there is nothing to sum.
         """
+        slices: Slices = []
+        for channel, bucket in enumerate(plan.buckets):
+            given = sorted(bucket.indices & tensors.keys())
+            if not given:
+                slices.append(None)
+                continue
+            self._gather_before([tensors[index] for index in given])
+            flat = pack_rows(bucket, tensors, tensors[given[0]].dtype)
+            if weight is not None:
+                flat = weighted(flat, weight)
+            with timing.labelled(f"{timing.GRADIENTS} {channel}"):
+                piece = self._scatter(channel, bucket, flat)
+            self._note_reduced([piece])
+            slices.append(piece)
+        return slices
 
     def all_gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
         """Gather all variables of the buckets whose slices are given.
@@ -52,79 +122,6 @@ class ShardCollectives(Protocol):
         Returns:
             Dict from position to flat tensor, alike on all replicas.
         """
-
-    def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Sum a small tensor over the owners of different slices."""
-
-
-class GraphShardCollectives:
-    """Shard collectives by reduce-scatter and all-gather, in a graph.
-
-    Args:
-        groups: `ShardGroups`.
-        replica: Int, index of the calling replica among the local ones.
-        reduce_dtypes_of: Callable from what is sent to the dtypes that it travels in,
-            see `ShardGroups.reduce_scatter`.
-        compression_of: Callable from the number of a bucket, the bucket and what is
-            sent to how it is compressed, see `ShardGroups.scatter_bucket`.
-        before_bucket: Callable, called before each reduce-scatter with the age of the
-            last operation that it waits for, or `None`. Defaults to `None`.
-        after_bucket: Callable, called with what each reduce-scatter returns, or
-            `None`. Defaults to `None`.
-    """
-
-    def __init__(
-        self,
-        groups: ShardGroups,
-        replica: int,
-        reduce_dtypes_of: Callable[[tf.Tensor], ReduceDtypes],
-        compression_of: Callable[[int, ShardBucket, tf.Tensor], Compression | None],
-        before_bucket: Callable[[int], None] | None = None,
-        after_bucket: Callable[[tf.Tensor], None] | None = None,
-    ) -> None:
-        self.owner = groups.owner(replica)
-        self.num_copies = groups.num_copies
-        self._groups = groups
-        self._replica = replica
-        self._reduce_dtypes_of = reduce_dtypes_of
-        self._compression_of = compression_of
-        self._before_bucket = before_bucket
-        self._after_bucket = after_bucket
-
-    def reduce_scatter(
-        self,
-        plan: ShardPlan,
-        tensors: Mapping[int, tf.Tensor],
-        weight: tf.Tensor | None,
-    ) -> Slices:
-        """See `ShardCollectives`."""
-        slices: Slices = []
-        for channel, bucket in enumerate(plan.buckets):
-            given = sorted(bucket.indices & tensors.keys())
-            if not given:
-                slices.append(None)
-                continue
-            if self._before_bucket is not None:
-                self._before_bucket(max(_compat.op_position(tensors[i]) for i in given))
-            flat = pack_rows(bucket, tensors, tensors[given[0]].dtype)
-            if weight is not None:
-                flat = weighted(flat, weight)
-            with timing.labelled(f"{timing.GRADIENTS} {channel}"):
-                piece = self._groups.scatter_bucket(
-                    bucket,
-                    flat,
-                    self._replica,
-                    channel=channel,
-                    reduce_dtypes=self._reduce_dtypes_of(flat),
-                    compression=self._compression_of(channel, bucket, flat),
-                )
-            if self._after_bucket is not None:
-                self._after_bucket(piece)
-            slices.append(piece)
-        return slices
-
-    def all_gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
-        """See `ShardCollectives`."""
         flats: Slices = []
         for channel, (bucket, piece) in enumerate(
             zip(plan.buckets, slices, strict=True)
@@ -134,50 +131,46 @@ class GraphShardCollectives:
                 # A key contains the shape, which clipping or an update may have lost.
                 whole = tf.ensure_shape(piece, [bucket.slice_size])
                 with timing.labelled(f"{timing.PARAMETERS} {channel}"):
-                    flat = self._groups.gather_bucket(
-                        bucket, whole, self._replica, channel=channel
+                    flat = self._step.groups.gather_bucket(
+                        bucket, whole, self._step.replica, channel=channel
                     )
             flats.append(flat)
         return unpack_rows(plan, flats)
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
-        """See `ShardCollectives`."""
+        """Sum a small tensor over the owners of different slices."""
         with timing.labelled("norms"):
-            return self._groups.all_reduce(tensor, self._replica)
+            return self._step.groups.all_reduce(tensor, self._step.replica)
+
+    def _scatter(self, number: int, bucket: ShardBucket, flat: tf.Tensor) -> tf.Tensor:
+        """Reduce-scatter a bucket by the algorithm that an all-reduce would take."""
+        extended, replica = self._step.extended, self._step.replica
+        num_bytes = flat.shape.num_elements() * flat.dtype.size
+        route = extended.algorithm_selector.select(num_bytes, flat.dtype.name)
+        members = [self._variables[index] for index in sorted(bucket.indices)]
+        residuals = extended.reducer.residuals.of_bucket(
+            "reduce-scatter", number, members, replica
+        )
+        caller = Caller(replica, number, residuals)
+        return self._step.groups.scatter_bucket(bucket, flat, route.levels, caller)
+
+    def _gather_before(self, tensors: Iterable[tf.Tensor]) -> None:
+        """Gather parameters that operations before some gradients need again."""
+        if self._step.backward is not None:
+            self._step.backward.up_to(max(map(_compat.op_position, tensors)))
+
+    def _note_reduced(self, slices: Slices) -> None:
+        for piece in slices:
+            if self._step.backward is not None and piece is not None:
+                self._step.backward.note_reduced(piece)
 
 
-class WholeGradientCollectives(GraphShardCollectives):
+class WholeGradientCollectives(ShardCollectives):
     """Shard collectives for Adasum and compressors of whole buckets, in a graph.
 
     Gradients are all-reduced by the buckets of an optimizer that is not sharded; each
     replica keeps its slices of the sums.
-
-    Args:
-        groups: `ShardGroups`.
-        replica: Int, index of the calling replica among the local ones.
-        sum_gradients: Callable from a dict of gradients by position, and a weight, to
-            the dict of their sums over all replicas.
-        before_bucket: Callable, see `GraphShardCollectives`. Defaults to `None`.
-        after_bucket: Callable, see `GraphShardCollectives`. Defaults to `None`.
     """
-
-    def __init__(
-        self,
-        groups: ShardGroups,
-        replica: int,
-        sum_gradients: Callable[[Mapping[int, tf.Tensor], tf.Tensor | None], dict],
-        before_bucket: Callable[[int], None] | None = None,
-        after_bucket: Callable[[tf.Tensor], None] | None = None,
-    ) -> None:
-        super().__init__(
-            groups,
-            replica,
-            lambda flat: (None, None),
-            lambda number, bucket, flat: None,
-            before_bucket,
-            after_bucket,
-        )
-        self._sum_gradients = sum_gradients
 
     def reduce_scatter(
         self,
@@ -186,40 +179,31 @@ class WholeGradientCollectives(GraphShardCollectives):
         weight: tf.Tensor | None,
     ) -> Slices:
         """See `ShardCollectives`."""
-        if self._before_bucket is not None and tensors:
-            self._before_bucket(max(map(_compat.op_position, tensors.values())))
-        sums = self._sum_gradients(tensors, weight)
+        if tensors:
+            self._gather_before(tensors.values())
+        reduced = self._step.reducer.reduce_gradients(
+            list(tensors.values()),
+            [self._variables[index] for index in tensors],
+            may_sum=False,
+            weight=weight,
+        )
+        sums = dict(zip(tensors, reduced.gradients(), strict=True))
         slices = _own_slices(plan, self.owner, sums)
-        if self._after_bucket is not None:
-            for piece in slices:
-                if piece is not None:
-                    self._after_bucket(piece)
+        self._note_reduced(slices)
         return slices
 
 
-class EagerShardCollectives:
+class EagerShardCollectives(ShardCollectives):
     """Shard collectives by all-reduce: for eager steps, and where rows are uneven.
 
     Eager replicas run one after the other and cannot wait for each other in a
     collective. And where one variable is larger than a fair share, rows would be
     mostly padding.
-
-    Args:
-        groups: `ShardGroups`.
-        replica: Int, index of the calling replica among the local ones.
-        sum_tensors: Callable that sums a list of tensors over all replicas.
     """
 
-    def __init__(
-        self,
-        groups: ShardGroups,
-        replica: int,
-        sum_tensors: Callable[[list[tf.Tensor]], list[tf.Tensor]],
-    ) -> None:
-        self.owner = groups.owner(replica)
-        self.num_copies = groups.num_copies
-        self._sum_tensors = sum_tensors
-        self._is_first_copy = groups.is_first_copy(replica)
+    @property
+    def _is_first_copy(self) -> bool:
+        return self._step.groups.is_first_copy(self._step.replica)
 
     def reduce_scatter(
         self,
@@ -228,12 +212,11 @@ class EagerShardCollectives:
         weight: tf.Tensor | None,
     ) -> Slices:
         """See `ShardCollectives`."""
-        indices = list(tensors)
         given = [
-            tensors[index] if weight is None else weighted(tensors[index], weight)
-            for index in indices
+            tensor if weight is None else weighted(tensor, weight)
+            for tensor in tensors.values()
         ]
-        sums = dict(zip(indices, self._sum_tensors(given), strict=True))
+        sums = dict(zip(tensors, self._step.reducer.sum(given), strict=True))
         return _own_slices(plan, self.owner, sums)
 
     def all_gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
@@ -245,33 +228,29 @@ class EagerShardCollectives:
             if piece is None:
                 continue
             dtypes.update(dict.fromkeys(bucket.indices, piece.dtype))
-            begin = 0
-            for segment in bucket.rows[self.owner] if self._is_first_copy else ():
-                elements = piece[begin : begin + segment.size]
-                own[segment.index].append((segment, elements))
-                begin += segment.size
+            for segment, begin, end in bucket.places(self.owner):
+                if self._is_first_copy:
+                    own[segment.index].append((segment, piece[begin:end]))
         padded = [
             _pad_with_zeros(own[index], size, dtypes[index])
             for index, size in sizes.items()
         ]
-        return dict(zip(sizes, self._sum_tensors(padded), strict=True))
+        return dict(zip(sizes, self._step.reducer.sum(padded), strict=True))
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """See `ShardCollectives`."""
         mine = tensor if self._is_first_copy else tf.zeros_like(tensor)
-        return self._sum_tensors([mine])[0]
+        return self._step.reducer.sum([mine])[0]
 
 
 def _own_slices(plan: ShardPlan, owner: int, sums: Mapping[int, tf.Tensor]) -> Slices:
     """An owner's slice of each bucket, of gradients that are summed already."""
-    slices: Slices = []
-    for bucket in plan.buckets:
+    slices: Slices = [None] * len(plan.buckets)
+    for number, bucket in enumerate(plan.buckets):
         present = sorted(bucket.indices & sums.keys())
-        if not present:
-            slices.append(None)
-            continue
-        row, padding = bucket.rows[owner], bucket.padding(owner)
-        slices.append(pack_row(row, padding, sums, sums[present[0]].dtype))
+        if present:
+            dtype = sums[present[0]].dtype
+            slices[number] = pack_row(bucket, owner, sums, dtype)
     return slices
 
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdp.parameters.packing import pack_row
 from tfdp.plans.shards import ShardPlan
-from tfdp.reduction.fusion import divided
+from tfdp.reduction.fusion import divided, with_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,23 @@ class ShardedGradients:
         """Positions of the variables that have gradients."""
         return self.dense | self.sparse.keys()
 
+    def parts(self, plan: ShardPlan, owner: int) -> dict[int, list[tf.Tensor]]:
+        """Elements of each variable in the slices of an owner, in order.
+
+        Args:
+            plan: `ShardPlan`.
+            owner: Int, whose slices these are.
+
+        Returns:
+            Dict from position to list of tensors.
+        """
+        found: dict[int, list[tf.Tensor]] = {}
+        for bucket, piece in zip(plan.buckets, self.slices, strict=True):
+            if piece is not None:
+                for segment, begin, end in bucket.places(owner):
+                    found.setdefault(segment.index, []).append(piece[begin:end])
+        return found
+
     def divided_by(self, divisor: tf.Tensor) -> ShardedGradients:
         """The same, each element divided by a scalar, see `divided`."""
         return self.map(lambda values: divided(values, divisor))
@@ -41,7 +58,7 @@ class ShardedGradients:
     def map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> ShardedGradients:
         """The same with a function applied to every tensor."""
         sparse = {
-            index: _with_values(rows, function(rows.values))
+            index: with_values(rows, function(rows.values))
             for index, rows in self.sparse.items()
         }
         slices = [None if piece is None else function(piece) for piece in self.slices]
@@ -68,7 +85,7 @@ class ShardedGradients:
             sizes = [segment.size for segment in row] + [bucket.padding(owner)]
             slices.append(piece * tf.cast(tf.repeat(own, sizes), piece.dtype))
         sparse = {
-            index: _with_values(rows, rows.values * tf.cast(factors[index], rows.dtype))
+            index: with_values(rows, rows.values * tf.cast(factors[index], rows.dtype))
             for index, rows in self.sparse.items()
         }
         return dataclasses.replace(self, slices=slices, sparse=sparse)
@@ -82,13 +99,8 @@ class ShardedGradients:
         for bucket, piece in zip(plan.buckets, self.slices, strict=True):
             given = sorted(bucket.indices & whole.keys())
             if given:
-                row, padding = bucket.rows[owner], bucket.padding(owner)
-                own = pack_row(row, padding, whole, whole[given[0]].dtype)
+                own = pack_row(bucket, owner, whole, whole[given[0]].dtype)
                 piece = own if piece is None else piece + own
             slices.append(piece)
         dense = self.dense | whole.keys()
         return dataclasses.replace(self, slices=slices, dense=dense, sparse={})
-
-
-def _with_values(rows: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices:
-    return tf.IndexedSlices(values, rows.indices, rows.dense_shape)

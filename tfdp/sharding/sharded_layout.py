@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base.param_groups import ParamGroup, is_elementwise
-from tfdp.parameters.backward_gathers import BackwardGathers
-from tfdp.parameters.sharded_parameter import sharded_parameter
+from tfdp.parameters.sharded_parameter import parameter_of, sharded_parameter
 from tfdp.reduction.fusion import weighted
 from tfdp.sharding.gradient_statistics import ShardedGradientStatistics, own_squares
-from tfdp.sharding.shard_collectives import ShardCollectives
+from tfdp.sharding.shard_collectives import StepCollectives
 from tfdp.sharding.sharded_gradients import ShardedGradients
 from tfdp.sharding.sharded_param_group import ShardedParamGroup
 from tfdp.step.grouped_update import decay_without_gradients
+from tfdp.step.state_layout import StateLayout
 
 
-class ShardedLayout:
+class ShardedLayout(StateLayout):
     """Operations of a step on one replica where the state is sharded.
 
     Args:
         groups: Dict from the `id` of an inner optimizer to its `ShardedParamGroup`.
-        replica: Int, index of the calling replica among the local ones.
-        collectives_of: Callable from a `ShardedParamGroup` to its `ShardCollectives`.
-        reducer: `GradientReducer`, for rows of sparse gradients.
-        backward: `BackwardGathers` of sharded parameters, or `None`. Defaults to
-            `None`.
+        collectives_of: `StepCollectives` of the calling replica.
     """
 
     def __init__(
-        self,
-        groups: dict[int, ShardedParamGroup],
-        replica: int,
-        collectives_of: Callable[[ShardedParamGroup], ShardCollectives],
-        reducer: Any,
-        backward: BackwardGathers | None = None,
+        self, groups: dict[int, ShardedParamGroup], collectives_of: StepCollectives
     ) -> None:
-        self._backward = backward
+        super().__init__(collectives_of.reducer)
         self._groups = groups
-        self._replica = replica
         self._collectives_of = collectives_of
-        self._reducer = reducer
 
     def reduce(
         self,
@@ -56,24 +45,23 @@ class ShardedLayout:
     ) -> ShardedGradients:
         """Reduce-scatter each bucket; all-gather the rows of sparse gradients."""
         own = self._sharded(group)
-        positions = [_compat.index_in(group.optimizer, v) for v in variables]
+        given = {
+            _compat.index_in(group.optimizer, variable): (gradient, variable)
+            for gradient, variable in zip(gradients, variables, strict=True)
+        }
         sparse = {
-            position: (gradient, variable)
-            for position, gradient, variable in zip(
-                positions, gradients, variables, strict=True
-            )
-            if isinstance(gradient, tf.IndexedSlices)
+            position: pair
+            for position, pair in given.items()
+            if isinstance(pair[0], tf.IndexedSlices)
         }
         dense = {
             position: _of_shape(gradient, variable.shape)
-            for position, gradient, variable in zip(
-                positions, gradients, variables, strict=True
-            )
+            for position, (gradient, variable) in given.items()
             if position not in sparse
         }
         slices = self._collectives_of(own).reduce_scatter(own.plan, dense, weight)
-        if self._backward is not None:
-            self._backward.all()
+        if self._collectives_of.backward is not None:
+            self._collectives_of.backward.all()
         rows = self._reducer.gather_rows(
             [
                 gradient if weight is None else weighted(gradient, weight)
@@ -86,7 +74,7 @@ class ShardedLayout:
             slices,
             frozenset(dense),
             dict(zip(sparse, rows, strict=True)),
-            tuple(positions),
+            tuple(given),
         )
 
     def slices_of(
@@ -191,16 +179,6 @@ class ShardedLayout:
         whole = sums.without_rows(own.plan, owner)
         return whole.map(lambda values: values * tf.cast(factor, values.dtype))
 
-    def scale_momentum(self, group: ParamGroup, factor: Any) -> None:
-        """See `WholeVariables`."""
-        state = self._state(self._sharded(group))
-
-        def scale() -> tf.Tensor:
-            state.scale_momentum(factor)
-            return tf.constant(True)
-
-        tf.cond(tf.equal(factor, 1.0), lambda: tf.constant(False), scale)
-
     def update(
         self, group: ParamGroup, gradients: ShardedGradients, variables: list, rate: Any
     ) -> None:
@@ -279,33 +257,30 @@ class ShardedLayout:
         """Give sharded parameters new values: each replica keeps its own."""
         owner = self._state(own).owner
         for bucket, piece in zip(own.plan.buckets, slices, strict=True):
-            begin = 0
-            for segment in bucket.rows[owner] if piece is not None else ():
-                parameter = sharded_parameter(own.variables[segment.index])
-                assert parameter is not None
+            for segment, begin, end in (
+                bucket.places(owner) if piece is not None else ()
+            ):
                 if segment.index in present:
-                    parameter.assign_part(piece[begin : begin + segment.size])
-                begin += segment.size
+                    parameter = parameter_of(own.variables[segment.index])
+                    parameter.assign_part(piece[begin:end])
         for index in present:
             # What is gathered next has the new values of other replicas, too.
-            _forget(own.variables[index])
+            parameter = parameter_of(own.variables[index])
+            parameter.reader.forget(parameter)
+
+    def _momentums(self, group: ParamGroup) -> list:
+        return self._state(self._sharded(group)).slots.get("momentums", [])
 
     def _sharded(self, group: ParamGroup) -> ShardedParamGroup:
         return self._groups[id(group.optimizer)]
 
     def _state(self, own: ShardedParamGroup) -> Any:
-        return own.replicas[self._replica]
+        return own.replicas[self._collectives_of.replica]
 
 
 def _of_shape(gradient: Any, shape: Any) -> Any:
     """A gradient of known shape; the operation that made it, where it has one."""
     return gradient if gradient.shape == shape else tf.ensure_shape(gradient, shape)
-
-
-def _forget(variable: Any) -> None:
-    parameter = sharded_parameter(variable)
-    if parameter is not None:
-        parameter.reader.forget(parameter)
 
 
 def _clips_by_norm(optimizer: Any) -> bool:

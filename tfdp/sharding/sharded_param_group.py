@@ -27,16 +27,3 @@ class ShardedParamGroup:
     variables: list[Any]
     plan: ShardPlan
     replicas: list[Owned]
-
-
-def owned_state(
-    optimizer: Any,
-    variables: list[Any],
-    plan: ShardPlan,
-    owner: int,
-    replica: int,
-    device: str,
-) -> Owned:
-    """The state that a local replica owns, see `ElementShards`."""
-    kind = VariableShards if plan.shards_variables else ElementShards
-    return kind(optimizer, variables, plan, owner, replica, device)

@@ -31,6 +31,7 @@ from tfdp.reduction.gradient_reducer import ReplicaReducer
 from tfdp.replicas.assigned_values import AssignedValues
 from tfdp.replicas.drift import check_weights
 from tfdp.replicas.variables import MirroredVariable
+from tfdp.sharding.element_shards import ElementShards
 from tfdp.sharding.optimizer_state import (
     accumulator_state,
     param_group_state,
@@ -38,11 +39,12 @@ from tfdp.sharding.optimizer_state import (
 )
 from tfdp.sharding.options import ShardingOptions
 from tfdp.sharding.parameter_plan import plan_of_parameters
+from tfdp.sharding.shard_collectives import StepCollectives
 from tfdp.sharding.sharded_layout import ShardedLayout
-from tfdp.sharding.sharded_param_group import ShardedParamGroup, owned_state
+from tfdp.sharding.sharded_param_group import ShardedParamGroup
 from tfdp.sharding.state_names import slot_names
 from tfdp.sharding.state_tensors import StateTensor
-from tfdp.sharding.step_collectives import StepCollectives
+from tfdp.sharding.variable_shards import VariableShards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,24 +266,17 @@ class ShardedState:
         replica = _compat.local_replica_id(context)
         reducer = ReplicaReducer(self._extended.reducer, context)
         backward = None if self._gathers is None else self._gathers.backward()
-        around = {}
-        if backward is not None:
-            around = {
-                "before_bucket": backward.up_to,
-                "after_bucket": backward.note_reduced,
-            }
-
         collectives_of = StepCollectives(
             self._extended,
             self.groups,
             replica,
             reducer,
-            around,
+            backward,
             # Units of sharded parameters are looked at one by one: what is gathered for
             # the backward pass comes between them.
             may_sum_everything=self._gathers is None,
         )
-        return ShardedLayout(self.parts, replica, collectives_of, reducer, backward)
+        return ShardedLayout(self.parts, collectives_of)
 
     def _plan_of(self, optimizer: Any) -> ShardPlan:
         """The plan of an inner optimizer, as without sharded parameters."""
@@ -294,8 +289,9 @@ class ShardedState:
         variables = _compat.trained_by(optimizer)
         if self._gathers is not None:
             plan = plan_of_parameters(plan, variables, self._gathers)
+        kind = VariableShards if plan.shards_variables else ElementShards
         states = [
-            owned_state(
+            kind(
                 optimizer, variables, plan, self.groups.owner(replica), replica, device
             )
             for replica, device in enumerate(self._devices)

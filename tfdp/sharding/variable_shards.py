@@ -96,15 +96,7 @@ class VariableShards:
         self, gradients: ShardedGradients, variables: list[Any]
     ) -> dict[int, Any]:
         """Assemble the gradients of the owned variables from the buckets."""
-        parts: dict[int, list[tf.Tensor]] = {}
-        for bucket, piece in zip(self._plan.buckets, gradients.slices, strict=True):
-            if piece is None:
-                continue
-            begin = 0
-            for segment in bucket.rows[self.owner]:
-                found = piece[begin : begin + segment.size]
-                parts.setdefault(segment.index, []).append(found)
-                begin += segment.size
+        parts = gradients.parts(self._plan, self.owner)
         whole: dict[int, Any] = {
             index: _assemble(parts.get(index, []), variables[index])
             for index in gradients.dense & set(self.owned)
@@ -112,12 +104,6 @@ class VariableShards:
         for index in set(self.owned) & gradients.sparse.keys():
             whole[index] = gradients.sparse[index]
         return whole
-
-    def scale_momentum(self, growth: tf.Tensor) -> None:
-        """See `ElementShards`."""
-        for slot in getattr(self.clone, "momentums", []):
-            if slot is not None:
-                slot.assign(slot * tf.cast(growth, slot.dtype))
 
     def average(self, optimizer: Any, variables: list[Any]) -> None:
         """See `ElementShards`."""
@@ -150,8 +136,7 @@ class VariableShards:
         return variables[index] if found is None else found
 
     def _pack(self, bucket: ShardBucket, values: dict[int, Any]) -> tf.Tensor:
-        row, padding = bucket.rows[self.owner], bucket.padding(self.owner)
-        return pack_row(row, padding, values, tf.as_dtype(bucket.dtype))
+        return pack_row(bucket, self.owner, values, tf.as_dtype(bucket.dtype))
 
     def _refresh(self, variables: list[Any]) -> None:
         """Set the copies to the values of the variables."""

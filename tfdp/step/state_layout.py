@@ -3,96 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base.param_groups import ParamGroup, is_linear
 from tfdp.parameters.sharded_parameter import check_reader
-from tfdp.reduction.fusion import ReducedGradients
 from tfdp.step.grouped_update import decay_and_update, decay_without_gradients
 from tfdp.step.loss_scale import not_finite
-
-
-class GradientSums(Protocol):
-    """Gradients of one parameter group, summed over all replicas."""
-
-    def divided_by(self, divisor: tf.Tensor) -> Any:
-        """The same, each element divided by a scalar."""
-
-
-class GradientStatistics(Protocol):
-    """Norms and finite flags of the sums, alike on all replicas."""
-
-    def is_finite(self) -> tf.Tensor:
-        """Scalar bool tensor, whether no element is infinite or NaN."""
-
-    def squared_norm(self) -> tf.Tensor:
-        """Scalar tensor, the sum of the squares of all elements."""
-
-    def non_finite(self) -> list[tf.Tensor]:
-        """Scalar bool tensors, whether a variable's gradient is not finite."""
-
-
-class StateLayout(Protocol):
-    """Operations of a step on gradients, wherever the state lies."""
-
-    def reduce(
-        self,
-        group: ParamGroup,
-        gradients: list,
-        variables: list,
-        *,
-        may_sum: bool,
-        weight: tf.Tensor | None,
-    ) -> Any:
-        """Sum the gradients of a group over all replicas; returns `GradientSums`."""
-
-    def examine(
-        self, groups: Sequence[ParamGroup], sums: list, *, checks: bool, measures: bool
-    ) -> GradientStatistics:
-        """Compute norms and finite flags of the sums of all groups.
-
-        Args:
-            groups: Sequence of `ParamGroup`.
-            sums: List of what `reduce` returned for each.
-            checks: Bool, whether it matters if they are finite.
-            measures: Bool, whether their norm matters.
-        """
-
-    def own_squares(self, groups: Sequence[ParamGroup], sums: list) -> tf.Tensor:
-        """This replica's part of the squared norm: all replicas' add up to it.
-
-        Args:
-            groups: Sequence of `ParamGroup`.
-            sums: List of what `reduce` returned for each.
-
-        Returns:
-            Scalar float32 tensor.
-        """
-
-    def clip(self, group: ParamGroup, sums: Any, statistics: Any) -> Any:
-        """Clip the gradients of a group as its optimizer was asked to."""
-
-    def scale_momentum(self, group: ParamGroup, factor: Any) -> None:
-        """Multiply the momentum of a group that contains the learning rate."""
-
-    def update(
-        self, group: ParamGroup, gradients: Any, variables: list, rate: Any
-    ) -> None:
-        """Decay and update the variables of a group."""
-
-    def update_without_gradients(
-        self, group: ParamGroup, variables: list, rate: Any
-    ) -> None:
-        """Do of an update what needs no gradients."""
-
-    def average(self, group: ParamGroup) -> None:
-        """Move the averages of a group's variables towards their values."""
-
-    def overwrite_with_average(self, group: ParamGroup) -> None:
-        """Give the variables of a group the values of their averages."""
 
 
 def reduce_groups(
@@ -113,7 +32,7 @@ def reduce_groups(
             `None`.
 
     Returns:
-        List of `GradientSums`, one for each parameter group.
+        List of what `StateLayout.reduce` returns, one for each parameter group.
     """
     return [
         layout.reduce(
@@ -127,8 +46,10 @@ def reduce_groups(
     ]
 
 
-class WholeVariables:
-    """Every replica holds every variable and slot, as Keras makes them.
+class StateLayout:
+    """Operations of a step on gradients, wherever variables and slots lie.
+
+    By itself every replica holds each of them, as Keras makes them.
 
     Args:
         reducer: `GradientReducer`.
@@ -145,8 +66,12 @@ class WholeVariables:
         *,
         may_sum: bool,
         weight: tf.Tensor | None,
-    ) -> ReducedGradients:
-        """All-reduce each bucket."""
+    ) -> Any:
+        """Sum the gradients of a group over all replicas, bucket by bucket.
+
+        Returns:
+            `ReducedGradients`, or what else has `divided_by`.
+        """
         del group
         check_reader(variables, None)
         return self._reducer.reduce_gradients(
@@ -156,29 +81,42 @@ class WholeVariables:
     def examine(
         self, groups: Sequence[ParamGroup], sums: list, *, checks: bool, measures: bool
     ) -> GradientStatistics:
-        """Leave the work to the moment when it is asked for."""
+        """Compute norms and finite flags of the sums of all groups.
+
+        Args:
+            groups: Sequence of `ParamGroup`.
+            sums: List of what `reduce` returned for each.
+            checks: Bool, whether it matters if they are finite.
+            measures: Bool, whether their norm matters.
+        """
         del groups, checks, measures
-        return _WholeGradientStatistics(sums)
+        return GradientStatistics(sums)
 
     def own_squares(self, groups: Sequence[ParamGroup], sums: list) -> tf.Tensor:
-        """An equal part: every replica has all sums."""
+        """This replica's part of the squared norm: all replicas' add up to it.
+
+        Args:
+            groups: Sequence of `ParamGroup`.
+            sums: List of what `reduce` returned for each.
+
+        Returns:
+            Scalar float32 tensor.
+        """
         del groups
         gradients = [item for reduced in sums for item in reduced.gradients()]
         return squared_norm(gradients) / self._reducer.num_replicas
 
-    def clip(self, group: ParamGroup, sums: ReducedGradients, statistics: Any) -> list:
-        """Clip as Keras does, on the sums of all replicas."""
+    def clip(self, group: ParamGroup, sums: Any, statistics: Any) -> Any:
+        """Clip the gradients of a group as Keras does, on the sums of all replicas."""
         del statistics
         return _compat.clip_gradients(group.optimizer, sums.gradients())
 
     def scale_momentum(self, group: ParamGroup, factor: Any) -> None:
-        """Multiply every momentum.
+        """Multiply every momentum of a group that contains the learning rate.
 
         Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, remark 2.
         """
-        slots = [
-            _compat.local_part(m) for m in group.optimizer.momentums if m is not None
-        ]
+        slots = [_compat.local_part(m) for m in self._momentums(group) if m is not None]
 
         def scale() -> tf.Tensor:
             for slot in slots:
@@ -189,7 +127,7 @@ class WholeVariables:
         tf.cond(tf.equal(factor, 1.0), lambda: tf.constant(False), scale)
 
     def update(
-        self, group: ParamGroup, gradients: list, variables: list, rate: Any
+        self, group: ParamGroup, gradients: Any, variables: list, rate: Any
     ) -> None:
         """Decay and update as Keras does, small variables together."""
         decay_and_update(group.optimizer, gradients, variables, rate)
@@ -197,31 +135,43 @@ class WholeVariables:
     def update_without_gradients(
         self, group: ParamGroup, variables: list, rate: Any
     ) -> None:
-        """Decay weights, and move on what belongs to no variable."""
+        """Do of an update what needs no gradients: decay weights, say."""
         decay_without_gradients(group.optimizer, variables, rate, {})
 
     def average(self, group: ParamGroup) -> None:
-        """Move them as Keras does."""
+        """Move the averages of a group's variables towards their values."""
         _compat.update_moving_average(group.optimizer)
 
     def overwrite_with_average(self, group: ParamGroup) -> None:
-        """Overwrite them as Keras does."""
+        """Give the variables of a group the values of their averages."""
         _compat.overwrite_with_moving_average(group.optimizer)
 
+    def _momentums(self, group: ParamGroup) -> list:
+        return group.optimizer.momentums
 
-class _WholeGradientStatistics:
-    """Statistics on demand: a norm that nobody needs costs nothing."""
 
-    def __init__(self, sums: list[ReducedGradients]) -> None:
+class GradientStatistics:
+    """Norms and finite flags of the sums, alike on all replicas.
+
+    They are computed on demand: a norm that nobody needs costs nothing.
+
+    Args:
+        sums: List of what `StateLayout.reduce` returned.
+    """
+
+    def __init__(self, sums: list) -> None:
         self._sums = sums
 
     def is_finite(self) -> tf.Tensor:
+        """Scalar bool tensor, whether no element is infinite or NaN."""
         return tf.reduce_all([item.all_finite() for item in self._sums])
 
     def squared_norm(self) -> tf.Tensor:
+        """Scalar tensor, the sum of the squares of all elements."""
         return squared_norm(self._gradients())
 
     def non_finite(self) -> list[tf.Tensor]:
+        """Scalar bool tensors, whether a variable's gradient is not finite."""
         return [not_finite(gradient) for gradient in self._gradients()]
 
     def _gradients(self) -> list:

@@ -21,11 +21,7 @@ from tfdp.step.accumulation import (
     Totals,
 )
 from tfdp.step.loss_scale import LossScale
-from tfdp.step.state_layout import (
-    GradientStatistics,
-    StateLayout,
-    WholeVariables,
-)
+from tfdp.step.state_layout import GradientStatistics, StateLayout
 
 
 class Schedule(NamedTuple):
@@ -174,7 +170,7 @@ def keras_step(optimizer: Any, variables: list, reducer: GradientReducer) -> Ste
         if accumulates
         else NoAccumulation(weight),
         reducer=reducer,
-        layout=WholeVariables(reducer),
+        layout=StateLayout(reducer),
         schedules=[Schedule()],
         fixed_scale=None if accumulates else optimizer.loss_scale_factor,
         counts_micro_batches=accumulates,
