@@ -195,9 +195,9 @@ def does_not_gather_averages(env: Env, column: Any) -> Iterator[None]:
         ShardedLayout.overwrite_with_average,
     )
 
-    def overwrite_with_own(layout: Any, part: Any) -> None:
+    def overwrite_with_own(layout: Any, *given: Any) -> None:
         _thread.overwrites = True
-        overwrite(layout, part)
+        overwrite(layout, *given)
         _thread.overwrites = False
 
     def gather_updates(exchange: Any, plan: Any, slices: list) -> dict:
