@@ -24,7 +24,7 @@ from tfdp.cluster import (
 )
 from tfdp.cluster.gpus import own_gpus
 from tfdp.cluster.local_ports import reserved_ports
-from tfdp.cluster.mpi_cluster import Place, choose_hosts
+from tfdp.cluster.mpi_cluster import ProcessPlacement, choose_hosts
 from tfdp.cluster.mpi_launcher import MpiRank, mpi_rank
 from tfdp.cluster.own_addresses import answering, host_key, own_addresses, reached
 
@@ -180,8 +180,8 @@ def test_without_mpi4py_the_ranks_of_mpiexec_are_apart(variables, environ):
         mpi_start.start_job()
 
 
-def place(host: str, port: int, *addresses: str) -> Place:
-    return Place(host, addresses, port, "token", ())
+def place(host: str, port: int, *addresses: str) -> ProcessPlacement:
+    return ProcessPlacement(host, addresses, port, "token", ())
 
 
 def test_ranks_of_one_host_meet_on_loopback():
@@ -253,9 +253,9 @@ def test_the_gpus_of_a_host_are_divided_between_its_ranks(environ):
     environ.setenv("CUDA_VISIBLE_DEVICES", "")
     gpus = ("0", "1", "2", "3")
     places = [
-        Place("a", (), 1, "", gpus),
-        Place("b", (), 1, "", gpus),
-        Place("a", (), 2, "", gpus),
+        ProcessPlacement("a", (), 1, "", gpus),
+        ProcessPlacement("b", (), 1, "", gpus),
+        ProcessPlacement("a", (), 2, "", gpus),
     ]
     chosen = []
     for rank in range(3):
@@ -270,8 +270,8 @@ def test_the_gpus_of_a_host_are_divided_between_its_ranks(environ):
 def test_gpus_that_the_launcher_has_divided_stay_so(environ):
     environ.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     places = [
-        Place("a", (), 1, "", ("0", "1")),
-        Place("a", (), 2, "", ("2", "3")),
+        ProcessPlacement("a", (), 1, "", ("0", "1")),
+        ProcessPlacement("a", (), 2, "", ("2", "3")),
     ]
     mpi_cluster._divide_gpus(1, places)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"

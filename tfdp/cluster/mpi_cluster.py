@@ -24,7 +24,7 @@ _lock = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ProcessPlacement:
     """Where one process of the job is, as it tells the others.
 
     Args:
@@ -145,9 +145,11 @@ def agree(job: MpiJob, timeout_seconds: float | None = None) -> Cluster:
         TimeoutError: If a process does not come in time.
     """
     with reserved_ports(1) as (ports, sockets), answering(*sockets) as token:
-        own = Place(host_key(), own_addresses(), ports[0], token, visible_gpus())
+        own = ProcessPlacement(
+            host_key(), own_addresses(), ports[0], token, visible_gpus()
+        )
         places = [
-            Place(**facts)
+            ProcessPlacement(**facts)
             for facts in job.exchange(dataclasses.asdict(own), timeout_seconds)
         ]
         found = _reached_by(job.rank, places)
@@ -163,7 +165,7 @@ def agree(job: MpiJob, timeout_seconds: float | None = None) -> Cluster:
     return Cluster(workers, task_index=job.rank)
 
 
-def _first_of_hosts(places: Sequence[Place]) -> dict[str, int]:
+def _first_of_hosts(places: Sequence[ProcessPlacement]) -> dict[str, int]:
     """The lowest rank of each host."""
     firsts: dict[str, int] = {}
     for rank, place in enumerate(places):
@@ -171,7 +173,7 @@ def _first_of_hosts(places: Sequence[Place]) -> dict[str, int]:
     return firsts
 
 
-def _reached_by(rank: int, places: Sequence[Place]) -> dict[str, list[str]]:
+def _reached_by(rank: int, places: Sequence[ProcessPlacement]) -> dict[str, list[str]]:
     """Find the addresses of other hosts that are reached from here, by their rank."""
     firsts = _first_of_hosts(places)
     if firsts[places[rank].host] != rank:
@@ -182,12 +184,12 @@ def _reached_by(rank: int, places: Sequence[Place]) -> dict[str, list[str]]:
 
 
 def choose_hosts(
-    places: Sequence[Place], views: Sequence[dict[str, list[str]]]
+    places: Sequence[ProcessPlacement], views: Sequence[dict[str, list[str]]]
 ) -> list[str]:
     """Choose the address of each process's host: the first that all others reach.
 
     Args:
-        places: Sequence of `Place`, in the order of ranks.
+        places: Sequence of `ProcessPlacement`, in the order of ranks.
         views: Sequence of dicts, what the first process of each host has reached: from
             the first rank of another host to its addresses. Of the others, empty.
 
@@ -216,7 +218,7 @@ def choose_hosts(
 
 def _unreachable(
     rank: int,
-    place: Place,
+    place: ProcessPlacement,
     others: Sequence[int],
     views: Sequence[dict[str, list[str]]],
 ) -> str:
@@ -231,7 +233,7 @@ def _unreachable(
     )
 
 
-def _divide_gpus(rank: int, places: Sequence[Place]) -> None:
+def _divide_gpus(rank: int, places: Sequence[ProcessPlacement]) -> None:
     """Give each process of a host its part of the GPUs, if all see the same ones."""
     peers = [r for r, place in enumerate(places) if place.host == places[rank].host]
     gpus: Any = places[rank].gpus
