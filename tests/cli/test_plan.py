@@ -12,6 +12,7 @@ import pytest
 from tests.harness.commands import Finished, run_python
 from tests.harness.forks import run_script
 from tfdp.cli import forecast, main, plan
+from tfdp.cli import parameter_types as types
 from tfdp.cluster import Topology
 from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.options import CommunicationOptions
@@ -329,18 +330,15 @@ def test_the_table_shows_what_travels(capsys):
 @pytest.mark.parametrize(
     ("algorithm", "option"),
     [
-        (None, "auto"),
-        (Algorithm("tree"), "tree"),
-        (Algorithm("adasum"), "adasum"),
-        (
-            Algorithm("hierarchical", "tree", "ring"),
-            {"inner": "tree", "outer": "ring"},
-        ),
+        ("auto", "auto"),
+        ("tree", "tree"),
+        ("adasum", "adasum"),
+        ("hierarchical", {"inner": "ring", "outer": "ring"}),
+        ("hierarchical:tree,ring", {"inner": "tree", "outer": "ring"}),
     ],
-    ids=str,
 )
 def test_an_algorithm_becomes_the_option_of_the_same_name(algorithm, option):
-    assert plan.algorithm_option(algorithm) == option
+    assert types.ALGORITHM.convert(algorithm, None, None) == option
 
 
 @pytest.mark.parametrize(

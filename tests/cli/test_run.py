@@ -29,7 +29,8 @@ import pytest
 
 from tests.harness.commands import HEEDING
 from tfdp.cli import launch, main, outlet, worker
-from tfdp.cli.attempts import Attempts
+from tfdp.cli.attempts import pause
+from tfdp.cli.job import JobContext
 from tfdp.cli.log_file import LogFile
 from tfdp.cli.noise import is_noise
 from tfdp.cli.outlet import Outlet
@@ -845,9 +846,9 @@ def test_a_timeout_between_two_attempts_is_the_end_of_the_job(capfd):
     with contextlib.closing(SignalPipe()) as signals:
         screen = Screen(sys.__stdout__, sys.__stderr__)
         until = time.monotonic() + 0.1
-        job = Attempts([], lambda count: [], [], screen, signals, 0.0, until)
-        assert job.pause(0.0) is None
-        assert job.pause(30.0) == 124
+        context = JobContext(Starter([]), screen, signals, 0.0, until)
+        assert pause(context, 0.0) is None
+        assert pause(context, 30.0) == 124
         assert screen.close(DEADLINE_SECONDS)
     assert "--timeout is over, the job does not start again" in capfd.readouterr().err
 

@@ -7,8 +7,9 @@ import pathlib
 import pytest
 
 from tfdp.cli import outlet, run_where
-from tfdp.cli.restarts import JobEnd, RestartOptions, Restarts
 from tfdp.cluster import Cluster, counted
+from tfdp.rendezvous.failure import Failure
+from tfdp.rendezvous.restarts import Restarts
 
 
 class Heard:
@@ -43,12 +44,14 @@ def test_the_start_of_a_job_is_told(monkeypatch, workers, cores, words):
 
 
 def test_a_job_of_one_worker_is_stopped_and_started_as_one():
-    restarts = Restarts(2, RestartOptions(max_restarts=3, min_workers=1))
-    end = JobEnd(1, failed_rank=1, reason="failed", seconds=3.0)
-    assert restarts.after(end).line.endswith("; 2 workers start again in 1 s")
-    assert "; 1 worker (without slot 1) starts again" in restarts.after(end).line
-    saved = JobEnd(75, None, "", 700.0, saved_to_grow=True)
-    assert "with 1 worker; 2 workers start again" in restarts.after(saved).line
+    restarts = Restarts(2, max_restarts=3, min_workers=1)
+    failure = Failure(rank=1, code=1, reason="failed")
+    line = restarts.after(failure, 3.0).line
+    assert line.endswith("; 2 workers start again in 1 s")
+    line = restarts.after(failure, 3.0).line
+    assert "; 1 worker (without slot 1) starts again" in line
+    line = restarts.after(None, 700.0, saved_to_grow=True).line
+    assert "with 1 worker; 2 workers start again" in line
 
 
 def test_one_dropped_line_is_one(tmp_path):

@@ -25,6 +25,7 @@ from tfdp.rendezvous.coordinator import Coordinator
 from tfdp.rendezvous.errors import RendezvousError
 from tfdp.rendezvous.hello import Hello
 from tfdp.rendezvous.member import Member
+from tfdp.rendezvous.restarts import Restarts
 from tfdp.rendezvous.server import Server
 
 SECRET = "0123456789abcdef"
@@ -39,7 +40,7 @@ class Bed:
         self.stack = contextlib.ExitStack()
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = own_address(listener)
-        coordinator = Coordinator(HELLO, DEADLINE_SECONDS, lambda *_: None)
+        coordinator = Coordinator(HELLO, DEADLINE_SECONDS, Restarts)
         self.server = Server(listener, SECRET, coordinator)
         self.stack.callback(self.server.close)
 
@@ -166,7 +167,7 @@ def test_a_node_may_come_before_node_0():
         )
         stack.callback(late.close)
         time.sleep(0.3)
-        coordinator = Coordinator(HELLO, DEADLINE_SECONDS, lambda *_: None)
+        coordinator = Coordinator(HELLO, DEADLINE_SECONDS, Restarts)
         server = Server(socket.create_server(address), SECRET, coordinator)
         stack.callback(server.close)
         first = Member(address, SECRET, HELLO, DEADLINE_SECONDS)

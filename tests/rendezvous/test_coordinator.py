@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from tfdp.rendezvous.coordinator import Coordinator, Phase, Restart
+from tfdp.rendezvous.coordinator import Coordinator, Phase
 from tfdp.rendezvous.errors import MalformedMessage, RendezvousError
 from tfdp.rendezvous.failure import NODE_LOST, Failure
 from tfdp.rendezvous.hello import Hello
 from tfdp.rendezvous.messages import encode
+from tfdp.rendezvous.restarts import RestartDecision
 
 JOIN_SECONDS = 60.0
 HELLO = Hello("1.0", "3.11", 2, 2, "train.py", False, "host", node_rank=0)
@@ -43,16 +44,21 @@ class Course:
         self.restarts = restarts
         self.asked: list[tuple[Failure, float, int]] = []
         self.coordinator = Coordinator(
-            HELLO, JOIN_SECONDS, self.policy, clock=lambda: self.now
+            HELLO, JOIN_SECONDS, self.make_restarts, clock=lambda: self.now
         )
+        self.num_workers = 0
         self.links = [Link("127.0.0.1", "127.0.0.1"), Link()]
         self.attempt = 0
 
-    def policy(self, failure, seconds, num_workers):
-        self.asked.append((failure, seconds, num_workers))
+    def make_restarts(self, num_workers):
+        self.num_workers = num_workers
+        return self
+
+    def after(self, failure, seconds):
+        self.asked.append((failure, seconds, self.num_workers))
         if len(self.asked) > self.restarts:
             return None
-        return Restart(2.0, f"restart {len(self.asked)}")
+        return RestartDecision(2.0, f"restart {len(self.asked)}")
 
     def join(self, node: int, **said: Any) -> None:
         said = {"node_rank": 0 if node == 0 else None, **said}
@@ -155,7 +161,7 @@ IPV6 = "fd00:1111:2222:3333:4444:5555:6666:7777"
 def test_a_message_holds_what_the_largest_job_says(nodes, workers):
     course = Course()
     hello = dataclasses.replace(HELLO, nodes=nodes, num_workers=workers, node_rank=None)
-    coordinator = Coordinator(hello, 60.0, course.policy, clock=lambda: 0.0)
+    coordinator = Coordinator(hello, 60.0, course.make_restarts, clock=lambda: 0.0)
     links = [Link(IPV6, IPV6) for _ in range(nodes)]
     for link in links:
         coordinator.join(link, hello)
@@ -174,7 +180,9 @@ def test_a_message_holds_what_the_largest_job_says(nodes, workers):
 def test_of_many_nodes_that_came_the_first_are_named():
     course = Course()
     hello = dataclasses.replace(HELLO, nodes=20, num_workers=1, node_rank=None)
-    coordinator = Coordinator(hello, 60.0, course.policy, clock=lambda: course.now)
+    coordinator = Coordinator(
+        hello, 60.0, course.make_restarts, clock=lambda: course.now
+    )
     links = [Link() for _ in range(19)]
     for link in links:
         coordinator.join(link, hello)
@@ -189,7 +197,7 @@ def test_of_many_nodes_that_came_the_first_are_named():
 def test_ranks_that_are_wished_are_given_and_the_others_as_nodes_come():
     course = Course()
     hello = dataclasses.replace(HELLO, nodes=4)
-    coordinator = Coordinator(hello, 60.0, course.policy, clock=lambda: 0.0)
+    coordinator = Coordinator(hello, 60.0, course.make_restarts, clock=lambda: 0.0)
     links = [Link() for _ in range(4)]
     for link, rank in zip(links, (None, 1, 0, None), strict=True):
         coordinator.join(link, dataclasses.replace(hello, node_rank=rank))

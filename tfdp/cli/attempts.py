@@ -2,98 +2,141 @@
 
 from __future__ import annotations
 
-import dataclasses
+import abc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import click
 
-from tfdp.cli.job import TIMED_OUT, Job, JobOptions
+from tfdp.cli.job import TIMED_OUT, Job, JobContext
 from tfdp.cli.launch import Slot
 from tfdp.cli.log_file import LogFile
-from tfdp.cli.restarts import JobEnd, Restarts, note
-from tfdp.cli.screen import Screen
-from tfdp.cli.signals import SignalPipe
-from tfdp.cli.start import Starter
 from tfdp.cli.worker import shell_code, signal_name
 from tfdp.cluster import Cluster
 from tfdp.coordination.preemption import PREEMPTED
+from tfdp.rendezvous.failure import Failure
+from tfdp.rendezvous.restarts import Restarts
 
 
-@dataclasses.dataclass(frozen=True)
-class Attempts:
-    """All attempts to run a job.
+class Attempts(abc.ABC):
+    """All attempts to run a job, one after another.
+
+    A subclass knows who decides: this launcher alone, or node 0 of several.
 
     Args:
-        starter: `Starter` of what every worker runs.
-        make_clusters: Function that makes the clusters of so many workers.
-        logs: List of `LogFile`, one for each worker.
-        screen: The `Screen` that shows the output.
-        signals: The `SignalPipe`.
-        grace_seconds: Float, between asking the workers to stop and killing them.
-        until: Float, by `time.monotonic()`, when all is stopped, or `None`.
+        context: `JobContext`.
+
+    Attributes:
+        history: Sequence of `LogFile`, for the history of restarts.
     """
 
-    starter: Starter
-    make_clusters: Callable[[int], list[Cluster]]
-    logs: list[LogFile]
-    screen: Screen
-    signals: SignalPipe
-    grace_seconds: float
-    until: float | None
+    def __init__(self, context: JobContext) -> None:
+        self._context = context
+        self.history: Sequence[LogFile] = ()
 
-    def run(self, restarts: Restarts, history: list[LogFile]) -> int:
-        """Run the workers until they are done, or not to be started again."""
-        while True:
-            end = self._attempt(restarts)
-            following = restarts.after(end)
-            if following is None or self.signals.received:
-                return end.code
-            for log in history:
-                note(log, following.line)
-            self.screen.message(f"tfdp: {following.line}", "warning")
-            code = self.pause(following.pause_seconds)
-            if code is not None:
-                return code
-
-    def _attempt(self, restarts: Restarts) -> JobEnd:
-        """Run the workers once."""
-        begin = time.monotonic()
-        options = JobOptions(
-            until=self.until,
-            grace_seconds=self.grace_seconds,
-            save_after_seconds=restarts.grow_after_seconds,
-            slots=[Slot(index, len(self.logs)) for index in restarts.slots],
-        )
-        clusters = self.make_clusters(len(restarts.slots))
-        job = Job(self.starter, clusters, self.logs, self.screen, self.signals, options)
-        code = run_job(job)
-        # Also one that came while the job was ending for another reason.
-        if self.signals.received and code not in (0, PREEMPTED):
-            code = 128 + self.signals.received[0]
-        return _describe_end(job, code, time.monotonic() - begin)
-
-    def pause(self, seconds: float) -> int | None:
-        """Wait between two attempts.
-
-        Args:
-            seconds: Float, for how long.
+    def run(self) -> int:
+        """Run the workers until they are done, or not to be started again.
 
         Returns:
-            Int, the exit code if no other attempt is to follow, or else `None`.
+            Int, the exit code.
+
+        Raises:
+            click.ClickException: If a worker cannot be started.
         """
-        left = math.inf if self.until is None else self.until - time.monotonic()
-        self.signals.wait(min(seconds, left))
-        if self.signals.received:
-            signum = self.signals.received[0]
-            name = signal_name(signum)
-            self.screen.message(f"tfdp: {name} received, the job does not start again")
-            return 128 + signum
-        if left <= seconds:
-            self.screen.message("tfdp: --timeout is over, the job does not start again")
-            return TIMED_OUT
-        return None
+        code = None
+        while code is None:
+            job = self._next_job()
+            if isinstance(job, int):
+                return job
+            began_at = time.monotonic()
+            code = self._after(job, run_job(job), time.monotonic() - began_at)
+        return code
+
+    @abc.abstractmethod
+    def _next_job(self) -> Job | int:
+        """Wait until workers are to start; return the exit code if none are."""
+
+    @abc.abstractmethod
+    def _after(self, job: Job, code: int, seconds: float) -> int | None:
+        """Decide what follows a job; return the exit code if nothing does."""
+
+    def _announce_restart(self, line: str) -> None:
+        for log in self.history:
+            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+        self._context.screen.message(f"tfdp: {line}", "warning")
+
+
+class LocalAttempts(Attempts):
+    """All attempts to run a job on this machine.
+
+    Args:
+        context: `JobContext`.
+        make_clusters: Function that makes the clusters of so many workers.
+        logs: List of `LogFile`, one for each worker.
+        history: List of `LogFile`, for the history of restarts.
+        restarts: `Restarts`.
+    """
+
+    def __init__(
+        self,
+        context: JobContext,
+        make_clusters: Callable[[int], list[Cluster]],
+        logs: list[LogFile],
+        history: list[LogFile],
+        restarts: Restarts,
+    ) -> None:
+        super().__init__(context)
+        self.history = history
+        self._make_clusters, self._logs = make_clusters, logs
+        self._restarts = restarts
+
+    def _next_job(self) -> Job:
+        slots = [Slot(index, len(self._logs)) for index in self._restarts.slots]
+        return Job(
+            self._context,
+            self._make_clusters(len(slots)),
+            self._logs,
+            slots=slots,
+            save_after_seconds=self._restarts.grow_after_seconds,
+        )
+
+    def _after(self, job: Job, code: int, seconds: float) -> int | None:
+        received = self._context.signals.received
+        # Also one that came while the job was ending for another reason.
+        if received and code not in (0, PREEMPTED):
+            code = 128 + received[0]
+        has_saved = job.has_saved and code == PREEMPTED
+        failure = _failure_of(job, code)
+        decision = self._restarts.after(failure, seconds, saved_to_grow=has_saved)
+        if decision is None or received:
+            return code
+        self._announce_restart(decision.line)
+        return pause(self._context, decision.pause_seconds)
+
+
+def pause(context: JobContext, seconds: float) -> int | None:
+    """Wait between two attempts.
+
+    Args:
+        context: `JobContext`.
+        seconds: Float, for how long.
+
+    Returns:
+        Int, the exit code if no other attempt is to follow, or else `None`.
+    """
+    received, until = context.signals.received, context.until
+    left = math.inf if until is None else until - time.monotonic()
+    context.signals.wait(min(seconds, left))
+    say = context.screen.message
+    if received:
+        name = signal_name(received[0])
+        say(f"tfdp: {name} received, the job does not start again")
+        return 128 + received[0]
+    if left <= seconds:
+        say("tfdp: --timeout is over, the job does not start again")
+        return TIMED_OUT
+    return None
 
 
 def run_job(job: Job) -> int:
@@ -115,12 +158,11 @@ def run_job(job: Job) -> int:
         raise click.ClickException(f"A worker could not be started: {error}") from error
 
 
-def _describe_end(job: Job, code: int, seconds: float) -> JobEnd:
+def _failure_of(job: Job, code: int) -> Failure | None:
     failed, lost = job.failed, job.lost
     # One that failed while the job was being stopped is no reason.
     if failed is None or code != shell_code(failed.exit_code or 0):
-        return JobEnd(code, None, "", seconds)
+        return None
     if lost is not None:
-        reason = f"was lost, as worker {failed.rank} says,"
-        return JobEnd(code, lost.rank, reason, seconds)
-    return JobEnd(code, failed.rank, failed.describe_end(), seconds, job.has_saved)
+        return Failure(lost.rank, code, f"was lost, as worker {failed.rank} says,")
+    return failed.failure

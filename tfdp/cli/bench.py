@@ -24,6 +24,7 @@ Examples:
 @click.option(
     "-n",
     "--workers",
+    "num_workers",
     metavar="N",
     default=2,
     show_default=True,
@@ -49,21 +50,11 @@ def compare(**given: Any) -> None:
     where PyTorch is installed) as loops in N processes: all with their defaults and
     tuned. All of the same settings are alive at the same time and take turns.
     """
-    files = options.checked_files("compare", given)
-    if given["workers"] < 2:
+    if (count := given["num_workers"]) < 2:
         raise click.UsageError(
-            f"A comparison needs at least 2 workers. Received: -n {given['workers']}"
+            f"A comparison needs at least 2 workers. Received: -n {count}"
         )
-    settings = of_sides.Settings(
-        num_workers=given["workers"],
-        family=given["family"],
-        millions=given["models"],
-        batch_size=given["batch"],
-        blocks=given["blocks"],
-        torch_python=given["torch_python"],
-    )
-    with options.errors_in_one_sentence():
-        of_sides.run(settings, files)
+    options.run_benchmark("compare", of_sides, given)
 
 
 @click.command(cls=types.ManyValues)
@@ -126,22 +117,8 @@ def collectives(min_bytes: int, max_bytes: int, factor: int, **given: Any) -> No
     number of elements, median time, bandwidth of the algorithm and of the bus, and
     how many elements are wrong. The algorithms of a size take turns.
     """
-    sizes = given["sizes"] or options.geometric(min_bytes, max_bytes, factor)
-    files = options.checked_files("collectives", given)
-    num_workers = options.num_workers(given["workers"], given["devices_per_worker"])
-    settings = of_collectives.Settings(
-        collectives=given["collectives"],
-        algorithms=given["algorithms"],
-        sizes=sizes,
-        dtype=given["dtype"],
-        blocks=given["blocks"],
-        num_workers=num_workers,
-        devices_per_worker=given["devices_per_worker"],
-        node_size=given["node_size"],
-    )
-    with options.errors_in_one_sentence():
-        num_wrong = of_collectives.run(settings, files)
-    options.exit_if_wrong(num_wrong)
+    given["sizes"] = given["sizes"] or options.geometric(min_bytes, max_bytes, factor)
+    options.run_benchmark("collectives", of_collectives, given)
 
 
 @click.group(

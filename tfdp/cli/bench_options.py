@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import Any
 
 import click
 
@@ -18,10 +19,83 @@ from tfdp.cluster import Cluster, count_workers
 from tfdp.options import FLAT_ALGORITHMS
 from tfdp.plans.traffic import NAMES
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+# The number of local workers; see `num_workers`.
+workers = types.with_options(
+    click.option(
+        "-n",
+        "--workers",
+        "num_workers",
+        metavar="N",
+        type=types.COUNT,
+        help="Local worker processes, on the CPU. Default: all workers of TF_CONFIG, "
+        "of the Slurm step or of the MPI job, each of which runs this command; else "
+        "this machine's devices.",
+    ),
+    click.option(
+        "-D",
+        "--devices-per-worker",
+        metavar="D",
+        type=types.COUNT,
+        help="Logical CPU devices in each local worker. Default: 1.",
+    ),
+)
+# The algorithms of the all-reduce that take turns.
+algorithms = click.option(
+    "--algorithms",
+    metavar="NAME...",
+    multiple=True,
+    type=click.Choice(NAMES),
+    default=FLAT_ALGORITHMS,
+    show_default=True,
+    help=f"Of the all-reduce: {', '.join(NAMES)}.",
+)
+node_size = click.option(
+    "--node-size",
+    metavar="L",
+    type=types.COUNT,
+    help="Replicas of consecutive ranks that count as one node.",
+)
+# What is trained.
+models = types.with_options(
+    click.option(
+        "--models",
+        "millions",
+        metavar="MILLIONS...",
+        multiple=True,
+        default=(1, 5, 20),
+        show_default=True,
+        type=types.MILLIONS,
+        help="Sizes of the models, in million parameters.",
+    ),
+    click.option(
+        "--family",
+        type=click.Choice(FAMILIES),
+        default="mlp",
+        show_default=True,
+        help="An MLP with two hidden layers, a CNN of 6 convolutions, or a "
+        "transformer of 4 blocks.",
+    ),
+)
+# What is written; see `checked_files`.
+files = types.with_options(
+    click.option(
+        "--json",
+        metavar="FILE",
+        type=types.OUTPUT_FILE,
+        help="Where everything goes, as JSON. Default: a new file in ./tfdp-bench.",
+    ),
+    click.option(
+        "--plot",
+        metavar="FILE",
+        type=types.OUTPUT_FILE,
+        help="Where the picture goes, a PNG. Default: a new file in ./tfdp-bench, "
+        "if matplotlib is installed.",
+    ),
+    click.option("--no-plot", is_flag=True, help="Draw no picture."),
+)
 
 
-def blocks(default: int) -> Callable[[_Function], _Function]:
+def blocks(default: int) -> types.Decorator:
     """The option that says how often each side has its turn."""
     return click.option(
         "--blocks",
@@ -31,26 +105,6 @@ def blocks(default: int) -> Callable[[_Function], _Function]:
         type=types.AT_LEAST_TWO,
         help="Turns of each side, at least 2: more make the intervals narrower.",
     )
-
-
-def workers(function: _Function) -> _Function:
-    """The options that say how many local workers there are; see `num_workers`."""
-    function = click.option(
-        "-D",
-        "--devices-per-worker",
-        metavar="D",
-        type=types.COUNT,
-        help="Logical CPU devices in each local worker. Default: 1.",
-    )(function)
-    return click.option(
-        "-n",
-        "--workers",
-        metavar="N",
-        type=types.COUNT,
-        help="Local worker processes, on the CPU. Default: all workers of TF_CONFIG, "
-        "of the Slurm step or of the MPI job, each of which runs this command; else "
-        "this machine's devices.",
-    )(function)
 
 
 def num_workers(given: int | None, devices: int | None) -> int | None:
@@ -78,61 +132,33 @@ def num_workers(given: int | None, devices: int | None) -> int | None:
     return 1
 
 
-def exit_if_wrong(num_wrong: int) -> None:
-    """End with an error where elements of the results are wrong."""
+def run_benchmark(name: str, benchmark: ModuleType, given: dict[str, Any]) -> None:
+    """Run a benchmark; end with an error where elements of the results are wrong.
+
+    Args:
+        name: String, of the files that are written.
+        benchmark: Module with `Settings` and `run`.
+        given: Dict of the values of all options, those of the files among them.
+
+    Raises:
+        click.ClickException: If what is asked for cannot be run.
+    """
+    files = checked_files(name, given)
+    if "devices_per_worker" in given:
+        count, devices = given["num_workers"], given["devices_per_worker"]
+        given["num_workers"] = num_workers(count, devices)
+    with errors_in_one_sentence():
+        num_wrong = benchmark.run(benchmark.Settings(**given), files)
     if num_wrong:
         click.echo(f"tfdp: wrong elements: {num_wrong}", err=True)
         sys.exit(1)
 
 
-def algorithms(function: _Function) -> _Function:
-    """The option that says which algorithms of the all-reduce take turns."""
-    return click.option(
-        "--algorithms",
-        metavar="NAME...",
-        multiple=True,
-        type=click.Choice(NAMES),
-        default=FLAT_ALGORITHMS,
-        show_default=True,
-        help=f"Of the all-reduce: {', '.join(NAMES)}.",
-    )(function)
-
-
-def node_size(function: _Function) -> _Function:
-    """The option that says which replicas count as one node."""
-    return click.option(
-        "--node-size",
-        metavar="L",
-        type=types.COUNT,
-        help="Replicas of consecutive ranks that count as one node.",
-    )(function)
-
-
-def models(function: _Function) -> _Function:
-    """The options that say what is trained."""
-    function = click.option(
-        "--family",
-        type=click.Choice(FAMILIES),
-        default="mlp",
-        show_default=True,
-        help="An MLP with two hidden layers, a CNN of 6 convolutions, or a "
-        "transformer of 4 blocks.",
-    )(function)
-    return click.option(
-        "--models",
-        metavar="MILLIONS...",
-        multiple=True,
-        default=(1, 5, 20),
-        show_default=True,
-        type=types.MILLIONS,
-        help="Sizes of the models, in million parameters.",
-    )(function)
-
-
-def batch(whose: str) -> Callable[[_Function], _Function]:
+def batch(whose: str) -> types.Decorator:
     """The option that says how many samples each side takes in a step."""
     return click.option(
         "--batch",
+        "batch_size",
         metavar="B",
         default=32,
         show_default=True,
@@ -141,35 +167,12 @@ def batch(whose: str) -> Callable[[_Function], _Function]:
     )
 
 
-def files(function: _Function) -> _Function:
-    """The options that say what is written; the function is given `files`."""
-    for option in (
-        click.option("--no-plot", is_flag=True, help="Draw no picture."),
-        click.option(
-            "--plot",
-            metavar="FILE",
-            type=types.OUTPUT_FILE,
-            shell_complete=types.complete_files,
-            help="Where the picture goes, a PNG. Default: a new file in ./tfdp-bench, "
-            "if matplotlib is installed.",
-        ),
-        click.option(
-            "--json",
-            metavar="FILE",
-            type=types.OUTPUT_FILE,
-            shell_complete=types.complete_files,
-            help="Where everything goes, as JSON. Default: a new file in ./tfdp-bench.",
-        ),
-    ):
-        function = option(function)
-    return function
-
-
-def checked_files(name: str, options: dict[str, Any]) -> Files:
+def checked_files(name: str, given: dict[str, Any]) -> Files:
     """The files to write; finds out now what would otherwise fail after minutes."""
-    plot: Path | None = options["plot"]
+    plot: Path | None = given.pop("plot")
+    json, no_plot = given.pop("json"), given.pop("no_plot")
     note = ""
-    if options["no_plot"]:
+    if no_plot:
         if plot:
             raise click.UsageError(
                 f"Either --plot or --no-plot is given. Received: both, --plot {plot}"
@@ -181,7 +184,7 @@ def checked_files(name: str, options: dict[str, Any]) -> Files:
         plot = _new_file(name, ".png")
     else:
         note = LEFT_OUT
-    return Files(options["json"] or _new_file(name, ".json"), plot, note)
+    return Files(json or _new_file(name, ".json"), plot, note)
 
 
 def _new_file(name: str, suffix: str) -> Path:

@@ -21,8 +21,8 @@ Example:
 
 
 @click.command(epilog=_EXAMPLES)
-@click.argument("directory", metavar="DIR", shell_complete=types.complete_files)
-@click.argument("output", metavar="MODEL.keras", shell_complete=types.complete_files)
+@click.argument("directory", metavar="DIR", type=types.FILE)
+@click.argument("output", metavar="MODEL.keras", type=types.FILE)
 @click.option("--force", is_flag=True, help="Replace MODEL.keras if it is there.")
 def convert(directory: str, output: str, force: bool) -> None:
     """Turn the checkpoint in DIR into the ordinary file MODEL.keras.

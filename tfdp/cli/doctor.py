@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +14,7 @@ from tfdp.bench.machine import version_of
 from tfdp.cli import parameter_types as types
 from tfdp.cli.doctor_input import check_input
 from tfdp.cli.noise import quiet_stderr
+from tfdp.cli.screen import new_console
 from tfdp.cli.topology_tree import describe_unevenness, draw_topology, port_states
 from tfdp.cluster import (
     Cluster,
@@ -80,10 +80,8 @@ Options stand before SCRIPT; all that follows it is the script's own.
     type=types.SECONDS,
     help="With --input: seconds after which it is ended in any case. Default: 120.",
 )
-@click.argument("script", required=False, shell_complete=types.complete_files)
-@click.argument(
-    "args", nargs=-1, type=click.UNPROCESSED, shell_complete=types.complete_files
-)
+@click.argument("script", required=False, type=types.FILE)
+@click.argument("args", nargs=-1, type=types.FILE)
 def doctor(
     is_of_input: bool = False,
     num_workers: int | None = None,
@@ -136,9 +134,7 @@ def _show_set_up() -> None:
         cluster = find_cluster(_MPI_SECONDS)
     except (ValueError, TimeoutError) as error:
         raise click.UsageError(str(error)) from error
-    # A terminal gets lines that are broken between words; a file gets them whole.
-    is_whole = sys.stdout is None or not sys.stdout.isatty()
-    console = Console(highlight=False, markup=False, soft_wrap=is_whole)
+    console = new_console()
     _title(console, "Versions")
     for name, version in _versions().items():
         console.print(f"  {name:<12}{version}")

@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from tfdp.cli.input_worker import result_path
-from tfdp.cli.job import TIMED_OUT, Job, JobOptions
+from tfdp.cli.job import TIMED_OUT, Job, JobContext
 from tfdp.cli.launch import check_num_workers, make_clusters
 from tfdp.cli.log_file import LogFile
 from tfdp.cli.program import check_platform, check_program
-from tfdp.cli.screen import Screen
+from tfdp.cli.screen import Screen, new_console
 from tfdp.cli.signals import SignalPipe
 from tfdp.cli.start import Starter
 from tfdp.cluster import Cluster, counted
@@ -79,7 +78,6 @@ def _run(
 ) -> tuple[Job, int]:
     """Run the workers; what they write goes to their logs only."""
     starter = Starter([sys.executable, "-m", "tfdp.cli.input_worker", *words])
-    options = JobOptions(until, _GRACE_SECONDS)
     with (
         open(os.devnull, "w", encoding="utf-8") as nowhere,
         contextlib.closing(SignalPipe()) as signals,
@@ -89,7 +87,8 @@ def _run(
             LogFile(folder / f"worker-{rank}.log", screen.warn)
             for rank in range(len(clusters))
         ]
-        with Job(starter, clusters, logs, screen, signals, options) as job:
+        context = JobContext(starter, screen, signals, _GRACE_SECONDS, until)
+        with Job(context, clusters, logs) as job:
             code = job.run()
         screen.close(timeout_seconds=1.0)
     return job, code
@@ -160,11 +159,9 @@ def _show(found: Mapping[int, dict[str, Any]], script: str) -> None:
     }
     # All workers have the same script.
     first = found[min(found)]
-    console = Console(highlight=False, markup=False)
+    console = new_console()
     console.print(_table(waits, script))
-    advice = advise(waits, Pipeline(**first["pipeline"]))
-    # A file gets whole lines.
-    console.print(advice, soft_wrap=not console.is_terminal)
+    console.print(advise(waits, Pipeline(**first["pipeline"])))
     if first["left_out"]:
         names = ", ".join(first["left_out"])
         console.print(f"Left out of `fit`, since they write files: {names}.")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from tfdp.cli.memory import Row, table_of
+from tfdp.cli.screen import new_console
 from tfdp.cluster import Topology, counted
 from tfdp.links import Link, Links
 from tfdp.plans.buckets import Bucket
@@ -101,9 +100,7 @@ def show(forecast: Forecast, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(_to_dict(forecast), indent=2))
         return
-    # A terminal gets lines that are broken between words; a file gets them whole.
-    is_whole = sys.stdout is None or not sys.stdout.isatty()
-    console = Console(highlight=False, markup=False, soft_wrap=is_whole)
+    console = new_console()
     console.print(_headline(forecast))
     console.print(_table(forecast))
     for line in _totals(forecast):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any
 
 import click
 
@@ -71,60 +68,46 @@ class IslandOptions:
             )
 
 
-def island_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options for islands, which the command is given as `islands`."""
+def _address(text: str) -> str:
+    try:
+        split_address(text)
+    except ValueError:
+        raise ValueError("it is HOST:PORT") from None
+    return text
 
-    @click.option(
+
+# A command's function gets `islands`, an `IslandOptions`.
+island_options = types.option_group(
+    "islands",
+    IslandOptions,
+    click.option(
         "--islands",
+        "is_used",
         is_flag=True,
         help="Each worker is a job of its own, an island, and meets the others in the "
         "outer steps of DiLoCo only: one that fails stops no other.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--hub",
         metavar="HOST:PORT",
-        callback=_address,
+        type=types.Checked("address", _address),
         help="Where islands of several machines meet; the machine with the first one "
         "listens there.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--num-islands",
+        "total",
         metavar="T",
         type=types.COUNT,
         help="Islands of all machines. Default: -n.",
-    )
-    @click.option(
+    ),
+    click.option(
         "--first-island",
+        "first",
         metavar="I",
         default=0,
         show_default=True,
         type=types.NUMBER_OF_TIMES,
         help="Index of this machine's first island.",
-    )
-    @functools.wraps(command)
-    def with_islands(
-        *args: Any,
-        islands: bool,
-        hub: str | None,
-        num_islands: int | None,
-        first_island: int,
-        **arguments: Any,
-    ) -> Any:
-        options = IslandOptions(islands, hub, num_islands, first_island)
-        return command(*args, islands=options, **arguments)
-
-    return with_islands
-
-
-def _address(
-    context: click.Context, parameter: click.Parameter, value: str | None
-) -> str | None:
-    if value is None:
-        return None
-    try:
-        split_address(value)
-    except ValueError:
-        raise click.BadParameter(
-            f"it is HOST:PORT. Received: {value}", context, parameter
-        ) from None
-    return value
+    ),
+)

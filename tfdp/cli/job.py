@@ -34,67 +34,64 @@ _ASK_AGAIN_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
-class JobOptions:
-    """Limits and slots of a job.
+class JobContext:
+    """What all attempts to run a job share.
 
     Args:
-        until: Float, by `time.monotonic()`, when the job is stopped, or `None` for no
-            limit. Defaults to `None`.
+        starter: `Starter` of what every worker runs.
+        screen: The `Screen` that shows the output.
+        signals: The `SignalPipe`, which outlives each attempt: a signal that comes at
+            the end of one counts.
         grace_seconds: Float, between asking the workers to stop and killing
             them. Defaults to `5.0`.
-        save_after_seconds: Float, after which workers are asked to save their
-            training and to end, or `None` for never. Those whose script does not
-            save when it is asked go on undisturbed. Defaults to `None`.
-        slots: Sequence of `Slot`, by rank, or `None` for one for each worker.
-            Defaults to `None`.
-        others: `OtherNodes`, which say what has failed where, or `None` if all workers
-            are on this machine. Defaults to `None`.
+        until: Float, by `time.monotonic()`, when all is stopped, or `None` for no
+            limit. Defaults to `None`.
     """
 
-    until: float | None = None
+    starter: Starter
+    screen: Screen
+    signals: SignalPipe
     grace_seconds: float = 5.0
-    save_after_seconds: float | None = None
-    slots: Sequence[Slot] | None = None
-    others: OtherNodes | None = None
+    until: float | None = None
 
 
 class Job:
-    """The worker processes of one job on this machine.
+    """One attempt: the worker processes of a job on this machine.
 
     To be used as a context manager, which leaves no process behind, however
     it is left.
 
     Args:
-        starter: `Starter` of what every worker runs.
+        context: `JobContext`.
         clusters: Sequence of `Cluster`, one for each worker of this machine, in the
             order of ranks, which follow one another.
         logs: Sequence of `LogFile`, one for each worker.
-        screen: The `Screen` that shows the output.
-        signals: The `SignalPipe`, which outlives the job: a signal that comes at its
-            end counts.
-        options: `JobOptions`.
+        slots: Sequence of `Slot`, by rank, or `None` for one for each worker.
+            Defaults to `None`.
+        others: `OtherNodes`, which say what has failed where, or `None` if all workers
+            are on this machine. Defaults to `None`.
+        save_after_seconds: Float, after which workers are asked to save their
+            training and to end, or `None` for never. Those whose script does not
+            save when it is asked continue undisturbed. Defaults to `None`.
     """
 
     def __init__(
         self,
-        starter: Starter,
+        context: JobContext,
         clusters: Sequence[Cluster],
         logs: Sequence[LogFile],
-        screen: Screen,
-        signals: SignalPipe,
-        options: JobOptions,
+        *,
+        slots: Sequence[Slot] | None = None,
+        others: OtherNodes | None = None,
+        save_after_seconds: float | None = None,
     ) -> None:
-        self._starter = starter
-        self._clusters = clusters
-        self._logs = logs
-        self._screen = screen
-        self._signals = signals
-        self._options = options
-        self._others = options.others
+        self._context, self._clusters, self._logs = context, clusters, logs
+        self._starter = context.starter
+        self._screen, self._signals = context.screen, context.signals
+        self._others, self._save_after_seconds = others, save_after_seconds
         self._first_rank = min(cluster.rank for cluster in clusters)
-        self._slots = options.slots or [
-            Slot(rank, len(clusters)) for rank in range(len(clusters))
-        ]
+        count = len(clusters)
+        self._slots = slots or [Slot(rank, count) for rank in range(count)]
         self._workers: list[Worker] = []
         self._failed: Worker | None = None
         self._is_stopping = self._is_interrupted = False
@@ -161,7 +158,7 @@ class Job:
         """Bool, true if the workers have saved and ended because they were asked to."""
         failed = self._failed
         is_saved = failed is not None and failed.exit_code == PREEMPTED
-        return is_saved and self._asked_at is not None
+        return is_saved and self._asked_at is not None and self.lost is None
 
     @property
     def is_preempted(self) -> bool:
@@ -193,8 +190,10 @@ class Job:
             if self._others is not None and (order := self._others.order()):
                 return self._end_by_order(order)
             if self._screen.has_no_reader:
-                return self._end_without_reader()
-            now, until = time.monotonic(), self._options.until
+                code = shell_code(-signal.SIGPIPE)
+                why = "the output has lost its reader"
+                return self._end_here(why, code, signal.SIGTERM)
+            now, until = time.monotonic(), self._context.until
             if until is not None and now >= until:
                 return self._end_by_timeout()
             self._ask_to_save(now - start)
@@ -221,7 +220,7 @@ class Job:
 
     def _ask_to_save(self, elapsed: float) -> None:
         """Ask when it is time, and again while nobody has done it."""
-        after = self._options.save_after_seconds
+        after = self._save_after_seconds
         if after is None or elapsed < after:
             return
         if self._asked_at is None or elapsed - self._asked_at >= _ASK_AGAIN_SECONDS:
@@ -344,25 +343,15 @@ class Job:
     def _end_by_order(self, order: StopOrder) -> int:
         if order.code == PREEMPTED:
             self._wait_for_exits()
-        self._note_interruption(order.signum)
         self._stop(order.signum)
         return order.code
 
-    def _end_without_reader(self) -> int:
-        code = shell_code(-signal.SIGPIPE)
-        self._leave("the output has lost its reader", code, signal.SIGTERM)
-        self._stop(signal.SIGTERM)
-        return code
-
-    def _leave(self, why: str, code: int, signum: int) -> None:
-        """Tell the other nodes, where there are any, that this one ends."""
+    def _end_here(self, why: str, code: int, signum: int) -> int:
+        """End the workers, and tell the other nodes, where there are any."""
         if self._others is not None:
             self._others.leave(why, code, signum)
-
-    def _note_interruption(self, signum: int) -> None:
-        if signum == signal.SIGINT:
-            self._is_interrupted = True
-            self._tracebacks.interrupt()
+        self._stop(signum)
+        return code
 
     def _end_by_signal(self, signum: int) -> int:
         self._screen.message(
@@ -373,16 +362,14 @@ class Job:
                 else "the worker (once more kills it at once)"
             )
         )
-        self._leave(f"{signal_name(signum)} received", 128 + signum, signum)
-        self._note_interruption(signum)
-        self._stop(signum)
+        code = self._end_here(f"{signal_name(signum)} received", 128 + signum, signum)
         if self.is_preempted:
             self._screen.message(
                 "tfdp: training was preempted and is saved; the same command goes on "
                 f"from there (exit code {PREEMPTED})"
             )
             return PREEMPTED
-        return 128 + signum
+        return code
 
     def _end_by_timeout(self) -> int:
         ranks = [str(worker.rank) for worker in self._running()]
@@ -391,13 +378,14 @@ class Job:
             f"tfdp: not done within --timeout, stopping the {who}: {', '.join(ranks)}",
             "error",
         )
-        self._leave("--timeout is over", TIMED_OUT, signal.SIGTERM)
-        self._stop(signal.SIGTERM)
-        return TIMED_OUT
+        return self._end_here("--timeout is over", TIMED_OUT, signal.SIGTERM)
 
     def _stop(self, signum: int) -> None:
         """Ask the workers to end, and after a while kills what is left."""
         self._is_stopping = True
+        if signum == signal.SIGINT:
+            self._is_interrupted = True
+            self._tracebacks.interrupt()
         for worker in self._running():
             worker.send(signum)
         self._wait_for_exits()
@@ -407,7 +395,7 @@ class Job:
 
     def _wait_for_exits(self) -> None:
         """Wait for the workers to end by themselves, until a second signal comes."""
-        end = time.monotonic() + self._options.grace_seconds
+        end = time.monotonic() + self._context.grace_seconds
         while self._running() and time.monotonic() < end:
             if len(self._signals.received) > 1:
                 break

@@ -1,15 +1,22 @@
-"""Output of all workers as lines of JSON, for programs that collect logs."""
+"""Output of all workers as lines of JSON, and the choice of a screen."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from tfdp.cli.outlet import Outlet
 from tfdp.cli.screen import Level, Screen, without_escapes
+from tfdp.cli.signals import SignalPipe
+
+# For who reads the output, once the job was told to end.
+_LAST_LINES_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,3 +138,28 @@ class JsonScreen(Screen):
 
 def _write(outlet: Outlet, entry: Entry) -> None:
     outlet.write(entry.to_line())
+
+
+@contextlib.contextmanager
+def showing(
+    signals: SignalPipe, until: float | None, log_format: str = "text"
+) -> Iterator[Screen]:
+    """Make a screen; in the end wait for its reader, unless the job is to end.
+
+    Args:
+        signals: The `SignalPipe`.
+        until: Float, by `time.monotonic()`, when the job is stopped, or `None`.
+        log_format: `"text"` or `"json"`. Defaults to `"text"`.
+
+    Yields:
+        `Screen`.
+    """
+    screen = JsonScreen() if log_format == "json" else Screen()
+    try:
+        yield screen
+    finally:
+        end = math.inf
+        while not screen.close(timeout_seconds=0.1) and time.monotonic() < end:
+            signals.read()
+            if signals.received or (until and time.monotonic() > until):
+                end = min(end, time.monotonic() + _LAST_LINES_SECONDS)

@@ -1,4 +1,4 @@
-"""Launch of local workers: ports, environment, GPUs and log folder of each."""
+"""Launch of local workers: their settings, ports, environment, GPUs and log folder."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import json
 import os
 import pathlib
 import resource
+import sys
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from tfdp.base.files import make_private_folder
 from tfdp.bench.machine import num_cores
@@ -20,6 +22,42 @@ from tfdp.cluster.limits import limit_for, limit_of_threads, needed_threads
 _WORKERS_PER_CORE = 64
 # Of the launcher: a pipe and a log for each, and what it opens meanwhile.
 _FILES_PER_WORKER, _OTHER_FILES = 2, 64
+
+
+class AutoCount(int):
+    """A number of workers that follows from the GPUs or cores of this machine."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+    """What the command line says of the workers of this machine."""
+
+    num_workers: int
+    devices_per_worker: int | None
+    log_dir: str | None
+    timeout: float | None
+    grace: float
+    max_restarts: int
+    rebalance: bool
+    log_format: str
+    forks: bool
+    is_module: bool
+    script: str
+    args: tuple[str, ...]
+
+    @property
+    def of_cluster(self) -> dict[str, Any]:
+        """Dict of those that are arguments of each worker's `Cluster`."""
+        return {
+            "devices_per_worker": self.devices_per_worker,
+            "rebalance": self.rebalance,
+        }
+
+    @property
+    def command(self) -> list[str]:
+        """List of strings, what every worker runs."""
+        module = ["-m"] if self.is_module else []
+        return [sys.executable, *module, self.script, *self.args]
 
 
 @dataclasses.dataclass(frozen=True)

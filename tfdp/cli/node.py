@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import platform
@@ -11,16 +12,15 @@ import socket
 from collections.abc import Callable, Iterator
 
 import tfdp
-from tfdp.cli.node_options import NodeOptions, Place
-from tfdp.cli.restarts import JobEnd, RestartOptions, Restarts
-from tfdp.cli.run_settings import RunSettings
+from tfdp.cli.launch import RunSettings
+from tfdp.cli.node_options import NodeOptions, RendezvousAddress
 from tfdp.cluster import counted
 from tfdp.rendezvous.address import listen, own_address, resolve
-from tfdp.rendezvous.coordinator import Coordinator, Restart
+from tfdp.rendezvous.coordinator import Coordinator
 from tfdp.rendezvous.errors import RendezvousError
-from tfdp.rendezvous.failure import Failure
 from tfdp.rendezvous.hello import Hello
 from tfdp.rendezvous.member import Member
+from tfdp.rendezvous.restarts import Restarts
 from tfdp.rendezvous.secret import VARIABLE, line_to_paste, new_secret, read_secret
 from tfdp.rendezvous.server import Server
 
@@ -34,30 +34,6 @@ class JobSecret:
     """
 
     text: str
-
-
-class NodePolicy:
-    """Policy of restarts for workers of all nodes, of which none is left out.
-
-    Args:
-        max_restarts: Int.
-    """
-
-    def __init__(self, max_restarts: int) -> None:
-        self._max_restarts = max_restarts
-        self._restarts: Restarts | None = None
-
-    def __call__(
-        self, failure: Failure, seconds: float, num_workers: int
-    ) -> Restart | None:
-        """Return what follows a failure, or `None`."""
-        if self._restarts is None:
-            self._restarts = Restarts(num_workers, RestartOptions(self._max_restarts))
-        end = JobEnd(failure.code, failure.rank, failure.reason, seconds)
-        following = self._restarts.after(end)
-        if following is None:
-            return None
-        return Restart(following.pause_seconds, following.line)
 
 
 def make_hello(where: NodeOptions, settings: RunSettings) -> Hello:
@@ -107,36 +83,33 @@ def membership(
     place = where.rendezvous
     assert place is not None
     text = read_secret() if secret is None else secret.text
-    listener = None
+    listener, address = None, (place.host, place.port)
     if where.node_rank in (None, 0):
-        listener = listen(place.host, place.port, is_node_0=where.node_rank == 0)
-    if listener is None:
-        resolve(place.host, place.port)  # an unknown name is told at once
-        if text is None:
-            raise RendezvousError(_no_secret(place))
-        say(f"this node joins {place}")
-        address = (place.host, place.port)
+        listener = listen(*place, is_node_0=where.node_rank == 0)
+    with contextlib.ExitStack() as stack:
+        if listener is None:
+            resolve(*place)  # an unknown name is told at once
+            if text is None:
+                raise RendezvousError(_no_secret(place))
+            say(f"this node joins {place}")
+        else:
+            if text is None:
+                text = new_secret()
+                if hello.nodes > 1:
+                    _ask_to_paste(text, hello.nodes, say)
+            hello = dataclasses.replace(hello, node_rank=0)
+            address = own_address(listener)
+            # No worker is left out: each node has those that it was started with.
+            restarts = functools.partial(Restarts, max_restarts=max_restarts)
+            coordinator = Coordinator(hello, where.join_seconds, restarts)
+            stack.enter_context(contextlib.closing(Server(listener, text, coordinator)))
+            if hello.nodes > 1:
+                say(
+                    f"this is node 0; it waits at {place} for "
+                    f"{counted(hello.nodes - 1, 'more node')}"
+                )
         member = Member(address, text, hello, where.join_seconds, str(place))
-        with contextlib.closing(member):
-            yield member
-        return
-    if text is None:
-        text = new_secret()
-        if hello.nodes > 1:
-            _ask_to_paste(text, hello.nodes, say)
-    hello = dataclasses.replace(hello, node_rank=0)
-    address = own_address(listener)
-    policy = NodePolicy(max_restarts)
-    server = Server(listener, text, Coordinator(hello, where.join_seconds, policy))
-    with contextlib.closing(server):
-        if hello.nodes > 1:
-            say(
-                f"this is node 0; it waits at {place} for "
-                f"{counted(hello.nodes - 1, 'more node')}"
-            )
-        member = Member(address, text, hello, where.join_seconds, str(place))
-        with contextlib.closing(member):
-            yield member
+        yield stack.enter_context(contextlib.closing(member))
 
 
 def _ask_to_paste(secret: str, nodes: int, say: Callable[[str], None]) -> None:
@@ -147,7 +120,7 @@ def _ask_to_paste(secret: str, nodes: int, say: Callable[[str], None]) -> None:
     )
 
 
-def _no_secret(place: Place) -> str:
+def _no_secret(place: RendezvousAddress) -> str:
     return (
         f"This machine is not node 0 of {place}, and has no secret to show there: "
         "paste the line that node 0 prints, or give all nodes a file with the same "

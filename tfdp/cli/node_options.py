@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import click
 
@@ -19,8 +17,7 @@ _JOIN_SECONDS = 300.0
 _PLACE = re.compile(r"(\[[0-9a-fA-F:.]+(?:%\w+)?\]|[^\s:/@\[\]]+)(?::([0-9]{1,5}))?")
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
+class RendezvousAddress(NamedTuple):
     """Address of the rendezvous.
 
     Args:
@@ -43,7 +40,7 @@ class NodeOptions:
     Args:
         nodes: Int, number of machines on each of which the same line is run, or `None`.
         node_rank: Int, this machine's, or `None`.
-        rendezvous: `Place`, or `None`.
+        rendezvous: `RendezvousAddress`, or `None`.
         join_timeout: Float, seconds, or `None`.
         hosts: Tuple of `Host` to start by ssh, or `None`.
         remote_python: String, the Python of these, or `None`.
@@ -51,7 +48,7 @@ class NodeOptions:
 
     nodes: int | None
     node_rank: int | None
-    rendezvous: Place | None
+    rendezvous: RendezvousAddress | None
     join_timeout: float | None
     hosts: tuple[Host, ...] | None
     remote_python: str | None
@@ -127,7 +124,8 @@ class NodeOptions:
                 )
 
 
-def _place(text: str) -> Place:
+def parse_address(text: str) -> RendezvousAddress:
+    """Read the value of `--rendezvous`; raise `ValueError` if it is none."""
     match = _PLACE.fullmatch(text)
     port = int(match[2] or DEFAULT_PORT) if match else 0
     if match is None or not 1 <= port <= 65535:
@@ -141,12 +139,34 @@ def _place(text: str) -> Place:
             "an address that begins with fe80 means another machine on each network "
             "interface; give another one of node 0, or its name"
         )
-    return Place(host, port)
+    return RendezvousAddress(host, port)
 
 
-_PLACES = types.Checked("place", _place)
-_HOSTS = types.Checked("hosts", parse_hosts)
-_OPTIONS = (
+def _make(
+    nodes: int | None,
+    node_rank: int | None,
+    rendezvous: RendezvousAddress | None,
+    join_timeout: float | None,
+    hosts: tuple[Host, ...] | None,
+    hostfile: str | None,
+    remote_python: str | None,
+) -> NodeOptions:
+    if hosts is not None and hostfile is not None:
+        raise click.UsageError("Give --hosts or --hostfile, not both. Received: both")
+    if hostfile is not None:
+        try:
+            hosts = read_hostfile(hostfile)
+        except ValueError as error:
+            raise click.UsageError(
+                f"--hostfile: {error}. Received: --hostfile {hostfile}"
+            ) from error
+    return NodeOptions(nodes, node_rank, rendezvous, join_timeout, hosts, remote_python)
+
+
+# A command's function gets `where`, a `NodeOptions`.
+node_options = types.option_group(
+    "where",
+    _make,
     click.option(
         "--nodes",
         metavar="N",
@@ -163,7 +183,7 @@ _OPTIONS = (
     click.option(
         "--rendezvous",
         metavar="HOST:PORT",
-        type=_PLACES,
+        type=types.Checked("place", parse_address),
         help=f"Where the machines meet: at node 0. Default port: {DEFAULT_PORT}.",
     ),
     click.option(
@@ -175,13 +195,13 @@ _OPTIONS = (
     click.option(
         "--hosts",
         metavar="HOST:N,...",
-        type=_HOSTS,
+        type=types.Checked("hosts", parse_hosts),
         help="Machines that are started from here by ssh, with N workers each.",
     ),
     click.option(
         "--hostfile",
         metavar="FILE",
-        shell_complete=types.complete_files,
+        type=types.FILE,
         help="A file with one HOST:N in each line.",
     ),
     click.option(
@@ -190,41 +210,3 @@ _OPTIONS = (
         help="Python of the machines of --hosts. Default: the path of this one.",
     ),
 )
-
-
-def _hosts_in(hostfile: str) -> tuple[Host, ...]:
-    try:
-        return read_hostfile(hostfile)
-    except ValueError as error:
-        raise click.UsageError(
-            f"--hostfile: {error}. Received: --hostfile {hostfile}"
-        ) from error
-
-
-def node_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options; its function gets `where`, a `NodeOptions`.
-
-    Args:
-        function: Function of the command.
-
-    Returns:
-        The function that click calls.
-    """
-
-    @functools.wraps(function)
-    def with_options(**arguments: Any) -> Any:
-        hosts, hostfile = arguments.pop("hosts"), arguments.pop("hostfile")
-        if hosts is not None and hostfile is not None:
-            raise click.UsageError(
-                "Give --hosts or --hostfile, not both. Received: both"
-            )
-        if hostfile is not None:
-            hosts = _hosts_in(hostfile)
-        names = [field.name for field in dataclasses.fields(NodeOptions)]
-        given = {name: arguments.pop(name) for name in names if name != "hosts"}
-        where = NodeOptions(hosts=hosts, **given)
-        return function(where=where, **arguments)
-
-    for option in reversed(_OPTIONS):
-        with_options = option(with_options)
-    return with_options

@@ -7,8 +7,8 @@ import signal
 from typing import Any
 
 from tfdp.cli.screen import Screen
-from tfdp.cli.worker import Worker, shell_code
-from tfdp.rendezvous.failure import NODE_LOST, Failure
+from tfdp.cli.worker import Worker
+from tfdp.rendezvous.failure import NODE_LOST
 from tfdp.rendezvous.member import Member
 
 
@@ -84,7 +84,7 @@ class OtherNodes:
         """
         for worker in [cause, failed] if cause is not failed else [failed]:
             if worker.exit_code:
-                self._member.send(_failure_of(worker).to_message(self.attempt))
+                self._member.send(worker.failure.to_message(self.attempt))
 
     def tell_end(self, code: int, *, has_saved: bool) -> None:
         """Tell that no worker of this node runs any more.
@@ -113,13 +113,3 @@ class OtherNodes:
 
     def _send(self, **message: Any) -> None:
         self._member.send({"attempt": self.attempt, **message})
-
-
-def _failure_of(worker: Worker) -> Failure:
-    return Failure(
-        worker.rank,
-        shell_code(worker.exit_code or 0),
-        worker.describe_end(),
-        str(worker.log.path.absolute()),
-        worker.lost_rank,
-    )

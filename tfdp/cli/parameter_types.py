@@ -1,8 +1,9 @@
-"""Types of values on the command line, and commands whose options take many."""
+"""Types of values and groups of options; commands that read their line otherwise."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import os
 import re
@@ -11,65 +12,31 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
 
-from tfdp.plans.traffic import Algorithm
+from tfdp.options import CommunicationOptions
 
 # More, or less, is a slip of the hand, and far from where arithmetic ends.
 _MOST, _LEAST = 10**9, 1e-9
 _MOST_BYTES = 2**40
 _LONGEST_NAME = 255  # bytes, on all usual file systems
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+# Options of `mpirun`, `torchrun` and `horovodrun`, and what to give here.
+_COUNT = "Give the number of workers with -n"
+_ELSEWHERE = {
+    r"-np\d*|--np|--num-proc|--nproc-per-node|-N|--gpus": _COUNT,
+    r"-H.*|--host": "Give the machines with --hosts HOST:N,HOST:N",
+    r"--nnodes": "Give the number of machines with --nodes",
+    r"--master-.*|--rdzv-.*": "Give the machines' meeting point with --rendezvous",
+    r"--standalone": "Leave it out: `tfdp run` needs no other service",
+}
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[KMG]?B?)", re.IGNORECASE)
 
 
-def complete_files(
-    context: click.Context, parameter: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
-    """Let the shell complete the name of a file.
+class _Bounded(click.ParamType):
+    """A number; if not 0, of a size with which one can compute."""
 
-    Args:
-        context: Not used.
-        parameter: Not used.
-        incomplete: String, what was typed.
-
-    Returns:
-        List of one `CompletionItem`.
-    """
-    return [CompletionItem(incomplete, type="file")]
-
-
-class WholeNumber(click.IntRange):
-    """A whole number of at least `min`, and at most a billion."""
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Any:
-        try:
-            number = super().convert(value, param, ctx)
-        except click.BadParameter:
-            least = f" of at least {self.min}" if self.min else ", not negative"
-            self.fail(
-                f"it must be a whole number{least}. Received: {_short(value)}",
-                param,
-                ctx,
-            )
-        if problem := _problem_of(number):
-            self.fail(f"{problem}. Received: {_short(value)}", param, ctx)
-        return number
-
-
-class Number(click.FloatRange):
-    """A number in a range; if not 0, of a size with which one can compute.
-
-    Args:
-        what: String, the sentence's part after "it must be".
-        **limits: Arguments of `click.FloatRange`.
-    """
-
-    def __init__(self, what: str, **limits: Any) -> None:
-        super().__init__(**limits)
-        self._what = what
+    what: str
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -78,12 +45,35 @@ class Number(click.FloatRange):
             number = super().convert(value, param, ctx)
         except click.BadParameter:
             number = math.nan
-        problem = f"it must be {self._what}"
-        if math.isfinite(number):
+        problem = f"it must be {self.what}"
+        if number == number and number != math.inf:  # `isfinite` fails of a long int
             problem = _problem_of(number)
         if problem:
             self.fail(f"{problem}. Received: {_short(value)}", param, ctx)
         return number
+
+
+class WholeNumber(_Bounded, click.IntRange):
+    """A whole number of at least `min`, and at most a billion."""
+
+    def __init__(self, min: int) -> None:
+        super().__init__(min=min)
+        self.what = "a whole number" + (
+            f" of at least {min}" if min else ", not negative"
+        )
+
+
+class Number(_Bounded, click.FloatRange):
+    """A number in a range.
+
+    Args:
+        what: String, the sentence's part after "it must be".
+        **limits: Arguments of `click.FloatRange`.
+    """
+
+    def __init__(self, what: str, **limits: Any) -> None:
+        super().__init__(**limits)
+        self.what = what
 
 
 def _problem_of(number: float) -> str:
@@ -160,20 +150,27 @@ def _levels(text: str, *, above_zero: bool) -> tuple[float, float]:
     return numbers[0], numbers[-1]
 
 
-def _algorithm(text: str) -> Algorithm | None:
-    if text == "auto":
-        return None
+def _algorithm(text: str) -> str | dict[str, str]:
     name, _, levels = text.partition(":")
     inner, _, outer = levels.partition(",")
+    option: str | dict[str, str] = text
+    if name == "hierarchical":
+        option = {"inner": inner or "ring", "outer": outer or "ring"}
     try:
-        if levels and name != "hierarchical":
-            raise ValueError("Only a hierarchical algorithm has an inner and an outer")
-        return Algorithm(name, inner or "ring", outer or "ring")
+        CommunicationOptions(algorithm=option)
     except ValueError as error:
         raise ValueError(
             "it must be auto, ring, tree, halving_doubling, hierarchical, "
             "hierarchical:INNER,OUTER, or adasum"
         ) from error
+    return option
+
+
+class _OutputFile(click.Path):
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        return Checked("file", _output_file).convert(value, param, ctx)
 
 
 def _output_file(text: str) -> Path:
@@ -195,10 +192,43 @@ SIZE = Checked("size", _num_bytes)
 # One number for both levels, or two: inside a node, across nodes.
 LATENCIES = Checked("levels", functools.partial(_levels, above_zero=False))
 BANDWIDTHS = Checked("levels", functools.partial(_levels, above_zero=True))
-# An algorithm of the all-reduce by its name; `None` for `auto`.
+# An algorithm of the all-reduce, as the option of `CommunicationOptions`.
 ALGORITHM = Checked("algorithm", _algorithm)
 # A file that can be written, which is found out now and not after minutes.
-OUTPUT_FILE = Checked("file", _output_file)
+OUTPUT_FILE = _OutputFile()
+# A name of a file, which the shell completes; the command looks at it.
+FILE = click.Path(readable=False)
+
+
+def option_group(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
+    """Return what adds several options to a command, as one argument of its function.
+
+    Args:
+        name: String, of the argument.
+        make: Callable that makes it from the values of the options, by their names.
+        *options: Decorators that add one option each.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def with_group(**given: Any) -> Any:
+            values = {key: given.pop(key) for key in inspect.signature(make).parameters}
+            return function(**{name: make(**values)}, **given)
+
+        return with_options(*options)(with_group)
+
+    return decorate
+
+
+def with_options(*options: Decorator) -> Decorator:
+    """Return what adds several options to a command.
+
+    Args:
+        *options: Decorators that add one option each, in the order of the help.
+    """
+    return lambda function: functools.reduce(
+        lambda decorated, option: option(decorated), reversed(options), function
+    )
 
 
 class ManyValues(click.Command):
@@ -244,3 +274,28 @@ def _is_number(word: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _hint(option: str) -> str | None:
+    """Return what to give instead of an option of another launcher."""
+    name = option.replace("_", "-")
+    found = [hint for names, hint in _ELSEWHERE.items() if re.fullmatch(names, name)]
+    return found[0] if found else None
+
+
+class HintingCommand(click.Command):
+    """A command that knows the options of other launchers."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Say what to give instead of an option of another launcher."""
+        options = [p for p in self.params if isinstance(p, click.Option)]
+        with_value = {name for o in options if not o.is_flag for name in o.opts}
+        before = ""
+        for word in args:
+            name = word.partition("=")[0]
+            if (hint := _hint(name)) and not ctx.resilient_parsing:
+                raise click.UsageError(f"{hint}. Received: {name}")
+            if not word.startswith("-") and before not in with_value:
+                break  # the script, and its own options
+            before = word
+        return super().parse_args(ctx, args)

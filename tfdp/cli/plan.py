@@ -20,7 +20,6 @@ from tfdp.options import COMPRESSIONS, CommunicationOptions
 from tfdp.plans.buckets import BucketPlan
 from tfdp.plans.gathers import StepGathers
 from tfdp.plans.prediction import BACKWARD_FRACTION
-from tfdp.plans.traffic import Algorithm
 
 if TYPE_CHECKING:  # it imports TensorFlow
     from tfdp.reduction.algorithm_choice import AlgorithmChoice
@@ -41,7 +40,7 @@ Examples:
 
 
 @click.command(epilog=_EXAMPLES)
-@click.argument("model", metavar="MODEL.keras", shell_complete=types.complete_files)
+@click.argument("model", metavar="MODEL.keras", type=types.FILE)
 @click.option(
     "--nodes",
     metavar="N",
@@ -139,7 +138,7 @@ def plan(
     backend: str,
     step_ms: float | None,
     overlap: float | None,
-    algorithm: Algorithm | None,
+    algorithm: str | dict[str, str],
     compression: str,
     bucket_mb: float,
     optimizer: str,
@@ -158,14 +157,14 @@ def plan(
     try:
         options = CommunicationOptions(
             bucket_mb=bucket_mb,
-            algorithm=algorithm_option(algorithm),
+            algorithm=algorithm,
             compression=compression_option(compression),
             links=links,
         )
     except ValueError as error:  # two that do not go together
         raise click.UsageError(first_line(error)) from error
     loaded = _loaded(model)
-    is_adasum = algorithm is not None and algorithm.is_adasum
+    is_adasum = algorithm == "adasum"
     buckets, sparse = _plan_of(loaded, model, options, makes_dense=is_adasum)
     routes, warned = routes_of(buckets, options, topology, backend)
     by_ring = dataclasses.replace(options, algorithm="ring")
@@ -220,15 +219,6 @@ def _links(
         per_byte = link.seconds_per_byte if beta is None else 1e-9 / beta[level]
         levels.append(Link(seconds, per_byte))
     return dataclasses.replace(default, inside=levels[0], across=levels[1])
-
-
-def algorithm_option(algorithm: Algorithm | None) -> str | dict[str, str]:
-    """Option of `CommunicationOptions` for an algorithm; `None` stands for `auto`."""
-    if algorithm is None:
-        return "auto"
-    if not algorithm.has_levels:
-        return algorithm.name
-    return {"inner": algorithm.inner, "outer": algorithm.outer}
 
 
 def compression_option(compression: str) -> str | dict[str, str] | None:

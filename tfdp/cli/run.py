@@ -12,19 +12,24 @@ import click
 from tfdp.bench.machine import num_cores
 from tfdp.cli import parameter_types as types
 from tfdp.cli.island_options import IslandOptions, island_options
-from tfdp.cli.launch import check_num_workers, make_clusters, make_log_dir
+from tfdp.cli.job import JobContext
+from tfdp.cli.json_screen import showing
+from tfdp.cli.launch import (
+    AutoCount,
+    RunSettings,
+    check_num_workers,
+    make_clusters,
+    make_log_dir,
+)
 from tfdp.cli.node import JobSecret
 from tfdp.cli.node_options import NodeOptions, node_options
-from tfdp.cli.other_launchers import HintingCommand
 from tfdp.cli.program import check_platform, check_program
-from tfdp.cli.restarts import RestartOptions
 from tfdp.cli.run_islands import run_islands
-from tfdp.cli.run_settings import AutoCount, RunSettings
 from tfdp.cli.run_where import run_as_node, run_here, run_on_hosts
-from tfdp.cli.showing import showing
 from tfdp.cli.signals import SignalPipe
 from tfdp.cli.start import new_starter
 from tfdp.cluster.gpus import visible_gpus
+from tfdp.rendezvous.restarts import Restarts
 
 
 class _NumWorkers(types.WholeNumber):
@@ -56,7 +61,7 @@ under Kubernetes run the script itself.
 
 # What follows the script's name is the script's own, options too.
 @click.command(
-    cls=HintingCommand,
+    cls=types.HintingCommand,
     epilog=_EXAMPLES,
     context_settings={"allow_interspersed_args": False},
 )
@@ -78,7 +83,7 @@ under Kubernetes run the script itself.
 @click.option(
     "--log-dir",
     metavar="DIR",
-    shell_complete=types.complete_files,
+    type=types.FILE,
     help="Folder for a log per worker. Default: a new one in ./tfdp-logs.",
 )
 @click.option(
@@ -144,10 +149,8 @@ under Kubernetes run the script itself.
     is_flag=True,
     help="SCRIPT is the name of a module, as in `python -m`.",
 )
-@click.argument("script", shell_complete=types.complete_files)
-@click.argument(
-    "args", nargs=-1, type=click.UNPROCESSED, shell_complete=types.complete_files
-)
+@click.argument("script", type=types.FILE)
+@click.argument("args", nargs=-1, type=types.FILE)
 @click.pass_context
 def run(
     context: click.Context,
@@ -166,24 +169,26 @@ def run(
     """
     check_platform("tfdp run")
     where.check(min_workers)
-    if where.hosts is not None:
-        settings = RunSettings(num_workers=num_workers or AutoCount(1), **arguments)
-        _check_islands(islands, settings, where, min_workers, grow_after)
-        sys.exit(run_on_hosts(where.hosts, where, settings))
-    if num_workers is None:
+    if num_workers is None and where.hosts is None:
         raise click.MissingParameter(
             ctx=context,
             param=next(p for p in context.command.params if p.name == "num_workers"),
         )
-    settings = RunSettings(num_workers=num_workers, **arguments)
-    _check_islands(islands, settings, where, min_workers, grow_after)
+    settings = RunSettings(num_workers=num_workers or AutoCount(1), **arguments)
+    others = {
+        "--min-workers": min_workers is not None,
+        "--grow-after": grow_after is not None,
+        "--rebalance": settings.rebalance,
+    }
+    given = [name for name, is_given in others.items() if is_given]
+    islands.check(settings.num_workers, where, given)
+    if where.hosts is not None:
+        sys.exit(run_on_hosts(where.hosts, where, settings))
     check_program(settings.script, settings.is_module)
-    again = _restart_options(
-        num_workers, settings.max_restarts, min_workers, grow_after
-    )
+    restarts = _restarts(settings, min_workers, grow_after)
     try:
-        check_num_workers(num_workers)
-        make_clusters(num_workers, settings.devices_per_worker)
+        check_num_workers(settings.num_workers)
+        make_clusters(settings.num_workers, settings.devices_per_worker)
         folder = make_log_dir(settings.log_dir)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
@@ -194,53 +199,32 @@ def run(
         showing(signals, until, settings.log_format) as screen,
         new_starter(settings, signals, until) as starter,
     ):
+        job = JobContext(starter, screen, signals, settings.grace, until)
         if islands.is_used:
-            code = run_islands(
-                settings, islands, starter, folder, screen, signals, until
-            )
+            code = run_islands(job, settings, islands, folder)
         elif where.is_one_machine:
-            code = run_here(settings, again, starter, folder, screen, signals, until)
+            code = run_here(job, settings, restarts, folder)
         else:
             secret = context.find_object(JobSecret)
-            code = run_as_node(
-                settings, where, secret, starter, folder, screen, signals, until
-            )
+            code = run_as_node(job, settings, where, secret, folder)
     sys.exit(code)
 
 
-def _check_islands(
-    islands: IslandOptions,
-    settings: RunSettings,
-    where: NodeOptions,
-    min_workers: int | None,
-    grow_after: float | None,
-) -> None:
-    others = {
-        "--min-workers": min_workers is not None,
-        "--grow-after": grow_after is not None,
-        "--rebalance": settings.rebalance,
-    }
-    given = [name for name, is_given in others.items() if is_given]
-    islands.check(settings.num_workers, where, given)
-
-
-def _restart_options(
-    num_workers: int,
-    max_restarts: int,
-    min_workers: int | None,
-    grow_after: float | None,
-) -> RestartOptions:
+def _restarts(
+    settings: RunSettings, min_workers: int | None, grow_after: float | None
+) -> Restarts:
+    num_workers, max_restarts = settings.num_workers, settings.max_restarts
     if min_workers is not None and min_workers > num_workers:
         raise click.UsageError(
             "--min-workers must not be above -n. "
             f"Received: --min-workers {min_workers}, -n {num_workers}"
         )
     if grow_after is None:
-        return RestartOptions(max_restarts, min_workers)
+        return Restarts(num_workers, max_restarts, min_workers)
     if min_workers in (None, num_workers) or not max_restarts:
         raise click.UsageError(
             "--grow-after needs --max-restarts, and --min-workers below -n: there are "
             f"never fewer workers. Received: --max-restarts {max_restarts}, "
             f"--min-workers {min_workers}, -n {num_workers}"
         )
-    return RestartOptions(max_restarts, min_workers, grow_after)
+    return Restarts(num_workers, max_restarts, min_workers, grow_after)

@@ -15,13 +15,10 @@ import click
 from tfdp.cli.attempts import run_job
 from tfdp.cli.island_job import IslandJob
 from tfdp.cli.island_options import IslandOptions
-from tfdp.cli.job import TIMED_OUT, JobOptions
-from tfdp.cli.launch import make_clusters
-from tfdp.cli.run_settings import RunSettings
+from tfdp.cli.job import TIMED_OUT, JobContext
+from tfdp.cli.launch import RunSettings, make_clusters
 from tfdp.cli.run_where import open_logs, warn_of_surroundings
 from tfdp.cli.screen import Screen
-from tfdp.cli.signals import SignalPipe
-from tfdp.cli.start import Starter
 from tfdp.cluster import counted, split_address
 from tfdp.cluster.islands import Island
 from tfdp.rendezvous.address import listen
@@ -36,24 +33,18 @@ _TURN_SECONDS = 0.2
 
 
 def run_islands(
+    context: JobContext,
     settings: RunSettings,
     options: IslandOptions,
-    starter: Starter,
     folder: pathlib.Path,
-    screen: Screen,
-    signals: SignalPipe,
-    until: float | None,
 ) -> int:
     """Run the islands of this machine, and the hub if it is here.
 
     Args:
+        context: `JobContext`.
         settings: `RunSettings`.
         options: `IslandOptions`.
-        starter: `Starter` of the islands.
         folder: Path of the logs.
-        screen: The `Screen` that shows the output.
-        signals: The `SignalPipe`.
-        until: Float, by `time.monotonic()`, when all is stopped, or `None`.
 
     Returns:
         Int, the exit code: `0` if all islands have ended well, or that of the first
@@ -63,7 +54,7 @@ def run_islands(
         click.ClickException: If the hub cannot listen, or an island not be started.
     """
     count, total = settings.num_workers, options.total or settings.num_workers
-    secret = _secret(options)
+    secret, screen = _secret(options), context.screen
     indices = range(options.first, options.first + count)
     logs = open_logs(folder, [f"island-{i}.log" for i in indices], screen)
     with _hub(options, secret, total, indices) as (address, hub):
@@ -84,16 +75,13 @@ def run_islands(
                 settings.max_restarts,
                 link.ended,
                 functools.partial(_forget_lost, hub, screen),
-                starter=starter,
+                context=context,
                 clusters=clusters,
                 logs=logs,
-                screen=screen,
-                signals=signals,
-                options=JobOptions(until, settings.grace),
             )
             code = run_job(job)
         if hub is not None:
-            code = _wait_for_others(hub, screen, signals, until) or code
+            code = _wait_for_others(hub, context) or code
         return code
 
 
@@ -148,23 +136,24 @@ def _forget_lost(hub: Hub | None, screen: Screen) -> None:
         )
 
 
-def _wait_for_others(
-    hub: Hub, screen: Screen, signals: SignalPipe, until: float | None
-) -> int | None:
+def _wait_for_others(hub: Hub, context: JobContext) -> int | None:
     """Wait until the islands of other machines are through, which need the hub.
 
     Returns:
         Int, the exit code where the wait was ended by a signal or by `--timeout`.
     """
+    signals, until = context.signals, context.until
     if signals.received or not hub.is_needed:
         return None
-    screen.message("tfdp: waiting for islands of other machines, which need the hub")
+    context.screen.message(
+        "tfdp: waiting for islands of other machines, which need the hub"
+    )
     while hub.is_needed:
         if signals.received:
             return 128 + signals.received[0]
         if until is not None and time.monotonic() >= until:
             return TIMED_OUT
-        _forget_lost(hub, screen)
+        _forget_lost(hub, context.screen)
         signals.wait(_TURN_SECONDS)
     return None
 

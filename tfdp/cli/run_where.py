@@ -12,46 +12,39 @@ from collections.abc import Sequence
 import click
 
 from tfdp.bench.machine import num_cores
-from tfdp.cli.attempts import Attempts
+from tfdp.cli.attempts import LocalAttempts
 from tfdp.cli.hosts import Host
-from tfdp.cli.launch import make_clusters
+from tfdp.cli.job import JobContext
+from tfdp.cli.json_screen import showing
+from tfdp.cli.launch import RunSettings, make_clusters
 from tfdp.cli.log_file import LogFile
 from tfdp.cli.node import JobSecret, announcement, make_hello, membership
-from tfdp.cli.node_attempts import Logs, NodeAttempts
+from tfdp.cli.node_attempts import NodeAttempts
 from tfdp.cli.node_options import NodeOptions
 from tfdp.cli.other_nodes import OtherNodes
-from tfdp.cli.remote_orders import make_orders
-from tfdp.cli.restarts import RestartOptions, Restarts
-from tfdp.cli.run_settings import RunSettings
+from tfdp.cli.remote_line import make_orders
 from tfdp.cli.screen import Screen
-from tfdp.cli.showing import showing
 from tfdp.cli.signals import SignalPipe
 from tfdp.cli.ssh_job import SshJob
-from tfdp.cli.start import Starter
 from tfdp.cluster import counted
 from tfdp.cluster.gpus import visible_gpus
 from tfdp.rendezvous.errors import RendezvousError
+from tfdp.rendezvous.restarts import Restarts
 
 
 def run_here(
+    context: JobContext,
     settings: RunSettings,
-    again: RestartOptions,
-    starter: Starter,
+    restarts: Restarts,
     folder: pathlib.Path,
-    screen: Screen,
-    signals: SignalPipe,
-    until: float | None,
 ) -> int:
     """Run all workers on this machine.
 
     Args:
+        context: `JobContext`.
         settings: `RunSettings`.
-        again: `RestartOptions`.
-        starter: `Starter` of the workers.
+        restarts: `Restarts`.
         folder: Path of the logs.
-        screen: The `Screen` that shows the output.
-        signals: The `SignalPipe`.
-        until: Float, by `time.monotonic()`, when all is stopped, or `None`.
 
     Returns:
         Int, the exit code.
@@ -59,7 +52,7 @@ def run_here(
     Raises:
         click.ClickException: If a log cannot be written, or a worker be started.
     """
-    num_workers = settings.num_workers
+    screen, num_workers = context.screen, settings.num_workers
     screen.node = 0
     names = [f"worker-{rank}.log" for rank in range(num_workers)]
     logs = open_logs(folder, names, screen)
@@ -69,43 +62,25 @@ def run_here(
     _announce(screen, num_workers, settings.devices_per_worker, folder)
     if settings.rebalance and num_workers == 1:
         screen.warn("tfdp: warning: --rebalance has no effect with one worker")
-    attempts = Attempts(
-        starter,
-        functools.partial(
-            make_clusters,
-            devices_per_worker=settings.devices_per_worker,
-            rebalance=settings.rebalance,
-        ),
-        logs,
-        screen,
-        signals,
-        settings.grace,
-        until,
-    )
-    return attempts.run(Restarts(num_workers, again), history)
+    clusters_of = functools.partial(make_clusters, **settings.of_cluster)
+    return LocalAttempts(context, clusters_of, logs, history, restarts).run()
 
 
 def run_as_node(
+    context: JobContext,
     settings: RunSettings,
     where: NodeOptions,
     secret: JobSecret | None,
-    starter: Starter,
     folder: pathlib.Path,
-    screen: Screen,
-    signals: SignalPipe,
-    until: float | None,
 ) -> int:
     """Run the workers of this node, together with the other nodes.
 
     Args:
+        context: `JobContext`.
         settings: `RunSettings`.
         where: `NodeOptions`.
         secret: `JobSecret`, or `None` to read the file or to make one.
-        starter: `Starter` of the workers.
         folder: Path of the logs.
-        screen: The `Screen` that shows the output.
-        signals: The `SignalPipe`.
-        until: Float, by `time.monotonic()`, when all is stopped, or `None`.
 
     Returns:
         Int, the exit code.
@@ -114,45 +89,37 @@ def run_as_node(
         click.ClickException: If this node cannot take part, a log cannot be written, or
             a worker be started.
     """
-    nodes = where.nodes or 1
+    nodes, screen = where.nodes or 1, context.screen
     screen.node = where.node_rank
     hello = make_hello(where, settings)
 
-    def logs_of_node(node_rank: int, first_rank: int, num_workers: int) -> Logs:
+    def logs_of_node(
+        node_rank: int, first_rank: int, num_workers: int
+    ) -> tuple[list[LogFile], list[LogFile]]:
         ranks = range(first_rank, first_rank + settings.num_workers)
         kept = ["restarts.log"] if settings.max_restarts and node_rank == 0 else []
-        logs = Logs(
-            open_logs(folder, [f"worker-{rank}.log" for rank in ranks], screen),
-            open_logs(folder, kept, screen),
-        )
+        logs = open_logs(folder, [f"worker-{rank}.log" for rank in ranks], screen)
+        history = open_logs(folder, kept, screen)
         screen.node = node_rank
         told = announcement(
             node_rank, nodes, first_rank, settings.num_workers, num_workers, folder
         )
         screen.message(f"tfdp: {told}")
         warn_of_surroundings(screen, settings.num_workers, settings.devices_per_worker)
-        return logs
+        return logs, history
 
     def say(text: str) -> None:
         screen.message(f"tfdp: {text}")
 
     try:
         with membership(where, hello, settings.max_restarts, secret, say) as member:
-            attempts = NodeAttempts(
-                starter,
+            return NodeAttempts(
+                context,
                 settings.num_workers,
-                {
-                    "devices_per_worker": settings.devices_per_worker,
-                    "rebalance": settings.rebalance,
-                },
+                settings.of_cluster,
                 OtherNodes(member, screen),
                 logs_of_node,
-                screen,
-                signals,
-                settings.grace,
-                until,
-            )
-            return attempts.run()
+            ).run()
     except RendezvousError as error:
         raise click.UsageError(str(error)) from error
 

@@ -111,6 +111,15 @@ def only_colours(text: str) -> str:
     return _ESCAPE.sub(lambda m: m[0] if _COLOUR.fullmatch(m[0]) else "", text)
 
 
+def new_console() -> Console:
+    """Return a console for stdout, as plain text.
+
+    A terminal gets lines that are broken between words, a file gets them whole.
+    """
+    is_whole = sys.stdout is None or not sys.stdout.isatty()
+    return Console(highlight=False, markup=False, soft_wrap=is_whole)
+
+
 def _is_same_file(one: TextIO, other: TextIO) -> bool:
     try:
         return os.path.sameopenfile(one.fileno(), other.fileno())

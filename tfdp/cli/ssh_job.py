@@ -306,10 +306,7 @@ class SshJob:
         self._dismiss_at = float("inf")
         for worker in self._workers:
             worker.is_dismissed = True
-            if worker.is_ordered:
-                worker.send(remote_line.signal_line(signal.SIGTERM))
-            else:
-                worker.hang_up()
+            worker.stop(signal.SIGTERM)
 
     def _heed_signals(self, now: float) -> None:
         """Pass signals on to all launchers."""
@@ -320,10 +317,7 @@ class SshJob:
             if signum == signal.SIGINT:
                 self._tracebacks.interrupt()
             for worker in self._workers:
-                if worker.is_ordered:
-                    worker.send(remote_line.signal_line(signum))
-                else:
-                    worker.hang_up()
+                worker.stop(signum)
 
     def _give_up_silent(self) -> None:
         for worker in self._workers:

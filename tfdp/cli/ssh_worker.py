@@ -10,7 +10,7 @@ import time
 from typing import IO
 
 from tfdp.cli.hosts import Host
-from tfdp.cli.remote_line import version_of
+from tfdp.cli.remote_line import signal_line, version_of
 from tfdp.cli.screen import MAX_LINE_LENGTH, LineReader, without_escapes
 
 _CHUNK_BYTES = 1 << 16
@@ -116,6 +116,13 @@ class SshWorker:
             while self._unsent:
                 size = os.write(self._stdin.fileno(), self._unsent)
                 self._unsent = self._unsent[size:]
+
+    def stop(self, signum: int) -> None:
+        """Pass a signal on; one that has no order yet loses its connection."""
+        if self.is_ordered:
+            self.send(signal_line(signum))
+        else:
+            self.hang_up()
 
     def hang_up(self) -> None:
         """End the connection; does not wait for it."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tfdp.cli.import_once.parent import Parent
 from tfdp.cli.import_once.script import Imports, imports_of
-from tfdp.cli.run_settings import RunSettings
+from tfdp.cli.launch import RunSettings
 from tfdp.cli.signals import SignalPipe
 from tfdp.cluster.gpus import visible_gpus
 

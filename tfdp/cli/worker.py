@@ -16,6 +16,7 @@ from tfdp.cli.log_file import LogFile
 from tfdp.cli.noise import is_noise
 from tfdp.cli.screen import LineReader, without_escapes
 from tfdp.coordination.preemption import PREEMPTED
+from tfdp.rendezvous.failure import Failure
 
 TAIL_LINES = 20
 _SNAPSHOT_SECONDS = 10.0
@@ -177,6 +178,17 @@ class Worker:
             return f"failed with exit code {code}"
         hint = " (by the system, if memory ran out)" if code == -signal.SIGKILL else ""
         return f"was killed by {signal_name(-code)}{hint}"
+
+    @property
+    def failure(self) -> Failure:
+        """`Failure`, its end as others read of it."""
+        return Failure(
+            self.rank,
+            shell_code(self.exit_code or 0),
+            self.describe_end(),
+            str(self.log.path.absolute()),
+            self.lost_rank,
+        )
 
     def close(self) -> None:
         """Reap the process, which must have been killed, and close its output."""

@@ -12,6 +12,7 @@ somebody who has not the job's secret. Reading order:
     failure: how a worker or a node ended, in words
     roster: the nodes that are there, their ranks and addresses
     reports: which of several failures to name
+    restarts: what follows a failure, also of a job on one machine
     coordinator: the course of the job, decided by node 0
     server: thread of node 0 that serves the connections
     member: thread of every node that keeps its connection

@@ -15,7 +15,7 @@ import dataclasses
 import enum
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from tfdp.cluster import counted
 from tfdp.cluster.tf_config import shorten
@@ -23,6 +23,7 @@ from tfdp.rendezvous.errors import MalformedMessage, RendezvousError
 from tfdp.rendezvous.failure import LOST_EXIT_SECONDS, NODE_LOST, Failure
 from tfdp.rendezvous.hello import Hello
 from tfdp.rendezvous.reports import Reports
+from tfdp.rendezvous.restarts import Restarts
 from tfdp.rendezvous.roster import DOUBTFUL_SECONDS, Link, Node, Roster
 
 # What the others report of a lost worker may come before the report of its own node,
@@ -31,28 +32,6 @@ _SETTLE_SECONDS = 1.0
 _NOTICE_SECONDS = 10.0
 # Beside the grace of workers that save, and then of those that are asked to end.
 _STOP_SECONDS = 30.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Restart:
-    """What follows a failure.
-
-    Args:
-        pause_seconds: Float, how long to wait before.
-        line: String, for the screens and the history.
-    """
-
-    pause_seconds: float
-    line: str
-
-
-class Policy(Protocol):
-    """What decides whether a job starts again."""
-
-    def __call__(
-        self, failure: Failure, seconds: float, num_workers: int
-    ) -> Restart | None:
-        """Return what follows a failure after so many seconds, or `None`."""
 
 
 class Phase(enum.Enum):
@@ -85,7 +64,8 @@ class Coordinator:
     Args:
         own: `Hello` of node 0, with which those of the others have to agree.
         join_seconds: Float, how long to wait for nodes that are not there.
-        policy: `Policy`.
+        make_restarts: Function of the number of workers of all nodes that makes the
+            `Restarts`, which decide whether the job starts again.
         clock: Function that returns seconds. Defaults to `time.monotonic`.
 
     Attributes:
@@ -96,13 +76,14 @@ class Coordinator:
         self,
         own: Hello,
         join_seconds: float,
-        policy: Policy,
+        make_restarts: Callable[[int], Restarts],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.phase = Phase.GATHERING
         self._own = own
         self._join_seconds = join_seconds
-        self._policy = policy
+        self._make_restarts = make_restarts
+        self._restarts: Restarts | None = None
         self._clock = clock
         self._roster = Roster(own)
         self._attempt = 0
@@ -370,13 +351,15 @@ class Coordinator:
             self._end(code if self._saved_code is None else self._saved_code)
             return
         seconds = now - self._started_at
-        restart = self._policy(failure, seconds, self._roster.num_workers)
-        if restart is None:
+        if self._restarts is None:
+            self._restarts = self._make_restarts(self._roster.num_workers)
+        decision = self._restarts.after(failure, seconds)
+        if decision is None:
             self._end(self._verdict.code)
             return
-        self.phase, self._until = Phase.PAUSING, now + restart.pause_seconds
+        self.phase, self._until = Phase.PAUSING, now + decision.pause_seconds
         for node in self._roster.nodes:
-            node.link.send({"type": "restart", "text": restart.line})
+            node.link.send({"type": "restart", "text": decision.line})
 
     def _end(self, code: int, text: str = "") -> None:
         self.phase = Phase.ENDED

@@ -60,18 +60,5 @@ def models(**given: Any) -> None:
     2 (N - 1) / N times the model, and bandwidth. Every sum is checked. BERT-large
     takes 4 GB of memory in each worker.
     """
-    files = options.checked_files("models", given)
-    settings = gradients.Settings(
-        models=[PUBLISHED_MODELS[name]() for name in given["models"]],
-        algorithms=given["algorithms"],
-        backends=given["backends"],
-        blocks=given["blocks"],
-        bucket_mb=given["bucket_mb"],
-        num_workers=options.num_workers(given["workers"], given["devices_per_worker"]),
-        devices_per_worker=given["devices_per_worker"],
-        node_size=given["node_size"],
-        link_rate=given["link_rate"],
-    )
-    with options.errors_in_one_sentence():
-        num_wrong = gradients.run(settings, files)
-    options.exit_if_wrong(num_wrong)
+    given["models"] = [PUBLISHED_MODELS[name]() for name in given["models"]]
+    options.run_benchmark("models", gradients, given)

@@ -8,8 +8,8 @@ import click
 
 from tfdp.cli import bench_options as options
 from tfdp.cli import parameter_types as types
+from tools.bench import train as of_training
 from tools.bench.stats import SCALINGS
-from tools.bench.train import PLACEMENTS, Settings, run
 
 
 @click.command(cls=types.ManyValues)
@@ -25,6 +25,7 @@ from tools.bench.train import PLACEMENTS, Settings, run
 )
 @click.option(
     "--scaling",
+    "scalings",
     multiple=True,
     type=click.Choice(SCALINGS),
     default=SCALINGS,
@@ -34,7 +35,7 @@ from tools.bench.train import PLACEMENTS, Settings, run
 @options.batch("each replica; in strong scaling of each of the most replicas")
 @click.option(
     "--placement",
-    type=click.Choice(PLACEMENTS),
+    type=click.Choice(of_training.PLACEMENTS),
     default="processes",
     show_default=True,
     help="A process for each replica, or logical CPU devices of one process.",
@@ -46,15 +47,4 @@ def train(**given: Any) -> None:
 
     The numbers of replicas take turns, block by block, on this machine's CPU.
     """
-    files = options.checked_files("train", given)
-    settings = Settings(
-        family=given["family"],
-        millions=given["models"],
-        replicas=given["replicas"],
-        scalings=given["scaling"],
-        batch_size=given["batch"],
-        blocks=given["blocks"],
-        placement=given["placement"],
-    )
-    with options.errors_in_one_sentence():
-        run(settings, files)
+    options.run_benchmark("train", of_training, given)

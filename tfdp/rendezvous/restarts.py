@@ -3,60 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 
-from tfdp.cli.log_file import LogFile
 from tfdp.cluster import counted
 from tfdp.coordination.preemption import PREEMPTED
+from tfdp.rendezvous.failure import Failure
 
-# Who trained for so long was well: what failed then has nothing to do with the start.
+# An attempt that has trained for so long failed for no reason of its start.
 _STABLE_SECONDS = 60.0
-# So often in a row one worker may be the first to fail before it is left out.
+# Consecutive attempts that one worker may end before it is left out.
 _TOLERATED = 2
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
 
 @dataclasses.dataclass(frozen=True)
-class RestartOptions:
-    """Limits of restarts.
-
-    Args:
-        max_restarts: Int. Defaults to 0, never.
-        min_workers: Int, with how many workers it still makes sense, or `None` for
-            all of them. Defaults to `None`.
-        grow_after_seconds: Float, for how long it trains with fewer workers before all
-            are tried again; 0 for ever. Doubled each time that this fails. Defaults
-            to 600.0.
-    """
-
-    max_restarts: int = 0
-    min_workers: int | None = None
-    grow_after_seconds: float = 600.0
-
-
-@dataclasses.dataclass(frozen=True)
-class JobEnd:
-    """End of an attempt.
-
-    Args:
-        code: Int, the exit code.
-        failed_rank: Int, the worker that failed first, or `None` if the job was
-            stopped or is done.
-        reason: String, how that worker ended.
-        seconds: Float, how long the attempt lasted.
-        saved_to_grow: Bool, whether it was asked to save and end, so that it can go on
-            with more workers, and did. Defaults to `False`.
-    """
-
-    code: int
-    failed_rank: int | None
-    reason: str
-    seconds: float
-    saved_to_grow: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Next:
+class RestartDecision:
     """The attempt that follows.
 
     Args:
@@ -78,7 +38,12 @@ class Restarts:
 
     Args:
         num_workers: Int, that were asked for.
-        options: `RestartOptions`.
+        max_restarts: Int. Defaults to 0, never.
+        min_workers: Int, with how many workers it still makes sense, or `None` for
+            all of them. Defaults to `None`.
+        grow_after_seconds: Float, for how long it trains with fewer workers before all
+            are tried again; 0: never. Doubled each time that this fails. Defaults to
+            600.0.
 
     Attributes:
         slots: Tuple of ints, the slot of each worker of the next attempt, by rank.
@@ -86,24 +51,30 @@ class Restarts:
 
     Example:
 
-    >>> restarts = Restarts(4, RestartOptions(max_restarts=5, min_workers=2))
-    >>> killed = JobEnd(137, failed_rank=2, reason="was killed", seconds=5.0)
-    >>> restarts.after(killed).pause_seconds, restarts.slots
+    >>> restarts = Restarts(4, max_restarts=5, min_workers=2)
+    >>> killed = Failure(rank=2, code=137, reason="was killed")
+    >>> restarts.after(killed, 5.0).pause_seconds, restarts.slots
     (1.0, (0, 1, 2, 3))
-    >>> restarts.after(killed).pause_seconds, restarts.slots  # again, and at once
+    >>> restarts.after(killed, 5.0).pause_seconds, restarts.slots  # again, at once
     (2.0, (0, 1, 3))
     """
 
-    def __init__(self, num_workers: int, options: RestartOptions) -> None:
+    def __init__(
+        self,
+        num_workers: int,
+        max_restarts: int = 0,
+        min_workers: int | None = None,
+        grow_after_seconds: float = 600.0,
+    ) -> None:
         self.count = 0
         self.slots = tuple(range(num_workers))
         self._all = self.slots
-        self._options = options
-        self._least = options.min_workers or num_workers
+        self._max_restarts = max_restarts
+        self._least = min_workers or num_workers
         self._failed_slot: int | None = None
         self._in_a_row = 0
         self._pause = _FIRST_PAUSE_SECONDS
-        self._wait = options.grow_after_seconds
+        self._wait = self._first_wait = grow_after_seconds
         # Slots that were left out and are tried again.
         self._on_trial: frozenset[int] = frozenset()
 
@@ -112,49 +83,56 @@ class Restarts:
         """Seconds of the next attempt before all are tried; `None` for ever."""
         return self._wait if self._wait and self.slots != self._all else None
 
-    def after(self, end: JobEnd) -> Next | None:
+    def after(
+        self, failure: Failure | None, seconds: float, *, saved_to_grow: bool = False
+    ) -> RestartDecision | None:
         """Decide what follows an attempt, and set `slots` for it.
 
         Args:
-            end: `JobEnd`.
+            failure: `Failure` of the worker that failed first, or `None` if the job is
+                done or was stopped.
+            seconds: Float, how long the attempt lasted.
+            saved_to_grow: Bool, whether the workers were asked to save and end, so that
+                the job continues with more workers, and did. Defaults to `False`.
 
         Returns:
-            `Next`, or `None` if nothing does: the job is done, was stopped or
-            preempted, or has failed too often.
+            `RestartDecision`, or `None` if nothing follows: the job is done, was
+            stopped or preempted, or has failed too often.
         """
-        if end.saved_to_grow:
-            return self._grow(end)
-        if end.failed_rank is None or end.code in (0, PREEMPTED):
+        if saved_to_grow:
+            return self._grow(seconds)
+        if failure is None or failure.code in (0, PREEMPTED):
             return None
-        failed = self.slots[end.failed_rank]
-        is_stable = end.seconds >= _STABLE_SECONDS
+        failed = self.slots[failure.rank]
+        cause = f"worker {failure.rank} {failure.reason} after {seconds:.0f} s"
+        is_stable = seconds >= _STABLE_SECONDS
         can_lose_one = len(self.slots) > self._least
         if failed in self._on_trial and not is_stable and can_lose_one:
-            return self._end_trial(end, failed)
-        if self.count >= self._options.max_restarts:
+            return self._end_trial(cause, failed)
+        if self.count >= self._max_restarts:
             return None
         self.count += 1
         if is_stable:
             self._begin_afresh()
         pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
         self._blame(failed)
-        return Next(
+        return RestartDecision(
             pause,
-            f"restart {self.count} of {self._options.max_restarts}: {_cause(end)}; "
+            f"restart {self.count} of {self._max_restarts}: {cause}; "
             f"{self._who_starts()} again in {pause:g} s",
         )
 
-    def _grow(self, end: JobEnd) -> Next:
+    def _grow(self, seconds: float) -> RestartDecision:
         """Try all slots again: no failure, and so not counted."""
         fewer = counted(len(self.slots), "worker")
         self._bring_back()
-        return Next(
+        return RestartDecision(
             0.0,
-            f"growth: training is saved after {end.seconds:.0f} s with {fewer}; "
+            f"growth: training is saved after {seconds:.0f} s with {fewer}; "
             f"{self._who_starts()} again",
         )
 
-    def _end_trial(self, end: JobEnd, failed: int) -> Next:
+    def _end_trial(self, cause: str, failed: int) -> RestartDecision:
         """Leave out a slot that was brought back and failed at once, for longer.
 
         It was the launcher's own attempt, and not counted: else a device that stays
@@ -162,16 +140,16 @@ class Restarts:
         """
         self._leave_out(failed)
         self._wait *= 2
-        return Next(
+        return RestartDecision(
             _FIRST_PAUSE_SECONDS,
-            f"trial failed: {_cause(end)}; {self._who_starts()} again in "
+            f"trial failed: {cause}; {self._who_starts()} again in "
             f"{_FIRST_PAUSE_SECONDS:g} s",
         )
 
     def _begin_afresh(self) -> None:
         """Forget failures after a stable run, and bring back what was left out."""
         if self._on_trial:
-            self._wait = self._options.grow_after_seconds
+            self._wait = self._first_wait
         self._failed_slot, self._pause = None, _FIRST_PAUSE_SECONDS
         self._bring_back()
 
@@ -197,12 +175,3 @@ class Restarts:
         without = f" (without slot {names})" if left_out else ""
         start = "starts" if len(self.slots) == 1 else "start"
         return f"{counted(len(self.slots), 'worker')}{without} {start}"
-
-
-def _cause(end: JobEnd) -> str:
-    return f"worker {end.failed_rank} {end.reason} after {end.seconds:.0f} s"
-
-
-def note(history: LogFile, line: str) -> None:
-    """Add a line to the history of restarts."""
-    history.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
