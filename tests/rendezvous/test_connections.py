@@ -22,7 +22,7 @@ from tfdp.rendezvous import member as member_module
 from tfdp.rendezvous.address import listen, own_address
 from tfdp.rendezvous.channel import Channel
 from tfdp.rendezvous.coordinator import Coordinator
-from tfdp.rendezvous.errors import RendezvousError
+from tfdp.rendezvous.failure import RendezvousError
 from tfdp.rendezvous.hello import Hello
 from tfdp.rendezvous.member import Member
 from tfdp.rendezvous.restarts import Restarts

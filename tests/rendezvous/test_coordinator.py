@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 
 from tfdp.rendezvous.coordinator import Coordinator, Phase
-from tfdp.rendezvous.errors import MalformedMessage, RendezvousError
-from tfdp.rendezvous.failure import NODE_LOST, Failure
+from tfdp.rendezvous.failure import (
+    NODE_LOST,
+    Failure,
+    MalformedMessage,
+    RendezvousError,
+)
 from tfdp.rendezvous.hello import Hello
 from tfdp.rendezvous.messages import encode
 from tfdp.rendezvous.restarts import RestartDecision

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfdp.rendezvous.errors import MalformedMessage
+from tfdp.rendezvous.failure import MalformedMessage
 from tfdp.rendezvous.messages import MAX_LINE_BYTES, Seal, decode, encode
 
 MESSAGE = {"type": "start", "nodes": [["10.0.0.1", [1, 2]]], "text": "ü"}

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from tfdp.rendezvous.errors import RendezvousError
+from tfdp.rendezvous.failure import RendezvousError
 from tfdp.rendezvous.secret import VARIABLE, line_to_paste, new_secret, read_secret
 
 SECRET = "0123456789abcdef"

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 
 from tfdp.cli.launch import Slot, worker_environment
 from tfdp.cli.log_file import LogFile
@@ -118,12 +117,7 @@ class Job:
         self._strangers = process_tree.children()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._kill()
         for worker in self._workers:
             worker.close()

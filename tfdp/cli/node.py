@@ -17,7 +17,7 @@ from tfdp.cli.node_options import NodeOptions, RendezvousAddress
 from tfdp.cluster import counted
 from tfdp.rendezvous.address import listen, own_address, resolve
 from tfdp.rendezvous.coordinator import Coordinator
-from tfdp.rendezvous.errors import RendezvousError
+from tfdp.rendezvous.failure import RendezvousError
 from tfdp.rendezvous.hello import Hello
 from tfdp.rendezvous.member import Member
 from tfdp.rendezvous.restarts import Restarts

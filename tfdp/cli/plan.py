@@ -18,7 +18,6 @@ from tfdp.cluster import Topology, counted
 from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.options import COMPRESSIONS, CommunicationOptions
 from tfdp.plans.buckets import BucketPlan
-from tfdp.plans.gathers import StepGathers
 from tfdp.plans.prediction import BACKWARD_FRACTION
 
 if TYPE_CHECKING:  # it imports TensorFlow
@@ -164,6 +163,8 @@ def plan(
     except ValueError as error:  # two that do not go together
         raise click.UsageError(first_line(error)) from error
     loaded = _loaded(model)
+    from tfdp.program.gathers import gathers_of_model  # it imports TensorFlow
+
     is_adasum = algorithm == "adasum"
     buckets, sparse = _plan_of(loaded, model, options, makes_dense=is_adasum)
     routes, warned = routes_of(buckets, options, topology, backend)
@@ -190,7 +191,7 @@ def plan(
             options,
             accumulates=accumulates,
         ),
-        gathers=_gathers_of(loaded),
+        gathers=gathers_of_model(loaded),
     )
     show(forecast, as_json=as_json)
 
@@ -262,13 +263,6 @@ def _plan_of(
     return buckets, sparse
 
 
-def _gathers_of(model: Any) -> StepGathers:
-    """What the layers of a model gather of the whole batch, which a loss may add to."""
-    from tfdp.program.gathers import gathers_of_model
-
-    return gathers_of_model(model)
-
-
 def _loaded(path: str) -> Any:
     """A saved model."""
     if not os.path.isfile(path):  # false, too, of what no file can be called
@@ -281,10 +275,6 @@ def _loaded(path: str) -> Any:
             f"Received: {path}"
         )
     import_without_gpus("tfdp.reduction.communication_plan")
-    return _load(path)
-
-
-def _load(path: str) -> Any:
     import keras
 
     try:

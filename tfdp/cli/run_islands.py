@@ -22,7 +22,7 @@ from tfdp.cli.screen import Screen
 from tfdp.cluster import counted, split_address
 from tfdp.cluster.islands import Island
 from tfdp.rendezvous.address import listen
-from tfdp.rendezvous.errors import RendezvousError
+from tfdp.rendezvous.failure import RendezvousError
 from tfdp.rendezvous.secret import VARIABLE, new_secret, read_secret
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from tfdp.cli.signals import SignalPipe
 from tfdp.cli.ssh_job import SshJob
 from tfdp.cluster import counted
 from tfdp.cluster.gpus import visible_gpus
-from tfdp.rendezvous.errors import RendezvousError
+from tfdp.rendezvous.failure import RendezvousError
 from tfdp.rendezvous.restarts import Restarts
 
 

@@ -8,7 +8,6 @@ import selectors
 import signal
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import tfdp
@@ -92,12 +91,7 @@ class SshJob:
         self._selector.register(self._signals, selectors.EVENT_READ)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for worker in self._workers:
             worker.close()
         self._selector.close()

@@ -3,13 +3,12 @@
 Node 0 listens; the launcher of each node, its own too, connects to it by TCP. Nothing
 here depends on clocks that are equal, imports TensorFlow, or believes a message of
 somebody who has not the job's secret. Reading order:
-    errors: what ends a rendezvous, in one sentence
+    failure: what ends a rendezvous, or a worker or node, in words
     secret: the job's secret, in a file or made for one job
     messages: lines of JSON of limited length, sealed with a key
     channel: messages of a connection, and heartbeats
     address: where node 0 listens, and whether this machine is it
     hello: what a node says of itself, and what has to be the same on all
-    failure: how a worker or a node ended, in words
     roster: the nodes that are there, their ranks and addresses
     reports: which of several failures to name
     restarts: what follows a failure, also of a job on one machine

@@ -7,7 +7,7 @@ import ipaddress
 import os
 import socket
 
-from tfdp.rendezvous.errors import RendezvousError
+from tfdp.rendezvous.failure import RendezvousError
 from tfdp.transport.addresses import is_own
 
 _BACKLOG = 128

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdp.connection.handshake import Authenticated
-from tfdp.rendezvous.errors import Lost, MalformedMessage
+from tfdp.rendezvous.failure import Lost, MalformedMessage
 from tfdp.rendezvous.messages import Seal
 
 BEAT_SECONDS = 1.0

@@ -19,8 +19,13 @@ from typing import Any
 
 from tfdp.cluster import counted
 from tfdp.cluster.tf_config import shorten
-from tfdp.rendezvous.errors import MalformedMessage, RendezvousError
-from tfdp.rendezvous.failure import LOST_EXIT_SECONDS, NODE_LOST, Failure
+from tfdp.rendezvous.failure import (
+    LOST_EXIT_SECONDS,
+    NODE_LOST,
+    Failure,
+    MalformedMessage,
+    RendezvousError,
+)
 from tfdp.rendezvous.hello import Hello
 from tfdp.rendezvous.reports import Reports
 from tfdp.rendezvous.restarts import Restarts

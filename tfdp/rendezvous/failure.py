@@ -1,4 +1,4 @@
-"""Failure that ends an attempt: which worker or node, and how, in words."""
+"""Failures of workers and nodes, in words, and errors of the rendezvous."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.rendezvous.errors import MalformedMessage
-
 # EX_UNAVAILABLE of sysexits.h, as a worker ends that has lost another one.
 NODE_LOST = 69
 # A worker that the others have lost gives its main thread 4 s, and then ends itself:
 # they may end before it, and its exit code says more than theirs.
 LOST_EXIT_SECONDS = 6.0
+
+
+class RendezvousError(Exception):
+    """A node cannot take part; the text says why and what to do."""
+
+
+class MalformedMessage(Exception):
+    """Something was received that no node of the job sends; nothing of it is used."""
+
+
+class Lost(Exception):
+    """A connection to a node of the job has ended; the text says how."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tfdp.cluster import counted
 from tfdp.cluster.tf_config import shorten
-from tfdp.rendezvous.errors import MalformedMessage
+from tfdp.rendezvous.failure import MalformedMessage
 
 _MOST_WORKERS = 1 << 16
 

@@ -20,7 +20,7 @@ from tfdp.connection.handshake import (
     dial_steps,
 )
 from tfdp.rendezvous.channel import Channel
-from tfdp.rendezvous.errors import Lost, RendezvousError
+from tfdp.rendezvous.failure import Lost, RendezvousError
 from tfdp.rendezvous.hello import Hello
 from tfdp.rendezvous.messages import MAX_LINE_BYTES, SERVICE
 

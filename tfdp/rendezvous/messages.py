@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdp.cluster import counted
-from tfdp.rendezvous.errors import MalformedMessage
+from tfdp.rendezvous.failure import MalformedMessage
 
 # What is dialled, see `tfdp.connection`.
 SERVICE = "rendezvous"

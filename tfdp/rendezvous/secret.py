@@ -7,7 +7,7 @@ import secrets
 import stat
 from collections.abc import Mapping
 
-from tfdp.rendezvous.errors import RendezvousError
+from tfdp.rendezvous.failure import RendezvousError
 
 VARIABLE = "TFDP_JOB_SECRET_FILE"
 _FILE_ON_OTHERS = "~/.tfdp-job-secret"

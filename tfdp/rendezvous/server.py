@@ -12,7 +12,7 @@ from tfdp.connection.acceptor import Acceptor
 from tfdp.connection.handshake import Authenticated
 from tfdp.rendezvous.channel import Channel
 from tfdp.rendezvous.coordinator import Coordinator
-from tfdp.rendezvous.errors import Lost, MalformedMessage, RendezvousError
+from tfdp.rendezvous.failure import Lost, MalformedMessage, RendezvousError
 from tfdp.rendezvous.hello import Hello
 from tfdp.rendezvous.messages import MAX_REPORT_BYTES, SERVICE
 
