@@ -57,7 +57,7 @@ def check_input(
     check_program(script, is_module=False)
     try:
         check_num_workers(num_workers)
-        clusters = make_clusters(num_workers, None)
+        clusters = make_clusters(num_workers)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     with TemporaryFolder("input") as name:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import get_args
 
-from tfdp.cli.outlet import Outlet
 from tfdp.cli.screen import Level, Screen, without_escapes
 from tfdp.cli.signals import SignalPipe
 
@@ -104,7 +103,7 @@ class JsonScreen(Screen):
         """Write a complete line of a worker."""
         message = without_escapes(text).rstrip()
         node = self.nodes.get(rank, self.node)
-        _write(self._output, Entry(message, "worker", node=node, rank=rank))
+        self._output.write(Entry(message, "worker", node=node, rank=rank).to_line())
 
     def snapshot(self, rank: int, text: str) -> None:
         """Write a line that is being drawn."""
@@ -126,18 +125,14 @@ class JsonScreen(Screen):
         """Write the launcher's own words."""
         self._output.flush()
         node = self.node if node is None else node
-        _write(self._words, Entry(text, level=level, node=node, rank=rank))
+        self._words.write(Entry(text, level=level, node=node, rank=rank).to_line())
         self._words.flush()
 
     def recall(self, rank: int, lines: Sequence[str]) -> None:
         """Repeat nothing: who reads JSON finds all lines of a worker by its rank."""
 
-    def _confession(self, text: str) -> str:
+    def _truncation_notice(self, text: str) -> str:
         return Entry(text, level="warning", node=self.node).to_line()
-
-
-def _write(outlet: Outlet, entry: Entry) -> None:
-    outlet.write(entry.to_line())
 
 
 @contextlib.contextmanager

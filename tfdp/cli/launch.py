@@ -73,29 +73,19 @@ class Slot:
     count: int
 
 
-def make_clusters(
-    num_workers: int, devices_per_worker: int | None, *, rebalance: bool = False
-) -> list[Cluster]:
+def make_clusters(num_workers: int, **settings: Any) -> list[Cluster]:
     """Make the cluster of a job on this machine, as each of its workers sees it.
 
     Args:
         num_workers: Int, number of processes.
-        devices_per_worker: Int, logical CPU devices in each, or `None`.
-        rebalance: Bool, whether rows follow the workers' speed. Defaults to `False`.
+        **settings: Further arguments of each worker's `Cluster`.
 
     Returns:
         List of `Cluster`, one for each worker, in the order of ranks.
     """
     workers = tuple(f"127.0.0.1:{port}" for port in free_ports(num_workers))
-    return [
-        Cluster(
-            workers,
-            task_index=rank,
-            devices_per_worker=devices_per_worker,
-            rebalance=rebalance,
-        )
-        for rank in range(num_workers)
-    ]
+    ranks = range(num_workers)
+    return [Cluster(workers, task_index=rank, **settings) for rank in ranks]
 
 
 def check_num_workers(num_workers: int) -> None:

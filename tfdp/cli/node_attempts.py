@@ -17,6 +17,7 @@ from tfdp.cli.log_file import LogFile
 from tfdp.cli.other_nodes import OtherNodes
 from tfdp.cli.worker import signal_name
 from tfdp.cluster import Cluster, free_ports
+from tfdp.cluster.address import join_address
 from tfdp.coordination.preemption import PREEMPTED
 from tfdp.rendezvous.failure import NODE_LOST
 
@@ -108,9 +109,7 @@ class NodeAttempts(Attempts):
 
     def _job(self, nodes: list[tuple[str, list[int]]]) -> Job:
         workers = tuple(
-            f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            for host, ports in nodes
-            for port in ports
+            join_address(host, port) for host, ports in nodes for port in ports
         )
         local = range(self._num_workers)
         clusters = [

@@ -10,6 +10,7 @@ import click
 
 from tfdp.cli import parameter_types as types
 from tfdp.cli.hosts import Host, parse_hosts, read_hostfile
+from tfdp.cluster.address import join_address
 from tfdp.rendezvous.address import is_link_local
 
 DEFAULT_PORT = 29400
@@ -29,8 +30,7 @@ class RendezvousAddress(NamedTuple):
     port: int
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+        return join_address(*self)
 
 
 @dataclasses.dataclass(frozen=True)

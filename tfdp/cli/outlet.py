@@ -73,7 +73,7 @@ class Outlet:
             if len(self._pending) > _MAX_BYTES and self._is_stalled():
                 self._num_dropped += text.count("\n")
             else:
-                self._confess()
+                self._append_notice()
                 self._append(text)
         return len(text)
 
@@ -92,7 +92,7 @@ class Outlet:
             Bool, whether nothing is left to write.
         """
         with self._changed:
-            self._confess()
+            self._append_notice()
             self._changed.notify_all()
             return self._changed.wait_for(lambda: not self._pending, timeout_seconds)
 
@@ -101,7 +101,7 @@ class Outlet:
             self._taken_at = time.monotonic()
         self._pending += text.encode(self.encoding, errors="replace")
 
-    def _confess(self) -> None:
+    def _append_notice(self) -> None:
         """Say in the output itself where a piece of it is missing."""
         if self._num_dropped and self.error is None:
             lines = counted(self._num_dropped, "line is", "lines are")

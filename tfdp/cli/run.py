@@ -188,7 +188,7 @@ def run(
     restarts = _restarts(settings, min_workers, grow_after)
     try:
         check_num_workers(settings.num_workers)
-        make_clusters(settings.num_workers, settings.devices_per_worker)
+        make_clusters(settings.num_workers, **settings.of_cluster)
         folder = make_log_dir(settings.log_dir)
     except ValueError as error:
         raise click.UsageError(str(error)) from error

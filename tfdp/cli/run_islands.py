@@ -66,7 +66,9 @@ def run_islands(
         # Each the only worker of a cluster of its own.
         clusters = [
             dataclasses.replace(each, workers=(each.workers[each.rank],), task_index=0)
-            for each in make_clusters(count, settings.devices_per_worker or 1)
+            for each in make_clusters(
+                count, devices_per_worker=settings.devices_per_worker or 1
+            )
         ]
         islands = [Island(index, total, address, secret) for index in indices]
         with _link(islands, hub) as link:

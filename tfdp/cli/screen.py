@@ -156,10 +156,12 @@ class Screen:
         output, messages = output or sys.stdout, messages or sys.stderr
         self.node: int | None = None
         self.nodes: dict[int, int] = {}
-        self._output = Outlet(output, self._confession)
+        self._output = Outlet(output, self._truncation_notice)
         # One queue for one terminal or file keeps the order.
         is_same = output and messages and _is_same_file(output, messages)
-        self._words = self._output if is_same else Outlet(messages, self._confession)
+        self._words = (
+            self._output if is_same else Outlet(messages, self._truncation_notice)
+        )
         self.is_one = bool(is_same)
         self._console = Console(file=cast("TextIO", self._output), highlight=False)
         self._messages = Console(
@@ -255,7 +257,7 @@ class Screen:
         self._tell_failure()
         return self._words.drain(timeout_seconds) and is_shown
 
-    def _confession(self, text: str) -> str:
+    def _truncation_notice(self, text: str) -> str:
         """Return the line that says in the output where a piece of it is missing."""
         return f"{text}\n"
 

@@ -39,6 +39,16 @@ def split_address(address: str) -> tuple[str, int]:
     return match[1].strip("[]"), int(match[2])
 
 
+def join_address(host: str, port: int) -> str:
+    """Join a host and a port to what `split_address` splits.
+
+    Example:
+    >>> join_address("::1", 2222)
+    '[::1]:2222'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def canonical_address(address: str) -> tuple[str, int]:
     """Split an address into host and port, alike for all names of this machine.
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfdp.cluster import slurm
+from tfdp.cluster.address import join_address
 from tfdp.cluster.gpus import own_gpus, visible_gpus
 from tfdp.cluster.local_ports import reserved_ports
 from tfdp.cluster.mpi_job import MpiJob
@@ -159,7 +160,7 @@ def agree(job: MpiJob, timeout_seconds: float | None = None) -> Cluster:
         job.exchange({}, timeout_seconds)
     _divide_gpus(job.rank, places)
     workers = tuple(
-        f"[{host}]:{place.port}" if ":" in host else f"{host}:{place.port}"
+        join_address(host, place.port)
         for host, place in zip(hosts, places, strict=True)
     )
     return Cluster(workers, task_index=job.rank)
