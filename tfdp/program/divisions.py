@@ -14,27 +14,14 @@ import tensorflow as tf
 from tfdp import user_code
 from tfdp.base.program_trace import ProgramTrace
 from tfdp.program.gathers import user_line_of
+from tfdp.program.view import operations
 
 # Through these a loss is followed to what it is made of.
-_LINEAR = frozenset(
-    [
-        "Add",
-        "AddN",
-        "AddV2",
-        "Cast",
-        "DivNoNan",
-        "ExpandDims",
-        "Identity",
-        "Mean",
-        "Mul",
-        "Neg",
-        "Pack",
-        "RealDiv",
-        "Reshape",
-        "Squeeze",
-        "Sub",
-        "Sum",
-    ]
+_LINEAR = operations(
+    """
+    Add AddN AddV2 Cast DivNoNan ExpandDims Identity Mean Mul Neg Pack RealDiv Reshape
+    Squeeze Sub Sum
+    """
 )
 _DIVISIONS = frozenset(("DivNoNan", "RealDiv"))
 

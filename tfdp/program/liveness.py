@@ -7,26 +7,16 @@ from typing import Any
 
 from tfdp import _compat
 from tfdp.program.facts import Fact, Form, is_known
-from tfdp.program.view import Decision
+from tfdp.program.view import Decision, operations
 
 LOOPS = frozenset(("While", "StatelessWhile"))
 
-_PRUNED = frozenset(
-    [
-        "ReadVariableOp",
-        "ResourceGather",
-        "VariableShape",
-        "Placeholder",
-        "RandomUniform",
-        "RandomStandardNormal",
-        "TruncatedNormal",
-        "RandomUniformInt",
-        "EmptyTensorList",
-        "TensorListReserve",
-        "VarIsInitializedOp",
-        "LookupTableFindV2",
-        "LookupTableSizeV2",
-    ]
+_PRUNED = operations(
+    """
+    ReadVariableOp ResourceGather VariableShape Placeholder RandomUniform
+    RandomStandardNormal TruncatedNormal RandomUniformInt EmptyTensorList
+    TensorListReserve VarIsInitializedOp LookupTableFindV2 LookupTableSizeV2
+    """
 )
 
 

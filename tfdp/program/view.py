@@ -4,39 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from tfdp.program.facts import Fact, Form, own_rows, part, static_sizes, whole
 from tfdp.program.sizes import number, numbers
 
+_Entry = TypeVar("_Entry")
+
+
+def operations(names: str) -> frozenset[str]:
+    """Return the types of operations that a text names."""
+    return frozenset(names.split())
+
+
+def table(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
+    """Return the entry of each operation, from one for all that a text names."""
+    return {name: entry for names, entry in entries.items() for name in names.split()}
+
+
 # The input that is the shape of the output.
 _SHAPE_INPUT = {"BroadcastTo": 1, "Fill": 0, "Reshape": 1}
 
 # Of these the output has the shape of the first input.
-_LIKE_FIRST = frozenset(
-    ("Cumprod", "Cumsum", "LogSoftmax", "ReverseV2", "Roll", "Softmax")
-)
+_LIKE_FIRST = operations("Cumprod Cumsum LogSoftmax ReverseV2 Roll Softmax")
 
 # The shape of what these give is an input: it may have the number of rows in it.
-_SHAPED_BY_VALUES = frozenset(
-    [
-        "BroadcastTo",
-        "Fill",
-        "OneHot",
-        "Pad",
-        "PadV2",
-        "Range",
-        "Reshape",
-        "ScatterNd",
-        "Slice",
-        "StridedSlice",
-        "StridedSliceGrad",
-        "Tile",
-        "UnsortedSegmentSum",
-    ]
+_SHAPED_BY_VALUES = operations(
+    """
+    BroadcastTo Fill OneHot Pad PadV2 Range Reshape ScatterNd Slice StridedSlice
+    StridedSliceGrad Tile UnsortedSegmentSum
+    """
 )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tfdp.program.facts import Fact, Form, own_rows, part
 from tfdp.program.rules.rowwise import build_with_a_row
 from tfdp.program.sizes import FREE, ONE, Size
-from tfdp.program.view import AS_HELD, WHOLE, Decision, Need, View, rows_along
+from tfdp.program.view import AS_HELD, WHOLE, Decision, Need, View, rows_along, table
 
 # Labels of axes of which one entry stands for all: those of "...", and of matrices.
 _BATCH = "12345678"
@@ -113,33 +113,28 @@ def _shape(
 
 
 # Index of the inputs with rows, and whether the result is a sum over them.
-_WITH_FILTERS = {
-    "Conv2D": ((0,), False),
-    "Conv3D": ((0,), False),
-    "DepthwiseConv2dNative": ((0,), False),
-    "Conv2DBackpropInput": ((2,), False),
-    "Conv3DBackpropInputV2": ((2,), False),
-    "DepthwiseConv2dNativeBackpropInput": ((2,), False),
-    "Conv2DBackpropFilter": ((0, 2), True),
-    "Conv3DBackpropFilterV2": ((0, 2), True),
-    "DepthwiseConv2dNativeBackpropFilter": ((0, 2), True),
-    "Dilation2D": ((0,), False),
-    "Dilation2DBackpropInput": ((0, 2), False),
-    "Dilation2DBackpropFilter": ((0, 2), True),
-    "BiasAdd": ((0,), False),
-    "BiasAddGrad": ((0,), True),
-    "MaxPool": ((0,), False),
-    "MaxPoolV2": ((0,), False),
-    "MaxPool3D": ((0,), False),
-    "AvgPool": ((0,), False),
-    "AvgPool3D": ((0,), False),
-    "MaxPoolGrad": ((0, 1, 2), False),
-    "MaxPool3DGrad": ((0, 1, 2), False),
-    "MaxPoolGradGrad": ((0, 1, 2), False),
-    "MaxPool3DGradGrad": ((0, 1, 2), False),
-    "AvgPoolGrad": ((1,), False),
-    "AvgPool3DGrad": ((1,), False),
-}
+_WITH_FILTERS: dict[str, tuple[tuple[int, ...], bool]] = table(
+    {
+        """
+        Conv2D Conv3D DepthwiseConv2dNative Dilation2D BiasAdd
+        MaxPool MaxPoolV2 MaxPool3D AvgPool AvgPool3D
+        """: ((0,), False),
+        """
+        Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput
+        """: ((2,), False),
+        """
+        Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter
+        Dilation2DBackpropFilter
+        """: ((0, 2), True),
+        "Dilation2DBackpropInput": ((0, 2), False),
+        "BiasAddGrad": ((0,), True),
+        "MaxPoolGrad MaxPool3DGrad MaxPoolGradGrad MaxPool3DGradGrad": (
+            (0, 1, 2),
+            False,
+        ),
+        "AvgPoolGrad AvgPool3DGrad": ((1,), False),
+    }
+)
 CONVOLUTIONS = frozenset(_WITH_FILTERS) - {"BiasAdd", "BiasAddGrad"}
 
 

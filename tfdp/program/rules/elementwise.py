@@ -17,215 +17,54 @@ from tfdp.program.view import (
     Decision,
     Need,
     View,
+    operations,
     rows_along,
+    table,
 )
 
-ELEMENTWISE = frozenset(
-    [
-        "Abs",
-        "Acos",
-        "Acosh",
-        "Add",
-        "AddN",
-        "AddV2",
-        "And",
-        "Angle",
-        "ApproximateEqual",
-        "Asin",
-        "Asinh",
-        "Atan",
-        "Atan2",
-        "Atanh",
-        "BesselI0e",
-        "BesselI1e",
-        "Bitcast",
-        "BitwiseAnd",
-        "BitwiseOr",
-        "BitwiseXor",
-        "Bucketize",
-        "Cast",
-        "Ceil",
-        "CheckNumerics",
-        "ClipByValue",
-        "Complex",
-        "ComplexAbs",
-        "Conj",
-        "Cos",
-        "Cosh",
-        "DeepCopy",
-        "Digamma",
-        "Div",
-        "DivNoNan",
-        "Elu",
-        "EluGrad",
-        "EnsureShape",
-        "Equal",
-        "Erf",
-        "Erfc",
-        "Erfinv",
-        "Exp",
-        "Expm1",
-        "Floor",
-        "FloorDiv",
-        "FloorMod",
-        "Greater",
-        "GreaterEqual",
-        "Identity",
-        "Igamma",
-        "Igammac",
-        "Imag",
-        "Inv",
-        "InvGrad",
-        "IsFinite",
-        "IsInf",
-        "IsNan",
-        "LeakyRelu",
-        "LeakyReluGrad",
-        "LeftShift",
-        "Less",
-        "LessEqual",
-        "Lgamma",
-        "Log",
-        "Log1p",
-        "LogicalAnd",
-        "LogicalNot",
-        "LogicalOr",
-        "Maximum",
-        "Minimum",
-        "Mod",
-        "Mul",
-        "MulNoNan",
-        "Ndtri",
-        "Neg",
-        "NextAfter",
-        "NotEqual",
-        "OnesLike",
-        "Polygamma",
-        "Pow",
-        "PreventGradient",
-        "Real",
-        "RealDiv",
-        "Reciprocal",
-        "ReciprocalGrad",
-        "Relu",
-        "Relu6",
-        "Relu6Grad",
-        "ReluGrad",
-        "RightShift",
-        "Rint",
-        "Round",
-        "Rsqrt",
-        "RsqrtGrad",
-        "Select",
-        "SelectV2",
-        "Selu",
-        "SeluGrad",
-        "Sigmoid",
-        "SigmoidGrad",
-        "Sign",
-        "Sin",
-        "Sinh",
-        "Snapshot",
-        "Softplus",
-        "SoftplusGrad",
-        "Softsign",
-        "SoftsignGrad",
-        "Sqrt",
-        "SqrtGrad",
-        "Square",
-        "SquaredDifference",
-        "StopGradient",
-        "Sub",
-        "Tan",
-        "Tanh",
-        "TanhGrad",
-        "TruncateDiv",
-        "TruncateMod",
-        "Xdivy",
-        "Xlog1py",
-        "Xlogy",
-        "ZerosLike",
-        "Zeta",
-        "AsString",
-        "RegexFullMatch",
-        "RegexReplace",
-        "StaticRegexFullMatch",
-        "StaticRegexReplace",
-        "StringLength",
-        "StringLower",
-        "StringStrip",
-        "StringToHashBucket",
-        "StringToHashBucketFast",
-        "StringToHashBucketStrong",
-        "StringToNumber",
-        "StringUpper",
-        "Substr",
-    ]
+ELEMENTWISE = operations(
+    """
+    Abs Acos Acosh Add AddN AddV2 And Angle ApproximateEqual Asin Asinh Atan Atan2
+    Atanh BesselI0e BesselI1e Bitcast BitwiseAnd BitwiseOr BitwiseXor Bucketize Cast
+    Ceil CheckNumerics ClipByValue Complex ComplexAbs Conj Cos Cosh DeepCopy Digamma
+    Div DivNoNan Elu EluGrad EnsureShape Equal Erf Erfc Erfinv Exp Expm1 Floor
+    FloorDiv FloorMod Greater GreaterEqual Identity Igamma Igammac Imag Inv InvGrad
+    IsFinite IsInf IsNan LeakyRelu LeakyReluGrad LeftShift Less LessEqual Lgamma Log
+    Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Ndtri Neg
+    NextAfter NotEqual OnesLike Polygamma Pow PreventGradient Real RealDiv Reciprocal
+    ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad RightShift Rint Round Rsqrt RsqrtGrad
+    Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Sinh Snapshot Softplus
+    SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square SquaredDifference
+    StopGradient Sub Tan Tanh TanhGrad TruncateDiv TruncateMod Xdivy Xlog1py Xlogy
+    ZerosLike Zeta AsString RegexFullMatch RegexReplace StaticRegexFullMatch
+    StaticRegexReplace StringLength StringLower StringStrip StringToHashBucket
+    StringToHashBucketFast StringToHashBucketStrong StringToNumber StringUpper Substr
+    """
 )
 # Linear in their only input that is a part of a sum.
-LINEAR = frozenset(
-    [
-        "BroadcastTo",
-        "Conj",
-        "Cumsum",
-        "DeepCopy",
-        "EnsureShape",
-        "ExpandDims",
-        "GatherNd",
-        "GatherV2",
-        "Identity",
-        "Imag",
-        "MatrixBandPart",
-        "MatrixDiagPartV3",
-        "MatrixDiagV3",
-        "MirrorPad",
-        "Neg",
-        "Pad",
-        "PadV2",
-        "PreventGradient",
-        "Real",
-        "Reshape",
-        "ReverseV2",
-        "Roll",
-        "Slice",
-        "Snapshot",
-        "Split",
-        "SplitV",
-        "Squeeze",
-        "StopGradient",
-        "StridedSlice",
-        "StridedSliceGrad",
-        "Sum",
-        "Mean",
-        "Tile",
-        "Transpose",
-        "Unpack",
-        "UnsortedSegmentSum",
-    ]
+LINEAR = operations(
+    """
+    BroadcastTo Conj Cumsum DeepCopy EnsureShape ExpandDims GatherNd GatherV2 Identity
+    Imag MatrixBandPart MatrixDiagPartV3 MatrixDiagV3 MirrorPad Neg Pad PadV2
+    PreventGradient Real Reshape ReverseV2 Roll Slice Snapshot Split SplitV Squeeze
+    StopGradient StridedSlice StridedSliceGrad Sum Mean Tile Transpose Unpack
+    UnsortedSegmentSum
+    """
 )
 # Linear in one of two inputs, an upstream gradient.
-_LINEAR_IN = {
-    "EluGrad": 0,
-    "InvGrad": 1,
-    "LeakyReluGrad": 0,
-    "ReciprocalGrad": 1,
-    "Relu6Grad": 0,
-    "ReluGrad": 0,
-    "RsqrtGrad": 1,
-    "SeluGrad": 0,
-    "SigmoidGrad": 1,
-    "SoftplusGrad": 0,
-    "SoftsignGrad": 0,
-    "SqrtGrad": 1,
-    "TanhGrad": 1,
-}
+_LINEAR_IN = table(
+    {
+        """
+        EluGrad LeakyReluGrad Relu6Grad ReluGrad SeluGrad SoftplusGrad SoftsignGrad
+        """: 0,
+        "InvGrad ReciprocalGrad RsqrtGrad SigmoidGrad SqrtGrad TanhGrad": 1,
+    }
+)
 # The input that is the value of what they add to the elements.
 _PADDED_WITH = {"MatrixDiagPartV3": 2, "MatrixDiagV3": 4, "PadV2": 2}
-_PRODUCTS = frozenset(
-    ("BatchMatMul", "BatchMatMulV2", "Einsum", "MatMul", "Mul", "MulNoNan")
-)
-_SUMS = frozenset(("Add", "AddN", "AddV2", "Pack", "Sub", "ConcatV2"))
-_ONLY_OF_SHAPE = frozenset(("OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLike"))
+_PRODUCTS = operations("BatchMatMul BatchMatMulV2 Einsum MatMul Mul MulNoNan")
+_SUMS = operations("Add AddN AddV2 Pack Sub ConcatV2")
+_ONLY_OF_SHAPE = operations("OnesLike Rank Shape ShapeN Size ZerosLike")
 # Their operands have one shape, so that no axis of one entry stands for all rows.
 _OF_ONE_SHAPE = frozenset(("AddN", *_LINEAR_IN))
 

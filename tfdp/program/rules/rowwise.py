@@ -7,109 +7,67 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.program.facts import Form
-from tfdp.program.view import AS_HELD, WHOLE, Decision, Need, View, rows_along
+from tfdp.program.view import (
+    AS_HELD,
+    WHOLE,
+    Decision,
+    Need,
+    View,
+    operations,
+    rows_along,
+    table,
+)
 
 # The inputs that have rows; others are the same for all.
-_ROWS = {
-    "AdjustContrastv2": (0,),
-    "AdjustHue": (0,),
-    "AdjustSaturation": (0,),
-    "BatchMatrixBandPart": (0,),
-    "Cholesky": (0,),
-    "CholeskyGrad": (0, 1),
-    "DenseBincount": (0, 2),
-    "DepthToSpace": (0,),
-    "FFT": (0,),
-    "FFT2D": (0,),
-    "FakeQuantWithMinMaxArgs": (0,),
-    "FakeQuantWithMinMaxVars": (0,),
-    "HSVToRGB": (0,),
-    "IFFT": (0,),
-    "IFFT2D": (0,),
-    "IRFFT": (0,),
-    "ImageProjectiveTransformV3": (0, 1),
-    "InTopKV2": (0, 1),
-    "LRN": (0,),
-    "LRNGrad": (0, 1, 2),
-    "LogMatrixDeterminant": (0,),
-    "LogSoftmax": (0,),
-    "LookupTableFindV2": (1,),
-    "MatrixBandPart": (0,),
-    "MatrixDeterminant": (0,),
-    "MatrixDiagPartV3": (0,),
-    "MatrixDiagV3": (0,),
-    "MatrixInverse": (0,),
-    "MatrixSetDiagV3": (0, 1),
-    "MatrixSolve": (0, 1),
-    "MatrixTriangularSolve": (0, 1),
-    "RFFT": (0,),
-    "RGBToHSV": (0,),
-    "ResizeBicubic": (0,),
-    "ResizeBicubicGrad": (0, 1),
-    "ResizeBilinear": (0,),
-    "ResizeBilinearGrad": (0, 1),
-    "ResizeNearestNeighbor": (0,),
-    "ResizeNearestNeighborGrad": (0,),
-    "SelfAdjointEigV2": (0,),
-    "Softmax": (0,),
-    "SoftmaxCrossEntropyWithLogits": (0, 1),
-    "SpaceToDepth": (0,),
-    "SparseSoftmaxCrossEntropyWithLogits": (0, 1),
-    "Svd": (0,),
-    "TopKV2": (0,),
-}
-# Of these a row may be a number.
-_BY_ELEMENT = frozenset(
-    ("InTopKV2", "LookupTableFindV2", "SparseSoftmaxCrossEntropyWithLogits")
+_ROWS: dict[str, tuple[int, ...]] = table(
+    {
+        """
+        AdjustContrastv2 AdjustHue AdjustSaturation BatchMatrixBandPart Cholesky
+        DepthToSpace FFT FFT2D FakeQuantWithMinMaxArgs FakeQuantWithMinMaxVars HSVToRGB
+        IFFT IFFT2D IRFFT LRN LogMatrixDeterminant LogSoftmax MatrixBandPart
+        MatrixDeterminant MatrixDiagPartV3 MatrixDiagV3 MatrixInverse RFFT RGBToHSV
+        ResizeBicubic ResizeBilinear ResizeNearestNeighbor ResizeNearestNeighborGrad
+        SelfAdjointEigV2 Softmax SpaceToDepth Svd TopKV2
+        """: (0,),
+        """
+        CholeskyGrad ImageProjectiveTransformV3 InTopKV2 MatrixSetDiagV3 MatrixSolve
+        MatrixTriangularSolve ResizeBicubicGrad ResizeBilinearGrad
+        SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits
+        """: (0, 1),
+        "DenseBincount": (0, 2),
+        "LRNGrad": (0, 1, 2),
+        "LookupTableFindV2": (1,),
+    }
+)
+# Axes at the end that belong to one row: a number, a matrix, an image. Others have 1.
+_INNER = table(
+    {
+        "InTopKV2 LookupTableFindV2 SparseSoftmaxCrossEntropyWithLogits": 0,
+        """
+        Cholesky CholeskyGrad LogMatrixDeterminant MatrixBandPart MatrixDeterminant
+        MatrixDiagPartV3 MatrixInverse MatrixSetDiagV3 MatrixSolve
+        MatrixTriangularSolve SelfAdjointEigV2 Svd FFT2D IFFT2D
+        """: 2,
+        """
+        AdjustContrastv2 DepthToSpace ResizeBicubic ResizeBicubicGrad ResizeBilinear
+        ResizeBilinearGrad ResizeNearestNeighbor ResizeNearestNeighborGrad SpaceToDepth
+        """: 3,
+    }
 )
 _OF_CLASSES = frozenset(("InTopKV2", "SparseSoftmaxCrossEntropyWithLogits"))
-# Of these the axes of an image follow the first one.
-_OF_IMAGES = frozenset(
-    (
-        "DepthToSpace",
-        "ImageProjectiveTransformV3",
-        "ResizeBicubic",
-        "ResizeBicubicGrad",
-        "ResizeBilinear",
-        "ResizeBilinearGrad",
-        "ResizeNearestNeighbor",
-        "ResizeNearestNeighborGrad",
-        "SpaceToDepth",
-    )
-)
 # Of these an input may have one row for all.
-_BROADCASTING = frozenset(
-    (
-        "ImageProjectiveTransformV3",
-        "MatrixTriangularSolve",
-        "SoftmaxCrossEntropyWithLogits",
-    )
+_BROADCASTING = operations(
+    """
+    ImageProjectiveTransformV3 MatrixTriangularSolve SoftmaxCrossEntropyWithLogits
+    """
 )
 # The output that has the shape of the first input, where TensorFlow may not know it.
-_SHAPED_LIKE_FIRST = {
-    "LogSoftmax": 0,
-    "Softmax": 0,
-    "SoftmaxCrossEntropyWithLogits": 1,
-    "SparseSoftmaxCrossEntropyWithLogits": 1,
-}
-# Axes at the end that belong to one row's matrix, or vector.
-_INNER = {
-    "Cholesky": 2,
-    "CholeskyGrad": 2,
-    "LogMatrixDeterminant": 2,
-    "MatrixBandPart": 2,
-    "MatrixDeterminant": 2,
-    "MatrixDiagPartV3": 2,
-    "MatrixInverse": 2,
-    "MatrixSetDiagV3": 2,
-    "MatrixSolve": 2,
-    "MatrixTriangularSolve": 2,
-    "SelfAdjointEigV2": 2,
-    "Svd": 2,
-    "FFT2D": 2,
-    "IFFT2D": 2,
-    "AdjustContrastv2": 3,
-}
+_SHAPED_LIKE_FIRST = table(
+    {
+        "LogSoftmax Softmax": 0,
+        "SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits": 1,
+    }
+)
 
 
 def decide_row_by_row(view: View) -> Decision | None:
@@ -152,13 +110,12 @@ def _axis_of_rows(view: View, indices: tuple[int, ...]) -> int | None:
         return None
     if len({fact.multiple for fact in own}) > 1:
         return None
-    num_inner = 0 if view.type in _BY_ELEMENT else _INNER.get(view.type, 1)
-    return None if axis >= len(own[0].sizes) - num_inner else axis
+    return None if axis >= len(own[0].sizes) - _INNER.get(view.type, 1) else axis
 
 
 def _has_rows_within(view: View, axis: int) -> bool:
     """Return whether rows lie along an axis of what is computed at once."""
-    if view.type in _OF_IMAGES:
+    if view.type == "ImageProjectiveTransformV3":
         return axis > 0
     first = view.facts[0]
     if view.type in _OF_CLASSES and first.is_rows:
@@ -200,14 +157,11 @@ def build_with_a_row(builder: Any, op: Any, inputs: list) -> list:
 
 
 # Gradients whose first input is the shape of their output.
-_SHAPED = frozenset(
-    (
-        "AvgPool3DGrad",
-        "AvgPoolGrad",
-        "Conv2DBackpropInput",
-        "Conv3DBackpropInputV2",
-        "DepthwiseConv2dNativeBackpropInput",
-    )
+_SHAPED = operations(
+    """
+    AvgPool3DGrad AvgPoolGrad Conv2DBackpropInput Conv3DBackpropInputV2
+    DepthwiseConv2dNativeBackpropInput
+    """
 )
 
 

@@ -22,11 +22,10 @@ from tfdp.program.view import (
     Decision,
     Need,
     View,
+    operations,
 )
 
-ASSIGNMENTS = frozenset(
-    ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp")
-)
+ASSIGNMENTS = operations("AssignVariableOp AssignAddVariableOp AssignSubVariableOp")
 READS = frozenset(("ReadVariableOp",))
 
 
@@ -70,22 +69,14 @@ def _decide_shared(view: View) -> Decision:
     return Decision(needs, view.part_outputs(), _build_of_shared)
 
 
-# Elements that one step of the generator gives, by operation.
-_STATELESS = {
-    "StatelessRandomUniformV2": None,
-    "StatelessRandomNormalV2": None,
-    "StatelessTruncatedNormalV2": None,
-    "StatelessRandomUniformIntV2": None,
-    "StatelessRandomUniformFullIntV2": None,
-    "StatelessRandomUniform": None,
-    "StatelessRandomNormal": None,
-    "StatelessTruncatedNormal": None,
-    "StatelessRandomUniformInt": None,
-    "StatelessRandomGammaV3": None,
-    "StatelessRandomBinomial": None,
-    "StatelessRandomPoisson": None,
-    "StatelessMultinomial": None,
-}
+_STATELESS = operations(
+    """
+    StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessTruncatedNormalV2
+    StatelessRandomUniformIntV2 StatelessRandomUniformFullIntV2 StatelessRandomUniform
+    StatelessRandomNormal StatelessTruncatedNormal StatelessRandomUniformInt
+    StatelessRandomGammaV3 StatelessRandomBinomial StatelessRandomPoisson
+    """
+)
 # Of these a replica makes the block of its own rows only.
 _SKIPS_AHEAD = frozenset(("StatelessRandomUniformV2", "StatelessRandomNormalV2"))
 
@@ -95,7 +86,7 @@ def decide_random(view: View) -> Decision | None:
     if view.type not in _STATELESS:
         return None
     shape = view.facts[0].value
-    if shape is None or view.type == "StatelessMultinomial":
+    if shape is None:
         return None
     axes = [axis for axis, size in enumerate(shape) if size.kind == "rows"]
     if len(axes) != 1 or any(fact.is_rows for fact in view.facts):
@@ -154,18 +145,11 @@ def writes_state(op: Any) -> bool:
     return is_stateful and op.type not in _ONLY_READ
 
 
-_ONLY_READ = frozenset(
-    [
-        *READS,
-        "LookupTableExportV2",
-        "LookupTableFindV2",
-        "LookupTableSizeV2",
-        "ResourceGather",
-        "ResourceGatherNd",
-        "VarHandleOp",
-        "VarIsInitializedOp",
-        "VariableShape",
-    ]
+_ONLY_READ = operations(
+    """
+    ReadVariableOp LookupTableExportV2 LookupTableFindV2 LookupTableSizeV2
+    ResourceGather ResourceGatherNd VarHandleOp VarIsInitializedOp VariableShape
+    """
 )
 
 
@@ -175,18 +159,11 @@ def is_output(op: Any) -> bool:
     return is_summary or op.type == "PrintV2"
 
 
-STATEFUL_RANDOM = frozenset(
-    [
-        "RandomUniform",
-        "RandomStandardNormal",
-        "TruncatedNormal",
-        "RandomUniformInt",
-        "RandomGamma",
-        "RandomPoissonV2",
-        "RandomShuffle",
-        "Multinomial",
-        "ParameterizedTruncatedNormal",
-    ]
+STATEFUL_RANDOM = operations(
+    """
+    RandomUniform RandomStandardNormal TruncatedNormal RandomUniformInt RandomGamma
+    RandomPoissonV2 RandomShuffle Multinomial ParameterizedTruncatedNormal
+    """
 )
 
 
