@@ -232,9 +232,9 @@ class Builder:
         return _packed(parts, tf.int32)
 
     def own_shape(self, fact: Fact, given: Any) -> Any:
-        """Return the shape of an item of a list that has own rows."""
+        """Return the shape of an item of a list, which may have own rows."""
         known = fact.sizes
-        if known is None:
+        if known is None or not fact.is_rows:
             return given
         parts = []
         for axis, size in enumerate(known):

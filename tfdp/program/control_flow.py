@@ -13,8 +13,7 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.program.facts import Fact
-from tfdp.program.plan import need_of
-from tfdp.program.view import AS_HELD, WHOLE, Decision, Need
+from tfdp.program.view import AS_HELD, WHOLE, Decision, Need, need_of
 
 
 def build(builder: Any, op: Any, decision: Decision, inputs: list) -> list:

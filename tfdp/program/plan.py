@@ -31,6 +31,7 @@ from tfdp.program.view import (
     Kind,
     Need,
     View,
+    need_of,
     rows_along,
 )
 
@@ -486,17 +487,6 @@ def _joined(before: Fact, after: Fact, *, is_list: bool) -> Fact:
     if {before.form, after.form} == {Form.WHOLE, Form.PART}:
         return Fact(Form.PART, sizes=shape)
     return whole(shape)
-
-
-def need_of(fact: Fact) -> Need:
-    """Return the need of an input that is to be held like this."""
-    if fact.is_rows:
-        return rows_along(fact.axis)
-    if fact.form is Form.PART:
-        return PART
-    if fact.form is Form.WHOLE:
-        return WHOLE
-    return AS_HELD
 
 
 _WITH_GRAPHS = {

@@ -93,6 +93,13 @@ def rows_along(axis: int = 0, *, may_broadcast: bool = False) -> Need:
     return Need(Kind.ROWS, axis, may_broadcast)
 
 
+def need_of(fact: Fact) -> Need:
+    """Return the need of an input that is to be held like this."""
+    if fact.is_rows:
+        return rows_along(fact.axis)
+    return {Form.PART: PART, Form.WHOLE: WHOLE}.get(fact.form, AS_HELD)
+
+
 @dataclasses.dataclass(frozen=True)
 class Decision:
     """How an operation of the program is built on a replica.

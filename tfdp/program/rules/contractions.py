@@ -76,8 +76,6 @@ def _decide(view: View, inputs: Sequence[str], output: str) -> Decision | None:
     chosen = [label for label in row_labels if label is not None]
     # Rows that the output keeps are kept; others are gathered.
     label = next((own for own in chosen if own in output), chosen[0])
-    if len(set(chosen)) == 1:
-        label = chosen[0]
     multiples = {
         fact.multiple
         for fact, own in zip(view.facts, row_labels, strict=True)
@@ -85,14 +83,12 @@ def _decide(view: View, inputs: Sequence[str], output: str) -> Decision | None:
     }
     if len(multiples) > 1:
         return None
-    needs: list[Need] = []
-    for text, own in zip(inputs, row_labels, strict=True):
-        if own == label:
-            needs.append(AS_HELD)
-        elif label not in text:
-            needs.append(WHOLE)
-        else:
-            needs.append(rows_along(text.index(label), may_broadcast=label in _BATCH))
+    needs = [
+        rows_along(text.index(label), may_broadcast=label in _BATCH)
+        if label in text
+        else WHOLE
+        for text in inputs
+    ]
     shape = _shape(inputs, output, view.facts)
     if label in output:
         return Decision(needs, [own_rows(shape, output.index(label))])
@@ -152,7 +148,7 @@ def decide_convolution(view: View) -> Decision | None:
         return None
     needs: list[Need] = [WHOLE] * len(view)
     for index in indices:
-        needs[index] = AS_HELD if view.facts[index].is_rows else rows_along(0)
+        needs[index] = rows_along(0)
     for index, fact in enumerate(view.facts):
         # The shape of what a gradient is of, not that of a filter.
         if fact.form is Form.SIZES and not is_sum:

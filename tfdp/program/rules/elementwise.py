@@ -205,10 +205,7 @@ def decide_elementwise(view: View) -> Decision | None:
     }
     if len(multiples) > 1:
         return None
-    needs = [
-        AS_HELD if own == axis else _need_of_operand(view, fact, axis - rank)
-        for fact, own in zip(view.facts, axes, strict=True)
-    ]
+    needs = [_need_of_operand(view, fact, axis - rank) for fact in view.facts]
     shapes = [fact.sizes for fact in view.facts if fact.sizes is not None]
     shape = with_rows(sizes.broadcast(shapes), axis, multiples.pop())
     build = _build_ensure_shape if view.type == "EnsureShape" else None
@@ -216,7 +213,7 @@ def decide_elementwise(view: View) -> Decision | None:
 
 
 def _need_of_operand(view: View, fact: Fact, axis: int) -> Need:
-    """Return what is needed of an operand beside own rows.
+    """Return what is needed of an operand, where one has own rows.
 
     Args:
         view: `View` of the operation.

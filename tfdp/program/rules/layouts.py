@@ -288,10 +288,7 @@ def decide_join(view: View) -> Decision | None:
         return _join_rows(view, facts, axis)
     if len({f.multiple for f in facts if f.is_rows}) > 1:
         return None
-    needs: list[Need] = [
-        AS_HELD if fact.is_rows and fact.axis == axis else rows_along(axis)
-        for fact in facts
-    ]
+    needs = [rows_along(axis)] * count
     shape = list(own.sizes or ())
     if is_stack:
         shape.insert(joined, number(count))
@@ -464,7 +461,7 @@ def decide_pad(view: View) -> Decision | None:
         return None
     if padding[data.axis].any():
         return None
-    needs = [AS_HELD] + [WHOLE] * (len(view) - 1)
+    needs = [rows_along(data.axis)] + [WHOLE] * (len(view) - 1)
     outputs = [view.rows_output(data.axis, data.multiple)]
     if not view.type.startswith("MirrorPad"):
         return Decision(needs, outputs)
@@ -542,13 +539,10 @@ def decide_segment_sum(view: View) -> Decision | None:
         ids.is_rows and data.is_rows and ids.axis != data.axis
     ):
         return None
-    needs: list[Need] = [
-        AS_HELD if fact.is_rows else rows_along(axis) for fact in (data, ids)
-    ]
     segments = view.facts[2].value
     count = segments[()] if segments is not None else sizes.FREE
     shape = (count, *data.sizes[len(ids.sizes) :])
-    return Decision([*needs, WHOLE], [part(shape)])
+    return Decision([rows_along(axis), rows_along(axis), WHOLE], [part(shape)])
 
 
 def decide_scatter(view: View) -> Decision | None:
@@ -562,8 +556,7 @@ def decide_scatter(view: View) -> Decision | None:
     target = view.facts[2].value
     if target is None or view.facts[2].form is Form.SIZES:
         return None
-    needs = [AS_HELD if f.is_rows else rows_along(0) for f in (indices, updates)]
-    return Decision([*needs, WHOLE], [part(tuple(target))])
+    return Decision([rows_along(), rows_along(), WHOLE], [part(tuple(target))])
 
 
 def decide_one_hot(view: View) -> Decision | None:

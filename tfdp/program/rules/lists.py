@@ -17,21 +17,11 @@ from tfdp.program.facts import (
     whole,
     with_rows,
 )
-from tfdp.program.view import (
-    AS_HELD,
-    PART,
-    WHOLE,
-    Decision,
-    Need,
-    View,
-    rows_along,
-)
+from tfdp.program.view import AS_HELD, WHOLE, Decision, Need, View, need_of
 
 
 def decide_list(view: View) -> Decision | None:
     """Decide a list of tensors, such as the states of a loop's steps."""
-    if not view.type.startswith(("TensorList", "EmptyTensorList", "Optional")):
-        return None
     return _LISTS[view.type](view) if view.type in _LISTS else None
 
 
@@ -42,17 +32,13 @@ def _empty(view: View) -> Decision:
 
 def _build_empty(builder: Any, op: Any, inputs: list) -> list:
     """Build a list whose elements may have another number of rows on each replica."""
-    dtype = op.get_attr("element_dtype")
-    shape = _element_shape(op.inputs[0])
-    if op.type == "EmptyTensorList":
-        return [
-            tf.raw_ops.EmptyTensorList(
-                element_shape=shape, max_num_elements=inputs[1], element_dtype=dtype
-            )
-        ]
+    is_empty = op.type == "EmptyTensorList"
+    make = tf.raw_ops.EmptyTensorList if is_empty else tf.raw_ops.TensorListReserve
     return [
-        tf.raw_ops.TensorListReserve(
-            element_shape=shape, num_elements=inputs[1], element_dtype=dtype
+        make(
+            element_shape=_element_shape(op.inputs[0]),
+            element_dtype=op.get_attr("element_dtype"),
+            **{"max_num_elements" if is_empty else "num_elements": inputs[1]},
         )
     ]
 
@@ -78,11 +64,7 @@ def _item_need(listed: Fact, item: Fact) -> tuple[Need, Fact]:
     if listed.value is not None and not have_same_value(listed, item):
         return WHOLE, whole(listed.sizes)
     listed = _with_sizes_of(listed, item)
-    if listed.held() == item.held():
-        return AS_HELD, listed
-    if listed.is_rows:
-        return rows_along(listed.axis), listed
-    return (PART if listed.form is Form.PART else WHOLE), listed
+    return need_of(listed), listed
 
 
 def _with_sizes_of(listed: Fact, item: Fact) -> Fact:
@@ -95,18 +77,9 @@ def _with_sizes_of(listed: Fact, item: Fact) -> Fact:
     return dataclasses.replace(listed, sizes=shape)
 
 
-def _set_item(view: View) -> Decision:
-    need, fact = _item_need(view.facts[0], view.facts[2])
-    return Decision([AS_HELD, WHOLE, need], [_as_list(fact)])
-
-
-def _push(view: View) -> Decision:
-    need, fact = _item_need(view.facts[0], view.facts[1])
-    return Decision([AS_HELD, need], [_as_list(fact)])
-
-
-def _as_list(fact: Fact) -> Fact:
-    return Fact(fact.form, fact.axis, fact.sizes, fact.value)
+def _put(view: View) -> Decision:
+    need, fact = _item_need(view.facts[0], view.facts[-1])
+    return Decision([AS_HELD, *[WHOLE] * (len(view) - 2), need], [fact])
 
 
 def _get_item(view: View) -> Decision | None:
@@ -149,13 +122,10 @@ def _item(view: View, listed: Fact, index: int) -> Fact:
 
 def _build_without_shape(builder: Any, op: Any, inputs: list) -> list:
     (fact,) = builder.facts_of(op.outputs)
-    shape = (
-        inputs[2] if fact.form is not Form.ROWS else builder.own_shape(fact, inputs[2])
-    )
     item = tf.raw_ops.TensorListGetItem(
         input_handle=inputs[0],
         index=inputs[1],
-        element_shape=shape,
+        element_shape=builder.own_shape(fact, inputs[2]),
         element_dtype=op.get_attr("element_dtype"),
     )
     return [builder.with_shape(item, op.outputs[0], fact)]
@@ -188,12 +158,9 @@ def _stack(view: View) -> Decision | None:
 def _build_stack(builder: Any, op: Any, inputs: list) -> list:
     (fact,) = builder.facts_of(op.outputs)
     inner = Fact(fact.form, fact.axis - 1, (fact.sizes or ())[1:])
-    shape = (
-        inputs[1] if fact.form is not Form.ROWS else builder.own_shape(inner, inputs[1])
-    )
     stacked = tf.raw_ops.TensorListStack(
         input_handle=inputs[0],
-        element_shape=shape,
+        element_shape=builder.own_shape(inner, inputs[1]),
         element_dtype=op.get_attr("element_dtype"),
         num_elements=op.get_attr("num_elements"),
     )
@@ -217,15 +184,11 @@ def _build_from_tensor(builder: Any, op: Any, inputs: list) -> list:
     return [tf.raw_ops.TensorListFromTensor(tensor=inputs[0], element_shape=shape)]
 
 
-def _length(view: View) -> Decision:
-    return Decision([AS_HELD] * len(view), view.whole_outputs())
-
-
 def _optional(view: View) -> Decision | None:
     if len(view) != 1:
         return None
     need, fact = _item_need(Fact(Form.EMPTY), view.facts[0])
-    return Decision([need], [_as_list(fact)])
+    return Decision([need], [fact])
 
 
 def _optional_value(view: View) -> Decision | None:
@@ -245,21 +208,17 @@ def _build_optional_value(builder: Any, op: Any, inputs: list) -> list:
     return [value]
 
 
-def _none(view: View) -> Decision:
-    return Decision([], [Fact(Form.EMPTY)])
-
-
 _LISTS = {
     "EmptyTensorList": _empty,
     "OptionalFromValue": _optional,
     "OptionalGetValue": _optional_value,
-    "OptionalNone": _none,
+    "OptionalNone": lambda view: Decision([], [Fact(Form.EMPTY)]),
     "TensorListFromTensor": _from_tensor,
     "TensorListGetItem": _get_item,
-    "TensorListLength": _length,
+    "TensorListLength": lambda view: Decision([AS_HELD], view.whole_outputs()),
     "TensorListPopBack": _pop,
-    "TensorListPushBack": _push,
+    "TensorListPushBack": _put,
     "TensorListReserve": _empty,
-    "TensorListSetItem": _set_item,
+    "TensorListSetItem": _put,
     "TensorListStack": _stack,
 }

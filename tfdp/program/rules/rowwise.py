@@ -8,10 +8,9 @@ import tensorflow as tf
 
 from tfdp.program.facts import Form
 from tfdp.program.view import (
-    AS_HELD,
     WHOLE,
     Decision,
-    Need,
+    Kind,
     View,
     operations,
     rows_along,
@@ -78,14 +77,8 @@ def decide_row_by_row(view: View) -> Decision | None:
     axis = _axis_of_rows(view, indices)
     if axis is None:
         return None
-    needs: list[Need] = []
-    for index, fact in enumerate(view.facts):
-        if fact.is_rows:
-            needs.append(AS_HELD)
-        elif index in indices:
-            needs.append(rows_along(axis, may_broadcast=view.type in _BROADCASTING))
-        else:
-            needs.append(WHOLE)
+    rows = rows_along(axis, may_broadcast=view.type in _BROADCASTING)
+    needs = [rows if index in indices else WHOLE for index in range(len(view))]
     multiple = next(f.multiple for f in view.facts if f.is_rows)
     outputs = [
         view.facts[0]
@@ -141,7 +134,7 @@ def build_with_a_row(builder: Any, op: Any, inputs: list) -> list:
     def empty() -> tf.Tensor:
         fed = [
             _one_row_of_zeros(tensor)
-            if own.is_rows or _is_sliced(builder, op, index)
+            if builder.need(op, index).kind is Kind.ROWS
             else _one_row_in(tensor)
             if own.form is Form.SIZES or _is_shape_of_rows(op, index)
             else tensor
@@ -179,10 +172,6 @@ def _with_own_shape(builder: Any, op: Any, inputs: list) -> list:
         return inputs
     own_rows = tf.shape(inputs[-1], out_type=inputs[0].dtype)[:1]
     return [tf.concat([own_rows, inputs[0][1:]], 0), *inputs[1:]]
-
-
-def _is_sliced(builder: Any, op: Any, index: int) -> bool:
-    return builder.need(op, index).kind.name == "ROWS"
 
 
 def _one_row_of_zeros(tensor: tf.Tensor) -> tf.Tensor:
