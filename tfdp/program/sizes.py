@@ -190,6 +190,12 @@ def _broadcast_axis(sizes: list[Size]) -> Size:
     return ONE
 
 
+def axis_of_rows(shape: Iterable[Size]) -> int | None:
+    """Return the only axis that is a multiple of the rows, or `None`."""
+    axes = [axis for axis, size in enumerate(shape) if size.kind == "rows"]
+    return axes[0] if len(axes) == 1 else None
+
+
 def common(shapes: Sequence[Any]) -> Any:
     """Return the sizes that shapes have in common, or `None` if ranks differ."""
     if any(shape is None or len(shape) != len(shapes[0]) for shape in shapes):

@@ -9,7 +9,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tfdp.program.facts import Fact, Form, own_rows, part, static_sizes, whole
+from tfdp.program.facts import (
+    Fact,
+    Form,
+    own_rows,
+    part,
+    static_sizes,
+    whole,
+    with_rows,
+)
 from tfdp.program.sizes import number, numbers
 
 _Entry = TypeVar("_Entry")
@@ -214,8 +222,6 @@ class View:
 
     def rows_output(self, axis: int, multiple: int | None, index: int = 0) -> Fact:
         """Return the fact of an output of own rows, from what TensorFlow knows."""
-        from tfdp.program.facts import with_rows
-
         sizes = self.output_sizes(index)
         assert sizes is not None
         return own_rows(with_rows(sizes, axis, multiple), axis)

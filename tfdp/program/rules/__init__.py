@@ -14,16 +14,19 @@ Reading order:
 
 from __future__ import annotations
 
-from tfdp.program.facts import Form, whole
+from collections.abc import Callable, Sequence
+
+from tfdp.program.facts import Fact, Form, whole
 from tfdp.program.rules.composites import decide_composite
 from tfdp.program.rules.contractions import decide_contraction, decide_convolution
 from tfdp.program.rules.elementwise import (
+    ELEMENTWISE,
     decide_elementwise,
     decide_linear,
     decide_local,
     decide_zeros,
 )
-from tfdp.program.rules.layouts import LAYOUTS
+from tfdp.program.rules.layouts import decide_layout
 from tfdp.program.rules.lists import decide_list
 from tfdp.program.rules.reductions import decide_reduction
 from tfdp.program.rules.rowwise import decide_row_by_row
@@ -34,92 +37,59 @@ from tfdp.program.rules.state import (
     decide_variable,
 )
 from tfdp.program.rules.values import decide_values
-from tfdp.program.view import AS_HELD, WHOLE, Decision, View
+from tfdp.program.sizes import broadcast
+from tfdp.program.view import WHOLE, Decision, View, operations
 
+# The first of these that decides is taken, whatever is held of the inputs.
+_OF_ANY = (
+    decide_variable,
+    decide_list,
+    decide_values,
+    decide_composite,
+    decide_random,
+    decide_python,
+    decide_stateful_random,
+    decide_local,
+    decide_zeros,
+)
+# The same, where an input is own rows.
+_OF_ROWS = (
+    decide_layout,
+    decide_contraction,
+    decide_elementwise,
+    decide_reduction,
+    decide_convolution,
+    decide_row_by_row,
+)
 # Layouts that are made by sizes, whatever else they are made of.
-_OF_SIZES = frozenset(
-    ("BroadcastTo", "ConcatOffset", "Fill", "Range", "StridedSliceGrad", "Tile")
-)
-_TO_ROWS = frozenset(("BroadcastTo", "Fill", "Tile"))
-_CONTRACTIONS = frozenset(
-    ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
-)
+_OF_SIZES = operations("BroadcastTo ConcatOffset Fill Range StridedSliceGrad Tile")
+# Of these one number for all rows, a part of a sum, is summed before it is as many.
+_TO_ROWS = operations("BroadcastTo Fill Tile")
 
 
 def decide(view: View) -> Decision:
     """Decide how a replica builds an operation of the program."""
-    for rule in (
-        decide_variable,
-        decide_list,
-        decide_values,
-        decide_composite,
-        decide_random,
-        decide_python,
-        decide_stateful_random,
-        decide_local,
-        decide_zeros,
-    ):
-        found = rule(view)
-        if found is not None:
-            return found
-    if Form.ROWS in view.forms():
-        found = _decide_rows(view)
-    elif Form.PART in view.forms():
-        found = _decide_parts(view)
-    elif Form.SIZES in view.forms():
-        found = _decide_sizes(view)
-    else:
-        return Decision([WHOLE] * len(view), _whole_outputs(view))
-    return view.run_whole() if found is None else found
+    found = _first(_OF_ANY, view)
+    if found is not None:
+        return found
+    forms = view.forms()
+    if Form.ROWS in forms:
+        return _first(_OF_ROWS, view) or view.run_whole()
+    of_sizes = _TO_ROWS if Form.PART in forms else _OF_SIZES
+    if Form.SIZES in forms and view.type in of_sizes:
+        found = decide_layout(view)
+    if found is None and Form.PART in forms:
+        return decide_linear(view) or view.run_whole()
+    return found or Decision([WHOLE] * len(view), _whole_outputs(view))
 
 
-def _decide_rows(view: View) -> Decision | None:
-    if view.type in LAYOUTS:
-        return LAYOUTS[view.type](view)
-    if view.type in _CONTRACTIONS:
-        return decide_contraction(view)
-    for rule in (
-        decide_elementwise,
-        decide_reduction,
-        decide_convolution,
-        decide_row_by_row,
-    ):
-        found = rule(view)
-        if found is not None:
-            return found
-    return None
+def _first(rules: Sequence[Callable], view: View) -> Decision | None:
+    return next((found for rule in rules if (found := rule(view))), None)
 
 
-def _decide_parts(view: View) -> Decision | None:
-    """Decide an operation of parts of sums."""
-    if view.type in _TO_ROWS and Form.SIZES in view.forms():
-        # One number for all rows is summed before it is as many.
-        found = LAYOUTS[view.type](view)
-        if found is not None:
-            return found
-    return decide_linear(view)
-
-
-def _decide_sizes(view: View) -> Decision:
-    """Decide an operation whose inputs are whole or integers computed of sizes."""
-    if view.type in _OF_SIZES:
-        found = LAYOUTS[view.type](view)
-        if found is not None:
-            return found
-    return Decision([WHOLE] * len(view), _whole_outputs(view))
-
-
-def _whole_outputs(view: View) -> list:
+def _whole_outputs(view: View) -> list[Fact]:
     """Return the facts of outputs that need nothing of another replica."""
-    from tfdp.program.rules.elementwise import ELEMENTWISE
-    from tfdp.program.sizes import broadcast
-
-    if view.type in ELEMENTWISE and all(f.sizes is not None for f in view.facts):
-        shapes = [fact.sizes for fact in view.facts]
-        return (
-            [whole(broadcast([s for s in shapes if s is not None]))] if shapes else []
-        )
+    shapes = [fact.sizes for fact in view.facts if fact.sizes is not None]
+    if shapes and view.type in ELEMENTWISE and len(shapes) == len(view):
+        return [whole(broadcast(shapes))]
     return view.whole_outputs()
-
-
-__all__ = ["AS_HELD", "decide"]

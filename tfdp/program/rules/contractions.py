@@ -7,39 +7,46 @@ from collections.abc import Sequence
 from tfdp.program.facts import Fact, Form, own_rows, part
 from tfdp.program.rules.rowwise import build_with_a_row
 from tfdp.program.sizes import FREE, ONE, Size
-from tfdp.program.view import AS_HELD, WHOLE, Decision, Need, View, rows_along, table
+from tfdp.program.view import (
+    AS_HELD,
+    WHOLE,
+    Decision,
+    Need,
+    View,
+    operations,
+    rows_along,
+    table,
+)
 
 # Labels of axes of which one entry stands for all: those of "...", and of matrices.
 _BATCH = "12345678"
 
 
+_CONTRACTIONS = operations("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum")
+
+
 def decide_contraction(view: View) -> Decision | None:
     """Decide a product of matrices or an `Einsum` of own rows."""
-    labels = _labels(view)
-    if labels is None:
-        return None
-    return _decide(view, *labels)
+    labels = _labels(view) if view.type in _CONTRACTIONS else None
+    return None if labels is None else _decide(view, *labels)
 
 
 def _labels(view: View) -> tuple[list[str], str] | None:
     """Return a letter for each axis of the inputs and of the output."""
     if view.type == "Einsum":
         return _einsum_labels(view)
-    ranks = [view.rank(0), view.rank(1)]
-    if None in ranks:
+    ranks = [fact.rank for fact in view.facts if fact.rank is not None]
+    if len(ranks) < 2:
         return None
     if view.type == "MatMul":
         first = "ki" if view.attribute("transpose_a") else "ik"
         second = "jk" if view.attribute("transpose_b") else "kj"
         return [first, second], "ij"
-    if view.type in ("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
-        first = "yx" if view.attribute("adj_x") else "xy"
-        second = "zy" if view.attribute("adj_y") else "yz"
-        most = max(r for r in ranks if r is not None) - 2
-        outer = _BATCH[:most]
-        own = [outer[len(outer) - (r - 2) :] for r in ranks if r is not None]
-        return [own[0] + first, own[1] + second], outer + "xz"
-    return None
+    first = "yx" if view.attribute("adj_x") else "xy"
+    second = "zy" if view.attribute("adj_y") else "yz"
+    outer = _BATCH[: max(ranks) - 2]
+    own = [outer[len(outer) - (rank - 2) :] for rank in ranks]
+    return [own[0] + first, own[1] + second], outer + "xz"
 
 
 def _einsum_labels(view: View) -> tuple[list[str], str] | None:

@@ -15,15 +15,27 @@ from tfdp.program import sizes
 from tfdp.program.facts import Fact, Form, own_rows, part, with_rows
 from tfdp.program.rules.rowwise import build_with_a_row
 from tfdp.program.sizes import ONE, Size, number, product
-from tfdp.program.view import AS_HELD, WHOLE, Decision, Need, View, rows_along
+from tfdp.program.view import AS_HELD, WHOLE, Decision, Need, View, rows_along, table
+
+Shape = tuple[Size, ...]
 
 
-def decide_reshape(view: View) -> Decision | None:
-    """Decide a reshape: rows stay apart where as many entries come before them."""
-    data, target = view.facts[0], view.facts[1].value
-    if not data.is_rows or data.sizes is None or target is None:
+def decide_layout(view: View) -> Decision | None:
+    """Decide an operation that arranges elements."""
+    if view.type in _OTHERS:
+        return _OTHERS[view.type](view)
+    if view.type not in _OF_ROWS:
         return None
-    found = _reshaped(data, list(target))
+    data = view.facts[1 if view.type == "Split" else 0]
+    if not data.is_rows or data.sizes is None:
+        return None
+    return _OF_ROWS[view.type](view, data, data.sizes)
+
+
+def _reshape(view: View, data: Fact, before: Shape) -> Decision | None:
+    """Decide a reshape: rows stay apart where as many entries come before them."""
+    target = view.facts[1].value
+    found = None if target is None else _reshaped(data, list(target))
     if found is None:
         return None
     shape, axis = found
@@ -34,7 +46,7 @@ def decide_reshape(view: View) -> Decision | None:
     return Decision([AS_HELD, AS_HELD], [own_rows(shape, axis)], build)
 
 
-def _reshaped(data: Fact, target: list[Size]) -> tuple[tuple[Size, ...], int] | None:
+def _reshaped(data: Fact, target: list[Size]) -> tuple[Shape, int] | None:
     """Return the sizes and the axis of rows after a reshape, if rows stay apart."""
     assert data.sizes is not None
     before = product(data.sizes[: data.axis])
@@ -151,43 +163,41 @@ def _build_open_reshape(builder: Any, op: Any, inputs: list) -> list:
     return [builder.with_shape(tf.reshape(source, parts), op.outputs[0], fact)]
 
 
-def decide_transpose(view: View) -> Decision | None:
+def _transpose(view: View, data: Fact, before: Shape) -> Decision | None:
     """Decide a transpose: it moves the axis of rows."""
-    data, given = view.facts[0], view.numbers(1)
-    if not data.is_rows or data.sizes is None or given is None:
+    given = view.numbers(1)
+    if given is None:
         return None
     order = [int(axis) for axis in given]
-    shape = tuple(data.sizes[axis] for axis in order)
+    shape = tuple(before[axis] for axis in order)
     return Decision([AS_HELD, WHOLE], [own_rows(shape, order.index(data.axis))])
 
 
-def decide_expand(view: View) -> Decision | None:
+def _expand(view: View, data: Fact, before: Shape) -> Decision | None:
     """Decide an axis of length one that is put in."""
-    data, place = view.facts[0], view.numbers(1)
-    if not data.is_rows or data.sizes is None or place is None:
+    place = view.numbers(1)
+    if place is None:
         return None
-    rank = len(data.sizes)
-    axis = int(place) % (rank + 1)
-    shape = (*data.sizes[:axis], ONE, *data.sizes[axis:])
-    return Decision(
-        [AS_HELD, WHOLE], [own_rows(shape, data.axis + (axis <= data.axis))]
-    )
+    return Decision([AS_HELD, WHOLE], [_with_axis(data, before, int(place), ONE)])
 
 
-def decide_squeeze(view: View) -> Decision | None:
+def _with_axis(data: Fact, before: Shape, place: int, size: Size) -> Fact:
+    """Return the fact of own rows with another axis."""
+    axis = place % (len(before) + 1)
+    shape = (*before[:axis], size, *before[axis:])
+    return own_rows(shape, data.axis + (axis <= data.axis))
+
+
+def _squeeze(view: View, data: Fact, before: Shape) -> Decision | None:
     """Decide axes of length one that are taken out."""
-    data = view.facts[0]
-    if not data.is_rows or data.sizes is None:
-        return None
-    rank = len(data.sizes)
-    taken = {axis % rank for axis in view.attribute("squeeze_dims") or ()}
+    taken = {axis % len(before) for axis in view.attribute("squeeze_dims") or ()}
     if not taken:
-        taken = {axis for axis, size in enumerate(data.sizes) if size == ONE}
-        if any(s.kind in ("free", "unknown") for s in data.sizes):
+        taken = {axis for axis, size in enumerate(before) if size == ONE}
+        if any(s.kind in ("free", "unknown") for s in before):
             return None
     if data.axis in taken:
         return None
-    shape = tuple(size for axis, size in enumerate(data.sizes) if axis not in taken)
+    shape = tuple(size for axis, size in enumerate(before) if axis not in taken)
     axis = data.axis - sum(other < data.axis for other in taken)
 
     def build(builder: Any, op: Any, inputs: list) -> list:
@@ -196,7 +206,7 @@ def decide_squeeze(view: View) -> Decision | None:
     return Decision([AS_HELD], [own_rows(shape, axis)], build)
 
 
-def decide_broadcast(view: View) -> Decision | None:
+def _broadcast(view: View) -> Decision | None:
     """Decide a broadcast to a shape that is known, or to one with the rows."""
     data, target = view.facts[0], view.facts[1].value
     if target is None or data.sizes is None:
@@ -210,39 +220,32 @@ def decide_broadcast(view: View) -> Decision | None:
             return None
         shape = with_rows(tuple(target), axis, data.multiple)
         return Decision([AS_HELD, AS_HELD], [own_rows(shape, axis)])
-    axes = [axis for axis, size in enumerate(target) if size.kind == "rows"]
-    if len(axes) != 1 or any(s.kind == "unknown" for s in target):
+    found = sizes.axis_of_rows(target)
+    if found is None or any(s.kind == "unknown" for s in target):
         return None
-    (axis,) = axes
-    place = axis - (rank - own)
+    place = found - (rank - own)
     need = WHOLE
     if place >= 0 and data.sizes[place] != ONE:
         need = rows_along(place, may_broadcast=True)
-    return Decision([need, AS_HELD], [own_rows(tuple(target), axis)])
+    return Decision([need, AS_HELD], [own_rows(tuple(target), found)])
 
 
-def decide_fill(view: View) -> Decision | None:
+def _fill(view: View) -> Decision | None:
     """Decide a tensor of one value, of as many rows as the batch."""
     shape = view.facts[0].value
-    if shape is None:
+    axis = None if shape is None else sizes.axis_of_rows(shape)
+    if axis is None:
         return None
-    axes = [axis for axis, size in enumerate(shape) if size.kind == "rows"]
-    if len(axes) != 1:
-        return None
-    return Decision([AS_HELD, WHOLE], [own_rows(tuple(shape), axes[0])])
+    return Decision([AS_HELD, WHOLE], [own_rows(tuple(shape), axis)])
 
 
-def decide_range(view: View) -> Decision | None:
+def _range(view: View) -> Decision | None:
     """Decide the numbers of the rows: each replica has those of its own."""
-    start, limit, step = (view.facts[i] for i in range(3))
-    if limit.value is None or limit.value[()].kind != "rows":
+    limit = view.facts[1].value
+    if limit is None or (view.numbers(0), view.numbers(2)) != (0, 1):
         return None
-    numbers = view.numbers(0), view.numbers(2)
-    if numbers[0] is None or numbers[0] != 0 or numbers[1] is None or numbers[1] != 1:
-        return None
-    del start, step
-    multiple = limit.value[()].number
-    if multiple is None:
+    multiple = limit[()].number
+    if limit[()].kind != "rows" or multiple is None:
         return None
 
     def build(builder: Any, op: Any, inputs: list) -> list:
@@ -253,24 +256,23 @@ def decide_range(view: View) -> Decision | None:
     return Decision([WHOLE, AS_HELD, WHOLE], [own_rows((sizes.rows(multiple),))], build)
 
 
-def decide_tile(view: View) -> Decision | None:
+def _tile(view: View) -> Decision | None:
     """Decide a tile along other axes than that of rows."""
     data, times = view.facts[0], view.facts[1].value
     if data.sizes is None or times is None:
         return None
+    shape = tuple(a * b for a, b in zip(data.sizes, times, strict=True))
     if data.is_rows:
         if times[data.axis] != ONE or any(not t.is_free for t in times):
             return None
-        shape = tuple(a * b for a, b in zip(data.sizes, times, strict=True))
         return Decision([AS_HELD, AS_HELD], [own_rows(shape, data.axis)])
-    axes = [axis for axis, size in enumerate(times) if size.kind == "rows"]
-    if len(axes) != 1 or data.sizes[axes[0]] != ONE:
+    axis = sizes.axis_of_rows(times)
+    if axis is None or data.sizes[axis] != ONE:
         return None
-    shape = tuple(a * b for a, b in zip(data.sizes, times, strict=True))
-    return Decision([WHOLE, AS_HELD], [own_rows(shape, axes[0])])
+    return Decision([WHOLE, AS_HELD], [own_rows(shape, axis)])
 
 
-def decide_join(view: View) -> Decision | None:
+def _join(view: View) -> Decision | None:
     """Decide a concatenation, or a stack, along another axis than that of rows."""
     is_stack = view.type == "Pack"
     count = len(view) if is_stack else len(view) - 1
@@ -325,36 +327,36 @@ def _build_joined_rows(builder: Any, op: Any, inputs: list) -> list:
     return [builder.with_shape(own, op.outputs[0], fact)]
 
 
-def decide_split(view: View) -> Decision | None:
-    """Decide a split, or an unstack, along another axis than that of rows."""
-    index = 1 if view.type == "Split" else 0
-    data = view.facts[index]
-    if not data.is_rows or data.sizes is None:
+def _unstack(view: View, data: Fact, before: Shape) -> Decision | None:
+    """Decide an unstack along another axis than that of rows."""
+    split = view.attribute("axis") % len(before)
+    if split == data.axis:
         return None
-    rank = len(data.sizes)
-    if view.type == "Unpack":
-        split: Any = view.attribute("axis")
-    else:
-        split = view.numbers(0 if view.type == "Split" else 2)
-    if split is None or int(split) % rank == data.axis:
-        return None
-    split = int(split) % rank
-    needs = [AS_HELD if i == index else WHOLE for i in range(len(view))]
-    outputs = []
-    for position in range(len(view.op.outputs)):
-        if view.type == "Unpack":
-            shape = tuple(s for axis, s in enumerate(data.sizes) if axis != split)
-            outputs.append(own_rows(shape, data.axis - (split < data.axis)))
-        else:
-            outputs.append(view.rows_output(data.axis, data.multiple, position))
-    return Decision(needs, outputs)
+    shape = (*before[:split], *before[split + 1 :])
+    fact = own_rows(shape, data.axis - (split < data.axis))
+    return Decision([AS_HELD], [fact] * len(view.op.outputs))
 
 
-def decide_strided_slice(view: View) -> Decision | None:
+def _split(view: View, data: Fact, before: Shape) -> Decision | None:
+    """Decide a split along another axis than that of rows."""
+    is_even = view.type == "Split"
+    axis = view.numbers(0 if is_even else 2)
+    if axis is None or int(axis) % len(before) == data.axis:
+        return None
+    needs = [WHOLE, AS_HELD] if is_even else [AS_HELD, WHOLE, WHOLE]
+    return Decision(needs, _same_rows(view, data))
+
+
+def _same_rows(view: View, data: Fact) -> list[Fact]:
+    """Return the facts of outputs with the rows of an input, along the same axis."""
+    return [
+        view.rows_output(data.axis, data.multiple, index)
+        for index in range(len(view.op.outputs))
+    ]
+
+
+def _strided_slice(view: View, data: Fact, before: Shape) -> Decision | None:
     """Decide a slice that keeps all rows."""
-    data = view.facts[0]
-    if not data.is_rows or data.sizes is None:
-        return None
     if any(fact.is_rows for fact in view.facts[1:]):
         return None
     axis = _axis_after_slice(view, data)
@@ -421,62 +423,52 @@ def _is(values: np.ndarray | None, index: int, size: Size) -> bool:
     return values is not None and values[index] == size
 
 
-def decide_strided_slice_grad(view: View) -> Decision | None:
+def _strided_slice_grad(view: View) -> Decision | None:
     """Decide the gradient of a slice that keeps all rows."""
     shape, gradient = view.facts[0].value, view.facts[4]
-    if shape is None or not gradient.is_rows:
+    axis = None if shape is None else sizes.axis_of_rows(shape)
+    if axis is None or not gradient.is_rows:
         return None
-    axes = [axis for axis, size in enumerate(shape) if size.kind == "rows"]
-    if len(axes) != 1:
-        return None
-    source = own_rows(tuple(shape), axes[0])
+    source = own_rows(tuple(shape), axis)
     inner = View(view.op, [source, *view.facts[1:4]], view.scope)
     if _axis_after_slice(inner, source) != gradient.axis:
         return None
     return Decision([*_needs_of_bounds(view.facts[:4]), AS_HELD], [source])
 
 
-def decide_slice(view: View) -> Decision | None:
+def _slice(view: View, data: Fact, before: Shape) -> Decision | None:
     """Decide a slice by begins and sizes that keeps all rows."""
-    data, begin, size = (fact for fact in view.facts[:3])
-    if not data.is_rows or data.sizes is None:
+    begin, size = view.facts[1].value, view.facts[2].value
+    if begin is None or size is None or begin[data.axis] != sizes.ZERO:
         return None
-    own = data.sizes[data.axis]
-    if begin.value is None or size.value is None:
+    if size[data.axis] not in (number(-1), before[data.axis]):
         return None
-    if begin.value[data.axis] != sizes.ZERO:
+    others = [axis for axis in range(len(before)) if axis != data.axis]
+    if any(_counts_rows(value, axis) for value in (begin, size) for axis in others):
         return None
-    if size.value[data.axis] not in (number(-1), own):
-        return None
-    others = [axis for axis in range(len(data.sizes)) if axis != data.axis]
-    if any(_counts_rows(f.value, axis) for f in (begin, size) for axis in others):
-        return None
-    return Decision([AS_HELD] * 3, [view.rows_output(data.axis, data.multiple)])
+    return Decision([AS_HELD] * 3, _same_rows(view, data))
 
 
-def decide_pad(view: View) -> Decision | None:
+def _pad(view: View, data: Fact, before: Shape) -> Decision | None:
     """Decide a padding of other axes than that of rows."""
-    data, padding = view.facts[0], view.numbers(1)
-    if not data.is_rows or data.sizes is None or padding is None:
-        return None
-    if padding[data.axis].any():
+    padding = view.numbers(1)
+    if padding is None or padding[data.axis].any():
         return None
     needs = [rows_along(data.axis)] + [WHOLE] * (len(view) - 1)
-    outputs = [view.rows_output(data.axis, data.multiple)]
+    outputs = _same_rows(view, data)
     if not view.type.startswith("MirrorPad"):
         return Decision(needs, outputs)
     # TensorFlow refuses to mirror a tensor without rows, along any axis.
     return None if data.axis else Decision(needs, outputs, build_with_a_row)
 
 
-def decide_concat_offset(view: View) -> Decision | None:
+def _concat_offset(view: View) -> Decision | None:
     """Decide where the parts of a concatenation lie: it is computed of sizes."""
     axis = view.numbers(0)
     shapes = [fact.value for fact in view.facts[1:]]
     if axis is None or any(shape is None for shape in shapes):
         return None
-    place, outputs = int(axis), []
-    offset = sizes.ZERO
+    outputs, offset = [], sizes.ZERO
     for shape in shapes:
         assert shape is not None
         place = int(axis) % len(shape)
@@ -496,7 +488,7 @@ def decide_concat_offset(view: View) -> Decision | None:
     return Decision([AS_HELD] * len(view), outputs)
 
 
-def decide_gather(view: View) -> Decision | None:
+def _gather(view: View) -> Decision | None:
     """Decide rows of a table, or entries of each row."""
     data, indices = view.facts[0], view.facts[1]
     axis = view.numbers(2)
@@ -529,7 +521,7 @@ def decide_gather(view: View) -> Decision | None:
     return None
 
 
-def decide_segment_sum(view: View) -> Decision | None:
+def _segment_sum(view: View) -> Decision | None:
     """Decide the sum of rows by segment, the gradient of a gather of rows."""
     data, ids = view.facts[0], view.facts[1]
     if data.sizes is None or ids.sizes is None:
@@ -545,7 +537,7 @@ def decide_segment_sum(view: View) -> Decision | None:
     return Decision([rows_along(axis), rows_along(axis), WHOLE], [part(shape)])
 
 
-def decide_scatter(view: View) -> Decision | None:
+def _scatter(view: View) -> Decision | None:
     """Decide the sum of rows at indices: each replica adds up its own."""
     indices, updates = view.facts[0], view.facts[1]
     own = indices if indices.is_rows else updates
@@ -559,66 +551,49 @@ def decide_scatter(view: View) -> Decision | None:
     return Decision([rows_along(), rows_along(), WHOLE], [part(tuple(target))])
 
 
-def decide_one_hot(view: View) -> Decision | None:
+def _one_hot(view: View, data: Fact, before: Shape) -> Decision | None:
     """Decide one-hot vectors of own rows."""
-    indices = view.facts[0]
-    if not indices.is_rows or indices.sizes is None:
-        return None
-    rank = len(indices.sizes)
-    place = int(view.attribute("axis")) % (rank + 1)
-    depth = view.facts[1].value
+    depth, place = view.facts[1].value, view.attribute("axis")
     size = depth[()] if depth is not None else sizes.FREE
-    shape = (*indices.sizes[:place], size, *indices.sizes[place:])
-    needs = [AS_HELD, WHOLE, WHOLE, WHOLE]
-    return Decision(needs, [own_rows(shape, indices.axis + (place <= indices.axis))])
+    return Decision(
+        [AS_HELD, WHOLE, WHOLE, WHOLE], [_with_axis(data, before, place, size)]
+    )
 
 
-def decide_along_axes(view: View) -> Decision | None:
+def _along_axes(view: View, data: Fact, before: Shape) -> Decision | None:
     """Decide what runs along some axes, such as a running sum or a reversal."""
-    data, axes = view.facts[0], view.numbers(1)
-    if not data.is_rows or data.sizes is None or axes is None:
+    axes = view.numbers(2 if view.type == "Roll" else 1)
+    if axes is None or data.axis in {int(a) % len(before) for a in np.ravel(axes)}:
         return None
-    own = {int(axis) % len(data.sizes) for axis in np.ravel(axes)}
-    if view.type == "Roll":
-        axes = view.numbers(2)
-        if axes is None:
-            return None
-        own = {int(axis) % len(data.sizes) for axis in np.ravel(axes)}
-    if data.axis in own:
-        return None
-    needs = [AS_HELD] + [WHOLE] * (len(view) - 1)
-    return Decision(needs, [data])
+    return Decision([AS_HELD] + [WHOLE] * (len(view) - 1), [data])
 
 
-LAYOUTS = {
-    "BroadcastTo": decide_broadcast,
-    "ConcatOffset": decide_concat_offset,
-    "ConcatV2": decide_join,
-    "CumulativeLogsumexp": decide_along_axes,
-    "Cumprod": decide_along_axes,
-    "Cumsum": decide_along_axes,
-    "ExpandDims": decide_expand,
-    "Fill": decide_fill,
-    "GatherV2": decide_gather,
-    "MirrorPad": decide_pad,
-    "MirrorPadGrad": decide_pad,
-    "OneHot": decide_one_hot,
-    "Pack": decide_join,
-    "Pad": decide_pad,
-    "PadV2": decide_pad,
-    "Range": decide_range,
-    "Reshape": decide_reshape,
-    "ReverseV2": decide_along_axes,
-    "Roll": decide_along_axes,
-    "ScatterNd": decide_scatter,
-    "Slice": decide_slice,
-    "Split": decide_split,
-    "SplitV": decide_split,
-    "Squeeze": decide_squeeze,
-    "StridedSlice": decide_strided_slice,
-    "StridedSliceGrad": decide_strided_slice_grad,
-    "Tile": decide_tile,
-    "Transpose": decide_transpose,
-    "Unpack": decide_split,
-    "UnsortedSegmentSum": decide_segment_sum,
-}
+_OF_ROWS = table(
+    {
+        "CumulativeLogsumexp Cumprod Cumsum ReverseV2 Roll": _along_axes,
+        "ExpandDims": _expand,
+        "MirrorPad MirrorPadGrad Pad PadV2": _pad,
+        "OneHot": _one_hot,
+        "Reshape": _reshape,
+        "Slice": _slice,
+        "Split SplitV": _split,
+        "Squeeze": _squeeze,
+        "StridedSlice": _strided_slice,
+        "Transpose": _transpose,
+        "Unpack": _unstack,
+    }
+)
+_OTHERS = table(
+    {
+        "BroadcastTo": _broadcast,
+        "ConcatOffset": _concat_offset,
+        "ConcatV2 Pack": _join,
+        "Fill": _fill,
+        "GatherV2": _gather,
+        "Range": _range,
+        "ScatterNd": _scatter,
+        "StridedSliceGrad": _strided_slice_grad,
+        "Tile": _tile,
+        "UnsortedSegmentSum": _segment_sum,
+    }
+)

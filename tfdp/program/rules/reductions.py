@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdp.program import sizes
 from tfdp.program.facts import Fact, own_rows, part, whole
 from tfdp.program.sizes import ONE, Size
-from tfdp.program.view import AS_HELD, WHOLE, Decision, View
+from tfdp.program.view import AS_HELD, WHOLE, Decision, View, operations
 
-REDUCTIONS = frozenset(
-    ("All", "Any", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum")
-)
+REDUCTIONS = operations("All Any EuclideanNorm Max Mean Min Prod Sum")
 _ARGUMENTS = frozenset(("ArgMax", "ArgMin"))
 _PARTIAL = frozenset(("All", "Any", "Max", "Min", "Prod"))
 
@@ -49,7 +47,8 @@ def _decide_over_axes(view: View, data: Fact) -> Decision | None:
     if view.type == "Mean":
         if view.numbers(1) is None or view.op.outputs[0].dtype.is_integer:
             return None  # A mean of integers is rounded.
-        return Decision([AS_HELD, WHOLE], [part(shape)], _build_mean)
+        build = functools.partial(_build_mean, others=sorted(certain - {data.axis}))
+        return Decision([AS_HELD, WHOLE], [part(shape)], build)
     if view.type in _PARTIAL and data.sizes[data.axis] != ONE:
         return Decision(
             [AS_HELD, WHOLE], [whole(shape)], _build_partial, has_collective=True
@@ -87,24 +86,17 @@ def _reduced(
     return tuple(n for axis, n in enumerate(shape) if axis not in axes)
 
 
-def _known(fact: Fact) -> np.ndarray:
-    found = sizes.numbers(fact.value)
-    assert found is not None
-    return found
+def _build_mean(builder: Any, op: Any, inputs: list, others: list[int]) -> list:
+    """Build a part of a mean: the sum divided by the entries of all replicas.
 
-
-def _build_mean(builder: Any, op: Any, inputs: list) -> list:
-    """Build a part of a mean: the sum divided by the entries of all replicas."""
+    The entries are those along the axis of rows and along the others that are reduced.
+    """
     total = builder.copy(op, inputs, kind="Sum")[0]
-    data, axes = builder.facts_of(op.inputs)
-    rank = len(data.sizes)
-    reduced = {int(axis) % rank for axis in np.ravel(_known(axes))}
-    others = [axis for axis in sorted(reduced) if axis != data.axis]
+    shape = builder.fact(op.inputs[0]).sizes
     count = builder.entries(op.inputs[0])
     for axis in others:
-        size = data.sizes[axis]
-        is_number = size.kind == "number"
-        count *= size.number if is_number else tf.shape(inputs[0])[axis]
+        is_number = shape[axis].kind == "number"
+        count *= shape[axis].number if is_number else tf.shape(inputs[0])[axis]
     return [total / tf.cast(count, total.dtype)]
 
 

@@ -8,12 +8,8 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base import xla
-from tfdp.program.facts import (
-    own_rows,
-    part,
-    whole,
-    with_rows,
-)
+from tfdp.program.facts import own_rows, part, whole, with_rows
+from tfdp.program.sizes import axis_of_rows
 from tfdp.program.view import (
     AS_HELD,
     PART,
@@ -88,13 +84,13 @@ def decide_random(view: View) -> Decision | None:
     shape = view.facts[0].value
     if shape is None:
         return None
-    axes = [axis for axis, size in enumerate(shape) if size.kind == "rows"]
-    if len(axes) != 1 or any(fact.is_rows for fact in view.facts):
+    axis = axis_of_rows(shape)
+    if axis is None or any(fact.is_rows for fact in view.facts):
         return None
     if any(size.kind == "unknown" for size in shape):
         return None  # The shape of a sparse tensor: it is whole.
-    fact = own_rows(tuple(shape), axes[0])
-    skips = view.type in _SKIPS_AHEAD and axes[0] == 0
+    fact = own_rows(tuple(shape), axis)
+    skips = view.type in _SKIPS_AHEAD and axis == 0
     dtype = view.op.outputs[0].dtype
     if skips and dtype in (tf.float32, tf.float16, tf.bfloat16):
         needs: list[Need] = [AS_HELD] + [WHOLE] * (len(view) - 1)
@@ -177,15 +173,11 @@ def decide_stateful_random(view: View) -> Decision | None:
     shape = tuple(shape)
     if view.type in ("RandomGamma", "RandomPoissonV2"):
         shape = (*shape, *(view.facts[1].sizes or ()))
-    axes = [axis for axis, size in enumerate(shape) if size.kind == "rows"]
-    if len(axes) != 1 or shape[axes[0]].number is None:
-        return Decision([WHOLE] * len(view), [part(shape)], _build_on_first)
-    return Decision(
-        [WHOLE] * len(view),
-        [own_rows(shape, axes[0])],
-        _build_rows_of_first,
-        has_collective=True,
-    )
+    needs, axis = [WHOLE] * len(view), axis_of_rows(shape)
+    if axis is None or shape[axis].number is None:
+        return Decision(needs, [part(shape)], _build_on_first)
+    fact = own_rows(shape, axis)
+    return Decision(needs, [fact], _build_rows_of_first, has_collective=True)
 
 
 def _build_on_first(builder: Any, op: Any, inputs: list) -> list:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,7 @@ def _strided_slice(view: View) -> np.ndarray | None:
         found = data[tuple(index)]
     except IndexError:
         return None
-    return found if isinstance(found, np.ndarray) else _scalar(found)
+    return _as_array(found)
 
 
 def _pack(view: View) -> np.ndarray | None:
@@ -103,25 +103,17 @@ def _reshape(view: View) -> np.ndarray | None:
     return None if shape is None else view.facts[0].value.reshape(shape.astype(int))
 
 
-def _prod(view: View) -> np.ndarray | None:
-    axes = view.numbers(1)
-    data = view.facts[0].value
-    if axes is None or data.ndim != 1 or list(np.ravel(axes)) not in ([0], [-1]):
-        return data if axes is not None and data.ndim == 0 else None
-    total = _scalar(product(data))
-    return total.reshape([1]) if view.attribute("keep_dims") else total
+def _reduced(combine: Callable[[Iterable[Size]], Size]) -> Callable:
+    def value(view: View) -> np.ndarray | None:
+        axes, data = view.numbers(1), view.facts[0].value
+        if axes is None or data.ndim == 0:
+            return None if axes is None else data
+        if data.ndim != 1 or list(np.ravel(axes)) not in ([0], [-1]):
+            return None
+        total = _scalar(combine(data))
+        return total.reshape([1]) if view.attribute("keep_dims") else total
 
-
-def _add_up(view: View) -> np.ndarray | None:
-    axes = view.numbers(1)
-    data = view.facts[0].value
-    if axes is None or data.ndim != 1 or list(np.ravel(axes)) not in ([0], [-1]):
-        return None
-    total = sizes.ZERO
-    for size in data:
-        total = total + size
-    found = _scalar(total)
-    return found.reshape([1]) if view.attribute("keep_dims") else found
+    return value
 
 
 def _range(view: View) -> np.ndarray | None:
@@ -245,7 +237,7 @@ _OF_VALUES: dict[str, Callable[[View], np.ndarray | None]] = {
     "Mul": _binary(lambda a, b: a * b),
     "NotEqual": _compare(lambda a, b: a != b),
     "Pack": _pack,
-    "Prod": _prod,
+    "Prod": _reduced(product),
     "Range": _range,
     "Reshape": _reshape,
     "Select": _select,
@@ -257,8 +249,7 @@ _OF_VALUES: dict[str, Callable[[View], np.ndarray | None]] = {
     "StopGradient": _same,
     "StridedSlice": _strided_slice,
     "Sub": _binary(lambda a, b: a - b),
-    "Sum": _add_up,
-    "Unpack": lambda view: None,
+    "Sum": _reduced(lambda data: sum(data, sizes.ZERO)),
 }
 
 
