@@ -9,7 +9,7 @@ gathered, parts summed, and of what is whole a replica takes its rows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from tfdp.program.conversions import Replica
 from tfdp.program.facts import Fact, Form, is_known
 from tfdp.program.plan import Plan, Scope, with_inputs
 from tfdp.program.rules.state import ASSIGNMENTS, is_output
-from tfdp.program.view import AS_HELD, PART, WHOLE, Decision, Kind, Need, View
+from tfdp.program.view import AS_HELD, PART, WHOLE, Decision, Kind, Need
 from tfdp.reduction.sparse import are_unique, marked_unique
 
 _BASES = frozenset(("Shape", "Size", "ShapeN", "TensorListElementShape"))
@@ -77,32 +77,37 @@ class Builder:
             self._run_effect(effect)
         self._assign_statistics(is_last=self.parent is None)
 
-    def inside(
+    def run_inside(
         self,
         plan: Plan,
-        given: dict[int, Any],
-        sources: dict[int, Any],
-        *,
-        is_loop: bool,
+        outer: Sequence[Any],
+        given: Mapping[int, Any] | None = None,
     ) -> Builder:
-        """Return the builder of a graph inside, in the graph that is the default.
+        """Build a graph inside of an operation, in the graph that is the default.
 
         Args:
             plan: `Plan` of the graph inside.
-            given: Dict from the `id` of a placeholder to a tensor of the replica.
-            sources: Dict from the `id` of a placeholder to the tensor of the program
-                that it stands for.
-            is_loop: Bool, whether it is the graph of a loop.
+            outer: Sequence of the tensors of the program that its inputs stand for.
+            given: Dict from the `id` of an input of a loop's graph to a tensor of the
+                replica, or `None`, if it is no loop. Defaults to `None`.
+
+        Returns:
+            `Builder` of that graph, which has run.
         """
-        return Builder(
-            self.trace,
-            plan,
-            self.scope,
-            self.replica,
-            given,
-            (self, sources),
-            is_in_loop=self.is_in_loop or is_loop,
+        sources = {
+            id(placeholder): tensor
+            for placeholder, tensor in zip(plan.graph.inputs, outer, strict=True)
+            if id(placeholder) not in (given or {})
+        }
+        inner = dataclasses.replace(
+            self,
+            plan=plan,
+            tensors=dict(given or {}),
+            parent=(self, sources),
+            is_in_loop=self.is_in_loop or given is not None,
         )
+        inner.run()
+        return inner
 
     # What rules ask.
 
@@ -123,28 +128,18 @@ class Builder:
         return self.replica.rows.may_be_empty and is_plain
 
     def fact(self, tensor: Any) -> Fact:
-        """Return the fact of a tensor of the program."""
-        return self.plan.fact(tensor)
+        """Return the fact of a tensor of the program, of which nothing may be known.
+
+        It may be of a graph around this one, as an update's may be.
+        """
+        found = self.plan.facts.get(id(tensor))
+        if found is None and self.parent and tensor.graph is not self.plan.graph:
+            return self.parent[0].fact(tensor)
+        return Fact(Form.WHOLE) if found is None else found
 
     def facts_of(self, tensors: Sequence[Any]) -> list[Fact]:
         """Return the facts of tensors of the program."""
-        return [self.fact_or_whole(tensor) for tensor in tensors]
-
-    def fact_or_whole(self, tensor: Any) -> Fact:
-        """Return the fact of a tensor, of which nothing may be known."""
-        found = self.plan.facts.get(id(tensor))
-        if found is None and self._is_outer(tensor):
-            assert self.parent is not None
-            return self.parent[0].fact_or_whole(tensor)
-        return Fact(Form.WHOLE) if found is None else found
-
-    def _is_outer(self, tensor: Any) -> bool:
-        """Whether a tensor is of a graph around this one, as an update's may be."""
-        return self.parent is not None and tensor.graph is not self.plan.graph
-
-    def view(self, op: Any) -> View:
-        """Return the view of an operation that its rule had."""
-        return View(op, self.facts_of(op.inputs), self.scope)
+        return [self.fact(tensor) for tensor in tensors]
 
     def need(self, op: Any, index: int) -> Need:
         """Return the need of an input of an operation."""
@@ -185,29 +180,25 @@ class Builder:
         own = tf.cast(own_shape[0], tf.int32)
         return self.first_row * (own // tf.maximum(self.own_rows, 1))
 
-    def slice_rows(self, tensor: Any, axis: int, multiple: int | None) -> tf.Tensor:
-        """Take the rows of this replica from a whole tensor."""
-        return self.replica.take_rows(tensor, axis, multiple)
+    def take_rows(self, tensor: Any, whole: tf.Tensor) -> tf.Tensor:
+        """Return the rows of this replica of a tensor of the program.
 
-    def once(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return a tensor on the first replica, and zeros on others."""
-        return self.replica.once(tensor)
-
-    def sum(self, own: tf.Tensor) -> tf.Tensor:
-        """Return the sum of a part over all replicas."""
-        return self.replica.sum([own])[0]
+        Args:
+            tensor: Tensor of the program, of own rows.
+            whole: Tensor, all rows of it.
+        """
+        fact = self.fact(tensor)
+        own = self.replica.take_rows(whole, fact.axis, fact.multiple)
+        return self.with_shape(own, tensor, fact)
 
     def keep_whole(self, tensor: Any, value: tf.Tensor) -> None:
         """Note all rows of a tensor of the program, so that nothing gathers them."""
         self._converted[id(tensor), WHOLE] = value
 
-    def reduce_results(self, kind: str, own: tf.Tensor) -> tf.Tensor:
-        """Reduce one result of each replica by an operation such as `Max`."""
-        return self.replica.reduce_results(kind, own)
-
     def with_shape(self, tensor: Any, source: Any, fact: Fact) -> Any:
         """Set what is known of the shape of a tensor on this replica."""
-        tensor.set_shape(self.own_static_shape(source, fact))
+        if tensor.dtype not in (tf.variant, tf.resource):
+            tensor.set_shape(self.own_static_shape(source, fact))
         return tensor
 
     def own_static_shape(self, source: Any, fact: Fact) -> tf.TensorShape:
@@ -263,21 +254,18 @@ class Builder:
         if op.type in ("Placeholder", "PlaceholderWithDefault"):
             self._build_read(op)
             return
-        decision = self.plan.decisions[op]
-        if not self._is_built_when_asked_for(op, decision):
+        if not _is_built_when_asked_for(op, self.plan.decisions[op]):
             self._build_now(op)
 
     def _build_now(self, op: Any) -> None:
-        if op.type == "AssignVariableOp" and self._is_own(op.inputs[1]):
+        is_assigned = op.type == "AssignVariableOp"
+        if is_assigned and self.fact(op.inputs[1]).form is Form.LOCAL:
             self._waiting.append(op)
             return
         handles = {id(waiting.inputs[0]) for waiting in self._waiting}
         if handles and not handles.isdisjoint(map(id, op.inputs)):
             self._assign_statistics()
         self._build_operation(op)
-
-    def _is_own(self, tensor: Any) -> bool:
-        return self.fact_or_whole(tensor).form is Form.LOCAL
 
     def _assign_statistics(self, *, is_last: bool = False) -> None:
         """Average what replicas assign of their own rows, by one message.
@@ -306,9 +294,10 @@ class Builder:
 
     def _build_operation(self, op: Any) -> None:
         decision = self.plan.decisions[op]
-        known = self._known_outputs(op, decision)
-        if known is not None:
-            outputs = known
+        values = _known_values(op, decision)
+        if values is not None:
+            pairs = zip(values, op.outputs, strict=True)
+            outputs = [self.constant(value, tensor.dtype) for value, tensor in pairs]
         else:
             inputs = [
                 self.get(tensor, need) if self.plan.is_needed(op, index) else None
@@ -325,24 +314,6 @@ class Builder:
             if tf.is_symbolic_tensor(own):
                 self._operations[op] = own.op
 
-    def _is_built_when_asked_for(self, op: Any, decision: Decision) -> bool:
-        """Whether an operation gives constants and sizes, which nothing may need."""
-        if op.type == "Const":
-            return True
-        if not decision.outputs:
-            return False
-        if all(fact.form is Form.SIZES for fact in decision.outputs):
-            return True
-        return self._has_known_outputs(op, decision)
-
-    @staticmethod
-    def _has_known_outputs(op: Any, decision: Decision) -> bool:
-        is_made = op.type == "Const" or decision.build is not None
-        return not is_made and all(
-            fact.value is not None and sizes.numbers(fact.value) is not None
-            for fact in decision.outputs
-        )
-
     def _note(self, tensor: Any, own: Any) -> None:
         self.tensors[id(tensor)] = own
         fact = self.plan.facts[id(tensor)]
@@ -357,16 +328,6 @@ class Builder:
         for source in tensor.op.inputs:
             if id(source) in self._multiples and id(tensor) not in self._multiples:
                 self._multiples[id(tensor)] = self._multiples[id(source)]
-
-    def _known_outputs(self, op: Any, decision: Decision) -> list | None:
-        """Return constants where all results are known."""
-        if not decision.outputs or not self._has_known_outputs(op, decision):
-            return None
-        values = [sizes.numbers(fact.value) for fact in decision.outputs]
-        return [
-            self.constant(value, tensor.dtype)
-            for value, tensor in zip(values, op.outputs, strict=True)
-        ]
 
     def _build_of(self, op: Any, decision: Decision, inputs: list) -> list:
         if decision.plans:
@@ -453,9 +414,9 @@ class Builder:
         if self.parent is not None and id(tensor) in self.parent[1]:
             builder, sources = self.parent
             return builder.get(sources[id(tensor)], need)
-        if self.parent is not None and self._is_outer(tensor):
+        if self.parent is not None and tensor.graph is not self.plan.graph:
             return self.parent[0].get(tensor, need)
-        fact = self.fact_or_whole(tensor)
+        fact = self.fact(tensor)
         if fact.form is Form.SIZES:
             return self._get_sizes(tensor, fact, need)
         if self._is_held(fact, need):
@@ -474,8 +435,8 @@ class Builder:
             return found
         with self.graph.as_default():
             if need.kind is Kind.PART:
-                return self.once(found)
-            return self.slice_rows(found, need.axis, None)
+                return self.replica.once(found)
+            return self.replica.take_rows(found, need.axis, None)
 
     @staticmethod
     def _is_held(fact: Fact, need: Need) -> bool:
@@ -507,7 +468,7 @@ class Builder:
         if need.kind is Kind.PART:
             if fact.form is Form.LOCAL:
                 return self.replica.weighted(own)
-            return self.once(self.get(tensor, WHOLE))
+            return self.replica.once(self.get(tensor, WHOLE))
         if fact.form is Form.LOCAL:
             return own
         found = self.get(tensor, WHOLE)
@@ -522,7 +483,7 @@ class Builder:
             return self.replica.take_rows(
                 found, need.axis, multiple, may_broadcast=not is_certain
             )
-        return self.slice_rows(found, need.axis, None)
+        return self.replica.take_rows(found, need.axis, None)
 
     def _whole(self, tensor: Any, own: Any, fact: Fact) -> Any:
         if fact.form is Form.LOCAL:
@@ -554,12 +515,12 @@ class Builder:
         if self.parent is not None and id(tensor) in self.parent[1]:
             builder, sources = self.parent
             return builder.sizes_of(sources[id(tensor)], of_all=of_all)
-        if self.fact_or_whole(tensor).form is not Form.SIZES:
+        fact = self.fact(tensor)
+        if fact.form is not Form.SIZES:
             return self.get(tensor, AS_HELD)
         key = (id(tensor), of_all)
         if key not in self._sizes:
             with self.graph.as_default():
-                fact = self.fact(tensor)
                 if is_known(fact):
                     self._sizes[key] = self._sizes_of_rows(fact, tensor, of_all=of_all)
                 else:
@@ -634,6 +595,22 @@ class Builder:
             return shape()[axis]
         total = tf.cast(shape()[axis], tf.int32)
         return total // tf.maximum(self.replica.rows.total, 1) * self.own_rows
+
+
+def _is_built_when_asked_for(op: Any, decision: Decision) -> bool:
+    """Whether an operation gives constants and sizes, which nothing may need."""
+    if op.type == "Const" or _known_values(op, decision) is not None:
+        return True
+    forms = {fact.form for fact in decision.outputs}
+    return forms == {Form.SIZES}
+
+
+def _known_values(op: Any, decision: Decision) -> list | None:
+    """Return the numbers that an operation gives, if all are known."""
+    if op.type == "Const" or decision.build is not None or not decision.outputs:
+        return None
+    values = [sizes.numbers(fact.value) for fact in decision.outputs]
+    return None if any(value is None for value in values) else values
 
 
 def _packed(parts: Sequence[Any], dtype: tf.DType) -> tf.Tensor:

@@ -12,7 +12,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.program.facts import Fact
 from tfdp.program.view import AS_HELD, WHOLE, Decision, Need, need_of
 
 
@@ -22,28 +21,10 @@ def build(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
         return _build_loop(builder, op, decision, inputs)
     if _compat.is_call(op):
         (plan,) = decision.plans
-        inner = _nested(builder, plan, op.inputs, {})
-        inner.run()
+        inner = builder.run_inside(plan, op.inputs)
         results = _compat.results_of_call(op, plan.graph)
         return [inner.get(tensor, AS_HELD) for tensor in results]
     return _build_branches(builder, op, decision, inputs)
-
-
-def _nested(
-    builder: Any,
-    plan: Any,
-    outer: Sequence[Any],
-    given: dict[int, Any],
-    *,
-    is_loop: bool = False,
-) -> Any:
-    """Return a builder for a graph inside, in the graph that is the default."""
-    sources = {
-        id(placeholder): tensor
-        for placeholder, tensor in zip(plan.graph.inputs, outer, strict=True)
-        if id(placeholder) not in given
-    }
-    return builder.inside(plan, given, sources, is_loop=is_loop)
 
 
 def _build_branches(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
@@ -51,8 +32,7 @@ def _build_branches(builder: Any, op: Any, decision: Decision, inputs: list) -> 
 
     def branch(plan: Any) -> Callable:
         def compute() -> list:
-            inner = _nested(builder, plan, op.inputs[1:], {})
-            inner.run()
+            inner = builder.run_inside(plan, op.inputs[1:])
             return [
                 tf.identity(inner.get(tensor, need))
                 for tensor, need in zip(plan.graph.outputs, needs, strict=True)
@@ -70,15 +50,9 @@ def _build_branches(builder: Any, op: Any, decision: Decision, inputs: list) -> 
         found = tf.cond(predicate, branch(plans[0]), branch(plans[1]))
     flat = tf.nest.flatten(found)
     return [
-        _shaped(builder, own, tensor, fact)
+        builder.with_shape(own, tensor, fact)
         for own, tensor, fact in zip(flat, op.outputs, decision.outputs, strict=True)
     ]
-
-
-def _shaped(builder: Any, own: Any, tensor: Any, fact: Fact) -> Any:
-    if own.dtype in (tf.variant, tf.resource):
-        return own
-    return builder.with_shape(own, tensor, fact)
 
 
 def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
@@ -95,55 +69,36 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
     is_counter = is_counter and _counts_passes(op, body_plan.graph)
     changed = changed[1:] if is_counter else changed
 
-    def given_to(graph: Any, values: Sequence[Any]) -> dict[int, Any]:
+    def run_inside(plan: Any, values: Sequence[Any]) -> Any:
         given = {
-            id(graph.inputs[index]): value
+            id(plan.graph.inputs[index]): value
             for index, value in zip(changed, values, strict=True)
         }
         if is_counter:
-            given[id(graph.inputs[0])] = _compat.counter_of_passes()
-        return given
+            given[id(plan.graph.inputs[0])] = _compat.counter_of_passes()
+        return builder.run_inside(plan, op.inputs, given)
 
     def cond(*values: Any) -> Any:
-        inner = _nested(
-            builder,
-            cond_plan,
-            op.inputs,
-            given_to(cond_plan.graph, values),
-            is_loop=True,
-        )
-        inner.run()
+        inner = run_inside(cond_plan, values)
         return inner.get(cond_plan.graph.outputs[0], WHOLE)
 
     def body(*values: Any) -> list:
-        inner = _nested(
-            builder,
-            body_plan,
-            op.inputs,
-            given_to(body_plan.graph, values),
-            is_loop=True,
-        )
-        inner.run()
-        return [
-            _shaped(
-                builder,
-                inner.get(body_plan.graph.outputs[index], need_of(facts[index])),
-                op.outputs[index],
-                facts[index],
-            )
+        inner = run_inside(body_plan, values)
+        results = [
+            inner.get(body_plan.graph.outputs[index], need_of(facts[index]))
             for index in changed
+        ]
+        return [
+            builder.with_shape(own, op.outputs[index], facts[index])
+            for own, index in zip(results, changed, strict=True)
         ]
 
     initial = [inputs[index] for index in changed]
-    shapes = [
-        None
+    invariants = [
+        value.shape
         if value.dtype in (tf.variant, tf.resource)
         else builder.own_static_shape(op.outputs[index], facts[index])
         for index, value in zip(changed, initial, strict=True)
-    ]
-    invariants = [
-        value.shape if shape is None else shape
-        for value, shape in zip(initial, shapes, strict=True)
     ]
     found = tf.while_loop(
         cond,

@@ -105,6 +105,13 @@ def whole(sizes: Any = None, value: np.ndarray | None = None) -> Fact:
     return Fact(Form.WHOLE, sizes=sizes, value=value)
 
 
+def integers(value: np.ndarray) -> Fact:
+    """Return the fact of integers that are computed of sizes."""
+    has_rows = any(size.kind == "rows" for size in value.ravel())
+    shape = tuple(number(n) for n in value.shape)
+    return Fact(Form.SIZES if has_rows else Form.WHOLE, sizes=shape, value=value)
+
+
 def part(sizes: Any = None) -> Fact:
     """Return the fact of a part of a sum."""
     return Fact(Form.PART, sizes=sizes)

@@ -161,10 +161,6 @@ class View:
         """Return the numbers of an input, if all are known."""
         return numbers(self.facts[index].value)
 
-    def rank(self, index: int) -> int | None:
-        """Return the number of axes of an input, or `None`."""
-        return self.facts[index].rank
-
     def forms(self) -> list[Form]:
         """Return the forms of the inputs."""
         return [fact.form for fact in self.facts]

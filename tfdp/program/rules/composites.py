@@ -40,10 +40,9 @@ def _decide_maker(view: View) -> Decision | None:
 
 
 def _build_and_take_rows(builder: Any, op: Any, inputs: list) -> list:
-    (fact,) = builder.facts_of(op.outputs)
     found = builder.copy(op, inputs)[0]
     found.set_shape(op.outputs[0].shape)
-    return [builder.slice_rows(found, 0, fact.multiple)]
+    return [builder.take_rows(op.outputs[0], found)]
 
 
 def _first_value(index: int) -> Callable[[View], Size | None]:
@@ -103,7 +102,7 @@ _FIRST_SIZES: dict[str, Callable[[View], Size | None]] = {
 # last is its shape, of two axes.
 _SHAPES: dict[str, Callable[[View], Size | None]] = {
     "DenseCountSparseOutput": lambda view: (
-        _first_size(view) if view.rank(0) == 2 else None
+        _first_size(view) if view.facts[0].rank == 2 else None
     ),
     "RaggedCountSparseOutput": _of_splits(0),
     "SparseCountSparseOutput": _first_value(2),

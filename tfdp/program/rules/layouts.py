@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.program import sizes
-from tfdp.program.facts import Fact, Form, own_rows, part, with_rows
+from tfdp.program.facts import Fact, Form, integers, own_rows, part, with_rows
 from tfdp.program.rules.rowwise import build_with_a_row
 from tfdp.program.sizes import ONE, Size, number, product
 from tfdp.program.view import AS_HELD, WHOLE, Decision, Need, View, rows_along, table
@@ -320,11 +320,9 @@ def _join_rows(view: View, facts: Sequence[Fact], axis: int) -> Decision | None:
 
 
 def _build_joined_rows(builder: Any, op: Any, inputs: list) -> list:
-    (fact,) = builder.facts_of(op.outputs)
-    (joined,) = builder.copy(op, inputs)
-    builder.keep_whole(op.outputs[0], joined)
-    own = builder.slice_rows(joined, fact.axis, fact.multiple)
-    return [builder.with_shape(own, op.outputs[0], fact)]
+    (joined,), (result,) = builder.copy(op, inputs), op.outputs
+    builder.keep_whole(result, joined)
+    return [builder.take_rows(result, joined)]
 
 
 def _unstack(view: View, data: Fact, before: Shape) -> Decision | None:
@@ -477,14 +475,7 @@ def _concat_offset(view: View) -> Decision | None:
         if offset.kind == "unknown":
             return None
         offset = offset + shape[place]
-        has_rows = any(value.kind == "rows" for value in values)
-        outputs.append(
-            Fact(
-                Form.SIZES if has_rows else Form.WHOLE,
-                sizes=(number(len(shape)),),
-                value=sizes.array(values),
-            )
-        )
+        outputs.append(integers(sizes.array(values)))
     return Decision([AS_HELD] * len(view), outputs)
 
 

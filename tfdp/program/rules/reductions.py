@@ -102,5 +102,4 @@ def _build_mean(builder: Any, op: Any, inputs: list, others: list[int]) -> list:
 
 def _build_partial(builder: Any, op: Any, inputs: list) -> list:
     """Build a reduction of each replica's rows, and that of all their results."""
-    own = builder.copy(op, inputs)[0]
-    return [builder.reduce_results(op.type, own)]
+    return [builder.replica.reduce_results(op.type, builder.copy(op, inputs)[0])]

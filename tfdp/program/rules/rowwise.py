@@ -167,7 +167,7 @@ def _with_own_shape(builder: Any, op: Any, inputs: list) -> list:
 
     It is a constant where a step knows the number of rows, as of noise that it makes.
     """
-    form = builder.fact_or_whole(op.inputs[0]).form
+    form = builder.fact(op.inputs[0]).form
     if op.type not in _SHAPED or form is Form.SIZES:
         return inputs
     own_rows = tf.shape(inputs[-1], out_type=inputs[0].dtype)[:1]

@@ -99,9 +99,7 @@ def decide_random(view: View) -> Decision | None:
 
 
 def _build_and_slice(builder: Any, op: Any, inputs: list) -> list:
-    (fact,) = builder.facts_of(op.outputs)
-    numbers = builder.copy(op, inputs)[0]
-    return [builder.slice_rows(numbers, fact.axis, fact.multiple)]
+    return [builder.take_rows(op.outputs[0], builder.copy(op, inputs)[0])]
 
 
 def _build_own_block(builder: Any, op: Any, inputs: list) -> list:
@@ -181,18 +179,14 @@ def decide_stateful_random(view: View) -> Decision | None:
 
 
 def _build_on_first(builder: Any, op: Any, inputs: list) -> list:
-    outputs = builder.copy(op, inputs)
-    return [builder.once(tensor) for tensor in outputs]
+    return [builder.replica.once(tensor) for tensor in builder.copy(op, inputs)]
 
 
 def _build_rows_of_first(builder: Any, op: Any, inputs: list) -> list:
     """Build own rows of the first replica's numbers, so that what follows has rows."""
-    (fact,) = builder.facts_of(op.outputs)
-    (numbers,) = builder.copy(op, inputs)
-    total = builder.sum(builder.once(numbers))
+    (total,) = builder.replica.sum(_build_on_first(builder, op, inputs))
     builder.keep_whole(op.outputs[0], total)
-    own = builder.slice_rows(total, fact.axis, fact.multiple)
-    return [builder.with_shape(own, op.outputs[0], fact)]
+    return [builder.take_rows(op.outputs[0], total)]
 
 
 def decide_python(view: View) -> Decision | None:
@@ -231,4 +225,4 @@ def _build_of_shared(builder: Any, op: Any, inputs: list) -> list:
     """
     if not builder.replica.is_writer:
         return [tf.zeros(tensor.shape, tensor.dtype) for tensor in op.outputs]
-    return [builder.once(tensor) for tensor in builder.copy(op, inputs)]
+    return _build_on_first(builder, op, inputs)

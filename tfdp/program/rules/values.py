@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdp.base import xla
 from tfdp.program import sizes
-from tfdp.program.facts import Fact, Form, whole
+from tfdp.program.facts import Fact, Form, integers
 from tfdp.program.sizes import FREE, ONE, UNKNOWN, Size, array, product
 from tfdp.program.view import AS_HELD, WHOLE, Decision, View
 
@@ -32,6 +32,11 @@ def _scalar(size: Size) -> np.ndarray:
 def _size(view: View) -> np.ndarray | None:
     found = view.facts[0].sizes
     return None if found is None else _scalar(product(found))
+
+
+def _rank(view: View) -> np.ndarray | None:
+    found = view.facts[0].rank
+    return None if found is None else _scalar(sizes.number(found))
 
 
 def _strided_slice(view: View) -> np.ndarray | None:
@@ -205,11 +210,7 @@ _OF_SHAPES: dict[str, Callable[[View], np.ndarray | None]] = {
     "Shape": _shape,
     "TensorListElementShape": _shape,
     "Size": _size,
-    "Rank": lambda view: (
-        None
-        if view.facts[0].rank is None
-        else _scalar(sizes.number(view.facts[0].rank))
-    ),
+    "Rank": _rank,
 }
 _OF_VALUES: dict[str, Callable[[View], np.ndarray | None]] = {
     "AddV2": _binary(lambda a, b: a + b),
@@ -264,33 +265,26 @@ def decide_values(view: View) -> Decision | None:
         value = _OF_SHAPES[view.type](view)
     elif view.type in _OF_VALUES and all(f.value is not None for f in view.facts):
         value = _OF_VALUES[view.type](view)
-    if value is None or value.size > _MOST_VALUES:
+    if value is None or not _is_followed(value):
         return None
-    kinds = {size.kind for size in value.ravel()}
-    if "unknown" in kinds or {"rows", "splits"} <= kinds:
-        return None
-    shape = tuple(sizes.number(n) for n in value.shape)
-    if "rows" in kinds:
-        fact = Fact(Form.SIZES, sizes=shape, value=value)
-        return Decision([AS_HELD] * len(view), [fact])
+    fact = integers(value)
     # Where it is no multiple of the rows it is computed of the number of all rows.
-    need = WHOLE if Form.SIZES in view.forms() else AS_HELD
-    return Decision([need] * len(view), [whole(shape, value)])
+    is_of_all = fact.form is Form.WHOLE and Form.SIZES in view.forms()
+    return Decision([WHOLE if is_of_all else AS_HELD] * len(view), [fact])
+
+
+def _is_followed(value: np.ndarray) -> bool:
+    kinds = {size.kind for size in value.ravel()}
+    is_mixed = {"rows", "splits"} <= kinds
+    return value.size <= _MOST_VALUES and "unknown" not in kinds and not is_mixed
 
 
 def _shapes(view: View) -> Decision | None:
     values = [_shape(view, index) for index in range(len(view))]
-    if any(value is None for value in values):
+    known = [value for value in values if value is not None and _is_followed(value)]
+    if len(known) < len(values):
         return None
-    outputs = []
-    for value in values:
-        assert value is not None
-        kinds = {size.kind for size in value}
-        if "unknown" in kinds or {"rows", "splits"} <= kinds:
-            return None
-        form = Form.SIZES if "rows" in kinds else Form.WHOLE
-        shape = (sizes.number(len(value)),)
-        outputs.append(Fact(form, sizes=shape, value=value))
+    outputs = [integers(value) for value in known]
     return Decision([AS_HELD] * len(view), outputs, _build_shapes)
 
 
