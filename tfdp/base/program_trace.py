@@ -33,6 +33,11 @@ class Effect:
     kind: str
     run: Callable[[list], None]
 
+    def symbolic_tensors(self) -> list[Any]:
+        """Return the tensors that it needs, of composite ones each component."""
+        flat = tf.nest.flatten(list(self.tensors), expand_composites=True)
+        return [tensor for tensor in flat if tf.is_symbolic_tensor(tensor)]
+
 
 class ProgramTrace:
     """A program of one device that is traced.

@@ -144,12 +144,10 @@ class Replica:
             is_one = tf.equal(length, 1)
             begin = tf.where(is_one, 0, begin)
             size = tf.where(is_one, 1, size)
-        begins = [0] * rank
-        ends = [-1] * rank
         own = tf.slice(
             tensor,
-            tf.stack([begin if i == axis else 0 for i, _ in enumerate(begins)]),
-            tf.stack([size if i == axis else -1 for i, _ in enumerate(ends)]),
+            tf.stack([begin if i == axis else 0 for i in range(rank)]),
+            tf.stack([size if i == axis else -1 for i in range(rank)]),
         )
         static[axis] = None
         own.set_shape(static)
@@ -199,18 +197,17 @@ class Replica:
         is_known = all(own is not None for own in variables)
         if not is_known or not self._group.is_all or xla.is_tracing():
             return False
-        weight = tf.cast(self.rows.own, tf.float64) / tf.cast(
-            self.rows.total, tf.float64
-        )
-        extended.note_statistics(variables, self.local_id, weight)
+        extended.note_statistics(variables, self.local_id, self._fraction())
         return True
+
+    def _fraction(self) -> tf.Tensor:
+        """Return the fraction of all rows that this replica has."""
+        total = tf.cast(tf.maximum(self.rows.total, 1), tf.float64)
+        return tf.cast(self.rows.own, tf.float64) / total
 
     def weighted(self, value: tf.Tensor) -> tf.Tensor:
         """Multiply a value of this replica by the fraction of all rows that it has."""
-        weight = tf.cast(self.rows.own, tf.float64) / tf.cast(
-            tf.maximum(self.rows.total, 1), tf.float64
-        )
-        return tf.math.multiply_no_nan(value, tf.cast(weight, value.dtype))
+        return tf.math.multiply_no_nan(value, tf.cast(self._fraction(), value.dtype))
 
     def reduce_results(self, kind: str, own: tf.Tensor) -> tf.Tensor:
         """Reduce one result of each replica by an operation such as `Max`."""

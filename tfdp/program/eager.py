@@ -162,10 +162,8 @@ class EagerStep:
         """Do what the first replica has done, which runs until it needs this one."""
         program = self._program
         assert program is not None
-        done = 0
-        while done < len(program.jobs):
-            program.do(program.jobs[done], gives=False)
-            done += 1
+        for job in program.jobs:  # to which it adds
+            program.do(job, gives=False)
         program.copy_assigned(group.replica)
 
     def _own(self, group: TrainingGroup) -> Any:

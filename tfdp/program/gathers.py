@@ -21,6 +21,7 @@ from tfdp.program.rules.state import is_output, writes_state
 from tfdp.program.view import AS_HELD, PART, WHOLE, Need
 
 _GRADIENT = "gradient_tape/"
+_ROOM = str(Path(__file__).parent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +74,8 @@ def _needs(
             yield inner, op.outputs[0], None, op
     for effect in trace.effects.get(plan.graph, ()):
         wanted = {"parts": PART, "whole": WHOLE}.get(effect.kind, AS_HELD)
-        for tensor in tf.nest.flatten(list(effect.tensors), expand_composites=True):
-            if tf.is_symbolic_tensor(tensor):
-                yield plan, tensor, wanted, tensor.op
+        for tensor in effect.symbolic_tensors():
+            yield plan, tensor, wanted, tensor.op
     for tensor, is_part in cuts:
         yield plan, tensor, AS_HELD if is_part else WHOLE, tensor.op
 
@@ -120,10 +120,9 @@ def operations_of(
     Returns:
         List of pairs of an operation's signature and the operation, in order.
     """
-    given: list[Any] = [*results]
+    computing = {tensor.op for tensor in results}
     for effect in trace.effects.get(plan.graph, ()):
-        given += tf.nest.flatten(list(effect.tensors), expand_composites=True)
-    computing = {t.op for t in given if tf.is_symbolic_tensor(t)}
+        computing |= {tensor.op for tensor in effect.symbolic_tensors()}
     computing |= {op for op in plan.live if writes_state(op) and not is_output(op)}
     for op in reversed(in_order(plan.graph)):
         if op in computing:
@@ -174,7 +173,7 @@ def gather_of(conversion: Conversion) -> Gather:
 def user_line_of(op: Any) -> tuple[str, int] | None:
     """Return file and number of the user's line that makes an operation of a step."""
     frames = _compat.stack_of(op)
-    starts = [i for i, frame in enumerate(frames) if _is_own(frame.filename)]
+    starts = [i for i, f in enumerate(frames) if f.filename.startswith(_ROOM)]
     inside = frames[starts[-1] :] if starts else frames
     for frame in reversed(inside):
         if user_code.is_of_user(frame.filename):
@@ -192,13 +191,6 @@ def place_of(op: Any) -> str:
         name, back = name.removeprefix(_GRADIENT), "the backward pass of "
     scope = name.rpartition("/")[0]
     return f"{back}{scope}" if scope else f"{back}operation {name!r}"
-
-
-def _is_own(path: str) -> bool:
-    return path.startswith(_ROOM)
-
-
-_ROOM = str(Path(__file__).parent)
 
 
 def gathers_of_model(model: Any) -> StepGathers:

@@ -26,13 +26,13 @@ def find_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
     plan.live, plan.needed = set(), set()
     tensors = [*outputs]
     for effect in scope.effects.get(graph, ()):
-        tensors += effect.tensors
+        tensors += effect.symbolic_tensors()
     pending = [op for op in graph.get_operations() if _must_run(op)]
     for op, decision in plan.decisions.items():
         for effect in _effects_inside(decision, scope):
             # A branch that updates variables, whatever it returns.
             pending.append(op)
-            tensors += effect.tensors
+            tensors += effect.symbolic_tensors()
     while tensors or pending:
         for tensor in tensors:
             is_new = tensor.graph is graph and id(tensor) not in plan.needed

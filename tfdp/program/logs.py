@@ -85,12 +85,7 @@ class LogTail:
             outputs = _compat.OperationTemplate(op).build(inputs)
             known.update(zip(map(id, op.outputs), outputs, strict=True))
         return tf.nest.map_structure(
-            lambda result: (
-                known.get(id(result), result)
-                if tf.is_symbolic_tensor(result)
-                else result
-            ),
-            self.results,
+            lambda result: known.get(id(result), result), self.results
         )
 
 
@@ -131,7 +126,7 @@ def _needed_by_effects(plan: Plan, scope: Scope) -> set:
     """Return the operations that a step cannot leave until after it."""
     pending = []
     for effect in scope.effects.get(plan.graph, ()):
-        pending += [t.op for t in effect.tensors if t.graph is plan.graph]
+        pending += [t.op for t in effect.symbolic_tensors() if t.graph is plan.graph]
     for op in plan.live:
         is_tied = (
             _compat.has_effect(op)

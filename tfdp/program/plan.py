@@ -80,8 +80,18 @@ class Plan:
 
     def needs(self, op: Any) -> list[tuple[Any, Need]]:
         """Return the inputs that an operation needs, each with its form."""
+        if op not in self.decisions:
+            return []
         pairs = zip(op.inputs, self.decisions[op].needs, strict=True)
         return [pair for i, pair in enumerate(pairs) if self.is_needed(op, i)]
+
+    def conversions(self) -> Iterator[tuple[Any, Any, Fact]]:
+        """Yield what other replicas have to give: operation, input, its `Fact`."""
+        for op in self.live:
+            for tensor, need in self.needs(op):
+                fact = self.facts.get(id(tensor))
+                if fact is not None and is_conversion(fact, need):
+                    yield op, tensor, fact
 
 
 class Scope:
@@ -128,8 +138,10 @@ def make_plan(
         if len(scope.whole) == before:
             break
     find_live(plan, outputs, scope)
-    _check_conversions(plan)
-    plan.sums = _needed_sums(plan)
+    for op, tensor, fact in plan.conversions():
+        _check_conversion(op, tensor, fact)
+        if fact.form is Form.PART:
+            plan.sums.add(id(tensor))
     return plan
 
 
@@ -179,39 +191,20 @@ def _unread(graph: Any) -> Iterator[Any]:
             readers, op = {op}, op.inputs[0].op
 
 
-def _check_conversions(plan: Plan) -> None:
+def _check_conversion(op: Any, tensor: Any, fact: Fact) -> None:
     """Raise where something would have to be gathered that cannot be.
 
     Raises:
         CannotDivideError: With the operation that needs it.
     """
-    for op in plan.live:
-        if op not in plan.decisions:
-            continue
-        for tensor, need in plan.needs(op):
-            fact = plan.facts.get(id(tensor))
-            if fact is None or not is_conversion(fact, need):
-                continue
-            is_text = tensor.dtype == tf.string and not (fact.is_rows and not fact.axis)
-            if tensor.dtype in (tf.variant, tf.resource) or is_text:
-                raise CannotDivideError(
-                    op,
-                    f"reads a {tensor.dtype.name} of all rows, which no collective "
-                    "carries",
-                    "Use `tf.stack` in place of a `TensorArray`, and read strings in "
-                    "`dataset.map`.",
-                )
-
-
-def _needed_sums(plan: Plan) -> set[int]:
-    found = set()
-    for op in plan.live:
-        for tensor, need in plan.needs(op) if op in plan.decisions else ():
-            fact = plan.facts.get(id(tensor))
-            is_part = fact is not None and fact.form is Form.PART
-            if is_part and need.kind in (Kind.WHOLE, Kind.ROWS):
-                found.add(id(tensor))
-    return found
+    is_text = tensor.dtype == tf.string and not (fact.is_rows and not fact.axis)
+    if tensor.dtype in (tf.variant, tf.resource) or is_text:
+        raise CannotDivideError(
+            op,
+            f"reads a {tensor.dtype.name} of all rows, which no collective carries",
+            "Use `tf.stack` in place of a `TensorArray`, and read strings in "
+            "`dataset.map`.",
+        )
 
 
 def _plan_operation(plan: Plan, op: Any, scope: Scope) -> None:
@@ -222,7 +215,11 @@ def _plan_operation(plan: Plan, op: Any, scope: Scope) -> None:
         tensor = op.outputs[0]
         plan.facts.setdefault(id(tensor), whole(static_sizes(tensor, is_free=True)))
         return
-    facts = [_fact_of_input(plan, tensor) for tensor in op.inputs]
+    # Another tensor is of an outer graph, or a resource that is captured.
+    facts = [
+        plan.facts.get(id(tensor)) or whole(static_sizes(tensor, is_free=True))
+        for tensor in op.inputs
+    ]
     decision = _decide(View(op, facts, scope))
     for tensor, fact, need in zip(op.inputs, facts, decision.needs, strict=True):
         is_divided = fact.form in (Form.ROWS, Form.PART)
@@ -250,7 +247,8 @@ def _decide(view: View) -> Decision:
 
 def _run_whole(view: View) -> Decision:
     """Decide an operation whose lists another one needs whole."""
-    facts = [whole_like(fact, tensor) for fact, tensor in _inputs_of(view)]
+    inputs = list(zip(view.facts, view.op.inputs, strict=True))
+    facts = [_whole_like(fact, tensor) for fact, tensor in inputs]
     inner = View(view.op, facts, view.scope)
     if view.type in LOOPS:
         found = _plan_loop(inner, may_divide=False)
@@ -260,16 +258,12 @@ def _run_whole(view: View) -> Decision:
         found = decide(inner)
     needs = [
         AS_HELD if tensor.dtype == tf.resource or fact.form is Form.EMPTY else WHOLE
-        for fact, tensor in _inputs_of(view)
+        for fact, tensor in inputs
     ]
     return dataclasses.replace(found, needs=needs)
 
 
-def _inputs_of(view: View) -> list[tuple[Fact, Any]]:
-    return list(zip(view.facts, view.op.inputs, strict=True))
-
-
-def whole_like(fact: Fact, tensor: Any) -> Fact:
+def _whole_like(fact: Fact, tensor: Any) -> Fact:
     """Return the fact of a tensor once it is whole.
 
     Its sizes are not followed as multiples of the rows: what is made by them inside is
@@ -289,26 +283,15 @@ def _set(plan: Plan, op: Any, decision: Decision) -> None:
         plan.facts[id(tensor)] = fact
 
 
-def _fact_of_input(plan: Plan, tensor: Any) -> Fact:
-    found = plan.facts.get(id(tensor))
-    if found is not None:
-        return found
-    # A tensor of an outer graph or a resource, that is captured.
-    return whole(static_sizes(tensor, is_free=True))
-
-
 def _constant(op: Any) -> Fact:
     tensor = op.outputs[0]
-    shape = static_sizes(tensor, is_free=True)
-    is_number = tensor.dtype.is_integer or tensor.dtype.is_floating
-    is_small = tensor.shape.num_elements() is not None and (
-        tensor.shape.num_elements() <= 64
-    )
-    value = None
-    if (is_number or tensor.dtype.is_bool) and is_small:
-        found = tf.get_static_value(tensor)
-        value = None if found is None else array(np.asarray(found))
-    return whole(shape, value)
+    dtype, count = tensor.dtype, tensor.shape.num_elements()
+    found = None
+    if dtype.is_integer or dtype.is_floating or dtype.is_bool:
+        is_small = count is not None and count <= 64
+        found = tf.get_static_value(tensor) if is_small else None
+    value = None if found is None else array(np.asarray(found))
+    return whole(static_sizes(tensor, is_free=True), value)
 
 
 def _plan_marker(view: View, marker: str) -> Decision:
@@ -317,13 +300,13 @@ def _plan_marker(view: View, marker: str) -> Decision:
     if marker == "whole":
         return Decision([WHOLE], [whole(fact.sizes)])
     if marker == "rows of a replica":
-        return Decision([rows_along(0)], [Fact(Form.LOCAL, sizes=None)])
+        return Decision([rows_along(0)], [Fact(Form.LOCAL)])
     if marker == "rows of all":
         shape = view.output_sizes()
         assert shape is not None
         return Decision([AS_HELD], [Fact(Form.ROWS, 0, (sizes.rows(1), *shape[1:]))])
     if fact.form is Form.PART:  # "part of a replica"
-        return Decision([AS_HELD], [Fact(Form.LOCAL, sizes=None)])
+        return Decision([AS_HELD], [Fact(Form.LOCAL)])
     return Decision([AS_HELD], [fact])
 
 
@@ -439,19 +422,12 @@ def _converts(plan: Plan, scope: Scope) -> bool:
     """Return whether something of a graph has to be gathered or summed up."""
     if scope.effects.get(plan.graph):
         return False  # As it is: an update inside of a loop says so.
-    for op in plan.live:
-        decision = plan.decisions.get(op)
-        if decision is None:
-            continue
-        if any(_converts(inner, scope) for inner in decision.plans):
-            return True
-        if decision.has_collective:
-            return True
-        for tensor, need in plan.needs(op):
-            fact = plan.facts.get(id(tensor))
-            if fact is not None and is_conversion(fact, need):
-                return True
-    return False
+    decisions = [plan.decisions[op] for op in plan.live if op in plan.decisions]
+    return any(True for _ in plan.conversions()) or any(
+        decision.has_collective
+        or any(_converts(inner, scope) for inner in decision.plans)
+        for decision in decisions
+    )
 
 
 def is_conversion(fact: Fact, need: Need) -> bool:

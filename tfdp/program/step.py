@@ -6,7 +6,7 @@ step -> traced once, as on one device -> plan -> built on each replica by the pl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -20,7 +20,7 @@ from tfdp.program.builder import Builder
 from tfdp.program.checks import check_step
 from tfdp.program.conversions import Replica, Rows
 from tfdp.program.divisions import warn_of_division
-from tfdp.program.facts import Fact, Form
+from tfdp.program.facts import Form
 from tfdp.program.gathers import (
     Conversion,
     conversions_of,
@@ -101,9 +101,14 @@ class DividedStep:
                 self._loop,
                 self._traced.conversions if group.size > 1 else [],
                 self._traced.operations,
-                self._rows_of_batch(rows),
+                rows.total if isinstance(rows.total, int) else self._loop.batch_rows,
             )
-            self._warn(self._traced.trace)
+            warn_of_division(
+                self._traced.trace,
+                self._strategy.num_replicas_in_sync,
+                self._strategy.extended.names_of_count,
+                self._loop.model,
+            )
         found = self._traced
         flat = tf.nest.flatten(args)
         replica = Replica(self._strategy, group, rows)
@@ -124,16 +129,6 @@ class DividedStep:
             lambda result: self._rows_of(builder, replica, result), found.results
         )
 
-    def _warn(self, trace: ProgramTrace) -> None:
-        extended = self._strategy.extended
-        num_replicas = self._strategy.num_replicas_in_sync
-        names, model = extended.names_of_count, self._loop.model
-        warn_of_division(trace, num_replicas, names, model)
-
-    def _rows_of_batch(self, rows: Rows) -> int | None:
-        """Return the rows of a global batch, as far as they are known."""
-        return rows.total if isinstance(rows.total, int) else self._loop.batch_rows
-
     def _rows_of(self, builder: Builder, replica: Replica, result: Any) -> Any:
         if isinstance(result, (tf.RaggedTensor, tf.SparseTensor)):
             return self._rows_of_composite(builder, result)
@@ -142,7 +137,7 @@ class DividedStep:
         fact = builder.fact(result)
         if result.shape.rank == 0:
             return builder.get(result, WHOLE)
-        if _is_first(fact) or fact.form is Form.LOCAL:
+        if (fact.is_rows and fact.axis == 0) or fact.form is Form.LOCAL:
             return builder.get(result, AS_HELD)
         # Rows of another part of the batch, perhaps.
         return replica.share(builder.get(result, WHOLE))
@@ -195,7 +190,7 @@ class DividedStep:
         shared = self._shared_states(graph)
         scope = Scope(
             self._is_metric,
-            _flat_effects(trace),
+            trace.effects,
             lambda op: any(id(self._outermost(t)) in shared for t in op.inputs),
         )
         try:
@@ -218,30 +213,29 @@ class DividedStep:
 
     # Variables.
 
+    def _variable_of(self, handle: Any) -> Any:
+        """Return the variable of all replicas that has a handle, or `None`."""
+        return self._strategy.extended.variable_of(handle)
+
     def _own(self, outer: Any, replica: int) -> Any:
         """Return what a replica has in the place of a value that is captured."""
-        variable = self._strategy.extended.variable_of(outer)
+        variable = self._variable_of(outer)
         return outer if variable is None else variable.values[replica].handle
 
-    def _is_component(self, handle: Any) -> bool:
-        return self._strategy.extended.variable_of(handle) is not None
-
     def _is_metric(self, handle: Any) -> bool:
-        found = self._strategy.extended.variable_of(self._outermost(handle))
-        return isinstance(found, MetricVariable)
+        return isinstance(self._variable_of(self._outermost(handle)), MetricVariable)
 
     def _shared_states(self, graph: Any) -> set[int]:
         """Return the `id`s of what a program writes and its local replicas share."""
         if self._strategy.extended.num_local == 1:
             return set()
-        written = {
-            id(outer): outer
+        return {
+            id(outer)
             for op in _compat.all_operations(graph)
             if writes_state(op)
             for outer in map(self._outermost, op.inputs)
-            if outer.dtype == tf.resource
+            if outer.dtype == tf.resource and self._variable_of(outer) is None
         }
-        return {key for key, outer in written.items() if not self._is_component(outer)}
 
     def _outermost(self, tensor: Any) -> Any:
         """Return the value that a tensor of a function captures, or itself."""
@@ -303,31 +297,3 @@ def rows_of_replica(
         not static,
         may_lack_all,
     )
-
-
-def _is_first(fact: Fact) -> bool:
-    return fact.is_rows and fact.axis == 0
-
-
-def _flat_effects(trace: ProgramTrace) -> dict[Any, Sequence[Any]]:
-    """Return the effects with all tensors that they need, by graph."""
-
-    @dataclasses.dataclass
-    class _Flat:
-        tensors: list
-
-    return {
-        graph: [
-            _Flat(
-                [
-                    tensor
-                    for tensor in tf.nest.flatten(
-                        list(effect.tensors), expand_composites=True
-                    )
-                    if tf.is_symbolic_tensor(tensor)
-                ]
-            )
-            for effect in effects
-        ]
-        for graph, effects in trace.effects.items()
-    }
