@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.program import sizes
-from tfdp.program.facts import Fact, Form, own_rows, part, whole, with_rows
+from tfdp.program.facts import Fact, Form, own_rows, whole, with_rows
 from tfdp.program.sizes import ONE, number
 from tfdp.program.view import (
     AS_HELD,
@@ -41,23 +41,26 @@ ELEMENTWISE = operations(
     StringToHashBucketFast StringToHashBucketStrong StringToNumber StringUpper Substr
     """
 )
-# Linear in their only input that is a part of a sum.
-LINEAR = operations(
-    """
-    BroadcastTo Conj Cumsum DeepCopy EnsureShape ExpandDims GatherNd GatherV2 Identity
-    Imag MatrixBandPart MatrixDiagPartV3 MatrixDiagV3 MirrorPad Neg Pad PadV2
-    PreventGradient Real Reshape ReverseV2 Roll Slice Snapshot Split SplitV Squeeze
-    StopGradient StridedSlice StridedSliceGrad Sum Mean Tile Transpose Unpack
-    UnsortedSegmentSum
-    """
-)
-# Linear in one of two inputs, an upstream gradient.
-_LINEAR_IN = table(
+# Gradients, by the input that is the upstream one.
+_GRADIENTS = table(
     {
         """
         EluGrad LeakyReluGrad Relu6Grad ReluGrad SeluGrad SoftplusGrad SoftsignGrad
         """: 0,
         "InvGrad ReciprocalGrad RsqrtGrad SigmoidGrad SqrtGrad TanhGrad": 1,
+    }
+)
+# The input in which they are linear.
+_LINEAR_IN = _GRADIENTS | table(
+    {
+        """
+        BroadcastTo Cast Conj Cumsum DeepCopy EnsureShape ExpandDims GatherNd GatherV2
+        Identity Imag MatrixBandPart MatrixDiagPartV3 MatrixDiagV3 MirrorPad Neg Pad
+        PadV2 PreventGradient Real Reshape ReverseV2 Roll Slice Snapshot SplitV Squeeze
+        StopGradient StridedSlice Sum Mean Tile Transpose Unpack UnsortedSegmentSum
+        """: 0,
+        "Split": 1,
+        "StridedSliceGrad": 4,
     }
 )
 # The input that is the value of what they add to the elements.
@@ -66,7 +69,7 @@ _PRODUCTS = operations("BatchMatMul BatchMatMulV2 Einsum MatMul Mul MulNoNan")
 _SUMS = operations("Add AddN AddV2 Pack Sub ConcatV2")
 _ONLY_OF_SHAPE = operations("OnesLike Rank Shape ShapeN Size ZerosLike")
 # Their operands have one shape, so that no axis of one entry stands for all rows.
-_OF_ONE_SHAPE = frozenset(("AddN", *_LINEAR_IN))
+_OF_ONE_SHAPE = frozenset(("AddN", *_GRADIENTS))
 
 
 def decide_zeros(view: View) -> Decision | None:
@@ -94,33 +97,20 @@ def _build_zeros(builder: Any, op: Any, inputs: list) -> list:
 
 
 def decide_linear(view: View) -> Decision | None:
-    """Decide an operation that is linear in parts of sums, and has no own rows."""
-    forms = view.forms()
-    parts = view.with_form(Form.PART)
-    if Form.ROWS in forms or not parts:
-        return None
-    kind = view.type
-    needs: list[Need] = [WHOLE] * len(view)
-    if kind in _ONLY_OF_SHAPE:
+    """Decide an operation of parts of sums: parts, where it is linear in them."""
+    if view.type in _ONLY_OF_SHAPE:
         return Decision([AS_HELD] * len(view), view.whole_outputs())
-    if kind in _SUMS:
-        summands = len(view) - (kind == "ConcatV2")
-        if all(index < summands for index in parts):
-            needs = [PART] * summands + [WHOLE] * (len(view) - summands)
-            return Decision(needs, [part(_sum_sizes(view, summands))])
+    parts = view.with_form(Form.PART)
+    if view.type in _SUMS:
+        linear = list(range(len(view) - (view.type == "ConcatV2")))
+    elif view.type in ("Select", "SelectV2"):
+        linear = [1, 2]
+    else:
+        linear = _linear_inputs(view, parts)
+    if not set(parts) <= set(linear):
         return None
-    if parts == [_linear_index(view)]:
-        needs[parts[0]] = PART
-        return Decision(needs, view.part_outputs(_sizes_of_part(view)))
-    dtype = view.op.outputs[0].dtype if view.op.outputs else tf.bool
-    if len(parts) == 1 and (dtype.is_floating or dtype.is_complex):
-        is_quotient = kind in ("RealDiv", "Div", "DivNoNan") and parts == [0]
-        if is_quotient or kind in _PRODUCTS:
-            needs[parts[0]] = PART
-            return Decision(needs, view.part_outputs(_sizes_of_part(view)))
-    if kind in ("SelectV2", "Select") and 0 not in parts:
-        return Decision([WHOLE, PART, PART], view.part_outputs(_sizes_of_part(view)))
-    return None
+    needs = [PART if index in linear else WHOLE for index in range(len(view))]
+    return Decision(needs, view.part_outputs(_sizes_of_part(view)))
 
 
 def _sizes_of_part(view: View) -> Any:
@@ -148,43 +138,27 @@ def _arranged_sizes(view: View) -> Any:
     return tuple(a * b for a, b in zip(data, given, strict=True))
 
 
-def _linear_index(view: View) -> int | None:
-    """Return the index of the input in which an operation is linear, if in one."""
-    kind = view.type
-    is_rounded = not (view.op.outputs and view.op.outputs[0].dtype.is_floating)
-    if kind in ("Cast", "Mean"):
-        return None if is_rounded else 0
-    if kind in _PADDED_WITH and not _pads_zeros(view):
-        return None
-    if kind in LINEAR:
-        return _data_index(kind)
-    return _LINEAR_IN.get(kind)
-
-
-def _pads_zeros(view: View) -> bool:
-    found = view.numbers(_PADDED_WITH[view.type])
-    return found is not None and not found.any()
-
-
-def _sum_sizes(view: View, summands: int) -> object:
-    if view.type in ("Pack", "ConcatV2"):
-        return view.whole_outputs()[0].sizes
-    shapes = [fact.sizes for fact in view.facts[:summands]]
-    if any(shape is None for shape in shapes):
-        return view.whole_outputs()[0].sizes
-    return sizes.broadcast([shape for shape in shapes if shape is not None])
-
-
-def _data_index(kind: str) -> int:
-    return 1 if kind in ("Split",) else 4 if kind == "StridedSliceGrad" else 0
+def _linear_inputs(view: View, parts: list[int]) -> list[int]:
+    """Return the input in which an operation is linear, of those that are parts."""
+    kind, dtype = view.type, view.op.outputs[0].dtype if view.op.outputs else tf.bool
+    if kind in ("Cast", "Mean") and not dtype.is_floating:
+        return []  # It is rounded.
+    if kind in _PADDED_WITH:
+        added = view.numbers(_PADDED_WITH[kind])
+        if added is None or added.any():
+            return []
+    if kind in _LINEAR_IN:
+        return [_LINEAR_IN[kind]]
+    if len(parts) > 1 or not (dtype.is_floating or dtype.is_complex):
+        return []
+    is_quotient = kind in ("RealDiv", "Div", "DivNoNan") and parts == [0]
+    return parts if is_quotient or kind in _PRODUCTS else []
 
 
 def decide_elementwise(view: View) -> Decision | None:
     """Decide an operation on elements, of which some are own rows."""
     if view.type not in ELEMENTWISE:
         return None
-    if view.type in _ONLY_OF_SHAPE and view.facts[0].form is Form.PART:
-        return Decision([AS_HELD], view.whole_outputs())
     if view.type == "Bitcast":
         source, result = view.op.inputs[0].dtype, view.op.outputs[0].dtype
         if source.size != result.size:
@@ -279,8 +253,7 @@ def decide_local(view: View) -> Decision | None:
         found = _decide_parts_by_local(view)
         if found is not None:
             return found
-    outputs = [Fact(Form.LOCAL, sizes=None) for _ in view.op.outputs]
-    return Decision([AS_HELD] * len(view), outputs)
+    return Decision([AS_HELD] * len(view), [Fact(Form.LOCAL)] * len(view.op.outputs))
 
 
 def _decide_parts_by_local(view: View) -> Decision | None:

@@ -136,7 +136,7 @@ def build_with_a_row(builder: Any, op: Any, inputs: list) -> list:
             _one_row_of_zeros(tensor)
             if builder.need(op, index).kind is Kind.ROWS
             else _one_row_in(tensor)
-            if own.form is Form.SIZES or _is_shape_of_rows(op, index)
+            if own.form is Form.SIZES or (index == 0 and op.type in _SHAPED)
             else tensor
             for index, (tensor, own) in enumerate(zip(inputs, facts, strict=True))
         ]
@@ -156,10 +156,6 @@ _SHAPED = operations(
     DepthwiseConv2dNativeBackpropInput
     """
 )
-
-
-def _is_shape_of_rows(op: Any, index: int) -> bool:
-    return not index and op.type in _SHAPED
 
 
 def _with_own_shape(builder: Any, op: Any, inputs: list) -> list:
