@@ -23,7 +23,7 @@ from tests.harness.forks import run_script
 from tests.harness.tf_config import cluster_configs
 from tests.harness.tiers import standard
 from tfdp import checkpoint
-from tfdp.checkpoint import api, files, local_storage
+from tfdp.checkpoint import api, files, storage
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing
 from tfdp.checkpoint.index import Extent, Shard, TensorMetadata, check_complete
@@ -304,8 +304,8 @@ class Killed(BaseException):
 
 
 OPERATIONS = (
-    *((tf.raw_ops, "SaveV2"), (writing, "_sync"), (local_storage, "write_text")),
-    *((local_storage, "sync_folder"), (os, "replace"), (os, "unlink")),
+    *((tf.raw_ops, "SaveV2"), (writing, "_sync"), (storage, "write_text")),
+    *((storage, "sync_folder"), (os, "replace"), (os, "unlink")),
     (shutil, "rmtree"),
 )
 
@@ -403,7 +403,7 @@ def test_a_failed_save_is_kept_where_it_may_have_succeeded(tmp_path, monkeypatch
     token = load_index(str(tmp_path)).token
     with monkeypatch.context() as patch:
         patch.setattr(writing, "load_index", fails)
-        writing.discard_save(local_storage.LocalStorage(str(tmp_path)), token)
+        writing.discard_save(Storage(str(tmp_path)), token)
     assert holds(values(), tmp_path, 1)
 
 

@@ -26,7 +26,7 @@ from tests.checkpoint.test_api import (
     values,
 )
 from tests.harness.tiers import standard
-from tfdp.checkpoint import api, files, object_store, open_storage
+from tfdp.checkpoint import api, files, object_store
 from tfdp.checkpoint.index_file import INDEX_FILE, load_index
 from tfdp.coordination.worker_group import WorkerGroup
 
@@ -100,7 +100,7 @@ def test_a_worker_downloads_what_it_needs_and_keeps_little_of_it(store, monkeypa
     worker = make_workers(values(), 3, is_filled=False)[1]
     needed = [t for t in worker.state if t.name == "big"]
     index = load_index(URL)
-    folder = open_storage.open_storage(URL).below(index.token)
+    folder = object_store.open_storage(URL).below(index.token)
     api.reading.read_shards(needed, index, folder)
     wanted = {f.name for s in api.reading.needed_shards(needed, index) for f in s.files}
     assert set(read) == wanted

@@ -13,7 +13,7 @@ import pytest
 
 from tests.harness.commands import ROOT
 from tfdp.base.files import replaced
-from tfdp.checkpoint.open_storage import open_storage
+from tfdp.checkpoint.object_store import open_storage
 from tfdp.cluster import temporary
 from tfdp.cluster.temporary import TemporaryFolder, remove_left_over, temporary_name
 from tfdp.keras_hooks import saving

@@ -141,12 +141,12 @@ class Saves:
 
     def install(self) -> None:
         """Changes tfdp's functions in this process, which has this job only."""
-        from tfdp.checkpoint import local_storage
+        from tfdp.checkpoint import storage
         from tfdp.checkpoint import writer as writing
         from tfdp.checkpoint.backups import Backups
 
         write_local_shards = writing.write_local_shards
-        write_text = local_storage.write_text
+        write_text = storage.write_text
         replace_index = writing.replace_index
         save, delete = Backups.save, Backups.delete
 
@@ -177,7 +177,7 @@ class Saves:
 
         Backups.save, Backups.delete = noted_save, noted_delete
         writing.write_local_shards = noted_write_local_shards
-        local_storage.write_text = noted_write_text
+        storage.write_text = noted_write_text
         writing.replace_index = noted_replace_index
 
     @contextlib.contextmanager

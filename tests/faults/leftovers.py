@@ -17,7 +17,7 @@ import psutil
 from tests.faults.damage import backups, step_of
 from tfdp.checkpoint import files
 from tfdp.checkpoint.index_file import load_index
-from tfdp.checkpoint.open_storage import open_storage
+from tfdp.checkpoint.object_store import open_storage
 
 Event = tuple[float, str, str]
 _CHECKPOINT = r"(/index\.json|/data-[0-9a-f]{12}(/.*)?)?"

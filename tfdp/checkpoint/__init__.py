@@ -9,7 +9,7 @@ A save goes through these files from top to bottom, a restore from `api` to `rea
 - `accumulated_gradients`: gradients accumulated for the next update.
 - `index`, `index_file`: which file holds which elements; the index as JSON.
 - `schema`: types and bounds of what is read from a file.
-- `storage`, `local_storage`, `object_store`, `open_storage`: where the files are.
+- `storage`, `object_store`: where the files are.
 - `files`: sizes, tensor keys and checksums of the shards' files.
 - `writer`, `reader`: shards to the disk, and back into variables.
 - `backups`: a directory of backups of one run.

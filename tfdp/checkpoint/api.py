@@ -30,11 +30,11 @@ from tfdp.checkpoint.model_state import (
     RUN_PREFIX,
     model_state,
 )
+from tfdp.checkpoint.object_store import open_storage
 from tfdp.checkpoint.on_all_workers import (
     run_on_all_workers,
     worker_group_of,
 )
-from tfdp.checkpoint.open_storage import open_storage
 from tfdp.checkpoint.other_optimizers import check_others_are_built, match_others
 from tfdp.checkpoint.residual_state import (
     ResidualPlan,

@@ -19,8 +19,8 @@ from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint.api import save_state
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.index_file import INDEX_FILE, UnknownFormat, load_index
+from tfdp.checkpoint.object_store import open_storage
 from tfdp.checkpoint.on_all_workers import run_on_all_workers, storage_timeout
-from tfdp.checkpoint.open_storage import open_storage
 from tfdp.checkpoint.run_state import LoadPlan
 from tfdp.checkpoint.storage import Storage, StoreError
 from tfdp.checkpoint.writer import remove_checkpoint

@@ -23,7 +23,7 @@ from tfdp.checkpoint.index import (
     TensorMetadata,
     check_index,
 )
-from tfdp.checkpoint.open_storage import open_storage
+from tfdp.checkpoint.object_store import open_storage
 
 FORMAT = 1
 INDEX_FILE = "index.json"

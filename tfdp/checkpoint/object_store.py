@@ -14,6 +14,7 @@ import datetime
 import importlib
 import math
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,6 +37,33 @@ _FILE_SYSTEMS = frozenset(
 _KEPT_BYTES = 2**26
 # A request may take so long, with all that the client tries again: 8 MB at 30 kB/s.
 _REQUEST_SECONDS = 300.0
+# What `pathlib` makes of `s3://bucket/run`.
+_CUT_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
+
+
+def open_storage(path: str) -> Storage:
+    """Storage at a path or a URL. Nothing is asked of it yet.
+
+    Args:
+        path: String.
+
+    Returns:
+        `Storage`.
+
+    Raises:
+        ValueError: If it is no URL of an object store, or what speaks to that store
+            is not installed.
+
+    Example:
+
+    >>> open_storage("checkpoints").below("latest").path
+    'checkpoints/latest'
+    """
+    if _CUT_URL.match(path):
+        raise ValueError(
+            "a URL has two slashes; give it as a string, and not as a Path"
+        )
+    return ObjectStore(path) if "://" in path else Storage(path)
 
 
 class ObjectStore(Storage):
