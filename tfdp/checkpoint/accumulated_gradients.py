@@ -16,16 +16,11 @@ import numpy as np
 from tfdp import _compat
 from tfdp.base.context import strategy_of
 from tfdp.base.param_groups import innermost, is_multi
-from tfdp.checkpoint.model_state import (
-    ACCUMULATED_PREFIX,
-    COUNTER,
-    ShardWriter,
-    shard_writer_of,
-)
+from tfdp.checkpoint.model_state import ACCUMULATED_PREFIX, COUNTER, shard_writer_of
 from tfdp.keras_hooks.file_view import VariableView
 from tfdp.sharding import variable_name
 from tfdp.sharding.full_state import redistribute_sum
-from tfdp.sharding.state_tensors import LocalShard, StateTensor
+from tfdp.sharding.state_tensors import LocalShard, StateTensor, renamed
 
 
 def accumulated_state(model: keras.Model) -> list[StateTensor]:
@@ -45,8 +40,19 @@ def accumulated_state(model: keras.Model) -> list[StateTensor]:
     shard_writer = shard_writer_of(model)
     tensors = [shard_writer.replicated(f"{ACCUMULATED_PREFIX}/steps", count, COUNTER)]
     if _shards_gradients(model):
-        return tensors + list(_shard_tensors(model))
-    return tensors + list(_replica_sum_tensors(model, shard_writer))
+        sums, replicas = accumulated_shards(model), 1
+    else:
+        # Of these sums each replica has an equal fraction.
+        sums = [shard_writer.replicated(name, total) for name, total in _sums(model)]
+        strategy = strategy_of(model)
+        replicas = 1 if strategy is None else strategy.num_replicas_in_sync
+    return tensors + [
+        _scaled(
+            renamed(tensor, f"{ACCUMULATED_PREFIX}/{tensor.name}"),
+            lambda: replicas / _scale_of(model),
+        )
+        for tensor in sums
+    ]
 
 
 def num_accumulated(model: keras.Model) -> int:
@@ -85,7 +91,15 @@ def accumulated_shards(model: keras.Model) -> list[StateTensor]:
     Returns:
         List of `StateTensor`, named by the variables, empty where there are none.
     """
-    return list(_accumulated_shards(model)) if _shards_gradients(model) else []
+    if not _shards_gradients(model):
+        return []
+    optimizer: Any = model.optimizer
+    trained = _compat.trained_by(optimizer)
+    tensors = optimizer.shards.accumulated(optimizer.features.accumulation.sums)
+    return [
+        renamed(tensors[id(variable)], variable_name(index, trained))
+        for index, variable in enumerate(trained)
+    ]
 
 
 def per_replica_sums(model: keras.Model) -> list[tuple[str, Any]]:
@@ -156,35 +170,6 @@ def _accumulating_groups(optimizer: Any) -> list[Any]:
     inner = _inner(optimizer)
     groups = [] if inner is None else innermost(inner)
     return [group for group in groups if _compat.has_accumulators(group)]
-
-
-def _replica_sum_tensors(
-    model: keras.Model, shard_writer: ShardWriter
-) -> Iterator[StateTensor]:
-    """Sums of which each replica has an equal fraction."""
-    strategy = strategy_of(model)
-    replicas = 1 if strategy is None else strategy.num_replicas_in_sync
-    for where, total in _sums(model):
-        tensor = shard_writer.replicated(
-            f"{ACCUMULATED_PREFIX}/{where}", total, str(total.dtype)
-        )
-        yield _scaled(tensor, lambda: replicas / _scale_of(model))
-
-
-def _shard_tensors(model: keras.Model) -> Iterator[StateTensor]:
-    for tensor in _accumulated_shards(model):
-        named = dataclasses.replace(tensor, name=f"{ACCUMULATED_PREFIX}/{tensor.name}")
-        yield _scaled(named, lambda: 1.0 / _scale_of(model))
-
-
-def _accumulated_shards(model: keras.Model) -> Iterator[StateTensor]:
-    optimizer: Any = model.optimizer
-    trained = _compat.trained_by(optimizer)
-    tensors = optimizer.shards.accumulated(optimizer.features.accumulation.sums)
-    for index, variable in enumerate(trained):
-        yield dataclasses.replace(
-            tensors[id(variable)], name=variable_name(index, trained)
-        )
 
 
 def _scale_of(model: keras.Model) -> float:

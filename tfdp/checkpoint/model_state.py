@@ -66,7 +66,7 @@ def model_state(model: keras.Model) -> list[StateTensor]:
     metrics = {id(v) for metric in model.metrics for v in metric.variables}
     variables = [v for v in model.variables if id(v) not in metrics]
     tensors = [
-        shard_writer.replicated(f"model/{variable_name(i, variables)}", v, str(v.dtype))
+        shard_writer.replicated(f"model/{variable_name(i, variables)}", v)
         for i, v in enumerate(variables)
     ]
     optimizer = getattr(model, "optimizer", None)
@@ -92,10 +92,13 @@ class ShardWriter:
         self.rank = rank
         self.count = count
 
-    def replicated(self, name: str, variable: Any, dtype: str) -> StateTensor:
+    def replicated(
+        self, name: str, variable: Any, dtype: str | None = None
+    ) -> StateTensor:
         """State tensor of a variable that has the same value on every worker.
 
-        Of a sharded parameter each worker writes what its replicas hold.
+        Of a sharded parameter each worker writes what its replicas hold. The dtype is
+        the variable's, or another one.
         """
         parameter = sharded_parameter(variable)
         if parameter is not None:
@@ -116,9 +119,8 @@ class ShardWriter:
             stop=stop,
             read_range=lambda first, last: read(start + first, start + last),
         )
-        return StateTensor(
-            name, shape, dtype, tuple(own.split(READ_ELEMENTS)), (everything,)
-        )
+        owned, dtype = tuple(own.split(READ_ELEMENTS)), dtype or str(variable.dtype)
+        return StateTensor(name, shape, dtype, owned, (everything,))
 
 
 def shard_writer_of(model: keras.Model) -> ShardWriter:
@@ -136,16 +138,12 @@ def _optimizer_state(
     sharded = getattr(optimizer, "shards", None)
     scale = _scale_of(optimizer)
     if scale is not None:
-        yield shard_writer.replicated(
-            f"{LOSS_SCALE_PREFIX}/value", scale[0], str(scale[0].dtype)
-        )
+        yield shard_writer.replicated(f"{LOSS_SCALE_PREFIX}/value", scale[0])
         yield shard_writer.replicated(
             f"{LOSS_SCALE_PREFIX}/good_steps", scale[1], COUNTER
         )
     for name, variable in _outer_state(optimizer).items():
-        yield shard_writer.replicated(
-            f"{OUTER_PREFIX}/{name}", variable, str(variable.dtype)
-        )
+        yield shard_writer.replicated(f"{OUTER_PREFIX}/{name}", variable)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if is_multi(inner):
         yield shard_writer.replicated(
@@ -168,15 +166,14 @@ def _param_group_state(
     )
     if _compat.has_rate_variable(group):
         rate = _compat.rate_variable(group)
-        yield shard_writer.replicated(f"{prefix}/learning_rate", rate, str(rate.dtype))
-    for tensor in slots or ():
-        yield dataclasses.replace(tensor, name=f"{prefix}/{tensor.name}")
+        yield shard_writer.replicated(f"{prefix}/learning_rate", rate)
     if slots is not None:
+        yield from (renamed(tensor, f"{prefix}/{tensor.name}") for tensor in slots)
         return
     sums = _compat.accumulators(group) if _compat.has_accumulators(group) else []
     for name, slot in slot_names(group, _compat.trained_by(group)):
         if not any(slot is item for item in sums):
-            yield shard_writer.replicated(f"{prefix}/{name}", slot, str(slot.dtype))
+            yield shard_writer.replicated(f"{prefix}/{name}", slot)
 
 
 def _scale_of(optimizer: Any) -> tuple[Any, Any] | None:

@@ -7,6 +7,7 @@ Where there are more or fewer, the first one gets what all of them had together.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -79,12 +80,43 @@ def per_replica_tensors(
         List of `StateTensor`, the same on every worker but for its shards.
     """
     count = replicas.count if saved_count is None else saved_count
-    make_shard = _shard_of_replica if count == replicas.count else _merged_shard
+    merges = count != replicas.count
     return [
-        _tensor(item, rank, make_shard(item, rank, replicas))
+        tensor_of_replica(
+            f"{item.name}/replica{rank}",
+            tuple(item.variable.shape),
+            str(item.variable.dtype),
+            # The first replica has all values merged.
+            0 if merges else rank,
+            replicas,
+            functools.partial(_shard_of, item, merges=merges),
+        )
         for item in items
         for rank in range(count)
     ]
+
+
+def tensor_of_replica(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: str,
+    rank: int,
+    replicas: LocalReplicas,
+    make_shard: Callable[[int], LocalShard],
+) -> StateTensor:
+    """State tensor of a replica's value, of which only its own process has elements.
+
+    Args:
+        name: String, unique among all.
+        shape: Tuple of ints.
+        dtype: String.
+        rank: Int, the rank of the replica.
+        replicas: `LocalReplicas`.
+        make_shard: Callable of the number of the local replica.
+    """
+    local = rank - replicas.first
+    shards = (make_shard(local),) if 0 <= local < replicas.num_local else ()
+    return StateTensor(name, shape, dtype, shards, shards)
 
 
 def zero_local_values(
@@ -98,56 +130,19 @@ def zero_local_values(
                 component.assign(tf.zeros(component.shape, component.dtype))
 
 
-def _tensor(
-    item: PerReplicaVariable, rank: int, local: LocalShard | None
-) -> StateTensor:
-    local_shards = () if local is None else (local,)
-    shape, dtype = tuple(item.variable.shape), str(item.variable.dtype)
-    return StateTensor(
-        f"{item.name}/replica{rank}", shape, dtype, local_shards, local_shards
-    )
-
-
-def _shard_of_replica(
-    item: PerReplicaVariable, rank: int, replicas: LocalReplicas
-) -> LocalShard | None:
-    """Local shard of the replica of that rank, if this process has it."""
-    local = rank - replicas.first
-    if not 0 <= local < replicas.num_local:
-        return None
+def _shard_of(item: PerReplicaVariable, local: int, *, merges: bool) -> LocalShard:
+    """Local shard of a local replica, into which several values may be merged."""
     component = _compat.local_value(item.variable, local)
 
     def read() -> np.ndarray:
         return component.numpy().reshape(-1)
 
     def write(values: Any) -> None:
+        values = np.reshape(values, component.shape)
+        if merges:
+            values = _MERGES[item.merge](component.numpy(), values)
         with tf.device(component.device):
-            component.assign(np.reshape(values, component.shape))
+            component.assign(values)
 
-    return LocalShard(0, _size(item), read, write)
-
-
-def _merged_shard(
-    item: PerReplicaVariable, rank: int, replicas: LocalReplicas
-) -> LocalShard | None:
-    """Local shard of the first replica, into which all values are merged."""
-    del rank
-    if replicas.first:
-        return None
-    component = _compat.local_value(item.variable, 0)
-
-    def read() -> np.ndarray:
-        return component.numpy().reshape(-1)
-
-    def write(values: Any) -> None:
-        merged = _MERGES[item.merge](
-            component.numpy(), np.reshape(values, component.shape)
-        )
-        with tf.device(component.device):
-            component.assign(merged)
-
-    return LocalShard(0, _size(item), read, write)
-
-
-def _size(item: PerReplicaVariable) -> int:
-    return int(np.prod(tuple(item.variable.shape), dtype=np.int64))
+    size = int(np.prod(tuple(item.variable.shape), dtype=np.int64))
+    return LocalShard(0, size, read, write)

@@ -17,7 +17,11 @@ import numpy as np
 from tfdp import _compat, user_code
 from tfdp.base.context import strategy_of
 from tfdp.checkpoint.index import Index, TensorMetadata
-from tfdp.checkpoint.replica_state import LocalReplicas, local_replicas
+from tfdp.checkpoint.replica_state import (
+    LocalReplicas,
+    local_replicas,
+    tensor_of_replica,
+)
 from tfdp.cluster.words import counted
 from tfdp.compression.residuals import ResidualState, RestoredResiduals
 from tfdp.sharding.state_tensors import LocalShard, StateTensor
@@ -142,20 +146,14 @@ def _tensor_of(
 ) -> StateTensor:
     """State tensor of the value of a replica, which its own process writes."""
     array = state.initial[name]
-    shards: tuple[LocalShard, ...] = ()
-    local = rank - replicas.first
-    if 0 <= local < replicas.num_local:
-        variable = state.replicas[local][name]
-        read = functools.partial(_compat.elements_of, variable)
-        size = array.size
-        shards = (LocalShard(0, size, functools.partial(read, 0, size), _refuse, read),)
-    return StateTensor(
-        f"{PREFIX}/{identity}/{name}/replica{rank}",
-        array.shape,
-        array.dtype.name,
-        shards,
-        shards,
-    )
+
+    def shard(local: int) -> LocalShard:
+        read = functools.partial(_compat.elements_of, state.replicas[local][name])
+        everything = functools.partial(read, 0, array.size)
+        return LocalShard(0, array.size, everything, _refuse, read)
+
+    full_name, dtype = f"{PREFIX}/{identity}/{name}/replica{rank}", array.dtype.name
+    return tensor_of_replica(full_name, array.shape, dtype, rank, replicas, shard)
 
 
 def _tensor_to_read(
@@ -167,16 +165,17 @@ def _tensor_to_read(
     restored: RestoredResiduals,
 ) -> StateTensor:
     """State tensor of a replica's value, which waits until a step asks for it."""
-    shards: tuple[LocalShard, ...] = ()
-    local = rank - replicas.first
-    if 0 <= local < replicas.num_local:
 
+    def shard(local: int) -> LocalShard:
         def write(values: Any) -> None:
             by_name = restored.values.setdefault(identity, {})
             by_name.setdefault(name, {})[local] = np.array(values)
 
-        shards = (LocalShard(0, entry.size, _refuse, write),)
-    return StateTensor(entry.name, entry.shape, entry.dtype, shards, shards)
+        return LocalShard(0, entry.size, _refuse, write)
+
+    return tensor_of_replica(
+        entry.name, entry.shape, entry.dtype, rank, replicas, shard
+    )
 
 
 def _refuse(*unused: Any) -> Any:

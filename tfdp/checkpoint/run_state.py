@@ -221,9 +221,7 @@ def _counters(model: Any, shard_writer: ShardWriter) -> list[StateTensor]:
     for feature in features.installed.values():
         found.update(feature.counters)
     return [
-        shard_writer.replicated(
-            f"{RUN_PREFIX}/counters/{name}", variable, str(variable.dtype)
-        )
+        shard_writer.replicated(f"{RUN_PREFIX}/counters/{name}", variable)
         for name, variable in found.items()
     ]
 

@@ -205,23 +205,18 @@ class _Reader:
         local = next(p for p in tensor.owned_shards if p.start <= extent.start < p.stop)
         if local is not self._local_shard:
             self._values = None  # freed before the next is there
-            self._values = _checked(local.read(), local, tensor)
+            self._values = np.asarray(local.read())
+            if self._values.shape != (local.stop - local.start,):
+                raise ValueError(
+                    f"A piece of {tensor.name!r} must have the shape "
+                    f"({local.stop - local.start},). "
+                    f"Received: shape={self._values.shape}"
+                )
             self._local_shard = local
         offset = local.start
         values = self._values[extent.start - offset : extent.stop - offset]
         with tf.device("CPU:0"):
             return tf.constant(values, files.dtype_of(tensor))
-
-
-def _checked(values: Any, local: LocalShard, tensor: StateTensor) -> np.ndarray:
-    """Values that a local shard has read, checked for their size."""
-    values = np.asarray(values)
-    if values.shape != (local.stop - local.start,):
-        raise ValueError(
-            f"A piece of {tensor.name!r} must have the shape "
-            f"({local.stop - local.start},). Received: shape={values.shape}"
-        )
-    return values
 
 
 def _sync(folder: str, name: str) -> File:
