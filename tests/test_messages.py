@@ -12,7 +12,7 @@ import pytest
 import tfdp
 
 PACKAGE = Path(tfdp.__file__).parent
-# A number in braces before one of these is `counted(number, "replica")`.
+# A number in braces before one of these is `pluralize(number, "replica")`.
 NOUNS = (
     "all-reduces|attempts|batches|blocks|bytes|cores|devices|elements|entries|epochs"
     "|errors|files|gradients|hosts|lines|nodes|pairs|parameters|processes|replicas"
@@ -75,4 +75,4 @@ def test_messages_count_in_singular_and_plural(room: str):
 def test_a_plural_that_never_changes_is_found():
     assert list(plurals('f"over {num} replicas"')) == ["{num} replicas"]
     assert list(plurals('f"over {num:,} local " f"workers"')) == ["{num} local workers"]
-    assert list(plurals("f\"over {counted(num, 'replica')} (ring)\"")) == []
+    assert list(plurals("f\"over {pluralize(num, 'replica')} (ring)\"")) == []

@@ -13,11 +13,11 @@ from tests.harness.commands import Finished, run_python
 from tests.harness.forks import run_script
 from tfdp.cli import forecast, main, plan
 from tfdp.cli import parameter_types as types
-from tfdp.cluster import Topology
 from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import Bucket, BucketPlan, Entry
 from tfdp.plans.cost_model import predict_seconds
+from tfdp.plans.topology import Topology
 from tfdp.plans.traffic import Algorithm
 from tfdp.reduction.algorithm_selector import AlgorithmChoice, AlgorithmSelector
 

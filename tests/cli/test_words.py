@@ -7,9 +7,10 @@ import pathlib
 import pytest
 
 from tfdp.cli import outlet, run_where
-from tfdp.cluster import Cluster, counted
+from tfdp.cluster import Cluster
 from tfdp.rendezvous.failure import Failure
 from tfdp.rendezvous.restarts import Restarts
+from tfdp.text import pluralize
 
 
 class Heard:
@@ -64,9 +65,9 @@ def test_one_dropped_line_is_one(tmp_path):
 
 
 def test_counted_puts_numbers_before_nouns():
-    assert counted(1, "GPU") == "1 GPU"
-    assert counted(2048, "GPU") == "2,048 GPUs"
-    assert counted(2, "line is", "lines are") == "2 lines are"
+    assert pluralize(1, "GPU") == "1 GPU"
+    assert pluralize(2048, "GPU") == "2,048 GPUs"
+    assert pluralize(2, "line is", "lines are") == "2 lines are"
 
 
 def test_one_task_of_a_cluster_is_one():

@@ -13,16 +13,16 @@ import pytest
 
 from tests.harness.commands import ROOT
 from tfdp.base.files import replaced
+from tfdp.base.temporary import TemporaryFolder, remove_left_over, temporary_name
 from tfdp.checkpoint.object_store import open_storage
 from tfdp.cluster import temporary
-from tfdp.cluster.temporary import TemporaryFolder, remove_left_over, temporary_name
 from tfdp.keras_hooks import saving
 
 # Makes one of each in a folder, says so, and waits to be killed.
 MAKE = """
 import pathlib, sys, time
 from tfdp.base.files import replaced
-from tfdp.cluster.temporary import TemporaryFolder, temporary_name
+from tfdp.base.temporary import TemporaryFolder, temporary_name
 with replaced("model.keras") as path, TemporaryFolder("store") as folder:
     for each in (path, folder + "/half", "." + temporary_name("probe")):
         pathlib.Path(each).write_text("half")

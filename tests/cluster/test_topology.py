@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from tfdp.cluster import Topology, nodes, topology_of
+from tfdp.cluster import nodes, topology_of
+from tfdp.plans.topology import Topology
 
 
 def table(addresses):

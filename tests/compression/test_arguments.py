@@ -11,7 +11,6 @@ import tensorflow as tf
 
 import tfdp
 from tests.reduction.cases_selection import SLOW
-from tfdp.cluster import Topology
 from tfdp.compression import (
     BlockQuantized,
     Compressor,
@@ -21,6 +20,7 @@ from tfdp.compression import (
 )
 from tfdp.compression.block_code import BlockCode
 from tfdp.plans.buckets import Bucket, Entry
+from tfdp.plans.topology import Topology
 from tfdp.reduction.algorithm_selector import AlgorithmSelector
 
 

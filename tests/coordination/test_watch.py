@@ -15,8 +15,8 @@ import tensorflow as tf
 
 import tfdp
 from tfdp import _compat
+from tfdp.base.process_identity import ProcessIdentity
 from tfdp.cluster import ProbeResult, free_ports, probe_port
-from tfdp.cluster.process_identity import ProcessIdentity
 from tfdp.coordination import watch as watch_module
 from tfdp.coordination.clock import ProcessClock
 from tfdp.coordination.preemption import PREEMPTED

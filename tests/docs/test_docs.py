@@ -28,7 +28,7 @@ NOT_ON_THE_PAGE = (
     "tfdp/checkpoint/__init__.py",
     "tfdp/plans/buckets.py",
     "tfdp/cli/",
-    "tfdp/cluster/topology.py",
+    "tfdp/plans/topology.py",
     "tfdp/collectives/",
     "tfdp/plans/cost_model.py",
     "tfdp/reduction/link_fit.py",

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from tests.harness.commands import ROOT
-from tfdp.cluster import Topology
 from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.plans.cost_model import candidates_for, choose, predict_seconds
 from tfdp.plans.prediction import BucketPrediction, StepPrediction
+from tfdp.plans.topology import Topology
 from tfdp.plans.traffic import Algorithm, transfers_of
 from tfdp.reduction.link_cache import links_path, load_links, store_links
 from tfdp.reduction.link_fit import Sample, fit_links

@@ -21,7 +21,7 @@ from tests.harness.env import Env
 from tests.harness.launches import launches
 from tests.harness.registry import case
 from tests.reduction.cases_plans import traced_step
-from tfdp.cluster import Topology
+from tfdp.plans.topology import Topology
 from tfdp.reduction.algorithm_selector import AlgorithmSelector
 from tfdp.reduction.fusion import make_plan
 from tfdp.reduction.link_measure import (

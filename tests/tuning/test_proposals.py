@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tfdp.cluster import Topology
 from tfdp.links import Link, Links
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import BucketPlan, Entry, plan_buckets
+from tfdp.plans.topology import Topology
 from tfdp.reduction.algorithm_selector import AlgorithmSelector
 from tfdp.tuning.plan_choice import PlanChoice
 from tfdp.tuning.proposals import MOST_PROPOSALS, Proposal, propose

@@ -15,5 +15,7 @@ Reading order:
     finalizers: finalizers that run on a thread of their own
     intervals: intervals of a median
     memory: memory that this process can still get
+    process_identity: whether a process of this machine runs
+    temporary: temporary files, and those that killed processes have left
     files: files that appear whole, and folders that only their owner can read
 """

@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from tfdp.cluster.temporary import remove_left_over, temporary_name
-from tfdp.cluster.words import counted
+from tfdp.base.temporary import remove_left_over, temporary_name
+from tfdp.text import pluralize
 
 # No link is followed, no pipe waited for, and no terminal taken over. Not all systems
 # have each of them.
@@ -157,7 +157,7 @@ def read_text(path: str | os.PathLike, most_bytes: int) -> str:
         # It may grow while it is read.
         content = b"" if num_bytes > most_bytes else file.read(most_bytes + 1)
     if max(num_bytes, len(content)) > most_bytes:
-        raise ValueError(f"it has more than {counted(most_bytes, 'byte')}")
+        raise ValueError(f"it has more than {pluralize(most_bytes, 'byte')}")
     return content.decode()
 
 

@@ -22,7 +22,7 @@ from tfdp.bench.nccl_tests import (
     padded_bytes,
 )
 from tfdp.bench.sides import Runner, Side, alternate_for, started
-from tfdp.cluster import Topology
+from tfdp.plans.topology import Topology
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4}
 _BLOCK_SECONDS = 0.1

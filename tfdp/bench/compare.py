@@ -13,8 +13,8 @@ from tfdp.bench.compare_sides import DEFAULTS, TUNED, SetUp, set_ups
 from tfdp.bench.machine import HOW_TO_GET_TORCH, num_cores, torch_version
 from tfdp.bench.models import ModelSettings
 from tfdp.bench.sides import alternate_for, started
-from tfdp.cluster.words import counted
 from tfdp.onednn import is_left_off
+from tfdp.text import pluralize
 
 _BLOCK_SECONDS = 0.4
 
@@ -125,19 +125,19 @@ def _without_torch(settings: Settings) -> str:
 
 def _title(settings: Settings) -> str:
     return (
-        f"Training step of {counted(settings.num_workers, 'replica')} on one machine, "
-        f"{settings.family}, batch {settings.batch_size} each"
+        f"Training step of {pluralize(settings.num_workers, 'replica')} on one "
+        f"machine, {settings.family}, batch {settings.batch_size} each"
     )
 
 
 def _notes(settings: Settings, *, has_torch: bool) -> list[str]:
     """Notes below the table."""
-    threads = counted(settings.num_threads, "thread")
+    threads = pluralize(settings.num_threads, "thread")
     notes = [
-        f"A step with SGD, {counted(settings.batch_size, 'sample')} for each of "
-        f"{counted(settings.num_workers, 'replica')} of {threads}; plain Keras has "
-        f"all of them in one batch and {counted(num_cores(), 'core')}. "
-        f"{counted(settings.blocks, 'alternating block')}.",
+        f"A step with SGD, {pluralize(settings.batch_size, 'sample')} for each of "
+        f"{pluralize(settings.num_workers, 'replica')} of {threads}; plain Keras has "
+        f"all of them in one batch and {pluralize(num_cores(), 'core')}. "
+        f"{pluralize(settings.blocks, 'alternating block')}.",
         "tfdp and plain Keras run fit; stock, which cannot, and DDP run a loop on a "
         "fixed batch, with no input pipeline and no metrics.",
         "Own step: without communication, in all processes at once; that of devices "

@@ -8,8 +8,8 @@ from typing import Any
 
 from tfdp.bench.models import Model
 from tfdp.bench.sides import Side
-from tfdp.cluster.words import counted
 from tfdp.onednn import VARIABLE, is_left_off
+from tfdp.text import pluralize
 
 DEFAULTS, TUNED = "defaults", "tuned"
 DEVICES, WORKERS, PLAIN, STOCK, DDP = "devices", "workers", "plain", "stock", "ddp"
@@ -51,9 +51,9 @@ class SetUp:
     @property
     def name(self) -> str:
         """String, for people."""
-        processes = counted(self.num_workers, "process", "processes")
+        processes = pluralize(self.num_workers, "process", "processes")
         return {
-            DEVICES: f"tfdp, 1 process of {counted(self.num_workers, 'device')}",
+            DEVICES: f"tfdp, 1 process of {pluralize(self.num_workers, 'device')}",
             WORKERS: f"tfdp, {processes}",
             PLAIN: "plain Keras, all cores",
             STOCK: f"stock, {processes}",

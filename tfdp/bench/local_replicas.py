@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tfdp.cluster import Topology
+from tfdp.plans.topology import Topology
 
 
 def local_topology(

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from tfdp.cluster.words import counted
+from tfdp.text import pluralize
 
 _PACKAGES = ("tensorflow", "keras", "numpy", "tfdp")
 _NAMES = {
@@ -47,7 +47,7 @@ def describe(program: str | None = None) -> dict[str, Any]:
     from tfdp.cluster import cpu_kernels  # it imports TensorFlow
 
     return {
-        "machine": f"{_cpu_name()}, {counted(num_cores(), 'core')}",
+        "machine": f"{_cpu_name()}, {pluralize(num_cores(), 'core')}",
         "kernels": cpu_kernels.chosen(),
         "load_average_1_min": load(),
         "system": f"{platform.system()} {platform.release()}",

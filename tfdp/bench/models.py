@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from tfdp.cluster.words import counted
+from tfdp.text import pluralize
 
 FAMILIES = ("mlp", "cnn", "transformer")
 # Inputs and classes of the MLP: those of handwritten digits.
@@ -79,8 +79,8 @@ class Model:
                 f"images of {IMAGE_SIDE} x {IMAGE_SIDE}, {size}"
             )
         return (
-            f"transformer, {counted(self.num_blocks, 'block')} of width {self.width}, "
-            f"sequence length {CONTEXT}, {size}"
+            f"transformer, {pluralize(self.num_blocks, 'block')} of width "
+            f"{self.width}, sequence length {CONTEXT}, {size}"
         )
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from tfdp.base.intervals import median_interval
-from tfdp.cluster.words import counted
+from tfdp.text import pluralize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Ratio:
         return f"[{self.low:.3f}, {self.high:.3f}]"
 
     def __str__(self) -> str:
-        return f"{self.median:.3f} {self.interval}, {counted(self.num_pairs, 'pair')}"
+        return f"{self.median:.3f} {self.interval}, {pluralize(self.num_pairs, 'pair')}"
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:

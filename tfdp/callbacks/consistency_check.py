@@ -11,7 +11,6 @@ from tfdp import user_code
 from tfdp.arguments import checked_integer
 from tfdp.base import loops
 from tfdp.base.context import strategy_of
-from tfdp.cluster.words import counted
 from tfdp.data.batch_labels import LabelRecord
 from tfdp.data.fingerprints import ArrayValues
 from tfdp.data.same_datasets import check_same_values
@@ -20,6 +19,7 @@ from tfdp.optimizer.arguments import check_strategy
 from tfdp.replicas.assigned_values import recorded_weights
 from tfdp.replicas.drift import check_weights, compared_weights, raise_difference
 from tfdp.replicas.drift_probe import DriftProbe
+from tfdp.text import pluralize
 
 
 class ConsistencyCheck(keras.callbacks.Callback):
@@ -158,7 +158,7 @@ class ConsistencyCheck(keras.callbacks.Callback):
         if sharded:
             user_code.warn(
                 f"ConsistencyCheck leaves out {len(sharded)} of "
-                f"{counted(len(self.model.weights), 'weight')}: parameters that are "
+                f"{pluralize(len(self.model.weights), 'weight')}: parameters that are "
                 "sharded, of which each replica has another part. It compares what "
                 "workers assign to them outside of steps."
             )

@@ -9,7 +9,6 @@ from tfdp.callbacks import learning_rates
 from tfdp.checkpoint.backups import IncompatibleBackup
 from tfdp.checkpoint.replica_state import local_replicas
 from tfdp.checkpoint.run_state import LoadPlan
-from tfdp.cluster.words import counted
 from tfdp.data.batch_change import (
     BatchChange,
     Batches,
@@ -18,6 +17,7 @@ from tfdp.data.batch_change import (
 )
 from tfdp.data.position import DataPosition
 from tfdp.plans.schedules import steps_at_epoch
+from tfdp.text import pluralize
 
 # Of the identity of a run, what may change with the number of replicas.
 _MAY_CHANGE = ("batch_size", "steps_per_epoch")
@@ -109,8 +109,8 @@ class ResumedBatches:
         else:
             load_plan.state.clear_accumulated()
         return (
-            f"training goes on with batches of {counted(change.now, 'sample')}, after "
-            f"{change.before}, and as many samples for an update as before."
+            f"training goes on with batches of {pluralize(change.now, 'sample')}, "
+            f"after {change.before}, and as many samples for an update as before."
         )
 
     def _scale_rates(self, change: BatchChange, saved: dict[str, Any] | None) -> str:
@@ -118,9 +118,9 @@ class ResumedBatches:
         is_scaled = learning_rates.scale_rates(self._model, change.ratio, saved)
         done = f"multiplied by {change.ratio:g}" if is_scaled else "the script's own"
         return (
-            f"training goes on with batches of {counted(change.now, 'sample')}, after "
-            f"{change.before}, for as many more or fewer replicas; the learning rate "
-            f"is {done}."
+            f"training goes on with batches of {pluralize(change.now, 'sample')}, "
+            f"after {change.before}, for as many more or fewer replicas; the learning "
+            f"rate is {done}."
         )
 
     def _change(self, run: dict[str, Any]) -> BatchChange | None:

@@ -13,13 +13,13 @@ from tfdp.arguments import is_integer
 from tfdp.base.context import strategy_of
 from tfdp.base.files import problem_of_folder
 from tfdp.callbacks.measuring_callback import MeasuringCallback
-from tfdp.cluster.words import counted
 from tfdp.coordination.mailbox import Mailbox
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.monitor.device_meter import meter_for
 from tfdp.monitor.readings import Reading
 from tfdp.monitor.sinks import write_json
 from tfdp.monitor.trace import WorkerTrace, chrome_trace
+from tfdp.text import pluralize
 
 # How long the first worker waits for another one's part.
 _PATIENCE_SECONDS = 20.0
@@ -76,7 +76,7 @@ class Timeline(MeasuringCallback):
         if num_steps is not None and num_steps < self.steps[1]:
             return (
                 "`Timeline` is to show steps that training does not reach. "
-                f"Received: steps={self.steps}, and {counted(num_steps, 'step')} of "
+                f"Received: steps={self.steps}, and {pluralize(num_steps, 'step')} of "
                 "training"
             )
         return problem_of_folder(self.path.parent, "path")

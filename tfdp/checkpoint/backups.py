@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdp import user_code
+from tfdp.base.temporary import temporary_name
 from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint.api import save_state
@@ -24,7 +25,6 @@ from tfdp.checkpoint.on_all_workers import run_on_all_workers, storage_timeout
 from tfdp.checkpoint.run_state import LoadPlan
 from tfdp.checkpoint.storage import Storage, StoreError
 from tfdp.checkpoint.writer import remove_checkpoint
-from tfdp.cluster.temporary import temporary_name
 from tfdp.sharding.state_tensors import StateTensor
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)")

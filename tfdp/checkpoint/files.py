@@ -19,8 +19,8 @@ import tensorflow as tf
 from tfdp.base.files import NotRegularFile, open_regular
 from tfdp.checkpoint.index import Extent, File, Shard, TensorMetadata
 from tfdp.checkpoint.storage import Fetch, Storage, StoreError
-from tfdp.cluster.words import counted
 from tfdp.sharding.state_tensors import StateTensor
+from tfdp.text import pluralize
 
 # The largest shard, and the largest chunk of elements in it. A shard is in memory
 # when it is written and when it is read; so is TensorFlow's buffer of 8 MB, and a
@@ -82,7 +82,7 @@ def _fault_of_size(file: File, num_bytes: int | None) -> str | None:
     if num_bytes is None:
         return "is missing"
     if num_bytes != file.num_bytes:
-        return f"has {counted(num_bytes, 'byte')} instead of {file.num_bytes:,}"
+        return f"has {pluralize(num_bytes, 'byte')} instead of {file.num_bytes:,}"
     return None
 
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tfdp.cluster.words import counted
+from tfdp.text import pluralize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,8 +258,8 @@ def _check_shard(shard: Shard, tensors: Sequence[TensorMetadata]) -> None:
     )
     if num_bytes != shard.files[1].num_bytes:
         raise ValueError(
-            f"the elements in {names[1]!r} have {counted(num_bytes, 'byte')}, and the "
-            f"file {shard.files[1].num_bytes:,}"
+            f"the elements in {names[1]!r} have {pluralize(num_bytes, 'byte')}, and "
+            f"the file {shard.files[1].num_bytes:,}"
         )
 
 

@@ -19,9 +19,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from tfdp.base.temporary import TemporaryFolder, is_left_over
 from tfdp.checkpoint.storage import Fetch, Publish, Storage, StoreError
-from tfdp.cluster.temporary import TemporaryFolder, is_left_over
-from tfdp.cluster.words import counted
+from tfdp.text import pluralize
 
 # Who speaks to a store. fsspec knows more of them, and says so itself.
 _PACKAGES = {
@@ -134,7 +134,7 @@ class ObjectStore(Storage):
         """Read an object of limited size."""
         num_bytes = self._info(name)["size"]
         if num_bytes > most_bytes:
-            raise ValueError(f"it has more than {counted(most_bytes, 'byte')}")
+            raise ValueError(f"it has more than {pluralize(most_bytes, 'byte')}")
         content = self._ask("read", lambda s, path: s.cat_file(f"{path}/{name}"), name)
         return content.decode()
 

@@ -22,9 +22,9 @@ from tfdp.checkpoint.replica_state import (
     local_replicas,
     tensor_of_replica,
 )
-from tfdp.cluster.words import counted
 from tfdp.compression.residuals import ResidualState, RestoredResiduals
 from tfdp.sharding.state_tensors import LocalShard, StateTensor
+from tfdp.text import pluralize
 
 PREFIX = "compression"
 _NAME = re.compile(rf"{PREFIX}/([0-9a-f]{{16}})/([^/]+)/replica([0-9]{{1,9}})")
@@ -105,7 +105,7 @@ def plan_residuals(model: Any, index: Index) -> ResidualPlan:
     reason = ""
     if saved and count != replicas.count:
         reason = (
-            f"they are those of {counted(count, 'replica')}, and there "
+            f"they are those of {pluralize(count, 'replica')}, and there "
             f"{'is' if replicas.count == 1 else 'are'} {replicas.count} now"
         )
     elif saved and not _compresses(model):

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tfdp.cluster.words import counted
+from tfdp.text import pluralize
 
 Check = Callable[[Any, str], None]
 
@@ -116,7 +116,7 @@ def row(*checks: Check) -> Check:
 
     def check_row(value: Any, where: str) -> None:
         if type(value) is not list or len(value) != len(checks):
-            refuse(value, where, f"a list of {counted(len(checks), 'value')}")
+            refuse(value, where, f"a list of {pluralize(len(checks), 'value')}")
         for place, (check, item) in enumerate(zip(checks, value, strict=True)):
             check(item, f"{where}[{place}]")
 

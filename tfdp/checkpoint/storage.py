@@ -18,7 +18,7 @@ from tfdp.base.files import (
     sync_folder,
     write_text,
 )
-from tfdp.cluster.temporary import remove_left_over
+from tfdp.base.temporary import remove_left_over
 
 # Takes files that were written into a local folder to the storage.
 Publish = Callable[[Sequence[str]], None]

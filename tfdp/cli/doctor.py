@@ -18,7 +18,6 @@ from tfdp.cli.screen import new_console
 from tfdp.cli.topology_tree import describe_unevenness, draw_topology, port_states
 from tfdp.cluster import (
     Cluster,
-    counted,
     find_cluster,
     processes_apart,
     sagemaker,
@@ -26,6 +25,7 @@ from tfdp.cluster import (
     topology_of,
 )
 from tfdp.cluster.mpi_start import current_job
+from tfdp.text import pluralize
 
 # With `--input`: steps that are taken, and how long they may take.
 _STEPS, _TIMEOUT_SECONDS = 60, 120.0
@@ -226,7 +226,7 @@ def _describe_nccl(tf: Any, num_gpus: int) -> str:
             f"not available: this TensorFlow is built with CUDA {cuda}, but sees no "
             "GPU; all-reduce uses TensorFlow's ring"
         )
-    return f"available: built with CUDA {cuda}, {counted(num_gpus, 'GPU')}"
+    return f"available: built with CUDA {cuda}, {pluralize(num_gpus, 'GPU')}"
 
 
 def _show_cluster(
@@ -244,7 +244,7 @@ def _show_cluster(
                 "MPI, install mpi4py (pip install tfdp[mpi])"
             )
         if devices:
-            replicas = counted(len(devices), "replica")
+            replicas = pluralize(len(devices), "replica")
             console.print(f"  1 worker, {replicas}: {', '.join(devices)}")
         return
     source = _source()

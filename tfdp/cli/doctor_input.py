@@ -16,6 +16,7 @@ from typing import Any
 import click
 from rich.table import Table
 
+from tfdp.base.temporary import TemporaryFolder
 from tfdp.cli.input_worker import result_path
 from tfdp.cli.job import TIMED_OUT, Job, JobContext
 from tfdp.cli.launch import check_num_workers, make_clusters
@@ -24,9 +25,9 @@ from tfdp.cli.program import check_platform, check_program
 from tfdp.cli.screen import Screen, new_console
 from tfdp.cli.signals import SignalPipe
 from tfdp.cli.start import Starter
-from tfdp.cluster import Cluster, counted
-from tfdp.cluster.temporary import TemporaryFolder
+from tfdp.cluster import Cluster
 from tfdp.monitor.input_wait import InputWait, Pipeline, advise
+from tfdp.text import pluralize
 
 # Fewer say nothing: the first ones do not count.
 _FEWEST_STEPS = 5
@@ -119,7 +120,7 @@ def _check(
         click.ClickException: With the reason.
     """
     steps = min((each["num_steps"] for each in found.values()), default=0)
-    taken = f"after {counted(steps, 'step')}" if steps else "before its first step"
+    taken = f"after {pluralize(steps, 'step')}" if steps else "before its first step"
     problem = next((each["problem"] for each in found.values() if each["problem"]), "")
     if job.failed is not None:
         failed = job.lost or job.failed
@@ -147,7 +148,7 @@ def _check(
             f"measured. Received: {script}"
         )
     raise click.ClickException(
-        f"`fit` has ended too soon: {counted(steps, 'step')} could be measured, and "
+        f"`fit` has ended too soon: {pluralize(steps, 'step')} could be measured, and "
         f"{_FEWEST_STEPS} are needed; give it more data or epochs. Received: {script}"
     )
 
@@ -169,7 +170,7 @@ def _show(found: Mapping[int, dict[str, Any]], script: str) -> None:
 
 def _table(waits: Mapping[int, InputWait], script: str) -> Table:
     steps = min(wait.num_steps for wait in waits.values())
-    title = f"Waiting for data: {os.path.basename(script)}, {counted(steps, 'step')}"
+    title = f"Waiting for data: {os.path.basename(script)}, {pluralize(steps, 'step')}"
     table = Table(title=title)
     table.add_column("worker")
     for name in ("step", "of it until the data was there", "share"):

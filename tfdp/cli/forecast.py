@@ -12,11 +12,12 @@ from rich.table import Table
 
 from tfdp.cli.memory import Row, table_of
 from tfdp.cli.screen import new_console
-from tfdp.cluster import Topology, counted
 from tfdp.links import Link, Links
 from tfdp.plans.buckets import Bucket
 from tfdp.plans.gathers import StepGathers
 from tfdp.plans.prediction import BucketPrediction, StepPrediction
+from tfdp.plans.topology import Topology
+from tfdp.text import pluralize
 
 if TYPE_CHECKING:  # it imports TensorFlow
     from tfdp.reduction.algorithm_choice import AlgorithmChoice
@@ -119,9 +120,9 @@ def _headline(forecast: Forecast) -> str:
     topology = forecast.topology
     return (
         f"{forecast.model}: {forecast.num_bytes:,} bytes of gradients in "
-        f"{counted(len(forecast.buckets), 'bucket')}, on "
-        f"{counted(topology.num_replicas, 'replica')} "
-        f"({counted(topology.num_nodes, 'node')} of {topology.replicas_per_node})"
+        f"{pluralize(len(forecast.buckets), 'bucket')}, on "
+        f"{pluralize(topology.num_replicas, 'replica')} "
+        f"({pluralize(topology.num_nodes, 'node')} of {topology.replicas_per_node})"
     )
 
 

@@ -6,8 +6,8 @@ import dataclasses
 import os
 import re
 
-from tfdp.cluster import counted
 from tfdp.rendezvous.address import is_loopback
+from tfdp.text import pluralize
 
 _MOST_HOSTS = 1024
 _MOST_BYTES = 1 << 20
@@ -109,7 +109,7 @@ def _parse(word: str) -> Host:
 
 def _checked(hosts: list[Host]) -> tuple[Host, ...]:
     if len(hosts) > _MOST_HOSTS:
-        raise ValueError(f"there must be at most {counted(_MOST_HOSTS, 'host')}")
+        raise ValueError(f"there must be at most {pluralize(_MOST_HOSTS, 'host')}")
     seen: set[str] = set()
     for host in hosts:
         name = host.name.lower().rstrip(".")

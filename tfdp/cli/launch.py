@@ -15,9 +15,10 @@ from typing import Any
 
 from tfdp.base.files import make_private_folder
 from tfdp.bench.machine import num_cores
-from tfdp.cluster import Cluster, counted, free_ports
+from tfdp.cluster import Cluster, free_ports
 from tfdp.cluster.gpus import own_gpus, visible_gpus
 from tfdp.cluster.limits import limit_for, limit_of_threads, needed_threads
+from tfdp.text import pluralize
 
 _WORKERS_PER_CORE = 64
 # Of the launcher: a pipe and a log for each, and what it opens meanwhile.
@@ -101,7 +102,7 @@ def check_num_workers(num_workers: int) -> None:
     bounds = [
         (
             _WORKERS_PER_CORE * num_cores(),
-            f"{_WORKERS_PER_CORE} for each of its {counted(num_cores(), 'CPU core')}",
+            f"{_WORKERS_PER_CORE} for each of its {pluralize(num_cores(), 'CPU core')}",
         )
     ]
     if open_files != resource.RLIM_INFINITY:

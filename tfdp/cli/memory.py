@@ -8,9 +8,9 @@ from typing import Any
 import click
 from rich.table import Table
 
-from tfdp.cluster import Topology
 from tfdp.options import CommunicationOptions
 from tfdp.plans.memory import ReplicaMemory
+from tfdp.plans.topology import Topology
 from tfdp.plans.units import DEFAULT_UNITS, most_gathered, plan_units
 
 # With more, a plan of slices would be longer than the model.

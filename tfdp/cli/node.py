@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 import tfdp
 from tfdp.cli.launch import RunSettings
 from tfdp.cli.node_options import NodeOptions, RendezvousAddress
-from tfdp.cluster import counted
 from tfdp.rendezvous.address import listen, own_address, resolve
 from tfdp.rendezvous.coordinator import Coordinator
 from tfdp.rendezvous.failure import RendezvousError
@@ -23,6 +22,7 @@ from tfdp.rendezvous.member import Member
 from tfdp.rendezvous.restarts import Restarts
 from tfdp.rendezvous.secret import VARIABLE, line_to_paste, new_secret, read_secret
 from tfdp.rendezvous.server import Server
+from tfdp.text import pluralize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def membership(
             if hello.nodes > 1:
                 say(
                     f"this is node 0; it waits at {place} for "
-                    f"{counted(hello.nodes - 1, 'more node')}"
+                    f"{pluralize(hello.nodes - 1, 'more node')}"
                 )
         member = Member(address, text, hello, where.join_seconds, str(place))
         yield stack.enter_context(contextlib.closing(member))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from tfdp.cluster import counted
+from tfdp.text import pluralize
 
 # More than this does not wait for a reader.
 _MAX_BYTES = 1 << 20
@@ -104,7 +104,7 @@ class Outlet:
     def _append_notice(self) -> None:
         """Say in the output itself where a piece of it is missing."""
         if self._num_dropped and self.error is None:
-            lines = counted(self._num_dropped, "line is", "lines are")
+            lines = pluralize(self._num_dropped, "line is", "lines are")
             text = (
                 f"tfdp: nobody read the output; {lines} not shown here but kept in the "
                 "logs"

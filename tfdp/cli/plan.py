@@ -14,11 +14,12 @@ from tfdp.cli import memory
 from tfdp.cli import parameter_types as types
 from tfdp.cli.forecast import Forecast, show
 from tfdp.cli.importing import first_line, import_without_gpus
-from tfdp.cluster import Topology, counted
 from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.options import COMPRESSIONS, CommunicationOptions
 from tfdp.plans.buckets import BucketPlan
 from tfdp.plans.prediction import BACKWARD_FRACTION
+from tfdp.plans.topology import Topology
+from tfdp.text import pluralize
 
 if TYPE_CHECKING:  # it imports TensorFlow
     from tfdp.reduction.algorithm_choice import AlgorithmChoice
@@ -200,7 +201,7 @@ def _topology(nodes: int, replicas_per_node: int) -> Topology:
     if nodes * replicas_per_node > _MOST_REPLICAS:
         raise click.UsageError(
             f"A cluster may have at most {_MOST_REPLICAS:,} replicas. "
-            f"Received: {counted(nodes, 'node')} of {replicas_per_node:,}"
+            f"Received: {pluralize(nodes, 'node')} of {replicas_per_node:,}"
         )
     ranks = range(0, nodes * replicas_per_node, replicas_per_node)
     return Topology(

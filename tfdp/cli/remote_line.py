@@ -13,8 +13,9 @@ from tfdp.cli.hosts import Host
 from tfdp.cli.launch import AutoCount, RunSettings
 from tfdp.cli.node_options import NodeOptions, RendezvousAddress
 from tfdp.cli.ssh import address_of, has_ssh
-from tfdp.cluster import counted, free_ports
+from tfdp.cluster import free_ports
 from tfdp.rendezvous.secret import new_secret
+from tfdp.text import pluralize
 
 BEAT = b".\n"
 BEAT_SECONDS = 2.0
@@ -122,7 +123,7 @@ def make_orders(
     if longest > MOST_BYTES:
         raise click.UsageError(
             "The arguments of the script are too long for --hosts: give it a file of "
-            f"them, or a folder. Received: {counted(longest, 'byte')}"
+            f"them, or a folder. Received: {pluralize(longest, 'byte')}"
         )
     return orders
 

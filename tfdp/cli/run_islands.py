@@ -19,11 +19,12 @@ from tfdp.cli.job import TIMED_OUT, JobContext
 from tfdp.cli.launch import RunSettings, make_clusters
 from tfdp.cli.run_where import open_logs, warn_of_surroundings
 from tfdp.cli.screen import Screen
-from tfdp.cluster import counted, split_address
+from tfdp.cluster import split_address
 from tfdp.cluster.islands import Island
 from tfdp.rendezvous.address import listen
 from tfdp.rendezvous.failure import RendezvousError
 from tfdp.rendezvous.secret import VARIABLE, new_secret, read_secret
+from tfdp.text import pluralize
 
 if TYPE_CHECKING:
     from tfdp.islands.hub import Hub
@@ -59,7 +60,7 @@ def run_islands(
     logs = open_logs(folder, [f"island-{i}.log" for i in indices], screen)
     with _hub(options, secret, total, indices) as (address, hub):
         screen.message(
-            f"tfdp: starting {counted(count, 'island')} of {total}, which meet at "
+            f"tfdp: starting {pluralize(count, 'island')} of {total}, which meet at "
             f"{address}; logs in {folder}"
         )
         warn_of_surroundings(screen, count, settings.devices_per_worker)

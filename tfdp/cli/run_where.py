@@ -26,10 +26,10 @@ from tfdp.cli.remote_line import make_orders
 from tfdp.cli.screen import Screen
 from tfdp.cli.signals import SignalPipe
 from tfdp.cli.ssh_job import SshJob
-from tfdp.cluster import counted
 from tfdp.cluster.gpus import visible_gpus
 from tfdp.rendezvous.failure import RendezvousError
 from tfdp.rendezvous.restarts import Restarts
+from tfdp.text import pluralize
 
 
 def run_here(
@@ -182,8 +182,8 @@ def _announce(
     threads = max(1, num_cores() // num_workers)
     each = " each" if num_workers > 1 else ""
     screen.message(
-        f"tfdp: starting {counted(num_workers, 'worker')}, {threads} of "
-        f"{counted(num_cores(), 'CPU core')}{each}; logs in {folder}"
+        f"tfdp: starting {pluralize(num_workers, 'worker')}, {threads} of "
+        f"{pluralize(num_cores(), 'CPU core')}{each}; logs in {folder}"
     )
     warn_of_surroundings(screen, num_workers, devices)
 
@@ -199,6 +199,6 @@ def warn_of_surroundings(screen: Screen, num_workers: int, devices: int | None) 
     if devices is None and 0 < num_gpus < num_workers:
         screen.warn(
             f"tfdp: warning: there are {num_workers} workers but "
-            f"{counted(num_gpus, 'GPU')}, and NCCL wants one for each; set "
+            f"{pluralize(num_gpus, 'GPU')}, and NCCL wants one for each; set "
             "CUDA_VISIBLE_DEVICES= to train on the CPU"
         )

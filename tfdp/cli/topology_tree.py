@@ -7,13 +7,9 @@ from collections.abc import Sequence
 from rich.text import Text
 from rich.tree import Tree
 
-from tfdp.cluster import (
-    Cluster,
-    Topology,
-    check_port_free,
-    counted,
-    unreachable_workers,
-)
+from tfdp.cluster import Cluster, check_port_free, unreachable_workers
+from tfdp.plans.topology import Topology
+from tfdp.text import pluralize
 
 
 def port_states(cluster: Cluster, timeout_seconds: float = 1.0) -> list[str]:
@@ -67,9 +63,9 @@ def draw_topology(
     # `Text`, for in a plain string an IPv6 address would be taken for markup.
     tree = Tree(
         Text(
-            f"{counted(topology.num_nodes, 'node')}, "
-            f"{counted(cluster.num_workers, 'worker')}, "
-            f"{counted(topology.num_replicas, 'replica')}, numbered by global rank"
+            f"{pluralize(topology.num_nodes, 'node')}, "
+            f"{pluralize(cluster.num_workers, 'worker')}, "
+            f"{pluralize(topology.num_replicas, 'replica')}, numbered by global rank"
         )
     )
     for node_rank, ranks in enumerate(topology.nodes):

@@ -9,16 +9,13 @@ cluster in milliseconds. Reading order:
     other_launchers: processes that nothing there tells of each other
     address, ports, local_ports: check, probe and find ports; rendezvous of workers
     limits: open files and threads that a worker needs, and may have
-    process_identity: whether a process of this machine runs
     join_guard: deadline of a worker that joins
     backoff: pauses of those who wait without a signal
     islands: workers that are jobs of their own
-    topology, nodes: replicas of each node, and how they are found
+    nodes: replicas of each node, and how they are found
     devices: local devices that hold a replica
     cpu_kernels: kernels of oneDNN on CPUs, and what they are worth
     process_tree: processes killed with all that they have started
-    temporary: temporary files, and those that killed processes have left
-    words: numbers with their nouns, for messages
 """
 
 from __future__ import annotations
@@ -39,17 +36,13 @@ from tfdp.cluster.ports import (
     unreachable_workers,
 )
 from tfdp.cluster.spec import Cluster
-from tfdp.cluster.topology import Topology
-from tfdp.cluster.words import counted
 
 __all__ = [
     "Cluster",
     "ProbeResult",
-    "Topology",
     "accepts_connections",
     "check_port_free",
     "count_workers",
-    "counted",
     "describe_workers",
     "find_cluster",
     "free_ports",

@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 
-from tfdp.cluster.words import counted
+from tfdp.text import pluralize
 
 # Measured by /proc/self/fd, with TensorFlow 2.19 to 2.21: polling and the sockets of a
 # server of two workers; each further worker is one more connection of the first one.
@@ -100,7 +100,7 @@ def _check_threads() -> None:
     )
     if used + needed > limit:
         raise ValueError(
-            f"This user may have {counted(limit, 'thread')} (`ulimit -u`) and has "
+            f"This user may have {pluralize(limit, 'thread')} (`ulimit -u`) and has "
             f"{used}, and a worker needs {needed}. Raise the limit where the workers "
             "are started, or stop other processes."
         )
@@ -115,8 +115,8 @@ def _check_files(num_workers: int, *, one_host: bool, connects: bool) -> None:
     )
     if needed > limit:
         raise ValueError(
-            f"This worker may open {counted(limit, 'file')} (`ulimit -n`), and needs "
-            f"{needed} to train with {counted(num_workers, 'worker')}. "
+            f"This worker may open {pluralize(limit, 'file')} (`ulimit -n`), and needs "
+            f"{needed} to train with {pluralize(num_workers, 'worker')}. "
             f"{_remedy(needed)}"
         )
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from tfdp.arguments import checked_integer
-from tfdp.cluster.topology import Topology
-from tfdp.cluster.words import counted
+from tfdp.plans.topology import Topology
+from tfdp.text import pluralize
 
 _RESOLVE_SECONDS = 2.0
 
@@ -109,8 +109,8 @@ def _check_nodes(nodes: Sequence[str], num_workers: int) -> None:
     if len(nodes) != num_workers:
         raise ValueError(
             "`nodes` must name the node of each of the "
-            f"{counted(num_workers, 'worker')}, in the order of their ranks. "
-            f"Received: {counted(len(nodes), 'name')}, nodes={nodes!r}"
+            f"{pluralize(num_workers, 'worker')}, in the order of their ranks. "
+            f"Received: {pluralize(len(nodes), 'name')}, nodes={nodes!r}"
         )
 
 

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Mapping
 
-from tfdp.cluster.words import counted
+from tfdp.text import pluralize
 
 # Slurm gives hosts but no ports. These lie below the range from which Linux
 # (32768 and up) takes the source ports of outgoing connections.
@@ -74,8 +74,8 @@ def _tasks_per_node(
     if len(counts) != num_nodes or sum(counts) != num_tasks:
         raise ValueError(
             "The Slurm variables do not fit together: SLURM_STEP_TASKS_PER_NODE "
-            f"has to give {counted(num_tasks, 'task')} on "
-            f"{counted(num_nodes, 'node')}; set TF_CONFIG instead. "
+            f"has to give {pluralize(num_tasks, 'task')} on "
+            f"{pluralize(num_nodes, 'node')}; set TF_CONFIG instead. "
             f"Received: {environ.get(name)!r}"
         )
     return counts

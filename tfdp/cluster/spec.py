@@ -10,7 +10,7 @@ from typing import Any
 
 from tfdp.cluster import sagemaker, slurm, tf_config, vertex
 from tfdp.cluster.address import canonical_address, split_address
-from tfdp.cluster.words import counted
+from tfdp.text import pluralize
 
 # More is a slip of the hand, and would take all of the memory.
 _MOST_DEVICES = 1024
@@ -228,7 +228,7 @@ def _check_index(cluster: Cluster) -> None:
         raise ValueError(
             f"This task of TF_CONFIG is {job} {tf_config.describe(index)}, but its "
             f"{known}. Correct the task or the cluster. Received: "
-            f"{counted(num_tasks, 'task')} in job {job!r}"
+            f"{pluralize(num_tasks, 'task')} in job {job!r}"
         )
 
 

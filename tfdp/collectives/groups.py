@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.cluster.words import counted
 from tfdp.collectives.instance_keys import InstanceKeys
 from tfdp.collectives.tensorflow_transport import TensorFlowTransport
 from tfdp.collectives.transport import Transport
+from tfdp.text import pluralize
 
 # TensorFlow's group keys start at 1 and grow by one per set of devices.
 _FIRST_GROUP_KEY = 1 << 24
@@ -267,8 +267,8 @@ class ProcessGroup:
             range(self.size)
         ):
             raise ValueError(
-                f"A group of {counted(self.size, 'replica')} is split into parts that "
-                f"have each position from 0 to {self.size - 1} at most once. "
+                f"A group of {pluralize(self.size, 'replica')} is split into parts "
+                f"that have each position from 0 to {self.size - 1} at most once. "
                 f"Received: {parts}"
             )
         if self._positions is None:

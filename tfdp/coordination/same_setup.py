@@ -12,9 +12,10 @@ import keras
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.cluster import Topology, topology_of
+from tfdp.cluster import topology_of
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.options import CommunicationOptions
+from tfdp.plans.topology import Topology
 
 
 def check_same_setup(

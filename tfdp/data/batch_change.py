@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tfdp.cluster import counted
+from tfdp.text import pluralize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,16 +99,16 @@ def change_for_replicas(then: Batches, now: Batches) -> BatchChange | None:
         return None
     if then.batch_size is None or now.batch_size is None:
         raise ValueError(
-            f"it is of {counted(then.replicas, 'replica')} and not {now.replicas}, and "
-            "the data does not tell the size of its batches, which has to change with "
-            "them"
+            f"it is of {pluralize(then.replicas, 'replica')} and not {now.replicas}, "
+            "and the data does not tell the size of its batches, which has to change "
+            "with them"
         )
     if now.batch_size * then.replicas != then.batch_size * now.replicas:
         needed = then.batch_size * now.replicas / then.replicas
         raise ValueError(
-            f"it is of {counted(then.replicas, 'replica')} with a batch size of "
+            f"it is of {pluralize(then.replicas, 'replica')} with a batch size of "
             f"{then.batch_size}, which has to be {needed:g} with "
-            f"{counted(now.replicas, 'replica')} and is {now.batch_size}"
+            f"{pluralize(now.replicas, 'replica')} and is {now.batch_size}"
         )
     change = BatchChange(then.batch_size, now.batch_size)
     _check_epochs(then, now, change)
@@ -147,7 +147,7 @@ def change_for_updates(
     _check_epochs(then, now, change)
     if waiting > num_batches and not change.can_carry(waiting):
         raise ValueError(
-            f"{counted(waiting, 'batch', 'batches')} of size {change.before} waited "
+            f"{pluralize(waiting, 'batch', 'batches')} of size {change.before} waited "
             "for an update, from the epoch before too, and cannot be made of batches "
             f"of {change.now}"
         )

@@ -7,8 +7,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.cluster import counted
 from tfdp.data.stages import CHOOSE, MAPS, PASS_ON
+from tfdp.text import pluralize
 
 # Stages after `batch` that pass each batch on, and those that choose and order them
 # by what workers compare. Of other stages the sizes are not known.
@@ -86,7 +86,7 @@ def describe_sizes(sizes: dict[str, Any]) -> str:
         parts = [f"{describe_sizes(p)} ({p['batches']} in all)" for p in sizes["of"]]
         return f"a {sizes['by']} of {' and '.join(parts)}"
     last = f" and a last one of {sizes['last']}" if "last" in sizes else ""
-    return f"batches of {counted(sizes['size'], 'row')}{last}"
+    return f"batches of {pluralize(sizes['size'], 'row')}{last}"
 
 
 def _sizes_of(num_rows: int, size: int) -> dict[str, Any] | None:

@@ -16,10 +16,11 @@ import tensorflow as tf
 from tfdp import _compat, user_code
 from tfdp.arguments import is_integer, plain
 from tfdp.base.context import in_tfdp_scope
-from tfdp.cluster import count_workers, counted
+from tfdp.cluster import count_workers
 from tfdp.coordination.worker_group import WorkerGroup, latest_group
 from tfdp.data.stages import no_autograph
 from tfdp.plans.file_owners import balance_files, bytes_of_workers
+from tfdp.text import pluralize
 
 _MARK = "tfdp_shard_files"
 # An object store answers in tens of milliseconds.
@@ -86,8 +87,8 @@ class Listing:
         return _digest([names, self.sizes, seed])
 
     def __str__(self) -> str:
-        files = counted(len(self.names), "file")
-        return f"{files} of {counted(sum(self.sizes), 'byte')}"
+        files = pluralize(len(self.names), "file")
+        return f"{files} of {pluralize(sum(self.sizes), 'byte')}"
 
 
 @_compat.filter_traceback
@@ -180,7 +181,7 @@ def _worker_group() -> WorkerGroup:
     if num_workers > 1:
         raise ValueError(
             "`shard_files` divides files among the workers of a strategy: make the "
-            f"strategy first. Received: {counted(num_workers, 'worker')} and "
+            f"strategy first. Received: {pluralize(num_workers, 'worker')} and "
             "no strategy"
         )
     return WorkerGroup(rank=0, num_workers=1)
@@ -264,7 +265,7 @@ def _difference(group: WorkerGroup, files: Listing) -> str:
 
 
 def _size_of(num_bytes: int | None) -> str:
-    return "no entry" if num_bytes is None else counted(num_bytes, "byte")
+    return "no entry" if num_bytes is None else pluralize(num_bytes, "byte")
 
 
 def _raise(group: WorkerGroup, message: str) -> None:
@@ -279,8 +280,8 @@ def _shown(patterns: list[str]) -> str:
 def _warn_of_few(group: WorkerGroup, num_files: int) -> None:
     if group.is_chief:
         user_code.warn(
-            f"There are {counted(num_files, 'file')} for "
-            f"{counted(group.num_workers, 'worker')}: "
+            f"There are {pluralize(num_files, 'file')} for "
+            f"{pluralize(group.num_workers, 'worker')}: "
             "all read all of it, and each takes its rows of every batch. For data that "
             "is too large for that write at least as many files as workers."
         )
@@ -294,10 +295,10 @@ def _warn_of_uneven_sizes(
     if group.is_chief and most > _UNEVEN * sum(totals) / num_workers:
         user_code.warn(
             f"Files do not divide evenly: worker {totals.index(most)} reads "
-            f"{most:,} of {counted(sum(totals), 'byte')}, and the others have no rows "
-            "at the end of each epoch. Write more files, of more equal sizes. "
-            f"Received: {counted(len(sizes), 'file')}, the largest of "
-            f"{counted(max(sizes), 'byte')}"
+            f"{most:,} of {pluralize(sum(totals), 'byte')}, and the others have no "
+            "rows at the end of each epoch. Write more files, of more equal sizes. "
+            f"Received: {pluralize(len(sizes), 'file')}, the largest of "
+            f"{pluralize(max(sizes), 'byte')}"
         )
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.cluster import counted
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.data.batch_change import BatchChange, convert_position
 from tfdp.data.batch_sizes import batch_size_of
@@ -27,6 +26,7 @@ from tfdp.data.determinism import (
     nondeterminism_of,
 )
 from tfdp.data.file_shards import FileShard
+from tfdp.text import pluralize
 
 _tracked: list[DataPosition | None] = []
 _NUM_BATCHES = "the number of batches"
@@ -301,7 +301,7 @@ def _difference(then: Any, now: list[dict], change: BatchChange | None) -> str |
     if isinstance(then, dict):
         then = [then] * len(now)
     if len(then) != len(now):
-        had = counted(len(then), "worker")
+        had = pluralize(len(then), "worker")
         return f"{had} had data of their own, and there are {len(now)}"
     for before, after in zip(then, now, strict=True):
         for name, value in before.items():

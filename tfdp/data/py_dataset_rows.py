@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp import _compat, user_code
-from tfdp.cluster import counted
 from tfdp.data.rows import rows_to_read
+from tfdp.text import pluralize
 
 # So many batches have their rows compared between workers before the first step.
 _COMPARED_BATCHES = 10_000
@@ -167,6 +167,6 @@ def _check_rows(source: Any, index: int, start: int, stop: int, rows: Any) -> No
     if not counts or any(count != stop - start for count in counts):
         raise ValueError(
             f"`rows({index}, {start}, {stop})` of {type(source).__name__} must return "
-            f"{counted(stop - start, 'row')} in each part of the batch. Received: "
+            f"{pluralize(stop - start, 'row')} in each part of the batch. Received: "
             f"parts with these numbers of rows: {counts}"
         )

@@ -16,7 +16,6 @@ import numpy as np
 from tfdp import user_code
 from tfdp.base.feature import Feature, Fit, register
 from tfdp.cluster.islands import Island
-from tfdp.cluster.words import counted
 from tfdp.forks import Owner
 from tfdp.islands.member import HubGone, Member
 from tfdp.islands.outer_state import OuterState
@@ -24,6 +23,7 @@ from tfdp.keras_hooks.added_callbacks import OptimizerProgressCheck
 from tfdp.keras_hooks.worker_callbacks import WRITERS, callback_list
 from tfdp.local_steps import LocalStepsOptions
 from tfdp.replicas.variables import StatisticVariable
+from tfdp.text import pluralize
 from tfdp.transport.communicator import Array
 
 _WARN_AFTER_SECONDS = 30.0
@@ -348,7 +348,7 @@ def _check(options: LocalStepsOptions, island: Island) -> None:
         raise ValueError(
             "`min_participants` must be at most the number of islands. Received: "
             f"min_participants={outer.min_participants}, "
-            f"{counted(island.count, 'island')}"
+            f"{pluralize(island.count, 'island')}"
         )
     others = {
         "fragments": outer.fragments > 1,

@@ -9,7 +9,7 @@ import keras
 
 from tfdp import _compat
 from tfdp.base.param_groups import innermost
-from tfdp.cluster.temporary import TemporaryFolder
+from tfdp.base.temporary import TemporaryFolder
 from tfdp.keras_hooks.added_callbacks import (
     BroadcastRestoredState,
     OptimizerProgressCheck,

@@ -10,8 +10,8 @@ import keras
 
 from tfdp.arguments import checked_bool, checked_integer, checked_number
 from tfdp.base.param_groups import is_multi
-from tfdp.cluster.words import counted
 from tfdp.options import CommunicationOptions
+from tfdp.text import pluralize
 
 SCOPES = ("node", "replica")
 
@@ -198,7 +198,7 @@ class LocalStepsOptions:
         if len(sizes) < count:
             raise ValueError(
                 "`fragments` must be at most the number of trained variables. "
-                f"Received: fragments={count}, {counted(len(sizes), 'variable')}"
+                f"Received: fragments={count}, {pluralize(len(sizes), 'variable')}"
             )
         fragments: list[list[int]] = [[]]
         done, total = 0, sum(sizes)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdp.cluster.words import counted
 from tfdp.collectives import ProcessTransport
 from tfdp.collectives.background import Background
 from tfdp.collectives.process_transport import host_of
+from tfdp.text import pluralize
 from tfdp.transport import RoundFollower, RoundLeader
 from tfdp.transport.arithmetic import mean_by_samples
 
@@ -99,14 +99,14 @@ def _end_of(
     if not isinstance(transport, ProcessTransport) or connect is None:
         raise ValueError(
             '`min_participants` is for several workers that `backend="direct"` '
-            f"connects. Received: {counted(worker_group.num_workers, 'worker')}, with "
-            f"{transport.name!r}"
+            f"connects. Received: {pluralize(worker_group.num_workers, 'worker')}, "
+            f"with {transport.name!r}"
         )
     if least > worker_group.num_workers:
         raise ValueError(
             "`min_participants` must be at most the number of workers. Received: "
             f"min_participants={least}, "
-            f"{counted(worker_group.num_workers, 'worker')}"
+            f"{pluralize(worker_group.num_workers, 'worker')}"
         )
     lane = f"rounds {next(_names)}"
     if worker_group.rank:

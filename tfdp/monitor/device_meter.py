@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.cluster.temporary import TemporaryFolder
+from tfdp.base.temporary import TemporaryFolder
 from tfdp.collectives.timing import Recorder
 from tfdp.monitor.meter import Meter
 from tfdp.monitor.readings import (

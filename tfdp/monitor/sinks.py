@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tfdp.base.files import replaced
-from tfdp.cluster.words import counted
 from tfdp.monitor.windows import Row, Totals
+from tfdp.text import pluralize
 
 # Columns by subject. TensorBoard shows a tag among those of its subject, which is what
 # stands before the slash; unfolded at first are the two that come first by name.
@@ -252,7 +252,7 @@ def summary_table(totals: Totals, hosts: Mapping[int, str], advice: str) -> str:
     """
     values = totals.values
     step = values["step_seconds"]
-    title = f"Communication in {counted(totals.num_steps, 'step')}"
+    title = f"Communication in {pluralize(totals.num_steps, 'step')}"
     table = Table(title=title, show_header=False)
     table.add_column("what")
     table.add_column("value", justify="right")

@@ -11,7 +11,6 @@ import tensorflow as tf
 from tfdp import _compat, user_code
 from tfdp.base.context import is_tfdp
 from tfdp.base.param_groups import ParamGroup, param_groups_of
-from tfdp.cluster import counted
 from tfdp.keras_hooks.saving import is_saving
 from tfdp.optimizer.settings import OptimizerSettings
 from tfdp.parameters.conversion import parameters_in_order
@@ -20,6 +19,7 @@ from tfdp.reduction.gradient_reducer import replica_reducer
 from tfdp.replicas.synchronized_scope import synchronize_new_variables
 from tfdp.sharding import ShardedLayout, ShardedState, memory_report
 from tfdp.sharding.options import ShardingOptions
+from tfdp.text import pluralize
 
 
 class ShardableOptimizer(OptimizerSettings):
@@ -146,8 +146,8 @@ class ShardableOptimizer(OptimizerSettings):
                 "`set_weights` of an optimizer takes a value for each of its "
                 "`variables`, which sharded state is no part of; use "
                 "`model.load_weights`, or `tfdp.checkpoint`, for that. Received: "
-                f"{counted(len(weights), 'value')}, for "
-                f"{counted(len(variables), 'variable')}"
+                f"{pluralize(len(weights), 'value')}, for "
+                f"{pluralize(len(variables), 'variable')}"
             )
         for variable, value in zip(variables, weights, strict=True):
             variable.assign(value)

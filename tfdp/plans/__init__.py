@@ -1,6 +1,7 @@
 """Plans: pure values and functions, without tensors or devices.
 
 Reading order:
+    topology: replicas of each node
     buckets: gradients of each collective
     shards: owners of the elements of the optimizer state
     units: sharded parameters that are gathered together, and who holds what

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tfdp.cluster import Topology
 from tfdp.links import Links
+from tfdp.plans.topology import Topology
 from tfdp.plans.traffic import FLAT, Algorithm, Transfer, transfers_of
 
 # An algorithm has to be faster than those before it by more than the model can

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from tfdp.cluster.words import counted
+from tfdp.text import pluralize
 
 # Less is not worth a sentence: labels, logits of a few classes, moments of a layer.
 _LEAST_ROW_BYTES, _LEAST_SUM_BYTES = 2**10, 2**16
@@ -61,7 +61,7 @@ class Gather:
         found = self.num_bytes(rows)
         if found is None:
             square = " and row" if self.power > 1 else ""
-            text = f"{counted(self.bytes_each, 'byte')} for each row{square}"
+            text = f"{pluralize(self.bytes_each, 'byte')} for each row{square}"
         else:
             text = megabytes(found)
         at_least = "" if self.is_exact else "at least "
@@ -119,5 +119,5 @@ def megabytes(num_bytes: int) -> str:
     ('3.0 MB', '12 bytes')
     """
     if num_bytes < 2**16:
-        return counted(num_bytes, "byte")
+        return pluralize(num_bytes, "byte")
     return f"{num_bytes / 2**20:.1f} MB"

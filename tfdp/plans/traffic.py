@@ -7,9 +7,9 @@ import functools
 
 import numpy as np
 
-from tfdp.cluster import Topology
 from tfdp.options import ADASUM
 from tfdp.options import FLAT_ALGORITHMS as FLAT
+from tfdp.plans.topology import Topology
 
 # Of the algorithms that sum.
 NAMES = (*FLAT, "hierarchical")

@@ -13,7 +13,7 @@ from ray.train import Checkpoint, CheckpointUploadMode
 
 from tfdp import checkpoint as checkpoints
 from tfdp.arguments import checked_integer
-from tfdp.cluster.temporary import TemporaryFolder
+from tfdp.base.temporary import TemporaryFolder
 
 FILE_NAME = "model.keras"
 _FORMATS = ("keras", "tfdp", None)

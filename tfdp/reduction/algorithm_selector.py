@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import tensorflow as tf
 
 from tfdp import user_code
-from tfdp.cluster import Topology
 from tfdp.links import DEFAULT_LINKS, Links
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import Bucket, BucketPlan
 from tfdp.plans.cost_model import candidates_for, choose, predict_seconds
+from tfdp.plans.topology import Topology
 from tfdp.plans.traffic import Algorithm
 from tfdp.reduction.algorithm_choice import RING, AlgorithmChoice
 from tfdp.reduction.compressor_choice import LevelCompressors, best_choice

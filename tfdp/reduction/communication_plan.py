@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tfdp.cluster.words import counted
 from tfdp.plans.buckets import Bucket, BucketPlan
 from tfdp.plans.gathers import StepGathers
 from tfdp.plans.memory import MemoryReport
 from tfdp.reduction.algorithm_choice import AlgorithmChoice
 from tfdp.reduction.fusion import make_plan
+from tfdp.text import pluralize
 
 _COLUMNS: dict[str, Literal["left", "right"]] = {
     "order": "left",
@@ -132,19 +132,20 @@ class CommunicationPlan:
     @property
     def _title(self) -> str:
         count = len(self.buckets)
-        what = counted(count, "all-reduce")
+        what = pluralize(count, "all-reduce")
         if self.sharding != "none":
             gathers = sum(map(self._gathers_of, range(count)))
             is_adasum = any(route.algorithm.is_adasum for route in self.routes)
             reduction = "all-reduce" if is_adasum else "reduce-scatter"
             what = (
-                f"{counted(count, reduction)} and "
-                f"{'up to ' if gathers > count else ''}{counted(gathers, 'all-gather')}"
+                f"{pluralize(count, reduction)} and "
+                + ("up to " if gathers > count else "")
+                + pluralize(gathers, "all-gather")
             )
         after = ", after one XLA cluster" if self.is_compiled else ""
         return (
-            f"{what} of {counted(self.num_bytes, 'byte')} over "
-            f"{counted(self.num_replicas, 'replica')} ({self.backend}){after}"
+            f"{what} of {pluralize(self.num_bytes, 'byte')} over "
+            f"{pluralize(self.num_replicas, 'replica')} ({self.backend}){after}"
             f"{self.gain and f'; tuned: {self.gain}'}"
         )
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.cluster import Topology
 from tfdp.compression.block_quantized import BlockQuantized
 from tfdp.compression.compressor import Compressor, GradientBucket
 from tfdp.links import Links
 from tfdp.options import COMMUNICATION_DTYPES, CommunicationOptions, is_compressor
 from tfdp.plans.buckets import Entry
 from tfdp.plans.cost_model import predict_seconds
+from tfdp.plans.topology import Topology
 from tfdp.plans.traffic import Algorithm
 from tfdp.reduction.algorithm_choice import RING, AlgorithmChoice
 

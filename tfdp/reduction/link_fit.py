@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfdp.cluster import Topology
 from tfdp.links import DEFAULT_LINKS, Link, Links
 from tfdp.plans.cost_model import num_serial_messages, predict_seconds
+from tfdp.plans.topology import Topology
 from tfdp.plans.traffic import Algorithm, transfers_of
 
 _MAX_ROUNDS = 20

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tfdp.cluster import counted
 from tfdp.cluster.tf_config import shorten
 from tfdp.rendezvous.failure import (
     LOST_EXIT_SECONDS,
@@ -30,6 +29,7 @@ from tfdp.rendezvous.hello import Hello
 from tfdp.rendezvous.reports import Reports
 from tfdp.rendezvous.restarts import Restarts
 from tfdp.rendezvous.roster import DOUBTFUL_SECONDS, Link, Node, Roster
+from tfdp.text import pluralize
 
 # What the others report of a lost worker may come before the report of its own node,
 # which does not come where that node is silent.
@@ -194,7 +194,7 @@ class Coordinator:
             here = len(self._roster.nodes)
             self._tell(
                 f"waiting for {self._roster.missing()}; {here} of "
-                f"{counted(self._own.nodes, 'node')} {'is' if here == 1 else 'are'} "
+                f"{pluralize(self._own.nodes, 'node')} {'is' if here == 1 else 'are'} "
                 "here"
             )
 
@@ -232,9 +232,10 @@ class Coordinator:
             came = "is here" if here == 1 else "are here"
         self._end(
             self._verdict.code or NODE_LOST,
-            f"waited {self._join_seconds:g} s for {counted(self._own.nodes, 'node')}, "
-            f"and {here} {came}: {self._roster.here()}. Start the same `tfdp run` on "
-            "the others, and see whether they reach the rendezvous",
+            f"waited {self._join_seconds:g} s for "
+            f"{pluralize(self._own.nodes, 'node')}, and {here} {came}: "
+            f"{self._roster.here()}. Start the same `tfdp run` on the others, "
+            "and see whether they reach the rendezvous",
         )
 
     def _replace_silent(self, rank: int) -> None:

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.cluster import counted
 from tfdp.cluster.tf_config import shorten
 from tfdp.rendezvous.failure import MalformedMessage
+from tfdp.text import pluralize
 
 _MOST_WORKERS = 1 << 16
 
@@ -125,7 +125,7 @@ class Hello:
             return None
         return (
             f"--node-rank must be from 0 to {self.nodes - 1}, for there "
-            f"{'is' if self.nodes == 1 else 'are'} {counted(self.nodes, 'node')}. "
+            f"{'is' if self.nodes == 1 else 'are'} {pluralize(self.nodes, 'node')}. "
             f"Received: --node-rank {self.node_rank}"
         )
 

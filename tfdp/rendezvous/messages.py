@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.cluster import counted
 from tfdp.rendezvous.failure import MalformedMessage
+from tfdp.text import pluralize
 
 # What is dialled, see `tfdp.connection`.
 SERVICE = "rendezvous"
@@ -39,7 +39,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
     line = json.dumps(dict(message), separators=(",", ":")).encode() + b"\n"
     if len(line) > MAX_LINE_BYTES - _MAC_DIGITS - 1:
         raise ValueError(
-            f"The message is too long. Received: {counted(len(line), 'byte')}"
+            f"The message is too long. Received: {pluralize(len(line), 'byte')}"
         )
     return line
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from tfdp.cluster import counted
 from tfdp.coordination.preemption import PREEMPTED
 from tfdp.rendezvous.failure import Failure
+from tfdp.text import pluralize
 
 # An attempt that has trained for so long failed for no reason of its start.
 _STABLE_SECONDS = 60.0
@@ -124,7 +124,7 @@ class Restarts:
 
     def _grow(self, seconds: float) -> RestartDecision:
         """Try all slots again: no failure, and so not counted."""
-        fewer = counted(len(self.slots), "worker")
+        fewer = pluralize(len(self.slots), "worker")
         self._bring_back()
         return RestartDecision(
             0.0,
@@ -174,4 +174,4 @@ class Restarts:
         names = ", ".join(map(str, left_out))
         without = f" (without slot {names})" if left_out else ""
         start = "starts" if len(self.slots) == 1 else "start"
-        return f"{counted(len(self.slots), 'worker')}{without} {start}"
+        return f"{pluralize(len(self.slots), 'worker')}{without} {start}"

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from tfdp.cluster import counted
 from tfdp.cluster.tf_config import shorten
 from tfdp.rendezvous.address import is_loopback
 from tfdp.rendezvous.hello import Hello
+from tfdp.text import pluralize
 
 # Who was heard of more recently is there.
 DOUBTFUL_SECONDS = 3.5
@@ -111,7 +111,7 @@ class Roster:
             )
         if self.is_complete:
             return (
-                f"The job has all of its {counted(self._own.nodes, 'node')} already: "
+                f"The job has all of its {pluralize(self._own.nodes, 'node')} already: "
                 f"{self.here()}. Give another port with "
                 f"--rendezvous for another job. Received: one more node, {host}"
             )
@@ -121,7 +121,7 @@ class Roster:
         if total > _MOST_WORKERS:
             return (
                 "The nodes of a job must have at most "
-                f"{counted(_MOST_WORKERS, 'worker')} in all. Received: "
+                f"{pluralize(_MOST_WORKERS, 'worker')} in all. Received: "
                 f"-n {hello.num_workers} from {host}, {total:,} in all"
             )
         return None
@@ -199,7 +199,7 @@ class Roster:
         if self.is_settled:
             names = [self._names[rank] for rank in self.free_ranks()]
             return f"{_listed(names)} to come back"
-        return counted(self._own.nodes - len(self.nodes), "more node")
+        return pluralize(self._own.nodes - len(self.nodes), "more node")
 
     def here(self) -> str:
         """Name who is there."""
@@ -227,8 +227,8 @@ class Roster:
         if before == hello.num_workers:
             return None
         return (
-            f"This node had {counted(before, 'worker')} and comes back with "
-            f"{counted(hello.num_workers, 'worker')}. Give the same -n as before. "
+            f"This node had {pluralize(before, 'worker')} and comes back with "
+            f"{pluralize(hello.num_workers, 'worker')}. Give the same -n as before. "
             f"Received: -n {hello.num_workers}"
         )
 

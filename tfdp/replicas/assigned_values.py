@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.cluster.words import counted
 from tfdp.replicas.checksum import MODULUS
+from tfdp.text import pluralize
 
 _num_assigned = 0
 
@@ -83,7 +83,7 @@ class AssignedValues:
         """String for people: how often, and a few digits of the digest."""
         if not self._count:
             return "nothing"
-        return f"{counted(self._count, 'value')} ({self._digest[:8]})"
+        return f"{pluralize(self._count, 'value')} ({self._digest[:8]})"
 
 
 def recorded_weights(model: Any) -> list[Any]:

@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.cluster.words import counted
 from tfdp.replicas.assigned_values import recorded_weights
 from tfdp.replicas.checksum import checksums
+from tfdp.text import pluralize
 
 # A message with hundreds of names would not be read.
 _MOST_NAMED = 8
@@ -105,7 +105,7 @@ def describe_drift(
     first = differing[0]
     return (
         f"{_describe_outliers(columns[first], replicas)} in {paths[first]!r} "
-        f"({len(differing)} of {counted(len(paths), 'variable')})"
+        f"({len(differing)} of {pluralize(len(paths), 'variable')})"
     )
 
 

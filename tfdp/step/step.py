@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from tfdp import _compat
 from tfdp.base.param_groups import ParamGroup, param_groups_of
-from tfdp.cluster.words import counted
 from tfdp.reduction.gradient_reducer import GradientReducer
 from tfdp.replicas.synchronized_scope import build_in_step
 from tfdp.step.accumulation import (
@@ -22,6 +21,7 @@ from tfdp.step.accumulation import (
 )
 from tfdp.step.loss_scale import LossScale
 from tfdp.step.state_layout import GradientStatistics, StateLayout
+from tfdp.text import pluralize
 
 
 class Schedule(NamedTuple):
@@ -207,8 +207,8 @@ def checked_gradients(
         if len(grads) != len(given):
             raise ValueError(
                 "`apply` needs one gradient for each variable. Received: "
-                f"{counted(len(grads), 'gradient')} for "
-                f"{counted(len(given), 'variable')}"
+                f"{pluralize(len(grads), 'gradient')} for "
+                f"{pluralize(len(given), 'variable')}"
             )
         gradients, given = _compat.without_missing(optimizer, list(grads), given)
     return list(gradients), list(given)

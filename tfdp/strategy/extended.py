@@ -16,7 +16,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.cluster import Topology
 from tfdp.collectives import LaunchOrder, ProcessGroup, device_positions, timing
 from tfdp.coordination.join import Worker, has_joined, joining, worker_devices
 from tfdp.coordination.same_setup import agreed_topology, check_same_setup
@@ -26,6 +25,7 @@ from tfdp.data.load_balancer import LoadBalancer
 from tfdp.data.read_counts import count_reads
 from tfdp.options import CommunicationOptions
 from tfdp.parameters.deferred import deferred_parameter, is_deferred
+from tfdp.plans.topology import Topology
 from tfdp.reduction.algorithm_selector import AlgorithmSelector
 from tfdp.reduction.reducer import Reducer
 from tfdp.replicas.state_merge import average_statistics, merge_states

@@ -17,7 +17,7 @@ from typing import Any
 
 import wrapt
 
-from tfdp.cluster.temporary import TemporaryFolder
+from tfdp.base.temporary import TemporaryFolder
 from tfdp.forks import at_exit
 from tfdp.tracking import first_worker
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfdp.cluster.words import counted
+from tfdp.text import pluralize
 from tfdp.transport.communicator import Array, TransportError
 
 _HEADER = struct.Struct("!16s12sIQQ")
@@ -54,7 +54,7 @@ class Call:
     def __str__(self) -> str:
         what = ""
         if self.dtype:
-            what = f" of {counted(self.num_bytes, 'byte')} of {self.dtype}"
+            what = f" of {pluralize(self.num_bytes, 'byte')} of {self.dtype}"
         return f"{self.kind}{what} (tag {self.tag & _MASK:#x})"
 
 

@@ -18,7 +18,7 @@ from tfdp.cluster.mpi_cluster import is_of_slurm
 from tfdp.cluster.mpi_job import MpiJob
 from tfdp.cluster.mpi_launcher import has_mpi4py, mpi_rank
 from tfdp.cluster.mpi_start import current_job, import_mpi, library_of, start_job
-from tfdp.cluster.words import counted
+from tfdp.text import pluralize
 from tfdp.transport.arithmetic import sum_into
 from tfdp.transport.calls import Call, call_of
 from tfdp.transport.communicator import Array, TransportError
@@ -75,9 +75,9 @@ def check_job(
     if job.size != num_workers:
         raise ValueError(
             "The workers have to be the processes of the MPI job, which has "
-            f"{counted(job.size, 'process', 'processes')} ({job.library}). Start as "
+            f"{pluralize(job.size, 'process', 'processes')} ({job.library}). Start as "
             "many as TF_CONFIG names, or unset TF_CONFIG. Received: "
-            f"{counted(num_workers, 'worker')} in the cluster"
+            f"{pluralize(num_workers, 'worker')} in the cluster"
         )
     # Slurm and TF_CONFIG may number the processes in another order than MPI.
     ranks = [each["rank"] for each in job.exchange({"rank": rank}, timeout_seconds)]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tfdp.cluster.words import counted
+from tfdp.text import pluralize
 from tfdp.transport.arithmetic import mean_by_samples
 from tfdp.transport.communicator import Array, PeerLost, TransportError
 from tfdp.transport.frames import Link, receive_frame, send_frame
@@ -150,7 +150,7 @@ class RoundLeader:
             if len(self._links) - len(self._gone) + 1 < self._least:
                 reasons = "; ".join(self._gone.values())
                 raise TransportError(
-                    f"A round needs {counted(self._least, 'worker')}. {reasons}"
+                    f"A round needs {pluralize(self._least, 'worker')}. {reasons}"
                 )
             least = min(self._least, len(can_come) + 1)
             is_enough = len(self._waiting) + 1 >= least

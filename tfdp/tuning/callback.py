@@ -13,7 +13,6 @@ import numpy as np
 from tfdp import user_code
 from tfdp.base import loops
 from tfdp.base.feature import Feature, Fit, register
-from tfdp.cluster.words import counted
 from tfdp.keras_hooks.worker_callbacks import callback_list, with_first
 from tfdp.options import CommunicationOptions
 from tfdp.plans.buckets import BucketPlan
@@ -24,6 +23,7 @@ from tfdp.reduction.link_measure import (
     load_or_measure_links,
     num_fit_steps,
 )
+from tfdp.text import pluralize
 from tfdp.tuning.conditions import (
     describe_batches,
     obstacle,
@@ -233,7 +233,7 @@ class BucketTuning(keras.callbacks.Callback):
         self._tune(kept.choice, kept.gain)
         if self._extended.worker_group.is_chief:
             store_plan(self._key, kept)
-            steps = counted(block_steps(self._update_steps), "step")
+            steps = pluralize(block_steps(self._update_steps), "step")
             print(f"\ntfdp: {_NAME} {outcome.describe(steps)}.")
 
     def _tell_of_kept(self, kept: KeptPlan) -> None:

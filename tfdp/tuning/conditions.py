@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from tfdp import _compat
-from tfdp.cluster.words import counted
+from tfdp.text import pluralize
 from tfdp.tuning.tuner import most_steps
 
 # A trial takes at most half of a `fit`.
@@ -51,7 +51,7 @@ def shortness(num_steps: int | None, update_steps: int) -> str:
     least = LEAST_PART * most_steps(update_steps)
     if num_steps < least:
         return (
-            f"a trial of other plans needs a `fit` of {counted(least, 'step')}, and "
+            f"a trial of other plans needs a `fit` of {pluralize(least, 'step')}, and "
             f"this one has {num_steps:,}"
         )
     return ""

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Protocol
 
-from tfdp.cluster.words import counted
+from tfdp.text import pluralize
 from tfdp.tuning.proposals import MOST_PROPOSALS, Proposal
 from tfdp.tuning.trial import DEFAULT, Gain, Trial, most_blocks
 
@@ -64,10 +64,10 @@ default [-1, 5] in 9 rounds of 20 steps
         gain = self.gain
         if not self.num_proposals:
             return "keeps the default buckets: there is no other plan for this model"
-        others = counted(self.num_proposals, "other plan")
+        others = pluralize(self.num_proposals, "other plan")
         if gain is None:
             return f"keeps the default buckets: none of {others} was faster"
-        found = f"{gain} in {counted(gain.num_rounds, 'round')} of {steps}"
+        found = f"{gain} in {pluralize(gain.num_rounds, 'round')} of {steps}"
         if self.winner is not None:
             return f"took {self.winner}: {found}"
         return f"keeps the default buckets: of {others} the best was {found}"

@@ -9,9 +9,9 @@ import statistics
 
 from tfdp.bench.sides import Side, alternate, started
 from tfdp.bench.stats import paired_ratio
-from tfdp.cluster import Topology
 from tfdp.links import Links
 from tfdp.plans.cost_model import choose, predict_seconds
+from tfdp.plans.topology import Topology
 from tfdp.plans.traffic import FLAT, Algorithm
 from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
 from tools.bench.hosts_sides import RATE_OF_START, HostsSide

@@ -11,7 +11,7 @@ from typing import Any
 from tfdp.bench import output
 from tfdp.bench.local_replicas import check_topology, local_topology
 from tfdp.bench.sides import Runner, Side, alternate_for, started
-from tfdp.cluster import Topology
+from tfdp.plans.topology import Topology
 from tfdp.transport import is_mpi_job
 from tools.bench.gradients_report import COLUMNS, Row, cells, notes, plot, row_of
 from tools.bench.published_models import PublishedModel

@@ -11,8 +11,8 @@ from typing import Any
 from tfdp.base.intervals import median_interval
 from tfdp.bench.nccl_tests import algorithm_bandwidth, bus_factor
 from tfdp.bench.output import COLOURS, new_figure, save
-from tfdp.cluster import Topology
-from tfdp.cluster.words import counted
+from tfdp.plans.topology import Topology
+from tfdp.text import pluralize
 from tools.bench.link_rate import bits_per_second
 from tools.bench.published_models import PublishedModel
 
@@ -208,7 +208,7 @@ def buckets_text(sizes: Sequence[int]) -> str:
     '3 buckets of 1 to 16 MB'
     """
     ends = " to ".join(f"{size / _MB:.3g}" for size in (min(sizes), max(sizes)))
-    return f"{counted(len(sizes), 'bucket')} of {ends} MB"
+    return f"{pluralize(len(sizes), 'bucket')} of {ends} MB"
 
 
 def plot(rows: Sequence[Row], num_replicas: int, caption: str, path: Path) -> None:

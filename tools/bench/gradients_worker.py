@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from tfdp.bench.channel import Arm, Arms, OnDemand, work
 from tfdp.bench.training import make_strategy, timed
-from tfdp.cluster import Topology
 from tfdp.collectives import ProcessGroup
 from tfdp.options import CommunicationOptions
+from tfdp.plans.topology import Topology
 from tfdp.reduction.communication_plan import CommunicationPlan
 from tfdp.strategy.strategy import auto_strategy
 from tools.bench.barrier import barrier

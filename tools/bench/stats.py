@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from tfdp.bench.stats import Ratio, paired_ratio
-from tfdp.cluster.words import counted
+from tfdp.text import pluralize
 
 SCALINGS = ("weak", "strong")
 
@@ -105,6 +105,6 @@ def batch_of(scaling: str, batch_size: int, num_replicas: int, most: int) -> int
         raise ValueError(
             "The global batch of strong scaling, that of the largest number of "
             "replicas, must divide by each number. Received: "
-            f"{counted(total, 'sample')} on {counted(num_replicas, 'replica')}"
+            f"{pluralize(total, 'sample')} on {pluralize(num_replicas, 'replica')}"
         )
     return total // num_replicas

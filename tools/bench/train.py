@@ -11,7 +11,7 @@ from tfdp.bench import output
 from tfdp.bench.machine import num_cores
 from tfdp.bench.models import ModelSettings
 from tfdp.bench.sides import Side, alternate_for, started
-from tfdp.cluster.words import counted
+from tfdp.text import pluralize
 from tools.bench.report import PROGRAM
 from tools.bench.stats import batch_of, efficiency
 from tools.bench.train_report import COLUMNS, Row, cells, plot, row_of
@@ -161,7 +161,7 @@ def _notes(settings: Settings) -> list[str]:
     cores, most = num_cores(), settings.counts[-1]
     if most > cores:
         notes.append(
-            f"{most} replicas share {counted(cores, 'core')}: their efficiency cannot "
-            f"exceed {cores / most:g}."
+            f"{most} replicas share {pluralize(cores, 'core')}: their efficiency "
+            f"cannot exceed {cores / most:g}."
         )
     return notes

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Sequence
 
-from tfdp.cluster.process_identity import ProcessIdentity
+from tfdp.base.process_identity import ProcessIdentity
 from tfdp.coordination.clock import clock
 from tfdp.coordination.progress import WorkerProgress
 from tfdp.coordination.watch.errors import SCRIPT_ENDED

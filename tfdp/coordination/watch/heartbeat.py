@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp import _compat
-from tfdp.cluster.process_identity import ProcessIdentity
+from tfdp.base.process_identity import ProcessIdentity
 from tfdp.coordination.clock import clock
 from tfdp.coordination.progress import WorkerProgress, progress
 from tfdp.coordination.watch.errors import WorkerFailure

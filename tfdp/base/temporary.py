@@ -18,7 +18,7 @@ import tempfile
 import time
 import uuid
 
-from tfdp.cluster.process_identity import ENDED, state_and_start
+from tfdp.base.process_identity import ENDED, state_and_start
 from tfdp.forks import TemporaryDirectory
 
 _BOOT_ID_FILE = "/proc/sys/kernel/random/boot_id"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def counted(number: int, noun: str, plural: str | None = None) -> str:
+def pluralize(number: int, noun: str, plural: str | None = None) -> str:
     """Return a number and what is counted, in the singular or the plural.
 
     Args:
@@ -16,7 +16,7 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 
     Example:
 
-    >>> counted(1, "worker"), counted(0, "worker"), counted(1024, "replica")
+    >>> pluralize(1, "worker"), pluralize(0, "worker"), pluralize(1024, "replica")
     ('1 worker', '0 workers', '1,024 replicas')
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
