@@ -290,6 +290,9 @@ ALONG_BATCH: dict[str, Loss] = {
     "reversed": lambda y, p: ops.mean(squares(y, ops.flip(p, axis=0))),
     "reversed_by_slice": lambda y, p: tf.reduce_mean(squares(y, p[::-1])),
     "rolled": lambda y, p: ops.mean(squares(y, ops.roll(p, 1, axis=0))),
+    "features_rolled_by_rows": lambda y, p: ops.mean(
+        squares(y, tf.roll(p, tf.shape(p)[0], -1))
+    ),
     "halved": halved,
     "halves": first_against_second_half,
     "differenced": lambda y, p: mean_or_zero((p[1:] - p[:-1]) ** 2),

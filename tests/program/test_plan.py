@@ -132,6 +132,10 @@ DIVIDED = {
     "features padded": (lambda g: tf.pad(g["y"], [[0, 0], [1, 0]]), "rows 0"),
     "features reversed": (lambda g: tf.reverse(g["x"], [-1]), "rows 0"),
     "features rolled": (lambda g: tf.roll(g["x"], 1, -1), "rows 0"),
+    "features rolled by the rows": (
+        lambda g: tf.roll(g["x"], tf.shape(g["x"])[0], -1),
+        "rows 0",
+    ),
     "features tiled": (lambda g: tf.tile(g["y"], [1, 2]), "rows 0"),
     "a running sum of features": (lambda g: tf.cumsum(g["x"], 1), "rows 0"),
     "a table's rows": (lambda g: tf.gather(g["w"], g["k"]), "rows 0"),
