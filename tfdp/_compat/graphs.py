@@ -11,7 +11,6 @@ import tensorflow as tf
 from tensorflow.python.framework import (
     auto_control_deps,
     ops,
-    smart_cond,
 )
 
 
@@ -71,15 +70,6 @@ def copy_of_operation(op: tf.Operation, inputs: list) -> list:
     dtypes = [output.dtype for output in op.outputs]
     copy = graph.create_op(op.type, inputs, dtypes, attrs=attributes, op_def=op.op_def)
     return list(copy.outputs)
-
-
-def constant_value(tensor: tf.Tensor) -> Any:
-    """The value of a tensor that is known while a graph is traced, or `None`.
-
-    `tf.get_static_value` looks through fewer operations: not through a slice of a
-    shape, say.
-    """
-    return smart_cond.smart_constant_value(tensor)
 
 
 @contextlib.contextmanager
