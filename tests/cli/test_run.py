@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
+import errno
 import fcntl
 import functools
 import json
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import termios
 import textwrap
+import threading
 import time
 import types
 import uuid
@@ -936,6 +938,19 @@ def test_what_a_reader_leaves_in_the_pipe_is_counted_and_a_slow_one_gets_all(
         assert out.drain(DEADLINE_SECONDS)
     assert lines[:3000] == ["x" * 49 + "\n"] * 3000
     assert "7 lines are not shown here but kept in the logs" in lines[-1]
+
+
+def test_nobody_waits_for_what_is_written_while_the_output_fails(monkeypatch):
+    monkeypatch.setattr(Outlet, "_serve", lambda self, fd: None)
+    with open(os.devnull, "w") as stream:
+        out = Outlet(stream)
+        with out._changed:  # as the thread has it that finds the error
+            late = threading.Thread(target=out.write, args=("late\n",))
+            late.start()
+            time.sleep(0.2)
+            out.error = OSError(errno.ENOSPC, "No space left on device")
+        late.join(DEADLINE_SECONDS)
+        assert out.drain(0.0)
 
 
 @pytest.mark.parametrize("closed", [1, 2])

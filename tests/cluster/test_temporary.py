@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 
 from tests.harness.commands import ROOT
+from tfdp.base import temporary
 from tfdp.base.files import replaced
 from tfdp.base.temporary import TemporaryFolder, remove_left_over, temporary_name
 from tfdp.checkpoint.object_store import open_storage
-from tfdp.cluster import temporary
 from tfdp.keras_hooks import saving
 
 # Makes one of each in a folder, says so, and waits to be killed.
 MAKE = """
 import pathlib, sys, time
+from tfdp.base import temporary
 from tfdp.base.files import replaced
 from tfdp.base.temporary import TemporaryFolder, temporary_name
 with replaced("model.keras") as path, TemporaryFolder("store") as folder:

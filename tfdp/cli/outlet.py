@@ -67,10 +67,10 @@ class Outlet:
 
     def write(self, text: str) -> int:
         """Take text; it appears after `flush`, or once there is more."""
-        if self._fd is None or self.error is not None:
-            return len(text)
         with self._changed:
-            if len(self._pending) > _MAX_BYTES and self._is_stalled():
+            if self._fd is None or self.error is not None:
+                pass  # nobody would ever write it out
+            elif len(self._pending) > _MAX_BYTES and self._is_stalled():
                 self._num_dropped += text.count("\n")
             else:
                 self._append_notice()
