@@ -48,7 +48,6 @@ _HOMES = {
     "testing": "tfdp.testing",
     "track_each_worker": "tfdp.tracking.first_worker",
 }
-_NEED_NO_TENSORFLOW = ("CommunicationOptions", "Link", "Links", "track_each_worker")
 __all__ = [
     "CommunicationOptions",
     "DistributedOptimizer",
@@ -78,8 +77,6 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of this pack
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(f"module 'tfdp' has no attribute {name!r}")
-        if name not in _NEED_NO_TENSORFLOW:
-            importlib.import_module("tfdp.features")
         module = importlib.import_module(_HOMES[name])
         value = module if _HOMES[name] == f"tfdp.{name}" else getattr(module, name)
         globals()[name] = value

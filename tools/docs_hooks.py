@@ -48,7 +48,7 @@ MEMBERS = {
     "tfdp.MultiWorkerMirroredStrategy": STRATEGY_MEMBERS,
     "tfdp.DistributedOptimizer": (
         *("accumulation_steps", "loss_scale", "skipped_steps", "accumulated_steps"),
-        *("gradient_noise_scale", "iterations", "learning_rate", "is_sharded"),
+        *("iterations", "learning_rate", "is_sharded"),
         *("build", "scale_loss", "apply", "flush", "check_progress"),
         *("exclude_from_weight_decay", "memory_report"),
     ),

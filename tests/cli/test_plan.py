@@ -152,6 +152,16 @@ def test_the_table_says_what_it_predicts_and_what_it_assumes(models):
         assert words in result.output, result.output
 
 
+@pytest.mark.standard
+@pytest.mark.processes
+def test_adasum_between_nodes_makes_rows_dense_as_in_training(models):
+    algorithm = ("--algorithm", "hierarchical:ring,adasum")
+    nodes = ("--nodes", 2, "--replicas-per-node", 2)
+    result = run_plan(models / "rows.keras", *nodes, *algorithm)
+    assert result.code == 0, result.errors
+    assert "Rows of sparse gradients" not in result.output
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "words"),

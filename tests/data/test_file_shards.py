@@ -62,6 +62,7 @@ def names(dataset: tf.data.Dataset) -> list[str]:
 ALL = [f"{number:02}" for number in range(NUM_FILES)]
 
 
+@pytest.mark.filterwarnings("ignore:Files do not divide evenly")
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 5, NUM_FILES])
 def test_each_epoch_has_one_order_of_which_each_worker_reads_its_part(
     folder, monkeypatch, num_workers

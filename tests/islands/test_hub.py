@@ -201,7 +201,9 @@ def test_islands_of_other_settings_are_refused_with_what_differs(open_hub):
 def test_unauthenticated_peers_change_nothing(open_hub, monkeypatch):
     monkeypatch.setattr("tfdp.connection.acceptor._PROOF_SECONDS", 1)
     hub = open_hub(2)
-    with pytest.raises(RuntimeError, match="has not the secret of these islands"):
+    with pytest.raises(
+        RuntimeError, match="not the hub of these islands: it has not the secret"
+    ):
         Member(island(hub, 0, secret="another secret!!"))
     for data in (b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 64, b""):
         with socket.create_connection(("127.0.0.1", hub.port)) as sock:

@@ -42,6 +42,20 @@ def test_a_backup_without_a_strategy_may_be_the_first_use_of_tfdp(tmp_path: Path
     assert (answer.error, answer.value) == ("", ["step-2"]), answer.text
 
 
+def names_of_features() -> list[str]:
+    from tfdp.base.feature import registered
+
+    return [type(feature).__name__ for feature in registered()]
+
+
+@pytest.mark.processes
+def test_features_are_there_however_tfdp_was_imported():
+    (answer,) = forks.run([Start(names_of_features)], DEADLINE_SECONDS)
+    assert sorted(answer.value) == [
+        *("Islands", "LocalStepsFeature", "_Rebalancing", "_Tracking", "_Tuning")
+    ], answer.text
+
+
 def test_a_method_of_keras_that_was_looked_up_before_calls_the_replacement():
     class Model:
         @traceback_utils.filter_traceback

@@ -1,12 +1,13 @@
 """`Feature`: what can be added to training, and the hooks at which the core calls it.
 
-The core knows no feature by name. A feature registers itself when it is imported, and
-`tfdp.features` imports those of this package.
+The core imports no feature. Each registers itself when it is imported, and
+`tfdp.features`, which is imported when hooks are called, names those of tfdp.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,8 @@ class Feature:
     """What can be added to training. Each hook does nothing where it is not overridden.
 
     Hooks are called for every model; a feature returns at once for one that it is not
-    a part of. Those that communicate are called on all workers, in the same order.
+    a part of. Those that communicate are called on all workers, in the same order. A
+    model of no tfdp strategy has no step of tfdp's, and `after_fit` is not called.
 
     Example:
 
@@ -76,7 +78,7 @@ class Feature:
         return 1
 
     def after_fit(self, fit: Fit) -> None:
-        """Release what a `fit` has had, also where it has failed."""
+        """Release what a `fit` has had, also where its training has failed."""
 
 
 _registered: list[Feature] = []
@@ -106,6 +108,7 @@ def unregister(feature: Feature) -> None:
 
 def registered() -> tuple[Feature, ...]:
     """Return the features whose hooks are called, in order."""
+    importlib.import_module("tfdp.features")
     return tuple(_registered)
 
 
@@ -115,7 +118,7 @@ def equalize_replicas(model: Any) -> None:
     Args:
         model: Keras model.
     """
-    for feature in _registered:
+    for feature in registered():
         feature.equalize_replicas(model)
 
 
@@ -128,6 +131,6 @@ def batches_between_meetings(model: Any) -> int | None:
     Returns:
         Int, 1 without features; or `None` if they do not within an epoch.
     """
-    found = [feature.batches_between_meetings(model) for feature in _registered]
+    found = [feature.batches_between_meetings(model) for feature in registered()]
     given = [every for every in found if every is not None]
     return max(given, default=1) if len(given) == len(found) else None

@@ -10,6 +10,7 @@ import atexit
 import queue
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,7 @@ class FinalizerThread:
 
     def register(
         self, owned_by: Any, function: Callable, *args: Any, **kwargs: Any
-    ) -> None:
+    ) -> weakref.finalize:
         """Call a function on the thread once an object is deleted.
 
         Args:
@@ -53,6 +54,9 @@ class FinalizerThread:
             function: Callable, which does not refer to `owned_by`.
             *args: Its arguments.
             **kwargs: Its keyword arguments.
+
+        Returns:
+            `weakref.finalize`, whose `detach` ends it.
         """
         with self._lock:
             if self._thread is None:
@@ -61,7 +65,7 @@ class FinalizerThread:
                 )
                 self._thread.start()
                 atexit.register(self._finish, self._thread)
-        forks.finalize(owned_by, self._calls.put, (function, args, kwargs))
+        return forks.finalize(owned_by, self._calls.put, (function, args, kwargs))
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
@@ -87,5 +91,5 @@ def _run(calls: queue.SimpleQueue) -> None:
         del call, function, args, kwargs
 
 
-# Of what closes connections and ends threads: none takes long.
+# Of what closes connections and ends threads, without waiting for them.
 finalizers = FinalizerThread("tfdp-finalizers")

@@ -60,7 +60,8 @@ def current() -> Loop | None:
 
 def awaiting_training_data() -> Loop | None:
     """Return the loop that is about to be given its training data, or `None`."""
-    return next((loop for loop in _loops[-1:] if loop.awaits_training_data), None)
+    loop = current()
+    return loop if loop is not None and loop.awaits_training_data else None
 
 
 def steps_alone(model: Any) -> bool:

@@ -14,7 +14,6 @@
 - `arguments`: checks of arguments that several take.
 """
 
-import tfdp.features  # noqa: F401
 from tfdp.callbacks.backup_and_restore import BackupAndRestore
 from tfdp.callbacks.communication_monitor import CommunicationMonitor
 from tfdp.callbacks.consistency_check import ConsistencyCheck

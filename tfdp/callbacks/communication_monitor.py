@@ -148,6 +148,8 @@ class CommunicationMonitor(MeasuringCallback):
         self._last_meter = self.meter
         if strategy is not None:
             self.meter.start()
+        if self._report_thread is not None:  # of a `fit` that was broken off
+            self._end_thread()
         self._num_fits += 1
         if worker_group.is_chief:
             hosts = strategy.extended.hosts if strategy else ("localhost",)
@@ -157,7 +159,7 @@ class CommunicationMonitor(MeasuringCallback):
         self._report_thread = ReportThread(Mailbox(worker_group), self._run_report)
         self._report_thread.start()
         # Keras does not say when a `fit` is broken off.
-        finalizers.register(self, self._report_thread.close)
+        self._finalizer = finalizers.register(self, self._report_thread.stop)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Start to count batches."""
@@ -178,7 +180,7 @@ class CommunicationMonitor(MeasuringCallback):
         if self._report_thread is None:
             return
         self._report()
-        self._report_thread.close()
+        self._end_thread()
         if self._run_report is not None:
             self._run_report.end_epoch()
         self._print_notices()
@@ -199,6 +201,11 @@ class CommunicationMonitor(MeasuringCallback):
                 "`CommunicationMonitor` could not write all of its reports: "
                 f"{error_text(error)}"
             )
+
+    def _end_thread(self) -> None:
+        assert self._report_thread is not None
+        self._report_thread.close()
+        self._finalizer.detach()
 
     def _print_notices(self) -> None:
         """Print what the thread has found of the epochs that are over."""

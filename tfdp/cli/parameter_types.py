@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from tfdp.options import CommunicationOptions
 
@@ -166,6 +167,15 @@ def _algorithm(text: str) -> str | dict[str, str]:
     return option
 
 
+class _FileName(click.ParamType):
+    name = "path"
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
+
+
 class _OutputFile(click.Path):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -196,8 +206,8 @@ BANDWIDTHS = Checked("levels", functools.partial(_levels, above_zero=True))
 ALGORITHM = Checked("algorithm", _algorithm)
 # A file that can be written, which is found out now and not after minutes.
 OUTPUT_FILE = _OutputFile()
-# A name of a file, which the shell completes; the command looks at it.
-FILE = click.Path(readable=False)
+# A name of a file, which the shell completes, and nothing else looks at.
+FILE = _FileName()
 
 
 def option_group(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:

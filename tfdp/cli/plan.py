@@ -15,7 +15,7 @@ from tfdp.cli import parameter_types as types
 from tfdp.cli.forecast import Forecast, show
 from tfdp.cli.importing import first_line, import_without_gpus
 from tfdp.links import DEFAULT_LINKS, Link, Links
-from tfdp.options import COMPRESSIONS, CommunicationOptions
+from tfdp.options import ADASUM, COMPRESSIONS, CommunicationOptions
 from tfdp.plans.buckets import BucketPlan
 from tfdp.plans.prediction import BACKWARD_FRACTION
 from tfdp.plans.topology import Topology
@@ -166,8 +166,8 @@ def plan(
     loaded = _loaded(model)
     from tfdp.program.gathers import gathers_of_model  # it imports TensorFlow
 
-    is_adasum = algorithm == "adasum"
-    buckets, sparse = _plan_of(loaded, model, options, makes_dense=is_adasum)
+    levels = algorithm.values() if isinstance(algorithm, dict) else (algorithm,)
+    buckets, sparse = _plan_of(loaded, model, options, makes_dense=ADASUM in levels)
     routes, warned = routes_of(buckets, options, topology, backend)
     by_ring = dataclasses.replace(options, algorithm="ring")
     forecast = Forecast(

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import random
 import selectors
 import socket
 import struct
@@ -80,8 +81,8 @@ class _Unauthenticated:
 class Acceptor:
     """Thread that accepts connections and authenticates their other ends.
 
-    A connection is closed after five seconds without a proof; and, of many without
-    one, the oldest first: a flood of them keeps nobody out who has the secret.
+    A connection is closed after five seconds without a proof; and, of too many without
+    one, any: a flood of them keeps nobody out who has the secret and dials again.
 
     Args:
         secret: String, the job's.
@@ -191,9 +192,12 @@ class Acceptor:
             self._refuse(peer, "it belongs to another user")
             return
         if len(self._unauthenticated) > _MOST_UNAUTHENTICATED:
-            oldest = next(iter(self._unauthenticated))
-            self._refuse(oldest, "it says nothing, and too many others have come since")
-        self._hear(peer)
+            # Of many workers that come at once, the newest keep each other out where
+            # the oldest are closed, and silent ends keep all out where the newest are.
+            found = random.choice(tuple(self._unauthenticated))
+            self._refuse(found, "it says nothing, and too many others do")
+        if peer in self._unauthenticated:
+            self._hear(peer)
 
     def _hear(self, peer: _Unauthenticated) -> None:
         try:

@@ -23,6 +23,8 @@ from typing import TypeAlias
 
 VERSION = "1"
 _PROTOCOL = b"tfdp/"
+# With which launchers began before there was one protocol for all.
+_FIRST_PROTOCOL = b'{"tfdp"'
 _HEAD_BYTES = 32
 _NONCE_BYTES = _PROOF_BYTES = 32
 GREETING_BYTES = _HEAD_BYTES + _NONCE_BYTES
@@ -57,6 +59,8 @@ class WrongService(UnauthenticatedPeer):
     @property
     def version(self) -> str | None:
         """String, the version if it is another one of this protocol, or `None`."""
+        if self.received.startswith(_FIRST_PROTOCOL):
+            return "0"
         if not self.received.startswith(_PROTOCOL):
             return None
         text = self.received[len(_PROTOCOL) : _HEAD_BYTES].decode(errors="replace")

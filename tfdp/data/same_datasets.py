@@ -12,11 +12,11 @@ from tfdp.base import loops
 from tfdp.coordination.differences import describe_difference
 from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.data.batch_sizes import describe_sizes, sizes_of_batches
-from tfdp.data.early_rows import is_of_arrays
 from tfdp.data.element_specs import describe_spec, without_unknown_sizes
 from tfdp.data.fingerprints import ArrayValues, find_difference
 from tfdp.data.lengths import Length
 from tfdp.data.per_replica_dataset import ReadOptions
+from tfdp.data.stages import is_of_arrays
 
 _TOPIC = "a dataset's order and length"
 

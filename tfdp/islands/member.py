@@ -221,8 +221,9 @@ def connect(island: Island, within_seconds: float) -> HubConnection:
             return HubConnection(sock)
         except UnauthenticatedPeer as error:
             raise RuntimeError(
-                f"What listens at {island.hub} has not the secret of these islands. "
-                "Another job may have taken its port, or the secret's file differs."
+                f"What listens at {island.hub} is not the hub of these islands: "
+                f"{error}. Another job may have taken its port, or the secret's file "
+                "or the version of tfdp differs."
             ) from error
         except (OSError, ConnectionFailed) as error:
             if time.monotonic() >= deadline:

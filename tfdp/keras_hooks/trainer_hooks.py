@@ -218,11 +218,16 @@ def _recording(fit: Fit | None) -> Iterator[None]:
     try:
         yield
     finally:
-        for feature in registered():
-            feature.after_fit(fit)
-        was_recorded = timing.recorders.deactivate_since(recorders)
-        if drift_probe.probes.deactivate_since(watches) or was_recorded:
-            fit.model.train_function = None
+        with contextlib.ExitStack() as stack:  # each, also where another one fails
+            stack.callback(_stop_recording, fit.model, recorders, watches)
+            for feature in registered():
+                stack.callback(feature.after_fit, fit)
+
+
+def _stop_recording(model: Any, recorders: Any, watches: Any) -> None:
+    was_recorded = timing.recorders.deactivate_since(recorders)
+    if drift_probe.probes.deactivate_since(watches) or was_recorded:
+        model.train_function = None
 
 
 @contextlib.contextmanager

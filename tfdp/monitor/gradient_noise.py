@@ -48,7 +48,7 @@ class GradientNoise(StepFeature):
 
     @property
     def counters(self) -> dict[str, Any]:
-        """The same by name."""
+        """The variables by name."""
         return {"signal": self.signal, "noise": self.noise}
 
     def check(self, optimizer: Any) -> None:

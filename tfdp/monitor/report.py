@@ -201,10 +201,14 @@ class ReportThread(threading.Thread):
         if self.error is None:
             self._made.put(make)
 
-    def close(self) -> None:
-        """Wait until all windows are through, but not for ever."""
+    def stop(self) -> None:
+        """Have the thread end once all windows are through."""
         self._is_closing.set()
         self._made.put(None)
+
+    def close(self) -> None:
+        """Wait until all windows are through, for a limited time."""
+        self.stop()
         self.join(_PARTING_SECONDS)
 
     def run(self) -> None:

@@ -63,13 +63,12 @@ class LocallySteppingOptimizer(ShardableOptimizer):
         features = self._features
         if not features.steps_alone:
             return None
-        others = {
-            "sharded state": self.sharding != "none",
-            "Adasum": self._combines_means,
-        }
-        installed = features.installed.values()
-        others |= {part.label: part.needs_all_replicas for part in installed}
-        if found := [name for name, is_used in others.items() if is_used]:
+        others = [
+            ("sharded state", self.sharding != "none"),
+            *((f.label, f.needs_all_replicas) for f in features.installed.values()),
+            ("Adasum", self._combines_means),
+        ]
+        if found := [name for name, is_used in others if is_used]:
             raise ValueError(
                 "Replicas that step alone cannot be combined with "
                 f"{' and '.join(found)}: these need what all replicas have in every "

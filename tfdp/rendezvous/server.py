@@ -67,10 +67,13 @@ class Server:
             accepted,
             lacks_files=functools.cache(_logger.warning),  # once
         )
-        while not self._is_closing.is_set():
-            self._coordinator.tick()
-            await asyncio.sleep(_TICK_SECONDS)
-        acceptor.close()
+        try:
+            while not self._is_closing.is_set():
+                self._coordinator.tick()
+                await asyncio.sleep(_TICK_SECONDS)
+        finally:
+            acceptor.close()
+        await asyncio.sleep(0)  # what it has accepted last begins
         # The nodes end their connections once they know that the job is over.
         seconds = _GOODBYE_SECONDS if self._coordinator.is_over else 0.0
         while self._handlers:

@@ -129,10 +129,7 @@ def _examine(step: Step, sums: list, totals: Totals) -> GradientStatistics:
     """Norms and finite flags of the sums, as far as anybody asks for them."""
     measures = any(feature.measures_norm for feature in step.features)
     statistics = step.layout.examine(
-        step.param_groups,
-        sums,
-        checks=step.scale is not None,
-        measures=measures and totals.gradients is not None,
+        step.param_groups, sums, checks=step.scale is not None, measures=measures
     )
     step_events.record_squared_norm(
         lambda: step.layout.own_squares(step.param_groups, sums)

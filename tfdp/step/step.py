@@ -41,12 +41,13 @@ class StepFeature:
     """What can be added to a step; each hook does nothing where it is not overridden.
 
     Attributes:
-        label: String, its name in a sentence.
+        label: String, its name in a sentence; needed with `needs_all_replicas`.
         variables: List of the Keras variables that it has made.
-        counters: Dict by name of those that the logs show and a backup keeps.
+        counters: Dict of those that the logs show and a backup keeps, by a name that
+            no other feature uses.
         needs_all_replicas: Bool, whether it needs what all replicas have in every step.
         trains_alone: Bool, whether replicas update by themselves, so that an update
-            that one of them skips is counted on all.
+            that one of them skips is counted on all: what `step_locally` makes.
         measures_norm: Bool, whether it reads the norm of the reduced gradients.
     """
 

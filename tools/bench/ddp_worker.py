@@ -1,4 +1,4 @@
-"""One process of PyTorch's DDP with Gloo and hooks of its; needs no TensorFlow."""
+"""One process of PyTorch's DDP over Gloo, with its hooks; needs no TensorFlow."""
 
 from __future__ import annotations
 
