@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pathlib
+import types
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -9,8 +13,10 @@ import tensorflow as tf
 from tests.harness import common
 from tfdp.callbacks import DiLoCo
 from tfdp.cluster.islands import Island
+from tfdp.coordination.worker_group import WorkerGroup
 from tfdp.data.distribute import rows_of_island
 from tfdp.islands.training import IslandTraining
+from tfdp.keras_hooks import saving
 
 NUM_ROWS, BATCH_SIZE = 21, 10
 
@@ -62,3 +68,19 @@ def test_what_islands_cannot_do_is_refused_by_its_name(options, name):
     callback = DiLoCo(8, **options)
     with pytest.raises(ValueError, match=name):
         IslandTraining(common.mlp(), callback.options, {}, islands(2)[0])
+
+
+def test_islands_that_save_at_one_path_write_files_of_their_own(tmp_path, monkeypatch):
+    group = types.SimpleNamespace(worker_group=WorkerGroup(0, 1))
+    strategy, written = types.SimpleNamespace(extended=group), []
+
+    def save(model: object, filepath: str) -> None:
+        written.append(filepath)
+        pathlib.Path(filepath).write_text("")
+
+    for index in range(2):
+        own = Island(index, 2, "a:1", "0123456789abcdef")
+        monkeypatch.setattr(Island, "from_environment", lambda own=own: own)
+        saving.save_atomically(strategy, save, None, str(tmp_path / "model.keras"))
+    assert len(set(written)) == 2
+    assert os.listdir(tmp_path) == ["model.keras"]

@@ -66,9 +66,7 @@ def ring(
     return in_two_phases(tensor, member, *PHASES["ring"])
 
 
-def _in_phases(algorithm: str) -> Callable[..., tf.Tensor]:
-    """Return the all-reduce of two phases; arguments and result are those of `ring`."""
-
+def _in_phases(algorithm: str, docstring: str) -> Callable[..., tf.Tensor]:
     def all_reduce_in_phases(
         tensor: tf.Tensor,
         group: ProcessGroup,
@@ -82,17 +80,29 @@ def _in_phases(algorithm: str) -> Callable[..., tf.Tensor]:
         member = Member(group, replica, channel, reduce_dtype)
         return in_two_phases(tensor, member, *PHASES[algorithm])
 
+    all_reduce_in_phases.__name__ = all_reduce_in_phases.__qualname__ = algorithm
+    all_reduce_in_phases.__doc__ = docstring
     return all_reduce_in_phases
 
 
-# Up and down a binomial tree, 2 log2 N steps: each moves the whole tensor, so that it
-# is for small ones.
-tree = _in_phases("tree")
-# Recursive halving and doubling between pairs, 2 log2 N steps: as few bytes as a ring
-# where N is a power of two; otherwise the replicas beyond one hand theirs to a partner
-# first, and get the sum from it. Neighbours exchange the halves, so that most bytes
-# stay inside a node.
-halving_doubling = _in_phases("halving_doubling")
+tree = _in_phases(
+    "tree",
+    """All-reduce up and down a binomial tree, in 2 log2 N steps.
+
+    Each moves the whole tensor, so that it is for small ones. Arguments and result are
+    those of `ring`.
+    """,
+)
+halving_doubling = _in_phases(
+    "halving_doubling",
+    """All-reduce by recursive halving and doubling between pairs, in 2 log2 N steps.
+
+    As few bytes as a ring where N is a power of two; otherwise the replicas beyond one
+    hand theirs to a partner first, and get the sum from it. Neighbours exchange the
+    halves, so that most bytes stay inside a node. Arguments and result are those of
+    `ring`.
+    """,
+)
 
 
 def hierarchical(

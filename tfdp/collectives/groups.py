@@ -97,8 +97,10 @@ class LaunchOrder:
             )
         self.devices = tuple(devices)
         self.num_channels = num_channels
-        # Automatic control dependencies order the operations that take the
-        # same resource, here one small variable per device and channel.
+        # Automatic control dependencies order the operations that take the same
+        # resource, here one small variable per device and channel. Without it,
+        # collectives on two devices of one process are chained one after the other,
+        # each waits for the other, and the step never ends.
         self._tokens = [
             [
                 _compat.plain_variable(0.0, tf.float32, device)

@@ -148,7 +148,8 @@ def reduce_scatter_in_levels(
     own, unit = _in_unit(flat) if route.is_compressed else (flat, None)
     piece = _scatter(route.inner, "inner", own, inner, caller)
     if outer is not None and is_copied:
-        piece = _reduce(route.outer, "outer", piece, outer, caller)
+        is_alone = not route.is_compressed
+        piece = _reduce(route.outer, "outer", piece, outer, caller, is_alone=is_alone)
     elif outer is not None:
         piece = _scatter(route.outer, "outer", piece, outer, caller)
     return piece if unit is None else piece * unit
@@ -211,12 +212,18 @@ def _scatter(
 
 
 def _reduce(
-    wire: Wire, level: str, flat: tf.Tensor, group: ProcessGroup, caller: Caller
+    wire: Wire,
+    level: str,
+    flat: tf.Tensor,
+    group: ProcessGroup,
+    caller: Caller,
+    *,
+    is_alone: bool = False,
 ) -> tf.Tensor:
     """All-reduce on one level."""
     if wire.compressor is None:
         own = caller.member(group, wire.dtype)
-        return ring(flat, is_alone=False, **own.arguments)
+        return ring(flat, is_alone=is_alone, **own.arguments)
     members = ReplicaGroup(group, caller.replica, caller.channel)
     return _call(wire, "reduce", level, flat, (), members, caller)
 

@@ -21,6 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.base.files import replaced
+from tfdp.cluster.islands import Island
 
 _FILE_ENDINGS = (".weights.h5", ".keras", ".h5", ".hdf5")
 
@@ -74,7 +75,9 @@ def _save(
         optimizer = getattr(model, "optimizer", None)
         takes_part = worker_group.is_chief or getattr(optimizer, "is_sharded", False)
         return original(model, path, *rest, **options) if takes_part else None
-    own = _temporary_path(target, str(worker_group.rank))
+    island = Island.from_environment()
+    of_island = "" if island is None else f"island{island.index}."
+    own = _temporary_path(target, str(worker_group.rank), of_island)
     if worker_group.is_chief:
         _remove_left_over(target, worker_group.num_workers)
     # Of folders, which cannot replace each other, the first worker's stays.
@@ -158,7 +161,7 @@ def _remove_left_over(target: str, num_workers: int) -> None:
                 os.unlink(os.path.join(folder, found[0]))
 
 
-def _temporary_path(target: str, rank: str) -> str:
+def _temporary_path(target: str, rank: str, of_island: str = "") -> str:
     """A path beside the file, also where a link leads to it, with Keras's ending."""
     target = target.rstrip(os.sep)
     directory, name = (
@@ -167,4 +170,4 @@ def _temporary_path(target: str, rank: str) -> str:
     )
     ending = next((e for e in _FILE_ENDINGS if name.endswith(e)), "")
     stem = name[: len(name) - len(ending)]
-    return os.path.join(directory, f".{stem}.worker{rank}{ending}")
+    return os.path.join(directory, f".{stem}.{of_island}worker{rank}{ending}")

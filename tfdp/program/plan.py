@@ -99,7 +99,7 @@ class Scope:
 
     Args:
         is_metric: Callable of a resource tensor: whether it is a metric's state.
-        effects: Dict from a graph to the effects in it, see `tfdp.program.trace`.
+        effects: Dict from a graph to the effects in it, see `tfdp.base.program_trace`.
         is_shared: Callable of an operation: whether the replicas of a worker share
             the state that it uses, and the program writes that. Defaults to never.
     """

@@ -134,8 +134,10 @@ def _examine(step: Step, sums: list, totals: Totals) -> GradientStatistics:
     step_events.record_squared_norm(
         lambda: step.layout.own_squares(step.param_groups, sums)
     )
-    for feature in step.features:
-        feature.examine(step, totals, _divisor(step, totals), statistics)
+    if step.features:
+        divisor = _divisor(step, totals)
+        for feature in step.features:
+            feature.examine(step, totals, divisor, statistics)
     return statistics
 
 

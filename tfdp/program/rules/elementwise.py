@@ -101,6 +101,8 @@ def decide_linear(view: View) -> Decision | None:
     if view.type in _ONLY_OF_SHAPE:
         return Decision([AS_HELD] * len(view), view.whole_outputs())
     parts = view.with_form(Form.PART)
+    if not parts:
+        return None
     if view.type in _SUMS:
         linear = list(range(len(view) - (view.type == "ConcatV2")))
     elif view.type in ("Select", "SelectV2"):

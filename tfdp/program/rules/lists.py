@@ -64,7 +64,8 @@ def _item_need(listed: Fact, item: Fact) -> tuple[Need, Fact]:
     if listed.value is not None and not have_same_value(listed, item):
         return WHOLE, whole(listed.sizes)
     listed = _with_sizes_of(listed, item)
-    return need_of(listed), listed
+    is_own = listed.form is Form.LOCAL and listed.held() != item.held()
+    return WHOLE if is_own else need_of(listed), listed
 
 
 def _with_sizes_of(listed: Fact, item: Fact) -> Fact:
