@@ -31,7 +31,7 @@ class FinalizerThread:
     >>> class File: ...
     >>> finalizers, closed = FinalizerThread("example"), threading.Event()
     >>> file = File()
-    >>> finalizers.register(file, closed.set)
+    >>> _ = finalizers.register(file, closed.set)
     >>> del file
     >>> closed.wait(10)
     True
