@@ -16,9 +16,8 @@ from tfdp.keras_hooks.worker_callbacks import callback_list
 from tfdp.step.step import StepFeature
 
 
+# That of CONTRIBUTING.md, to the letter.
 class GradientNorm(StepFeature):
-    """That of CONTRIBUTING.md."""
-
     measures_norm = True
 
     def __init__(self, make_variable):

@@ -16,6 +16,9 @@ from typing import Any
 
 from tfdp import forks
 
+# At the end of a process: TensorFlow may take a minute to delete an iterator.
+_LONGEST_SECONDS = 90.0
+
 
 class FinalizerThread:
     """Thread that runs finalizers one after another.
@@ -77,7 +80,7 @@ class FinalizerThread:
         # False in a process that was forked after the thread had started.
         if thread is self._thread:
             self._calls.put(None)
-            thread.join()
+            thread.join(_LONGEST_SECONDS)
 
 
 def _run(calls: queue.SimpleQueue) -> None:

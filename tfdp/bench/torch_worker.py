@@ -194,15 +194,25 @@ def join(setup: dict[str, Any]) -> None:
     )
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
-    """Make the training steps that the driver asks for."""
+def make_arms(
+    setup: dict[str, Any],
+    make_step: Callable[..., Callable[[], Any]] = training_step,
+    timed: Callable[[Callable[[], Any]], Arm] = timed,
+) -> Arms:
+    """Make the training steps that the driver asks for.
+
+    Args:
+        setup: Dict, see `join`, and `arms`.
+        make_step: Callable of a model, a batch size and what else an arm is told.
+        timed: Callable of a step, which returns the arm.
+    """
     join(setup)
     told = setup["arms"]
 
     def make(name: str) -> Arm:
         arm = dict(told[name])
-        step = training_step(Model(**arm.pop("model")), arm.pop("batch_size"), **arm)
-        return timed(step)
+        model, batch_size = Model(**arm.pop("model")), arm.pop("batch_size")
+        return timed(make_step(model, batch_size, **arm))
 
     return OnDemand(make, lambda name: str(told[name]["model"]))
 

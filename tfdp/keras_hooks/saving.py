@@ -77,9 +77,10 @@ def _save(
         return original(model, path, *rest, **options) if takes_part else None
     island = Island.from_environment()
     of_island = "" if island is None else f"island{island.index}."
-    own = _temporary_path(target, str(worker_group.rank), of_island)
+    own = _temporary_path(target, f"{of_island}worker{worker_group.rank}")
     if worker_group.is_chief:
-        _remove_left_over(target, worker_group.num_workers)
+        pattern = _temporary_path(target, f"{of_island}worker(rank)")
+        _remove_left_over(pattern, worker_group.num_workers)
     # Of folders, which cannot replace each other, the first worker's stays.
     with replaced(
         os.path.realpath(target), own, replaces_folder=worker_group.is_chief
@@ -151,17 +152,17 @@ def _copy_mode(target: str, temporary: str) -> None:
             shutil.copymode(target, temporary)
 
 
-def _remove_left_over(target: str, num_workers: int) -> None:
+def _remove_left_over(pattern: str, num_workers: int) -> None:
     """Remove what a job of more workers, which was killed, has left beside a file."""
-    folder, name = os.path.split(_temporary_path(target, "(rank)"))
-    pattern = re.compile(re.escape(name).replace(r"\(rank\)", "([0-9]{1,6})"))
+    folder, name = os.path.split(pattern)
+    names = re.compile(re.escape(name).replace(r"\(rank\)", "([0-9]{1,6})"))
     with contextlib.suppress(OSError):
-        for found in filter(None, map(pattern.fullmatch, os.listdir(folder))):
+        for found in filter(None, map(names.fullmatch, os.listdir(folder))):
             if int(found[1]) >= num_workers:
                 os.unlink(os.path.join(folder, found[0]))
 
 
-def _temporary_path(target: str, rank: str, of_island: str = "") -> str:
+def _temporary_path(target: str, writer: str) -> str:
     """A path beside the file, also where a link leads to it, with Keras's ending."""
     target = target.rstrip(os.sep)
     directory, name = (
@@ -170,4 +171,4 @@ def _temporary_path(target: str, rank: str, of_island: str = "") -> str:
     )
     ending = next((e for e in _FILE_ENDINGS if name.endswith(e)), "")
     stem = name[: len(name) - len(ending)]
-    return os.path.join(directory, f".{stem}.{of_island}worker{rank}{ending}")
+    return os.path.join(directory, f".{stem}.{writer}{ending}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.bench.channel import Arm, Arms, OnDemand, work
+from tfdp.bench.channel import Arm, work
 from tfdp.bench.models import Model
-from tfdp.bench.torch_worker import build, join, step_of
+from tfdp.bench.torch_worker import build, make_arms, step_of
 from tools.bench.metered import metered
 
 # With several buckets PowerSGD's hook aborts a process (torch 2.13, Gloo): what its
@@ -70,21 +70,13 @@ def _send_low_rank(network: Any, options: dict[str, Any]) -> None:
     network.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
-    """Make the training steps that the driver asks for; workers meet before a block."""
+def _timed(step: Callable[[], Any]) -> Arm:
+    """Seconds per step; workers meet before a block."""
     import torch
 
-    join(setup)
-    told = setup["arms"]
-
-    def make(name: str) -> Arm:
-        arm = dict(told[name])
-        step = training_step(Model(**arm.pop("model")), arm.pop("batch_size"), **arm)
-        run = metered(step, lambda loss: loss.item(), torch.distributed.barrier)
-        return lambda steps: run(steps)["seconds"]
-
-    return OnDemand(make, lambda name: str(told[name]["model"]))
+    run = metered(step, lambda loss: loss.item(), torch.distributed.barrier)
+    return lambda steps: run(steps)["seconds"]
 
 
 if __name__ == "__main__":
-    work(make_arms)
+    work(lambda setup: make_arms(setup, training_step, _timed))
