@@ -137,8 +137,9 @@ def test_a_long_name_keeps_its_ending(folder):
 def test_a_save_removes_the_files_of_workers_that_are_no_more(folder):
     """Of a job of four, killed in a save; the next one has two."""
     for rank in range(4):
-        aged(saving._temporary_path("model.keras", str(rank)))
+        aged(saving._temporary_path("model.keras", f"worker{rank}"))
     mine = [aged(".model.worker.keras"), aged(".model.worker3.keras.old")]
-    saving._remove_left_over("model.keras", 2)
+    pattern = saving._temporary_path("model.keras", "worker(rank)")
+    saving._remove_left_over(pattern, 2)
     left = [".model.worker0.keras", ".model.worker1.keras", *mine]
     assert sorted(os.listdir(folder)) == sorted(left)
